@@ -1,0 +1,225 @@
+#!/usr/bin/env bash
+# Makes .venv in the project's root: the versions of requirements/cpu.lock, and this project in editable form.
+#
+#   bash examples/scripts/setup_env.sh      make it, unless it is there
+#   source examples/scripts/setup_env.sh    the same, and activate it
+#
+# Linux x86-64, CPython 3.11 (or 3.12: see requirements/README.md), no CUDA. A second call finds the stamps below and
+# returns at once; a changed lock, a moved project, an interrupted or a broken .venv is rebuilt. Whatever the user can put
+# right ends in one sentence and exit code 2; a failed download or build ends with exit code 1 and pip's own words.
+
+if [[ "${BASH_SOURCE[0]}" != "$0" ]]; then
+    # Sourced: the work runs in a process of its own, so that its `set -e` and its exits never reach the caller's shell.
+    bash "${BASH_SOURCE[0]}" || return
+    # shellcheck disable=SC1091
+    source "$(dirname "${BASH_SOURCE[0]}")/../../.venv/bin/activate"
+    return
+fi
+
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+venv="$root/.venv"
+lock="$root/requirements/cpu.lock"
+environment_stamp="$venv/.environment_stamp" # written last: its absence means an unfinished environment
+project_stamp="$venv/.project_stamp"
+our_mark="$venv/.made_by_setup_env" # written first: only a .venv that carries it, or that is of no use, is replaced
+pip_log="$venv/pip.log"
+torch_index="https://download.pytorch.org/whl/cpu"
+needed_mb=7500 # 4.6 GB of packages, and 1.2 GB of downloads twice: until they are unpacked, and in pip's cache
+
+say() { printf '[setup] %s\n' "$*" >&2; }
+
+refuse() {
+    say "$*"
+    exit 2
+}
+
+# What an outer environment may carry in and what would make pip see packages that are not in .venv.
+unset PYTHONPATH PYTHONHOME PIP_TARGET PIP_PREFIX
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_USER=0
+
+wanted_environment() { printf '%s %s %s\n' "$(sha256sum <"$lock" | cut -c1-64)" "$root" "$1"; }
+
+wanted_project() { cat "$root/setup.py" "$root/openrlhf_gtpo/_version.py" | sha256sum; }
+
+# The version of the interpreter in .venv, or nothing where it does not start.
+venv_version() { "$venv/bin/python" -I -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true; }
+
+environment_is_ready() {
+    local version
+    [[ -f "$environment_stamp" ]] || return 1
+    version="$(venv_version)"
+    [[ -n "$version" && "$(<"$environment_stamp")" == "$(wanted_environment "$version")" ]]
+}
+
+project_is_ready() { [[ -f "$project_stamp" && "$(<"$project_stamp")" == "$(wanted_project)" ]]; }
+
+# Whether the directory .venv is ours to replace: made by this script, empty, or a virtual environment that does not
+# start or has nothing in it yet.
+may_be_replaced() {
+    [[ -f "$our_mark" || -z "$(ls -A "$venv/")" ]] && return
+    [[ -f "$venv/pyvenv.cfg" ]] || return
+    [[ -n "$(venv_version)" ]] || return 0
+    "$venv/bin/python" -I -c 'import importlib.metadata, sys
+sys.exit(bool({d.metadata["Name"] for d in importlib.metadata.distributions()} - {"pip", "setuptools", "wheel"}))'
+}
+
+# The path of a CPython 3.11, or else 3.12, outside any virtual environment: `python3.11` may be .venv's own, which is to
+# be replaced, or a version manager's shim that does not start.
+find_python() {
+    local minor candidate
+    for minor in 11 12; do
+        for candidate in "python3.$minor" python3 python; do
+            if "$candidate" -I -c "import sys; sys.exit(sys.version_info[:2] != (3, $minor))" >/dev/null 2>&1; then
+                "$candidate" -I -c 'import sys; print(sys._base_executable)'
+                return
+            fi
+        done
+    done
+}
+
+free_mb_of() { df -Pm "$1" | awk 'NR == 2 { print $4 }'; }
+
+check_host() {
+    [[ "$(uname -sm)" == "Linux x86_64" ]] ||
+        refuse "requirements/cpu.lock is for Linux on x86-64; this is $(uname -sm)."
+
+    python="$(find_python)"
+    [[ -n "$python" ]] || refuse "neither Python 3.11 nor 3.12 was found on PATH: install one" \
+        "(Debian 12: apt-get install python3 python3-venv python3-dev)."
+    "$python" -I -c 'import ensurepip, venv' 2>/dev/null ||
+        refuse "$python has no venv module: install it (Debian: apt-get install python3-venv)."
+
+    # DeepSpeed compiles its CPU optimizer on first use, and pycosat comes as source.
+    command -v g++ >/dev/null ||
+        refuse "g++ was not found, and DeepSpeed compiles its CPU optimizer with it: install it (Debian: apt-get install g++)."
+    "$python" -I -c 'import pathlib, sys, sysconfig
+sys.exit(not (pathlib.Path(sysconfig.get_paths()["include"]) / "Python.h").exists())' ||
+        refuse "$python has no header Python.h, which DeepSpeed's CPU optimizer is compiled against: install it" \
+            "(Debian: apt-get install python3-dev)."
+
+    local free_mb
+    if [[ -d "$venv" ]]; then # what is about to be replaced makes room
+        free_mb=$(($(free_mb_of "$venv/") + $(du -sm "$venv/" | cut -f1)))
+    else
+        free_mb="$(free_mb_of "$root")"
+    fi
+    ((free_mb >= needed_mb)) ||
+        refuse "$root has ${free_mb} MB of free disk, and the environment needs ${needed_mb} MB: free some or move the project."
+}
+
+# Leaves .venv empty but for what marks it as ours to the next call, should this one be interrupted.
+empty_venv() {
+    [[ ! -d "$venv" || -z "$(ls -A "$venv/")" ]] || say "removing what an earlier set-up left in $venv"
+    mkdir -p "$venv"
+    touch "$our_mark"
+    rm -f "$environment_stamp" "$project_stamp"
+    find "$venv/" -mindepth 1 -maxdepth 1 ! -name "${our_mark##*/}" -exec rm -rf {} +
+}
+
+# Shows pip's progress in short on a terminal, and now and then elsewhere; everything goes to pip.log.
+show_progress() {
+    local total="$1" count=0 line
+    while IFS= read -r line; do
+        printf '%s\n' "$line" >>"$pip_log"
+        case "$line" in
+            Collecting\ *)
+                count=$((count + 1))
+                line="${line#Collecting }"
+                if [[ -t 2 ]]; then
+                    printf '\r\033[K[setup] %d/%d %s' "$count" "$total" "${line%% *}" >&2
+                elif ((count % 50 == 0)); then
+                    say "$count/$total ${line%% *}"
+                fi
+                ;;
+            Building\ wheels*) [[ ! -t 2 ]] || printf '\r\033[K[setup] building the packages that come as source' >&2 ;;
+            Installing\ collected*) [[ ! -t 2 ]] || printf '\r\033[K[setup] unpacking' >&2 ;;
+        esac
+    done
+    [[ ! -t 2 ]] || printf '\r\033[K' >&2
+}
+
+# run_pip TOTAL SUBCOMMAND ARGUMENTS...   TOTAL is how many packages to expect
+run_pip() {
+    local total="$1" subcommand="$2"
+    shift 2
+    "$venv/bin/python" -I -m pip "$subcommand" --no-deps --no-build-isolation --progress-bar off "$@" 2>&1 |
+        show_progress "$total"
+}
+
+fail() {
+    grep -E '^ *(ERROR|error)' "$pip_log" | tail -n 2 >&2 || tail -n 10 "$pip_log" >&2
+    say "$* (all of its output: $pip_log); put that right and start again."
+    exit 1
+}
+
+locked() { grep -E "^($1)==" "$lock"; }
+
+make_environment() {
+    local started=$SECONDS version pins torch tools
+    say "making $venv with $("$python" -V): about 1.2 GB to download, 4.6 GB on disk, a few minutes"
+    empty_venv
+    "$python" -m venv "$venv" || refuse "$python could not make a virtual environment in $venv."
+    export TMPDIR="$venv/tmp" # pip keeps its downloads here until they are unpacked; /tmp is small on many machines
+    mkdir "$TMPDIR"
+
+    pins="$TMPDIR/pins.txt"
+    grep -Ev '^(#|torch==|setuptools==|wheel==|$)' "$lock" >"$pins"
+    torch="$(locked torch)"
+    mapfile -t tools < <(locked 'setuptools|wheel')
+
+    # torch is fetched first, since its CPU build is what an index may not have, and unpacked last, since DeepSpeed's
+    # build behaves differently where it finds torch. The packages that come as source are built with the locked
+    # setuptools and wheel rather than with whatever is newest that day.
+    if ! run_pip 1 download -d "$TMPDIR/torch" "$torch"; then
+        say "pip's own sources do not have $torch; trying $torch_index"
+        run_pip 1 download -d "$TMPDIR/torch" --extra-index-url "$torch_index" "$torch" || fail "pip could not fetch $torch"
+    fi
+    run_pip 2 install "${tools[@]}" || fail "pip could not install ${tools[*]}"
+    run_pip "$(wc -l <"$pins")" install -r "$pins" || fail "pip could not install the packages of requirements/cpu.lock"
+    run_pip 1 install --no-index --find-links "$TMPDIR/torch" "$torch" || fail "pip could not install $torch"
+
+    rm -rf "$TMPDIR"
+    unset TMPDIR
+    version="$(venv_version)"
+    wanted_environment "$version" >"$environment_stamp"
+    say "installed $(grep -c '==' "$lock") packages in $((SECONDS - started)) s"
+}
+
+make_project() {
+    rm -f "$project_stamp"
+    # --no-index: nothing is fetched, so this also works without a network.
+    run_pip 1 install --no-index -e "$root" || fail "pip could not install the project itself"
+    wanted_project >"$project_stamp"
+}
+
+if environment_is_ready && project_is_ready; then
+    exit 0
+fi
+
+if [[ (-e "$venv" || -L "$venv") && ! -d "$venv" ]]; then
+    refuse "$venv is not a directory, and the environment goes there: move it away."
+fi
+if [[ -d "$venv" ]] && ! may_be_replaced; then
+    refuse "$venv holds something that this script did not make, and the environment goes there: move it away."
+fi
+if [[ ! -w "$root" || (-d "$venv" && ! -w "$venv") ]]; then
+    refuse "$root and its .venv must be writable, and this user ($(id -un)) may not write there."
+fi
+
+command -v flock >/dev/null || refuse "flock was not found: install it (Debian: apt-get install util-linux)."
+exec 9>"$root/.setup_env.lock"
+if ! flock -n 9; then
+    say "another set-up of $venv is at work; waiting for it"
+    flock 9
+fi
+
+if ! environment_is_ready; then
+    check_host
+    make_environment
+fi
+if ! project_is_ready; then
+    make_project
+fi
+say "$venv is ready"

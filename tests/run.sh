@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Every check of this project: the environment, the linters, then pytest.
+#
+#   bash tests/run.sh                          everything
+#   bash tests/run.sh -k gtpo tests/algorithms arguments go to pytest
+#   bash tests/run.sh -m "not slow"
+#
+# All linters run before any failure stops the run, and pytest's summary is the last line.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=examples/scripts/setup_env.sh
+source examples/scripts/setup_env.sh
+
+# Nothing below may fetch a model or report usage.
+export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false WANDB_MODE=offline
+export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+
+# Files of the project that match the patterns: tracked, or new and not ignored; a source archive has no git.
+project_files() {
+    if git rev-parse --is-inside-work-tree >/dev/null 2>&1; then
+        git ls-files -co --exclude-standard --deduplicate -- "$@" | while IFS= read -r file; do
+            [[ ! -f "$file" ]] || printf '%s\n' "$file" # deleted, and not yet committed so
+        done
+    else
+        local pattern
+        for pattern in "$@"; do
+            find . -path ./.venv -prune -o -type f -path "./$pattern" -print
+        done
+    fi
+}
+
+mapfile -t shell_files < <(project_files '*.sh' '.ci/run')
+mapfile -t dockerfiles < <(project_files 'docker/Dockerfile*' 'docker/*.Dockerfile')
+
+failed=()
+lint() {
+    local name="$1"
+    shift
+    printf '== %s\n' "$name"
+    "$@" || failed+=("$name")
+}
+
+lint black black --check --quiet --diff .
+lint isort isort --check-only --quiet --diff .
+lint ruff ruff check --quiet .
+lint mypy mypy --no-error-summary --ignore-missing-imports openrlhf_gtpo
+lint shellcheck shellcheck -x "${shell_files[@]}"
+if ((${#dockerfiles[@]} > 0)); then
+    lint hadolint hadolint "${dockerfiles[@]}"
+fi
+
+if ((${#failed[@]} > 0)); then
+    printf '== failed before any test: %s\n' "${failed[*]}" >&2
+    exit 1
+fi
+
+printf '== pytest\n'
+exec python -m pytest "$@"
