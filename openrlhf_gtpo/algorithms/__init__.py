@@ -1,0 +1,46 @@
+"""GTPO and GRPO-S (arXiv 2508.04349): entropies and outcomes in, advantages and losses out.
+
+Pure functions of torch tensors. This room must not know where rollouts come from, who trains, or OpenRLHF.
+"""
+
+from .config import GRPOSConfig, GTPOConfig
+from .entropy_bonus import entropy_advantage_bonus
+from .forking_tokens import forking_token_mask
+from .groups import success
+from .grpo_s import grpo_s_advantages, grpo_s_rewards
+from .gtpo import gtpo_advantages, gtpo_rewards
+from .losses import (
+    LOSS_LEVEL,
+    PolicyLossOutput,
+    Surrogate,
+    check_loss_level,
+    policy_loss,
+    policy_surrogate,
+    sequence_ratio,
+)
+from .overlong import length_penalty
+from .rewards import ShapedRewards
+from .shares import gtpo_shares, sequence_entropy
+
+__all__ = [
+    "LOSS_LEVEL",
+    "GRPOSConfig",
+    "GTPOConfig",
+    "PolicyLossOutput",
+    "ShapedRewards",
+    "Surrogate",
+    "check_loss_level",
+    "entropy_advantage_bonus",
+    "forking_token_mask",
+    "grpo_s_advantages",
+    "grpo_s_rewards",
+    "gtpo_advantages",
+    "gtpo_rewards",
+    "gtpo_shares",
+    "length_penalty",
+    "policy_loss",
+    "policy_surrogate",
+    "sequence_entropy",
+    "sequence_ratio",
+    "success",
+]

@@ -1,0 +1,205 @@
+"""The clipped policy losses: one term per token for GTPO, one per response for GRPO-S (Eq. 4, 7, 16, 18).
+
+Owns the surrogate, unreduced so that a trainer can weight it and divide by the counts of its whole optimizer step, and
+its plain mean over one batch. Knows no entropies and no rewards.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from .checks import check_finite_tokens, check_mask, check_matrix
+from .config import Mean, check_choice, check_number
+
+Level = Literal["token", "sequence"]
+
+# The two levels are never mixed: which loss goes with which advantage.
+LOSS_LEVEL: dict[str, Level] = {"gtpo": "token", "grpo_s": "sequence"}
+
+# OpenRLHF bounds the log ratio like this before exp: far off-policy tokens give a huge but finite ratio, where an
+# infinite one would turn into NaN (inf * 0) in the loss or its gradient.
+MAX_LOG_RATIO = 20.0
+
+
+class Surrogate(NamedTuple):
+    """The unreduced loss. A unit is an action token (token level) or a row with action tokens (sequence level)."""
+
+    loss: Tensor  # (B, T) or (B,), 0 where there is no unit; differentiable in log_probs
+    unit_mask: Tensor  # (B, T) or (B,) bool; its sum over the optimizer step is what loss is to be divided by
+    clipped: Tensor  # (B, T) or (B,) bool, where the clipped surrogate was strictly the smaller one
+    ratio: Tensor  # (B, T) or (B,) importance ratio before clipping, detached; 1 where there is no unit
+    approx_kl: Tensor  # (B, T) -(log_probs - old_log_probs), detached, 0 outside the mask
+
+
+class PolicyLossOutput(NamedTuple):
+    """Scalars."""
+
+    loss: Tensor
+    clip_fraction: Tensor
+    approx_kl: Tensor
+
+
+def check_loss_level(estimator: str, level: str) -> None:
+    """Raise ValueError if a loss of ``level`` does not belong to the advantages of ``estimator``."""
+    check_choice("estimator", estimator, tuple(LOSS_LEVEL))
+    check_choice("level", level, get_args(Level))
+    if LOSS_LEVEL[estimator] != level:
+        raise ValueError(
+            f"level={level!r} does not fit estimator={estimator!r}: token and sequence level must not be mixed; "
+            f"use level={LOSS_LEVEL[estimator]!r}."
+        )
+
+
+def policy_surrogate(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    level: Level,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    ratio_mean: Mean = "arithmetic",
+    dual_clip: float | None = None,
+) -> Surrogate:
+    """-min(w A, clip(w, 1 - clip_low, 1 + clip_high) A) for every unit.
+
+    Args:
+        log_probs, old_log_probs: (B, T) of the sampled tokens under the policy and the old policy; read only in the
+            mask. Gradients flow into ``log_probs`` alone.
+        advantages: (B, T); at sequence level the same at all action tokens of a row.
+        mask: (B, T) bool.
+        level: ``token`` (Eq. 4, 16) or ``sequence`` (Eq. 7, 18).
+        clip_low, clip_high: the defaults are DAPO's clip-higher.
+        ratio_mean: how a response's ratio is made of its tokens' at sequence level: ``arithmetic`` (Eq. 6) or
+            ``geometric`` (GSPO's).
+        dual_clip: c > 1 bounds the loss of units with A < 0 by -c A (arXiv 1912.09729); None leaves it out.
+
+    Raises:
+        ValueError: shapes, dtypes or settings that do not fit, a NaN or infinity (with the row), or sequence level
+            with advantages that differ within a row.
+    """
+    _check_settings(level, clip_low, clip_high, ratio_mean, dual_clip)
+    check_matrix("log_probs", log_probs)
+    check_mask(mask, like=log_probs, name="log_probs")
+    for name, values in (("log_probs", log_probs), ("old_log_probs", old_log_probs), ("advantages", advantages)):
+        if values.shape != log_probs.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(values.shape)}, but log_probs has shape {tuple(log_probs.shape)}; "
+                "they must be the same."
+            )
+        check_finite_tokens(name, values.detach(), mask)
+
+    dtype = torch.promote_types(log_probs.dtype, torch.float32)
+    log_ratio = (log_probs.to(dtype) - old_log_probs.detach().to(dtype)).where(mask, 0)
+    advantages = advantages.detach().to(dtype).where(mask, 0)
+    approx_kl = -log_ratio.detach()
+    if level == "token":
+        ratio, unit_mask = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), mask
+    else:
+        length = mask.sum(-1)
+        unit_mask = length > 0
+        ratio = _sequence_ratio(log_ratio, mask, length, ratio_mean)
+        advantages = _sequence_advantage(advantages, mask)
+
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    objective = torch.min(unclipped, clipped)
+    if dual_clip is not None:
+        objective = torch.where(advantages < 0, torch.max(objective, dual_clip * advantages), objective)
+    return Surrogate(-objective, unit_mask, clipped.detach() < unclipped.detach(), ratio.detach(), approx_kl)
+
+
+def policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    level: Level,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    ratio_mean: Mean = "arithmetic",
+    dual_clip: float | None = None,
+) -> PolicyLossOutput:
+    """The loss of one batch: the sum over its units divided by their number (0 if there are none).
+
+    Takes and raises what :func:`policy_surrogate` does; a trainer that splits an optimizer step over micro-batches or
+    ranks divides by the step's counts instead and calls that one.
+
+    Returns:
+        ``loss``, differentiable in ``log_probs``; ``clip_fraction``, the share of action tokens (or rows) where the
+        clipped surrogate was strictly the smaller one; ``approx_kl``, the mean of -(log_probs - old_log_probs) over
+        action tokens.
+    """
+    surrogate = policy_surrogate(
+        log_probs,
+        old_log_probs,
+        advantages,
+        mask,
+        level=level,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        ratio_mean=ratio_mean,
+        dual_clip=dual_clip,
+    )
+    num_units = surrogate.unit_mask.sum().clamp_min(1)
+    return PolicyLossOutput(
+        loss=surrogate.loss.sum() / num_units,
+        clip_fraction=surrogate.clipped.to(surrogate.loss.dtype).sum() / num_units,
+        approx_kl=surrogate.approx_kl.sum() / mask.sum().clamp_min(1),
+    )
+
+
+def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, ratio_mean: Mean = "arithmetic") -> Tensor:
+    """(B,) importance ratio of each response (Eq. 6): the mean of its tokens', 1 for a row without action tokens.
+
+    Args:
+        log_probs, old_log_probs: (B, T); gradients flow into ``log_probs`` alone.
+        mask: (B, T) bool.
+        ratio_mean: ``arithmetic``, or ``geometric`` (GSPO's).
+
+    Raises:
+        ValueError: an unknown ``ratio_mean``.
+    """
+    check_choice("ratio_mean", ratio_mean, get_args(Mean))
+    dtype = torch.promote_types(log_probs.dtype, torch.float32)
+    log_ratio = (log_probs.to(dtype) - old_log_probs.detach().to(dtype)).where(mask, 0)
+    return _sequence_ratio(log_ratio, mask, mask.sum(-1), ratio_mean)
+
+
+def _sequence_ratio(log_ratio: Tensor, mask: Tensor, length: Tensor, ratio_mean: Mean) -> Tensor:
+    """(B,) mean ratio of each row, 1 for a row without action tokens. ``log_ratio`` is 0 outside the mask."""
+    if ratio_mean == "geometric":
+        mean = log_ratio.sum(-1) / length.clamp_min(1)
+        return mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().where(mask, 0)
+    return (ratio.sum(-1) / length.clamp_min(1)).where(length > 0, 1)
+
+
+def _sequence_advantage(advantages: Tensor, mask: Tensor) -> Tensor:
+    """(B,) the one advantage of each row's action tokens, 0 for a row without."""
+    if advantages.shape[1] == 0:
+        return advantages.new_zeros(advantages.shape[0])
+    highest = advantages.masked_fill(~mask, -torch.inf).amax(-1)
+    lowest = advantages.masked_fill(~mask, torch.inf).amin(-1)
+    mixed = highest > lowest
+    if mixed.any():
+        row = int(mixed.nonzero()[0])
+        raise ValueError(
+            f"advantages of row {row} range from {lowest[row].item():g} to {highest[row].item():g}, but "
+            "level='sequence' takes one advantage per row; use level='token' or sequence-level advantages."
+        )
+    return highest.where(mask.any(-1), 0)
+
+
+def _check_settings(level: str, clip_low: float, clip_high: float, ratio_mean: str, dual_clip: float | None) -> None:
+    check_choice("level", level, get_args(Level))
+    check_choice("ratio_mean", ratio_mean, get_args(Mean))
+    check_number("clip_low", clip_low, at_least=0, at_most=1)
+    check_number("clip_high", clip_high, at_least=0)
+    if dual_clip is not None:
+        check_number("dual_clip", dual_clip, above=1)

@@ -1,0 +1,189 @@
+"""The paper's formulas as plain Python loops over floats, written without looking at the vectorised code."""
+
+import math
+import statistics
+
+import torch
+
+
+def arithmetic_mean(values):
+    return math.fsum(values) / len(values)
+
+
+def geometric_mean(values):
+    return math.exp(math.fsum(math.log(value) for value in values) / len(values))
+
+
+MEANS = {"arithmetic": arithmetic_mean, "geometric": geometric_mean}
+
+
+def tokens_of(matrix, mask):
+    """Per row, the values at the action tokens in order: list index t - 1 is position t."""
+    return [[float(v) for v, m in zip(row, keep) if m] for row, keep in zip(matrix.tolist(), mask.tolist())]
+
+
+def scatter(per_row, mask):
+    out = torch.zeros(mask.shape, dtype=torch.float64)
+    for i, row in enumerate(mask.tolist()):
+        values = iter(per_row[i])
+        for column, keep in enumerate(row):
+            if keep:
+                out[i, column] = next(values)
+    return out
+
+
+def groups_of(group_ids):
+    groups = {}
+    for i, g in enumerate(group_ids.tolist()):
+        groups.setdefault(g, []).append(i)
+    return list(groups.values())
+
+
+def token_shares(H, members, config, weight):
+    """{row: shares} for one polarity of one group."""
+    mean = MEANS[config.entropy_mean]
+    w = {i: [weight(h) for h in H[i]] for i in members}
+    everything = [x for k in members for x in w[k]]
+    group_mean = mean(everything) if everything else None
+    shares = {}
+    for i in members:
+        if config.compare == "position":
+            means = [mean([w[k][t] for k in members if len(w[k]) > t]) for t in range(len(w[i]))]
+        elif config.compare == "response":
+            means = [mean(w[i])] * len(w[i]) if w[i] else []
+        else:
+            means = [group_mean] * len(w[i])
+        shares[i] = [x / m for x, m in zip(w[i], means)]
+    return shares
+
+
+def clip(value, low, high):
+    return max(low, min(value, high))
+
+
+def gtpo_reward_lists(entropy, mask, outcome, group_ids, config):
+    """(rewards of O+ tokens or of the one set, rewards of O- tokens), zeros included."""
+    H = [[max(h, config.entropy_eps) for h in row] for row in tokens_of(entropy, mask)]
+    r = [float(x) for x in outcome]
+    positive = [[0.0] * len(row) for row in H]
+    negative = [[0.0] * len(row) for row in H]
+    for rows in groups_of(group_ids):
+        won = [i for i in rows if r[i] >= config.success_threshold]
+        lost = [i for i in rows if i not in won]
+        for i, shares in token_shares(H, won, config, lambda h: h).items():
+            for t, share in enumerate(shares):
+                if config.variant == "v1":
+                    positive[i][t] = r[i] + config.alpha * share
+                elif config.variant == "v3":
+                    positive[i][t] = config.alpha1 * r[i] + config.alpha2 * share
+                else:
+                    a1, a2 = config.alpha1, config.alpha2
+                    positive[i][t] = clip(a1 + a2 * share, 1, a1 + a1 / config.kappa)
+        for i, shares in token_shares(H, lost, config, lambda h: 1 / h).items():
+            for t, share in enumerate(shares):
+                if config.variant == "v2":
+                    negative[i][t] = -share
+                elif config.variant == "v3":
+                    negative[i][t] = -config.alpha1 - config.alpha2 * share
+    return positive, negative
+
+
+def grpo_s_reward_lists(entropy, mask, outcome, group_ids, config):
+    """As above with one value a row, in a list of one so that both normalise alike."""
+    H = [[max(h, config.entropy_eps) for h in row] for row in tokens_of(entropy, mask)]
+    r = [float(x) for x in outcome]
+    mean_H = [MEANS[config.entropy_mean](row) if row else None for row in H]
+    positive, negative = [[0.0] for _ in r], [[0.0] for _ in r]
+    for rows in groups_of(group_ids):
+        won = [i for i in rows if r[i] >= config.success_threshold]
+        lost = [i for i in rows if i not in won]
+
+        def share(i, members, weight):
+            if mean_H[i] is None:
+                return 1.0
+            return weight(mean_H[i]) / arithmetic_mean([weight(mean_H[k]) for k in members if mean_H[k] is not None])
+
+        for i in won:
+            s = share(i, won, lambda h: h)
+            positive[i][0] = (
+                config.beta1 * r[i] + config.beta2 * s if config.variant == "v3" else r[i] + config.beta * s
+            )
+        for i in lost:
+            s = share(i, lost, lambda h: 1 / h)
+            if config.variant == "v2":
+                negative[i][0] = -s
+            elif config.variant == "v3":
+                negative[i][0] = -config.beta1 - config.beta2 * s
+    return positive, negative
+
+
+def normalised(values, pool):
+    mean = arithmetic_mean(pool)
+    std = statistics.stdev(pool) if len(pool) > 1 else 0.0
+    return [(v - mean) / (std + 1e-9) for v in values]
+
+
+def advantage_lists(positive, negative, outcome, group_ids, config, penalty=None):
+    r = [float(x) for x in outcome]
+    won = [x >= config.success_threshold for x in r]
+    two_sets = config.variant in ("v2", "v3")
+    penalty = [0.0] * len(r) if penalty is None else [float(x) for x in penalty]
+    if two_sets:
+        positive = [[v + p for v in row] if w else row for row, p, w in zip(positive, penalty, won)]
+        negative = [row if w else [v + p for v in row] for row, p, w in zip(negative, penalty, won)]
+    else:
+        positive = [[v + p for v in row] for row, p in zip(positive, penalty)]
+    out = [[0.0] * len(row) for row in positive]
+    for rows in groups_of(group_ids):
+        if len({won[i] for i in rows}) == 1 and not config.shape_uniform_groups:
+            continue
+        pool_rows = rows if config.scope == "group" else range(len(r))
+        for i in rows:
+            own = negative if two_sets and not won[i] else positive
+            members = pool_rows
+            if two_sets and config.normalise_over == "polarity":
+                members = [k for k in pool_rows if won[k] == won[i]]
+            out[i] = normalised(own[i], [v for k in members for v in own[k]]) if own[i] else []
+    return out
+
+
+def loss(log_probs, old_log_probs, advantages, mask, level, low, high, ratio_mean="arithmetic", dual_clip=None):
+    """Scalar loss, clip fraction and approximate KL of section 5."""
+
+    def term(w, a):
+        unclipped, clipped = w * a, clip(w, 1 - low, 1 + high) * a
+        objective = min(unclipped, clipped)
+        if dual_clip is not None and a < 0:
+            objective = max(objective, dual_clip * a)
+        return -objective, clipped < unclipped
+
+    lp, old, adv = (tokens_of(x.detach(), mask) for x in (log_probs, old_log_probs, advantages))
+    kl = [o - n for row, old_row in zip(lp, old) for n, o in zip(row, old_row)]
+    units = []
+    for i in range(len(lp)):
+        ratios = [math.exp(n - o) for n, o in zip(lp[i], old[i])]
+        if level == "token":
+            units += [term(w, a) for w, a in zip(ratios, adv[i])]
+        elif ratios:
+            units.append(term(MEANS[ratio_mean](ratios), adv[i][0]))
+    n = len(units)
+    return sum(x for x, _ in units) / n, sum(c for _, c in units) / n, sum(kl) / len(kl)
+
+
+def ragged_batch(seed, num_groups=3, num_columns=7, empty_row=False, dtype=torch.float64, pad=float("nan")):
+    """Groups of 2 to 5 rows, shuffled; masks with holes and offsets; junk where the mask is False."""
+    g = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(2, 6, (num_groups,), generator=g)
+    names = torch.randperm(50, generator=g)[:num_groups] - 20
+    group_ids = torch.repeat_interleave(names, sizes)
+    group_ids = group_ids[torch.randperm(len(group_ids), generator=g)]
+    num_rows = len(group_ids)
+    mask = torch.rand(num_rows, num_columns, generator=g) < 0.6
+    mask[torch.arange(num_rows), torch.randint(num_columns, (num_rows,), generator=g)] = True
+    if empty_row:
+        mask[0] = False
+    outcome = (torch.rand(num_rows, generator=g) < 0.5).to(dtype)
+    entropy = torch.rand(num_rows, num_columns, generator=g, dtype=torch.float64) * 3
+    entropy[torch.rand(num_rows, num_columns, generator=g) < 0.15] = 0.0
+    entropy = entropy.to(dtype).masked_fill(~mask, pad)
+    return entropy, mask, outcome, group_ids
