@@ -1,0 +1,112 @@
+"""Hidden states and the LM head's weight in, log-probability and entropy of every token out; never the logits.
+
+Owns the function other rooms call, what it refuses, and its autograd. Knows nothing of how it is computed: that is
+`projection`.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .projection import Settings, backward, forward
+from .shard import VocabularyShard
+
+
+def linear_log_prob_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    vocab_size: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    chunk_bytes: int = 256 * 2**20,
+    with_entropy: bool = True,
+    accumulate_into_main_grad: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """log p(label) and the entropy of p = softmax((hidden @ weight.T + bias) / temperature), token by token.
+
+    Differentiable once in `hidden`, `weight` and `bias`: through the log-probability always, through the entropy where
+    a gradient arrives for it. What is kept for the backward pass is two numbers a token; logits are computed again.
+    Products are taken in the dtype of the inputs, everything else, sums of gradients included, in float32.
+
+    Args:
+        hidden: (T, H), the same on every rank of `group`. Its gradient is summed over `group`.
+        weight: (V_local, H) in the dtype of `hidden`: this rank's columns. Any split of the vocabulary in rank order.
+        labels: (T,) integers, ids over the whole vocabulary, the same on every rank.
+        temperature: what the logits, bias included, are divided by.
+        bias: (V_local,), added in float32. -inf removes a column.
+        vocab_size: number of real columns over all shards; those beyond are padding and count nowhere (their gradient
+            is 0). None: all are real.
+        group: the process group over which the vocabulary is sharded. None: it is not.
+        chunk_bytes: most bytes of temporary memory, in the forward and in the backward pass, besides a few numbers a
+            token. On CPU much less is used, because tiles that stay in cache are faster.
+        with_entropy: False returns None for the entropy.
+        accumulate_into_main_grad: add the gradient of `weight` to `weight.main_grad` instead of returning it, and set
+            `weight.grad_added_to_main_grad`, as megatron-core's LinearWithGradAccumulationAndAsyncCommunication does
+            under `gradient_accumulation_fusion`.
+
+    Returns:
+        log_prob (T,) float32 in nats, <= 0, and entropy (T,) float32 in nats, in [0, ln vocab_size], or None.
+        float64 inputs give float64.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit together, a temperature that is not positive, a label
+            outside the vocabulary, a vocab_size beyond the columns, ranks that disagree, a chunk_bytes too small for a
+            single logit, or no `weight.main_grad` to accumulate into.
+    """
+    _check(hidden, weight, labels, bias, temperature, vocab_size)
+    needs_main_grad = accumulate_into_main_grad and weight.requires_grad and torch.is_grad_enabled()
+    if needs_main_grad and getattr(weight, "main_grad", None) is None:
+        raise ValueError("accumulate_into_main_grad needs weight.main_grad, which Megatron's DDP makes; it is not set")
+    shard = VocabularyShard.describe(labels, weight.size(0), vocab_size, group)
+    settings = Settings(float(temperature), shard, chunk_bytes, with_entropy, accumulate_into_main_grad)
+    settings.check_budget(hidden)
+    return _LinearLogProbAndEntropy.apply(hidden, weight, bias, labels, settings)
+
+
+def _check(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, temperature: float, vocab_size: int | None
+) -> None:
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.size(1) != weight.size(1):
+        raise ValueError(
+            f"hidden must be (T, H) and weight (V, H), but they are {tuple(hidden.shape)} and {tuple(weight.shape)}"
+        )
+    if labels.shape != hidden.shape[:1]:
+        raise ValueError(f"labels must be ({hidden.size(0)},) as hidden is, but it is {tuple(labels.shape)}")
+    if labels.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8):
+        raise ValueError(f"labels must be integers, but they are {labels.dtype}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must be ({weight.size(0)},) as weight is, but it is {tuple(bias.shape)}")
+    if not hidden.is_floating_point() or hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden and weight must share one float dtype, but are {hidden.dtype} and {weight.dtype}")
+    if any(tensor is not None and tensor.device != hidden.device for tensor in (weight, labels, bias)):
+        raise ValueError(f"weight, labels and bias must be on the device of hidden, {hidden.device}")
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(f"temperature must be positive and finite, but it is {temperature}")
+    if vocab_size is not None and vocab_size < 1:
+        raise ValueError(f"vocab_size must be at least 1, but it is {vocab_size}")
+
+
+class _LinearLogProbAndEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings
+    ) -> tuple[Tensor, Tensor | None]:
+        labels = labels.long() - settings.shard.offset
+        log_prob, entropy, normaliser = forward(hidden, weight, bias, labels, settings)
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy)
+        return log_prob, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        grads = backward(*ctx.saved_tensors, grad_log_prob, grad_entropy, ctx.settings, ctx.needs_input_grad[:3])
+        return *grads, None, None

@@ -1,0 +1,201 @@
+"""The forward and the backward pass over one shard of the vocabulary, and what the shards then share.
+
+Owns the settings of a call and the plan of the backward pass: which sweeps over the logits it takes to stay within the
+budget. Knows no autograd. A faster implementation replaces the two calls into `portable` (`token_statistics` and
+`sweep`); all the rest stays.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import tiles
+from .portable import (
+    Gradients,
+    LogitGradient,
+    accumulation_dtype,
+    spans,
+    sweep,
+    token_statistics,
+)
+from .shard import VocabularyShard
+
+# The share of the budget that an accumulator of d_hidden may take in the backward pass; tiles get the rest.
+ACCUMULATOR_SHARE = 0.75
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One call's arguments that are no tensors; `linear_log_prob_and_entropy` explains them."""
+
+    temperature: float
+    shard: VocabularyShard
+    chunk_bytes: int
+    with_entropy: bool
+    accumulate_into_main_grad: bool
+
+    @property
+    def bits_per_logit(self) -> float:
+        """c = log2(e) / temperature."""
+        return 1 / (math.log(2) * self.temperature)
+
+    @property
+    def accumulator_bytes(self) -> int:
+        """The most that an accumulator of d_hidden may take."""
+        return int(self.chunk_bytes * ACCUMULATOR_SHARE)
+
+    def forward_tile(self, hidden: Tensor) -> tiles.Tile:
+        item, wide = _item_sizes(hidden)
+        needed = partial(tiles.forward_bytes, item=item, wide=wide, with_entropy=self.with_entropy)
+        on_cpu = hidden.device.type == "cpu"
+        return tiles.choose_tile(hidden.size(0), self.shard.columns, self.chunk_bytes, on_cpu, needed)
+
+    def backward_tile(self, hidden: Tensor, tokens: int, accumulator_bytes: int, entropy_grad: bool) -> tiles.Tile:
+        item, wide = _item_sizes(hidden)
+        width = hidden.size(1)
+        needed = partial(tiles.backward_bytes, width=width, item=item, wide=wide, entropy_grad=entropy_grad)
+        on_cpu = hidden.device.type == "cpu"
+        return tiles.choose_tile(tokens, self.shard.columns, self.chunk_bytes - accumulator_bytes, on_cpu, needed)
+
+    def check_budget(self, hidden: Tensor) -> None:
+        """Raises ValueError where no tile would fit, in the forward pass already and on every rank."""
+        self.forward_tile(hidden)
+        self.backward_tile(hidden, hidden.size(0), self.accumulator_bytes, entropy_grad=True)
+
+
+def _item_sizes(hidden: Tensor) -> tuple[int, int]:
+    return hidden.element_size(), accumulation_dtype(hidden.dtype).itemsize
+
+
+def forward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """log_prob (T,), entropy (T,) or None, and the normaliser (T,) that the backward pass needs. `labels` are local."""
+    shard, bits_per_logit = settings.shard, settings.bits_per_logit
+    statistics = token_statistics(
+        hidden,
+        weight[: shard.columns],
+        None if bias is None else bias[: shard.columns],
+        labels,
+        bits_per_logit=bits_per_logit,
+        tile=settings.forward_tile(hidden),
+        with_entropy=settings.with_entropy,
+    )
+    statistics = shard.merged(statistics, bits_per_logit)
+    entropy = statistics.entropy(shard.vocab_size) if settings.with_entropy else None
+    return statistics.log_prob(settings.temperature), entropy, statistics.normaliser(bits_per_logit)
+
+
+def backward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    normaliser: Tensor,
+    entropy: Tensor | None,
+    grad_log_prob: Tensor | None,
+    grad_entropy: Tensor | None,
+    settings: Settings,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden (T, H), weight (V_local, H) and bias (V_local,), each None where `needs` says so."""
+    needs_hidden, needs_weight, needs_bias = needs
+    shard, wide = settings.shard, normaliser.dtype
+    gradient = LogitGradient.of(grad_log_prob, grad_entropy, entropy, normaliser, settings.temperature)
+
+    d_hidden = torch.empty_like(hidden) if needs_hidden else None
+    d_bias = torch.zeros(weight.size(0), dtype=wide, device=weight.device) if needs_bias else None
+    into_main_grad = needs_weight and settings.accumulate_into_main_grad
+    d_weight: Tensor | None = None
+    if needs_weight:
+        d_weight = weight.main_grad if into_main_grad else torch.empty_like(weight)  # type: ignore[attr-defined]
+    d_weight_is_fresh = not into_main_grad
+
+    for part in plan_sweeps(hidden, d_weight, needs_hidden, settings):
+        tokens = part.tokens
+        in_place = hidden.dtype == wide
+        hidden_sum: Tensor | None = None
+        if d_hidden is not None and part.adds_hidden:
+            place = d_hidden[tokens]
+            hidden_sum = place.zero_() if in_place else torch.zeros(place.shape, dtype=wide, device=place.device)
+        out = Gradients(
+            hidden=hidden_sum,
+            weight=None if d_weight is None or not part.adds_weight else d_weight[: shard.columns],
+            bias=None if d_bias is None or not part.adds_bias else d_bias[: shard.columns],
+            weight_is_fresh=d_weight_is_fresh,
+        )
+        accumulated = 0 if hidden_sum is None or in_place else hidden_sum.nbytes
+        tile = settings.backward_tile(hidden, tokens.stop - tokens.start, accumulated, gradient.slope is not None)
+        sweep(
+            hidden[tokens],
+            weight[: shard.columns],
+            None if bias is None else bias[: shard.columns],
+            labels[tokens],
+            gradient.rows(tokens),
+            out,
+            tile,
+        )
+        d_weight_is_fresh = d_weight_is_fresh and not part.adds_weight
+        if d_hidden is not None and hidden_sum is not None:
+            shard.sum_(hidden_sum)
+            if not in_place:
+                d_hidden[tokens].copy_(hidden_sum)
+
+    if d_weight is not None and not into_main_grad:
+        d_weight[0 if d_weight_is_fresh else shard.columns :].zero_()
+    if into_main_grad:
+        d_weight = _mark_added_to_main_grad(weight)
+    return d_hidden, d_weight, None if d_bias is None or bias is None else d_bias.to(bias.dtype)
+
+
+class Sweep(NamedTuple):
+    """One pass over the logits of some tokens, and which gradients it adds to."""
+
+    tokens: slice
+    adds_hidden: bool
+    adds_weight: bool
+    adds_bias: bool
+
+
+def plan_sweeps(hidden: Tensor, d_weight: Tensor | None, needs_hidden: bool, settings: Settings) -> list[Sweep]:
+    """The passes over the logits that the backward pass takes.
+
+    One, with a float32 accumulator of d_hidden (T, H), wherever that leaves room for tiles (T * H <= 50 M at the default
+    budget). Beyond that, tokens are taken in turns if d_weight is float32 and can itself be added to (Megatron's main
+    gradient). If it is not, rounding it after every turn would lose what it was to gain, so d_hidden takes turns of its
+    own and d_weight one pass: five products instead of four, and still exact.
+
+    Ranks of one group get the same plan, since it depends on nothing that differs between them.
+    """
+    tokens, width = hidden.shape
+    wide = accumulation_dtype(hidden.dtype)
+    everything = slice(0, tokens)
+    needs_weight = d_weight is not None
+    if tokens == 0:
+        return []
+    if not needs_hidden:
+        return [Sweep(everything, False, needs_weight, True)]
+    fits = settings.accumulator_bytes // (width * wide.itemsize)
+    if hidden.dtype == wide or tokens <= fits:
+        return [Sweep(everything, True, needs_weight, True)]
+    turns_add_weight = d_weight is not None and d_weight.dtype == wide
+    sweeps = [Sweep(turn, True, turns_add_weight, True) for turn in spans(tokens, fits)]
+    if needs_weight and not turns_add_weight:
+        sweeps.append(Sweep(everything, False, True, False))
+    return sweeps
+
+
+def _mark_added_to_main_grad(weight: Tensor) -> Tensor | None:
+    """What megatron-core returns for a gradient that already is in `main_grad`, so that its DDP hooks still run.
+
+    See `LinearWithGradAccumulationAndAsyncCommunication.backward` in megatron/core/tensor_parallel/layers.py: a dummy
+    keeps the backward hooks on the main thread; its contents are ignored unless `zero_out_wgrad` asks for zeros.
+    """
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)

@@ -1,0 +1,90 @@
+"""Which columns of the vocabulary this rank holds, and what the ranks of a tensor-parallel group tell each other.
+
+Owns every collective of this room and the checks of what must agree between ranks. Knows nothing of products.
+
+The shards may have any sizes, none included; they follow each other in rank order, as Megatron lays them out (there all
+are equal, and the last ones end in padding).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .statistics import TokenStatistics
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """Columns [offset, offset + columns) of the vocabulary are the first `columns` rows of this rank's weight."""
+
+    offset: int
+    columns: int
+    vocab_size: int
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def describe(
+        cls, labels: Tensor, local_columns: int, vocab_size: int | None, group: dist.ProcessGroup | None
+    ) -> "VocabularyShard":
+        """Find this rank's columns, and check the labels (T,) and `vocab_size` against those of all ranks.
+
+        One all-gather of five integers, so that a mistake is the same `ValueError` on every rank of the group and
+        never a hang, and a check that costs one pass over T integers.
+        """
+        lowest, highest = (int(labels.min()), int(labels.max())) if labels.numel() else (0, -1)
+        mine = (local_columns, labels.numel(), -1 if vocab_size is None else vocab_size, lowest, highest)
+        ranks = _gather_integers(mine, labels.device, group)
+        sizes, tokens, vocab_sizes, lows, highs = zip(*ranks, strict=True)
+        if len(set(tokens)) > 1 or len(set(vocab_sizes)) > 1:
+            raise ValueError(
+                f"the ranks of group must agree on the number of tokens and on vocab_size; they have {list(tokens)} "
+                f"tokens and vocab_size {[None if size < 0 else size for size in vocab_sizes]}"
+            )
+        total = sum(sizes)
+        real = total if vocab_size is None else vocab_size
+        if real > total:
+            raise ValueError(f"vocab_size is {real} but weight has only {total} columns over all shards")
+        if min(lows) < 0 or max(highs) >= real:
+            bad = min(lows) if min(lows) < 0 else max(highs)
+            raise ValueError(f"labels has the token id {bad}, outside the vocabulary [0, {real})")
+        rank = 0 if group is None else dist.get_rank(group)
+        offset = sum(sizes[:rank])
+        return cls(offset, max(0, min(local_columns, real - offset)), real, group)
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.group is not None and dist.get_world_size(self.group) > 1
+
+    def merged(self, statistics: TokenStatistics, bits_per_logit: float) -> TokenStatistics:
+        """Statistics over all shards: one all-gather of (3 or 4, T) numbers, merged in rank order on every rank.
+
+        Gathered rather than reduced so that all ranks hold bitwise the same result.
+        """
+        if not self.is_sharded:
+            return statistics
+        mine = statistics.packed()
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(gathered, mine, group=self.group)
+        total, *others = (TokenStatistics.unpacked(rows) for rows in gathered)
+        for other in others:
+            total.merge_(other, bits_per_logit)
+        return total
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sum over the shards, in place."""
+        if self.is_sharded and tensor.numel():
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+
+def _gather_integers(
+    mine: tuple[int, ...], device: torch.device, group: dist.ProcessGroup | None
+) -> list[tuple[int, ...]]:
+    if group is None or dist.get_world_size(group) == 1:
+        return [mine]
+    sent = torch.tensor(mine, dtype=torch.int64, device=device)
+    received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(received, sent, group=group)
+    return [tuple(row) for row in torch.stack(received).tolist()]

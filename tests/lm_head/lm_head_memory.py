@@ -1,0 +1,65 @@
+"""Measures how far resident memory rises during a call at T = 32768; run in a process of its own, prints JSON.
+
+Usage: MALLOC_MMAP_THRESHOLD_=65536 python lm_head_memory.py
+Tiles are given the size they have off the CPU, so that the budget alone limits them. Linux with glibc: the peak is
+VmHWM, and the variable makes freed memory go back, so that no call lives off what another one left.
+"""
+
+import ctypes
+import json
+
+import torch
+
+from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy, tiles
+
+TOKENS, WIDTH, COLUMNS = 32768, 64, 4096
+MIB = 2**20
+# (dtype, what it does, budget in MiB). 10 MiB is less than a float32 d_hidden of 8 MiB leaves room for, and turns follow.
+CASES = [
+    (dtype, what, budget)
+    for dtype in ("bfloat16", "float32")
+    for what, budget in (("forward", 64), ("log_prob", 64), ("both", 64), ("both", 10), ("main_grad", 10))
+]
+
+
+def resident(field: str) -> int:
+    """Bytes: VmRSS now, or its peak VmHWM."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
+
+
+def call(dtype: torch.dtype, what: str, chunk_bytes: int, tokens: int = TOKENS) -> int:
+    """Peak bytes beyond what was there before and the gradients and outputs that are there after."""
+    hidden = torch.randn(tokens, WIDTH).to(dtype).requires_grad_()
+    weight = torch.randn(COLUMNS, WIDTH).to(dtype).requires_grad_()
+    labels = torch.randint(COLUMNS, (tokens,))
+    weight.main_grad = torch.zeros(COLUMNS, WIDTH)
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    with open("/proc/self/clear_refs", "w") as peak:
+        peak.write("5")
+    before = resident("VmRSS")
+    with torch.set_grad_enabled(what != "forward"):
+        outputs = linear_log_prob_and_entropy(
+            hidden, weight, labels, chunk_bytes=chunk_bytes, accumulate_into_main_grad=what == "main_grad"
+        )
+    if what != "forward":
+        wanted = outputs[:1] if what == "log_prob" else outputs
+        torch.autograd.backward(wanted, [torch.ones_like(output) for output in wanted])
+    results = [*outputs, *(leaf.grad for leaf in (hidden, weight) if leaf.grad is not None)]
+    return resident("VmHWM") - before - sum(tensor.nbytes for tensor in results)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    tiles.CPU_TILE = tiles.DEVICE_TILE
+    rows = []
+    for name, what, budget in CASES:
+        dtype = getattr(torch, name)
+        call(dtype, what, 2 * MIB, tokens=512)  # what a process allocates once: threads, oneDNN's compiled kernels
+        peak = call(dtype, what, budget * MIB)
+        rows.append({"dtype": name, "what": what, "budget_mib": budget, "peak_mib": round(peak / MIB, 2)})
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""A vocabulary sharded over real gloo processes equals the whole one, forward and backward."""
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lm_head_ranks import run
+from lm_head_reference import make_case, naive
+
+from openrlhf_gtpo.lm_head.portable import token_statistics
+from openrlhf_gtpo.lm_head.tiles import Tile
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_tensor_parallel_ranks(world_size, tmp_path):
+    """What the ranks check is in `lm_head_ranks`; a failure there is raised here with its traceback.
+
+    A group of one rank is among the checks, so there is no world of one.
+    """
+    mp.spawn(run, args=(world_size, str(tmp_path / "store")), nprocs=world_size)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    cuts=st.lists(st.integers(0, 120), max_size=7).map(sorted),
+    tile=st.builds(Tile, st.integers(1, 9), st.integers(1, 150)),
+    seed=st.integers(0, 50),
+)
+def test_statistics_of_up_to_eight_shards_merge_to_those_of_the_whole(cuts, tile, seed):
+    """Any split, shards of no column included, in any tiles."""
+    case = make_case(6, 4, 120, scale=5.0, seed=seed)
+    bits_per_logit = 1 / torch.log(torch.tensor(2.0, dtype=torch.float64)).item()
+    total = None
+    for start, stop in zip([0, *cuts], [*cuts, 120]):
+        with torch.no_grad():
+            part = token_statistics(
+                case.hidden,
+                case.weight[start:stop],
+                case.bias[start:stop],
+                case.labels - start,
+                bits_per_logit=bits_per_logit,
+                tile=tile,
+                with_entropy=True,
+            )
+        if total is None:
+            total = part
+        else:
+            total.merge_(part, bits_per_logit)
+    expected = naive(case.hidden, case.weight, case.labels, bias=case.bias)
+    torch.testing.assert_close(total.log_prob(1.0), expected[0].detach(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(total.entropy(120), expected[1].detach(), rtol=0, atol=1e-10)
