@@ -1,0 +1,99 @@
+"""`python3 -m openrlhf_gtpo.cli.prepare {smollm2,tiny-model,task} --output DIR`: models and tasks without a network.
+
+Each command is done once: a second call with the same settings returns at once. Parse, check, call; nothing else.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from openrlhf_gtpo.tasks import reasoning_gym_data
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0, or 2 after one sentence on stderr where the user's settings cannot be met."""
+    args = build_parser().parse_args(argv)
+    try:
+        output = args.run(args)
+    except (ValueError, OSError) as error:
+        print(f"prepare {args.command}: {error}", file=sys.stderr)
+        return 2
+    print(output)
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python3 -m openrlhf_gtpo.cli.prepare", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    smollm2 = commands.add_parser("smollm2", help="SmolLM2-135M-Instruct as a Hugging Face checkpoint (20 s, 270 MB)")
+    smollm2.set_defaults(run=_smollm2)
+
+    tiny = commands.add_parser("tiny-model", help="a 2-layer Llama for smoke tests, warm-started on `products` (20 s)")
+    tiny.add_argument("--seed", type=int, default=1)
+    tiny.set_defaults(run=_tiny_model)
+
+    task = commands.add_parser("task", help="train.jsonl and eval.jsonl of a reasoning-gym task")
+    task.add_argument("--task", required=True, help="a reasoning-gym data set, such as products, gcd, chain_sum")
+    task.add_argument("--train-size", type=int, default=80, help="training rows (default: %(default)s)")
+    task.add_argument("--eval-size", type=int, default=20, help="held-out rows (default: %(default)s)")
+    task.add_argument("--seed", type=int, default=1)
+    task.add_argument(
+        "--task-config",
+        metavar="JSON",
+        help="fields of the task's config, as '{\"max_digits\": 2}'; by default small settings for products, gcd and "
+        "chain_sum, and reasoning-gym's own for the others ('{}' asks for those)",
+    )
+    task.add_argument(
+        "--instruction", default=reasoning_gym_data.DEFAULT_INSTRUCTION, help="appended to each question"
+    )
+    task.set_defaults(run=_task)
+
+    for command in (smollm2, tiny, task):
+        command.add_argument("--output", required=True, type=Path, metavar="DIR")
+    return parser
+
+
+def _smollm2(args: argparse.Namespace) -> Path:
+    from openrlhf_gtpo.tasks.smollm2 import convert_smollm2
+
+    return convert_smollm2(args.output)
+
+
+def _tiny_model(args: argparse.Namespace) -> Path:
+    from openrlhf_gtpo.tasks.tiny_model import make_tiny_model
+
+    return make_tiny_model(args.output, args.seed)
+
+
+def _task(args: argparse.Namespace) -> Path:
+    return reasoning_gym_data.write_task_files(
+        args.task,
+        args.output,
+        args.train_size,
+        args.eval_size,
+        seed=args.seed,
+        task_config=_task_config(args.task_config),
+        instruction=args.instruction,
+    )
+
+
+def _task_config(text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ValueError(
+            f"--task-config {text!r} is not JSON ({error}): write it as '{{\"max_digits\": 2}}'"
+        ) from None
+    if not isinstance(config, dict):
+        raise ValueError(f"--task-config {text!r} is not a JSON object: write it as '{{\"max_digits\": 2}}'")
+    return config
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""A run's metrics as JSON lines: the writer that the trainer holds, and the reader that reports use.
+
+One object a line: `{"kind": "train"|"eval"|"run", "step": int, "time": unix seconds, <metric name>: number, ...}`.
+Must not know torch: its tensors are recognised by what they can do.
+"""
+
+import json
+import math
+import numbers
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from openrlhf_gtpo.report import names
+
+Rows = Sequence[Mapping[str, Any]]
+
+KINDS = (names.KIND_TRAIN, names.KIND_EVAL, names.KIND_RUN)
+RESERVED = ("kind", "step", "time")
+
+
+class MetricsWriter:
+    """Appends a line per call and flushes it, so that a killed run loses at most the line it was writing.
+
+    A resumed run appends to the file it left: `read_metrics` then keeps the later of two lines for one step.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Open `path` for appending; its parents are created."""
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        end_line = _ends_within_a_line(self.path)
+        self._file = open(self.path, "a", encoding="utf-8")
+        if end_line:
+            # The last run died while writing. Without this the first new line would be lost with the broken one.
+            self._file.write("\n")
+
+    def write(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append one line.
+
+        Args:
+            kind: "train", "eval" or "run".
+            step: the step these numbers belong to; eval at step 0 is before training.
+            metrics: flat names to numbers. Anything with `item()` (numpy and torch scalars, one-element tensors)
+                becomes a JSON number. NaN and infinities become null: JSON has no word for them, and "was computed, is
+                not a number" must not look like "was not computed". Strings, booleans and None pass as they are.
+
+        Raises:
+            ValueError: an unknown kind, a reserved name, or a value of another type or shape.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+        row: dict[str, Any] = {"kind": kind, "step": int(step), "time": time.time()}
+        for name, value in metrics.items():
+            if name in RESERVED:
+                raise ValueError(f"metric {name!r} has the name of a field of every line ({', '.join(RESERVED)})")
+            row[name] = _json_value(name, value)
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file, or of `metrics.jsonl` in a directory, in order of writing.
+
+    A line that cannot be read is left out: a process that dies cuts off its last one, which after a resume stands in
+    the middle. Where a resumed run repeated a step, the later line counts.
+
+    Raises:
+        ValueError: the file is absent or unreadable, or none of its lines is a metrics line.
+    """
+    path = Path(path)
+    file = path / "metrics.jsonl" if path.is_dir() else path
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    except OSError as error:
+        raise ValueError(f"cannot read metrics from {file}: {error.strerror}") from None
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    broken = 0
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        row = _parse(line)
+        if row is None:
+            broken = broken or number
+            continue
+        key = (row["kind"], row["step"])
+        rows.pop(key, None)
+        rows[key] = row
+    if not rows:
+        problem = f"line {broken} is not a metrics line" if broken else "it has no lines yet"
+        raise ValueError(f"{file} has no metrics: {problem}")
+    return list(rows.values())
+
+
+def series(rows: Rows, kind: str, name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric, in order of step, without the steps at which it is absent or null."""
+    points = sorted((row["step"], row[name]) for row in rows if row["kind"] == kind and is_number(row.get(name)))
+    return [step for step, _ in points], [float(value) for _, value in points]
+
+
+def held_out_names(rows: Rows) -> list[str]:
+    """The names `eval_<datasource>_pass1` that a run has, sorted."""
+    found = {name for row in rows if row["kind"] == names.KIND_EVAL for name in row}
+    return sorted(n for n in found if n.startswith(names.EVAL_PREFIX) and n.endswith(names.EVAL_PASS1_SUFFIX))
+
+
+def before_and_after(rows: Rows, held_out_name: str) -> tuple[float | None, float | None]:
+    """Held-out reward before training (the evaluation at step 0) and after it (the last one at a later step).
+
+    Either is None where the run has no such evaluation.
+    """
+    points = list(zip(*series(rows, names.KIND_EVAL, held_out_name)))
+    before = [value for step, value in points if step == 0]
+    after = [value for step, value in points if step > 0]
+    return (before[0] if before else None), (after[-1] if after else None)
+
+
+def datasource_of(held_out_name: str) -> str:
+    """ "products" of `eval_products_pass1`."""
+    return held_out_name[len(names.EVAL_PREFIX) : -len(names.EVAL_PASS1_SUFFIX)]
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or row.get("kind") not in KINDS or not isinstance(row.get("step"), int):
+        return None
+    return row
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with open(path, "rb") as file:
+        file.seek(-1, 2)
+        return file.read() != b"\n"
+
+
+def _json_value(name: str, value: Any) -> Any:
+    if hasattr(value, "item"):
+        try:
+            value = value.item()
+        except (ValueError, RuntimeError, TypeError) as error:
+            raise ValueError(f"metric {name!r} must be one number, got {type(value).__name__}: {error}") from None
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else None
+    raise ValueError(f"metric {name!r} must be a number, got {type(value).__name__}")

@@ -1,0 +1,50 @@
+"""The metric names that a run writes and a report reads: the one place where they are spelled.
+
+Imports nothing. The trainer writes them flat, one JSON object a step; see `metrics.py` for the file.
+"""
+
+KIND_TRAIN = "train"
+KIND_EVAL = "eval"
+KIND_RUN = "run"  # once per start: the settings a reader needs to know what ran
+
+REWARD_MEAN = "reward/mean"
+REWARD_MEAN_AT_G = "reward/mean_at_g"
+REWARD_BEST_AT_G = "reward/best_at_g"
+ENTROPY_ALL = "entropy/all"  # nats, mean over action tokens
+ENTROPY_POSITIVE = "entropy/positive"  # over rows that succeeded
+ENTROPY_NEGATIVE = "entropy/negative"  # over rows that did not
+SHARES_STD = "shares/std"
+ADVANTAGE_MEAN = "advantage/mean"
+ADVANTAGE_MAX = "advantage/max"
+CLIP_FRACTION = "clip/fraction"
+GROUPS_UNIFORM = "groups/uniform"  # groups whose rows all succeed or all fail
+GROUPS_TOTAL = "groups/total"
+RESPONSE_LENGTH_MEAN = "response_length/mean"  # tokens
+
+TIMING_PREFIX = "timing/"  # seconds
+TIMING_GENERATION = "timing/generation"
+TIMING_MAKE_EXPERIENCE = "timing/make_experience"
+TIMING_PPO_TRAIN = "timing/ppo_train"
+TIMING_BROADCAST = "timing/broadcast"
+TIMING_STEP_TOTAL = "timing/step_total"
+PHASES = ("generation", "make_experience", "ppo_train", "broadcast")
+TOKENS_PER_SECOND_PREFIX = "tokens_per_second/"
+
+EVAL_PREFIX = "eval_"
+EVAL_PASS1_SUFFIX = "_pass1"
+EVAL_RESPONSE_LENGTH_MEAN = "eval_response_length_mean"
+
+
+def timing(phase: str) -> str:
+    """Seconds that a phase took: `timing/<phase>`."""
+    return TIMING_PREFIX + phase
+
+
+def tokens_per_second(phase: str) -> str:
+    """Tokens that a phase handled per second: `tokens_per_second/<phase>`."""
+    return TOKENS_PER_SECOND_PREFIX + phase
+
+
+def eval_pass(datasource: str, k: int = 1) -> str:
+    """OpenRLHF's name for held-out reward: mean at k = 1, best of k otherwise."""
+    return f"{EVAL_PREFIX}{datasource}_pass{k}"

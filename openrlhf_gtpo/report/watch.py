@@ -1,0 +1,87 @@
+"""A progress bar over a run's ``metrics.jsonl`` while another process trains."""
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.metrics import datasource_of, held_out_names, read_metrics
+
+_POLL_SECONDS = 0.5
+
+
+def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> None:
+    """Show progress until the process ``pid`` ends; on a terminal as a bar, elsewhere as a line per step.
+
+    Args:
+        path: the run's metrics file; it need not exist yet.
+        steps: training steps of the whole run.
+        pid: the training process.
+    """
+    console = console or Console(stderr=True)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    shown = 0
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("starting Ray, vLLM and DeepSpeed", total=steps)
+        running = True
+        while running:
+            running = _alive(pid)
+            entries = _entries_so_far(path)
+            for entry in entries[shown:]:
+                line = describe(entry)
+                if entry["kind"] == names.KIND_TRAIN:
+                    progress.update(bar, completed=entry["step"], description=line)
+                elif not shown:
+                    progress.update(bar, description="sampling and training the first step")
+                if not console.is_terminal or entry["kind"] == names.KIND_EVAL:
+                    console.print(f"step {entry['step']}/{steps}  {line}", highlight=False)
+            shown = max(shown, len(entries))
+            if running:
+                time.sleep(_POLL_SECONDS)
+
+
+def describe(entry: Mapping[str, Any]) -> str:
+    """The few numbers of a metrics entry that say how a run is doing."""
+    if entry["kind"] == names.KIND_EVAL:
+        rewards = (f"{datasource_of(name)} {entry[name]:.3f}" for name in held_out_names([entry]))
+        return f"held-out reward {', '.join(rewards)}"
+    parts = [("reward", names.REWARD_MEAN, ".2f"), ("entropy", names.ENTROPY_ALL, ".2f")]
+    parts += [("length", names.RESPONSE_LENGTH_MEAN, ".0f"), ("seconds", names.TIMING_STEP_TOTAL, ".0f")]
+    return "  ".join(f"{label} {entry[key]:{form}}" for label, key, form in parts if entry.get(key) is not None)
+
+
+def _entries_so_far(path: Path) -> list[dict[str, Any]]:
+    try:
+        return read_metrics(path)
+    except (OSError, ValueError):  # not there yet, or nothing whole in it yet
+        return []
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and waits for its parent shell does not."""
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+    return state != "Z"

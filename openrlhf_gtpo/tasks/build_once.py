@@ -1,0 +1,84 @@
+"""Directories that are made once: written beside their final place, then renamed into it.
+
+Owns the marker file that says a directory is complete and what it was made from. Must not know what is inside.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+MARKER = "made_from.json"
+
+
+def build_once(output_dir: str | Path, recipe: Mapping[str, Any], build: Callable[[Path], None]) -> Path:
+    """Make `output_dir` by calling `build(empty_dir)`, unless it already holds the result of the same `recipe`.
+
+    `build` fills a temporary directory beside `output_dir`, which is renamed only when `build` has returned, so that an
+    interrupted call never leaves half a result under the final name. The marker lists each file's size: where one is
+    missing or cut short (an interrupted copy, a full disk), the directory is made again.
+
+    Args:
+        output_dir: the final directory; its parents are created.
+        recipe: what the result depends on (versions, seeds, sizes), JSON-serialisable.
+        build: fills the directory it is given; what it raises is passed on and leaves nothing behind.
+
+    Returns:
+        The absolute path of `output_dir`.
+
+    Raises:
+        ValueError: `output_dir` exists and holds something else, or the result of another recipe. Nothing is deleted.
+    """
+    target = Path(output_dir).expanduser().resolve()
+    wanted = json.loads(json.dumps(recipe))
+    if _is_complete(target, wanted):
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent))
+    try:
+        build(partial)
+        made = sorted(path for path in partial.rglob("*") if path.is_file())
+        files = {str(path.relative_to(partial)): path.stat().st_size for path in made}
+        # mkdtemp and safetensors leave the result unreadable to others, such as the account a job runs under.
+        partial.chmod(0o755)
+        for path in made:
+            path.chmod(0o644)
+        (partial / MARKER).write_text(json.dumps({"recipe": wanted, "files": files}, indent=2) + "\n")
+        _put_in_place(partial, target, wanted)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _is_complete(target: Path, recipe: Mapping[str, Any]) -> bool:
+    """True: `target` is the whole result of `recipe`. False: it is absent, empty, or a damaged result of it."""
+    if not target.exists():
+        return False
+    if not target.is_dir():
+        raise ValueError(f"{target} is a file, but a directory of that name is to be made: choose another --output")
+    try:
+        made_from = json.loads((target / MARKER).read_text())
+        found, files = made_from["recipe"], made_from["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        if any(target.iterdir()):
+            raise ValueError(
+                f"{target} is not empty and was not made by this command (no {MARKER} in it): "
+                "choose another --output or remove it"
+            ) from None
+        return False
+    if found != recipe:
+        differing = sorted(key for key in set(found) | set(recipe) if found.get(key) != recipe.get(key))
+        details = ", ".join(f"{key} was {found.get(key)!r}, is now {recipe.get(key)!r}" for key in differing)
+        raise ValueError(f"{target} was made from something else ({details}): choose another --output or remove it")
+    return all((target / name).is_file() and (target / name).stat().st_size == size for name, size in files.items())
+
+
+def _put_in_place(partial: Path, target: Path, recipe: Mapping[str, Any]) -> None:
+    if target.exists() and any(target.iterdir()):
+        if _is_complete(target, recipe):  # another process finished the same work first
+            return
+        shutil.rmtree(target)
+    os.replace(partial, target)

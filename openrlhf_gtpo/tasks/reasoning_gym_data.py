@@ -1,0 +1,147 @@
+"""reasoning-gym's verifiable tasks as the train.jsonl and eval.jsonl that OpenRLHF reads.
+
+The flags that fit: `--data.prompt_dataset DIR/train.jsonl --eval.dataset DIR/eval.jsonl --data.input_key input
+--data.label_key label --data.apply_chat_template`, with `reasoning_gym_reward.py` as `--reward.remote_url`.
+Knows reasoning_gym; must not know openrlhf, vllm or ray.
+"""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from openrlhf_gtpo.tasks.build_once import build_once
+
+# A task's own settings are made for much larger models. These leave a 135M-parameter model some successes to learn
+# from; `task_config={}` asks for reasoning-gym's own.
+SMALL_CONFIGS: dict[str, dict[str, Any]] = {
+    "products": {"min_digits": 1, "max_digits": 1},
+    "gcd": {"max_value": 30},
+    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+}
+DEFAULT_INSTRUCTION = ""
+DATA_VERSION = 1
+# Tasks draw with replacement. After this many draws in a row without a new question, there are taken to be no more.
+PATIENCE = 2000
+
+
+def write_task_files(
+    task: str,
+    output_dir: str | Path,
+    train_size: int,
+    eval_size: int,
+    seed: int = 1,
+    task_config: Mapping[str, Any] | None = None,
+    instruction: str = DEFAULT_INSTRUCTION,
+) -> Path:
+    """Write `train.jsonl` and `eval.jsonl` for a reasoning-gym task, once, and return their directory.
+
+    A row has `input` (the question, then the instruction), `label` (for `reasoning_gym_reward.py`: the task's name and
+    what its scorer looks at) and `datasource` (the task's name). All questions are different, within a file and
+    between the two, so no held-out question is ever trained on. That is a matter of text: where `3 * 4` is held out,
+    `4 * 3` may be trained on. A small space is split, not repeated: `products` of one-digit numbers has 100 questions
+    in all, and a longer run over them is `--train.num_episodes`, not more rows.
+
+    Args:
+        task: a reasoning-gym data set, such as "products".
+        train_size, eval_size: number of rows. The eval rows do not depend on `train_size`.
+        seed: the same seed gives the same bytes.
+        task_config: fields of the task's config; None takes `SMALL_CONFIGS` where it has the task.
+        instruction: appended to each question after a space, to ask for a form of answer.
+
+    Raises:
+        ValueError: unknown task or config field, a value the task refuses, or fewer different questions than asked.
+    """
+    config = dict(SMALL_CONFIGS.get(task, {}) if task_config is None else task_config)
+    if train_size < 1 or eval_size < 1:
+        raise ValueError(f"sizes must be at least 1, got train size {train_size} and eval size {eval_size}")
+    _create_dataset(task, config, seed)
+    recipe = {
+        "task": task,
+        "train_size": train_size,
+        "eval_size": eval_size,
+        "seed": seed,
+        "task_config": config,
+        "instruction": instruction,
+        "data_version": DATA_VERSION,
+    }
+
+    def build(directory: Path) -> None:
+        entries = draw_entries(task, train_size + eval_size, seed, config)
+        rows = [_row(task, entry, instruction) for entry in entries]
+        for name, part in (("eval", rows[:eval_size]), ("train", rows[eval_size:])):
+            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in part)
+            (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+    return build_once(output_dir, recipe, build)
+
+
+def draw_entries(task: str, count: int, seed: int, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The first `count` entries with different questions that `task` draws from `seed`.
+
+    Raises:
+        ValueError: as `write_task_files`.
+    """
+    dataset = _create_dataset(task, config, seed)
+    entries: dict[str, dict[str, Any]] = {}
+    last_new = index = 0
+    while len(entries) < count:
+        if index - last_new > PATIENCE + 10 * len(entries):
+            raise ValueError(
+                f"{task} with {json.dumps(dict(config))} has only {len(entries)} different questions, but {count} were "
+                "asked for (train and eval share none): ask for fewer rows and train for more episodes, or widen the "
+                "task with --task-config"
+            )
+        entry = dataset[index]
+        if entry["question"] not in entries:
+            entries[entry["question"]] = entry
+            last_new = index
+        index += 1
+    return list(entries.values())
+
+
+def format_question(question: str, instruction: str = DEFAULT_INSTRUCTION) -> str:
+    """The user's message: the task's own question, then how to answer it."""
+    return f"{question} {instruction}".strip()
+
+
+def _row(task: str, entry: Mapping[str, Any], instruction: str) -> dict[str, str]:
+    import reasoning_gym
+
+    label = json.dumps({"task": task, "entry": _scored_part(entry)}, separators=(",", ":"), ensure_ascii=False)
+    score = reasoning_gym.get_score_answer_fn(task)
+    oracle = entry["answer"]
+    if score(answer=oracle, entry=json.loads(label)["entry"]) != score(answer=oracle, entry=entry):
+        raise ValueError(f"{task}'s scorer needs more than a JSON label can carry: choose another task")
+    return {"input": format_question(entry["question"], instruction), "label": label, "datasource": task}
+
+
+def _scored_part(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry without the question (the prompt has it) and without what says only where the entry came from."""
+    provenance = ("source_dataset", "source_index", "difficulty")
+    metadata = {key: value for key, value in entry["metadata"].items() if key not in provenance}
+    return {"answer": entry["answer"], "metadata": metadata}
+
+
+def _create_dataset(task: str, config: Mapping[str, Any], seed: int) -> Any:
+    """The reasoning-gym data set of `task`, or a ValueError that a user can act on."""
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    if task not in DATASETS:
+        nearest = difflib.get_close_matches(task, DATASETS, n=3, cutoff=0.4)
+        hint = (
+            f"did you mean {', '.join(nearest)}?" if nearest else f"there are {len(DATASETS)}, such as products, gcd"
+        )
+        raise ValueError(f"reasoning-gym has no task {task!r}: {hint}")
+    # --seed and the sizes set these two; a second way to set them would only contradict.
+    known = [field.name for field in dataclasses.fields(DATASETS[task][1]) if field.name not in ("seed", "size")]
+    for name in config:
+        if name not in known:
+            raise ValueError(f"task config of {task} has no field {name!r}: it has {', '.join(known)}")
+    try:
+        # `size` is virtual: entries are made when asked for.
+        return create_dataset(task, **config, seed=seed, size=1_000_000_000)
+    except Exception as error:  # each task's validate() has its own kinds: asserts, TypeErrors from comparisons, ...
+        raise ValueError(f"{task} refuses the task config {json.dumps(dict(config))}: {error}") from error

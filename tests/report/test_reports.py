@@ -1,0 +1,118 @@
+import subprocess
+import sys
+
+import matplotlib.image
+import pytest
+from rich.console import Console
+
+from openrlhf_gtpo.cli.report import main
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.curves import plot_comparison, plot_run
+from openrlhf_gtpo.report.metrics import MetricsWriter, read_metrics
+from openrlhf_gtpo.report.summary import comparison_markdown, print_run_summary
+
+
+def _run(path, steps=4, evaluations=((0, 0.2), (4, 0.5)), seed=1, entropies=True):
+    with MetricsWriter(path) as writer:
+        writer.write("run", 0, {"seed": seed})
+        for step in range(1, steps + 1):
+            metrics = {
+                names.REWARD_MEAN: 0.1 * step,
+                names.RESPONSE_LENGTH_MEAN: 10 - step,
+                names.TIMING_GENERATION: 100.0 if step == 1 else 2.0,
+                names.TIMING_STEP_TOTAL: 110.0 if step == 1 else 8.0,
+                names.tokens_per_second("generation"): 1234.0,
+            }
+            if entropies:
+                metrics |= {names.ENTROPY_ALL: 1.0 / step, names.ENTROPY_POSITIVE: 0.5, names.ENTROPY_NEGATIVE: None}
+            writer.write("train", step, metrics)
+        for step, value in evaluations:
+            writer.write("eval", step, {names.eval_pass("products"): value, names.EVAL_RESPONSE_LENGTH_MEAN: 9.0})
+    return path
+
+
+RUNS = {
+    "whole": {},
+    "one step": {"steps": 1, "evaluations": ((0, 0.2), (1, 0.3))},
+    "no evaluation": {"evaluations": ()},
+    "no training step": {"steps": 0, "evaluations": ((0, 0.2),)},
+    "no entropies": {"entropies": False},
+}
+
+
+@pytest.mark.parametrize("settings", RUNS.values(), ids=RUNS)
+@pytest.mark.filterwarnings("error")
+def test_every_kind_of_run_is_drawn(tmp_path, settings):
+    rows = read_metrics(_run(tmp_path / "m.jsonl", **settings))
+    for png in (
+        plot_run(rows, tmp_path / "new" / "run.png", "title"),
+        plot_comparison({"a": [rows, rows], "b": [rows], "c": []}, tmp_path / "new" / "compare.png"),
+    ):
+        height, width = matplotlib.image.imread(png).shape[:2]
+        assert width > 1200 and height > 400
+
+
+@pytest.mark.parametrize("settings", RUNS.values(), ids=RUNS)
+def test_every_kind_of_run_is_summed_up(tmp_path, settings):
+    rows = read_metrics(_run(tmp_path / "m.jsonl", **settings))
+    console = Console(record=True, width=100, force_terminal=False, file=open("/dev/null", "w"))
+    print_run_summary(rows, console)
+    assert "Held-out reward" in console.export_text()
+
+
+def test_the_summary_has_the_change_and_the_median_time(tmp_path, capsys):
+    assert main(["run", str(_run(tmp_path / "m.jsonl"))]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out  # no terminal, no colours
+    for cells in (("products", "0.200", "0.500", "+0.300"), ("generation", "2.00", "25%", "1,234"), ("8.00", "100%")):
+        assert any(all(cell in line for cell in cells) for line in out.splitlines()), cells
+
+
+def test_comparison_has_a_row_a_run_and_means_of_the_complete_ones(tmp_path):
+    runs = {
+        "gtpo": [
+            read_metrics(_run(tmp_path / "a", seed=1, evaluations=((0, 0.2), (4, 0.6)))),
+            read_metrics(_run(tmp_path / "b", seed=2, evaluations=((0, 0.4), (4, 0.6)))),
+            read_metrics(_run(tmp_path / "c", seed=3, evaluations=((0, 0.9),))),
+        ],
+        "none": [read_metrics(_run(tmp_path / "d", evaluations=()))],
+    }
+    lines = comparison_markdown(runs).splitlines()
+    assert lines[2] == "| gtpo, run 1 (seed 1) | products | 0.200 | 0.600 | +0.400 | 4 |"
+    assert lines[4] == "| gtpo, run 3 (seed 3) | products | 0.900 | - | - | 4 |"
+    assert lines[5] == "| **gtpo, mean of 2** | products | 0.300 ± 0.141 | 0.600 ± 0.000 | +0.300 ± 0.141 | |"
+    assert lines[6] == "| none, run 1 (seed 1) | none | - | - | - | 4 |"
+    assert {line.count("|") for line in lines} == {7}
+
+
+def test_command_line_writes_its_files(tmp_path, capsys):
+    a, b = _run(tmp_path / "a.jsonl"), _run(tmp_path / "b.jsonl", seed=2)
+    assert main(["run", str(a), "--png", str(tmp_path / "run.png")]) == 0
+    png, markdown = tmp_path / "compare.png", tmp_path / "new" / "table.md"
+    arguments = [f"gtpo={a}", f"gtpo={b}", f"grpo={a}", "--png", str(png), "--markdown", str(markdown)]
+    assert main(["compare", *arguments]) == 0
+    assert (tmp_path / "run.png").stat().st_size > 10_000 and png.stat().st_size > 10_000
+    assert markdown.read_text() in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["run", "{tmp}/none.jsonl"], "cannot read metrics from"),
+        (["run", "{tmp}"], "metrics.jsonl"),
+        (["compare", "{tmp}/a.jsonl"], "is not LABEL=FILE: write it as gtpo="),
+        (["compare", "gtpo="], "is not LABEL=FILE"),
+    ],
+)
+def test_a_users_mistake_is_one_sentence_and_exit_code_2(tmp_path, capsys, arguments, message):
+    _run(tmp_path / "a.jsonl")
+    assert main([argument.format(tmp=tmp_path) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_the_room_imports_no_torch():
+    modules = "openrlhf_gtpo.report.metrics, openrlhf_gtpo.report.curves, openrlhf_gtpo.report.summary"
+    code = f"import sys, {modules}, openrlhf_gtpo.cli.report; print('torch' in sys.modules, 'openrlhf' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]

@@ -1,0 +1,78 @@
+import json
+
+import pytest
+
+from openrlhf_gtpo.tasks.build_once import MARKER, build_once
+
+
+def _builder(calls, text="content"):
+    def build(directory):
+        calls.append(directory)
+        (directory / "sub").mkdir()
+        (directory / "sub" / "file.txt").write_text(text)
+
+    return build
+
+
+def test_is_built_once_and_leaves_nothing_beside_it(tmp_path):
+    calls = []
+    first = build_once(tmp_path / "a" / "out", {"seed": 1}, _builder(calls))
+    second = build_once(tmp_path / "a" / "out", {"seed": 1}, _builder(calls))
+    assert first == second and len(calls) == 1
+    assert (first / "sub" / "file.txt").read_text() == "content"
+    assert [path.name for path in first.parent.iterdir()] == ["out"]
+
+
+def test_an_empty_directory_is_filled(tmp_path):
+    (tmp_path / "out").mkdir()
+    build_once(tmp_path / "out", {}, _builder([]))
+    assert (tmp_path / "out" / MARKER).is_file()
+
+
+def test_an_interrupted_build_leaves_no_directory_and_is_redone(tmp_path):
+    def interrupted(directory):
+        (directory / "half").write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_once(tmp_path / "out", {}, interrupted)
+    assert list(tmp_path.iterdir()) == []
+    assert (build_once(tmp_path / "out", {}, _builder([])) / "sub" / "file.txt").is_file()
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut short"])
+def test_a_damaged_result_is_built_again(tmp_path, damage):
+    calls = []
+    out = build_once(tmp_path / "out", {}, _builder(calls))
+    file = out / "sub" / "file.txt"
+    file.unlink() if damage == "missing" else file.write_text("con")
+    build_once(out, {}, _builder(calls))
+    assert len(calls) == 2 and file.read_text() == "content"
+
+
+def test_another_recipe_is_refused_with_what_differs(tmp_path):
+    out = build_once(tmp_path / "out", {"seed": 1, "size": 2}, _builder([]))
+    with pytest.raises(ValueError, match=r"seed was 1, is now 3.*--output"):
+        build_once(out, {"seed": 3, "size": 2}, _builder([]))
+    assert (out / "sub" / "file.txt").is_file()
+
+
+def test_a_directory_of_something_else_is_refused_and_kept(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="not made by this command"):
+        build_once(tmp_path, {}, _builder([]))
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / MARKER).write_text(json.dumps(["not", "ours"]))
+    with pytest.raises(ValueError, match="not made by this command"):
+        build_once(tmp_path / "list", {}, _builder([]))
+    with pytest.raises(ValueError, match="is a file"):
+        build_once(tmp_path / "thesis.txt", {}, _builder([]))
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_the_first_of_two_processes_wins(tmp_path):
+    def slow(directory):
+        (directory / "who").write_text("second")
+        build_once(tmp_path / "out", {}, lambda other: (other / "who").write_text("first"))
+
+    assert (build_once(tmp_path / "out", {}, slow) / "who").read_text() == "first"

