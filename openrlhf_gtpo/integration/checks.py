@@ -1,0 +1,208 @@
+"""What can be known to fail before any engine starts: data, model, reward and modes, each refused in one sentence.
+
+Only runs with GTPO or GRPO-S are held to these rules; what upstream's own estimators do with such input is upstream's.
+"""
+
+import importlib.util
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+from openrlhf_gtpo.integration.errors import UsageError
+from openrlhf_gtpo.integration.flags import CONFIGS
+
+_TABLES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+
+
+def check_inputs(args: SimpleNamespace) -> None:
+    """Raise UsageError for the first thing that cannot work."""
+    if args.algo.advantage.estimator not in CONFIGS:
+        return
+    _check_modes(args)
+    config = _check_model(args.actor.model_name_or_path, "--actor.model_name_or_path")
+    if hasattr(config, "vision_config"):
+        raise UsageError(
+            f"--actor.model_name_or_path {args.actor.model_name_or_path} is a vision-language model, whose image "
+            "positions have no entropy credit yet; use a text model or one of OpenRLHF's own estimators."
+        )
+    _check_reward(args)
+    _check_dataset(args, args.data.prompt_dataset, args.data.prompt_split, "--data.prompt_dataset")
+    if args.eval.dataset:
+        _check_dataset(args, args.eval.dataset, args.eval.split, "--eval.dataset")
+
+
+def _check_modes(args: SimpleNamespace) -> None:
+    estimator = f"--algo.advantage.estimator {args.algo.advantage.estimator}"
+    samples = args.rollout.n_samples_per_prompt
+    if samples < 2:
+        raise UsageError(
+            f"--rollout.n_samples_per_prompt {samples} leaves nothing to compare a response with, but {estimator} "
+            "compares the responses to one prompt; give at least 2."
+        )
+    if not args.vllm.num_engines:
+        raise UsageError(
+            f"--vllm.num_engines {args.vllm.num_engines} starts no engine to sample from; give at least 1."
+        )
+    if args.train.async_enable:
+        raise UsageError(
+            f"--train.async_enable does not go with {estimator}: asynchronous rollouts come from an older policy, and "
+            "the entropies must be those of the policy that sampled; leave it out."
+        )
+    if args.data.max_images_per_prompt > 0:
+        raise UsageError(
+            f"--data.max_images_per_prompt {args.data.max_images_per_prompt} does not go with {estimator}: image "
+            "positions have no entropy credit yet; use text prompts or one of OpenRLHF's own estimators."
+        )
+    buffer = args.reward.overlong_buffer_len
+    longest = args.rollout.max_new_tokens or args.data.max_len
+    if buffer is not None and not 0 < buffer < longest:
+        raise UsageError(
+            f"--reward.overlong_buffer_len {buffer:g} must lie between 0 and the longest response ({longest} tokens)."
+        )
+    if args.rollout.max_new_tokens and args.rollout.max_new_tokens >= args.data.max_len:
+        raise UsageError(
+            f"--rollout.max_new_tokens {args.rollout.max_new_tokens} leaves no room for a prompt within "
+            f"--data.max_len {args.data.max_len}; raise --data.max_len."
+        )
+
+
+def _check_model(name: str | None, flag: str) -> Any:
+    from transformers import AutoConfig
+
+    if not name:
+        raise UsageError(f"{flag} is missing; give a Hugging Face checkpoint.")
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").exists():
+        raise UsageError(f"{flag} {name} is a folder without config.json, so not a Hugging Face checkpoint.")
+    weights = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+    if path.is_dir() and not any(found for pattern in weights for found in path.glob(pattern)):
+        raise UsageError(f"{flag} {name} has a config.json but no weights (*.safetensors or *.bin).")
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=True)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UsageError(f"{flag} {name} is not a Hugging Face checkpoint that can be read: {reason}") from error
+
+
+def _check_reward(args: SimpleNamespace) -> None:
+    if args.train.agent_func_path:
+        _import_file(args.train.agent_func_path, "--train.agent_func_path", "AgentExecutor")
+        return
+    if not args.reward.remote_url:
+        if not args.reward.model_name_or_path:
+            raise UsageError(
+                "There is no reward: give --reward.remote_url FILE.py (a reward function) or URL, "
+                "--reward.model_name_or_path, or --train.agent_func_path."
+            )
+        for name in args.reward.model_name_or_path.split(","):
+            _check_model(name, "--reward.model_name_or_path")
+        return
+    for url in args.reward.remote_url:
+        if url.endswith(".py"):
+            _import_file(url, "--reward.remote_url", "reward_func")
+        else:
+            _check_server(url)
+
+
+def _import_file(file: str, flag: str, name: str) -> None:
+    """Refuse a Python file that is missing, cannot be imported, or lacks ``name``."""
+    if not Path(file).is_file():
+        raise UsageError(f"{flag} {file} does not exist.")
+    spec = importlib.util.spec_from_file_location("openrlhf_gtpo_checked_file", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the user's own code may raise anything
+        raise UsageError(f"{flag} {file} cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(getattr(module, name, None)):
+        raise UsageError(f"{flag} {file} defines no {name}; see the README for its signature.")
+
+
+def _check_server(url: str) -> None:
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        with socket.create_connection((parts.hostname or "", port), timeout=5):
+            pass
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--reward.remote_url {url}: no reward server answers there ({error}).") from error
+
+
+def _check_dataset(args: SimpleNamespace, names: str | None, split: str, flag: str) -> None:
+    """Refuse local tables that are missing, unreadable, empty, lack a column, or hold a prompt that does not fit."""
+    if not names:
+        raise UsageError(f"{flag} is missing; give a data set.")
+    for name in (part.strip() for part in names.split(",")):
+        path = Path(name.split("@")[0])
+        kind = _TABLES.get(path.suffix)
+        if kind is None:
+            if not path.exists() and (path.is_absolute() or name.startswith(".")):
+                raise UsageError(f"{flag} {name} does not exist.")
+            continue  # a hub name or a saved data set: loading it is upstream's
+        if not path.is_file():
+            raise UsageError(f"{flag} {name} does not exist.")
+        _check_rows(args, _load_table(kind, path, split, flag), f"{flag} {name}")
+
+
+def _load_table(kind: str, path: Path, split: str, flag: str) -> Any:
+    import datasets
+
+    if path.stat().st_size == 0:
+        raise UsageError(f"{flag} {path} is empty.")
+    progress = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        loaded = datasets.load_dataset(kind, data_files=str(path))
+    except Exception as error:  # datasets wraps parsers that raise their own kinds
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise UsageError(f"{flag} {path} cannot be read as {path.suffix[1:]}: {reason}") from error
+    finally:
+        if progress:
+            datasets.enable_progress_bars()
+    table = loaded[split] if split in loaded else next(iter(loaded.values()))
+    if len(table) == 0:
+        raise UsageError(f"{flag} {path} has no rows.")
+    return table
+
+
+def _check_rows(args: SimpleNamespace, table: Any, where: str) -> None:
+    for flag, column in (("--data.input_key", args.data.input_key), ("--data.label_key", args.data.label_key)):
+        if column is not None and column not in table.column_names:
+            raise UsageError(f"{where} has no column {column!r} ({flag}); it has {', '.join(table.column_names)}.")
+    room = args.data.max_len - (args.rollout.max_new_tokens or 1)
+    row, length = _first_too_long(args, table, room)
+    if row is not None:
+        raise UsageError(
+            f"{where}: the prompt of row {row} has {length} tokens, but --data.max_len {args.data.max_len} with "
+            f"--rollout.max_new_tokens {args.rollout.max_new_tokens} leaves {room}; raise --data.max_len or drop it."
+        )
+
+
+def _first_too_long(args: SimpleNamespace, table: Any, room: int) -> tuple[int | None, int]:
+    """Row and length of the first prompt over ``room`` tokens. A token is at least one byte, so most rows need no
+    tokenizer."""
+    from openrlhf.datasets.prompts_dataset import preprocess_data
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.actor.model_name_or_path, trust_remote_code=True)
+    template = tokenizer.apply_chat_template if args.data.apply_chat_template else None
+    for row, data in enumerate(_first(table, args.data.max_samples)):
+        prompt, _ = preprocess_data(data, args.data.input_template, args.data.input_key, None, template)
+        if not isinstance(prompt, str):
+            raise UsageError(f"row {row} of the data set holds a {type(prompt).__name__} where a prompt belongs.")
+        if len(prompt.encode()) > room:
+            length = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+            if length > room:
+                return row, length
+    return None, 0
+
+
+def _first(rows: Iterable[Any], limit: int) -> Iterable[Any]:
+    for index, row in enumerate(rows):
+        if index >= limit:
+            return
+        yield row

@@ -1,0 +1,59 @@
+"""The estimator that a run uses: its configuration from the arguments, and its advantages of a batch."""
+
+import dataclasses
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+
+from openrlhf_gtpo.algorithms import (
+    GRPOSConfig,
+    GTPOConfig,
+    grpo_s_advantages,
+    gtpo_advantages,
+)
+from openrlhf_gtpo.integration.errors import UsageError
+from openrlhf_gtpo.integration.flags import CONFIGS
+
+
+@dataclass(frozen=True)
+class EntropyCredit:
+    """GTPO or GRPO-S with its settings."""
+
+    name: str
+    config: GTPOConfig | GRPOSConfig
+
+    def advantages(
+        self,
+        entropy: torch.Tensor,
+        mask: torch.Tensor,
+        outcome: torch.Tensor,
+        group_ids: torch.Tensor,
+        length_penalty: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """(B, T) advantages of a whole rollout batch; see ``gtpo_advantages`` and ``grpo_s_advantages``."""
+        if isinstance(self.config, GTPOConfig):
+            return gtpo_advantages(entropy, mask, outcome, group_ids, self.config, length_penalty)
+        return grpo_s_advantages(entropy, mask, outcome, group_ids, self.config, length_penalty)
+
+
+def entropy_credit(args: SimpleNamespace) -> EntropyCredit | None:
+    """The entropy-weighted estimator that ``args`` selects, or None where upstream's own estimators do the work.
+
+    Raises:
+        UsageError: settings that the paper's rules refuse; the message names the flag.
+    """
+    estimator = args.algo.advantage.estimator
+    if estimator not in CONFIGS:
+        return None
+    settings = getattr(args.algo, estimator)
+    values = {f.name: getattr(settings, f.name) for f in dataclasses.fields(CONFIGS[estimator])}
+    try:
+        return EntropyCredit(estimator, CONFIGS[estimator](**values))
+    except ValueError as error:
+        raise UsageError(f"--algo.{estimator}.*: {error}") from error
+
+
+def captures_entropy(args: SimpleNamespace) -> bool:
+    """Whether the old-policy forward of this run returns entropies."""
+    return args.algo.advantage.estimator in CONFIGS or args.logger.entropy_enable

@@ -1,0 +1,112 @@
+"""Upstream's experience maker with entropies carried from the old-policy forward to the advantages."""
+
+from typing import NamedTuple
+
+import torch
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+from openrlhf.trainer.ppo_utils.length_penalty import apply_length_penalties
+
+from openrlhf_gtpo.algorithms import length_penalty
+from openrlhf_gtpo.integration import batch_metrics
+from openrlhf_gtpo.integration.credit import captures_entropy, entropy_credit
+from openrlhf_gtpo.integration.rollout_batch import RolloutBatch
+
+
+class PolicyForward(NamedTuple):
+    """What the policy's forward returns for one micro-batch where entropies are captured, (b, t) each."""
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor
+
+
+class EntropyExperienceMaker(RemoteExperienceMaker):
+    """Shapes with GTPO or GRPO-S where one is selected, with upstream's estimators otherwise.
+
+    Attributes:
+        metrics: of the last batch, flat names to numbers (see ``batch_metrics``).
+    """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.credit = entropy_credit(self.args)
+        self.metrics: dict[str, float] = {}
+        self._entropies: list[torch.Tensor] | None = None
+
+    def _flatten_results(self, refs, duplicate_factor):
+        results = super()._flatten_results(refs, duplicate_factor)
+        if results and isinstance(results[0], PolicyForward):
+            self._entropies = [result.entropy for result in results]
+            return [result.log_probs for result in results]
+        return results
+
+    @torch.no_grad()
+    def compute_advantages_and_returns(self, experiences: list[Experience]) -> list[Experience]:
+        """As upstream's, whose duties beside advantages it keeps: penalties, returns, ``info`` and freeing ``kl``.
+
+        Raises:
+            TrainingStopped: a reward, log-prob or entropy is not finite.
+        """
+        assert self._entropies is not None or not captures_entropy(self.args), "the policy returned no entropies"
+        batch = RolloutBatch.gather(experiences, self._entropies, self.args.rollout.n_samples_per_prompt)
+        self._entropies = None
+        batch.check_finite()
+        if self.credit is None:
+            experiences = super().compute_advantages_and_returns(experiences)
+        else:
+            self._shape(batch, experiences)
+        self.metrics = batch_metrics.of_batch(batch, [e.advantages for e in experiences], experiences, self.credit)
+        return experiences
+
+    def _shape(self, batch: RolloutBatch, experiences: list[Experience]) -> None:
+        assert self.credit is not None and batch.entropy is not None
+        penalty = self._length_penalty(batch, experiences)
+        advantages = self.credit.advantages(batch.entropy, batch.mask, batch.outcome, batch.group_ids, penalty)
+        if self.args.reward.clip_range:
+            advantages = advantages.clamp(*self.args.reward.clip_range)
+        rewards = batch.outcome if penalty is None else batch.outcome + penalty
+        deviation = rewards.view(-1, self.args.rollout.n_samples_per_prompt).std(dim=-1)
+        deviation = deviation.repeat_interleave(self.args.rollout.n_samples_per_prompt)[batch.order]
+
+        sizes = [len(e.index) for e in experiences]
+        shaped = batch.scatter(advantages, experiences)
+        for experience, values, std in zip(experiences, shaped, deviation.split(sizes), strict=True):
+            values = values + self._kl_return(experience)
+            experience.advantages = values * experience.action_mask
+            experience.returns = experience.advantages.clone()
+            experience.info["group_reward_std"] = std
+            tokens = experience.action_mask.sum(dim=-1).clamp_min(1)
+            experience.info["return"] = experience.advantages.sum(dim=-1) / tokens
+            experience.kl = None
+
+    def _length_penalty(self, batch: RolloutBatch, experiences: list[Experience]) -> torch.Tensor | None:
+        """(B,) what upstream's length penalties add to the outcomes, in sampling order (SPEC §6)."""
+        reward = self.args.reward
+        if reward.overlong_buffer_len is None and reward.stop_properly_penalty_coef is None:
+            return None
+        for experience in experiences:
+            experience.rewards = experience.rewards.float()
+        if reward.overlong_form == "as_printed" and reward.overlong_buffer_len is not None:
+            self._prefer_printed_form(experiences)
+        apply_length_penalties(experiences, self.args)
+        penalised = torch.cat([e.rewards for e in experiences])
+        return torch.empty_like(penalised).scatter_(0, batch.order, penalised) - batch.outcome
+
+    def _prefer_printed_form(self, experiences: list[Experience]) -> None:
+        """Add what the paper's printed form of R(i) differs by from DAPO's, which upstream is about to add."""
+        hard = self.args.rollout.max_new_tokens or self.args.data.max_len
+        soft = hard - self.args.reward.overlong_buffer_len
+        for experience in experiences:
+            continuous, printed = (
+                length_penalty(experience.response_length, soft, hard, form) for form in ("continuous", "as_printed")
+            )
+            experience.rewards += self.args.reward.overlong_penalty_factor * (printed - continuous)
+
+    def _kl_return(self, experience: Experience) -> torch.Tensor:
+        """(b, t) the return of upstream's KL reward: its sum from a token on, or over the whole response where the
+        estimator gives one advantage per sequence. Zero where KL is a loss or off."""
+        kl_reward = -max(self.kl_ctl.value, 0.0) * experience.kl.float() * experience.action_mask
+        from_here = kl_reward.flip(-1).cumsum(-1).flip(-1)
+        if self.credit is not None and self.credit.name == "grpo_s":
+            return from_here[:, :1].expand_as(from_here)
+        return from_here

@@ -1,0 +1,27 @@
+"""Puts this package's Ray actors in the place of upstream's, in the process that starts the run.
+
+The actors themselves bring what they need into their worker processes, which import upstream afresh.
+"""
+
+from openrlhf_gtpo import platform
+
+
+def apply() -> None:
+    """Replace the names through which upstream's ``train`` finds its actors. Safe to call twice."""
+    from openrlhf.cli import train_ppo_ray
+    from openrlhf.trainer import ppo_trainer
+    from openrlhf.trainer.ray import vllm_engine
+
+    from openrlhf_gtpo.integration.policy_actor import PolicyActor
+    from openrlhf_gtpo.integration.rollout_actor import RolloutActor
+    from openrlhf_gtpo.integration.trainer import Trainer
+
+    train_ppo_ray.PolicyModelActor = PolicyActor
+    vllm_engine.RolloutRayActor = RolloutActor
+    ppo_trainer.PPOTrainer = Trainer
+    if platform.chosen_platform() == "cpu":
+        from openrlhf.utils import deepspeed
+
+        from openrlhf_gtpo.integration.cpu_strategy import CpuDeepspeedStrategy
+
+        deepspeed.DeepspeedStrategy = CpuDeepspeedStrategy

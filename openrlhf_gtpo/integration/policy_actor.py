@@ -1,0 +1,138 @@
+"""The Ray actor that holds the policy: old-policy forward with entropies, the estimator's loss, bucketed weight sync."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import deepspeed
+import ray
+import torch
+from openrlhf.trainer.ray import ppo_actor
+from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
+
+from openrlhf_gtpo import platform
+from openrlhf_gtpo.integration.credit import captures_entropy, entropy_credit
+from openrlhf_gtpo.integration.experience_maker import PolicyForward
+from openrlhf_gtpo.integration.loss import FinitePolicyLoss, SequencePolicyLoss
+from openrlhf_gtpo.integration.policy_model import PolicyModel
+from openrlhf_gtpo.rollout.buckets import ParameterMeta
+from openrlhf_gtpo.rollout.sender import WeightSender
+
+_UpstreamPolicyActor = ppo_actor.PolicyModelActor.__ray_metadata__.modified_class
+
+
+class EntropyActorTrainer(ActorPPOTrainer):
+    """Upstream's trainer with the loss of the estimator and a weight transfer in buckets."""
+
+    def __init__(self, strategy, *args, **kwargs) -> None:
+        super().__init__(strategy, *args, **kwargs)
+        credit = entropy_credit(self.args)
+        if credit is not None and credit.name == "grpo_s":
+            self.actor_loss_fn = SequencePolicyLoss(
+                ratio_mean=credit.config.ratio_mean,  # type: ignore[union-attr]
+                clip_eps_low=self.args.actor.eps_clip_low_high[0],
+                clip_eps_high=self.args.actor.eps_clip_low_high[1],
+                dual_clip=self.args.actor.dual_clip,
+                **_correction(self.args.algo.advantage),
+            )
+        if credit is not None:
+            self.actor_loss_fn = FinitePolicyLoss(self.actor_loss_fn)
+
+    def _init_vllm_sync_group(self, backend: str) -> None:
+        if self.args.vllm.sync_with_ray:
+            super()._init_vllm_sync_group(backend)
+            return
+        self._sender = WeightSender(
+            self.vllm_engines,
+            self.args.vllm.tensor_parallel_size,
+            ray.util.get_node_ip_address(),
+            torch.device(torch.cuda.current_device()),
+            self.args.vllm.sync_bucket_mb * 2**20,
+        )
+
+    def broadcast_to_vllm(self) -> None:
+        """Send every parameter that upstream would, in buckets; its own path remains for CUDA IPC and Ray transfer."""
+        if self.use_cuda_ipc or self.args.vllm.sync_with_ray:
+            super().broadcast_to_vllm()
+            return
+        rank_0 = torch.distributed.get_rank() == 0
+        if rank_0 and self.args.vllm.enable_prefix_caching:
+            ray.get([engine.reset_prefix_cache.remote() for engine in self.vllm_engines])
+        torch.cuda.empty_cache()
+        parameters = self._parameters_to_send()
+        metas = [ParameterMeta(name, _full_shape(parameter)) for name, parameter in parameters]
+        tensors = self._full_tensors([parameter for _, parameter in parameters])
+        if rank_0:
+            self._sender.send(metas, tensors)
+        else:
+            for _ in tensors:  # the other ranks take part in gathering
+                pass
+        torch.cuda.empty_cache()
+        torch_dist_barrier_and_cuda_sync()
+
+    def _parameters_to_send(self) -> list[tuple[str, torch.nn.Parameter]]:
+        frozen_too = not getattr(self.actor, "is_vlm", False)
+        return [(n, p) for n, p in self.actor.model.module.named_parameters() if p.requires_grad or frozen_too]
+
+    def _full_tensors(self, parameters: list[torch.nn.Parameter]) -> Iterator[torch.Tensor]:
+        for parameter in parameters:
+            if self.args.ds.tensor_parallel_size > 1:
+                gathered = deepspeed.module_inject.layers.GatherReplacedLayerParams(
+                    [parameter], self.actor.model.module, enabled=True
+                )
+            else:
+                gathered = deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id"))
+            with gathered:
+                yield parameter.data
+
+
+class EntropyPolicyActor(_UpstreamPolicyActor):
+    """Upstream's policy actor whose forward returns entropies with the log-probs when the run captures them."""
+
+    def init_model_from_pretrained(self, strategy, pretrain, max_steps=None, vllm_engines=None):
+        """As upstream's, with this package's model and trainer in the place of its own."""
+        ppo_actor.ActorPPOTrainer = EntropyActorTrainer
+        if captures_entropy(strategy.args) or platform.chosen_platform() == "cpu":
+            ppo_actor.Actor = PolicyModel
+        super().init_model_from_pretrained(strategy, pretrain, max_steps=max_steps, vllm_engines=vllm_engines)
+
+    def forward(
+        self, sequences, action_mask=None, attention_mask=None, packed_seq_lens=None, mm_train_inputs_list=None
+    ):
+        """(b, t) tokens of one micro-batch to :class:`PolicyForward` on the CPU, or to upstream's log-probs alone."""
+        if not captures_entropy(self.strategy.args):
+            return super().forward(sequences, action_mask, attention_mask, packed_seq_lens, mm_train_inputs_list)
+        device = torch.cuda.current_device()
+        self.actor.eval()
+        with torch.no_grad():
+            log_probs, output = self.actor(
+                sequences.to(device),
+                action_mask.to(device),
+                attention_mask.to(device),
+                return_output=True,
+                ring_attn_group=self.strategy.ring_attn_group,
+                return_entropy=True,
+            )
+        self.actor.train()
+        entropy = output["entropy"][:, -action_mask.shape[1] :]
+        return PolicyForward(log_probs.to("cpu"), (entropy * action_mask.to(device)).to("cpu"))
+
+
+PolicyActor = ray.remote(num_gpus=1)(EntropyPolicyActor)
+
+
+def _correction(advantage: SimpleNamespace) -> dict:
+    """Upstream's train-rollout correction, by the names of its loss."""
+    return {
+        name: getattr(advantage, name)
+        for name in (
+            "is_correction_level",
+            "is_correction_mode",
+            "is_correction_gating",
+            "is_correction_threshold",
+        )
+    }
+
+
+def _full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))

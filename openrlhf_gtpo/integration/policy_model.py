@@ -1,0 +1,127 @@
+"""OpenRLHF's ``Actor`` with its LM head applied to response tokens only, a chunk of logits at a time.
+
+Upstream projects every position, prompts and padding included, to fp32 logits over the vocabulary. Here the Hugging
+Face model runs with its head switched to the identity, and ``linear_log_prob_and_entropy`` turns the hidden states of
+action tokens into log-probs and entropies of the temperature-scaled policy.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from openrlhf.models import Actor
+
+from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
+
+# Architectures whose logits are exactly lm_head(hidden): no soft cap, no scale behind the head.
+PLAIN_HEADS = frozenset(
+    {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "olmo2", "olmo3", "smollm3"}
+)
+
+
+class PolicyModel(Actor):
+    """Drop-in ``Actor``: the same arguments, the same log-probs, entropies at action tokens on request.
+
+    Falls back to upstream's forward where the head cannot be taken off: other architectures, ring attention, ZeRO-3,
+    DeepSpeed's tensor parallelism, adapters on the head, images, or a caller that wants logits.
+    """
+
+    def forward(  # type: ignore[override]
+        self,
+        sequences: torch.LongTensor,
+        action_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        return_output: bool = False,
+        allgather_logits: bool = False,
+        return_logprobs: bool = False,
+        ring_attn_group: Any = None,
+        packed_seq_lens: list[int] | None = None,
+        return_entropy: bool = False,
+        **mm_inputs: Any,
+    ) -> Any:
+        """(B, T) tokens to (B, A) log-probs of action tokens, 0 where ``action_mask`` (B, A) is 0.
+
+        With ``return_output`` also the model's output, whose ``entropy`` (B, A) is set if ``return_entropy``; its
+        logits are not computed.
+        """
+        head = self._plain_head()
+        if action_mask is None or attention_mask is None or ring_attn_group is not None or mm_inputs or head is None:
+            return super().forward(
+                sequences,
+                action_mask,
+                attention_mask,
+                return_output,
+                allgather_logits,
+                return_logprobs,
+                ring_attn_group,
+                packed_seq_lens,
+                return_entropy,
+                **mm_inputs,
+            )
+        assert return_output or not return_entropy, "entropies come with the output"
+        actions = action_mask.bool()
+        num_actions = actions.shape[1]
+        # The hidden state at column t predicts the token at t + 1; action columns are the last ones.
+        predicts = torch.nn.functional.pad(actions, (sequences.shape[1] - num_actions - 1, 1))
+        with _identity(head):
+            output, hidden = self._hidden_states(sequences, attention_mask, predicts)
+        labels = sequences[:, -num_actions:][actions]
+        log_probs, entropy = linear_log_prob_and_entropy(
+            hidden,
+            head.weight,
+            labels,
+            temperature=self.temperature,
+            bias=head.bias,
+            with_entropy=return_entropy,
+        )
+        if entropy is not None:
+            output["entropy"] = _place(entropy, actions)
+        action_log_probs = _place(log_probs, actions)
+        return (action_log_probs, output) if return_output else action_log_probs
+
+    def _hidden_states(
+        self, sequences: torch.Tensor, attention_mask: torch.Tensor, predicts: torch.Tensor
+    ) -> tuple[Any, torch.Tensor]:
+        """The model's output and its hidden states (N, H) where ``predicts`` (B, T) is True."""
+        valid = attention_mask.bool()
+        position_ids = attention_mask.long().cumsum(-1) - 1
+        if self.packing_samples or self._sdpa():
+            # One row of all real tokens; positions that start again at 0 tell transformers where sequences begin.
+            output = self.model(
+                sequences[valid].unsqueeze(0), attention_mask=None, position_ids=position_ids[valid].unsqueeze(0)
+            )
+            return output, output["logits"][0][predicts[valid]]
+        position_ids.masked_fill_(~valid, 1)
+        output = self.model(sequences, attention_mask=attention_mask, position_ids=position_ids)
+        return output, output["logits"][predicts]
+
+    def _causal_lm(self) -> Any:
+        return getattr(self.model, "module", self.model)
+
+    def _sdpa(self) -> bool:
+        return getattr(self._causal_lm().config, "_attn_implementation", None) == "sdpa"
+
+    def _plain_head(self) -> torch.nn.Linear | None:
+        model = self._causal_lm()
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        if getattr(getattr(model, "config", None), "model_type", None) not in PLAIN_HEADS:
+            return None
+        if type(head) is not torch.nn.Linear or hasattr(head.weight, "ds_id"):
+            return None
+        return head
+
+
+@contextmanager
+def _identity(head: torch.nn.Linear) -> Iterator[None]:
+    """Let ``head`` hand its input on while the model runs."""
+    head.forward = lambda hidden: hidden  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+def _place(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """(N,) values to the True places of (B, A) ``mask``, 0 elsewhere; differentiable."""
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)

@@ -1,0 +1,65 @@
+"""The single controller: upstream's trainer with the metrics of entropy credit and an evaluation before training."""
+
+import ray
+from openrlhf.trainer import ppo_trainer
+
+from openrlhf_gtpo.integration.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.metrics import MetricsWriter, is_number
+
+_UpstreamTrainer = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
+
+
+class EntropyTrainer(_UpstreamTrainer):
+    """Upstream's controller; what it logs goes to TensorBoard and W&B through upstream, and to ``metrics.jsonl``."""
+
+    def __init__(
+        self, pretrain, strategy, actor_group, critic_group, reward_group, reference_group, engines, **kwargs
+    ):
+        super().__init__(
+            pretrain, strategy, actor_group, critic_group, reward_group, reference_group, engines, **kwargs
+        )
+        self.experience_maker = EntropyExperienceMaker(
+            actor_group, critic_group, reward_group, reference_group, self.kl_ctl, strategy, self.tokenizer
+        )
+        path = self.args.logger.metrics_path
+        self.metrics_writer = MetricsWriter(path) if path else None
+
+    def fit(self, global_step: int = 0) -> None:
+        """As upstream's, after one evaluation where ``--eval.before_training`` asks for it."""
+        if self.args.eval.before_training and self.eval_dataloader is not None:
+            resuming = self.init_checkpoint_states()["global_step"] > 0
+            if not resuming:
+                generation = self.generate_kwargs | {
+                    "temperature": self.args.eval.temperature,
+                    "n_samples_per_prompt": self.args.eval.n_samples_per_prompt,
+                }
+                self.evaluate(0, **generation)
+        super().fit(global_step)
+
+    def train_step(self, rollout_samples, global_step):
+        self._response_tokens = sum(int(s.action_mask.sum()) for s in rollout_samples)
+        status, global_step = super().train_step(rollout_samples, global_step)
+        status.update(self.experience_maker.metrics)
+        if "ppo_clip_ratio" in status:
+            status[names.CLIP_FRACTION] = status["ppo_clip_ratio"]
+        return status, global_step
+
+    def save_logs_and_checkpoints(self, global_step, logs_dict=None, client_states=None):
+        logs = dict(logs_dict or {})
+        for phase in names.PHASES:
+            if logs.get(names.timing(phase)):
+                logs[names.tokens_per_second(phase)] = self._response_tokens / logs[names.timing(phase)]
+        if self.metrics_writer:
+            numbers = {name: value for name, value in logs.items() if is_number(value)}
+            self.metrics_writer.write(names.KIND_TRAIN, global_step, numbers)
+        super().save_logs_and_checkpoints(global_step, logs, client_states)
+
+    def evaluate(self, global_step, **generate_kwargs):
+        logs = super().evaluate(global_step, **generate_kwargs)
+        if self.metrics_writer:
+            self.metrics_writer.write(names.KIND_EVAL, global_step, logs)
+        return logs
+
+
+Trainer = ray.remote(EntropyTrainer)

@@ -1,0 +1,69 @@
+"""Lets OpenRLHF, DeepSpeed and vLLM run on a host without CUDA. Never imported on a CUDA host.
+
+OpenRLHF 0.11.2 asks torch.cuda for its current device, synchronises it and imports flash-attn at module level. Each
+stand-in below answers one of those questions; all can go when upstream asks ``torch.accelerator`` instead.
+"""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+
+_ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    # vLLM pins its threads to cores of its own choice, and the trainer's threads would share them.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    # Ray would start one idle Python worker for every logical CPU.
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray runs its workers at low priority to keep a laptop responsive; here they are the whole job.
+    "RAY_worker_niceness": "0",
+}
+
+
+class _CpuDevice(str):
+    """``torch.cuda.current_device()`` of a CPU host.
+
+    Tensors take it as the device ``"cpu"``, while ``f"cuda:{device}"`` (the replay buffer's target, which is only ever
+    stored) stays a well-formed device name.
+    """
+
+    def __new__(cls) -> "_CpuDevice":
+        return super().__new__(cls, "cpu")
+
+    def __format__(self, spec: str) -> str:
+        return "0"
+
+
+def environment() -> dict[str, str]:
+    """Environment variables of every process of a CPU run; what the user has set wins."""
+    return {name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()}
+
+
+def activate() -> None:
+    """Make this process answer like a host whose only device is the CPU. Safe to call twice."""
+    os.environ.update(environment())
+    _provide_flash_attn()
+    _answer_cuda_calls()
+
+
+def _provide_flash_attn() -> None:
+    if "flash_attn" in sys.modules or importlib.util.find_spec("flash_attn") is not None:
+        return
+    from openrlhf_gtpo.platform import flash_attn_stand_in
+
+    flash_attn_stand_in.install()
+
+
+def _answer_cuda_calls() -> None:
+    import torch
+
+    def do_nothing() -> Callable[..., None]:
+        # One function per name: torch._dynamo keeps a rule for each of these by object and refuses shared ones.
+        return lambda *args, **kwargs: None
+
+    torch.cuda.current_device = _CpuDevice  # type: ignore[assignment]
+    for name in ("synchronize", "empty_cache", "set_device"):
+        setattr(torch.cuda, name, do_nothing())

@@ -1,0 +1,59 @@
+"""The four padding helpers of flash-attn that OpenRLHF's packing imports, in plain torch.
+
+They move rows between a padded and a packed layout and have nothing to do with attention kernels, so a host without
+flash-attn can use them as they are; attention itself runs through ``sdpa`` there.
+"""
+
+import importlib.machinery
+import sys
+import types
+from typing import Any
+
+import torch
+from einops import rearrange
+
+
+def index_first_axis(tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Rows ``indices`` (N,) of ``tensor`` (M, ...): (N, ...)."""
+    return tensor[indices]
+
+
+def unpad_input(
+    hidden_states: torch.Tensor, attention_mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
+    """(B, T, ...) and its mask (B, T) to the packed rows (N, ...), their flat indices (N,), cumulative lengths (B+1,),
+    the longest length and the lengths (B,)."""
+    lengths = attention_mask.sum(dim=-1, dtype=torch.int32)
+    indices = attention_mask.flatten().nonzero().flatten()
+    cumulative = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    packed = rearrange(hidden_states, "b s ... -> (b s) ...")[indices]
+    return packed, indices, cumulative, int(lengths.max()), lengths
+
+
+def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
+    """Packed rows (N, ...) back to (batch, seqlen, ...), zero where nothing was packed."""
+    padded = hidden_states.new_zeros((batch * seqlen, *hidden_states.shape[1:]))
+    padded = padded.index_copy(0, indices, hidden_states)
+    return rearrange(padded, "(b s) ... -> b s ...", b=batch)
+
+
+def _no_ring_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    raise NotImplementedError("Ring attention (--ds.ring_attn_size > 1) needs flash-attn, which needs CUDA.")
+
+
+def install() -> None:
+    """Register the stand-in as ``flash_attn`` in this process."""
+    package = types.ModuleType("flash_attn")
+    package.__path__ = []
+    padding = types.ModuleType("flash_attn.bert_padding")
+    padding.__dict__.update(
+        index_first_axis=index_first_axis, unpad_input=unpad_input, pad_input=pad_input, rearrange=rearrange
+    )
+    utils = types.ModuleType("flash_attn.utils")
+    utils.__path__ = []
+    distributed = types.ModuleType("flash_attn.utils.distributed")
+    distributed.__dict__.update(all_gather=_no_ring_attention)
+    for module in (package, padding, utils, distributed):
+        # transformers asks importlib for the spec; a module without one is an error there.
+        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, loader=None)
+        sys.modules[module.__name__] = module

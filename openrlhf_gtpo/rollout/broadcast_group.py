@@ -1,0 +1,51 @@
+"""The process group that joins the trainer's rank 0 with every vLLM worker: NCCL between GPUs, gloo without them."""
+
+import socket
+from typing import Protocol
+
+import torch
+
+
+class BroadcastGroup(Protocol):
+    """What both ends need of a group: one collective, rooted at rank 0."""
+
+    def broadcast(self, tensor: torch.Tensor) -> None: ...
+
+
+class _GlooGroup:
+    def __init__(self, host: str, port: int, rank: int, world_size: int) -> None:
+        from vllm.distributed.utils import stateless_init_torch_distributed_process_group
+
+        self._group = stateless_init_torch_distributed_process_group(host, port, rank, world_size, backend="gloo")
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        self._group.broadcast([tensor], options).wait()
+
+
+class _NcclGroup:
+    def __init__(self, host: str, port: int, rank: int, world_size: int, device: torch.device | int) -> None:
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        group = StatelessProcessGroup.create(host=host, port=port, rank=rank, world_size=world_size)
+        self._communicator = PyNcclCommunicator(group, device=device)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self._communicator.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+
+
+def join(host: str, port: int, rank: int, world_size: int, device: torch.device) -> BroadcastGroup:
+    """Join the group as ``rank`` of ``world_size``; returns when all have joined."""
+    if device.type == "cpu":
+        return _GlooGroup(host, port, rank, world_size)
+    return _NcclGroup(host, port, rank, world_size, device)
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on at the moment."""
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        return int(sock.getsockname()[1])

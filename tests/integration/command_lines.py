@@ -1,0 +1,122 @@
+"""Upstream's command line as upstream reads it, the same one as this package reads it, and values for its flags."""
+
+import argparse
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from openrlhf_gtpo.integration import flags, upstream_parser
+
+# The least that upstream accepts: its default estimator (gae) wants a reward to copy its critic from.
+BASE = ("--reward.remote_url", "reward.py", "--vllm.num_engines", "1")
+
+
+class FixedClock(datetime):
+    """Upstream's default run name has the minute in it, which could pass between two parses."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> datetime:
+        return cls(2026, 1, 2, 3, 4)
+
+
+class Refused(Exception):
+    """A command line that did not get as far as training."""
+
+
+@contextmanager
+def fake_modelscope() -> Iterator[None]:
+    """What ``--use_ms`` imports and calls: it is not installed, and would patch the hub for all tests."""
+    module = types.ModuleType("modelscope.utils.hf_util")
+    module.patch_hub = lambda: None  # type: ignore[attr-defined]
+    names = ("modelscope", "modelscope.utils", "modelscope.utils.hf_util")
+    sys.modules.update(dict.fromkeys(names, module))
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+
+
+def upstream(argv: Sequence[str]) -> dict[str, Any]:
+    """What upstream trains with: its own block with the real argparse, only ``train`` replaced."""
+    kept: list[SimpleNamespace] = []
+    namespace = {"argparse": argparse, "datetime": FixedClock, "train": kept.append, "print": lambda *values: None}
+    with mock.patch.object(sys, "argv", ["train_ppo_ray", *argv]), fake_modelscope():
+        try:
+            exec(upstream_parser.main_block(), namespace)
+        except (Exception, SystemExit) as error:
+            raise Refused(repr(error)) from error
+    return flatten(kept[0])
+
+
+def ours(argv: Sequence[str]) -> dict[str, Any]:
+    """What this package trains with."""
+    with mock.patch.object(upstream_parser, "datetime", FixedClock), fake_modelscope():
+        try:
+            return flatten(upstream_parser.parse(argv, flags.add_flags, flags.adjust))
+        except upstream_parser.UsageError as error:
+            raise Refused(str(error)) from error
+
+
+def flatten(namespace: SimpleNamespace, prefix: str = "") -> dict[str, Any]:
+    """Nested namespace to dotted name -> value."""
+    flat: dict[str, Any] = {}
+    for name, value in vars(namespace).items():
+        if isinstance(value, SimpleNamespace):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def outcome(parse: Any, argv: Sequence[str]) -> dict[str, Any] | str:
+    """The arguments, or "refused"."""
+    try:
+        return parse(argv)
+    except Refused:
+        return "refused"
+
+
+def parser(extended: bool) -> argparse.ArgumentParser:
+    """The filled parser itself, upstream's or with this package's flags."""
+    kept: list[argparse.ArgumentParser] = []
+
+    class Recorder(argparse.ArgumentParser):
+        def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+            kept.append(self)
+            raise Refused
+
+    view = SimpleNamespace(**{**vars(argparse), "ArgumentParser": Recorder})
+    try:
+        exec(upstream_parser.main_block(), {"argparse": view, "datetime": FixedClock})
+    except Refused:
+        pass
+    if extended:
+        flags.add_flags(kept[0])
+    return kept[0]
+
+
+def value_flags(filled: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Every action but ``--help``."""
+    return [action for action in filled._actions if not isinstance(action, argparse._HelpAction)]
+
+
+def words(action: argparse.Action, flag: str) -> list[str]:
+    """``flag`` with valid values that differ from its default, by choices, type and nargs."""
+    if action.nargs == 0:
+        return [flag]
+    if action.choices is not None:
+        values = [str(choice) for choice in action.choices if choice != action.default]
+    elif action.type is int:
+        values = ["3", "5"]
+    elif action.type is float:
+        values = ["0.375", "0.75"]
+    else:
+        values = ["alpha", "beta"]
+    count = action.nargs if isinstance(action.nargs, int) else 2 if action.nargs in ("*", "+") else 1
+    return [flag, *values[:count]]

@@ -1,0 +1,203 @@
+"""Would catch a flag of ours that says one thing and sets another: presets, what an estimator brings, contradictions."""
+
+import argparse
+import dataclasses
+import typing
+from typing import Any
+
+import command_lines
+import pytest
+from command_lines import BASE
+
+from openrlhf_gtpo.algorithms import GRPOSConfig, GTPOConfig
+from openrlhf_gtpo.integration import flags, upstream_parser
+from openrlhf_gtpo.integration.credit import entropy_credit
+from openrlhf_gtpo.integration.errors import UsageError
+
+GROUP = [*BASE, "--rollout.n_samples_per_prompt", "8"]
+
+
+def parse(*argv: str) -> dict[str, Any]:
+    return command_lines.flatten(upstream_parser.parse([*GROUP, *argv], flags.add_flags, flags.adjust))
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        entropy_credit(upstream_parser.parse([*GROUP, *argv], flags.add_flags, flags.adjust))
+    message = str(caught.value)
+    assert "\n" not in message and message.endswith((".", "?"))
+    return message
+
+
+# ── Words that are no flag ──
+
+
+def test_an_unknown_flag_names_the_nearest() -> None:
+    assert (
+        refusal("--algo.gtpo.varient", "v1") == "unknown flag --algo.gtpo.varient; did you mean --algo.gtpo.variant?"
+    )
+    assert "did you mean --actor.eps_clip?" in refusal("--actor.eps_clp=0.3")
+    assert "--help lists the known ones" in refusal("--zzzzzzzz", "1")
+
+
+def test_a_value_that_belongs_to_no_flag_is_named() -> None:
+    assert refusal("stray").startswith("'stray' belongs to no flag")
+    assert refusal("--train.seed", "1", "2").startswith("'2' belongs to no flag")
+
+
+# ── Presets ──
+
+
+def test_presets_select_whole_algorithms() -> None:
+    dapo = parse("--algo.preset", "dapo", "--rollout.max_new_tokens", "100")
+    assert dapo["algo.advantage.estimator"] == "group_norm"
+    assert dapo["actor.eps_clip_low_high"] == [0.2, 0.28]
+    assert dapo["actor.loss_agg_mode"] == "token-mean"
+    assert dapo["algo.dynamic_filtering_enable"] is True
+    assert dapo["algo.kl.init_coef"] == 0
+    assert dapo["reward.overlong_buffer_len"] == 20
+
+    grpo = parse("--algo.preset", "grpo")
+    assert grpo["algo.advantage.estimator"] == "group_norm"
+    assert grpo["actor.loss_agg_mode"] == "seq-mean-token-mean"
+    assert (grpo["algo.kl.use_loss"], grpo["algo.kl.estimator"], grpo["algo.kl.init_coef"]) == (True, "k3", 0.04)
+    assert grpo["actor.policy_loss_type"] == "ppo"
+
+    gspo = parse("--algo.preset", "gspo")
+    assert gspo["actor.policy_loss_type"] == "gspo"
+    assert gspo["actor.eps_clip_low_high"] == [3e-4, 4e-4]
+    assert gspo["algo.kl.init_coef"] == 0
+
+
+@pytest.mark.parametrize("preset", sorted(flags.PRESETS))
+def test_a_preset_sets_only_upstream_flags_and_leaves_the_rest_alone(preset: str) -> None:
+    known = {action.dest for action in command_lines.value_flags(command_lines.parser(extended=False))}
+    assert set(flags.PRESETS[preset]) <= known
+    plain, chosen = parse("--algo.advantage.estimator", "group_norm"), parse("--algo.preset", preset)
+    changed = {name for name in plain if plain[name] != chosen[name]}
+    assert changed <= set(flags.PRESETS[preset]) | {"algo.preset", "reward.overlong_buffer_len"}
+
+
+def test_an_explicit_flag_wins_over_its_preset_also_with_upstreams_default_as_its_value() -> None:
+    args = parse(
+        *("--algo.preset", "dapo", "--actor.eps_clip_low_high", "0.1", "0.5", "--algo.kl.init_coef", "0.01"),
+        *("--reward.overlong_buffer_len", "7"),
+    )
+    assert args["actor.eps_clip_low_high"] == [0.1, 0.5]
+    assert args["algo.kl.init_coef"] == 0.01
+    assert args["reward.overlong_buffer_len"] == 7
+    assert args["algo.dynamic_filtering_enable"] is True
+
+
+def test_a_preset_beside_an_estimator_is_refused() -> None:
+    assert "--algo.preset dapo brings its own estimator" in refusal(
+        "--algo.preset", "dapo", "--algo.advantage.estimator", "gtpo"
+    )
+
+
+# ── What an estimator brings ──
+
+
+@pytest.mark.parametrize(("estimator", "aggregation"), [("gtpo", "token-mean"), ("grpo_s", "seq-mean-token-mean")])
+def test_an_estimator_brings_its_clip_range_and_loss_level(estimator: str, aggregation: str) -> None:
+    chosen = ("--algo.advantage.estimator", estimator)
+    assert parse(*chosen)["actor.eps_clip_low_high"] == [0.2, 0.28]
+    assert parse(*chosen)["actor.loss_agg_mode"] == aggregation
+    assert parse(*chosen, "--actor.loss_agg_mode", aggregation)["actor.loss_agg_mode"] == aggregation
+    assert parse(*chosen, "--actor.eps_clip", "0.2")["actor.eps_clip_low_high"] == (0.2, 0.2)
+    assert parse(*chosen, "--actor.eps_clip_low_high", "0.1", "0.3")["actor.eps_clip_low_high"] == [0.1, 0.3]
+    assert parse(*chosen)["critic.model_name_or_path"] is None
+
+
+@pytest.mark.parametrize(("estimator", "wrong"), [("gtpo", "seq-mean-token-mean"), ("grpo_s", "token-mean")])
+def test_a_loss_level_that_does_not_fit_is_refused(estimator: str, wrong: str) -> None:
+    chosen = ("--algo.advantage.estimator", estimator)
+    assert f"--actor.loss_agg_mode {wrong} does not fit" in refusal(*chosen, "--actor.loss_agg_mode", wrong)
+    assert "--actor.policy_loss_type gspo does not fit" in refusal(*chosen, "--actor.policy_loss_type", "gspo")
+
+
+# ── Settings of the algorithms ──
+
+
+@pytest.mark.parametrize(("name", "config"), [("gtpo", GTPOConfig), ("grpo_s", GRPOSConfig)])
+def test_flags_mirror_the_fields_of_the_configuration(name: str, config: type) -> None:
+    actions = command_lines.parser(extended=True)._option_string_actions
+    types = typing.get_type_hints(config)
+    prefix = f"--algo.{name}."
+    of_config = {flag.removeprefix(prefix) for flag in actions if flag.startswith(prefix)}
+    assert of_config == {field.name for field in dataclasses.fields(config)}
+    for field in dataclasses.fields(config):
+        action = actions[prefix + field.name]
+        assert action.default == field.default
+        assert action.help, f"{prefix}{field.name} has no help; describe the field in the class docstring"
+        assert action.help % {} == action.help.replace("%%", "%")
+        if typing.get_origin(types[field.name]) is typing.Literal:
+            assert tuple(action.choices or ()) == typing.get_args(types[field.name])
+        elif types[field.name] is bool:
+            assert isinstance(action, argparse.BooleanOptionalAction)
+        else:
+            assert action.type is types[field.name]
+
+
+def test_a_field_that_shares_its_description_gets_it_too() -> None:
+    help_of = flags.field_descriptions(GTPOConfig)
+    assert help_of["alpha1"] == help_of["alpha2"] == "weights of outcome and entropy share in the other variants."
+    assert "(Eq. 2)" in help_of["variant"] and "`" not in help_of["variant"]
+    assert help_of["compare"].endswith("or the whole group.")
+
+
+def test_settings_reach_the_configuration() -> None:
+    gtpo = entropy_credit(
+        upstream_parser.parse(
+            [*GROUP, "--algo.advantage.estimator", "gtpo", "--algo.gtpo.variant", "v2", "--algo.gtpo.alpha1", "0.75"]
+            + ["--algo.gtpo.compare", "group", "--algo.gtpo.shape_uniform_groups"],
+            flags.add_flags,
+            flags.adjust,
+        )
+    )
+    assert gtpo is not None and gtpo.name == "gtpo"
+    assert gtpo.config == GTPOConfig(variant="v2", alpha1=0.75, compare="group", shape_uniform_groups=True)
+    chosen = ("--algo.advantage.estimator", "gtpo", "--algo.gtpo.shape_uniform_groups")
+    assert parse(*chosen)["algo.gtpo.shape_uniform_groups"] is True
+    assert parse(*chosen, "--no-algo.gtpo.shape_uniform_groups")["algo.gtpo.shape_uniform_groups"] is False
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce", "group_norm", "rloo"])
+def test_without_our_estimators_there_is_no_credit(estimator: str) -> None:
+    args = upstream_parser.parse(
+        [*GROUP, "--algo.advantage.estimator", estimator, "--algo.gtpo.kappa", "0.5"], flags.add_flags, flags.adjust
+    )
+    assert entropy_credit(args) is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "rule"),
+    [
+        ("gtpo variant v2 alpha1 0.5 kappa 4", "alpha1 + alpha1/kappa = 0.625 < 1"),
+        ("gtpo variant v1_clipped alpha1 0.6 alpha2 0.6", "alpha1 + alpha2 = 1"),
+        ("gtpo kappa 1", "kappa"),
+        ("gtpo alpha -1", "alpha"),
+        ("gtpo alpha2 nan", "alpha2"),
+        ("gtpo success_threshold inf", "success_threshold"),
+        ("gtpo entropy_eps 0", "entropy_eps"),
+        ("grpo_s beta2 -0.5", "beta2"),
+        ("grpo_s beta inf", "beta"),
+    ],
+)
+def test_settings_that_the_paper_rules_out_are_one_sentence(argv: str, rule: str) -> None:
+    estimator, *pairs = argv.split()
+    words = ["--algo.advantage.estimator", estimator]
+    for name, value in zip(pairs[::2], pairs[1::2], strict=True):
+        words += [f"--algo.{estimator}.{name}", value]
+    message = refusal(*words)
+    assert message.startswith(f"--algo.{estimator}.*: ") and rule in message
+
+
+def test_an_unknown_variant_lists_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="invalid choice: 'v9'.*v1_clipped"):
+        parse("--algo.advantage.estimator", "gtpo", "--algo.gtpo.variant", "v9")
+
+
+@pytest.mark.parametrize("value", ["0", "-3"])
+def test_a_bucket_without_room_is_refused(value: str) -> None:
+    assert "--vllm.sync_bucket_mb" in refusal("--algo.advantage.estimator", "gtpo", "--vllm.sync_bucket_mb", value)
