@@ -1,0 +1,139 @@
+#!/usr/bin/env bash
+# Trains a small language model with GTPO through OpenRLHF, Ray, vLLM and DeepSpeed, on a machine without a GPU.
+#
+#   bash examples/scripts/quickstart.sh                     SmolLM2-135M-Instruct on one-digit products, under 20 minutes
+#   bash examples/scripts/quickstart.sh --smoke             a tiny model made on the spot, under 4 minutes
+#   bash examples/scripts/quickstart.sh --estimator grpo_s  or group_norm, dr_grpo, rloo, reinforce_baseline
+#   bash examples/scripts/quickstart.sh --task gcd          another reasoning-gym task
+#   bash examples/scripts/quickstart.sh --model DIR         another Hugging Face checkpoint
+#   bash examples/scripts/quickstart.sh --reward FILE.py    a reward function of your own
+#   bash examples/scripts/quickstart.sh --steps 40 --seed 2 --output DIR -- --actor.adam.lr 5e-6
+#
+# What follows -- goes to the trainer as it is. Results: DIR/metrics.jsonl, DIR/curves.png, DIR/model; the log is
+# DIR/train.log. Made once and kept in .cache/quickstart: the converted model and the task's files.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+cd "$root"
+
+estimator=gtpo steps='' seed=1 task='' task_config='' model='' reward='' output='' smoke=false
+usage() { sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+refuse() {
+    printf 'quickstart: %s\n' "$*" >&2
+    exit 2
+}
+while (($# > 0)); do
+    case "$1" in
+        --smoke) smoke=true ;;
+        --estimator | --steps | --seed | --task | --task-config | --model | --reward | --output)
+            (($# > 1)) || refuse "$1 needs a value."
+            name="${1#--}"
+            printf -v "${name//-/_}" '%s' "$2"
+            shift
+            ;;
+        --help | -h)
+            usage
+            exit 0
+            ;;
+        --)
+            shift
+            break
+            ;;
+        *) refuse "unknown flag $1; known: --smoke --estimator --steps --seed --task --task-config --model --reward --output, and -- before flags of the trainer." ;;
+    esac
+    shift
+done
+[[ -z "$steps" || "$steps" =~ ^[1-9][0-9]*$ ]] || refuse "--steps $steps is not a positive number."
+[[ "$seed" =~ ^[0-9]+$ ]] || refuse "--seed $seed is not a number."
+
+# shellcheck source=examples/scripts/setup_env.sh
+source examples/scripts/setup_env.sh
+export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+
+if $smoke; then
+    kind=smoke steps="${steps:-3}" prompts=8 samples=4 micro_batch=32 max_new_tokens=8 learning_rate=1e-4
+    eval_samples=4
+else
+    kind=quickstart steps="${steps:-20}" prompts=16 samples=8 micro_batch=32 max_new_tokens=32 learning_rate=1e-5
+    eval_samples=8
+fi
+cache="$root/.cache/quickstart"
+task="${task:-products}"
+output="${output:-runs/$kind-$estimator-$task-seed$seed}"
+mkdir -p "$output" || refuse "--output $output cannot be made."
+output="$(cd "$output" && pwd)"
+[[ ! -e "$output/metrics.jsonl" ]] || refuse "$output holds an earlier run; give --output another folder or remove it."
+
+if [[ -z "$model" ]]; then
+    if $smoke; then
+        model="$cache/tiny-model"
+        python3 -m openrlhf_gtpo.cli.prepare tiny-model --output "$model"
+    else
+        model="$cache/smollm2-135m-instruct"
+        python3 -m openrlhf_gtpo.cli.prepare smollm2 --output "$model"
+    fi
+fi
+rows=$((steps * prompts))
+data="$output/data"
+config=()
+[[ -z "$task_config" ]] || config=(--task-config "$task_config")
+python3 -m openrlhf_gtpo.cli.prepare task --task "$task" --train-rows "$rows" --output "$data" "${config[@]}"
+reward="${reward:-$root/openrlhf_gtpo/tasks/reasoning_gym_reward.py}"
+
+data_args=(
+    --data.prompt_dataset "$data/train.jsonl"
+    --eval.dataset "$data/eval.jsonl"
+    --data.input_key input
+    --data.label_key label
+    --data.apply_chat_template
+    --data.max_len 192
+    --reward.remote_url "$reward"
+)
+rollout_args=(
+    --rollout.batch_size "$prompts"
+    --rollout.n_samples_per_prompt "$samples"
+    --rollout.max_new_tokens "$max_new_tokens"
+    --rollout.micro_batch_size "$micro_batch"
+    --vllm.num_engines 1
+    --vllm.tensor_parallel_size 1
+)
+train_args=(
+    --actor.model_name_or_path "$model"
+    --actor.num_nodes 1
+    --actor.num_gpus_per_node 1
+    --actor.adam.lr "$learning_rate"
+    --algo.advantage.estimator "$estimator"
+    --algo.kl.init_coef 0
+    --train.batch_size "$((prompts * samples))"
+    --train.micro_batch_size "$micro_batch"
+    --train.seed "$seed"
+)
+log_args=(
+    --eval.before_training
+    --eval.steps "$steps"
+    --eval.temperature 1.0
+    --eval.n_samples_per_prompt "$eval_samples"
+    --logger.entropy_enable
+    --logger.metrics_path "$output/metrics.jsonl"
+    --logger.tensorboard_dir "$output/tensorboard"
+    --ckpt.output_dir "$output/model"
+    --ckpt.path "$output/checkpoints"
+    --ckpt.best_metric_key none
+)
+
+printf '[quickstart] %s on %s, %s steps; log: %s\n' "$estimator" "$task" "$steps" "$output/train.log" >&2
+python3 -m openrlhf_gtpo.cli.train_ppo_ray \
+    "${train_args[@]}" "${data_args[@]}" "${rollout_args[@]}" "${log_args[@]}" "$@" >"$output/train.log" 2>&1 &
+trainer=$!
+trap 'kill "$trainer" 2>/dev/null || true; wait "$trainer" 2>/dev/null || true' EXIT INT TERM
+python3 -m openrlhf_gtpo.cli.report watch "$output/metrics.jsonl" --steps "$steps" --pid "$trainer"
+status=0
+wait "$trainer" || status=$?
+trap - EXIT INT TERM
+if ((status != 0)); then
+    grep -E '^train_ppo_ray' "$output/train.log" >&2 || tail -n 20 "$output/train.log" >&2
+    printf '[quickstart] training ended with exit code %s; the whole log: %s\n' "$status" "$output/train.log" >&2
+    exit "$status"
+fi
+python3 -m openrlhf_gtpo.cli.report run "$output" --png "$output/curves.png"
