@@ -102,8 +102,7 @@ class GTPOConfig:
     def __post_init__(self) -> None:
         check_choice("variant", self.variant, get_args(GTPOVariant))
         self._fill_alphas()
-        for name in ("alpha", "alpha1", "alpha2"):
-            check_number(name, getattr(self, name), at_least=0)
+        check_number("alpha", self.alpha, at_least=0)
         check_number("kappa", self.kappa, above=1)
         _check_common(self)
         check_choice("compare", self.compare, get_args(Compare))
@@ -117,18 +116,16 @@ class GTPOConfig:
 
     def _fill_alphas(self) -> None:
         """None becomes the variant's default, or what is left of 1 where the two must sum to 1."""
-        alpha1, alpha2 = self.alpha1, self.alpha2
         sum_to_one = self.variant in SUM_TO_ONE_VARIANTS
-        for name, given in (("alpha1", alpha1), ("alpha2", alpha2)):
-            if given is not None:
-                check_number(name, given, at_least=0)
-        default1, default2 = (0.9, 0.1) if sum_to_one else (1.0, 0.1)
-        if sum_to_one and alpha1 is None and alpha2 is not None:
-            default1 = 1 - alpha2
-        if sum_to_one and alpha2 is None and alpha1 is not None:
-            default2 = 1 - alpha1
-        object.__setattr__(self, "alpha1", default1 if alpha1 is None else alpha1)
-        object.__setattr__(self, "alpha2", default2 if alpha2 is None else alpha2)
+        given = {name: getattr(self, name) for name in ("alpha1", "alpha2") if getattr(self, name) is not None}
+        for name, value in given.items():
+            check_number(name, value, at_least=0, at_most=1 if sum_to_one else None)
+        filled = {"alpha1": 0.9 if sum_to_one else 1.0, "alpha2": 0.1, **given}
+        if sum_to_one and len(given) == 1:
+            missing = "alpha2" if "alpha1" in given else "alpha1"
+            filled[missing] = 1 - sum(given.values())
+        for name, value in filled.items():
+            object.__setattr__(self, name, value)
 
     def _check_clip(self) -> None:
         total = self.alpha1 + self.alpha2

@@ -51,7 +51,7 @@ class TokenShares:
         """(rows of ``chunk``, T) float64, 0 where the mask is False."""
         weight = self._weight(chunk)
         if self.config.compare == "position":
-            weight /= self.mean[self._position_key(chunk)]
+            weight /= self.mean.gather(0, self._position_key(chunk).view(-1)).view_as(weight)
         else:
             weight /= self.mean[chunk, None]
         return weight.masked_fill_(~self.mask[chunk], 0)
@@ -59,9 +59,7 @@ class TokenShares:
     def _weight(self, chunk: slice) -> Tensor:
         entropy = self.entropy[chunk].to(torch.float64, copy=True).clamp_min_(self.config.entropy_eps)
         entropy.masked_fill_(~self.mask[chunk], 1)  # padding may hold anything, NaN included
-        failed = ~self.rows.success[chunk]
-        entropy[failed] = entropy[failed].reciprocal_()
-        return entropy
+        return torch.where(self.rows.success[chunk, None], entropy, entropy.reciprocal())
 
     def _position_key(self, chunk: slice) -> Tensor:
         key = self.mask[chunk].cumsum(-1)

@@ -48,8 +48,9 @@ class FinitePolicyLoss(torch.nn.Module):
         """As the wrapped loss; raises TrainingStopped with the micro-batch's first bad row."""
         result = self.loss(log_probs, old_log_probs, advantages, **rest)
         if not torch.isfinite(result[0]):
-            bad = ~torch.isfinite(log_probs.detach()).all(dim=-1)
-            row = f"row {int(bad.nonzero()[0])} of the micro-batch has log-probs that are not finite"
-            reason = row if bad.any() else "its log-probs are finite, but the loss overflows"
+            rows = (~torch.isfinite(log_probs.detach()).all(dim=-1)).nonzero().flatten().tolist()
+            reason = "its log-probs are finite, but the loss overflows"
+            if rows:
+                reason = f"row {rows[0]} of the micro-batch has log-probs that are not finite"
             raise TrainingStopped(f"The policy loss is {result[0].item()}: {reason}. No weights were changed by it.")
         return result

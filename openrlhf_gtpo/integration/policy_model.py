@@ -86,7 +86,7 @@ class PolicyModel(Actor):
         """The model's output and its hidden states (N, H) where ``predicts`` (B, T) is True."""
         valid = attention_mask.bool()
         position_ids = attention_mask.long().cumsum(-1) - 1
-        if self.packing_samples or self._sdpa():
+        if self.packing_samples:
             # One row of all real tokens; positions that start again at 0 tell transformers where sequences begin.
             output = self.model(
                 sequences[valid].unsqueeze(0), attention_mask=None, position_ids=position_ids[valid].unsqueeze(0)
@@ -98,9 +98,6 @@ class PolicyModel(Actor):
 
     def _causal_lm(self) -> Any:
         return getattr(self.model, "module", self.model)
-
-    def _sdpa(self) -> bool:
-        return getattr(self._causal_lm().config, "_attn_implementation", None) == "sdpa"
 
     def _plain_head(self) -> torch.nn.Linear | None:
         model = self._causal_lm()

@@ -108,5 +108,17 @@ class _LinearLogProbAndEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        grads = backward(*ctx.saved_tensors, grad_log_prob, grad_entropy, ctx.settings, ctx.needs_input_grad[:3])
+        hidden, weight, bias, labels, normaliser, entropy = ctx.saved_tensors
+        grads = backward(
+            hidden,
+            weight,
+            bias,
+            labels,
+            normaliser,
+            entropy,
+            grad_log_prob,
+            grad_entropy,
+            ctx.settings,
+            ctx.needs_input_grad[:3],
+        )
         return *grads, None, None

@@ -1,4 +1,7 @@
-"""Makes the reference loops beside the tests importable under every pytest import mode."""
+"""Makes the reference loops beside the tests importable, which ``--import-mode=importlib`` does not do by itself.
+
+(They cannot be ``tests.algorithms.algorithms_reference``: OpenRLHF's wheel installs a top-level package ``tests``.)
+"""
 
 import sys
 from pathlib import Path

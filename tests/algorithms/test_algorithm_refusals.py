@@ -72,7 +72,7 @@ def test_configs_are_frozen():
         ({"variant": "v2", "kappa": 0.5}, "kappa=0.5"),
         ({"variant": "v2", "alpha1": 0.5, "alpha2": 0.4}, "alpha1=0.5, alpha2=0.4 sum to 0.9"),
         ({"variant": "v1_clipped", "alpha1": 1.0, "alpha2": 0.1}, "alpha1 + alpha2 = 1"),
-        ({"variant": "v1_clipped", "alpha2": 1.5}, "alpha1=-0.5 is out of range"),
+        ({"variant": "v1_clipped", "alpha2": 1.5}, "alpha2=1.5 is out of range; use a finite number >= 0 and <= 1."),
         (
             {"variant": "v2", "alpha1": 0.6, "alpha2": 0.4, "kappa": 2.0},
             "alpha1=0.6, kappa=2 give alpha1 + alpha1/kappa = 0.9 < 1",

@@ -131,7 +131,7 @@ def test_a_clip_of_width_zero_is_allowed_and_rounds_to_one():
 
 def test_zero_filled_keeps_the_outcome_where_polarity_cancels_it():
     """Why zeros are included: normalised alone, the advantages of the correct tokens sum to zero."""
-    entropy, mask, outcome, group_ids = ragged_batch(0, num_groups=1, num_columns=40)
+    entropy, mask, outcome, group_ids = ragged_batch(4, num_groups=1, num_columns=40)
     right = mask & (outcome == 1)[:, None]
     assert 0 < right.sum() < mask.sum()
     alone = gtpo_advantages(entropy, mask, outcome, group_ids, GTPOConfig(normalise_over="polarity"))

@@ -55,17 +55,16 @@ def test_loss_equals_the_loop(seed, option, low, high, empty_row):
 
 @pytest.mark.parametrize("level, ratio_mean, dual_clip", OPTIONS)
 def test_gradients(level, ratio_mean, dual_clip):
-    for seed in range(2):
-        new, old, advantages, mask = make_batch(seed, level, empty_row=True)
-        new = new.masked_fill(~mask, 0.0).requires_grad_()
+    new, old, advantages, mask = make_batch(1, level, empty_row=True)
+    new = new.masked_fill(~mask, 0.0).requires_grad_()
 
-        def scalar_loss(x):
-            options = {"level": level, "ratio_mean": ratio_mean, "dual_clip": dual_clip}
-            return policy_loss(x, old, advantages, mask, **options, **CLIP).loss
+    def scalar_loss(x):
+        options = {"level": level, "ratio_mean": ratio_mean, "dual_clip": dual_clip}
+        return policy_loss(x, old, advantages, mask, **options, **CLIP).loss
 
-        assert torch.autograd.gradcheck(scalar_loss, (new,), eps=1e-7, atol=1e-6)
-        (gradient,) = torch.autograd.grad(scalar_loss(new), new)
-        assert (gradient[~mask] == 0).all() and (gradient[mask] != 0).any()
+    assert torch.autograd.gradcheck(scalar_loss, (new,), eps=1e-7, atol=1e-6)
+    (gradient,) = torch.autograd.grad(scalar_loss(new), new)
+    assert (gradient[~mask] == 0).all() and (gradient[mask] != 0).any()
 
 
 @pytest.mark.parametrize("level, ratio_mean", LEVELS)

@@ -1,0 +1,397 @@
+"""Would catch advantages that land on the wrong rows, entropies that leak, and duties of upstream's that were dropped."""
+
+import copy
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from openrlhf.trainer.ppo_utils.experience import (
+    Experience,
+    balance_experiences,
+    make_experience_batch,
+    remove_padding_in_sequences,
+    split_experience_batch,
+)
+from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+from rollouts import PAD, Rollout, arguments, in_sampling_order, maker, rollout
+
+from openrlhf_gtpo.algorithms import GRPOSConfig, GTPOConfig, grpo_s_advantages, gtpo_advantages
+from openrlhf_gtpo.integration.errors import TrainingStopped
+from openrlhf_gtpo.integration.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.report import names
+
+# How micro-batches are cut: in order, or balanced by length over the ranks (rows permuted, widths differ).
+LAYOUTS = {
+    "in order": (),
+    "dynamic": ("--train.dynamic_batch_enable", "--rollout.max_tokens_per_gpu", "30"),
+    "two ranks, two copies": (
+        *("--train.dynamic_batch_enable", "--rollout.max_tokens_per_gpu", "20"),
+        *("--actor.num_gpus_per_node", "4", "--ds.tensor_parallel_size", "2"),
+    ),
+}
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    return LAYOUTS[request.param]
+
+
+def make(
+    args: SimpleNamespace,
+    batch: Rollout,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type = EntropyExperienceMaker,
+    kl_coef: float = 0.0,
+) -> tuple[Any, list[Experience]]:
+    made = maker(kind, args, batch, monkeypatch, kl_coef)
+    return made, made.make_experience_batch(batch.samples())
+
+
+def advantages(experiences: list[Experience], batch: Rollout) -> torch.Tensor:
+    return in_sampling_order(experiences, "advantages", batch.mask.shape[1])
+
+
+# ── The formula reaches the rows it is for ──
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"variant": "v1"}, {"variant": "v2", "scope": "batch"}, {"compare": "group", "alpha2": 0.5}], ids=str
+)
+def test_gtpo_advantages_are_those_of_the_batch_in_sampling_order(
+    options: dict[str, Any], layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = rollout(seed=1)
+    words = [word for name, value in options.items() for word in (f"--algo.gtpo.{name}", str(value))]
+    made, experiences = make(arguments("--algo.advantage.estimator", "gtpo", *words, *layout), batch, monkeypatch)
+    assert len(experiences) > 2
+    if layout:
+        assert [row for e in experiences for row in e.index] != list(range(20)), "the rows came in order"
+        assert len({e.action_mask.shape[1] for e in experiences}) > 1, "all micro-batches are of one width"
+    expected = gtpo_advantages(batch.entropy, batch.mask, batch.outcome, batch.group_ids, GTPOConfig(**options))
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(advantages(experiences, batch), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"variant": "v2", "beta": 0.5}, {"entropy_mean": "geometric"}], ids=str)
+def test_grpo_s_advantages_are_those_of_the_batch_in_sampling_order(
+    options: dict[str, Any], layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = rollout(seed=2)
+    words = [word for name, value in options.items() for word in (f"--algo.grpo_s.{name}", str(value))]
+    _, experiences = make(arguments("--algo.advantage.estimator", "grpo_s", *words, *layout), batch, monkeypatch)
+    expected = grpo_s_advantages(batch.entropy, batch.mask, batch.outcome, batch.group_ids, GRPOSConfig(**options))
+    torch.testing.assert_close(advantages(experiences, batch), expected)
+
+
+def test_grpo_s_v1_without_entropy_is_upstreams_group_norm_exactly(
+    layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = rollout(seed=3)
+    ours = ("--algo.advantage.estimator", "grpo_s", "--algo.grpo_s.variant", "v1", "--algo.grpo_s.beta", "0")
+    _, experiences = make(arguments(*ours, *layout), batch, monkeypatch)
+    upstream_args = arguments("--algo.advantage.estimator", "group_norm", *layout)
+    _, expected = make(upstream_args, batch, monkeypatch, RemoteExperienceMaker)
+    assert torch.equal(advantages(experiences, batch), advantages(expected, batch) * batch.mask)
+
+
+@pytest.mark.parametrize("entropy", [(), ("--logger.entropy_enable",)], ids=["plain", "entropies logged"])
+@pytest.mark.parametrize(
+    "estimator", ["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce"]
+)
+def test_upstreams_estimators_give_what_upstream_gives(
+    estimator: str, entropy: tuple[str, ...], layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = rollout(seed=4, binary=False)
+    argv = ("--algo.advantage.estimator", estimator, "--reward.overlong_buffer_len", "3", *layout)
+    argv += ("--rollout.max_new_tokens", "8")
+    made, experiences = make(arguments(*argv, *entropy), batch, monkeypatch, kl_coef=0.1)
+    _, expected = make(arguments(*argv), batch, monkeypatch, RemoteExperienceMaker, kl_coef=0.1)
+    assert len(experiences) == len(expected)
+    for found, wanted in zip(experiences, expected, strict=True):
+        assert_same_experience(found, wanted)
+    assert (names.ENTROPY_ALL in made.metrics) == bool(entropy)
+
+
+def assert_same_experience(found: Experience, wanted: Experience) -> None:
+    for field in dataclasses.fields(Experience):
+        values = getattr(found, field.name), getattr(wanted, field.name)
+        if isinstance(values[1], torch.Tensor):
+            assert torch.equal(*values), field.name
+        elif field.name == "info":
+            assert values[0].keys() == values[1].keys()
+            assert all(torch.equal(values[0][key], value) for key, value in values[1].items())
+        else:
+            assert values[0] == values[1], field.name
+
+
+# ── Upstream's duties ──
+
+
+@pytest.mark.parametrize("estimator", ["gtpo", "grpo_s"])
+def test_the_experience_is_what_upstreams_trainer_expects(
+    estimator: str, layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = rollout(seed=5)
+    argv = ("--reward.overlong_buffer_len", "3", "--rollout.max_new_tokens", "8", *layout)
+    _, experiences = make(arguments("--algo.advantage.estimator", estimator, *argv), batch, monkeypatch)
+    upstream_args = arguments("--algo.advantage.estimator", "group_norm", *argv)
+    _, expected = make(upstream_args, batch, monkeypatch, RemoteExperienceMaker)
+    for found, wanted in zip(experiences, expected, strict=True):
+        assert set(vars(found)) == set(vars(wanted)), "nothing may be left on the experience"
+        assert found.kl is None
+        assert found.info.keys() == wanted.info.keys()
+        for name in ("group_reward_std", "reward", "kl"):
+            torch.testing.assert_close(found.info[name], wanted.info[name])
+        assert found.info["return"].shape == wanted.info["return"].shape
+        torch.testing.assert_close(found.rewards, wanted.rewards)
+        assert found.advantages.shape == found.returns.shape == found.action_mask.shape
+        assert found.advantages.dtype == found.returns.dtype == torch.float32
+        assert torch.equal(found.returns, found.advantages)
+        assert found.advantages.data_ptr() != found.returns.data_ptr()
+        tokens = found.action_mask.sum(-1)
+        torch.testing.assert_close(found.info["return"], found.advantages.sum(-1) / tokens)
+
+
+@pytest.mark.parametrize("estimator", ["gtpo", "grpo_s"])
+def test_upstreams_batch_helpers_work_on_the_result(estimator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = rollout(seed=6)
+    args = arguments("--algo.advantage.estimator", estimator, *LAYOUTS["dynamic"])
+    _, experiences = make(args, batch, monkeypatch)
+    expected = advantages(experiences, batch)
+    order = [row for e in experiences for row in e.index]
+
+    def wide(values: torch.Tensor) -> torch.Tensor:
+        """In sampling order and as wide as ``expected``."""
+        missing = expected.shape[1] - values.shape[1]
+        return torch.nn.functional.pad(values, (0, missing))[torch.tensor(order).argsort()]
+
+    joined = Experience.concat_experiences(copy.deepcopy(experiences), PAD)
+    assert torch.equal(wide(joined.advantages), expected)
+    items = [item for e in copy.deepcopy(experiences) for item in split_experience_batch(e)]
+    assert len(items) == 20
+    assert torch.equal(wide(make_experience_batch(remove_padding_in_sequences(items)).advantages), expected)
+
+    args.actor.num_gpus_per_node = 4
+    balanced = balance_experiences(copy.deepcopy(experiences), args)
+    assert len(balanced) == 4 and sum(len(e.sequences) for e in balanced) == 20
+    for e in balanced:
+        rows = e.sequences[:, 0] - 1
+        assert torch.equal(e.advantages, expected[rows][:, : e.advantages.shape[1]])
+
+
+# ── Length penalties: after shaping, never deciding success ──
+
+
+def penalty_of(batch: Rollout, soft: float, hard: int, form: str, factor: float) -> torch.Tensor:
+    """R(i) by the formulas of §6, one row at a time."""
+    result = []
+    for length in batch.lengths.tolist():
+        inside = (soft - length) / (hard - soft if form == "continuous" else hard)
+        result.append(factor * (0.0 if length <= soft else -1.0 if length > hard else inside))
+    return torch.tensor(result)
+
+
+@pytest.mark.parametrize("estimator", ["gtpo", "grpo_s"])
+@pytest.mark.parametrize("form", ["continuous", "as_printed"])
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+@pytest.mark.parametrize("buffer", [4, 2.5, 0.5])
+def test_overlong_penalty_is_added_after_shaping(
+    estimator: str, form: str, factor: float, buffer: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, hard = rollout(seed=7), 7
+    args = arguments(
+        *("--algo.advantage.estimator", estimator, "--rollout.max_new_tokens", str(hard), *LAYOUTS["dynamic"]),
+        *("--reward.overlong_buffer_len", str(buffer), "--reward.overlong_penalty_factor", str(factor)),
+        *("--reward.overlong_form", form),
+    )
+    _, experiences = make(args, batch, monkeypatch)
+    penalty = penalty_of(batch, hard - buffer, hard, form, factor)
+    assert (penalty < 0).sum() > 2
+    assert_penalised(estimator, experiences, batch, penalty)
+
+
+@pytest.mark.parametrize("estimator", ["gtpo", "grpo_s"])
+@pytest.mark.parametrize("form", ["continuous", "as_printed"])
+@pytest.mark.parametrize("coefficient", [0.5, -0.5])
+def test_stop_properly_penalty_comes_after_the_overlong_one(
+    estimator: str, form: str, coefficient: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, hard, soft = rollout(seed=8), 7, 4
+    args = arguments(
+        *("--algo.advantage.estimator", estimator, "--rollout.max_new_tokens", str(hard), *LAYOUTS["dynamic"]),
+        *("--reward.overlong_buffer_len", "3", "--reward.overlong_form", form),
+        *("--reward.stop_properly_penalty_coef", str(coefficient)),
+    )
+    _, experiences = make(args, batch, monkeypatch)
+    rewards = batch.outcome + penalty_of(batch, soft, hard, form, 1.0)
+    truncated = torch.full_like(rewards, coefficient) if coefficient < 0 else rewards * coefficient
+    assert_penalised(estimator, experiences, batch, torch.where(batch.truncated, truncated, rewards) - batch.outcome)
+
+
+def assert_penalised(estimator: str, experiences: list[Experience], batch: Rollout, penalty: torch.Tensor) -> None:
+    shape, config = (gtpo_advantages, GTPOConfig()) if estimator == "gtpo" else (grpo_s_advantages, GRPOSConfig())
+    inputs = (batch.entropy, batch.mask, batch.outcome, batch.group_ids, config)
+    expected = shape(*inputs, penalty)
+    assert not torch.allclose(expected, shape(*inputs)), "the penalty changes nothing: the test shows nothing"
+    torch.testing.assert_close(advantages(experiences, batch), expected, rtol=1e-4, atol=1e-4)
+    rewards = batch.outcome + penalty
+    torch.testing.assert_close(in_sampling_order(experiences, "rewards", 0), rewards)
+    infos = torch.cat([e.info["reward"] for e in experiences])
+    torch.testing.assert_close(infos, torch.cat([e.rewards for e in experiences]))
+
+
+# ── Reward clipping and the KL reward ──
+
+
+@pytest.mark.parametrize("estimator", ["gtpo", "grpo_s"])
+def test_advantages_are_clipped_to_the_reward_range(estimator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = rollout(seed=9)
+    args = arguments("--algo.advantage.estimator", estimator, "--reward.clip_range", "-0.5", "0.25")
+    _, experiences = make(args, batch, monkeypatch)
+    _, free = make(arguments("--algo.advantage.estimator", estimator), batch, monkeypatch)
+    expected = advantages(free, batch)
+    assert expected.max() > 0.25 and expected.min() < -0.5
+    assert torch.equal(advantages(experiences, batch), expected.clamp(-0.5, 0.25))
+
+
+def test_kl_reward_is_added_to_gtpo_as_upstream_adds_it(
+    layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, coefficient = rollout(seed=10), 0.1
+    argv = ("--algo.kl.estimator", "k1", *layout)
+    gtpo = arguments("--algo.advantage.estimator", "gtpo", *argv)
+    found = advantages(make(gtpo, batch, monkeypatch, kl_coef=coefficient)[1], batch)
+    found -= advantages(make(gtpo, batch, monkeypatch)[1], batch)
+    plain = arguments("--algo.advantage.estimator", "group_norm", *argv)
+    expected = advantages(make(plain, batch, monkeypatch, RemoteExperienceMaker, coefficient)[1], batch)
+    expected = expected - advantages(make(plain, batch, monkeypatch, RemoteExperienceMaker)[1], batch)
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(found, expected * batch.mask, rtol=1e-4, atol=1e-5)
+
+
+def test_kl_reward_is_the_same_at_all_tokens_of_a_row_with_grpo_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, coefficient = rollout(seed=11), 0.1
+    args = arguments("--algo.advantage.estimator", "grpo_s", "--algo.kl.estimator", "k1")
+    found = advantages(make(args, batch, monkeypatch, kl_coef=coefficient)[1], batch)
+    found -= advantages(make(args, batch, monkeypatch)[1], batch)
+    total = ((batch.log_probs - batch.reference) * batch.mask).sum(-1)
+    torch.testing.assert_close(found, -coefficient * total[:, None] * batch.mask, rtol=1e-4, atol=1e-5)
+
+
+def test_a_kl_loss_leaves_the_advantages_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = rollout(seed=12)
+    args = arguments("--algo.advantage.estimator", "gtpo", "--algo.kl.use_loss", "--algo.kl.estimator", "k3")
+    _, experiences = make(args, batch, monkeypatch, kl_coef=0.1)
+    plain = arguments("--algo.advantage.estimator", "gtpo")
+    assert torch.equal(advantages(experiences, batch), advantages(make(plain, batch, monkeypatch)[1], batch))
+    assert all(e.base_action_log_probs is not None for e in experiences)
+
+
+# ── Data that must not be learned from ──
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("what", ["entropy", "log_probs", "outcome", "reference"])
+@pytest.mark.parametrize("use_loss", [(), ("--algo.kl.use_loss",)], ids=["kl reward", "kl loss"])
+def test_a_value_that_is_not_finite_stops_the_step_and_names_the_row(
+    what: str, value: float, use_loss: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = rollout(seed=13)
+    row = 14  # of prompt 3
+    if what == "outcome":
+        batch.outcome[row] = value
+    else:
+        getattr(batch, what)[row, int(batch.mask[row].nonzero()[0])] = value
+    args = arguments("--algo.advantage.estimator", "gtpo", *LAYOUTS["dynamic"], *use_loss)
+    made = maker(EntropyExperienceMaker, args, batch, monkeypatch, kl_coef=0.1)
+    if what == "reference" and not use_loss and value in (float("inf"), float("-inf")):
+        made.make_experience_batch(batch.samples())  # upstream clamps the KL that it makes of it
+        return
+    with pytest.raises(TrainingStopped) as stopped:
+        made.make_experience_batch(batch.samples())
+    message = str(stopped.value)
+    assert message.startswith(f"Row {row} of the rollout batch (1 of 20 rows are affected) has a non-finite ")
+    assert message.endswith("Its prompt: 'prompt 3'")
+    assert {"entropy": "entropy", "log_probs": "log-prob", "outcome": "reward"}.get(what, "reference") in message
+
+
+def test_what_lies_outside_the_mask_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = rollout(seed=14)
+    args = arguments("--algo.advantage.estimator", "gtpo", *LAYOUTS["dynamic"])
+    expected = advantages(make(args, batch, monkeypatch)[1], batch)
+    batch.entropy[~batch.mask] = float("nan")
+    assert torch.equal(advantages(make(args, batch, monkeypatch)[1], batch), expected)
+
+
+def test_a_policy_that_returns_no_entropies_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = rollout(seed=15)
+    made = maker(EntropyExperienceMaker, arguments("--algo.advantage.estimator", "gtpo"), batch, monkeypatch)
+    made.actor_model_group.tables, made.actor_model_group.result = (batch.log_probs,), lambda table: table
+    with pytest.raises(AssertionError, match="no entropies"):
+        made.make_experience_batch(batch.samples())
+
+
+def test_entropies_of_one_batch_are_gone_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = rollout(seed=16), rollout(seed=17, prompts=3)
+    args = arguments("--algo.advantage.estimator", "gtpo")
+    made, _ = make(args, first, monkeypatch)
+    assert made._entropies is None
+    made.actor_model_group.tables = (second.log_probs, second.entropy)
+    found = advantages(made.make_experience_batch(second.samples()), second)
+    assert torch.equal(found, advantages(make(args, second, monkeypatch)[1], second))
+
+
+# ── Metrics ──
+
+
+def test_metrics_of_a_batch_computed_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 0, 1]], dtype=torch.bool)
+    batch = Rollout(
+        mask=mask,
+        outcome=torch.tensor([1.0, 0.0, 0.5, 0.25]),
+        group_ids=torch.tensor([0, 0, 1, 1]),
+        entropy=torch.tensor([[1.0, 3.0, 9.0], [2.0, 9.0, 9.0], [1.0, 2.0, 3.0], [4.0, 9.0, 4.0]]),
+        log_probs=torch.zeros(4, 3),
+        reference=torch.zeros(4, 3),
+        values=torch.zeros(4, 3),
+        truncated=torch.zeros(4, dtype=torch.bool),
+    )
+    args = arguments("--algo.advantage.estimator", "gtpo", "--rollout.micro_batch_size", "2", samples=2)
+    made, experiences = make(args, batch, monkeypatch)
+    on_tokens = advantages(experiences, batch)[mask]
+    # Row 0 is O+ alone, row 1 O- alone; rows 2 and 3 are O-: 1/H against the mean of 1/H at each position.
+    shares = torch.tensor([1, 1, 1, 1 / 0.625, 0.5 / 0.375, 1, 0.25 / 0.625, 0.25 / 0.375])
+    expected = {
+        names.REWARD_MEAN: 1.75 / 4,
+        names.REWARD_MEAN_AT_G: 1.75 / 4,
+        names.REWARD_BEST_AT_G: 0.75,
+        names.GROUPS_UNIFORM: 1,
+        names.GROUPS_TOTAL: 2,
+        names.RESPONSE_LENGTH_MEAN: 2,
+        names.ADVANTAGE_MEAN: on_tokens.mean().item(),
+        names.ADVANTAGE_MAX: on_tokens.max().item(),
+        names.ENTROPY_ALL: 20 / 8,
+        names.ENTROPY_POSITIVE: 2,
+        names.ENTROPY_NEGATIVE: 16 / 6,
+        names.SHARES_STD: shares.std().item(),
+    }
+    assert made.metrics == pytest.approx(expected)
+
+
+def test_metrics_leave_out_a_mean_over_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = rollout(seed=18)
+    batch.outcome[:] = 0.0
+    made, _ = make(arguments("--algo.advantage.estimator", "grpo_s"), batch, monkeypatch)
+    assert names.ENTROPY_POSITIVE not in made.metrics and names.SHARES_STD not in made.metrics
+    assert made.metrics[names.ENTROPY_NEGATIVE] == pytest.approx(made.metrics[names.ENTROPY_ALL])
+    assert made.metrics[names.GROUPS_UNIFORM] == made.metrics[names.GROUPS_TOTAL] == 5
+
+
+def test_metrics_do_not_depend_on_how_micro_batches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = rollout(seed=19)
+    chosen = ("--algo.advantage.estimator", "gtpo")
+    results = [make(arguments(*chosen, *layout), batch, monkeypatch)[0].metrics for layout in LAYOUTS.values()]
+    assert results[1] == pytest.approx(results[0], rel=1e-5, abs=1e-6)
+    assert results[2] == pytest.approx(results[0], rel=1e-5, abs=1e-6)

@@ -1,0 +1,37 @@
+import pytest
+
+from openrlhf_gtpo.cli.prepare import main
+
+
+def test_task_prints_its_directory_and_is_done_once(tmp_path, capsys):
+    arguments = ["task", "--task", "products", "--train-size", "8", "--eval-size", "4", "--output", str(tmp_path / "out")]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "out")
+    written = (tmp_path / "out" / "train.jsonl").stat().st_mtime_ns
+    assert main(arguments) == 0
+    assert (tmp_path / "out" / "train.jsonl").stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--task", "produts"], "did you mean products"),
+        (["--task", "products", "--task-config", "{max_digits: 2}"], "is not JSON"),
+        (["--task", "products", "--task-config", "[1]"], "is not a JSON object"),
+        (["--task", "products", "--task-config", '{"digits": 2}'], "has no field 'digits'"),
+        (["--task", "products", "--train-size", "1000"], "only 100 different questions"),
+        (["--task", "products", "--eval-size", "0"], "at least 1"),
+    ],
+)
+def test_a_users_mistake_is_one_sentence_and_exit_code_2(tmp_path, capsys, arguments, message):
+    assert main(["task", "--output", str(tmp_path / "out"), *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_directory_in_use_is_not_overwritten(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("mine")
+    for command in ("smollm2", "tiny-model"):
+        assert main([command, "--output", str(tmp_path)]) == 2
+        assert "not made by this command" in capsys.readouterr().err
