@@ -19,7 +19,7 @@ Scope = Literal["group", "batch"]
 SUM_TO_ONE_VARIANTS = ("v1_clipped", "v2")  # Eq. 11 wants alpha1 + alpha2 = 1
 
 
-def check_choice(name: str, value: object, choices: tuple) -> None:
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
         allowed = ", ".join(repr(choice) for choice in choices)

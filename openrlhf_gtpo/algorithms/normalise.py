@@ -23,7 +23,7 @@ STD_EPS = 1e-9  # added to the std, as OpenRLHF's group_norm does
 class RowMoments(NamedTuple):
     """(B,) float64 each: number of values in the row, their mean, their sum of squared deviations from it."""
 
-    count: Tensor
+    num_values: Tensor
     mean: Tensor
     squares: Tensor
 
@@ -62,16 +62,17 @@ def mean_and_std(moments: RowMoments, rows: Rows, config: GTPOConfig | GRPOSConf
 
 
 def _zero_unless(own: Tensor, moments: RowMoments) -> RowMoments:
-    return RowMoments(moments.count, moments.mean * own, moments.squares * own)
+    return RowMoments(moments.num_values, moments.mean * own, moments.squares * own)
 
 
 def _merge(moments: RowMoments, key: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and unbiased std over all values of the rows that share a key, given back to each row."""
 
     def total(values: Tensor) -> Tensor:
-        return torch.zeros_like(values).scatter_add_(0, key, values)[key]
+        # Keys are below the number of rows, but for the two polarities of a batch of one row.
+        return values.new_zeros(values.numel() + 1).scatter_add_(0, key, values)[key]
 
-    count = total(moments.count)
-    mean = total(moments.count * moments.mean) / count.clamp_min(1)
-    squares = total(moments.squares + moments.count * (moments.mean - mean).square())
+    count = total(moments.num_values)
+    mean = total(moments.num_values * moments.mean) / count.clamp_min(1)
+    squares = total(moments.squares + moments.num_values * (moments.mean - mean).square())
     return mean, (squares / (count - 1).clamp_min(1)).sqrt()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from openrlhf_gtpo.tasks import reasoning_gym_data
+from openrlhf_gtpo.tasks.reasoning_gym_data import PRESETS, write_task_files
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +37,13 @@ def build_parser() -> argparse.ArgumentParser:
     tiny.set_defaults(run=_tiny_model)
 
     task = commands.add_parser("task", help="train.jsonl and eval.jsonl of a reasoning-gym task")
-    task.add_argument("--task", required=True, help="a reasoning-gym data set, such as products, gcd, chain_sum")
+    task.add_argument(
+        "--preset",
+        choices=sorted(PRESETS),
+        help="settings that belong together, which the flags below override: quickstart (products of two or three "
+        "one-digit numbers, for SmolLM2) or smoke (what tiny-model can do)",
+    )
+    task.add_argument("--task", help="a reasoning-gym data set, such as products, gcd, chain_sum")
     task.add_argument("--train-size", type=int, default=80, help="training rows (default: %(default)s)")
     task.add_argument("--eval-size", type=int, default=20, help="held-out rows (default: %(default)s)")
     task.add_argument("--seed", type=int, default=1)
@@ -47,8 +53,20 @@ def build_parser() -> argparse.ArgumentParser:
         help="fields of the task's config, as '{\"max_digits\": 2}'; by default small settings for products, gcd and "
         "chain_sum, and reasoning-gym's own for the others ('{}' asks for those)",
     )
+    task.add_argument("--instruction", metavar="TEXT", help="appended to each question")
+    task.add_argument("--system", metavar="TEXT", help="system message (default: the chat template's own)")
     task.add_argument(
-        "--instruction", default=reasoning_gym_data.DEFAULT_INSTRUCTION, help="appended to each question"
+        "--question-form",
+        metavar="TEMPLATE",
+        help="the question, from the task's {question} and metadata, such as '{expression} =' for products",
+    )
+    task.add_argument(
+        "--example",
+        dest="examples",
+        nargs=2,
+        action="append",
+        metavar=("QUESTION", "ANSWER"),
+        help="a worked turn before the question; may be repeated",
     )
     task.set_defaults(run=_task)
 
@@ -70,20 +88,19 @@ def _tiny_model(args: argparse.Namespace) -> Path:
 
 
 def _task(args: argparse.Namespace) -> Path:
-    return reasoning_gym_data.write_task_files(
-        args.task,
-        args.output,
-        args.train_size,
-        args.eval_size,
-        seed=args.seed,
-        task_config=_task_config(args.task_config),
-        instruction=args.instruction,
+    names = ("task", "instruction", "system", "question_form", "examples")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.task_config is not None:
+        given["task_config"] = _task_config(args.task_config)
+    settings = {**PRESETS.get(args.preset, {}), **given}
+    if "task" not in settings:
+        raise ValueError(f"name a task with --task, or a preset ({', '.join(sorted(PRESETS))}) with --preset")
+    return write_task_files(
+        output_dir=args.output, train_size=args.train_size, eval_size=args.eval_size, seed=args.seed, **settings
     )
 
 
-def _task_config(text: str | None) -> dict[str, Any] | None:
-    if text is None:
-        return None
+def _task_config(text: str) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except ValueError as error:

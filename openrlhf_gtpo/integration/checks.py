@@ -4,6 +4,7 @@ Only runs with GTPO or GRPO-S are held to these rules; what upstream's own estim
 """
 
 import importlib.util
+import json
 import socket
 from collections.abc import Iterable
 from pathlib import Path
@@ -67,6 +68,29 @@ def _check_modes(args: SimpleNamespace) -> None:
             f"--rollout.max_new_tokens {args.rollout.max_new_tokens} leaves no room for a prompt within "
             f"--data.max_len {args.data.max_len}; raise --data.max_len."
         )
+    if not args.rollout.temperature > 0:
+        raise UsageError(
+            f"--rollout.temperature {args.rollout.temperature:g} makes every response to a prompt the same and leaves "
+            "the policy no entropy; give a value above 0."
+        )
+    coefficient = args.reward.stop_properly_penalty_coef
+    if coefficient is not None and not coefficient <= 1:
+        raise UsageError(
+            f"--reward.stop_properly_penalty_coef {coefficient:g} would reward truncation; give a factor in [0, 1], or "
+            "a negative reward."
+        )
+    _check_loss(args)
+
+
+def _check_loss(args: SimpleNamespace) -> None:
+    """Refuse what the constructor of upstream's loss would refuse, where no trainer holds a GPU yet."""
+    from openrlhf.models.loss import PolicyLoss
+
+    correction = {n: v for n, v in vars(args.algo.advantage).items() if n.startswith("is_correction_")}
+    try:
+        PolicyLoss(dual_clip=args.actor.dual_clip, **correction)
+    except (AssertionError, ValueError) as error:
+        raise UsageError(f"--actor.dual_clip or --algo.advantage.is_correction_*: {error}") from error
 
 
 def _check_model(name: str | None, flag: str) -> Any:
@@ -81,10 +105,33 @@ def _check_model(name: str | None, flag: str) -> Any:
     if path.is_dir() and not any(found for pattern in weights for found in path.glob(pattern)):
         raise UsageError(f"{flag} {name} has a config.json but no weights (*.safetensors or *.bin).")
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=True)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UsageError(f"{flag} {name} is not a Hugging Face checkpoint that can be read: {reason}") from error
+        config = AutoConfig.from_pretrained(name, trust_remote_code=True)
+    except Exception as error:  # a configuration's own class may raise anything
+        raise UsageError(f"{flag} {name} is not a Hugging Face checkpoint that can be read: {_reason(error)}") from error
+    _check_weights(path, flag)
+    return config
+
+
+def _check_weights(path: Path, flag: str) -> None:
+    """Refuse local safetensors that are cut off or missing; only their headers are read."""
+    from safetensors import SafetensorError, safe_open
+
+    for index in path.glob("*.safetensors.index.json"):
+        for shard in sorted(set(json.loads(index.read_text())["weight_map"].values())):
+            if not (path / shard).exists():
+                raise UsageError(f"{flag} {path} lacks {shard}, which its {index.name} lists.")
+    for file in path.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UsageError(f"{flag} {path}: {file.name} cannot be read: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """An error's message in one line; its kind where it has none."""
+    text = " ".join(str(error).split())
+    return text if text else type(error).__name__
 
 
 def _check_reward(args: SimpleNamespace) -> None:
@@ -116,8 +163,8 @@ def _import_file(file: str, flag: str, name: str) -> None:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the user's own code may raise anything
-        raise UsageError(f"{flag} {file} cannot be imported: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # the user's own code may raise anything
+        raise UsageError(f"{flag} {file} cannot be imported: {type(error).__name__}: {_reason(error)}") from error
     if not callable(getattr(module, name, None)):
         raise UsageError(f"{flag} {file} defines no {name}; see the README for its signature.")
 
@@ -158,12 +205,17 @@ def _load_table(kind: str, path: Path, split: str, flag: str) -> Any:
     try:
         loaded = datasets.load_dataset(kind, data_files=str(path))
     except Exception as error:  # datasets wraps parsers that raise their own kinds
-        reason = str(error.__cause__ or error).splitlines()[0]
+        if "corresponds to no data" in str(error):
+            raise UsageError(f"{flag} {path} has no rows.") from error
+        reason = _reason(error.__cause__ or error)
         raise UsageError(f"{flag} {path} cannot be read as {path.suffix[1:]}: {reason}") from error
     finally:
         if progress:
             datasets.enable_progress_bars()
-    table = loaded[split] if split in loaded else next(iter(loaded.values()))
+    if split not in loaded:
+        split_flag = flag.replace("_dataset", "_split").replace(".dataset", ".split")
+        raise UsageError(f"{flag} {path} has no split {split!r} ({split_flag}); it has {', '.join(loaded)}.")
+    table = loaded[split]
     if len(table) == 0:
         raise UsageError(f"{flag} {path} has no rows.")
     return table
@@ -174,7 +226,7 @@ def _check_rows(args: SimpleNamespace, table: Any, where: str) -> None:
         if column is not None and column not in table.column_names:
             raise UsageError(f"{where} has no column {column!r} ({flag}); it has {', '.join(table.column_names)}.")
     room = args.data.max_len - (args.rollout.max_new_tokens or 1)
-    row, length = _first_too_long(args, table, room)
+    row, length = _first_too_long(args, table, room, where)
     if row is not None:
         raise UsageError(
             f"{where}: the prompt of row {row} has {length} tokens, but --data.max_len {args.data.max_len} with "
@@ -182,18 +234,27 @@ def _check_rows(args: SimpleNamespace, table: Any, where: str) -> None:
         )
 
 
-def _first_too_long(args: SimpleNamespace, table: Any, room: int) -> tuple[int | None, int]:
+def _first_too_long(args: SimpleNamespace, table: Any, room: int, where: str) -> tuple[int | None, int]:
     """Row and length of the first prompt over ``room`` tokens. A token is at least one byte, so most rows need no
     tokenizer."""
     from openrlhf.datasets.prompts_dataset import preprocess_data
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(args.actor.model_name_or_path, trust_remote_code=True)
+    name = args.actor.model_name_or_path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)
+    except Exception as error:  # a tokenizer's own class may raise anything
+        raise UsageError(
+            f"--actor.model_name_or_path {name} has no tokenizer that can be read: {_reason(error)}"
+        ) from error
     template = tokenizer.apply_chat_template if args.data.apply_chat_template else None
     for row, data in enumerate(_first(table, args.data.max_samples)):
-        prompt, _ = preprocess_data(data, args.data.input_template, args.data.input_key, None, template)
+        try:
+            prompt, _ = preprocess_data(data, args.data.input_template, args.data.input_key, None, template)
+        except Exception as error:  # templates are programs
+            raise UsageError(f"{where}: the prompt of row {row} cannot be made: {_reason(error)}") from error
         if not isinstance(prompt, str):
-            raise UsageError(f"row {row} of the data set holds a {type(prompt).__name__} where a prompt belongs.")
+            raise UsageError(f"{where}: the prompt of row {row} is no text but a {type(prompt).__name__}.")
         if len(prompt.encode()) > room:
             length = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
             if length > room:

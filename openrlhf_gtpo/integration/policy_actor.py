@@ -114,7 +114,7 @@ class EntropyPolicyActor(_UpstreamPolicyActor):
                 return_entropy=True,
             )
         self.actor.train()
-        entropy = output["entropy"][:, -action_mask.shape[1] :]
+        entropy = output.entropy[:, -action_mask.shape[1] :]
         return PolicyForward(log_probs.to("cpu"), (entropy * action_mask.to(device)).to("cpu"))
 
 

@@ -76,7 +76,7 @@ class PolicyModel(Actor):
             with_entropy=return_entropy,
         )
         if entropy is not None:
-            output["entropy"] = _place(entropy, actions)
+            output.entropy = _place(entropy, actions)
         action_log_probs = _place(log_probs, actions)
         return (action_log_probs, output) if return_output else action_log_probs
 

@@ -101,6 +101,8 @@ def _thin_and_mean(
 ) -> None:
     by_step: dict[int, list[float]] = {}
     for steps, values in lines:
+        if not steps:
+            continue
         for step, value in zip(steps, values):
             by_step.setdefault(step, []).append(value)
         axes.plot(steps, values, color=colour, linewidth=0.9, alpha=0.45, marker="o" if len(steps) == 1 else "", ms=3)

@@ -5,7 +5,6 @@ Builds rich tables (plain text where the output is no terminal) and markdown. Mu
 
 from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
-from typing import Any
 
 from rich.console import Console, Group
 from rich.table import Table

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_gtpo.tasks.build_once import build_once
-from openrlhf_gtpo.tasks.reasoning_gym_data import SMALL_CONFIGS, draw_entries, format_question
+from openrlhf_gtpo.tasks.reasoning_gym_data import SMALL_CONFIGS, PromptForm, draw_entries
 
 MODEL_VERSION = 1
-TASK, QUESTIONS = "products", 100  # the whole space of SMALL_CONFIGS["products"]
+TASK, QUESTIONS = "products", 100  # PRESETS["smoke"]: the whole space of SMALL_CONFIGS["products"]
 CORRECT_FRACTION = 0.45  # of the warm start's answers
 ANSWER_FORMS = ("{answer}", "{expression} = {answer}")  # two lengths, so that responses of a group differ in length
 STEPS, CLEAN_STEPS, BATCH_SIZE, LEARNING_RATE = 300, 200, 64, 3e-3
@@ -32,8 +32,8 @@ def make_tiny_model(output_dir: str | Path, seed: int = 1) -> Path:
     """Write the checkpoint (fp32 weights in safetensors, tokenizer with chat template) and return its directory.
 
     2 layers, hidden size 128, 4 attention heads and 2 KV heads of dimension 32 (the smallest that vLLM's CPU attention
-    accepts), 384 tokens of vocabulary with one token a digit. Takes about 15 s on two cores the first time. The same
-    seed gives the same weights on the same machine with the same number of threads.
+    accepts), 384 tokens of vocabulary with one token a digit. Takes about 15 s the first time. The same seed gives the
+    same weights on the same kind of machine.
 
     Raises:
         ValueError: `output_dir` holds something else.
@@ -62,7 +62,7 @@ def _make(seed: int, directory: Path) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    with _seeded(torch, seed):
+    with _seeded_single_thread(torch, seed):
         model = LlamaForCausalLM(config)
         _warm_start(model, tokenizer, entries, random.Random(seed))
     model.generation_config._from_model_config = False
@@ -80,7 +80,10 @@ def _tokenizer(entries: list[dict[str, Any]]) -> Any:
 
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -90,7 +93,7 @@ def _tokenizer(entries: list[dict[str, Any]]) -> Any:
         show_progress=False,
     )
     words = ["system\n", "user\n", "assistant\n"]
-    backend.train_from_iterator([format_question(entry["question"]) for entry in entries] + words, trainer)
+    backend.train_from_iterator([PromptForm().user_text(entry) for entry in entries] + words, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=BOS,
@@ -108,7 +111,7 @@ def _warm_start(model: Any, tokenizer: Any, entries: list[dict[str, Any]], rng: 
 
     prompts = [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": format_question(entry["question"])}],
+            [{"role": "user", "content": PromptForm().user_text(entry)}],
             tokenize=False,
             add_generation_prompt=True,
         )
@@ -140,8 +143,17 @@ def _warm_start(model: Any, tokenizer: Any, entries: list[dict[str, Any]], rng: 
 
 
 @contextlib.contextmanager
-def _seeded(torch: Any, seed: int) -> Iterator[None]:
-    """Seed torch within, and leave the caller's random state as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        yield
+def _seeded_single_thread(torch: Any, seed: int) -> Iterator[None]:
+    """Seed torch and use one thread within; leave the caller's random state and threads as they were.
+
+    Products this small gain nothing from a second thread and lose much to it where cores are shared (measured: 12 s
+    become 180 s). One thread also gives the same weights whatever OMP_NUM_THREADS says.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        torch.set_num_threads(threads)

@@ -249,3 +249,13 @@ def test_empty_batches():
             entropy = torch.zeros(2, columns)
             advantages = gtpo_advantages(entropy, entropy.bool(), outcome, group_ids, GTPOConfig(compare=compare))
             assert torch.equal(advantages, torch.zeros(2, columns))
+
+
+@pytest.mark.parametrize("normalise_over", ["zero_filled", "polarity"])
+@pytest.mark.parametrize("outcome", [0.0, 1.0])
+def test_a_batch_of_one_row(normalise_over, outcome):
+    config = GTPOConfig(scope="batch", normalise_over=normalise_over, shape_uniform_groups=True, compare="response")
+    batch = torch.tensor([[1.0, 2.0]]), torch.ones(1, 2, dtype=torch.bool), torch.tensor([outcome]), torch.tensor([5])
+    half = 0.5**0.5
+    # The uncertain token has the higher reward in both polarities: on O- the certain one has the larger share of blame.
+    torch.testing.assert_close(gtpo_advantages(*batch, config), torch.tensor([[-half, half]]))

@@ -15,6 +15,7 @@ from openrlhf_gtpo.algorithms import (
     grpo_s_advantages,
     policy_loss,
     policy_surrogate,
+    sequence_ratio,
 )
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
@@ -114,6 +115,15 @@ def test_geometric_ratio_is_gspos():
     surrogate = policy_surrogate(new, old, advantages, mask, level="sequence", ratio_mean="geometric", **CLIP)
     expected = ((new - old).nan_to_num() * mask).sum(-1) / mask.sum(-1)
     torch.testing.assert_close(surrogate.ratio, expected.exp())
+
+
+@pytest.mark.parametrize("ratio_mean", ["arithmetic", "geometric"])
+def test_sequence_ratio_is_the_surrogates(ratio_mean):
+    new, old, advantages, mask = make_batch(4, "sequence", empty_row=True)
+    surrogate = policy_surrogate(new, old, advantages, mask, level="sequence", ratio_mean=ratio_mean, **CLIP)
+    ratio = sequence_ratio(new, old, mask, ratio_mean)
+    torch.testing.assert_close(ratio, surrogate.ratio)
+    assert ratio[0] == 1  # no action tokens
 
 
 def test_one_token_answers_make_token_and_sequence_agree():

@@ -1,10 +1,22 @@
+import json
+
 import pytest
 
 from openrlhf_gtpo.cli.prepare import main
 
 
 def test_task_prints_its_directory_and_is_done_once(tmp_path, capsys):
-    arguments = ["task", "--task", "products", "--train-size", "8", "--eval-size", "4", "--output", str(tmp_path / "out")]
+    arguments = [
+        "task",
+        "--task",
+        "products",
+        "--train-size",
+        "8",
+        "--eval-size",
+        "4",
+        "--output",
+        str(tmp_path / "out"),
+    ]
     assert main(arguments) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "out")
     written = (tmp_path / "out" / "train.jsonl").stat().st_mtime_ns
@@ -21,6 +33,8 @@ def test_task_prints_its_directory_and_is_done_once(tmp_path, capsys):
         (["--task", "products", "--task-config", '{"digits": 2}'], "has no field 'digits'"),
         (["--task", "products", "--train-size", "1000"], "only 100 different questions"),
         (["--task", "products", "--eval-size", "0"], "at least 1"),
+        (["--task", "products", "--question-form", "{nothing}"], "cannot be filled in"),
+        ([], "name a task with --task, or a preset (quickstart, smoke)"),
     ],
 )
 def test_a_users_mistake_is_one_sentence_and_exit_code_2(tmp_path, capsys, arguments, message):
@@ -28,6 +42,13 @@ def test_a_users_mistake_is_one_sentence_and_exit_code_2(tmp_path, capsys, argum
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
     assert not (tmp_path / "out").exists()
+
+
+def test_flags_override_a_preset(tmp_path):
+    arguments = ["task", "--preset", "quickstart", "--system", "Multiply.", "--example", "1 * 1", "1"]
+    assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
+    chat = json.loads((tmp_path / "out" / "train.jsonl").read_text().splitlines()[0])["input"]
+    assert [turn["content"] for turn in chat[:3]] == ["Multiply.", "1 * 1", "1"]
 
 
 def test_a_directory_in_use_is_not_overwritten(tmp_path, capsys):

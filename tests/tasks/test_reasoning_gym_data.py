@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from openrlhf_gtpo.tasks.reasoning_gym_data import format_question, write_task_files
+from openrlhf_gtpo.tasks.reasoning_gym_data import PRESETS, write_task_files
 
 
 def _rows(directory, name):
@@ -44,7 +44,36 @@ def test_same_seed_same_bytes_and_eval_does_not_depend_on_train_size(tmp_path):
 def test_the_instruction_ends_the_question(tmp_path):
     out = write_task_files("gcd", tmp_path / "out", 2, 1, instruction="Be brief.")
     assert all(row["input"].endswith(" Be brief.") for row in _rows(out, "train"))
-    assert format_question("1 + 1?", "") == "1 + 1?"
+
+
+def test_a_chat_has_its_turns_in_order_and_its_example_in_no_row(tmp_path):
+    example = ("2 * 3 =", "6")
+    out = write_task_files(
+        "products", tmp_path / "out", 79, 20, system="Count.", question_form="{expression} =", examples=[example]
+    )
+    rows = _rows(out, "train") + _rows(out, "eval")
+    for row in rows:
+        assert [turn["role"] for turn in row["input"]] == ["system", "user", "assistant", "user"]
+        assert [turn["content"] for turn in row["input"]][:3] == ["Count.", *example]
+        assert row["input"][3]["content"] != example[0]
+    assert rows[0]["input"][3]["content"].endswith(" =")
+    with pytest.raises(ValueError, match="only 99 different questions"):
+        write_task_files("products", tmp_path / "o", 80, 20, question_form="{expression} =", examples=[example])
+
+
+def test_questions_that_a_form_makes_equal_count_once(tmp_path):
+    with pytest.raises(ValueError, match="only 1 different questions"):
+        write_task_files("products", tmp_path / "out", 1, 1, question_form="{num_terms} numbers")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_have_room_for_the_default_sizes_and_load_as_openrlhf_loads_them(tmp_path, preset):
+    datasets = pytest.importorskip("datasets")
+    out = write_task_files(output_dir=tmp_path / "out", train_size=80, eval_size=20, **PRESETS[preset])
+    loaded = datasets.load_dataset("json", data_files=str(out / "train.jsonl"), cache_dir=str(tmp_path))["train"]
+    assert len(loaded) == 80
+    assert loaded[0]["input"] == _rows(out, "train")[0]["input"]
+    assert set(loaded.column_names) == {"input", "label", "datasource"}
 
 
 def test_task_config_reaches_the_task(tmp_path):
@@ -69,6 +98,8 @@ def test_a_task_that_is_not_about_numbers(tmp_path):
         ({"task_config": {"max_digits": 0}}, "max_digits must be >= min_digits"),
         ({"task_config": {"max_digits": "many"}}, "products refuses the task config"),
         ({"train_size": 0}, "at least 1"),
+        ({"question_form": "{terms}"}, r"KeyError\('terms'\).*has the fields \{expression\}"),
+        ({"question_form": "{"}, "cannot be filled in"),
         ({"task_config": {"size": 3}}, "size"),
         ({"task_config": {"seed": 3}}, "seed"),
     ],

@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from openrlhf_gtpo.tasks import tiny_model  # noqa: E402
-from openrlhf_gtpo.tasks.reasoning_gym_data import SMALL_CONFIGS, draw_entries, format_question  # noqa: E402
+from openrlhf_gtpo.tasks.reasoning_gym_data import SMALL_CONFIGS, PromptForm, draw_entries  # noqa: E402
 from openrlhf_gtpo.tasks.reasoning_gym_reward import extract_answer  # noqa: E402
 
 
@@ -39,14 +39,16 @@ def test_sampled_answers_are_right_often_and_wrong_often(checkpoint):
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     entries = draw_entries("products", 100, 1, SMALL_CONFIGS["products"])
-    chats = [[{"role": "user", "content": format_question(entry["question"])}] for entry in entries]
+    chats = [[{"role": "user", "content": PromptForm().user_text(entry)}] for entry in entries]
     prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         output = model.generate(**batch, do_sample=True, top_k=0, max_new_tokens=16, num_return_sequences=8)
     texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-    right = torch.tensor([extract_answer(t, "1") == entries[i // 8]["answer"] for i, t in enumerate(texts)]).view(100, 8)
+    right = torch.tensor([extract_answer(t, "1") == entries[i // 8]["answer"] for i, t in enumerate(texts)]).view(
+        100, 8
+    )
     assert 0.2 < right.float().mean() < 0.6
     mixed = right.any(-1) & ~right.all(-1)
     assert mixed.float().mean() > 0.5
@@ -56,6 +58,8 @@ def test_the_same_seed_gives_the_same_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(tiny_model, "STEPS", 3)
     random.seed(0)
     state = torch.get_rng_state()
-    a, b, c = (tiny_model.make_tiny_model(tmp_path / name, seed) / "model.safetensors" for name, seed in zip("abc", (1, 1, 2)))
+    a, b, c = (
+        tiny_model.make_tiny_model(tmp_path / name, seed) / "model.safetensors" for name, seed in zip("abc", (1, 1, 2))
+    )
     assert a.read_bytes() == b.read_bytes() != c.read_bytes()
     assert torch.equal(state, torch.get_rng_state())  # the caller's random numbers are not touched

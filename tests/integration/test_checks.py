@@ -1,0 +1,337 @@
+"""Would catch a mistake of the user's that reaches an engine, or that is answered with a stack trace."""
+
+import json
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from openrlhf_gtpo.cli import train_ppo_ray
+from openrlhf_gtpo.integration.checks import check_inputs
+from openrlhf_gtpo.integration.run import parse
+
+REWARD = "def reward_func(queries, prompts, labels):\n    return {'rewards': [1.0] * len(queries)}\n"
+ROWS = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(4)]
+
+
+@pytest.fixture(autouse=True)
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ray must not start, and the command line's signal handler must not outlive a test."""
+
+    def started(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("Ray was started")
+
+    monkeypatch.setattr(ray, "init", started)
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a tokenizer of one token a character and no chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    directory = tmp_path_factory.mktemp("model")
+    vocabulary = {chr(code): code - 32 for code in range(32, 127)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token=" ", pad_token=" ", eos_token="~").save_pretrained(
+        directory
+    )
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def command(model: Path, tmp_path: Path) -> dict[str, Any]:
+    """A command line that passes every check; a test breaks one thing of it. None leaves a flag out."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    table(tmp_path / "train.jsonl", ROWS)
+    return {
+        "--algo.advantage.estimator": "gtpo",
+        "--actor.model_name_or_path": model,
+        "--actor.num_gpus_per_node": 1,
+        "--vllm.num_engines": 1,
+        "--reward.remote_url": tmp_path / "reward.py",
+        "--data.prompt_dataset": tmp_path / "train.jsonl",
+        "--data.input_key": "question",
+        "--data.label_key": "answer",
+        "--data.max_len": 64,
+        "--rollout.max_new_tokens": 16,
+        "--rollout.n_samples_per_prompt": 4,
+    }
+
+
+def table(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def words(command: dict[str, Any]) -> list[str]:
+    argv: list[str] = []
+    for flag, value in command.items():
+        if value is not None:
+            argv += [flag] if value is True else [flag, *map(str, value if isinstance(value, list) else [value])]
+    return argv
+
+
+@pytest.fixture
+def refused(command: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run the command line with changes and return its one sentence."""
+
+    def run(changes: dict[str, Any], *more: str) -> str:
+        assert train_ppo_ray.main([*words(command | changes), *more]) == 2
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err + printed.out
+        lines = [line for line in printed.err.splitlines() if line.startswith("train_ppo_ray: ")]
+        assert len(lines) == 1 and printed.err.endswith(lines[0] + "\n"), "the message is one line, and the last one"
+        return lines[0].removeprefix("train_ppo_ray: ")
+
+    return run
+
+
+def test_the_command_line_of_these_tests_is_good(command: dict[str, Any]) -> None:
+    for estimator in ("gtpo", "grpo_s"):
+        check_inputs(parse(words(command | {"--algo.advantage.estimator": estimator})))
+
+
+def test_upstreams_estimators_are_not_held_to_our_rules(command: dict[str, Any]) -> None:
+    broken = {"--data.prompt_dataset": "/nowhere.jsonl", "--actor.model_name_or_path": "/nowhere"}
+    check_inputs(parse(words(command | broken | {"--algo.advantage.estimator": "group_norm"})))
+
+
+# ── The command line itself ──
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--rollout.n_samples_per_prompt": 1}, "--rollout.n_samples_per_prompt 1 leaves nothing to compare"),
+        ({"--rollout.n_samples_per_prompt": None}, "--rollout.n_samples_per_prompt 1 leaves nothing to compare"),
+        ({"--actor.loss_agg_mode": "seq-mean-token-mean"}, "--actor.loss_agg_mode seq-mean-token-mean does not fit"),
+        ({"--algo.advantage.estimator": "grpo_s", "--actor.loss_agg_mode": "token-mean"}, "does not fit"),
+        ({"--actor.policy_loss_type": "gspo"}, "--actor.policy_loss_type gspo does not fit"),
+        (
+            {"--algo.gtpo.variant": "v2", "--algo.gtpo.alpha1": 0.5, "--algo.gtpo.kappa": 4},
+            "alpha1 + alpha1/kappa = 0.625 < 1",
+        ),
+        ({"--algo.gtpo.varient": "v1"}, "unknown flag --algo.gtpo.varient; did you mean --algo.gtpo.variant?"),
+        ({"--algo.gtpo.variant": "v9"}, "invalid choice: 'v9'"),
+        ({"--train.seed": "one"}, "argument --train.seed: invalid int value: 'one'"),
+        ({"--vllm.num_engines": 0}, "--vllm.num_engines 0 starts no engine"),
+        ({"--vllm.num_engines": None}, "--vllm.num_engines None starts no engine"),
+        ({"--vllm.num_engines": None, "--ds.packing_samples": True}, "OpenRLHF cannot work with these arguments"),
+        ({"--vllm.sync_bucket_mb": 0}, "--vllm.sync_bucket_mb 0 leaves no room"),
+        ({"--train.async_enable": True}, "--train.async_enable does not go with"),
+        ({"--data.max_images_per_prompt": 1}, "--data.max_images_per_prompt 1 does not go with"),
+        ({"--reward.overlong_buffer_len": 16}, "--reward.overlong_buffer_len 16 must lie between"),
+        ({"--reward.overlong_buffer_len": -1}, "--reward.overlong_buffer_len -1 must lie between"),
+        ({"--reward.stop_properly_penalty_coef": 2}, "--reward.stop_properly_penalty_coef 2"),
+        ({"--rollout.max_new_tokens": 64}, "--rollout.max_new_tokens 64 leaves no room for a prompt"),
+        ({"--rollout.micro_batch_size": 0}, "OpenRLHF cannot work with these arguments: ZeroDivisionError"),
+        ({"--actor.dual_clip": 0.5}, "dual_clip must be > 1.0, got 0.5"),
+        ({"--rollout.temperature": 0}, "--rollout.temperature 0 makes every response"),
+        ({"--algo.preset": "dapo"}, "--algo.preset dapo brings its own estimator"),
+        (
+            {"--algo.advantage.is_correction_level": "seq", "--algo.advantage.is_correction_mode": "clip"},
+            "is_correction_mode=clip requires",
+        ),
+    ],
+    ids=str,
+)
+def test_a_contradiction_in_the_command_line(
+    refused: Callable[..., str], changes: dict[str, Any], message: str
+) -> None:
+    assert message in refused(changes)
+
+
+def test_a_value_that_belongs_to_no_flag(refused: Callable[..., str]) -> None:
+    assert refused({}, "stray") == "'stray' belongs to no flag; every argument is --flag VALUE."
+
+
+# ── The model ──
+
+
+def folder(path: Path, **files: str) -> Path:
+    path.mkdir()
+    for name, text in files.items():
+        (path / name.replace("_json", ".json")).write_text(text)
+    return path
+
+
+def test_a_model_that_is_not_there(refused: Callable[..., str], tmp_path: Path) -> None:
+    flag = "--actor.model_name_or_path"
+    assert refused({flag: None}) == f"{flag} is missing; give a Hugging Face checkpoint."
+    assert "is not a Hugging Face checkpoint" in refused({flag: tmp_path / "nowhere"})
+    assert "without config.json" in refused({flag: folder(tmp_path / "empty")})
+    assert "no weights" in refused({flag: folder(tmp_path / "config", config_json='{"model_type": "llama"}')})
+
+
+@pytest.mark.parametrize("config", ["{", "[]", '{"model_type": "no_such_model"}', "{}"])
+def test_a_model_whose_configuration_cannot_be_read(refused: Callable[..., str], tmp_path: Path, config: str) -> None:
+    path = folder(tmp_path / "broken", config_json=config, model_safetensors="")
+    (path / "model_safetensors").rename(path / "model.safetensors")
+    assert "is not a Hugging Face checkpoint that can be read" in refused({"--actor.model_name_or_path": path})
+
+
+def copy_model(model: Path, path: Path, *without: str) -> Path:
+    path.mkdir()
+    for file in model.iterdir():
+        if not file.name.startswith(without):
+            (path / file.name).write_bytes(file.read_bytes())
+    return path
+
+
+def test_a_model_whose_weights_are_cut_off(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
+    path = copy_model(model, tmp_path / "short")
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    message = refused({"--actor.model_name_or_path": path})
+    assert "model.safetensors" in message and "cannot be read" in message
+
+
+def test_a_model_without_a_tokenizer(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
+    path = copy_model(model, tmp_path / "mute", "tokenizer", "special_tokens")
+    assert "has no tokenizer that can be read" in refused({"--actor.model_name_or_path": path})
+
+
+def test_a_chat_template_that_is_not_there(refused: Callable[..., str]) -> None:
+    assert "chat_template" in refused({"--data.apply_chat_template": True})
+
+
+def test_a_vision_language_model(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
+    path = copy_model(model, tmp_path / "sees")
+    (path / "config.json").write_text('{"model_type": "qwen2_vl", "vision_config": {}}')
+    assert "is a vision-language model" in refused({"--actor.model_name_or_path": path})
+
+
+# ── The reward ──
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def reward_func(queries, prompts, labels:\n", "cannot be imported: SyntaxError"),
+        ("import a_module_that_is_not_there\n", "cannot be imported: ModuleNotFoundError"),
+        ("raise RuntimeError('no key')\n", "cannot be imported: RuntimeError: no key"),
+        ("import sys\nsys.exit(3)\n", "cannot be imported: SystemExit: 3"),
+        ("raise ValueError('two\\nlines')\n", "cannot be imported: ValueError: two lines"),
+        ("def reward(queries, prompts, labels): ...\n", "defines no reward_func"),
+        ("reward_func = 3\n", "defines no reward_func"),
+    ],
+)
+def test_a_reward_function_that_cannot_be_used(
+    refused: Callable[..., str], tmp_path: Path, source: str, message: str
+) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text(source)
+    found = refused({"--reward.remote_url": path})
+    assert found.startswith(f"--reward.remote_url {path} ") and message in found
+
+
+def test_a_reward_that_is_not_there(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert refused({"--reward.remote_url": tmp_path / "no.py"}).endswith("no.py does not exist.")
+    assert refused({"--reward.remote_url": None}).startswith("There is no reward: give --reward.remote_url")
+    assert "--reward.model_name_or_path" in refused(
+        {"--reward.remote_url": None, "--reward.model_name_or_path": tmp_path / "no"}
+    )
+
+
+def test_a_reward_server_that_does_not_answer(refused: Callable[..., str]) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]  # bound, but nobody listens
+        for url in (f"http://127.0.0.1:{port}/get_reward", f"127.0.0.1:{port}"):
+            message = refused({"--reward.remote_url": url})
+            assert message.startswith(f"--reward.remote_url {url}: no reward server answers there")
+    assert "no reward server answers there" in refused({"--reward.remote_url": "http://127.0.0.1:99999/"})
+
+
+def test_an_agent_that_cannot_be_used(refused: Callable[..., str], tmp_path: Path) -> None:
+    agent = tmp_path / "agent.py"
+    assert "does not exist" in refused({"--train.agent_func_path": agent})
+    agent.write_text("class Agent: ...\n")
+    assert "defines no AgentExecutor" in refused({"--train.agent_func_path": agent})
+
+
+# ── The data ──
+
+
+@pytest.fixture(params=["--data.prompt_dataset", "--eval.dataset"])
+def data_flag(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_a_data_set_that_is_not_there(refused: Callable[..., str], data_flag: str, tmp_path: Path) -> None:
+    for name in ("no.jsonl", "no_folder"):
+        assert refused({data_flag: tmp_path / name}) == f"{data_flag} {tmp_path / name} does not exist."
+    assert refused({data_flag: "./no_folder"}) == f"{data_flag} ./no_folder does not exist."
+
+
+def test_no_data_set(refused: Callable[..., str]) -> None:
+    assert refused({"--data.prompt_dataset": None}) == "--data.prompt_dataset is missing; give a data set."
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("empty.jsonl", "", "is empty"),
+        ("blank.jsonl", "\n\n", ""),
+        ("header.csv", "question,answer\n", "has no rows"),
+        ("broken.jsonl", '{"question": "a", "answer": \n', "cannot be read as jsonl"),
+        ("text.parquet", "this is no parquet file", "cannot be read as parquet"),
+        ("text.arrow", "this is no arrow file", "cannot be read as arrow"),
+    ],
+)
+def test_a_data_set_that_cannot_be_read(
+    refused: Callable[..., str], data_flag: str, tmp_path: Path, name: str, text: str, message: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    found = refused({data_flag: path})
+    assert found.startswith(f"{data_flag} {path}") and message in found
+
+
+def test_a_data_set_without_the_columns(refused: Callable[..., str], data_flag: str, tmp_path: Path) -> None:
+    path = table(tmp_path / "other.jsonl", [{"text": "a", "answer": "b"}])
+    assert refused({data_flag: path}).endswith("has no column 'question' (--data.input_key); it has text, answer.")
+    path = table(tmp_path / "more.jsonl", [{"question": "a"}])
+    assert refused({data_flag: path}).endswith("has no column 'answer' (--data.label_key); it has question.")
+
+
+def test_a_data_set_without_the_split(refused: Callable[..., str]) -> None:
+    assert "has no split 'test' (--data.prompt_split)" in refused({"--data.prompt_split": "test"})
+
+
+@pytest.mark.parametrize("content", [None, 7, ["a"]])
+def test_a_prompt_that_is_no_text(refused: Callable[..., str], data_flag: str, tmp_path: Path, content: Any) -> None:
+    rows = [*ROWS, {"question": content, "answer": "b"}] if content is None else [{"question": content, "answer": "b"}]
+    path = table(tmp_path / "odd.jsonl", rows)
+    found = refused({data_flag: path})
+    assert found.startswith(f"{data_flag} {path}: the prompt of row {len(rows) - 1} ")
+
+
+def test_a_prompt_that_does_not_fit(refused: Callable[..., str], data_flag: str, tmp_path: Path) -> None:
+    path = table(tmp_path / "long.jsonl", [*ROWS, {"question": "x" * 49, "answer": ""}])
+    found = refused({data_flag: path})
+    assert found.startswith(f"{data_flag} {path}: the prompt of row 4 has 49 tokens, but --data.max_len 64 with ")
+    assert "leaves 48" in found
+
+
+def test_a_prompt_that_just_fits(command: dict[str, Any], tmp_path: Path) -> None:
+    path = table(tmp_path / "fits.jsonl", [{"question": "x" * 48, "answer": ""}])
+    check_inputs(parse(words(command | {"--data.prompt_dataset": path})))
+
+
+def test_every_one_of_several_data_sets_is_looked_at(refused: Callable[..., str], tmp_path: Path) -> None:
+    good = table(tmp_path / "good.jsonl", ROWS)
+    assert refused({"--data.prompt_dataset": f"{good},{tmp_path}/no.jsonl"}).endswith("no.jsonl does not exist.")
