@@ -107,7 +107,9 @@ def _check_model(name: str | None, flag: str) -> Any:
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=True)
     except Exception as error:  # a configuration's own class may raise anything
-        raise UsageError(f"{flag} {name} is not a Hugging Face checkpoint that can be read: {_reason(error)}") from error
+        raise UsageError(
+            f"{flag} {name} is not a Hugging Face checkpoint that can be read: {_reason(error)}"
+        ) from error
     _check_weights(path, flag)
     return config
 

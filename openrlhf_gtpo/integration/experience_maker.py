@@ -1,6 +1,6 @@
 """Upstream's experience maker with entropies carried from the old-policy forward to the advantages."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
@@ -27,13 +27,13 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         metrics: of the last batch, flat names to numbers (see ``batch_metrics``).
     """
 
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.credit = entropy_credit(self.args)
         self.metrics: dict[str, float] = {}
         self._entropies: list[torch.Tensor] | None = None
 
-    def _flatten_results(self, refs, duplicate_factor):
+    def _flatten_results(self, refs: Any, duplicate_factor: int) -> list[Any]:
         results = super()._flatten_results(refs, duplicate_factor)
         if results and isinstance(results[0], PolicyForward):
             self._entropies = [result.entropy for result in results]

@@ -7,6 +7,7 @@ from openrlhf.models.loss import PolicyLoss
 from openrlhf.models.utils import masked_mean
 
 from openrlhf_gtpo.algorithms import sequence_ratio
+from openrlhf_gtpo.algorithms.config import Mean
 from openrlhf_gtpo.integration.errors import TrainingStopped
 
 
@@ -17,7 +18,7 @@ class SequencePolicyLoss(PolicyLoss):
     is the sequence loss, and everything else upstream does with a loss applies unchanged.
     """
 
-    def __init__(self, *, ratio_mean: str, **options: Any) -> None:
+    def __init__(self, *, ratio_mean: Mean, **options: Any) -> None:
         super().__init__(token_level_loss=False, policy_loss_type="ppo", **options)
         self.ratio_mean = ratio_mean
 
@@ -44,7 +45,9 @@ class FinitePolicyLoss(torch.nn.Module):
         super().__init__()
         self.loss = loss
 
-    def forward(self, log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, **rest: Any):
+    def forward(
+        self, log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, **rest: Any
+    ) -> tuple:
         """As the wrapped loss; raises TrainingStopped with the micro-batch's first bad row."""
         result = self.loss(log_probs, old_log_probs, advantages, **rest)
         if not torch.isfinite(result[0]):

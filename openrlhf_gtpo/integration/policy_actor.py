@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import deepspeed
 import ray
@@ -18,13 +19,13 @@ from openrlhf_gtpo.integration.policy_model import PolicyModel
 from openrlhf_gtpo.rollout.buckets import ParameterMeta
 from openrlhf_gtpo.rollout.sender import WeightSender
 
-_UpstreamPolicyActor = ppo_actor.PolicyModelActor.__ray_metadata__.modified_class
+_UpstreamPolicyActor: Any = ppo_actor.PolicyModelActor.__ray_metadata__.modified_class
 
 
 class EntropyActorTrainer(ActorPPOTrainer):
     """Upstream's trainer with the loss of the estimator and a weight transfer in buckets."""
 
-    def __init__(self, strategy, *args, **kwargs) -> None:
+    def __init__(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(strategy, *args, **kwargs)
         credit = entropy_credit(self.args)
         if credit is not None and credit.name == "grpo_s":
@@ -86,10 +87,12 @@ class EntropyActorTrainer(ActorPPOTrainer):
                 yield parameter.data
 
 
-class EntropyPolicyActor(_UpstreamPolicyActor):
+class EntropyPolicyActor(_UpstreamPolicyActor):  # type: ignore[misc]
     """Upstream's policy actor whose forward returns entropies with the log-probs when the run captures them."""
 
-    def init_model_from_pretrained(self, strategy, pretrain, max_steps=None, vllm_engines=None):
+    def init_model_from_pretrained(
+        self, strategy: Any, pretrain: str, max_steps: int | None = None, vllm_engines: list[Any] | None = None
+    ) -> None:
         """As upstream's, with this package's model and trainer in the place of its own."""
         ppo_actor.ActorPPOTrainer = EntropyActorTrainer
         if captures_entropy(strategy.args) or platform.chosen_platform() == "cpu":
@@ -97,8 +100,13 @@ class EntropyPolicyActor(_UpstreamPolicyActor):
         super().init_model_from_pretrained(strategy, pretrain, max_steps=max_steps, vllm_engines=vllm_engines)
 
     def forward(
-        self, sequences, action_mask=None, attention_mask=None, packed_seq_lens=None, mm_train_inputs_list=None
-    ):
+        self,
+        sequences: torch.Tensor,
+        action_mask: torch.Tensor,
+        attention_mask: torch.Tensor,
+        packed_seq_lens: Any = None,
+        mm_train_inputs_list: Any = None,
+    ) -> PolicyForward | torch.Tensor:
         """(b, t) tokens of one micro-batch to :class:`PolicyForward` on the CPU, or to upstream's log-probs alone."""
         if not captures_entropy(self.strategy.args):
             return super().forward(sequences, action_mask, attention_mask, packed_seq_lens, mm_train_inputs_list)

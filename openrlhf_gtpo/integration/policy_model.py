@@ -104,7 +104,7 @@ class PolicyModel(Actor):
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         if getattr(getattr(model, "config", None), "model_type", None) not in PLAIN_HEADS:
             return None
-        if type(head) is not torch.nn.Linear or hasattr(head.weight, "ds_id"):
+        if head is None or type(head) is not torch.nn.Linear or hasattr(head.weight, "ds_id"):
             return None
         return head
 

@@ -1,5 +1,7 @@
 """Single-turn rollouts whose reward must arrive: upstream logs a failed reward and goes on without one."""
 
+from typing import Any
+
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 
 from openrlhf_gtpo.integration.errors import TrainingStopped
@@ -8,7 +10,7 @@ from openrlhf_gtpo.integration.errors import TrainingStopped
 class StrictRewardExecutor(SingleTurnAgentExecutor):
     """Raises TrainingStopped with the prompt when the reward function or server fails, or returns no reward."""
 
-    async def execute(self, prompt, label, *args, **kwargs):
+    async def execute(self, prompt: str, label: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         output = await super().execute(prompt, label, *args, **kwargs)
         if self.reward_endpoints and output["reward"] is None:
             raise TrainingStopped(

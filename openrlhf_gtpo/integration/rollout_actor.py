@@ -1,20 +1,24 @@
 """The Ray actor around a vLLM engine, with the bucketed weight transfer and rewards that must arrive."""
 
+from typing import Any
+
 import ray
 from openrlhf.trainer.ray import vllm_engine
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 
 from openrlhf_gtpo.integration.rewards import StrictRewardExecutor
 
-_UpstreamRolloutActor = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class
+_UpstreamRolloutActor: Any = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class
 
 WORKER_EXTENSION = "openrlhf_gtpo.integration.worker_extension.WorkerExtension"
 
 
-class StrictRolloutActor(_UpstreamRolloutActor):
+class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
     """Upstream's rollout actor; its vLLM workers also know how to receive buckets."""
 
-    async def __init__(self, *args, **kwargs) -> None:
+    executor: Any
+
+    async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         kwargs["worker_extension_cls"] = WORKER_EXTENSION
         await super().__init__(*args, **kwargs)
         if type(self.executor) is SingleTurnAgentExecutor:

@@ -1,5 +1,7 @@
 """The single controller: upstream's trainer with the metrics of entropy credit and an evaluation before training."""
 
+from typing import Any
+
 import ray
 from openrlhf.trainer import ppo_trainer
 
@@ -7,20 +9,22 @@ from openrlhf_gtpo.integration.experience_maker import EntropyExperienceMaker
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import MetricsWriter, is_number
 
-_UpstreamTrainer = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
+_UpstreamTrainer: Any = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
 
 
-class EntropyTrainer(_UpstreamTrainer):
+class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     """Upstream's controller; what it logs goes to TensorBoard and W&B through upstream, and to ``metrics.jsonl``."""
 
-    def __init__(
-        self, pretrain, strategy, actor_group, critic_group, reward_group, reference_group, engines, **kwargs
-    ):
-        super().__init__(
-            pretrain, strategy, actor_group, critic_group, reward_group, reference_group, engines, **kwargs
-        )
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.experience_maker = EntropyExperienceMaker(
-            actor_group, critic_group, reward_group, reference_group, self.kl_ctl, strategy, self.tokenizer
+            self.actor_model_group,
+            self.critic_model_group,
+            self.reward_model_group,
+            self.reference_model_group,
+            self.kl_ctl,
+            self.strategy,
+            self.tokenizer,
         )
         path = self.args.logger.metrics_path
         self.metrics_writer = MetricsWriter(path) if path else None
@@ -37,7 +41,7 @@ class EntropyTrainer(_UpstreamTrainer):
                 self.evaluate(0, **generation)
         super().fit(global_step)
 
-    def train_step(self, rollout_samples, global_step):
+    def train_step(self, rollout_samples: list[Any], global_step: int) -> tuple[dict[str, Any], int]:
         self._response_tokens = sum(int(s.action_mask.sum()) for s in rollout_samples)
         status, global_step = super().train_step(rollout_samples, global_step)
         status.update(self.experience_maker.metrics)
@@ -45,7 +49,9 @@ class EntropyTrainer(_UpstreamTrainer):
             status[names.CLIP_FRACTION] = status["ppo_clip_ratio"]
         return status, global_step
 
-    def save_logs_and_checkpoints(self, global_step, logs_dict=None, client_states=None):
+    def save_logs_and_checkpoints(
+        self, global_step: int, logs_dict: dict[str, Any] | None = None, client_states: dict[str, Any] | None = None
+    ) -> None:
         logs = dict(logs_dict or {})
         for phase in names.PHASES:
             if logs.get(names.timing(phase)):
@@ -55,7 +61,7 @@ class EntropyTrainer(_UpstreamTrainer):
             self.metrics_writer.write(names.KIND_TRAIN, global_step, numbers)
         super().save_logs_and_checkpoints(global_step, logs, client_states)
 
-    def evaluate(self, global_step, **generate_kwargs):
+    def evaluate(self, global_step: int, **generate_kwargs: Any) -> dict[str, float]:
         logs = super().evaluate(global_step, **generate_kwargs)
         if self.metrics_writer:
             self.metrics_writer.write(names.KIND_EVAL, global_step, logs)

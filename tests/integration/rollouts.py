@@ -106,7 +106,9 @@ def rollout(seed: int = 0, prompts: int = 5, samples: int = 4, longest: int = 9,
 class TableModel:
     """A Ray actor group of ``processes`` ranks that answers a forward from a table, by the rows' first tokens."""
 
-    def __init__(self, processes: int, duplicates: int, *tables: torch.Tensor, result: Any = lambda table: table) -> None:
+    def __init__(
+        self, processes: int, duplicates: int, *tables: torch.Tensor, result: Any = lambda table: table
+    ) -> None:
         self.processes, self.duplicates, self.tables, self.result = processes, duplicates, tables, result
 
     def async_run_method_batch(

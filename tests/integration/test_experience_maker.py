@@ -57,7 +57,9 @@ def advantages(experiences: list[Experience], batch: Rollout) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"variant": "v1"}, {"variant": "v2", "scope": "batch"}, {"compare": "group", "alpha2": 0.5}], ids=str
+    "options",
+    [{}, {"variant": "v1"}, {"variant": "v2", "scope": "batch"}, {"compare": "group", "alpha2": 0.5}],
+    ids=str,
 )
 def test_gtpo_advantages_are_those_of_the_batch_in_sampling_order(
     options: dict[str, Any], layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

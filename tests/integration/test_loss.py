@@ -230,9 +230,7 @@ def test_train_rollout_correction_keeps_its_meaning_with_both_levels(
 @pytest.mark.parametrize(("level", "ratio_mean"), [("token", "arithmetic"), *(("sequence", m) for m in MEANS)])
 def test_micro_batches_sum_to_the_loss_of_the_whole_step(cuts: list[int], level: str, ratio_mean: str) -> None:
     data = batch(level, seed=8)
-    loss_fn = (
-        PolicyLoss(clip_eps_low=LOW, clip_eps_high=HIGH) if level == "token" else sequence_loss(ratio_mean)
-    )
+    loss_fn = PolicyLoss(clip_eps_low=LOW, clip_eps_high=HIGH) if level == "token" else sequence_loss(ratio_mean)
     pieces = [dict(zip(data, values)) for values in zip(*(v.split(cuts) for v in data.values()))]
     # Upstream's normalisers of one optimizer step; DeepSpeed divides every micro-batch's loss by their number.
     info = _optimizer_step_loss_norm([piece["action_mask"] for piece in pieces], None, 1, len(cuts))

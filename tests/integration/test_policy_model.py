@@ -43,7 +43,9 @@ def causal_lm(kind: str, tied: bool = False, attention: str = "sdpa", **options:
     return model.eval()
 
 
-def actors(model: torch.nn.Module, packing: bool = False, temperature: float = TEMPERATURE) -> tuple[Actor, PolicyModel]:
+def actors(
+    model: torch.nn.Module, packing: bool = False, temperature: float = TEMPERATURE
+) -> tuple[Actor, PolicyModel]:
     """Upstream's actor and ours around one model."""
     pair = Actor(model, temperature=temperature), PolicyModel(model, temperature=temperature)
     for actor in pair:
@@ -55,7 +57,11 @@ def batch(padding: str, seed: int = 0) -> dict[str, torch.Tensor]:
     """Ragged rows padded on one or both sides; the action mask (T - 1 columns) starts inside and has holes."""
     generator = torch.Generator().manual_seed(seed)
     width = 14
-    spans = {"right": [(0, 14), (0, 9), (0, 5)], "left": [(0, 14), (6, 14), (9, 14)], "both": [(2, 14), (0, 9), (4, 11)]}
+    spans = {
+        "right": [(0, 14), (0, 9), (0, 5)],
+        "left": [(0, 14), (6, 14), (9, 14)],
+        "both": [(2, 14), (0, 9), (4, 11)],
+    }
     attention = torch.zeros(3, width, dtype=torch.long)
     actions = torch.zeros(3, width - 1, dtype=torch.long)
     for i, (start, end) in enumerate(spans[padding]):
