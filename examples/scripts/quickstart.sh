@@ -53,14 +53,13 @@ export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 
 if $smoke; then
     kind=smoke steps="${steps:-3}" prompts=8 samples=4 micro_batch=32 max_new_tokens=8 learning_rate=1e-4
-    eval_samples=4
+    questions=80 held_out=20
 else
-    kind=quickstart steps="${steps:-20}" prompts=16 samples=8 micro_batch=32 max_new_tokens=32 learning_rate=1e-5
-    eval_samples=8
+    kind=quickstart steps="${steps:-15}" prompts=16 samples=8 micro_batch=32 max_new_tokens=32 learning_rate=2e-5
+    questions=320 held_out=100
 fi
 cache="$root/.cache/quickstart"
-task="${task:-products}"
-output="${output:-runs/$kind-$estimator-$task-seed$seed}"
+output="${output:-runs/$kind-$estimator-${task:-products}-seed$seed}"
 mkdir -p "$output" || refuse "--output $output cannot be made."
 output="$(cd "$output" && pwd)"
 [[ ! -e "$output/metrics.jsonl" ]] || refuse "$output holds an earlier run; give --output another folder or remove it."
@@ -68,17 +67,21 @@ output="$(cd "$output" && pwd)"
 if [[ -z "$model" ]]; then
     if $smoke; then
         model="$cache/tiny-model"
-        python3 -m openrlhf_gtpo.cli.prepare tiny-model --output "$model"
+        python3 -m openrlhf_gtpo.cli.prepare tiny-model --output "$model" >/dev/null
     else
         model="$cache/smollm2-135m-instruct"
-        python3 -m openrlhf_gtpo.cli.prepare smollm2 --output "$model"
+        python3 -m openrlhf_gtpo.cli.prepare smollm2 --output "$model" >/dev/null
     fi
 fi
-rows=$((steps * prompts))
 data="$output/data"
-config=()
-[[ -z "$task_config" ]] || config=(--task-config "$task_config")
-python3 -m openrlhf_gtpo.cli.prepare task --task "$task" --train-rows "$rows" --output "$data" "${config[@]}"
+if [[ -z "$task" ]]; then
+    question_args=(--preset "$kind" --train-size "$questions" --eval-size "$held_out")
+    task=products
+else
+    question_args=(--task "$task" --train-size 80 --eval-size 20)
+fi
+[[ -z "$task_config" ]] || question_args+=(--task-config "$task_config")
+python3 -m openrlhf_gtpo.cli.prepare task "${question_args[@]}" --train-rows "$((steps * prompts))" --output "$data" >/dev/null
 reward="${reward:-$root/openrlhf_gtpo/tasks/reasoning_gym_reward.py}"
 
 data_args=(
@@ -87,7 +90,7 @@ data_args=(
     --data.input_key input
     --data.label_key label
     --data.apply_chat_template
-    --data.max_len 192
+    --data.max_len 512
     --reward.remote_url "$reward"
 )
 rollout_args=(
@@ -103,6 +106,7 @@ train_args=(
     --actor.num_nodes 1
     --actor.num_gpus_per_node 1
     --actor.adam.lr "$learning_rate"
+    --actor.lr_warmup_ratio 0
     --algo.advantage.estimator "$estimator"
     --algo.kl.init_coef 0
     --train.batch_size "$((prompts * samples))"
@@ -113,7 +117,7 @@ log_args=(
     --eval.before_training
     --eval.steps "$steps"
     --eval.temperature 1.0
-    --eval.n_samples_per_prompt "$eval_samples"
+    --eval.n_samples_per_prompt 4
     --logger.entropy_enable
     --logger.metrics_path "$output/metrics.jsonl"
     --logger.tensorboard_dir "$output/tensorboard"

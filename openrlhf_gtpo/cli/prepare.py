@@ -44,8 +44,9 @@ def build_parser() -> argparse.ArgumentParser:
         "one-digit numbers, for SmolLM2) or smoke (what tiny-model can do)",
     )
     task.add_argument("--task", help="a reasoning-gym data set, such as products, gcd, chain_sum")
-    task.add_argument("--train-size", type=int, default=80, help="training rows (default: %(default)s)")
-    task.add_argument("--eval-size", type=int, default=20, help="held-out rows (default: %(default)s)")
+    task.add_argument("--train-size", type=int, default=80, help="training questions (default: %(default)s)")
+    task.add_argument("--train-rows", type=int, help="repeat the training questions to this many rows")
+    task.add_argument("--eval-size", type=int, default=20, help="held-out questions (default: %(default)s)")
     task.add_argument("--seed", type=int, default=1)
     task.add_argument(
         "--task-config",
@@ -96,7 +97,12 @@ def _task(args: argparse.Namespace) -> Path:
     if "task" not in settings:
         raise ValueError(f"name a task with --task, or a preset ({', '.join(sorted(PRESETS))}) with --preset")
     return write_task_files(
-        output_dir=args.output, train_size=args.train_size, eval_size=args.eval_size, seed=args.seed, **settings
+        output_dir=args.output,
+        train_size=args.train_size,
+        eval_size=args.eval_size,
+        seed=args.seed,
+        train_rows=args.train_rows,
+        **settings,
     )
 
 

@@ -1,4 +1,4 @@
-"""`python3 -m openrlhf_gtpo.cli.report {run,compare}`: what a training run did, as a table, a PNG and markdown.
+"""`python3 -m openrlhf_gtpo.cli.report {run,compare,watch}`: what a training run did, as a table, a PNG and markdown.
 
 Reads the metrics files that training writes. Parse, check, call; nothing else.
 """
@@ -43,6 +43,12 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument("--title", default="", help="of the PNG")
     compare.add_argument("--markdown", type=Path, metavar="OUT", help="also write the table to this file")
     compare.set_defaults(run=_compare)
+
+    watch = commands.add_parser("watch", help="a progress bar over a run that is under way")
+    watch.add_argument("metrics", type=Path, metavar="FILE", help="the run's metrics file; it may not exist yet")
+    watch.add_argument("--steps", type=int, required=True, help="training steps of the whole run")
+    watch.add_argument("--pid", type=int, required=True, help="the training process; watching ends with it")
+    watch.set_defaults(run=_watch)
     return parser
 
 
@@ -75,6 +81,12 @@ def _compare(args: argparse.Namespace) -> None:
         from openrlhf_gtpo.report.curves import plot_comparison
 
         print(plot_comparison(runs, args.png, args.title))
+
+
+def _watch(args: argparse.Namespace) -> None:
+    from openrlhf_gtpo.report.watch import watch
+
+    watch(args.metrics, args.steps, args.pid)
 
 
 if __name__ == "__main__":

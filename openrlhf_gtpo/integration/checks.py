@@ -5,6 +5,7 @@ Only runs with GTPO or GRPO-S are held to these rules; what upstream's own estim
 
 import importlib.util
 import json
+import os
 import socket
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,6 +34,22 @@ def check_inputs(args: SimpleNamespace) -> None:
     _check_dataset(args, args.data.prompt_dataset, args.data.prompt_split, "--data.prompt_dataset")
     if args.eval.dataset:
         _check_dataset(args, args.eval.dataset, args.eval.split, "--eval.dataset")
+
+
+def check_cluster() -> None:
+    """Refuse a RAY_ADDRESS at which nothing listens: Ray would try for minutes and then abort the process."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    parts = urlsplit(address if "//" in address else f"//{address}")
+    try:
+        if parts.port is None:  # "auto" and "local" are not addresses
+            return
+        with socket.create_connection((parts.hostname or "", parts.port), timeout=5):
+            pass
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"No Ray cluster answers at RAY_ADDRESS={address} ({error}); start one there, or unset RAY_ADDRESS to use "
+            "a Ray of this host's own."
+        ) from error
 
 
 def _check_modes(args: SimpleNamespace) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.integration import cpu_run, flags, upstream_parser
-from openrlhf_gtpo.integration.checks import check_inputs
+from openrlhf_gtpo.integration.checks import check_cluster, check_inputs
 from openrlhf_gtpo.integration.credit import entropy_credit
 from openrlhf_gtpo.integration.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.integration.guard import check_openrlhf
@@ -46,6 +46,7 @@ def train(argv: Sequence[str]) -> None:
     """
     args = parse(argv)
     check_inputs(args)
+    check_cluster()
 
     import ray
     from openrlhf.cli import train_ppo_ray

@@ -1,15 +1,21 @@
 """The process group that joins the trainer's rank 0 with every vLLM worker: NCCL between GPUs, gloo without them."""
 
 import socket
+import time
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
+
+# gloo gives up on a peer that never answers after half an hour only.
+_POLL_SECONDS = 0.002
 
 
 class BroadcastGroup(Protocol):
     """What both ends need of a group: one collective, rooted at rank 0."""
 
-    def broadcast(self, tensor: torch.Tensor) -> None: ...
+    def broadcast(self, tensor: torch.Tensor, check: Callable[[], None] = lambda: None) -> None:
+        """Send from rank 0 into the others' ``tensor``. ``check`` runs while this waits, and may raise to give up."""
 
 
 class _GlooGroup:
@@ -18,11 +24,15 @@ class _GlooGroup:
 
         self._group = stateless_init_torch_distributed_process_group(host, port, rank, world_size, backend="gloo")
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
+    def broadcast(self, tensor: torch.Tensor, check: Callable[[], None] = lambda: None) -> None:
         options = torch.distributed.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        self._group.broadcast([tensor], options).wait()
+        work = self._group.broadcast([tensor], options)
+        while not work.is_completed():
+            check()
+            time.sleep(_POLL_SECONDS)
+        work.wait()
 
 
 class _NcclGroup:
@@ -33,7 +43,8 @@ class _NcclGroup:
         group = StatelessProcessGroup.create(host=host, port=port, rank=rank, world_size=world_size)
         self._communicator = PyNcclCommunicator(group, device=device)
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
+    def broadcast(self, tensor: torch.Tensor, check: Callable[[], None] = lambda: None) -> None:
+        check()  # only enqueues: waiting is left to the stream
         self._communicator.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
 
 

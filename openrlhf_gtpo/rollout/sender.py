@@ -45,10 +45,12 @@ class WeightSender:
         plan = plan_buckets(parameters, self._bucket_bytes)
         wire_plan = [[(p.name, p.shape) for p in bucket] for bucket in plan]
         receiving = [engine.receive_weights.remote(wire_plan) for engine in self._engines]
+
+        def pass_on_failures() -> None:
+            # An engine that answers before it has everything has failed, and nobody else would notice.
+            answered, _ = ray.wait(receiving, num_returns=len(receiving), timeout=0)
+            ray.get(answered)
+
         for bucket in plan:
-            buffer = pack(bucket, tensors, self._device)
-            # An engine that has answered already can only have failed; broadcasting to it would wait for ever.
-            failed, _ = ray.wait(receiving, timeout=0)
-            ray.get(failed)
-            self._group.broadcast(buffer)
+            self._group.broadcast(pack(bucket, tensors, self._device), pass_on_failures)
         ray.get(receiving)

@@ -7,7 +7,9 @@ Knows reasoning_gym; must not know openrlhf, vllm or ray.
 
 import dataclasses
 import difflib
+import itertools
 import json
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,21 +90,24 @@ def write_task_files(
     system: str = "",
     question_form: str = "{question}",
     examples: Sequence[tuple[str, str]] = (),
+    train_rows: int | None = None,
 ) -> Path:
     """Write `train.jsonl` and `eval.jsonl` for a reasoning-gym task, once, and return their directory.
 
     A row has `input` (what `PromptForm.prompt` gives), `label` (for `reasoning_gym_reward.py`: the task's name and
     what its scorer looks at) and `datasource` (the task's name). All questions are different, within a file and
     between the two and the examples, so no held-out question is ever trained on. That is a matter of text: where
-    `3 * 4` is held out, `4 * 3` may be trained on. A small space is split, not repeated: `products` of two one-digit
-    numbers has 100 questions in all, and a longer run over them is `--train.num_episodes`, not more rows.
+    `3 * 4` is held out, `4 * 3` may be trained on. `products` of two one-digit numbers has 100 questions in all; a
+    longer run over them repeats them (`train_rows`).
 
     Args:
         task: a reasoning-gym data set, such as "products".
-        train_size, eval_size: number of rows. The eval rows do not depend on `train_size`.
+        train_size, eval_size: number of questions. The eval rows do not depend on `train_size`.
         seed: the same seed gives the same bytes.
         task_config: fields of the task's config; None takes `SMALL_CONFIGS` where it has the task.
         instruction, system, question_form, examples: see `PromptForm`.
+        train_rows: rows of `train.jsonl`, so that one episode has a wanted number of steps: the training questions
+            over and over, each time in a new order, cut off there. None writes each once.
 
     Raises:
         ValueError: unknown task or config field, a value the task refuses, a question form with an unknown field, or
@@ -112,10 +117,13 @@ def write_task_files(
     form = PromptForm(question_form, instruction, system, tuple((question, answer) for question, answer in examples))
     if train_size < 1 or eval_size < 1:
         raise ValueError(f"sizes must be at least 1, got train size {train_size} and eval size {eval_size}")
+    if train_rows is not None and train_rows < 1:
+        raise ValueError(f"train rows must be at least 1, got {train_rows}")
     _create_dataset(task, config, seed)
     recipe = {
         "task": task,
         "train_size": train_size,
+        "train_rows": train_rows,
         "eval_size": eval_size,
         "seed": seed,
         "task_config": config,
@@ -126,11 +134,21 @@ def write_task_files(
     def build(directory: Path) -> None:
         entries = draw_entries(task, train_size + eval_size, seed, config, form)
         rows = [_row(task, entry, form) for entry in entries]
-        for name, part in (("eval", rows[:eval_size]), ("train", rows[eval_size:])):
+        train = rows[eval_size:]
+        if train_rows is not None:
+            train = _repeated(train, train_rows, seed)
+        for name, part in (("eval", rows[:eval_size]), ("train", train)):
             lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in part)
             (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
     return build_once(output_dir, recipe, build)
+
+
+def _repeated(rows: list[dict[str, Any]], count: int, seed: int) -> list[dict[str, Any]]:
+    """`count` rows: passes over `rows`, the first in their order, the others shuffled."""
+    shuffle = random.Random(seed).sample
+    passes = [rows] + [shuffle(rows, len(rows)) for _ in range(count // len(rows))]
+    return list(itertools.chain.from_iterable(passes))[:count]
 
 
 def draw_entries(

@@ -158,6 +158,19 @@ def test_a_value_that_belongs_to_no_flag(refused: Callable[..., str]) -> None:
     assert refused({}, "stray") == "'stray' belongs to no flag; every argument is --flag VALUE."
 
 
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_a_cluster_that_does_not_answer(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        address = f"{scheme}127.0.0.1:{sock.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert refused({}).startswith(f"No Ray cluster answers at RAY_ADDRESS={address} (")
+    monkeypatch.setenv("RAY_ADDRESS", f"{scheme}127.0.0.1:999999")
+    assert "No Ray cluster answers" in refused({})
+
+
 # ── The model ──
 
 

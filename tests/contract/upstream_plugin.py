@@ -1,0 +1,22 @@
+"""A pytest plugin that makes a process one of our runs before it collects anything: stand-ins, patch, workers' classes.
+
+Named with ``-p`` by ``test_upstream_suite.py``; on a CUDA host only the patch does anything.
+"""
+
+import os
+
+from openrlhf_gtpo import platform
+
+os.environ.setdefault(platform.PLATFORM_VARIABLE, platform.detect())
+platform.activate()
+
+from openrlhf.trainer.ray import ppo_actor  # noqa: E402
+
+from openrlhf_gtpo.integration import patch  # noqa: E402
+from openrlhf_gtpo.integration.policy_actor import EntropyActorTrainer  # noqa: E402
+from openrlhf_gtpo.integration.policy_model import PolicyModel  # noqa: E402
+
+patch.apply()
+# What the policy's worker process replaces when it loads its model.
+ppo_actor.ActorPPOTrainer = EntropyActorTrainer
+ppo_actor.Actor = PolicyModel

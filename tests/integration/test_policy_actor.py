@@ -1,0 +1,86 @@
+"""Would catch a policy actor that answers without entropies, or trains an estimator with another one's loss."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from openrlhf.models.loss import PolicyLoss
+from openrlhf.trainer.ray import ppo_actor
+from rollouts import arguments
+
+from openrlhf_gtpo.integration.experience_maker import PolicyForward
+from openrlhf_gtpo.integration.loss import FinitePolicyLoss, SequencePolicyLoss
+from openrlhf_gtpo.integration.policy_actor import EntropyActorTrainer, EntropyPolicyActor
+from openrlhf_gtpo.integration.policy_model import PolicyModel
+
+TINY = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+
+
+def forward(kind: str, *argv: str) -> tuple[Any, torch.Tensor, transformers.PreTrainedModel]:
+    """What a policy actor around a tiny model answers, the rows' action mask, and the model."""
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**TINY)).eval()
+    model.config.use_cache = False
+    actor = object.__new__(EntropyPolicyActor)
+    actor.strategy = SimpleNamespace(args=arguments(*argv), ring_attn_group=None)
+    actor.actor = PolicyModel(model, temperature=0.8)
+    actor.actor.packing_samples = False
+    sequences = torch.randint(1, 61, (2, 7))
+    attention_mask = torch.tensor([[1] * 7, [1] * 5 + [0] * 2])
+    action_mask = torch.tensor([[0, 0, 1, 1, 0, 1], [0, 1, 1, 1, 0, 0]])
+    with torch.compiler.set_stance("force_eager"):
+        answer = actor.forward(sequences, action_mask, attention_mask)
+    logits = model(sequences, attention_mask=attention_mask).logits[:, :-1] / 0.8
+    distribution = torch.distributions.Categorical(logits=logits)
+    expected = torch.stack([distribution.log_prob(sequences[:, 1:]), distribution.entropy()]) * action_mask
+    return answer, expected.detach(), model
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("argv", [("gtpo",), ("grpo_s",), ("group_norm", "--logger.entropy_enable")], ids=str)
+def test_a_forward_returns_log_probs_and_entropies(kind: str, argv: tuple[str, ...]) -> None:
+    """Gemma2 goes through upstream's forward, whose output carries entropies in its own way."""
+    answer, expected, model = forward(kind, "--algo.advantage.estimator", *argv)
+    assert isinstance(answer, PolicyForward)
+    torch.testing.assert_close(torch.stack(answer), expected, rtol=1e-4, atol=1e-5)
+    assert not answer.log_probs.requires_grad and not answer.entropy.requires_grad
+    assert model.training, "upstream's forward leaves the model ready to train"
+
+
+def test_a_forward_without_entropies_is_upstreams() -> None:
+    answer, expected, _ = forward("Llama", "--algo.advantage.estimator", "group_norm")
+    torch.testing.assert_close(answer, expected[0], rtol=1e-4, atol=1e-5)
+
+
+def loss_of(monkeypatch: pytest.MonkeyPatch, *argv: str) -> torch.nn.Module:
+    """The loss of a trainer, which needs no model to be made."""
+    monkeypatch.setattr(ppo_actor, "torch_dist_barrier_and_cuda_sync", lambda: None)
+    strategy = SimpleNamespace(args=arguments(*argv))
+    return EntropyActorTrainer(strategy, None, None, None, None, vllm_engines=None).actor_loss_fn
+
+
+def test_the_loss_follows_the_estimator(monkeypatch: pytest.MonkeyPatch) -> None:
+    gtpo = loss_of(monkeypatch, "--algo.advantage.estimator", "gtpo")
+    assert isinstance(gtpo, FinitePolicyLoss) and type(gtpo.loss) is PolicyLoss
+    assert gtpo.loss.token_level_loss and gtpo.loss.policy_loss_type == "ppo"
+    assert (gtpo.loss.clip_eps_low, gtpo.loss.clip_eps_high) == (0.2, 0.28)
+
+    correction = ("--algo.advantage.is_correction_level", "seq", "--algo.advantage.is_correction_threshold", "0.9", "1.1")
+    geometric = ("--algo.grpo_s.ratio_mean", "geometric", "--actor.dual_clip", "3", *correction)
+    grpo_s = loss_of(monkeypatch, "--algo.advantage.estimator", "grpo_s", *geometric)
+    assert isinstance(grpo_s, FinitePolicyLoss) and isinstance(grpo_s.loss, SequencePolicyLoss)
+    assert not grpo_s.loss.token_level_loss and grpo_s.loss.ratio_mean == "geometric"
+    assert (grpo_s.loss.clip_eps_low, grpo_s.loss.clip_eps_high, grpo_s.loss.dual_clip) == (0.2, 0.28, 3)
+    assert (grpo_s.loss.is_correction_level, grpo_s.loss.is_correction_threshold) == ("seq", [0.9, 1.1])
+
+    assert type(loss_of(monkeypatch, "--algo.advantage.estimator", "group_norm")) is PolicyLoss

@@ -1,0 +1,61 @@
+"""Would catch a response whose reward failed and that is trained on all the same."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from openrlhf_gtpo.integration.errors import TrainingStopped
+from openrlhf_gtpo.integration.rewards import StrictRewardExecutor
+
+
+class Tokenizer:
+    def __call__(self, text: str, **options: Any) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([[ord(c) for c in text]])}
+
+    def decode(self, tokens: list[int], **options: Any) -> str:
+        return "".join(map(chr, tokens))
+
+
+class Engine:
+    async def generate(self, tokens: list[int], params: Any, multi_modal_data: Any = None) -> Any:
+        return SimpleNamespace(
+            outputs=[SimpleNamespace(token_ids=[ord("4")], finish_reason="stop", logprobs=None)]
+        )
+
+
+def answer(executor: StrictRewardExecutor) -> dict[str, Any]:
+    params = SimpleNamespace(max_tokens=4, logprobs=None)
+    return asyncio.run(executor.execute("2 + 2 = ", "4", params, 32, Tokenizer(), Engine()))
+
+
+def executor(tmp_path: Path, body: str) -> StrictRewardExecutor:
+    path = tmp_path / "reward.py"
+    path.write_text(f"def reward_func(queries, prompts, labels):\n    {body}\n")
+    return StrictRewardExecutor([str(path)])
+
+
+def test_a_reward_arrives_as_upstream_hands_it_on(tmp_path: Path) -> None:
+    output = answer(
+        executor(tmp_path, "return {'rewards': float(queries[0].endswith(labels[0])), 'extra_logs': {'x': 1}}")
+    )
+    assert output["reward"] == 1.0 and output["scores"] == 1.0 and output["extra_logs"] == {"x": 1}
+
+
+def test_a_reward_of_zero_is_a_reward(tmp_path: Path) -> None:
+    assert answer(executor(tmp_path, "return {'rewards': 0.0}"))["reward"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "body", ["raise KeyError('no key')", "return {}", "return None", "return {'scores': 1.0}", "return {'rewards': None}"]
+)
+def test_a_reward_that_fails_stops_the_run_and_names_the_prompt(tmp_path: Path, body: str) -> None:
+    with pytest.raises(TrainingStopped, match=r"reward\.py.*Prompt: '2 \+ 2 = '"):
+        answer(executor(tmp_path, body))
+
+
+def test_without_a_reward_function_there_is_no_reward_to_wait_for() -> None:
+    assert answer(StrictRewardExecutor(None))["reward"] is None

@@ -1,0 +1,66 @@
+"""Would catch a tensor that arrives under another name, cut off, out of order, or in a bucket over its budget."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openrlhf_gtpo.rollout.buckets import WIRE_DTYPE, ParameterMeta, pack, plan_buckets, unpack
+
+shapes = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), max_size=12)
+budgets = st.integers(1, 200)
+
+
+def metas(of: list[tuple[int, ...]]) -> list[ParameterMeta]:
+    return [ParameterMeta(f"layer.{i}", shape) for i, shape in enumerate(of)]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(shapes, budgets)
+def test_a_plan_keeps_every_parameter_in_order_and_within_the_budget(of: list[tuple[int, ...]], budget: int) -> None:
+    parameters = metas(of)
+    plan = plan_buckets(parameters, budget)
+    assert [p for bucket in plan for p in bucket] == parameters
+    assert all(plan), "an empty bucket"
+    for bucket in plan:
+        size = sum(p.numel for p in bucket) * WIRE_DTYPE.itemsize
+        assert size <= budget or len(bucket) == 1
+    for bucket, following in zip(plan, plan[1:]):
+        size = sum(p.numel for p in [*bucket, following[0]]) * WIRE_DTYPE.itemsize
+        assert size > budget, "the next parameter would have fitted"
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(shapes, budgets, st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+def test_what_is_packed_is_what_is_unpacked(of: list[tuple[int, ...]], budget: int, dtype: torch.dtype) -> None:
+    parameters = metas(of)
+    tensors = [torch.randn(p.shape).to(dtype) for p in parameters]
+    source = iter(tensors)
+    arrived = []
+    for bucket in plan_buckets(parameters, budget):
+        buffer = pack(bucket, source, torch.device("cpu"))
+        assert buffer.dtype == WIRE_DTYPE and buffer.dim() == 1
+        arrived += list(unpack(bucket, buffer))
+    assert next(source, None) is None
+    assert [name for name, _ in arrived] == [p.name for p in parameters]
+    for (_, found), sent in zip(arrived, tensors, strict=True):
+        assert found.shape == sent.shape and torch.equal(found, sent.to(WIRE_DTYPE))
+
+
+def test_tensors_that_are_not_contiguous_keep_their_values() -> None:
+    tensor = torch.arange(12.0).view(3, 4).t()
+    (bucket,) = plan_buckets([ParameterMeta("weight", (4, 3))], 1000)
+    ((_, found),) = unpack(bucket, pack(bucket, iter([tensor]), torch.device("cpu")))
+    assert torch.equal(found.float(), tensor)
+
+
+def test_a_tensor_of_another_shape_is_not_sent() -> None:
+    (bucket,) = plan_buckets([ParameterMeta("weight", (4, 3))], 1000)
+    with pytest.raises(AssertionError, match="weight"):
+        pack(bucket, iter([torch.zeros(3, 4)]), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("budget", [0, -1])
+def test_a_budget_without_room_is_refused(budget: int) -> None:
+    with pytest.raises(ValueError, match="bucket_bytes must be positive"):
+        plan_buckets([], budget)

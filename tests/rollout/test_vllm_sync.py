@@ -1,0 +1,179 @@
+"""Would catch an engine that samples from other weights than the trainer's: stale, partly updated, or under a wrong name.
+
+Ray and vLLM are the real ones. Every parameter changes by as much as its own spread, so that one left behind moves the
+log-probs ten times further than bf16 rounding does; that this is so is tested too.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+VOCABULARY, LENGTH = 96, 40
+# Mean and maximum over tokens of the difference that bf16 makes, seen: 0.013 and 0.06.
+ROUNDING_MEAN, ROUNDING_MAX = 0.04, 0.3
+LEFT_BEHIND_MEAN = 0.15
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    """A Ray of this test's own, started as a run starts it."""
+    import os
+
+    from openrlhf_gtpo import platform
+    from openrlhf_gtpo.integration import run
+
+    os.environ.setdefault(platform.PLATFORM_VARIABLE, platform.detect())
+    platform.activate()
+    import ray
+
+    args = SimpleNamespace(actor=SimpleNamespace(num_nodes=1, num_gpus_per_node=1))
+    run.start_ray(args, gpus=1)
+    yield
+    ray.shutdown()
+
+
+def save_checkpoint(directory: Path, tied: bool) -> Path:
+    """A random Llama (head dimension 32: the least that vLLM's CPU attention takes) and a tokenizer for it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        initializer_range=0.1,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    vocabulary = {chr(code): code - 32 for code in range(32, 127)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token=" ", pad_token=" ", eos_token="~")
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+class Synced:
+    """A trainer's weights, an engine, and the transfer between them."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        from openrlhf.trainer.ray import vllm_engine
+        from transformers import AutoModelForCausalLM
+
+        from openrlhf_gtpo.integration.rollout_actor import RolloutActor
+
+        upstreams_actor, vllm_engine.RolloutRayActor = vllm_engine.RolloutRayActor, RolloutActor
+        try:
+            (self.engine,) = vllm_engine.create_vllm_engines(
+                num_engines=1,
+                tensor_parallel_size=1,
+                pretrain=str(checkpoint),
+                seed=0,
+                full_determinism=False,
+                enable_prefix_caching=False,
+                enforce_eager=True,
+                max_model_len=LENGTH + 8,
+                gpu_memory_utilization=0.1,
+            )
+        finally:
+            vllm_engine.RolloutRayActor = upstreams_actor
+        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        generator = torch.Generator().manual_seed(5)
+        self.tokens = torch.randint(1, VOCABULARY, (4, LENGTH), generator=generator)
+        self.senders: dict[int, Any] = {}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def perturbed(self, seed: int) -> dict[str, torch.Tensor]:
+        """Every parameter changed by noise of its own spread."""
+        generator = torch.Generator().manual_seed(seed)
+        start = self.weights()
+        noise = {name: torch.randn(w.shape, generator=generator) for name, w in start.items()}
+        return {name: w + noise[name] * (0.5 if "norm" in name else w.std()) for name, w in start.items()}
+
+    def send(self, weights: dict[str, torch.Tensor], bucket_bytes: int) -> None:
+        import ray
+
+        from openrlhf_gtpo.rollout.buckets import ParameterMeta
+        from openrlhf_gtpo.rollout.sender import WeightSender
+
+        if bucket_bytes not in self.senders:
+            address, device = ray.util.get_node_ip_address(), torch.device("cpu")
+            self.senders[bucket_bytes] = WeightSender([self.engine], 1, address, device, bucket_bytes)
+        metas = [ParameterMeta(name, tuple(w.shape)) for name, w in weights.items()]
+        self.senders[bucket_bytes].send(metas, iter(weights.values()))
+
+    def engine_log_probs(self) -> torch.Tensor:
+        """(4, LENGTH - 1) vLLM's log-probs of the tokens."""
+        import ray
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
+        outputs = ray.get([self.engine.generate.remote(row.tolist(), params) for row in self.tokens])
+        rows = []
+        for row, output in zip(self.tokens.tolist(), outputs, strict=True):
+            after_the_first = zip(row[1:], output.prompt_logprobs[1:], strict=True)
+            rows.append([logprobs[token].logprob for token, logprobs in after_the_first])
+        return torch.tensor(rows)
+
+    @torch.no_grad()
+    def trainer_log_probs(self, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        """(4, LENGTH - 1) Transformers' log-probs of the tokens with ``weights`` as they are on the wire."""
+        on_the_wire = {name: w.bfloat16().float() for name, w in weights.items()}
+        logits = torch.func.functional_call(self.model, on_the_wire, (self.tokens,)).logits
+        return logits[:, :-1].log_softmax(-1).gather(-1, self.tokens[:, 1:, None]).squeeze(-1)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def synced(ray_cluster: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    import ray
+
+    made = Synced(save_checkpoint(tmp_path_factory.mktemp("model"), request.param))
+    yield made
+    ray.kill(made.engine)
+
+
+def assert_equal_but_for_rounding(found: torch.Tensor, expected: torch.Tensor) -> None:
+    difference = (found - expected).abs()
+    assert difference.mean() < ROUNDING_MEAN and difference.max() < ROUNDING_MAX, difference
+
+
+def test_the_engine_follows_every_transfer(synced: Synced) -> None:
+    assert_equal_but_for_rounding(synced.engine_log_probs(), synced.trainer_log_probs(synced.weights()))
+    before = synced.weights()
+    # One parameter to a bucket, a few, all in one; then again, over weights that were transferred already.
+    for seed, bucket_bytes in enumerate([2, 20_000, 2**28, 20_000]):
+        weights = synced.perturbed(seed)
+        synced.send(weights, bucket_bytes)
+        found = synced.engine_log_probs()
+        assert_equal_but_for_rounding(found, synced.trainer_log_probs(weights))
+        assert (found - synced.trainer_log_probs(before)).abs().mean() > 3 * LEFT_BEHIND_MEAN, "as good as stale"
+        before = weights
+
+
+def test_one_parameter_left_behind_would_show(synced: Synced) -> None:
+    old, new = synced.perturbed(10), synced.perturbed(11)
+    synced.send(old, 20_000)
+    synced.send(new, 20_000)
+    found = synced.engine_log_probs()
+    assert_equal_but_for_rounding(found, synced.trainer_log_probs(new))
+    for name in new:
+        expected = synced.trainer_log_probs({**new, name: old[name]})
+        assert (found - expected).abs().mean() > LEFT_BEHIND_MEAN, name
+    partial = next(iter(new))
+    synced.send({**new, partial: old[partial]}, 20_000)
+    with pytest.raises(AssertionError):
+        assert_equal_but_for_rounding(synced.engine_log_probs(), synced.trainer_log_probs(new))

@@ -1,0 +1,123 @@
+"""Would catch a room that starts to know what it must not: cli -> integration -> {rollout, algorithms, lm_head}, never back.
+
+DESIGN's one rule keeps an OpenRLHF upgrade inside ``integration`` and lets the mathematics run anywhere.
+"""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "openrlhf_gtpo"
+
+# Heavy libraries, by the names under which they land in sys.modules.
+HEAVY = {"openrlhf", "ray", "vllm", "megatron", "transformer_engine", "transformers", "deepspeed", "mbridge", "peft"}
+HEAVY |= {"flash_attn", "datasets", "reasoning_gym", "matplotlib", "torch"}
+
+# What importing all of a room may bring in of those.
+MAY_BRING_IN = {
+    "algorithms": {"torch"},
+    "lm_head": {"torch"},
+    # `broadcast_group`, `sender` and `receiver` import vllm where they use it; ray.wait and ray.get are the transfer's own.
+    "rollout": {"torch", "ray", "vllm", "transformers"},
+    "platform": {"torch"},
+    "tasks": {"torch", "transformers", "datasets", "reasoning_gym"},
+    "report": set(),
+}
+
+# Rooms of this package that a room's sources may name. Every room may know its own.
+MAY_KNOW = {
+    "algorithms": set(),
+    "lm_head": set(),
+    "megatron": {"lm_head", "platform"},
+    "rollout": set(),
+    "platform": set(),
+    "report": set(),
+    "tasks": set(),
+    "integration": {"algorithms", "lm_head", "megatron", "rollout", "platform", "report"},
+    "cli": {"integration", "platform", "report", "tasks", "algorithms", "lm_head"},
+}
+MAY_NAME_OPENRLHF = {"integration", "cli"}
+
+
+def rooms() -> list[str]:
+    return sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+
+
+def modules(room: str) -> list[str]:
+    names = []
+    for path in sorted((PACKAGE / room).rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return names
+
+
+def imported(path: Path) -> Iterator[tuple[str, int]]:
+    """Full names that a source file imports anywhere in it, also inside functions, and their lines."""
+    package = path.relative_to(PACKAGE.parent).parent.parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((f"{module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def test_every_room_has_its_rule() -> None:
+    assert set(rooms()) <= set(MAY_KNOW)
+
+
+@pytest.mark.parametrize("room", MAY_BRING_IN)
+def test_importing_a_room_brings_in_no_more_than_it_may(room: str) -> None:
+    program = (
+        f"import importlib, sys\nfor name in {modules(room)!r}: importlib.import_module(name)\n"
+        "print(*{name.split('.')[0] for name in sys.modules})"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OPENRLHF_GTPO", "DS_ACCELERATOR"))}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=PACKAGE.parent, env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert set(ended.stdout.split()) & HEAVY <= MAY_BRING_IN[room]
+
+
+def test_importing_the_package_brings_in_nothing_heavy() -> None:
+    program = "import openrlhf_gtpo, sys; print(*{name.split('.')[0] for name in sys.modules})"
+    found = subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
+    assert not set(found.stdout.split()) & HEAVY
+
+
+@pytest.mark.parametrize("room", rooms())
+def test_a_room_names_only_rooms_below_it(room: str) -> None:
+    known = MAY_KNOW[room] | {room}
+    wrong = []
+    for path in sorted((PACKAGE / room).rglob("*.py")):
+        for name, line in imported(path):
+            parts = name.split(".")
+            if parts[0] == PACKAGE.name and len(parts) > 1 and (PACKAGE / parts[1]).is_dir() and parts[1] not in known:
+                wrong.append(f"{path.relative_to(PACKAGE)}:{line} {name}")
+            if parts[0] == "openrlhf" and room not in MAY_NAME_OPENRLHF:
+                wrong.append(f"{path.relative_to(PACKAGE)}:{line} {name}")
+    assert not wrong
+
+
+def test_the_walk_sees_imports_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "openrlhf_gtpo"
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", package)
+    (package / "rollout").mkdir(parents=True)
+    path = package / "rollout" / "module.py"
+    path.write_text(
+        "import openrlhf.models\nfrom ..integration import run\nfrom . import buckets\n"
+        "def f():\n    from openrlhf_gtpo import integration\n"
+    )
+    assert [name for name, _ in imported(path)] == [
+        "openrlhf.models",
+        "openrlhf_gtpo.integration.run",
+        "openrlhf_gtpo.rollout.buckets",
+        "openrlhf_gtpo.integration",
+    ]
