@@ -53,10 +53,10 @@ export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 
 if $smoke; then
     kind=smoke steps="${steps:-3}" prompts=8 samples=4 micro_batch=32 max_new_tokens=8 learning_rate=1e-4
-    questions=80 held_out=20
+    questions=75 held_out=24 eval_samples=4
 else
-    kind=quickstart steps="${steps:-15}" prompts=16 samples=8 micro_batch=32 max_new_tokens=32 learning_rate=2e-5
-    questions=320 held_out=100
+    kind=quickstart steps="${steps:-10}" prompts=16 samples=8 micro_batch=32 max_new_tokens=32 learning_rate=2e-5
+    questions=75 held_out=24 eval_samples=16
 fi
 cache="$root/.cache/quickstart"
 output="${output:-runs/$kind-$estimator-${task:-products}-seed$seed}"
@@ -78,7 +78,7 @@ if [[ -z "$task" ]]; then
     question_args=(--preset "$kind" --train-size "$questions" --eval-size "$held_out")
     task=products
 else
-    question_args=(--task "$task" --train-size 80 --eval-size 20)
+    question_args=(--task "$task" --train-size 75 --eval-size 24)
 fi
 [[ -z "$task_config" ]] || question_args+=(--task-config "$task_config")
 python3 -m openrlhf_gtpo.cli.prepare task "${question_args[@]}" --train-rows "$((steps * prompts))" --output "$data" >/dev/null
@@ -117,7 +117,7 @@ log_args=(
     --eval.before_training
     --eval.steps "$steps"
     --eval.temperature 1.0
-    --eval.n_samples_per_prompt 4
+    --eval.n_samples_per_prompt "$eval_samples"
     --logger.entropy_enable
     --logger.metrics_path "$output/metrics.jsonl"
     --logger.tensorboard_dir "$output/tensorboard"

@@ -40,13 +40,13 @@ def build_parser() -> argparse.ArgumentParser:
     task.add_argument(
         "--preset",
         choices=sorted(PRESETS),
-        help="settings that belong together, which the flags below override: quickstart (products of two or three "
+        help="settings that belong together, which the flags below override: quickstart (products of two "
         "one-digit numbers, for SmolLM2) or smoke (what tiny-model can do)",
     )
     task.add_argument("--task", help="a reasoning-gym data set, such as products, gcd, chain_sum")
-    task.add_argument("--train-size", type=int, default=80, help="training questions (default: %(default)s)")
+    task.add_argument("--train-size", type=int, default=75, help="training questions (default: %(default)s)")
     task.add_argument("--train-rows", type=int, help="repeat the training questions to this many rows")
-    task.add_argument("--eval-size", type=int, default=20, help="held-out questions (default: %(default)s)")
+    task.add_argument("--eval-size", type=int, default=24, help="held-out questions (default: %(default)s)")
     task.add_argument("--seed", type=int, default=1)
     task.add_argument(
         "--task-config",

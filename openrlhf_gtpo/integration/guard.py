@@ -131,7 +131,8 @@ def source_path(module: str) -> Path:
     """The source file of a module of the installed OpenRLHF, found without importing any of its packages."""
     package, *inner = module.split(".")
     spec = importlib.util.find_spec(package)
-    assert spec is not None and spec.origin is not None, f"{package} is installed but cannot be found"
+    if spec is None or spec.origin is None:
+        raise UsageError(f"{package} is installed but cannot be found; reinstall openrlhf=={SUPPORTED_VERSIONS[-1]}.")
     path = Path(spec.origin).parent.joinpath(*inner).with_suffix(".py")
     if not path.exists():
         raise UsageError(f"OpenRLHF has no module {module}; reinstall openrlhf=={SUPPORTED_VERSIONS[-1]}.")

@@ -29,9 +29,17 @@ class WeightReceiver:
         plan = [[ParameterMeta(name, tuple(shape)) for name, shape in bucket] for bucket in buckets]
         if self.device.type == "cpu":
             self.model_runner.reload_weights(weights_iterator=self._incoming(plan))
+            self._pack_heads_again()
         else:
             self.model_runner.model.load_weights(weights=self._incoming(plan))
             torch.cuda.synchronize()
+
+    def _pack_heads_again(self) -> None:
+        """On CPU vLLM computes logits from a packed copy of the head's weight. A head tied to the embedding gets no
+        weight of its own in a reload, which updates the shared weight and leaves the copy stale (vLLM 0.29)."""
+        for module in self.model_runner.get_model().modules():
+            if hasattr(module, "tie_weights"):  # vLLM's ParallelLMHead
+                module.quant_method.process_weights_after_loading(module)
 
     def _incoming(self, plan: list[list[ParameterMeta]]) -> Iterator[tuple[str, torch.Tensor]]:
         for bucket in plan:

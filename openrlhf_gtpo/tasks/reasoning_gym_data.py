@@ -28,12 +28,11 @@ SMALL_CONFIGS: dict[str, dict[str, Any]] = {
 PRESETS: dict[str, dict[str, Any]] = {
     # What `tiny_model.py` is warm-started on.
     "smoke": {"task": "products"},
-    # SmolLM2-135M-Instruct, sampled at temperature 1, is right in 25 % of these, in 13 tokens (median); 48 % of groups
-    # of 4 are mixed. Asked with the task's own question only, it is right in 18 % of the two-factor products and rambles
-    # for 39 tokens. An example that shows the equation ("2 * 3 * 4 = 24") gives 40 % in 9 tokens, and less to learn.
+    # SmolLM2-135M-Instruct, sampled at temperature 1, is right in 37 % of these, in 9 tokens (median); two thirds of the
+    # groups of 4 are mixed. Asked with the task's own question only, it is right in 18 % and rambles for 39 tokens. An
+    # example that shows the equation ("2 * 3 = 6") gives 72 %, and little to learn.
     "quickstart": {
         "task": "products",
-        "task_config": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
         "system": "Answer briefly.",
         "question_form": "{expression}",
         "examples": (("2 * 3", "The result is 6."),),

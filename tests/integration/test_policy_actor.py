@@ -75,7 +75,13 @@ def test_the_loss_follows_the_estimator(monkeypatch: pytest.MonkeyPatch) -> None
     assert gtpo.loss.token_level_loss and gtpo.loss.policy_loss_type == "ppo"
     assert (gtpo.loss.clip_eps_low, gtpo.loss.clip_eps_high) == (0.2, 0.28)
 
-    correction = ("--algo.advantage.is_correction_level", "seq", "--algo.advantage.is_correction_threshold", "0.9", "1.1")
+    correction = (
+        "--algo.advantage.is_correction_level",
+        "seq",
+        "--algo.advantage.is_correction_threshold",
+        "0.9",
+        "1.1",
+    )
     geometric = ("--algo.grpo_s.ratio_mean", "geometric", "--actor.dual_clip", "3", *correction)
     grpo_s = loss_of(monkeypatch, "--algo.advantage.estimator", "grpo_s", *geometric)
     assert isinstance(grpo_s, FinitePolicyLoss) and isinstance(grpo_s.loss, SequencePolicyLoss)

@@ -22,9 +22,7 @@ class Tokenizer:
 
 class Engine:
     async def generate(self, tokens: list[int], params: Any, multi_modal_data: Any = None) -> Any:
-        return SimpleNamespace(
-            outputs=[SimpleNamespace(token_ids=[ord("4")], finish_reason="stop", logprobs=None)]
-        )
+        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[ord("4")], finish_reason="stop", logprobs=None)])
 
 
 def answer(executor: StrictRewardExecutor) -> dict[str, Any]:
@@ -50,7 +48,8 @@ def test_a_reward_of_zero_is_a_reward(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", ["raise KeyError('no key')", "return {}", "return None", "return {'scores': 1.0}", "return {'rewards': None}"]
+    "body",
+    ["raise KeyError('no key')", "return {}", "return None", "return {'scores': 1.0}", "return {'rewards': None}"],
 )
 def test_a_reward_that_fails_stops_the_run_and_names_the_prompt(tmp_path: Path, body: str) -> None:
     with pytest.raises(TrainingStopped, match=r"reward\.py.*Prompt: '2 \+ 2 = '"):

@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[None]:
-    """A Ray of this test's own, started as a run starts it."""
+def bundle() -> Iterator[Any]:
+    """One GPU's worth of a Ray of this test's own, started as a run starts it; engines take turns in it."""
     import os
 
     from openrlhf_gtpo import platform
@@ -34,7 +34,9 @@ def ray_cluster() -> Iterator[None]:
 
     args = SimpleNamespace(actor=SimpleNamespace(num_nodes=1, num_gpus_per_node=1))
     run.start_ray(args, gpus=1)
-    yield
+    group = ray.util.placement_group([{"GPU": 1, "CPU": 1}])
+    ray.get(group.ready())
+    yield group
     ray.shutdown()
 
 
@@ -68,7 +70,7 @@ def save_checkpoint(directory: Path, tied: bool) -> Path:
 class Synced:
     """A trainer's weights, an engine, and the transfer between them."""
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, bundle: Any) -> None:
         from openrlhf.trainer.ray import vllm_engine
         from transformers import AutoModelForCausalLM
 
@@ -85,6 +87,7 @@ class Synced:
                 enable_prefix_caching=False,
                 enforce_eager=True,
                 max_model_len=LENGTH + 8,
+                shared_pg=bundle,
                 gpu_memory_utilization=0.1,
             )
         finally:
@@ -92,7 +95,8 @@ class Synced:
         self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
         generator = torch.Generator().manual_seed(5)
         self.tokens = torch.randint(1, VOCABULARY, (4, LENGTH), generator=generator)
-        self.senders: dict[int, Any] = {}
+        self.sender: Any = None
+        self.bucket_bytes = 0
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
@@ -110,11 +114,12 @@ class Synced:
         from openrlhf_gtpo.rollout.buckets import ParameterMeta
         from openrlhf_gtpo.rollout.sender import WeightSender
 
-        if bucket_bytes not in self.senders:
+        if bucket_bytes != self.bucket_bytes:  # a worker is in one group at a time, the last that it joined
             address, device = ray.util.get_node_ip_address(), torch.device("cpu")
-            self.senders[bucket_bytes] = WeightSender([self.engine], 1, address, device, bucket_bytes)
+            self.sender = WeightSender([self.engine], 1, address, device, bucket_bytes)
+            self.bucket_bytes = bucket_bytes
         metas = [ParameterMeta(name, tuple(w.shape)) for name, w in weights.items()]
-        self.senders[bucket_bytes].send(metas, iter(weights.values()))
+        self.sender.send(metas, iter(weights.values()))
 
     def engine_log_probs(self) -> torch.Tensor:
         """(4, LENGTH - 1) vLLM's log-probs of the tokens."""
@@ -138,10 +143,10 @@ class Synced:
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def synced(ray_cluster: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def synced(bundle: Any, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     import ray
 
-    made = Synced(save_checkpoint(tmp_path_factory.mktemp("model"), request.param))
+    made = Synced(save_checkpoint(tmp_path_factory.mktemp("model"), request.param), bundle)
     yield made
     ray.kill(made.engine)
 
@@ -154,8 +159,8 @@ def assert_equal_but_for_rounding(found: torch.Tensor, expected: torch.Tensor) -
 def test_the_engine_follows_every_transfer(synced: Synced) -> None:
     assert_equal_but_for_rounding(synced.engine_log_probs(), synced.trainer_log_probs(synced.weights()))
     before = synced.weights()
-    # One parameter to a bucket, a few, all in one; then again, over weights that were transferred already.
-    for seed, bucket_bytes in enumerate([2, 20_000, 2**28, 20_000]):
+    # One parameter to a bucket, a few, a few once more, all in one.
+    for seed, bucket_bytes in enumerate([2, 20_000, 20_000, 2**28]):
         weights = synced.perturbed(seed)
         synced.send(weights, bucket_bytes)
         found = synced.engine_log_probs()

@@ -69,9 +69,9 @@ def test_questions_that_a_form_makes_equal_count_once(tmp_path):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_have_room_for_the_default_sizes_and_load_as_openrlhf_loads_them(tmp_path, preset):
     datasets = pytest.importorskip("datasets")
-    out = write_task_files(output_dir=tmp_path / "out", train_size=80, eval_size=20, **PRESETS[preset])
+    out = write_task_files(output_dir=tmp_path / "out", train_size=75, eval_size=24, **PRESETS[preset])
     loaded = datasets.load_dataset("json", data_files=str(out / "train.jsonl"), cache_dir=str(tmp_path))["train"]
-    assert len(loaded) == 80
+    assert len(loaded) == 75
     assert loaded[0]["input"] == _rows(out, "train")[0]["input"]
     assert set(loaded.column_names) == {"input", "label", "datasource"}
 

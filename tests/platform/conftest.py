@@ -1,0 +1,28 @@
+"""What the tests of `platform` share: a fresh interpreter, because what they look at is the state of a process."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Fresh = Callable[..., str]
+
+
+@pytest.fixture
+def fresh() -> Fresh:
+    """Run a program in a process of its own and return what it printed. ``variables`` are all it inherits of ours."""
+
+    def run(program: str, **variables: str) -> str:
+        kept = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR", "OMP_NUM_THREADS") if name in os.environ}
+        ended = subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, env=kept | variables, capture_output=True, text=True
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout.strip()
+
+    return run
