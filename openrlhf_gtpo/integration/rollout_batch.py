@@ -84,6 +84,6 @@ class RolloutBatch:
         if bad.any():
             row = int(bad.nonzero()[0])
             raise TrainingStopped(
-                f"Row {row} of the rollout batch ({int(bad.sum())} of {len(bad)} rows are affected) has a non-finite "
-                f"{name}; the step was stopped before any weight changed. Its prompt: {self.prompts[row]!r}"
+                f"Row {row} of the rollout batch ({int(bad.sum())} of {len(bad)} rows are affected) has a {name} that "
+                f"is not finite; the step was stopped before any weight changed. Its prompt: {self.prompts[row]!r}"
             )
