@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
-from openrlhf.trainer.ppo_utils.length_penalty import apply_length_penalties
+from openrlhf.trainer.ppo_utils.length_penalty import apply_stop_properly_penalty
 
 from openrlhf_gtpo.algorithms import length_penalty
 from openrlhf_gtpo.integration import batch_metrics
@@ -45,15 +45,15 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         """As upstream's, whose duties beside advantages it keeps: penalties, returns, ``info`` and freeing ``kl``.
 
         Raises:
-            TrainingStopped: a reward, log-prob or entropy is not finite.
+            TrainingStopped: GTPO or GRPO-S would shape a reward, log-prob or entropy that is not finite.
         """
         assert self._entropies is not None or not captures_entropy(self.args), "the policy returned no entropies"
         batch = RolloutBatch.gather(experiences, self._entropies, self.args.rollout.n_samples_per_prompt)
         self._entropies = None
-        batch.check_finite()
         if self.credit is None:
             experiences = super().compute_advantages_and_returns(experiences)
         else:
+            batch.check_finite()
             self._shape(batch, experiences)
         self.metrics = batch_metrics.of_batch(batch, [e.advantages for e in experiences], experiences, self.credit)
         return experiences
@@ -80,27 +80,28 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
             experience.kl = None
 
     def _length_penalty(self, batch: RolloutBatch, experiences: list[Experience]) -> torch.Tensor | None:
-        """(B,) what upstream's length penalties add to the outcomes, in sampling order (SPEC §6)."""
+        """(B,) what the length penalties add to the outcomes, in sampling order (SPEC §6); logged rewards follow.
+
+        The overlong penalty counts action tokens, where upstream's counts the span from the first to the last one.
+        """
         reward = self.args.reward
         if reward.overlong_buffer_len is None and reward.stop_properly_penalty_coef is None:
             return None
+        rewards = batch.outcome.clone()
+        if reward.overlong_buffer_len is not None:
+            hard = self.args.rollout.max_new_tokens or self.args.data.max_len
+            soft = hard - reward.overlong_buffer_len
+            lengths = batch.mask.sum(dim=-1)
+            rewards += reward.overlong_penalty_factor * length_penalty(lengths, soft, hard, reward.overlong_form)
+        sizes = [len(e.index) for e in experiences]
+        for experience, penalised in zip(experiences, rewards[batch.order].split(sizes), strict=True):
+            experience.rewards = penalised.clone()
+        if reward.stop_properly_penalty_coef is not None:
+            apply_stop_properly_penalty(experiences, reward.stop_properly_penalty_coef)
         for experience in experiences:
-            experience.rewards = experience.rewards.float()
-        if reward.overlong_form == "as_printed" and reward.overlong_buffer_len is not None:
-            self._prefer_printed_form(experiences)
-        apply_length_penalties(experiences, self.args)
+            experience.info["reward"] = experience.rewards.clone()
         penalised = torch.cat([e.rewards for e in experiences])
         return torch.empty_like(penalised).scatter_(0, batch.order, penalised) - batch.outcome
-
-    def _prefer_printed_form(self, experiences: list[Experience]) -> None:
-        """Add what the paper's printed form of R(i) differs by from DAPO's, which upstream is about to add."""
-        hard = self.args.rollout.max_new_tokens or self.args.data.max_len
-        soft = hard - self.args.reward.overlong_buffer_len
-        for experience in experiences:
-            continuous, printed = (
-                length_penalty(experience.response_length, soft, hard, form) for form in ("continuous", "as_printed")
-            )
-            experience.rewards += self.args.reward.overlong_penalty_factor * (printed - continuous)
 
     def _kl_return(self, experience: Experience) -> torch.Tensor:
         """(b, t) the return of upstream's KL reward: its sum from a token on, or over the whole response where the

@@ -49,7 +49,9 @@ RELIED_ON: dict[str, dict[str, tuple[str, ...] | None]] = {
         "RemoteExperienceMaker.compute_advantages_and_returns": ("self", "experiences"),
         "RemoteExperienceMaker._flatten_results": ("self", "refs", "duplicate_factor"),
     },
-    "openrlhf.trainer.ppo_utils.length_penalty": {"apply_length_penalties": ("experiences", "args")},
+    "openrlhf.trainer.ppo_utils.length_penalty": {
+        "apply_stop_properly_penalty": ("experiences", "stop_properly_penalty_coef")
+    },
     "openrlhf.trainer.ppo_trainer": {
         "BasePPOTrainer.train_step": ("self", "rollout_samples", "global_step"),
         "BasePPOTrainer.save_logs_and_checkpoints": ("self", "global_step", "logs_dict", "client_states"),

@@ -73,8 +73,10 @@ class Rollout:
         return experiences
 
 
-def rollout(seed: int = 0, prompts: int = 5, samples: int = 4, longest: int = 9, binary: bool = True) -> Rollout:
-    """Ragged rows that start at different columns, every third one with holes (several turns)."""
+def rollout(
+    seed: int = 0, prompts: int = 5, samples: int = 4, longest: int = 9, binary: bool = True, holes: bool = True
+) -> Rollout:
+    """Ragged rows that start at different columns, every third one with ``holes`` (several turns)."""
     generator = torch.Generator().manual_seed(seed)
     rows = prompts * samples
     width = 4 + longest
@@ -87,7 +89,7 @@ def rollout(seed: int = 0, prompts: int = 5, samples: int = 4, longest: int = 9,
         start = int(uniform(1) * 4)
         length = 1 + int(uniform(1) * longest)
         mask[i, start : start + length] = True
-        if i % 3 == 0 and length > 3:
+        if holes and i % 3 == 0 and length > 3:
             mask[i, start + 1 : start + 3] = False
     outcome = (uniform(rows) < 0.5).float() if binary else uniform(rows)
     outcome[:samples] = 1.0  # one uniform group

@@ -135,7 +135,7 @@ def assert_same_experience(found: Experience, wanted: Experience) -> None:
 def test_the_experience_is_what_upstreams_trainer_expects(
     estimator: str, layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = rollout(seed=5)
+    batch = rollout(seed=5, holes=False)  # upstream's overlong penalty counts the tokens between two turns too
     argv = ("--reward.overlong_buffer_len", "3", "--rollout.max_new_tokens", "8", *layout)
     _, experiences = make(arguments("--algo.advantage.estimator", estimator, *argv), batch, monkeypatch)
     upstream_args = arguments("--algo.advantage.estimator", "group_norm", *argv)
@@ -187,9 +187,9 @@ def test_upstreams_batch_helpers_work_on_the_result(estimator: str, monkeypatch:
 
 
 def penalty_of(batch: Rollout, soft: float, hard: int, form: str, factor: float) -> torch.Tensor:
-    """R(i) by the formulas of §6, one row at a time."""
+    """R(i) by the formulas of §6, one row at a time; |o| counts action tokens, not the span that they lie in."""
     result = []
-    for length in batch.lengths.tolist():
+    for length in batch.mask.sum(-1).tolist():
         inside = (soft - length) / (hard - soft if form == "continuous" else hard)
         result.append(factor * (0.0 if length <= soft else -1.0 if length > hard else inside))
     return torch.tensor(result)

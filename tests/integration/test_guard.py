@@ -83,8 +83,9 @@ def test_a_name_that_is_gone(installed: Path) -> None:
 
 def test_a_signature_that_changed(installed: Path) -> None:
     path = installed / "trainer/ppo_utils/length_penalty.py"
-    edit(path, "def apply_length_penalties(experiences: List, args)", "def apply_length_penalties(args, experiences)")
-    assert "apply_length_penalties of OpenRLHF 0.11.2 takes ('args', 'experiences'), expected (" in refusal()
+    edit(path, "    stop_properly_penalty_coef: float,\n) -> int", "    coefficient: float,\n) -> int")
+    expected = "apply_stop_properly_penalty of OpenRLHF 0.11.2 takes ('experiences', 'coefficient'), expected ("
+    assert expected in refusal()
 
 
 @pytest.mark.parametrize("module", RELIED_ON)
