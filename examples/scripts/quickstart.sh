@@ -140,4 +140,4 @@ if ((status != 0)); then
     printf '[quickstart] training ended with exit code %s; the whole log: %s\n' "$status" "$output/train.log" >&2
     exit "$status"
 fi
-python3 -m openrlhf_gtpo.cli.report run "$output" --png "$output/curves.png"
+python3 -m openrlhf_gtpo.cli.report run "$output" --png "$output/curves.png" --title "$estimator on $task, seed $seed"

@@ -66,7 +66,7 @@ def describe(entry: Mapping[str, Any]) -> str:
         rewards = (f"{datasource_of(name)} {entry[name]:.3f}" for name in held_out_names([entry]))
         return f"held-out reward {', '.join(rewards)}"
     parts = [("reward", names.REWARD_MEAN, ".2f"), ("entropy", names.ENTROPY_ALL, ".2f")]
-    parts += [("length", names.RESPONSE_LENGTH_MEAN, ".0f"), ("seconds", names.TIMING_STEP_TOTAL, ".0f")]
+    parts += [("length", names.RESPONSE_LENGTH_MEAN, ".0f"), ("seconds", names.TIMING_STEP_TOTAL, ".1f")]
     return "  ".join(f"{label} {entry[key]:{form}}" for label, key, form in parts if entry.get(key) is not None)
 
 

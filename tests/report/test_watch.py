@@ -24,7 +24,7 @@ TRAIN = {
 
 def test_describe_names_the_held_out_task_and_leaves_out_what_is_absent() -> None:
     assert describe({"kind": names.KIND_EVAL, "step": 0, "eval_gcd_pass1": 0.125}) == "held-out reward gcd 0.125"
-    assert describe(TRAIN) == "reward 0.25  entropy 1.50  length 12  seconds 20"
+    assert describe(TRAIN) == "reward 0.25  entropy 1.50  length 12  seconds 20.4"
     assert describe({"kind": names.KIND_TRAIN, "step": 1, names.REWARD_MEAN: 1.0}) == "reward 1.00"
 
 
@@ -40,7 +40,7 @@ def test_watch_prints_every_line_and_ends_with_the_process(tmp_path: Path) -> No
     assert trainer.wait() == 0
     assert output.getvalue().splitlines() == [
         "step 0/4  held-out reward gcd 0.100",
-        "step 1/4  reward 0.25  entropy 1.50  length 12  seconds 20",
+        "step 1/4  reward 0.25  entropy 1.50  length 12  seconds 20.4",
     ]
 
 
