@@ -101,11 +101,16 @@ def start_ray(args: SimpleNamespace, gpus: int) -> None:
 
 
 def _cause(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:
-    """The first exception of ``kind`` behind a Ray task error, which nests one task's error in another's."""
+    """The innermost exception of ``kind`` behind a Ray task error.
+
+    Ray nests one task's error in another's, and makes each an instance of its cause's class too, with the whole remote
+    traceback as its text; only the innermost one says what it said when it was raised.
+    """
+    found: BaseException | None = None
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, kind):
-            return error
+            found = error
         seen.add(id(error))
         error = getattr(error, "cause", None) or error.__cause__
-    return None
+    return found

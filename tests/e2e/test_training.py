@@ -43,8 +43,10 @@ def test_sequence_credit_with_every_option_of_upstream(trainer_argv, tiny_model,
     argv += ["--data.max_samples", "32"]
     run = finish(argv, tmp_path)
     assert run.code == 0, run.log[-4000:]
-    assert run.steps
-    for step in run.steps:
+    # A rollout that the data set's end leaves short of one training batch is logged, but not trained on.
+    trained = [step for step in run.steps if "policy_loss" in step]
+    assert trained
+    for step in trained:
         assert math.isfinite(step["policy_loss"]) and math.isfinite(step["kl"]) and "vllm_kl" in step
         assert step["dynamic_filtering_pass_rate"] < 1000
         # Filtered groups are mixed, so none is uniform; vLLM and the trainer agree on what was sampled.
