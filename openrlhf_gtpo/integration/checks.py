@@ -116,6 +116,8 @@ def _check_model(name: str | None, flag: str) -> Any:
     if not name:
         raise UsageError(f"{flag} is missing; give a Hugging Face checkpoint.")
     path = Path(name)
+    if not path.exists() and (path.is_absolute() or name.startswith(".")):
+        raise UsageError(f"{flag} {name} does not exist.")
     if path.is_dir() and not (path / "config.json").exists():
         raise UsageError(f"{flag} {name} is a folder without config.json, so not a Hugging Face checkpoint.")
     weights = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")

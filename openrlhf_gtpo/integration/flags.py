@@ -92,7 +92,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_config_flags(group: argparse._ArgumentGroup, prefix: str, config: type) -> None:
     types = typing.get_type_hints(config)
-    descriptions = field_descriptions(config)
+    # GRPOSConfig refers to GTPOConfig for what the two share.
+    shared = field_descriptions(GTPOConfig)
+    descriptions = {
+        name: shared[name] if text.startswith("as in ") else text for name, text in field_descriptions(config).items()
+    }
     for field in dataclasses.fields(config):
         kind = types[field.name]
         options: dict[str, Any] = {"default": field.default, "help": descriptions.get(field.name)}
