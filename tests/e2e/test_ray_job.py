@@ -26,13 +26,14 @@ def _free_port() -> int:
 @pytest.fixture
 def cluster() -> Iterator[str]:
     """A head node with two logical GPUs; the address of its dashboard. Ends with the processes it started, no others."""
-    port, dashboard = _free_port(), _free_port()
+    port, dashboard, agent = _free_port(), _free_port(), _free_port()
     with tempfile.TemporaryDirectory(
         prefix="ray", ignore_cleanup_errors=True
     ) as folder:  # Unix sockets need a short path
         head = subprocess.Popen(
             [RAY, "start", "--head", "--block", "--num-gpus=2", "--num-cpus=6", "--node-ip-address=127.0.0.1"]
-            + [f"--port={port}", f"--dashboard-port={dashboard}", f"--temp-dir={folder}"],
+            + [f"--port={port}", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"]
+            + [f"--temp-dir={folder}"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.STDOUT,
             env=os.environ | {"RAY_worker_niceness": "0"},
