@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 import zipfile
 from pathlib import Path
@@ -53,8 +54,8 @@ def read_lock() -> dict[NormalizedName, Version]:
 
 
 def installed_distributions() -> dict[NormalizedName, importlib.metadata.Distribution]:
-    """What lies in this environment's own site-packages; sys.path may lead elsewhere too."""
-    site_packages = [path for path in sys.path if Path(path).is_relative_to(sys.prefix)]
+    """What lies in this environment's own site-packages; sys.path may lead elsewhere, to setuptools' vendored ones too."""
+    site_packages = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
     return {canonicalize_name(d.metadata["Name"]): d for d in importlib.metadata.distributions(path=site_packages)}
 
 

@@ -1,0 +1,1 @@
+"""Metrics, plots and tables of runs. Knows no torch."""
