@@ -40,8 +40,10 @@ def test_sequence_credit_with_every_option_of_upstream(trainer_argv, tiny_model,
     argv += ["--algo.kl.init_coef", "0.01", "--ref.num_gpus_per_node", "1", "--actor.dual_clip", "3"]
     argv += ["--actor.entropy_coef", "0.001", "--algo.advantage.is_correction_level", "token"]
     argv += ["--reward.overlong_buffer_len", "4", "--algo.dynamic_filtering_enable", "--train.colocate_all"]
-    # The task's scorer gives 0.01 for a wrong number: not a success, but more than nothing to upstream's filter.
-    argv += ["--algo.dynamic_filtering_range", "0.1", "0.9", "--data.max_samples", "32"]
+    # The task's scorer gives partial credit, which upstream's filter takes for a difference; here right is 1, wrong 0.
+    reward = tmp_path / "reward.py"
+    reward.write_text(BINARY_REWARD)
+    argv += ["--reward.remote_url", str(reward), "--data.max_samples", "32"]
     run = finish(argv, tmp_path)
     assert run.code == 0, run.log[-4000:]
     # A rollout that the data set's end leaves short of one training batch is logged, but not trained on.
