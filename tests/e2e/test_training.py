@@ -106,3 +106,12 @@ class AgentExecutor(MultiTurnAgentExecutor):
     def __init__(self):
         super().__init__(Agent)
 """
+
+BINARY_REWARD = """
+from openrlhf_gtpo.tasks.reasoning_gym_reward import reward_func as graded
+
+
+def reward_func(queries, prompts, labels):
+    right = float(graded(queries, prompts, labels)["rewards"] >= 1)
+    return {"rewards": right, "scores": right, "extra_logs": {}}
+"""
