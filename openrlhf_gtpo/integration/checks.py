@@ -7,7 +7,7 @@ import importlib.util
 import json
 import os
 import socket
-from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -269,7 +269,7 @@ def _first_too_long(args: SimpleNamespace, table: Any, room: int, where: str) ->
             f"--actor.model_name_or_path {name} has no tokenizer that can be read: {_reason(error)}"
         ) from error
     template = tokenizer.apply_chat_template if args.data.apply_chat_template else None
-    for row, data in enumerate(_first(table, args.data.max_samples)):
+    for row, data in enumerate(islice(table, args.data.max_samples)):
         try:
             prompt, _ = preprocess_data(data, args.data.input_template, args.data.input_key, None, template)
         except Exception as error:  # templates are programs
@@ -281,10 +281,3 @@ def _first_too_long(args: SimpleNamespace, table: Any, room: int, where: str) ->
             if length > room:
                 return row, length
     return None, 0
-
-
-def _first(rows: Iterable[Any], limit: int) -> Iterable[Any]:
-    for index, row in enumerate(rows):
-        if index >= limit:
-            return
-        yield row

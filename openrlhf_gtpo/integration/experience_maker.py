@@ -10,7 +10,7 @@ from openrlhf.trainer.ppo_utils.length_penalty import apply_stop_properly_penalt
 from openrlhf_gtpo.algorithms import length_penalty
 from openrlhf_gtpo.integration import batch_metrics
 from openrlhf_gtpo.integration.credit import captures_entropy, entropy_credit
-from openrlhf_gtpo.integration.rollout_batch import RolloutBatch
+from openrlhf_gtpo.integration.rollout_batch import RolloutBatch, in_sampling_order
 
 
 class PolicyForward(NamedTuple):
@@ -66,11 +66,10 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
             advantages = advantages.clamp(*self.args.reward.clip_range)
         rewards = batch.outcome if penalty is None else batch.outcome + penalty
         deviation = rewards.view(-1, self.args.rollout.n_samples_per_prompt).std(dim=-1)
-        deviation = deviation.repeat_interleave(self.args.rollout.n_samples_per_prompt)[batch.order]
+        deviation = deviation.repeat_interleave(self.args.rollout.n_samples_per_prompt)
 
-        sizes = [len(e.index) for e in experiences]
         shaped = batch.scatter(advantages, experiences)
-        for experience, values, std in zip(experiences, shaped, deviation.split(sizes), strict=True):
+        for experience, values, std in zip(experiences, shaped, batch.split(deviation, experiences), strict=True):
             values = values + self._kl_return(experience)
             experience.advantages = values * experience.action_mask
             experience.returns = experience.advantages.clone()
@@ -93,15 +92,13 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
             soft = hard - reward.overlong_buffer_len
             lengths = batch.mask.sum(dim=-1)
             rewards += reward.overlong_penalty_factor * length_penalty(lengths, soft, hard, reward.overlong_form)
-        sizes = [len(e.index) for e in experiences]
-        for experience, penalised in zip(experiences, rewards[batch.order].split(sizes), strict=True):
+        for experience, penalised in zip(experiences, batch.split(rewards, experiences), strict=True):
             experience.rewards = penalised.clone()
         if reward.stop_properly_penalty_coef is not None:
             apply_stop_properly_penalty(experiences, reward.stop_properly_penalty_coef)
         for experience in experiences:
             experience.info["reward"] = experience.rewards.clone()
-        penalised = torch.cat([e.rewards for e in experiences])
-        return torch.empty_like(penalised).scatter_(0, batch.order, penalised) - batch.outcome
+        return in_sampling_order(torch.cat([e.rewards for e in experiences]), batch.order) - batch.outcome
 
     def _kl_return(self, experience: Experience) -> torch.Tensor:
         """(b, t) the return of upstream's KL reward: its sum from a token on, or over the whole response where the

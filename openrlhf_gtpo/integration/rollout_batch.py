@@ -43,9 +43,7 @@ class RolloutBatch:
 
         def rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             padded = torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors])
-            result = torch.empty_like(padded)
-            result[order] = padded
-            return result
+            return in_sampling_order(padded, order)
 
         reference = experiences[0].base_action_log_probs
         outcome = torch.cat([e.rewards.float() for e in experiences])
@@ -53,7 +51,7 @@ class RolloutBatch:
         return cls(
             order=order,
             mask=rows([e.action_mask.bool() for e in experiences]),
-            outcome=torch.empty_like(outcome).scatter_(0, order, outcome),
+            outcome=in_sampling_order(outcome, order),
             group_ids=torch.arange(len(order)) // samples_per_prompt,
             entropy=None if entropies is None else rows(list(entropies)),
             log_probs=rows([e.action_log_probs for e in experiences]),
@@ -64,8 +62,12 @@ class RolloutBatch:
 
     def scatter(self, values: torch.Tensor, experiences: Sequence[Experience]) -> list[torch.Tensor]:
         """(B, T) values in sampling order, cut into the micro-batches' own shapes."""
-        pieces = values[self.order].split([len(e.index) for e in experiences])
+        pieces = self.split(values, experiences)
         return [p[:, : e.action_mask.shape[1]].contiguous() for p, e in zip(pieces, experiences, strict=True)]
+
+    def split(self, values: torch.Tensor, experiences: Sequence[Experience]) -> tuple[torch.Tensor, ...]:
+        """(B, ...) values in sampling order, cut into the rows of the micro-batches."""
+        return values[self.order].split([len(e.index) for e in experiences])
 
     def check_finite(self) -> None:
         """Raise TrainingStopped, naming the first bad row and its prompt, if the step must not be trained on."""
@@ -87,3 +89,10 @@ class RolloutBatch:
                 f"Row {row} of the rollout batch ({int(bad.sum())} of {len(bad)} rows are affected) has a {name} that "
                 f"is not finite; the step was stopped before any weight changed. Its prompt: {self.prompts[row]!r}"
             )
+
+
+def in_sampling_order(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """(B, ...) rows of the concatenated micro-batches, each moved to its sampling-order row ``order`` (B,)."""
+    result = torch.empty_like(values)
+    result[order] = values
+    return result
