@@ -22,6 +22,7 @@ HEAVY |= {"flash_attn", "datasets", "torch"}
 MAY_BRING_IN = {
     "algorithms": {"torch"},
     "lm_head": {"torch"},
+    "megatron": {"torch", "megatron", "transformers", "mbridge", "transformer_engine"},
     "rollout": {"torch", "ray", "vllm"},
     "platform": {"torch"},
     "tasks": {"torch", "transformers", "datasets"},
@@ -85,8 +86,11 @@ def test_importing_a_room_brings_in_no_more_than_it_may(room: str) -> None:
     assert set(ended.stdout.split()) & HEAVY <= MAY_BRING_IN[room]
 
 
-def test_importing_the_package_brings_in_nothing_heavy() -> None:
-    program = "import openrlhf_gtpo, sys; print(*{name.split('.')[0] for name in sys.modules})"
+@pytest.mark.parametrize(
+    "module", ["openrlhf_gtpo", "openrlhf_gtpo.megatron.layout", "openrlhf_gtpo.megatron.overrides"]
+)
+def test_what_a_driver_asks_brings_in_nothing_heavy(module: str) -> None:
+    program = f"import {module}, sys; print(*{{name.split('.')[0] for name in sys.modules}})"
     found = subprocess.run(
         [sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True, check=True
     )

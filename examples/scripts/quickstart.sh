@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains a small language model with GTPO through OpenRLHF, Ray, vLLM and DeepSpeed, on a machine without a GPU.
+# Trains a small language model with GTPO through OpenRLHF, Ray, vLLM and DeepSpeed or Megatron, without a GPU.
 #
 #   bash examples/scripts/quickstart.sh                     SmolLM2-135M-Instruct on one-digit products, under 20 minutes
 #   bash examples/scripts/quickstart.sh --smoke             a tiny model made on the spot, under 4 minutes
@@ -7,6 +7,7 @@
 #   bash examples/scripts/quickstart.sh --task gcd          another reasoning-gym task
 #   bash examples/scripts/quickstart.sh --model DIR         another Hugging Face checkpoint
 #   bash examples/scripts/quickstart.sh --reward FILE.py    a reward function of your own
+#   bash examples/scripts/quickstart.sh --backend megatron --tensor-parallel 3 --pipeline-parallel 2
 #   bash examples/scripts/quickstart.sh --steps 40 --seed 2 --output DIR -- --actor.adam.lr 5e-6
 #
 # What follows -- goes to the trainer as it is. Results: DIR/metrics.jsonl, DIR/curves.png, DIR/model; the log is
@@ -17,7 +18,8 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 cd "$root"
 
 estimator=gtpo steps='' seed=1 task='' task_config='' model='' reward='' output='' smoke=false
-usage() { sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+backend=deepspeed tensor_parallel=1 pipeline_parallel=1
+usage() { sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 refuse() {
     printf 'quickstart: %s\n' "$*" >&2
     exit 2
@@ -25,7 +27,8 @@ refuse() {
 while (($# > 0)); do
     case "$1" in
         --smoke) smoke=true ;;
-        --estimator | --steps | --seed | --task | --task-config | --model | --reward | --output)
+        --estimator | --steps | --seed | --task | --task-config | --model | --reward | --output | \
+            --backend | --tensor-parallel | --pipeline-parallel)
             (($# > 1)) || refuse "$1 needs a value."
             name="${1#--}"
             printf -v "${name//-/_}" '%s' "$2"
@@ -39,12 +42,17 @@ while (($# > 0)); do
             shift
             break
             ;;
-        *) refuse "unknown flag $1; known: --smoke --estimator --steps --seed --task --task-config --model --reward --output, and -- before flags of the trainer." ;;
+        *) refuse "unknown flag $1; known: --smoke --estimator --steps --seed --task --task-config --model --reward --output --backend --tensor-parallel --pipeline-parallel, and -- before flags of the trainer." ;;
     esac
     shift
 done
 [[ -z "$steps" || "$steps" =~ ^[1-9][0-9]*$ ]] || refuse "--steps $steps is not a positive number."
 [[ "$seed" =~ ^[0-9]+$ ]] || refuse "--seed $seed is not a number."
+[[ "$backend" == deepspeed || "$backend" == megatron ]] || refuse "--backend $backend is neither deepspeed nor megatron."
+for size in "--tensor-parallel $tensor_parallel" "--pipeline-parallel $pipeline_parallel"; do
+    [[ "${size#* }" =~ ^[1-9][0-9]*$ ]] || refuse "$size is not a positive number."
+    [[ "$backend" == megatron || "${size#* }" == 1 ]] || refuse "$size needs --backend megatron."
+done
 
 # shellcheck source=examples/scripts/setup_env.sh
 source examples/scripts/setup_env.sh
@@ -59,7 +67,9 @@ else
     questions=75 held_out=24 eval_samples=16
 fi
 cache="$root/.cache/quickstart"
-output="${output:-runs/$kind-$estimator-${task:-products}-seed$seed}"
+name="$kind-$estimator-${task:-products}"
+[[ "$backend" == deepspeed ]] || name="$name-megatron-tp$tensor_parallel-pp$pipeline_parallel"
+output="${output:-runs/$name-seed$seed}"
 mkdir -p "$output" || refuse "--output $output cannot be made."
 output="$(cd "$output" && pwd)"
 [[ ! -e "$output/metrics.jsonl" ]] || refuse "$output holds an earlier run; give --output another folder or remove it."
@@ -104,7 +114,7 @@ rollout_args=(
 train_args=(
     --actor.model_name_or_path "$model"
     --actor.num_nodes 1
-    --actor.num_gpus_per_node 1
+    --actor.num_gpus_per_node "$((tensor_parallel * pipeline_parallel))"
     --actor.adam.lr "$learning_rate"
     --actor.lr_warmup_ratio 0
     --algo.advantage.estimator "$estimator"
@@ -113,6 +123,13 @@ train_args=(
     --train.micro_batch_size "$micro_batch"
     --train.seed "$seed"
 )
+if [[ "$backend" == megatron ]]; then
+    train_args+=(
+        --actor.backend megatron
+        --megatron.tensor_model_parallel_size "$tensor_parallel"
+        --megatron.pipeline_model_parallel_size "$pipeline_parallel"
+    )
+fi
 log_args=(
     --eval.before_training
     --eval.steps "$steps"

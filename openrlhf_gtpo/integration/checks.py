@@ -1,6 +1,7 @@
 """What can be known to fail before any engine starts: data, model, reward and modes, each refused in one sentence.
 
 Only runs with GTPO or GRPO-S are held to these rules; what upstream's own estimators do with such input is upstream's.
+The Megatron actor has rules of its own, in ``megatron_checks``.
 """
 
 import importlib.util
@@ -24,7 +25,7 @@ def check_inputs(args: SimpleNamespace) -> None:
     if args.algo.advantage.estimator not in CONFIGS:
         return
     _check_modes(args)
-    config = _check_model(args.actor.model_name_or_path, "--actor.model_name_or_path")
+    config = check_model(args.actor.model_name_or_path, "--actor.model_name_or_path")
     if hasattr(config, "vision_config"):
         raise UsageError(
             f"--actor.model_name_or_path {args.actor.model_name_or_path} is a vision-language model, whose image "
@@ -110,7 +111,12 @@ def _check_loss(args: SimpleNamespace) -> None:
         raise UsageError(f"--actor.dual_clip or --algo.advantage.is_correction_*: {error}") from error
 
 
-def _check_model(name: str | None, flag: str) -> Any:
+def check_model(name: str | None, flag: str) -> Any:
+    """The configuration of the checkpoint that ``flag`` names.
+
+    Raises:
+        UsageError: it is missing or cannot be read, or its weights are cut off.
+    """
     from transformers import AutoConfig
 
     if not name:
@@ -166,7 +172,7 @@ def _check_reward(args: SimpleNamespace) -> None:
                 "--reward.model_name_or_path, or --train.agent_func_path."
             )
         for name in args.reward.model_name_or_path.split(","):
-            _check_model(name, "--reward.model_name_or_path")
+            check_model(name, "--reward.model_name_or_path")
         return
     for url in args.reward.remote_url:
         if url.endswith(".py"):

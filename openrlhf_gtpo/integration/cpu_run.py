@@ -20,7 +20,7 @@ def adapt(args: SimpleNamespace) -> None:
         args.vllm.enforce_eager = True
     if args.vllm.enable_sleep:
         replace(args.vllm, "--vllm.enable_sleep", "enable_sleep", False)
-    if args.ds.enable_sleep:
+    if args.ds.enable_sleep and args.actor.backend == "deepspeed":
         replace(args.ds, "--ds.enable_sleep", "enable_sleep", False)
     if args.ds.adam_offload:
         replace(args.ds, "--ds.adam_offload", "adam_offload", False)

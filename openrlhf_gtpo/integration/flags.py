@@ -8,6 +8,7 @@ import typing
 from typing import Any
 
 from openrlhf_gtpo.algorithms import LOSS_LEVEL, GRPOSConfig, GTPOConfig
+from openrlhf_gtpo.integration import megatron_flags
 from openrlhf_gtpo.integration.errors import UsageError
 
 CONFIGS: dict[str, type] = {"gtpo": GTPOConfig, "grpo_s": GRPOSConfig}
@@ -88,6 +89,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     for name, config in CONFIGS.items():
         _add_config_flags(parser.add_argument_group(f"openrlhf_gtpo {name}"), f"--algo.{name}.", config)
+    megatron_flags.add_flags(parser)
 
 
 def _add_config_flags(group: argparse._ArgumentGroup, prefix: str, config: type) -> None:
@@ -123,7 +125,7 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
     """Fill in what the chosen preset or estimator implies, for destinations not in ``given``.
 
     Raises:
-        UsageError: a flag that contradicts the preset or the estimator's loss level.
+        UsageError: a flag that contradicts the preset, the estimator's loss level or the actor's backend.
     """
     bucket = getattr(args, "vllm.sync_bucket_mb")
     if bucket < 1:
@@ -146,6 +148,7 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
         _follow_loss_level(args, given, estimator)
         if not given & {"actor.eps_clip", "actor.eps_clip_low_high"}:
             setattr(args, "actor.eps_clip_low_high", [0.2, 0.28])
+    megatron_flags.adjust(args, given)
 
 
 def _follow_loss_level(args: argparse.Namespace, given: frozenset[str], estimator: str) -> None:

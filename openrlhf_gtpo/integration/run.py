@@ -12,6 +12,7 @@ from openrlhf_gtpo.integration.checks import check_cluster, check_inputs
 from openrlhf_gtpo.integration.credit import entropy_credit
 from openrlhf_gtpo.integration.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.integration.guard import check_openrlhf
+from openrlhf_gtpo.integration.megatron_checks import check_megatron
 
 # What upstream sets in its workers' environment, with upstream's defaults.
 _UPSTREAM_ENVIRONMENT = {
@@ -45,6 +46,7 @@ def train(argv: Sequence[str]) -> None:
         TrainingStopped: data that must not be learned from.
     """
     args = parse(argv)
+    check_megatron(args)
     check_inputs(args)
     check_cluster()
 

@@ -56,7 +56,7 @@ class ExtendedParser(argparse.ArgumentParser):
 
     def _given(self) -> frozenset[str]:
         """Destinations that appear on the command line: those that a second parse does not leave untouched."""
-        untouched = object()
+        untouched: list[str] = []  # a list, so that a repeatable flag can add to a copy of it
         destinations = {action.dest for action in self._actions}
         namespace, _ = self.parse_known_args(self._argv, argparse.Namespace(**dict.fromkeys(destinations, untouched)))
         return frozenset(d for d in destinations if getattr(namespace, d) is not untouched)

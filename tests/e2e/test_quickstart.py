@@ -43,6 +43,9 @@ def test_smoke_run_ends_with_a_table_and_curves(tmp_path: Path) -> None:
         (["--stepz", "3"], "unknown flag --stepz"),
         (["--steps", "none"], "--steps none is not a positive number"),
         (["--model"], "--model needs a value"),
+        (["--backend", "fsdp"], "--backend fsdp is neither deepspeed nor megatron"),
+        (["--backend", "megatron", "--pipeline-parallel", "0"], "--pipeline-parallel 0 is not a positive number"),
+        (["--tensor-parallel", "2"], "--tensor-parallel 2 needs --backend megatron"),
     ],
 )
 def test_wrong_flag_is_one_sentence_before_anything_is_set_up(flags: list[str], message: str, tmp_path: Path) -> None:

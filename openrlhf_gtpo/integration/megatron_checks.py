@@ -1,0 +1,99 @@
+"""What can be known to fail with ``--actor.backend megatron`` before any engine starts. Holds for every estimator."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from openrlhf_gtpo import platform
+from openrlhf_gtpo.integration.checks import check_model
+from openrlhf_gtpo.integration.errors import UsageError
+from openrlhf_gtpo.integration.megatron_flags import layout_of
+from openrlhf_gtpo.megatron.layout import Layout, LayoutError, WorldSizeError, check_layout
+from openrlhf_gtpo.megatron.overrides import OverrideError, parse_overrides
+
+_BACKEND = "--actor.backend megatron"
+
+
+def check_megatron(args: SimpleNamespace) -> None:
+    """Raise UsageError for the first thing that the Megatron actor cannot do; nothing with another backend."""
+    if args.actor.backend != "megatron":
+        return
+    layout = layout_of(args)
+    _check_modes(args, layout)
+    config = check_model(args.actor.model_name_or_path, "--actor.model_name_or_path")
+    if hasattr(config, "vision_config"):
+        raise UsageError(
+            f"--actor.model_name_or_path {args.actor.model_name_or_path} is a vision-language model, which "
+            f"{_BACKEND} does not train; use --actor.backend deepspeed."
+        )
+    _check_layout(config, layout, args.actor, "actor")
+    if args.algo.kl.init_coef > 0:
+        _check_layout(config, layout, args.ref, "ref")
+    _check_batch(args, layout)
+    try:
+        parse_overrides(args.megatron.override)
+    except OverrideError as error:
+        raise UsageError(str(error)) from error
+
+
+def _check_layout(config: Any, layout: Layout, section: SimpleNamespace, name: str) -> None:
+    """Refuse a layout that the model or the processes of one group do not allow."""
+    world_size = section.num_nodes * section.num_gpus_per_node
+    try:
+        check_layout(config, layout, world_size, cuda=platform.chosen_platform() == "cuda")
+    except WorldSizeError as error:
+        raise UsageError(
+            f"--{name}.num_nodes {section.num_nodes} × --{name}.num_gpus_per_node {section.num_gpus_per_node}: {error}"
+        ) from error
+    except LayoutError as error:
+        raise UsageError(str(error)) from error
+
+
+def _check_batch(args: SimpleNamespace, layout: Layout) -> None:
+    replicas = layout.data_parallel_size(args.actor.num_nodes * args.actor.num_gpus_per_node)
+    if args.train.batch_size % replicas:
+        raise UsageError(
+            f"--train.batch_size {args.train.batch_size} cannot be shared evenly by the {replicas} data-parallel "
+            f"replicas of the actor; give a multiple of {replicas}."
+        )
+    if args.train.max_tokens_per_gpu < 1:
+        raise UsageError(
+            f"--train.max_tokens_per_gpu {args.train.max_tokens_per_gpu} leaves no room for a token, and {_BACKEND} "
+            "fills its micro-batches by it; give at least 1."
+        )
+
+
+def _check_modes(args: SimpleNamespace, layout: Layout) -> None:
+    """Refuse what OpenRLHF's DeepSpeed actor offers and the Megatron actor does not."""
+    if args.critic.model_name_or_path:
+        raise UsageError(
+            f"--algo.advantage.estimator {args.algo.advantage.estimator} trains a critic beside the actor, which "
+            f"{_BACKEND} does not; choose an estimator without one (gtpo, grpo_s, group_norm, rloo, …)."
+        )
+    if args.reward.model_name_or_path and not args.reward.remote_url and layout.model_parallel_size > 1:
+        raise UsageError(
+            f"--reward.model_name_or_path {args.reward.model_name_or_path} runs on DeepSpeed and takes a batch for "
+            f"each process, while --megatron.*_parallel_size gives each batch to {layout.model_parallel_size} of them; "
+            "serve it behind --reward.remote_url URL, or leave these sizes at 1."
+        )
+    for unwanted, flag, remedy in (
+        (args.train.async_enable, "--train.async_enable", "leave it out"),
+        (args.train.enable_ema, "--train.enable_ema", "leave it out"),
+        (args.ds.load_in_4bit, "--ds.load_in_4bit", "leave it out"),
+        (args.ds.lora.rank > 0, f"--ds.lora.rank {args.ds.lora.rank}", "leave it out to train all weights"),
+        (
+            args.ds.adam_offload,
+            "--ds.adam_offload",
+            "leave it out, or give --megatron.offload to move the states to host memory between phases",
+        ),
+        (args.ds.param_dtype != "bf16", f"--ds.param_dtype {args.ds.param_dtype}", "give bf16"),
+        (args.actor.optim != "adam", f"--actor.optim {args.actor.optim}", "give adam"),
+        (args.actor.aux_loss_coef > 0, f"--actor.aux_loss_coef {args.actor.aux_loss_coef:g}", "leave it at 0"),
+        (args.vllm.sync_with_ray, "--vllm.sync_with_ray", "leave it out"),
+        (
+            args.data.max_images_per_prompt > 0,
+            f"--data.max_images_per_prompt {args.data.max_images_per_prompt}",
+            "use text prompts",
+        ),
+    ):
+        if unwanted:
+            raise UsageError(f"{flag} is not offered by {_BACKEND}; {remedy}, or use --actor.backend deepspeed.")

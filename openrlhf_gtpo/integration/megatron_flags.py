@@ -1,0 +1,135 @@
+"""The flags of the Megatron-core actor, and what they imply for flags of OpenRLHF's."""
+
+import argparse
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from openrlhf_gtpo.integration.errors import UsageError
+from openrlhf_gtpo.megatron.layout import SIZES, Layout, LayoutError
+
+_PREFIX = "megatron."
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add ``--actor.backend`` and ``--megatron.*``."""
+    group = parser.add_argument_group("openrlhf_gtpo megatron")
+    group.add_argument(
+        "--actor.backend",
+        choices=["deepspeed", "megatron"],
+        default="deepspeed",
+        help="what trains the policy and scores with the reference: OpenRLHF's DeepSpeed models, or Megatron-core with "
+        "tensor, pipeline, context and expert parallelism. Models: llama, mistral, qwen2, qwen3, qwen3_moe",
+    )
+    group.add_argument(
+        "--megatron.tensor_model_parallel_size",
+        type=int,
+        default=1,
+        help="GPUs that share every matrix; must divide the model's attention heads and key-value heads. Keep it "
+        "within a node",
+    )
+    group.add_argument(
+        "--megatron.pipeline_model_parallel_size",
+        type=int,
+        default=1,
+        help="stages that the layers are split into; must divide their number",
+    )
+    group.add_argument(
+        "--megatron.context_parallel_size",
+        type=int,
+        default=1,
+        help="GPUs that share every sequence, for long ones; CUDA only",
+    )
+    group.add_argument(
+        "--megatron.expert_model_parallel_size",
+        type=int,
+        default=1,
+        help="GPUs that share the experts of a mixture of experts; must divide them and the data-parallel size, which "
+        "is --actor.num_nodes × --actor.num_gpus_per_node ÷ (tensor × pipeline × context)",
+    )
+    group.add_argument(
+        "--megatron.sequence_parallel",
+        action="store_true",
+        default=False,
+        help="shard the activations between the matrices over the tensor-parallel GPUs too: less memory, same result",
+    )
+    group.add_argument(
+        "--megatron.recompute",
+        choices=["none", "selective", "full"],
+        default="none",
+        help="activations to compute again in the backward pass instead of keeping them: none, those of attention "
+        "(selective), or everything inside a layer (full; --actor.gradient_checkpointing_enable asks for this)",
+    )
+    group.add_argument(
+        "--megatron.use_distributed_optimizer",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="shard the optimizer's states over the data-parallel GPUs",
+    )
+    group.add_argument(
+        "--megatron.offload",
+        action="store_true",
+        default=False,
+        help="move parameters, gradients and optimizer states to host memory between the phases of a colocated run, "
+        "as --ds.enable_sleep does for DeepSpeed (which asks for the same here)",
+    )
+    group.add_argument(
+        "--megatron.override",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="set a field of Megatron's TransformerConfig, for example moe_router_dtype=fp32; may be repeated",
+    )
+    group.add_argument(
+        "--megatron.async_save",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="write checkpoints to disk while training goes on",
+    )
+
+
+def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
+    """Carry the Megatron actor's flags over to those that OpenRLHF reads, and the other way round.
+
+    OpenRLHF hands each batch to ``ds.ring_attn_size * ds.tensor_parallel_size`` consecutive ranks, and counts its
+    data-parallel ranks by them; with this backend those are the ranks of one model replica.
+
+    Raises:
+        UsageError: a flag of one backend given with the other, or a parallel size below 1.
+    """
+    if getattr(args, "actor.backend") != "megatron":
+        stray = sorted(name for name in given if name.startswith(_PREFIX))
+        if stray:
+            raise UsageError(f"--{stray[0]} needs --actor.backend megatron; add it, or leave the flag out.")
+        return
+    for name, remedy in (
+        ("ds.tensor_parallel_size", "--megatron.tensor_model_parallel_size"),
+        ("ds.ring_attn_size", "--megatron.context_parallel_size"),
+    ):
+        size = getattr(args, name)
+        if size != 1:
+            raise UsageError(f"--{name} {size} is DeepSpeed's; with --actor.backend megatron give {remedy}.")
+    layout = _layout(lambda name: getattr(args, _PREFIX + name))
+    setattr(args, "ds.tensor_parallel_size", layout.model_parallel_size)
+
+    sleeps = getattr(args, "ds.enable_sleep") or getattr(args, "megatron.offload")
+    setattr(args, "ds.enable_sleep", sleeps)
+    setattr(args, "megatron.offload", sleeps)
+    if getattr(args, "actor.gradient_checkpointing_enable") and "megatron.recompute" not in given:
+        setattr(args, "megatron.recompute", "full")
+
+
+def layout_of(args: SimpleNamespace) -> Layout:
+    """The parallel sizes of ``--megatron.*``.
+
+    Raises:
+        UsageError: a size below 1.
+    """
+    return _layout(lambda name: getattr(args.megatron, name))
+
+
+def _layout(read: Callable[[str], Any]) -> Layout:
+    try:
+        return Layout(**{name: read(name) for name in SIZES}, sequence_parallel=read("sequence_parallel"))
+    except LayoutError as error:
+        raise UsageError(str(error)) from error

@@ -1,0 +1,114 @@
+"""mbridge's conversion between Hugging Face checkpoints and Megatron parameters, adapted to transformers 5.
+
+mbridge 0.15.1 knows the names and layouts of each architecture; what is added here is what its models read from the
+configuration, the layers of a host without Transformer Engine, and tied heads under pipeline parallelism.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from mbridge.core.bridge import _MODEL_REGISTRY
+from mbridge.models.llama import LLaMABridge
+from mbridge.models.qwen2 import Qwen2Bridge
+from mbridge.models.qwen3 import Qwen3Bridge
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from transformers import AutoConfig, PretrainedConfig
+
+from openrlhf_gtpo.megatron.host import has_transformer_engine
+from openrlhf_gtpo.megatron.layout import Layout
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+# The head's columns are padded to a multiple of this on each rank, as Megatron pads them.
+VOCABULARY_MULTIPLE = 128
+
+
+def read_config(source: str | Path) -> PretrainedConfig:
+    """The checkpoint's configuration with the fields that mbridge reads where transformers 5 has moved them."""
+    config = copy.deepcopy(AutoConfig.from_pretrained(source))
+    rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    theta = rope.get("rope_theta", getattr(config, "rope_theta", None))
+    config.rope_theta = 10000.0 if theta is None else theta
+    config.rope = rope
+    if getattr(config, "head_dim", None) is None:
+        config.head_dim = config.hidden_size // config.num_attention_heads
+    return config
+
+
+class _AdaptedBridge:
+    """What every architecture's bridge has in common here; mixed in before mbridge's class."""
+
+    hf_config: Any
+    mpu: Any
+    config: Any
+
+    def _adjust_mapping_for_shared_weights(self) -> None:
+        # A copy of its own: mbridge changes the class's table, which the next model of the process would inherit.
+        self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)  # type: ignore[has-type]
+        if self.hf_config.tie_word_embeddings:
+            self._DIRECT_MAPPING["output_layer.weight"] = _EMBEDDING
+
+    def _get_hf_shared_weight_keys(self) -> list[str]:
+        return [_EMBEDDING] if self.hf_config.tie_word_embeddings else []
+
+    def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+        if has_transformer_engine():
+            return super()._get_transformer_layer_spec(vp_stage)  # type: ignore[misc]
+        from openrlhf_gtpo.megatron.layers import portable_layer_spec
+
+        return portable_layer_spec(self.config, vp_stage)
+
+    def _get_gptmodel_args(self) -> dict[str, Any]:
+        rope = self.hf_config.rope
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        options: dict[str, Any] = {}
+        if kind == "linear":
+            options["seq_len_interpolation_factor"] = rope["factor"]
+        elif kind == "llama3":
+            options |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+        return {
+            "vocab_size": self.hf_config.vocab_size,
+            "max_sequence_length": self.hf_config.max_position_embeddings,
+            "position_embedding_type": "rope",
+            "rotary_base": self.hf_config.rope_theta,
+        } | options
+
+
+class _Llama(_AdaptedBridge, LLaMABridge):
+    def _build_config(self) -> Any:
+        return self._build_base_config(add_qkv_bias=getattr(self.hf_config, "attention_bias", False))
+
+
+class _Mistral(_Llama):
+    """Llama's names and layout; its sliding window must be off."""
+
+
+class _Qwen2(_AdaptedBridge, Qwen2Bridge):
+    pass
+
+
+class _Qwen3(_AdaptedBridge, Qwen3Bridge):
+    pass
+
+
+_BRIDGES = {"llama": _Llama, "mistral": _Mistral, "qwen2": _Qwen2, "qwen3": _Qwen3}
+
+
+def make_bridge(config: PretrainedConfig, layout: Layout, dtype: torch.dtype, fields: dict[str, Any]) -> Any:
+    """mbridge's bridge for ``config`` (from :func:`read_config`) on the groups of ``layout``, which exist already.
+
+    Args:
+        fields: TransformerConfig fields that win over what the bridge derives.
+    """
+    assert parallel_state.get_tensor_model_parallel_world_size() == layout.tensor_model_parallel_size
+    bridge = _BRIDGES[config.model_type](
+        config, dtype=dtype, make_vocab_size_divisible_by=VOCABULARY_MULTIPLE * layout.tensor_model_parallel_size
+    )
+    bridge.set_extra_args(**fields)
+    return bridge
+
+
+assert set(_BRIDGES) - {"mistral"} <= set(_MODEL_REGISTRY)

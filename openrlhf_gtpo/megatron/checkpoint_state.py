@@ -1,0 +1,137 @@
+"""What a checkpoint holds: weights and optimizer as Megatron shards them, and the small state around them."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
+
+from openrlhf_gtpo.megatron.host import megatron_calls, on_cuda
+from openrlhf_gtpo.megatron.model import LoadedModel
+from openrlhf_gtpo.megatron.trainer import Trainer
+
+# Optimizer states in the shape of their parameters, which any TP × PP × DP can read; Megatron's other format can be
+# read at another DP alone. They are gathered over the data-parallel ranks on the first of them (in its host memory, 12
+# bytes a parameter of its TP × PP share), and on loading each rank reads that much.
+METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+    "chained_optim_avoid_prefix": True,
+}
+_EXTRA = "_extra_state"  # Transformer Engine's own, absent from checkpoints of hosts without it
+
+
+def sharded_state(model: LoadedModel, trainer: Trainer | None, *, is_loading: bool) -> dict[str, Any]:
+    """Megatron's sharded state dict of the model and, if there is a trainer, its optimizer (collective)."""
+    with megatron_calls():
+        state = {"model": model.stage.sharded_state_dict(metadata=dict(METADATA))}
+        if trainer is not None:
+            _allocate(trainer.optimizer)
+            state["optimizer"] = trainer.optimizer.sharded_state_dict(
+                state["model"], is_loading=is_loading, metadata=dict(METADATA)
+            )
+            _own_steps(trainer.optimizer)
+        return state
+
+
+def missing_keys(state: dict[str, Any], stored: Any) -> list[str]:
+    """Keys of ``state`` that a checkpoint with the keys ``stored`` lacks, those that may be absent left out."""
+    wanted = {part.unique_key if isinstance(part, ShardedObject) else part.key for part in _sharded_parts(state)}
+    return sorted(key for key in wanted - set(stored) if _EXTRA not in key)
+
+
+def apply(loaded: dict[str, Any], model: LoadedModel, trainer: Trainer | None) -> None:
+    """Put what Megatron has read for :func:`sharded_state` into place."""
+    with megatron_calls(), torch.no_grad():
+        unfit = model.stage.load_state_dict(loaded["model"], strict=False)
+        wrong = [key for key in (*unfit.missing_keys, *unfit.unexpected_keys) if _EXTRA not in key]
+        assert not wrong, f"keys were compared before anything was read: {wrong}"
+        if trainer is not None:
+            parts = trainer.optimizer.chained_optimizers
+            states = [loaded["optimizer"][i] for i in range(len(parts))] if len(parts) > 1 else [loaded["optimizer"]]
+            for part, state in zip(parts, states, strict=True):
+                _load_optimizer(part, state)
+            _own_steps(trainer.optimizer)
+
+
+def training_state(trainer: Trainer) -> dict[str, Any]:
+    """The learning-rate schedule's state."""
+    return {
+        "lr_schedule": None if trainer.lr_schedule is None else trainer.lr_schedule.state_dict(),
+        "lr_carrier": trainer._schedule_carrier.state_dict(),
+    }
+
+
+def apply_training_state(state: dict[str, Any], trainer: Trainer) -> None:
+    """The inverse of :func:`training_state`."""
+    trainer._schedule_carrier.load_state_dict(state["lr_carrier"])
+    if trainer.lr_schedule is not None:
+        trainer.lr_schedule.load_state_dict(state["lr_schedule"])
+
+
+def random_state() -> dict[str, Any]:
+    """Of every generator that training may draw from on this rank."""
+    state = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
+    if on_cuda():
+        state["cuda"] = torch.cuda.get_rng_state()
+        state["megatron"] = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return state
+
+
+def apply_random_state(state: dict[str, Any]) -> None:
+    """The inverse of :func:`random_state`."""
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if on_cuda() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+        tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
+
+
+def _sharded_parts(state: dict[str, Any]) -> Iterator[Any]:
+    return (part for part in nested_values(state) if isinstance(part, ShardedBase))
+
+
+def _allocate(optimizer: Any) -> None:
+    """AdamW's states before its first step, without which Megatron can neither save nor load it.
+
+    Fused optimizers, which Megatron takes on CUDA hosts that have them, it allocates itself.
+    """
+    for adam in _torch_adams(optimizer):
+        for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+            state = adam.state[parameter]
+            state.setdefault("step", torch.tensor(0.0))
+            for name in ("exp_avg", "exp_avg_sq"):
+                if name not in state:
+                    state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+    """One of Megatron's optimizers; its moments after the rest, as the distributed one asks for torch's step counters
+    among the moments, where it has not put them."""
+    moments = state.pop("param_state", None)
+    optimizer.load_state_dict(state)
+    if moments is None:
+        return
+    steps = [
+        (held, held.pop("step")) for adam in _torch_adams(optimizer) for held in adam.state.values() if "step" in held
+    ]
+    optimizer.load_parameter_state_from_fully_reshardable(moments)
+    for held, step in steps:
+        held["step"] = step
+
+
+def _own_steps(optimizer: Any) -> None:
+    """Megatron hands all parameters one step counter, which each of them would then advance."""
+    for adam in _torch_adams(optimizer):
+        for state in adam.state.values():
+            state["step"] = state["step"].clone() if "step" in state else torch.tensor(0.0)
+
+
+def _torch_adams(optimizer: Any) -> list[torch.optim.Optimizer]:
+    inner = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+    return [adam for adam in inner if isinstance(adam, torch.optim.Adam)]  # AdamW is one

@@ -1,0 +1,70 @@
+"""Lets megatron-core 0.16.1 run on a host without CUDA, over gloo. Never used on a CUDA host.
+
+Megatron writes ``device="cuda"`` and ``.cuda()`` into its calls, compares ``tensor.type()`` with CUDA's names, and keeps
+a tracker of CUDA random states. Inside ``cuda_calls_on_cpu`` those land on the CPU; all of it can go when Megatron asks
+``torch.accelerator`` instead.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    """Rewrites the device of factory and conversion calls, and answers ``type()`` with CUDA's spelling."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.to:
+            args = tuple("cpu" if _is_cuda(argument) else argument for argument in args)
+        return func(*args, **kwargs)
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+class _NoStates:
+    """Stands for Megatron's tracker of CUDA random states: there are none to switch between."""
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_states(self) -> dict:
+        return {}
+
+    def set_states(self, states: dict) -> None:
+        """There is nothing to set."""
+
+    def fork(self, name: str = "") -> contextlib.AbstractContextManager:
+        """Nothing switches; dropout draws from the CPU's own generator."""
+        return contextlib.nullcontext()
+
+
+def activate() -> None:
+    """Replace what Megatron asks of CUDA's random numbers. Safe to call twice."""
+    from megatron.core.tensor_parallel import random
+
+    random._CUDA_RNG_STATE_TRACKER = _NoStates()
+    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+    # Activation recompute saves and restores both states; the CPU's is saved beside it anyway.
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
+    random._set_cuda_rng_state = lambda *args, **kwargs: None
+
+
+@contextlib.contextmanager
+def cuda_calls_on_cpu() -> Iterator[None]:
+    """While it lasts, this thread's requests for a CUDA device are served by the CPU."""
+    with _CudaIsCpu():
+        yield

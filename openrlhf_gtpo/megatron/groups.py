@@ -1,0 +1,57 @@
+"""Megatron's process groups for a layout, with the ranks of one model replica consecutive.
+
+OpenRLHF hands each replica's batch to as many consecutive ranks as a replica has, so the data-parallel dimension is the
+outermost one (Megatron's own order puts pipeline stages outside it).
+"""
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+
+from openrlhf_gtpo.megatron import cpu_host
+from openrlhf_gtpo.megatron.host import megatron_calls, on_cuda
+from openrlhf_gtpo.megatron.layout import Layout
+
+ORDER = "tp-cp-ep-pp-dp"
+
+# Megatron forgets most of its groups without closing them.
+_made: list[torch.distributed.ProcessGroup] = []
+
+
+def initialize(layout: Layout, seed: int) -> None:
+    """Create the groups of ``layout`` over the default process group, and seed Megatron's random states.
+
+    Raises:
+        ValueError: Megatron's groups exist already; ``destroy`` them first.
+    """
+    if parallel_state.model_parallel_is_initialized():
+        raise ValueError("Megatron's process groups exist already in this process; destroy them first.")
+    assert torch.distributed.is_initialized(), "torch.distributed comes first"
+    if not on_cuda():
+        cpu_host.activate()
+    before = set(_all_groups())
+    with megatron_calls():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor_model_parallel_size,
+            pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+            context_parallel_size=layout.context_parallel_size,
+            expert_model_parallel_size=layout.expert_model_parallel_size,
+            order=ORDER,
+        )
+    _made.extend(group for group in _all_groups() if group not in before)
+    torch.manual_seed(seed)
+    if on_cuda():
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def destroy() -> None:
+    """Remove Megatron's groups and close their connections, so that another layout can be made in these processes."""
+    parallel_state.destroy_model_parallel()
+    open_still = set(_all_groups())  # Megatron closes a few
+    while _made:
+        group = _made.pop()
+        if group in open_still:
+            torch.distributed.destroy_process_group(group)
+
+
+def _all_groups() -> list[torch.distributed.ProcessGroup]:
+    return list(torch.distributed.distributed_c10d._world.pg_map)

@@ -1,0 +1,101 @@
+"""Micro-batches through the pipeline: Megatron's schedules, with the loss handed in as a callable."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from openrlhf_gtpo.megatron.host import device, megatron_calls
+from openrlhf_gtpo.megatron.packing import Packed, TokenBatch, pack
+
+# (index of the micro-batch, log-probs (B, A), entropies (B, A) or None) to (scalar, what the caller wants back).
+# The scalars add up over micro-batches and data-parallel replicas: their sum is what is minimised.
+Loss = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Any]]
+
+
+class Statistics(NamedTuple):
+    """Of the actions of one micro-batch, (B, A) float32 each, 0 where there is none; on the CPU."""
+
+    log_probs: Tensor
+    entropy: Tensor
+
+
+@torch.no_grad()
+def forward(stage: torch.nn.Module, config: Any, batches: Sequence[TokenBatch]) -> list[Statistics]:
+    """Log-probs and entropies of every micro-batch, on every rank of the replica."""
+
+    def collect(index: int, packed: Packed, output: Any, non_loss_data: bool) -> Statistics:
+        assert non_loss_data
+        log_probs, entropy = output
+        return Statistics(packed.place(log_probs), packed.place(entropy))
+
+    results = _run(stage, config, batches, collect, with_entropy=True, forward_only=True)
+    return [_from_last_stage(batch, results[i] if results else None) for i, batch in enumerate(batches)]
+
+
+def forward_backward(
+    stage: torch.nn.Module, config: Any, batches: Sequence[TokenBatch], loss: Loss, *, with_entropy: bool
+) -> list[Any]:
+    """Forward and backward of every micro-batch, gradients reduced over the data-parallel group.
+
+    Returns:
+        what ``loss`` gave beside its scalars, one entry a micro-batch; empty on all but the last stage.
+    """
+    no_tokens = torch.zeros((), dtype=torch.int)  # Megatron would divide the gradient by their number
+
+    def apply(index: int, packed: Packed, output: Any) -> tuple[Tensor, Tensor, Any]:
+        log_probs, entropy = output
+        value, kept = loss(index, packed.place(log_probs), None if entropy is None else packed.place(entropy))
+        return value, no_tokens, kept
+
+    return _run(stage, config, batches, apply, with_entropy=with_entropy, forward_only=False)
+
+
+def _run(
+    stage: torch.nn.Module,
+    config: Any,
+    batches: Sequence[TokenBatch],
+    finish: Callable,
+    *,
+    with_entropy: bool,
+    forward_only: bool,
+) -> list[Any]:
+    assert batches, "a schedule needs a micro-batch"
+    multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+
+    def step(data: Iterator[tuple[int, TokenBatch]], model: torch.nn.Module) -> tuple[Any, Callable]:
+        index, batch = next(data)
+        packed = pack(batch, device(), multiple)
+        return model(packed, with_entropy=with_entropy), partial(finish, index, packed)
+
+    with megatron_calls():
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(enumerate(batches)),
+            model=[stage],
+            num_microbatches=len(batches),
+            # Shapes differ between micro-batches, and stages tell each other (variable_seq_lengths).
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+
+def _from_last_stage(batch: TokenBatch, statistics: Statistics | None) -> Statistics:
+    """The last stage's result, on the CPU of every stage."""
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        shape = (2, *batch.action_mask.shape)
+        both = torch.stack(statistics) if statistics else torch.empty(shape, device=device())
+        torch.distributed.broadcast(
+            both,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+        statistics = Statistics(both[0], both[1])
+    assert statistics is not None
+    return Statistics(statistics.log_probs.cpu(), statistics.entropy.cpu())

@@ -1,0 +1,130 @@
+"""Megatron's gradient buffers, optimizer and learning-rate schedule around one model: a train step."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+
+from openrlhf_gtpo.megatron import schedule
+from openrlhf_gtpo.megatron.host import megatron_calls
+from openrlhf_gtpo.megatron.model import LoadedModel
+from openrlhf_gtpo.megatron.packing import TokenBatch
+
+# A torch optimizer, of which only the learning rate counts, to its schedule.
+MakeSchedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """AdamW's settings; biases and norms are not decayed.
+
+    Fields:
+        lr: peak learning rate.
+        betas, eps, weight_decay: as AdamW's.
+        max_norm: gradients are scaled to at most this L2 norm; 0 leaves them.
+        distributed: shard optimizer states and gradients over the data-parallel ranks.
+    """
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_norm: float = 1.0
+    distributed: bool = True
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Of one optimizer step.
+
+    Fields:
+        grad_norm: L2 norm of the whole gradient, before scaling.
+        lr: the learning rate that was used.
+        kept: what the loss callable gave back, one entry a micro-batch; empty on all but the last stage.
+    """
+
+    grad_norm: float
+    lr: float
+    kept: list[Any]
+
+
+class Trainer:
+    """Trains ``model`` in place.
+
+    Args:
+        make_schedule: None keeps the learning rate.
+    """
+
+    def __init__(self, model: LoadedModel, options: OptimizerOptions, make_schedule: MakeSchedule | None = None):
+        self.model = model
+        self.options = options
+        config = model.config
+        with megatron_calls():
+            self.ddp = DistributedDataParallel(
+                config=config,
+                ddp_config=DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True, use_distributed_optimizer=options.distributed
+                ),
+                module=model.stage,
+            )
+            optimizer_config = OptimizerConfig(
+                optimizer="adam",
+                lr=options.lr,
+                weight_decay=options.weight_decay,
+                adam_beta1=options.betas[0],
+                adam_beta2=options.betas[1],
+                adam_eps=options.eps,
+                clip_grad=options.max_norm,
+                bf16=model.options.dtype is torch.bfloat16,
+                params_dtype=model.options.dtype,
+                use_distributed_optimizer=options.distributed,
+            )
+            self.optimizer = get_megatron_optimizer(
+                optimizer_config, [self.ddp], get_standard_config_overrides(optimizer_config)
+            )
+        config.finalize_model_grads_func = _finalize
+        config.no_sync_func = self.ddp.no_sync
+        config.grad_scale_func = self.optimizer.scale_loss
+        # The schedule works on an optimizer of its own, whose learning rate is handed on before each step.
+        self._schedule_carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=options.lr)
+        self.lr_schedule = make_schedule(self._schedule_carrier) if make_schedule else None
+
+    def step(self, batches: Sequence[TokenBatch], loss: schedule.Loss, *, with_entropy: bool = False) -> StepReport:
+        """One optimizer step over all ``batches`` of this replica.
+
+        Args:
+            loss: see :data:`openrlhf_gtpo.megatron.schedule.Loss`.
+            with_entropy: hand the loss differentiable entropies too.
+
+        Raises:
+            FloatingPointError: the gradient is not finite; no weight has changed.
+        """
+        lr = self._schedule_carrier.param_groups[0]["lr"]
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+            # Megatron leaves it to its scheduler to multiply by the 0 of biases and norms.
+            group["weight_decay"] = self.options.weight_decay * group.get("wd_mult", 1.0)
+        self.ddp.train()
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        kept = schedule.forward_backward(self.ddp, self.model.config, batches, loss, with_entropy=with_entropy)
+        with megatron_calls():
+            self.optimizer.prepare_grads()
+            norm = float(self.optimizer.get_grad_norm())
+            if not math.isfinite(norm):
+                raise FloatingPointError(f"The gradient's norm is {norm}; no weights were changed.")
+            updated, _, _ = self.optimizer.step()
+        assert updated, "without a loss scale there is no step to skip"
+        if self.lr_schedule is not None:
+            self._schedule_carrier.step()
+            self.lr_schedule.step()
+        return StepReport(norm, lr, kept)
+
+
+def _finalize(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
+    """Megatron's reduction of gradients without its division by the number of tokens: the loss has its own."""
+    finalize_model_grads(model, None, **options)

@@ -1,0 +1,307 @@
+"""A function in several processes of this host that are joined by ``torch.distributed``: what ``torchrun`` does, from
+inside a command line. Such processes and the store that they meet at listen on the loopback interface alone.
+
+Where ``torchrun`` or ``srun`` has started the processes already, on one host or on many, the function runs in this one.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple, TypeVar
+
+from openrlhf_gtpo import platform
+
+_LOOPBACK = "127.0.0.1"
+_GIVEN_BY_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SECONDS_TO_END = 10  # after a SIGTERM
+
+T = TypeVar("T")
+
+
+class ProcessFailed(RuntimeError):
+    """A rank raised an exception, or ended without an answer.
+
+    Fields:
+        rank: of the process.
+        reason: the traceback in that process, or how it ended.
+    """
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank} failed: {reason.strip()}")
+        self.rank = rank
+        self.reason = reason
+
+
+class _Answer(NamedTuple):
+    """What a rank reports: its result, or an exception and its traceback."""
+
+    value: Any
+    traceback: str | None
+
+
+def launched_world_size() -> int | None:
+    """Number of processes that ``torchrun`` or ``srun`` has started, of which this is one; None where this is alone.
+
+    Raises:
+        ValueError: its environment is incomplete or holds no numbers.
+    """
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return None
+    missing = [name for name in _GIVEN_BY_LAUNCHER if not os.environ.get(name)]
+    if missing:
+        raise ValueError(
+            f"RANK and WORLD_SIZE are set, as torchrun sets them, but {missing[0]} is not; set it, or unset RANK and "
+            "WORLD_SIZE to let this command start its processes itself."
+        )
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except ValueError:
+        rank, size = -1, 0
+    if not 0 <= rank < size:
+        raise ValueError(
+            f"RANK={os.environ['RANK']!r} of WORLD_SIZE={os.environ['WORLD_SIZE']!r} is no process of a launch; start "
+            "this command with torchrun, or unset both."
+        )
+    return size
+
+
+def is_first_process() -> bool:
+    """True in the process that speaks for the whole launch: rank 0, or the only one that the user has started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def run_processes(function: Callable[..., T], world_size: int, *args: Any) -> T:
+    """Call ``function(*args)`` in ``world_size`` processes joined by ``torch.distributed``; its result in rank 0.
+
+    Each process is prepared for the platform, sees RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and has a
+    default process group: gloo without CUDA, NCCL with one GPU a process. Without OMP_NUM_THREADS the cores are shared
+    out. The first process to fail ends the others. Under a launcher the result is this process's own.
+
+    Args:
+        function: defined at a module's top level; it and ``args`` are pickled.
+
+    Raises:
+        ValueError: as a rank raised it, with its traceback as the cause; fewer GPUs than processes; or a launcher has
+            started another number of processes.
+        ProcessFailed: a rank raised anything else, or died.
+    """
+    chosen = platform.detect()
+    launched = launched_world_size()
+    if launched is not None:
+        if launched != world_size:
+            raise ValueError(f"WORLD_SIZE={launched} processes were started, and this run needs {world_size}.")
+        os.environ.update(_platform_environment(chosen))
+        with _process_group(store=None):
+            return function(*args)
+    if world_size < 1:
+        raise ValueError(f"{world_size} is no number of processes; give at least 1.")
+
+    import torch
+
+    if chosen == "cuda" and torch.cuda.device_count() < world_size:
+        raise ValueError(
+            f"{world_size} processes need a GPU each, and this host has {torch.cuda.device_count()}; ask for fewer, or "
+            "start this command on several hosts with torchrun."
+        )
+    listener = socket.create_server((_LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    # In this process rather than in rank 0, which may end before the others. The store owns the socket from here on.
+    store = torch.distributed.TCPStore(
+        _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    try:
+        return _run_here(function, args, world_size, _shared_environment(chosen, world_size, port))
+    finally:
+        del store
+
+
+def _platform_environment(chosen: str) -> dict[str, str]:
+    # A run that was chosen to be without CUDA must not find a device on a host that has one.
+    return {platform.PLATFORM_VARIABLE: chosen} | ({"CUDA_VISIBLE_DEVICES": ""} if chosen == "cpu" else {})
+
+
+def _shared_environment(chosen: str, world_size: int, port: int) -> dict[str, str]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, cores // world_size)),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": loopback,
+    }
+    return {
+        **{name: os.environ.get(name, value) for name, value in defaults.items()},
+        **_platform_environment(chosen),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": _LOOPBACK,
+        "MASTER_PORT": str(port),
+    }
+
+
+def _run_here(function: Callable[..., T], args: tuple, world_size: int, shared: Mapping[str, str]) -> T:
+    context = multiprocessing.get_context("spawn")
+    work = pickle.dumps((function, args))  # before anything starts: a function that cannot be pickled is refused here
+    processes: list[BaseProcess] = []
+    pipes: list[Connection] = []
+    seconds_to_end = 0
+    try:
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            pipes.append(ours)
+            process = context.Process(target=_serve, args=(theirs,), name=f"rank {rank}")
+            # Set before the start: OpenMP reads its variables when torch is loaded, which may be before `_serve`.
+            with _environment({**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}):
+                process.start()
+            processes.append(process)
+            theirs.close()
+        for pipe in pipes:
+            with contextlib.suppress(BrokenPipeError):  # it has died; its answer is the end of the pipe
+                pipe.send_bytes(work)
+        results = _answers(pipes, processes)
+        seconds_to_end = _SECONDS_TO_END
+        return results[0]
+    finally:
+        for pipe in pipes:
+            pipe.close()
+        _end(processes, seconds_to_end)
+
+
+def _answers(pipes: list[Connection], processes: list[BaseProcess]) -> list[Any]:
+    """The ranks' results, or the exception of the first that failed."""
+    results: list[Any] = [None] * len(pipes)
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while waiting:
+        failures: list[tuple[int, _Answer | None]] = []
+        for pipe in wait(list(waiting)):
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                answer = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                failures.append((rank, None))
+                continue
+            if answer.traceback is not None:
+                failures.append((rank, answer))
+            results[rank] = answer.value
+        if failures:
+            # A process that died is why others, which lost their connection to it, have raised something.
+            rank, failed = min(failures, key=lambda failure: (failure[1] is not None, failure[0]))
+            raise _failure(rank, failed, processes[rank])
+    return results
+
+
+def _failure(rank: int, answer: _Answer | None, process: BaseProcess) -> Exception:
+    if answer is None or answer.traceback is None:
+        process.join(_SECONDS_TO_END)
+        code = process.exitcode or 0
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return ProcessFailed(rank, f"the process {how} and left no message of its own here")
+    cause = ProcessFailed(rank, answer.traceback)
+    if not isinstance(answer.value, ValueError):
+        return cause
+    answer.value.__cause__ = cause
+    return answer.value
+
+
+def _end(processes: list[BaseProcess], seconds: float) -> None:
+    """End the processes, each after at most ``seconds`` in which it may do so itself."""
+    for process in processes:
+        process.join(seconds)
+        if process.exitcode is None:
+            process.terminate()
+    for process in processes:
+        process.join(_SECONDS_TO_END)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+
+
+def _serve(pipe: Connection) -> None:
+    """The life of one rank."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        answer = _call(pipe.recv_bytes())
+    except (EOFError, KeyboardInterrupt):  # the parent gave up, or the user did
+        os._exit(1)
+    try:
+        message = pickle.dumps(answer)
+    except Exception:  # a result's or an exception's own class may refuse in any way
+        answer = _Answer(None, answer.traceback or traceback.format_exc())
+        message = pickle.dumps(answer)
+    with contextlib.suppress(OSError, EOFError):
+        pipe.send_bytes(message)
+        if answer.traceback is not None:
+            # The connections to the other ranks stay open until the parent has read this, so that no other rank's
+            # complaint about a lost connection comes first.
+            pipe.recv_bytes()
+
+
+def _call(work: bytes) -> _Answer:
+    try:
+        import torch
+
+        # The function's module may import what the platform has to prepare first.
+        platform.activate()
+        function, args = pickle.loads(work)
+        store = torch.distributed.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
+        )
+        with _process_group(store):
+            return _Answer(function(*args), None)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too: a rank that ends without an answer leaves the others waiting
+        return _Answer(error if isinstance(error, ValueError) else None, traceback.format_exc())
+
+
+@contextlib.contextmanager
+def _process_group(store: Any) -> Iterator[None]:
+    """The default process group of this rank, over ``store`` or what the launcher's environment names."""
+    import torch
+
+    platform.activate()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    backend = "gloo"
+    if platform.chosen_platform() == "cuda":
+        backend = "nccl"
+        local_rank = int(os.environ.get("LOCAL_RANK", rank % max(1, torch.cuda.device_count())))
+        torch.cuda.set_device(local_rank)
+    where = {"store": store} if store is not None else {"init_method": "env://"}
+    torch.distributed.init_process_group(backend, rank=rank, world_size=world_size, **where)
+    torch.distributed.barrier()  # a rank that is done at once would close connections that others are still making
+    yield
+    # Not after an exception: other ranks may be waiting for this one, and it would wait for them.
+    torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """``values`` in this process's environment, from which a new process takes its own."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _end_with_parent() -> None:
+    """A killed parent cannot end its processes, which would hold their devices forever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -1,0 +1,199 @@
+"""Would catch a run on Megatron that cannot work and reaches an engine, or that works and is refused."""
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from openrlhf_gtpo import platform
+from openrlhf_gtpo.cli import train_ppo_ray
+from openrlhf_gtpo.integration import cpu_run
+from openrlhf_gtpo.integration.errors import UsageError
+from openrlhf_gtpo.integration.megatron_checks import check_megatron
+from openrlhf_gtpo.integration.run import parse
+
+TP, PP, CP = (f"--megatron.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
+
+
+@pytest.fixture(autouse=True)
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ray must not start, and the command line's signal handler must not outlive a test."""
+
+    def started(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("Ray was started")
+
+    monkeypatch.setattr(ray, "init", started)
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 4 layers, 6 attention heads and 2 key-value heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    directory = tmp_path_factory.mktemp("model")
+    sizes = {"vocab_size": 32, "hidden_size": 24, "intermediate_size": 12, "num_hidden_layers": 4}
+    config = LlamaConfig(**sizes, num_attention_heads=6, num_key_value_heads=2)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def command(model: Path) -> dict[str, Any]:
+    """A command line that passes every check; a test breaks one thing of it. None leaves a flag out."""
+    return {
+        "--actor.backend": "megatron",
+        "--algo.advantage.estimator": "group_norm",
+        "--actor.model_name_or_path": model,
+        "--actor.num_gpus_per_node": 4,
+        "--algo.kl.init_coef": 0,
+        "--reward.remote_url": "reward.py",
+        "--rollout.n_samples_per_prompt": 4,
+        "--vllm.num_engines": 1,
+    }
+
+
+def words(command: dict[str, Any]) -> list[str]:
+    argv: list[str] = []
+    for flag, value in command.items():
+        if value is not None:
+            argv += [flag] if value is True else [flag, str(value)]
+    return argv
+
+
+@pytest.fixture
+def refused(command: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run the command line with changes and return its one sentence."""
+
+    def run(changes: dict[str, Any]) -> str:
+        assert train_ppo_ray.main(words(command | changes)) == 2
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err + printed.out
+        lines = [line for line in printed.err.splitlines() if line.startswith("train_ppo_ray: ")]
+        assert len(lines) == 1 and printed.err.endswith(lines[0] + "\n"), "the message is one line, and the last one"
+        return lines[0].removeprefix("train_ppo_ray: ")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {TP: 2},
+        {PP: 4},
+        {TP: 2, PP: 2, "--megatron.sequence_parallel": True},
+        {TP: 2, "--algo.kl.init_coef": 0.1, "--ref.num_gpus_per_node": 2},
+        {TP: 2, "--algo.kl.init_coef": 0, "--ref.num_gpus_per_node": 3},
+        {"--reward.remote_url": None, "--reward.model_name_or_path": "anything"},
+        {"--megatron.override": "moe_router_dtype=fp32", "--megatron.offload": True, "--megatron.recompute": "full"},
+        {"--actor.lr_scheduler": "constant", "--train.max_epochs": 2, "--actor.entropy_coef": 0.1},
+        {"--train.dynamic_batch_enable": True, "--train.max_tokens_per_gpu": 16},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("estimator", ["group_norm", "rloo", "gtpo", "grpo_s"])
+def test_what_works_is_not_refused(command: dict[str, Any], changes: dict[str, Any], estimator: str) -> None:
+    check_megatron(parse(words(command | changes | {"--algo.advantage.estimator": estimator})))
+
+
+def test_deepspeed_is_not_held_to_these_rules(command: dict[str, Any]) -> None:
+    odd = {"--actor.backend": None, "--actor.model_name_or_path": "/nowhere", "--ds.lora.rank": 8}
+    check_megatron(parse(words(command | odd)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({TP: 3}, f"{TP} 3 does not divide this model's 2 key-value heads; it can be 1 or 2."),
+        ({TP: 0}, f"{TP} 0 is no number of processes"),
+        ({PP: 3}, f"{PP} 3 does not divide this model's 4 layers; it can be 1, 2 or 4."),
+        (
+            {TP: 2, "--actor.num_gpus_per_node": 3},
+            f"--actor.num_nodes 1 × --actor.num_gpus_per_node 3: 3 processes cannot be split into model replicas of 2 "
+            f"({TP} 2 × {PP} 1); give a multiple of 2, or with 3 choose TP 1 with PP 1.",
+        ),
+        (
+            {PP: 2, "--algo.kl.init_coef": 0.1, "--ref.num_gpus_per_node": 5},
+            "--ref.num_nodes 1 × --ref.num_gpus_per_node 5: 5 processes cannot be split",
+        ),
+        ({"--megatron.expert_model_parallel_size": 2}, "needs experts, and this llama model has none"),
+        ({"--train.batch_size": 6}, "--train.batch_size 6 cannot be shared evenly by the 4 data-parallel replicas"),
+        ({"--train.max_tokens_per_gpu": 0}, "--train.max_tokens_per_gpu 0 leaves no room"),
+        ({"--megatron.override": "fp8=e5"}, "give e4m3, hybrid or none."),
+        ({"--algo.advantage.estimator": "gae"}, "--algo.advantage.estimator gae trains a critic"),
+        (
+            {TP: 2, "--reward.remote_url": None, "--reward.model_name_or_path": "rm"},
+            "--reward.model_name_or_path rm runs on DeepSpeed",
+        ),
+        ({"--train.async_enable": True}, "--train.async_enable is not offered by --actor.backend megatron"),
+        ({"--train.enable_ema": True}, "--train.enable_ema is not offered"),
+        ({"--ds.load_in_4bit": True}, "--ds.load_in_4bit is not offered"),
+        ({"--ds.lora.rank": 8}, "--ds.lora.rank 8 is not offered"),
+        ({"--ds.param_dtype": "fp16"}, "--ds.param_dtype fp16 is not offered by --actor.backend megatron; give bf16"),
+        ({"--ds.tensor_parallel_size": 2}, "--ds.tensor_parallel_size 2 is DeepSpeed's"),
+        ({"--actor.optim": "muon"}, "--actor.optim muon is not offered"),
+        ({"--actor.aux_loss_coef": 0.01}, "--actor.aux_loss_coef 0.01 is not offered"),
+        ({"--vllm.sync_with_ray": True}, "--vllm.sync_with_ray is not offered"),
+        ({"--data.max_images_per_prompt": 1}, "--data.max_images_per_prompt 1 is not offered"),
+        ({"--actor.model_name_or_path": None}, "--actor.model_name_or_path is missing"),
+        ({"--actor.model_name_or_path": "/nowhere"}, "--actor.model_name_or_path /nowhere does not exist."),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_one_sentence(refused: Callable[..., str], changes: dict[str, Any], message: str) -> None:
+    assert message in refused(changes)
+
+
+@pytest.mark.parametrize("estimator", ["gtpo", "group_norm"])
+def test_the_rules_hold_for_every_estimator(refused: Callable[..., str], estimator: str) -> None:
+    assert "it can be 1 or 2." in refused({TP: 3, "--algo.advantage.estimator": estimator})
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"model_type": "gpt_neox"}, "does not know the architecture 'gpt_neox'"),
+        ({"model_type": "mistral", "sliding_window": 16}, "has no sliding-window attention"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, "rotary embedding 'yarn'"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "this checkpoint is quantized"),
+        ({"model_type": "qwen2_vl", "vision_config": {}}, "is a vision-language model"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_model_that_is_not_supported(
+    refused: Callable[..., str], model: Path, tmp_path: Path, entries: dict[str, Any], message: str
+) -> None:
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((model / "config.json").read_text()) | entries
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert message in refused({"--actor.model_name_or_path": tmp_path})
+
+
+def test_context_parallelism_needs_cuda(command: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    args = parse(words(command | {CP: 2}))
+    monkeypatch.setenv(platform.PLATFORM_VARIABLE, "cuda")
+    check_megatron(args)
+    monkeypatch.setenv(platform.PLATFORM_VARIABLE, "cpu")
+    with pytest.raises(UsageError, match=f"^{CP} 2 needs the attention of Transformer Engine"):
+        check_megatron(args)
+
+
+def test_a_host_without_cuda_still_hears_of_offloading(command: dict[str, Any]) -> None:
+    """Moving states is Megatron's own there, while DeepSpeed's needs CUDA."""
+    if platform.detect() != "cpu":
+        pytest.skip("this host has CUDA")
+    assert parse(words(command | {"--megatron.offload": True})).ds.enable_sleep
+    assert not parse(words(command | {"--actor.backend": None, "--ds.enable_sleep": True})).ds.enable_sleep
+
+
+def test_logical_gpus_count_every_process_of_a_replica(command: dict[str, Any]) -> None:
+    layout = {TP: 2, PP: 2, "--algo.kl.init_coef": 0.1, "--ref.num_gpus_per_node": 4}
+    assert cpu_run.logical_gpus(parse(words(command | layout))) == 4 + 4 + 1

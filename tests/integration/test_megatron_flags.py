@@ -1,0 +1,132 @@
+"""Would catch a flag of the Megatron actor that is lost, contradicts one of OpenRLHF's, or means something to DeepSpeed."""
+
+import argparse
+from typing import Any
+
+import command_lines
+import pytest
+from command_lines import BASE
+
+from openrlhf_gtpo.integration import flags, upstream_parser
+from openrlhf_gtpo.integration.errors import UsageError
+from openrlhf_gtpo.integration.megatron_flags import layout_of
+from openrlhf_gtpo.megatron.layout import SIZES, Layout
+
+GROUP = [*BASE, "--rollout.n_samples_per_prompt", "8", "--algo.advantage.estimator", "group_norm"]
+MEGATRON = ("--actor.backend", "megatron")
+
+
+def args_of(*argv: str) -> Any:
+    return upstream_parser.parse([*GROUP, *argv], flags.add_flags, flags.adjust)
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        args_of(*argv)
+    message = str(caught.value)
+    assert "\n" not in message and message.endswith(".")
+    return message
+
+
+def own_actions() -> dict[str, argparse.Action]:
+    actions = command_lines.parser(extended=True)._option_string_actions
+    return {flag: action for flag, action in actions.items() if flag.startswith("--megatron.")}
+
+
+def test_every_flag_says_what_a_user_needs() -> None:
+    actions = own_actions()
+    assert set(SIZES) <= {flag.removeprefix("--megatron.") for flag in actions}
+    for flag, action in actions.items():
+        assert action.help and action.help % {} == action.help, flag
+    parser = command_lines.parser(extended=True)
+    assert "--megatron.override FIELD=VALUE" in parser.format_help()
+
+
+def test_defaults_change_nothing() -> None:
+    args = args_of()
+    assert args.actor.backend == "deepspeed"
+    assert layout_of(args) == Layout() and args.ds.tensor_parallel_size == 1
+    assert args.megatron.override == [] and args.megatron.recompute == "none"
+    assert args.megatron.use_distributed_optimizer and args.megatron.async_save
+    assert not args.megatron.offload and not args.ds.enable_sleep
+
+
+def test_flags_reach_the_layout() -> None:
+    argv = []
+    for size, name in enumerate(SIZES, start=2):
+        argv += [f"--megatron.{name}", str(size)]
+    args = args_of(*MEGATRON, *argv, "--megatron.sequence_parallel")
+    assert layout_of(args) == Layout(2, 3, 4, 5, sequence_parallel=True)
+
+
+def test_upstream_counts_replicas_by_the_layout() -> None:
+    """It pairs batches with ranks, and counts micro-batches, by ``ds.tensor_parallel_size``."""
+    two_by_two = ("--megatron.tensor_model_parallel_size", "2", "--megatron.pipeline_model_parallel_size", "2")
+    args = args_of(*MEGATRON, *two_by_two)
+    assert args.ds.tensor_parallel_size == 4 and args.ds.ring_attn_size == 1
+    # One batch for the one replica of four processes; upstream's check of the command line must see it so.
+    few = ("--rollout.batch_size", "1", "--rollout.micro_batch_size", "8", "--actor.num_gpus_per_node", "4")
+    args_of(*MEGATRON, *two_by_two, *few)
+    with pytest.raises(UsageError, match="effective number of actor processes"):
+        args_of(*few)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_below_one_is_refused_before_anything_divides_by_it(name: str) -> None:
+    assert refusal(*MEGATRON, f"--megatron.{name}", "0") == (
+        f"--megatron.{name} 0 is no number of processes; give at least 1."
+    )
+
+
+def test_switches_with_a_default_of_true_can_be_turned_off() -> None:
+    args = args_of(*MEGATRON, "--no-megatron.use_distributed_optimizer", "--no-megatron.async_save")
+    assert args.megatron.use_distributed_optimizer is False and args.megatron.async_save is False
+
+
+def test_overrides_add_up_in_order_and_do_not_leak_into_the_next_command_line() -> None:
+    args = args_of(*MEGATRON, "--megatron.override", "fp8=hybrid", "--megatron.override", "fp8_margin=1")
+    assert args.megatron.override == ["fp8=hybrid", "fp8_margin=1"]
+    assert args_of(*MEGATRON).megatron.override == []
+
+
+@pytest.mark.parametrize("flag", sorted(own_actions()))
+def test_a_megatron_flag_without_the_backend_is_refused(flag: str) -> None:
+    action = own_actions()[flag]
+    shown = flag.replace("--no-", "--")
+    assert refusal(*command_lines.words(action, flag)).startswith(f"{shown} needs --actor.backend megatron")
+    assert refusal("--actor.backend", "deepspeed", *command_lines.words(action, flag)).startswith(shown)
+
+
+def test_a_default_value_that_was_given_counts_as_given() -> None:
+    assert "needs --actor.backend megatron" in refusal("--megatron.tensor_model_parallel_size", "1")
+    assert "needs --actor.backend megatron" in refusal("--megatron.async_save")
+
+
+def test_an_unknown_backend_lists_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="invalid choice: 'fsdp'.*deepspeed.*megatron"):
+        args_of("--actor.backend", "fsdp")
+
+
+@pytest.mark.parametrize(
+    ("flag", "remedy"),
+    [
+        ("--ds.tensor_parallel_size", "--megatron.tensor_model_parallel_size"),
+        ("--ds.ring_attn_size", "--megatron.context_parallel_size"),
+    ],
+)
+def test_deepspeeds_own_parallelism_is_refused(flag: str, remedy: str) -> None:
+    assert refusal(*MEGATRON, flag, "2").endswith(f"with --actor.backend megatron give {remedy}.")
+    assert getattr(args_of(flag, "2").ds, flag.removeprefix("--ds.")) == 2
+
+
+@pytest.mark.parametrize("flag", ["--ds.enable_sleep", "--megatron.offload"])
+def test_either_name_of_offloading_asks_for_it(flag: str) -> None:
+    args = args_of(*MEGATRON, flag)
+    assert args.megatron.offload and args.ds.enable_sleep, "upstream's trainer reads ds.enable_sleep"
+
+
+def test_gradient_checkpointing_asks_for_recomputation() -> None:
+    assert args_of(*MEGATRON, "--actor.gradient_checkpointing_enable").megatron.recompute == "full"
+    both = ("--actor.gradient_checkpointing_enable", "--megatron.recompute", "selective")
+    assert args_of(*MEGATRON, *both).megatron.recompute == "selective"
+    assert args_of("--actor.gradient_checkpointing_enable").megatron.recompute == "none"

@@ -1,0 +1,159 @@
+"""What the ranks run in the tests of checkpoints: some training steps, a save, and the steps after a load."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from families import ragged_rows
+from logits_program import all_actions, on
+
+from openrlhf_gtpo.megatron import checkpoint_writer
+from openrlhf_gtpo.megatron.checkpoint import Checkpoints
+from openrlhf_gtpo.megatron.layout import Layout
+from openrlhf_gtpo.megatron.model import LoadedModel, ModelOptions, load_model
+from openrlhf_gtpo.megatron.trainer import OptimizerOptions, Trainer
+
+MICRO_BATCHES = [[5, 9], [17], [3, 11], [8, 4]]
+TOKENS = sum(length - 1 for lengths in MICRO_BATCHES for length in lengths)
+CLIENT_STATE = {"global_step": 3, "episode": 1, "data_loader_state_dict": {"position": torch.arange(3)}, "kl": 0.1}
+
+
+def make_trainer(source: str, layout: Layout, dtype: str = "float32", distributed: bool = True) -> Trainer:
+    """A trainer whose learning rate falls at each step."""
+    model = load_model(source, ModelOptions(layout=layout, dtype=getattr(torch, dtype)))
+    options = OptimizerOptions(lr=5e-3, weight_decay=0.1, distributed=distributed)
+    return Trainer(model, options, lambda carrier: torch.optim.lr_scheduler.LambdaLR(carrier, lambda step: 0.8**step))
+
+
+def train(trainer: Trainer, steps: range) -> list[tuple[float, float, float]]:
+    """(mean loss of a token, gradient norm, learning rate) of each step; the same micro-batches at every layout."""
+    from megatron.core import parallel_state
+
+    mine = parallel_state.get_data_parallel_rank()
+    replicas = parallel_state.get_data_parallel_world_size()
+    reports = []
+    for step in steps:
+        rows = [ragged_rows(151, lengths, seed=100 * step + i) for i, lengths in enumerate(MICRO_BATCHES)]
+
+        def loss(index: int, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+            value = -log_probs.sum() / TOKENS
+            return value, (mine + index * replicas, float(value.detach()))
+
+        report = trainer.step([all_actions(part) for part in rows[mine::replicas]], loss)
+        everyone: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everyone, report.kept)
+        losses = dict(pair for kept in everyone for pair in kept)
+        assert len(losses) == len(MICRO_BATCHES)
+        reports.append((sum(losses[i] for i in sorted(losses)), report.grad_norm, report.lr))
+    return reports
+
+
+def save_and_go_on(source: str, layout: Layout, folder: str, dtype: str, distributed: bool) -> dict[str, Any]:
+    """Three steps, a save in each way, two more steps while the asynchronous one is written."""
+    with on(layout):
+        trainer = make_trainer(source, layout, dtype, distributed)
+        train(trainer, range(3))
+        Checkpoints(Path(folder) / "now", hf_source=source).save("step3", trainer, CLIENT_STATE)
+        later = Checkpoints(Path(folder) / "later", asynchronous=True, hf_source=source)
+        later.save("step3", trainer, CLIENT_STATE)
+        draws = torch.rand(3).tolist()
+        reports = train(trainer, range(3, 5))
+        before = later.latest()
+        later.finish()
+        return {"reports": reports, "draws": draws, "before": before, "latest": later.latest()}
+
+
+def resume(source: str, layout: Layout, folder: str, dtype: str, distributed: bool) -> dict[str, Any]:
+    """Load what ``save_and_go_on`` saved into a trainer with other weights, and take the steps that it took."""
+    with on(layout):
+        trainer = make_trainer(source, layout, dtype, distributed)
+        client_state = Checkpoints(folder).load(trainer)
+        client_state["data_loader_state_dict"]["position"] = client_state["data_loader_state_dict"]["position"].tolist()
+        draws = torch.rand(3).tolist()
+        return {"reports": train(trainer, range(3, 5)), "draws": draws, "client_state": client_state}
+
+
+def refused(source: str, layout: Layout, folder: str, dtype: str = "float32", trains: bool = True) -> tuple[str, bool]:
+    """What loading says, and whether every weight and optimizer state is as it was."""
+    with on(layout):
+        trainer = make_trainer(source, layout, dtype)
+        train(trainer, range(1))
+        before = _everything(trainer)
+        try:
+            Checkpoints(folder).load(trainer if trains else trainer.model)
+        except ValueError as error:
+            message = f"{type(error).__name__}: {error}"
+        else:
+            message = "loaded"
+        after = _everything(trainer)
+        same = all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+        steps = [state["step"].data_ptr() for state in _optimizer_states(trainer)]
+        return message, same and len(set(steps)) == len(steps)
+
+
+def failing_saves(source: str, layout: Layout, folder: str) -> list[Any]:
+    """A good save, then one whose second rank cannot write, sync and async, then another good one; what is there."""
+    with on(layout):
+        trainer = make_trainer(source, layout)
+        seen = []
+        checkpoints = Checkpoints(folder, hf_source=source)
+        checkpoints.save("step0", trainer, {"global_step": 0})
+        whole = checkpoint_writer._write_item
+
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            raise OSError(28, "No space left on device")
+
+        if torch.distributed.get_rank() == 1:
+            checkpoint_writer._write_item = fail
+        for asynchronous in (False, True):
+            checkpoints.asynchronous = asynchronous
+            try:
+                checkpoints.save("step1", trainer, {"global_step": 1})
+                checkpoints.save("step2", trainer, {"global_step": 2})  # surfaces the failure of step1
+            except OSError as error:
+                seen.append(str(error))
+            seen.append((checkpoints.latest(), sorted(path.name.split(".")[0] for path in Path(folder).iterdir())))
+        checkpoint_writer._write_item = whole
+        seen.append(checkpoints.load(trainer)["global_step"])
+        checkpoints.save("step3", trainer, {"global_step": 3})
+        while checkpoints.poll():
+            pass
+        torch.distributed.barrier()
+        seen.append((checkpoints.latest(), sorted(path.name for path in Path(folder).iterdir())))
+        return seen
+
+
+def before_any_step(source: str, other: str, layout: Layout, folder: str, distributed: bool) -> list[Any]:
+    """A save and a load of optimizers that have not stepped yet; the first steps of both."""
+    with on(layout):
+        trainer = make_trainer(source, layout, distributed=distributed)
+        Checkpoints(folder).save("step0", trainer, {})
+        again = make_trainer(other, layout, distributed=distributed)
+        Checkpoints(folder).load(again)
+        return [train(one, range(2)) for one in (trainer, again)]
+
+
+def weights_alone(source: str, other: str, layout: Layout, folder: str) -> bool:
+    """A trainer's checkpoint loaded into a model without one."""
+    with on(layout):
+        trainer = make_trainer(source, layout)
+        train(trainer, range(1))
+        Checkpoints(folder).save("step1", trainer, {})
+        model = load_model(other, ModelOptions(layout=layout, dtype=torch.float32))
+        Checkpoints(folder).load(model)
+        pairs = zip(_weights(model), _weights(trainer.model), strict=True)
+        return all(torch.equal(one, two) for one, two in pairs)
+
+
+def _weights(model: LoadedModel) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.stage.parameters()]
+
+
+def _optimizer_states(trainer: Trainer) -> list[dict[str, torch.Tensor]]:
+    inner = [part.optimizer for part in trainer.optimizer.chained_optimizers]
+    return [state for optimizer in inner for state in optimizer.state.values()]
+
+
+def _everything(trainer: Trainer) -> list[torch.Tensor]:
+    states = [tensor.clone() for state in _optimizer_states(trainer) for tensor in state.values()]
+    return _weights(trainer.model) + states

@@ -1,0 +1,60 @@
+"""Tiny Hugging Face checkpoints with random weights, one for each supported family, and batches for them."""
+
+from pathlib import Path
+
+import torch
+
+LAYERS, HEADS, GROUPS, HIDDEN, HEAD_DIM = 4, 8, 4, 64, 16
+
+
+def make_checkpoint(directory: Path, family: str, vocab_size: int = 151, *, seed: int = 0, **fields: object) -> Path:
+    """Write a fp32 checkpoint of ``family`` and return its folder. Biases and norms are random too."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    common = {
+        "vocab_size": vocab_size,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": GROUPS,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "attention_dropout": 0.0,
+        "rms_norm_eps": 1e-5,
+    }
+    if family != "qwen2":
+        common["head_dim"] = HEAD_DIM
+    if family == "mistral":
+        common["sliding_window"] = None
+    config = AutoConfig.for_model(family, **(common | fields))
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            elif name.endswith("bias"):
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+            else:
+                parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+    model.save_pretrained(directory)
+    return directory
+
+
+def ragged_rows(vocab_size: int, lengths: list[int], seed: int = 0) -> list[list[int]]:
+    """Rows of random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def padded(rows: list[list[int]], left: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, T) tokens and mask; row i begins after ``left[i]`` columns of padding."""
+    left = left or [0] * len(rows)
+    width = max(len(row) + skip for row, skip in zip(rows, left, strict=True))
+    tokens = torch.zeros(len(rows), width, dtype=torch.long)
+    mask = torch.zeros_like(tokens)
+    for i, (row, skip) in enumerate(zip(rows, left, strict=True)):
+        tokens[i, skip : skip + len(row)] = torch.tensor(row)
+        mask[i, skip : skip + len(row)] = 1
+    return tokens, mask

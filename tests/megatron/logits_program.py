@@ -1,0 +1,75 @@
+"""What the ranks run in the tests of the model: log-probs, entropies and logits at a layout."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from families import padded
+
+from openrlhf_gtpo.megatron import groups, schedule
+from openrlhf_gtpo.megatron.layout import Layout
+from openrlhf_gtpo.megatron.model import LoadedModel, ModelOptions, load_model
+from openrlhf_gtpo.megatron.packing import TokenBatch
+
+
+@contextmanager
+def on(layout: Layout) -> Iterator[None]:
+    """Megatron's groups for ``layout`` over all ranks of the pool, removed afterwards."""
+    groups.initialize(layout, seed=1)
+    try:
+        yield
+    finally:
+        groups.destroy()
+
+
+def all_actions(rows: list[list[int]], left: list[int] | None = None) -> TokenBatch:
+    """A micro-batch whose actions are all tokens but each row's first."""
+    tokens, mask = padded(rows, left)
+    actions = mask[:, 1:] * (mask.cumsum(-1)[:, 1:] > 1)
+    return TokenBatch(tokens, mask, actions)
+
+
+def logits(source: str, layout: Layout, micro_batches: list[list[list[int]]]) -> list[Any]:
+    """(tokens, V) logits of every micro-batch, from the last stage's first tensor-parallel rank; nothing elsewhere."""
+    with on(layout):
+        model = load_model(source, ModelOptions(layout=layout, dtype=torch.float32))
+        return [result.numpy() for result in _logits(model, micro_batches)]
+
+
+@torch.no_grad()
+def _logits(model: LoadedModel, micro_batches: list[list[list[int]]]) -> list[torch.Tensor]:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, gather_from_tensor_model_parallel_region
+
+    found: list[torch.Tensor] = []
+
+    def keep_logits(hidden: torch.Tensor, packed: Any, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        if model.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        stage = model.stage
+        tied = stage.share_embeddings_and_output_weights
+        weight = stage.shared_embedding_or_output_weight() if tied else stage.output_layer.weight
+        whole = gather_from_tensor_model_parallel_region(hidden.squeeze(1) @ weight.T)
+        real = sum(batch_lengths[len(found)])
+        found.append(whole[:real, : stage.real_vocab_size])
+        zeros = hidden.new_zeros(packed.labels.numel())
+        return zeros, zeros
+
+    batch_lengths = [[len(row) for row in rows] for rows in micro_batches]
+    model.stage._log_probs = keep_logits
+    model.stage.eval()
+    schedule.forward(model.stage, model.config, [all_actions(rows) for rows in micro_batches])
+    return found if parallel_state.get_tensor_model_parallel_rank() == 0 else []
+
+
+def log_probs_and_entropies(
+    source: str, layout: Layout, dtype: str, temperature: float, micro_batches: list[list[list[int]]]
+) -> list[tuple[Any, Any]]:
+    """Of every micro-batch, (B, A) each."""
+    with on(layout):
+        options = ModelOptions(layout=layout, dtype=getattr(torch, dtype), temperature=temperature)
+        model = load_model(source, options)
+        model.stage.eval()
+        batches = [all_actions(rows) for rows in micro_batches]
+        return [(s.log_probs.numpy(), s.entropy.numpy()) for s in schedule.forward(model.stage, model.config, batches)]

@@ -1,0 +1,128 @@
+"""What the ranks run in the tests of training: gradients and optimizer steps at a layout, as Hugging Face tensors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from families import padded
+from logits_program import on
+
+from openrlhf_gtpo.algorithms import policy_loss
+from openrlhf_gtpo.megatron.layout import Layout
+from openrlhf_gtpo.megatron.model import LoadedModel, ModelOptions, load_model
+from openrlhf_gtpo.megatron.packing import TokenBatch
+from openrlhf_gtpo.megatron.trainer import OptimizerOptions, Trainer
+
+TEMPERATURE = 0.8
+ENTROPY_COEFFICIENT = 0.05
+
+
+def batch_of(rows: list[list[int]], prompts: list[int]) -> TokenBatch:
+    """Rows whose first ``prompts[i]`` tokens are the prompt; prompts end in one column, as in OpenRLHF."""
+    longest = max(prompts)
+    tokens, mask = padded(rows, left=[longest - prompt for prompt in prompts])
+    return TokenBatch(tokens, mask, mask[:, longest:])
+
+
+def old_values(batch: TokenBatch, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, A) old log-probs and advantages, made up, the same wherever they are made."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = batch.action_mask.shape
+    return -4.5 + 0.3 * torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def gtpo_loss(batches: list[TokenBatch], seeds: list[int], tokens: float, entropy: bool) -> Callable:
+    """The token-level policy loss over all ``tokens`` actions of a step, with an entropy bonus where asked for."""
+
+    def loss(index: int, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> tuple[torch.Tensor, float]:
+        batch = batches[index]
+        old, advantages = old_values(batch, seeds[index])
+        mask = batch.action_mask.bool()
+        share = float(mask.sum()) / tokens
+        value = share * policy_loss(log_probs, old, advantages, mask, level="token").loss
+        if entropy:
+            assert entropies is not None
+            value = value - ENTROPY_COEFFICIENT * (entropies * mask).sum() / tokens
+        return value, float(value.detach())
+
+    return loss
+
+
+def _share(items: list, layout: Layout) -> tuple[list, list[int]]:
+    """This replica's micro-batches and their indices."""
+    from megatron.core import parallel_state
+
+    size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    indices = list(range(len(items)))[rank::size]
+    return [items[i] for i in indices], indices
+
+
+def _make(source: str, options: ModelOptions, optimizer: OptimizerOptions) -> Trainer:
+    return Trainer(load_model(source, options), optimizer)
+
+
+def gradients(source: str, layout: Layout, options: dict, steps: list[list[tuple[list, list]]], entropy: bool) -> Any:
+    """Name -> gradient (numpy) of the first step's loss, from rank 0; nothing elsewhere."""
+    with on(layout):
+        model_options = ModelOptions(layout=layout, dtype=torch.float32, temperature=TEMPERATURE, **options)
+        trainer = _make(source, model_options, OptimizerOptions(max_norm=0, distributed=False))
+        batches = [batch_of(*item) for item in steps[0]]
+        tokens = float(sum(batch.action_mask.sum() for batch in batches))
+        mine, seeds = _share(batches, layout)
+        found: dict[str, Any] = {}
+
+        def keep_gradients() -> tuple[bool, float, None]:
+            found.update(_named(trainer.model, lambda parameter: parameter.main_grad))
+            return True, 0.0, None
+
+        trainer.optimizer.step = keep_gradients
+        trainer.step(mine, gtpo_loss(mine, seeds, tokens, entropy), with_entropy=entropy)
+        return found if torch.distributed.get_rank() == 0 else {}
+
+
+def train(
+    source: str, layout: Layout, distributed: bool, steps: list[list[tuple[list, list]]], optimizer: dict
+) -> tuple[dict[str, Any], list[float], list[float]]:
+    """Parameters after all steps (rank 0), gradient norms, and each step's loss summed over replicas."""
+    with on(layout):
+        options = ModelOptions(layout=layout, dtype=torch.float32, temperature=TEMPERATURE)
+        trainer = _make(source, options, OptimizerOptions(distributed=distributed, **optimizer))
+        norms, losses = [], []
+        for step in steps:
+            batches = [batch_of(*item) for item in step]
+            tokens = float(sum(batch.action_mask.sum() for batch in batches))
+            mine, seeds = _share(batches, layout)
+            report = trainer.step(mine, gtpo_loss(mine, seeds, tokens, False))
+            norms.append(report.grad_norm)
+            losses.append(_sum_over_ranks(sum(report.kept)) / layout.tensor_model_parallel_size)
+        parameters = _named(trainer.model, lambda parameter: parameter.data)
+        return (parameters if torch.distributed.get_rank() == 0 else {}), norms, losses
+
+
+def _sum_over_ranks(value: float) -> float:
+    total = torch.tensor(value, dtype=torch.float64)
+    torch.distributed.all_reduce(total)
+    return float(total)
+
+
+def _named(model: LoadedModel, of: Callable) -> dict[str, Any]:
+    """Hugging Face names to full tensors of ``of(parameter)``, gathered over the shards."""
+    import copy
+
+    from openrlhf_gtpo.megatron.host import megatron_calls
+
+    twin = copy.copy(model.stage)
+    values = {name: of(parameter) for name, parameter in model.stage.named_parameters()}
+    twin.named_parameters = lambda: iter(  # type: ignore[method-assign]
+        (name, _like(parameter, values[name])) for name, parameter in model.stage.named_parameters()
+    )
+    with megatron_calls():
+        return {name: tensor.float().clone().numpy() for name, tensor in model.bridge.export_weights([twin])}
+
+
+def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``value`` with the attributes by which shards are merged."""
+    value = value.detach().clone()
+    value.tensor_model_parallel = parameter.tensor_model_parallel  # type: ignore[attr-defined]
+    value.partition_dim = parameter.partition_dim  # type: ignore[attr-defined]
+    return value

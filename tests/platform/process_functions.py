@@ -1,0 +1,100 @@
+"""What ranks run in the tests of ``run_processes``; in a file of its own because processes find functions by name."""
+
+import importlib
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import psutil
+import torch
+
+from openrlhf_gtpo.platform.processes import run_processes
+
+
+class Misprint(ValueError):
+    """A user's mistake, as a rank finds it."""
+
+
+class Importing:
+    """Becomes the module of that name where it is unpickled."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> tuple:
+        return importlib.import_module, (self.name,)
+
+
+def describe(addend: int) -> dict[str, Any]:
+    """What a rank sees, and the sum of all ranks, each plus ``addend``."""
+    total = torch.tensor(torch.distributed.get_rank() + addend)
+    torch.distributed.all_reduce(total)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+    return {
+        "sum": total.item(),
+        "backend": torch.distributed.get_backend(),
+        "device": str(torch.cuda.current_device()),
+        "threads": torch.get_num_threads(),
+        "pid": os.getpid(),
+        **{name: os.environ[name] for name in names},
+    }
+
+
+def listening() -> set[str]:
+    """Addresses at which any rank or the process that started them listens."""
+    torch.distributed.barrier()
+    processes = (psutil.Process(), psutil.Process(os.getppid()))
+    found = {c.laddr.ip for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, found)
+    return set.union(*everyone)
+
+
+def misprint_on(rank: int) -> None:
+    """One rank refuses, the others wait for it."""
+    if torch.distributed.get_rank() == rank:
+        raise Misprint("line 3 is no number")
+    torch.distributed.barrier()
+
+
+def interrupt_on(rank: int, how: str) -> None:
+    """One rank ends in a bad way, the others wait for it."""
+    if torch.distributed.get_rank() == rank:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exits":
+            sys.exit(3)
+        raise RuntimeError("out of luck")
+    torch.distributed.barrier()
+
+
+def unpicklable() -> Any:
+    """A result that cannot travel."""
+    return lambda: None
+
+
+def name_of(module: Any) -> str:
+    """Of a module that came as an argument."""
+    return module.__name__
+
+
+def rank_0_ends_first() -> None:
+    """Ranks that go on without rank 0 and make a group."""
+    if torch.distributed.get_rank() > 0:
+        time.sleep(1.5)
+        torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True)
+
+
+def sleep() -> None:
+    """Says its process id on stdout, then stays."""
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    # Under torchrun, or on its own: `process_functions.py NAME WORLD_SIZE`.
+    result = run_processes(globals()[sys.argv[1]], int(sys.argv[2]), *map(int, sys.argv[3:]))
+    if result is not None:
+        print(result)

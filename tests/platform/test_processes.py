@@ -1,0 +1,153 @@
+"""Would catch ranks that do not find each other, outlive what started them, or hide why one of them failed."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import process_functions
+import psutil
+import pytest
+
+from openrlhf_gtpo import platform
+from openrlhf_gtpo.platform.processes import ProcessFailed, is_first_process, launched_world_size, run_processes
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def host_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(platform.PLATFORM_VARIABLE, "cpu")
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_ranks_are_joined_and_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = dict(os.environ)
+    seen = run_processes(process_functions.describe, 2, 10)
+    cores = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert seen.pop("pid") != os.getpid()
+    assert seen == {
+        "sum": 21,
+        "backend": "gloo",
+        "device": "cpu",
+        "threads": int(cores),
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": cores,
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    assert dict(os.environ) == before
+    assert not multiprocessing.active_children()
+
+
+def test_they_listen_on_the_loopback_interface_alone() -> None:
+    addresses = run_processes(process_functions.listening, 2)
+    assert addresses and all(address.startswith("127.") or address == "::1" for address in addresses)
+
+
+def test_threads_that_the_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert run_processes(process_functions.describe, 1, 0)["threads"] == 3
+
+
+def test_a_module_is_imported_after_the_platform_is_prepared() -> None:
+    assert run_processes(process_functions.name_of, 1, process_functions.Importing("flash_attn.bert_padding"))
+
+
+def test_rank_0_may_end_before_the_others() -> None:
+    run_processes(process_functions.rank_0_ends_first, 2)
+
+
+def test_a_users_mistake_comes_out_as_it_was_raised() -> None:
+    with pytest.raises(process_functions.Misprint, match="^line 3 is no number$") as raised:
+        run_processes(process_functions.misprint_on, 2, 1)
+    cause = raised.value.__cause__
+    assert isinstance(cause, ProcessFailed) and cause.rank == 1
+    assert "in misprint_on" in cause.reason
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raises", r"(?s)rank 1 failed: .*in interrupt_on.*RuntimeError: out of luck$"),
+        ("exits", r"(?s)rank 1 failed: .*SystemExit: 3$"),
+        ("killed", "rank 1 failed: the process was ended by SIGKILL"),
+    ],
+)
+def test_the_rank_that_failed_is_named_not_one_that_lost_its_connection(how: str, message: str) -> None:
+    with pytest.raises(ProcessFailed, match=message):
+        run_processes(process_functions.interrupt_on, 2, 1, how)
+    assert not multiprocessing.active_children()
+
+
+def test_a_result_that_cannot_travel_says_so() -> None:
+    with pytest.raises(ProcessFailed, match="(?s)rank 0 failed: .*unpicklable"):
+        run_processes(process_functions.unpicklable, 1)
+
+
+def test_ranks_end_with_the_process_that_started_them() -> None:
+    script = Path(process_functions.__file__)
+    with subprocess.Popen([sys.executable, str(script), "sleep", "2"], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        ranks = [psutil.Process(int(parent.stdout.readline())) for _ in range(2)]
+        parent.kill()
+        _, alive = psutil.wait_procs(ranks, timeout=10)
+    assert not alive
+
+
+def test_under_torchrun_the_function_runs_in_the_processes_that_are_there() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", process_functions.__file__]
+    started = time.monotonic()
+    ended = subprocess.run([*command, "describe", "2", "10"], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    lines = sorted(ended.stdout.splitlines())
+    assert len(lines) == 2 and all("'sum': 21" in line for line in lines), time.monotonic() - started
+    assert {rank for rank in "01" for line in lines if f"'RANK': '{rank}'" in line} == {"0", "1"}
+
+
+def test_a_launch_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    assert launched_world_size() == 4 and not is_first_process()
+    with pytest.raises(ValueError, match="WORLD_SIZE=4 processes were started, and this run needs 2"):
+        run_processes(process_functions.describe, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not; set it, or unset RANK and WORLD_SIZE"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "RANK='2' of WORLD_SIZE='2'"),
+        ({"RANK": "a", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "RANK='a' of WORLD_SIZE='2'"),
+    ],
+)
+def test_half_a_launch_is_refused(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        launched_world_size()
+
+
+def test_a_process_that_nobody_launched_speaks_for_itself() -> None:
+    assert launched_world_size() is None and is_first_process()
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(platform.PLATFORM_VARIABLE, "cuda")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ValueError, match="2 processes need a GPU each, and this host has 1"):
+        run_processes(process_functions.describe, 2, 0)
+
+
+def test_no_process_at_all_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 is no number of processes"):
+        run_processes(process_functions.describe, 0, 0)
