@@ -128,6 +128,7 @@ if [[ "$backend" == megatron ]]; then
         --actor.backend megatron
         --megatron.tensor_model_parallel_size "$tensor_parallel"
         --megatron.pipeline_model_parallel_size "$pipeline_parallel"
+        --train.max_tokens_per_gpu 2048
     )
 fi
 log_args=(

@@ -17,7 +17,9 @@ def fill(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     if max_tokens < 1:
         raise ValueError(f"A micro-batch of {max_tokens} tokens holds no row; give at least 1.")
     too_long = [[row] for row, length in enumerate(lengths) if length > max_tokens]
-    return too_long + _balanced([row for row, length in enumerate(lengths) if length <= max_tokens], lengths, max_tokens)
+    return too_long + _balanced(
+        [row for row, length in enumerate(lengths) if length <= max_tokens], lengths, max_tokens
+    )
 
 
 def _balanced(rows: list[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

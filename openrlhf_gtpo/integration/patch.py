@@ -6,8 +6,12 @@ The actors themselves bring what they need into their worker processes, which im
 from openrlhf_gtpo import platform
 
 
-def apply() -> None:
-    """Replace the names through which upstream's ``train`` finds its actors. Safe to call twice."""
+def apply(backend: str = "deepspeed") -> None:
+    """Replace the names through which upstream's ``train`` finds its actors. Safe to call twice.
+
+    Args:
+        backend: what holds the policy and the reference model, as ``--actor.backend``.
+    """
     from openrlhf.cli import train_ppo_ray
     from openrlhf.trainer import ppo_trainer
     from openrlhf.trainer.ray import vllm_engine
@@ -17,6 +21,11 @@ def apply() -> None:
     from openrlhf_gtpo.integration.trainer import Trainer
 
     train_ppo_ray.PolicyModelActor = PolicyActor
+    if backend == "megatron":
+        from openrlhf_gtpo.integration.megatron_actor import MegatronPolicyActor, MegatronReferenceActor
+
+        train_ppo_ray.PolicyModelActor = MegatronPolicyActor
+        train_ppo_ray.ReferenceModelActor = MegatronReferenceActor
     vllm_engine.RolloutRayActor = RolloutActor
     ppo_trainer.PPOTrainer = Trainer
     if platform.chosen_platform() == "cpu":

@@ -55,7 +55,7 @@ def train(argv: Sequence[str]) -> None:
 
     from openrlhf_gtpo.integration import patch
 
-    patch.apply()
+    patch.apply(args.actor.backend)
     start_ray(args, cpu_run.logical_gpus(args))
     # A terminated run ends its workers and engines, as an interrupted one does. Ray's own handler, which it has just
     # installed, would abort the process instead.

@@ -114,6 +114,9 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     """One of Megatron's optimizers; its moments after the rest, as the distributed one asks for torch's step counters
     among the moments, where it has not put them."""
     moments = state.pop("param_state", None)
+    if moments is None and _torch_adams(optimizer):
+        # Megatron does not write a step count of 0, and torch's Adam does not start without one.
+        state.get("optimizer", state)["state"].setdefault("common_step", torch.tensor(0.0))
     optimizer.load_state_dict(state)
     if moments is None:
         return
@@ -129,7 +132,7 @@ def _own_steps(optimizer: Any) -> None:
     """Megatron hands all parameters one step counter, which each of them would then advance."""
     for adam in _torch_adams(optimizer):
         for state in adam.state.values():
-            state["step"] = state["step"].clone() if "step" in state else torch.tensor(0.0)
+            state["step"] = state["step"].clone()
 
 
 def _torch_adams(optimizer: Any) -> list[torch.optim.Optimizer]:

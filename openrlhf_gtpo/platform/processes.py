@@ -27,6 +27,10 @@ _SECONDS_TO_END = 10  # after a SIGTERM
 T = TypeVar("T")
 
 
+class LaunchError(ValueError):
+    """Processes that cannot be started as they were asked for. Raised before any starts."""
+
+
 class ProcessFailed(RuntimeError):
     """A rank raised an exception, or ended without an answer.
 
@@ -52,13 +56,13 @@ def launched_world_size() -> int | None:
     """Number of processes that ``torchrun`` or ``srun`` has started, of which this is one; None where this is alone.
 
     Raises:
-        ValueError: its environment is incomplete or holds no numbers.
+        LaunchError: its environment is incomplete or holds no numbers.
     """
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return None
     missing = [name for name in _GIVEN_BY_LAUNCHER if not os.environ.get(name)]
     if missing:
-        raise ValueError(
+        raise LaunchError(
             f"RANK and WORLD_SIZE are set, as torchrun sets them, but {missing[0]} is not; set it, or unset RANK and "
             "WORLD_SIZE to let this command start its processes itself."
         )
@@ -67,7 +71,7 @@ def launched_world_size() -> int | None:
     except ValueError:
         rank, size = -1, 0
     if not 0 <= rank < size:
-        raise ValueError(
+        raise LaunchError(
             f"RANK={os.environ['RANK']!r} of WORLD_SIZE={os.environ['WORLD_SIZE']!r} is no process of a launch; start "
             "this command with torchrun, or unset both."
         )
@@ -90,25 +94,25 @@ def run_processes(function: Callable[..., T], world_size: int, *args: Any) -> T:
         function: defined at a module's top level; it and ``args`` are pickled.
 
     Raises:
-        ValueError: as a rank raised it, with its traceback as the cause; fewer GPUs than processes; or a launcher has
-            started another number of processes.
+        LaunchError: fewer GPUs than processes, or a launcher has started another number of processes.
+        ValueError: as a rank raised it, with its traceback as the cause.
         ProcessFailed: a rank raised anything else, or died.
     """
     chosen = platform.detect()
     launched = launched_world_size()
     if launched is not None:
         if launched != world_size:
-            raise ValueError(f"WORLD_SIZE={launched} processes were started, and this run needs {world_size}.")
+            raise LaunchError(f"WORLD_SIZE={launched} processes were started, and this run needs {world_size}.")
         os.environ.update(_platform_environment(chosen))
         with _process_group(store=None):
             return function(*args)
     if world_size < 1:
-        raise ValueError(f"{world_size} is no number of processes; give at least 1.")
+        raise LaunchError(f"{world_size} is no number of processes; give at least 1.")
 
     import torch
 
     if chosen == "cuda" and torch.cuda.device_count() < world_size:
-        raise ValueError(
+        raise LaunchError(
             f"{world_size} processes need a GPU each, and this host has {torch.cuda.device_count()}; ask for fewer, or "
             "start this command on several hosts with torchrun."
         )

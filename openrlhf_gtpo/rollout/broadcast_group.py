@@ -11,11 +11,15 @@ import torch
 _POLL_SECONDS = 0.002
 
 
+# Waits for a broadcast; what it is given runs meanwhile, and may raise to give up.
+Finish = Callable[[Callable[[], None]], None]
+
+
 class BroadcastGroup(Protocol):
     """What both ends need of a group: one collective, rooted at rank 0."""
 
-    def broadcast(self, tensor: torch.Tensor, check: Callable[[], None] = lambda: None) -> None:
-        """Send from rank 0 into the others' ``tensor``. ``check`` runs while this waits, and may raise to give up."""
+    def start(self, tensor: torch.Tensor) -> Finish:
+        """Begin to send from rank 0 into the others' ``tensor``, which stays untouched until the result returns."""
 
 
 class _GlooGroup:
@@ -24,15 +28,19 @@ class _GlooGroup:
 
         self._group = stateless_init_torch_distributed_process_group(host, port, rank, world_size, backend="gloo")
 
-    def broadcast(self, tensor: torch.Tensor, check: Callable[[], None] = lambda: None) -> None:
+    def start(self, tensor: torch.Tensor) -> Finish:
         options = torch.distributed.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         work = self._group.broadcast([tensor], options)
-        while not work.is_completed():
-            check()
-            time.sleep(_POLL_SECONDS)
-        work.wait()
+
+        def finish(check: Callable[[], None]) -> None:
+            while not work.is_completed():
+                check()
+                time.sleep(_POLL_SECONDS)
+            work.wait()
+
+        return finish
 
 
 class _NcclGroup:
@@ -43,9 +51,9 @@ class _NcclGroup:
         group = StatelessProcessGroup.create(host=host, port=port, rank=rank, world_size=world_size)
         self._communicator = PyNcclCommunicator(group, device=device)
 
-    def broadcast(self, tensor: torch.Tensor, check: Callable[[], None] = lambda: None) -> None:
-        check()  # only enqueues: waiting is left to the stream
+    def start(self, tensor: torch.Tensor) -> Finish:
         self._communicator.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+        return lambda check: check()  # only enqueued: waiting is left to the stream
 
 
 def join(host: str, port: int, rank: int, world_size: int, device: torch.device) -> BroadcastGroup:

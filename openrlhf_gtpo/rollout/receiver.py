@@ -44,5 +44,5 @@ class WeightReceiver:
     def _incoming(self, plan: list[list[ParameterMeta]]) -> Iterator[tuple[str, torch.Tensor]]:
         for bucket in plan:
             buffer = torch.empty(sum(p.numel for p in bucket), dtype=WIRE_DTYPE, device=self.device)
-            self._weight_group.broadcast(buffer)
+            self._weight_group.start(buffer)(lambda: None)
             yield from unpack(bucket, buffer)

@@ -7,6 +7,7 @@ import ray
 import torch
 
 from openrlhf_gtpo.rollout import broadcast_group
+from openrlhf_gtpo.rollout.broadcast_group import Finish
 from openrlhf_gtpo.rollout.buckets import ParameterMeta, pack, plan_buckets
 
 
@@ -51,6 +52,12 @@ class WeightSender:
             answered, _ = ray.wait(receiving, num_returns=len(receiving), timeout=0)
             ray.get(answered)
 
+        under_way: list[Finish] = []
         for bucket in plan:
-            self._group.broadcast(pack(bucket, tensors, self._device), pass_on_failures)
+            buffer = pack(bucket, tensors, self._device)  # gathers this bucket while the previous one is on its way
+            if under_way:
+                under_way.pop()(pass_on_failures)
+            under_way.append(self._group.start(buffer))
+        if under_way:
+            under_way.pop()(pass_on_failures)
         ray.get(receiving)

@@ -53,6 +53,7 @@ def save_and_go_on(source: str, layout: Layout, folder: str, dtype: str, distrib
     with on(layout):
         trainer = make_trainer(source, layout, dtype, distributed)
         train(trainer, range(3))
+        torch.rand(5 + torch.distributed.get_rank())  # each rank's generator is somewhere else
         Checkpoints(Path(folder) / "now", hf_source=source).save("step3", trainer, CLIENT_STATE)
         later = Checkpoints(Path(folder) / "later", asynchronous=True, hf_source=source)
         later.save("step3", trainer, CLIENT_STATE)

@@ -73,3 +73,15 @@ def log_probs_and_entropies(
         model.stage.eval()
         batches = [all_actions(rows) for rows in micro_batches]
         return [(s.log_probs.numpy(), s.entropy.numpy()) for s in schedule.forward(model.stage, model.config, batches)]
+
+
+def full_weights(source: str, layout: Layout, dtype: str, bucket_bytes: int) -> dict[str, Any]:
+    """Name -> tensor as the weight transfer sees it, from every rank."""
+    from openrlhf_gtpo.megatron.weights import FullWeights
+
+    with on(layout):
+        model = load_model(source, ModelOptions(layout=layout, dtype=getattr(torch, dtype)))
+        weights = FullWeights(model, bucket_bytes)
+        tensors = {name: tensor.clone() for name, tensor in weights.tensors()}
+        assert [(name, tensor.shape) for name, tensor in tensors.items()] == weights.shapes
+        return {name: tensor.float().numpy() for name, tensor in tensors.items()}

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import process_functions
@@ -12,7 +11,13 @@ import psutil
 import pytest
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.platform.processes import ProcessFailed, is_first_process, launched_world_size, run_processes
+from openrlhf_gtpo.platform.processes import (
+    LaunchError,
+    ProcessFailed,
+    is_first_process,
+    launched_world_size,
+    run_processes,
+)
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -52,8 +57,8 @@ def test_they_listen_on_the_loopback_interface_alone() -> None:
 
 
 def test_threads_that_the_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert run_processes(process_functions.describe, 1, 0)["threads"] == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert run_processes(process_functions.describe, 1, 0)["OMP_NUM_THREADS"] == "7"
 
 
 def test_a_module_is_imported_after_the_platform_is_prepared() -> None:
@@ -104,11 +109,10 @@ def test_ranks_end_with_the_process_that_started_them() -> None:
 
 def test_under_torchrun_the_function_runs_in_the_processes_that_are_there() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", process_functions.__file__]
-    started = time.monotonic()
     ended = subprocess.run([*command, "describe", "2", "10"], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     lines = sorted(ended.stdout.splitlines())
-    assert len(lines) == 2 and all("'sum': 21" in line for line in lines), time.monotonic() - started
+    assert len(lines) == 2 and all("'sum': 21" in line for line in lines)
     assert {rank for rank in "01" for line in lines if f"'RANK': '{rank}'" in line} == {"0", "1"}
 
 
@@ -116,7 +120,7 @@ def test_a_launch_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     assert launched_world_size() == 4 and not is_first_process()
-    with pytest.raises(ValueError, match="WORLD_SIZE=4 processes were started, and this run needs 2"):
+    with pytest.raises(LaunchError, match="WORLD_SIZE=4 processes were started, and this run needs 2"):
         run_processes(process_functions.describe, 2, 0)
 
 
@@ -128,12 +132,10 @@ def test_a_launch_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         ({"RANK": "a", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "RANK='a' of WORLD_SIZE='2'"),
     ],
 )
-def test_half_a_launch_is_refused(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str
-) -> None:
+def test_half_a_launch_is_refused(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(LaunchError, match=message):
         launched_world_size()
 
 
@@ -144,10 +146,10 @@ def test_a_process_that_nobody_launched_speaks_for_itself() -> None:
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(platform.PLATFORM_VARIABLE, "cuda")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(ValueError, match="2 processes need a GPU each, and this host has 1"):
+    with pytest.raises(LaunchError, match="2 processes need a GPU each, and this host has 1"):
         run_processes(process_functions.describe, 2, 0)
 
 
 def test_no_process_at_all_is_refused() -> None:
-    with pytest.raises(ValueError, match="0 is no number of processes"):
+    with pytest.raises(LaunchError, match="0 is no number of processes"):
         run_processes(process_functions.describe, 0, 0)

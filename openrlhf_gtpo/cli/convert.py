@@ -1,0 +1,130 @@
+"""`python3 -m openrlhf_gtpo.cli.convert {hf-to-megatron,megatron-to-hf} SRC DST`: one model in either format.
+
+A Megatron checkpoint can be read at any TP × PP × DP, whatever it was written at. Conversion runs on the CPU, in host
+memory, on hosts with GPUs too. Parse, check, call; nothing else.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from openrlhf_gtpo.megatron.checkpoint_files import SIDE_FILES, check_checkpoint
+from openrlhf_gtpo.megatron.checkpoint_folder import resolve
+from openrlhf_gtpo.megatron.layout import SIZES, Layout, LayoutError, check_layout
+from openrlhf_gtpo.platform import PLATFORM_VARIABLE
+from openrlhf_gtpo.platform.processes import ProcessFailed, is_first_process, run_processes
+
+DTYPES = ("bfloat16", "float32")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0, 2 after one sentence on stderr where the user's input cannot be used, or 1 if a process
+    failed otherwise."""
+    args = build_parser().parse_args(argv)
+    # Before anything asks: a model that fits no single device fits the host's memory.
+    os.environ[PLATFORM_VARIABLE] = "cpu"
+    try:
+        _check_destination(args.destination)
+        args.run(args)
+    except (ValueError, OSError, ProcessFailed) as error:
+        if is_first_process():
+            print(f"convert {args.command}: {error}", file=sys.stderr)
+        return 1 if isinstance(error, ProcessFailed) else 2
+    if is_first_process():
+        print(args.destination)
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python3 -m openrlhf_gtpo.cli.convert", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    to_megatron = commands.add_parser("hf-to-megatron", help="a Hugging Face folder to a checkpoint of weights")
+    to_megatron.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="TP of the writers")
+    to_megatron.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="their PP")
+    to_megatron.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as in SRC)")
+    to_megatron.set_defaults(run=_hf_to_megatron)
+
+    to_hf = commands.add_parser("megatron-to-hf", help="a checkpoint, of weights or of a training run, to Hugging Face")
+    to_hf.set_defaults(run=_megatron_to_hf)
+
+    for command in (to_megatron, to_hf):
+        command.add_argument("source", type=Path, metavar="SRC")
+        command.add_argument("destination", type=Path, metavar="DST", help="a folder that is new or empty")
+    return parser
+
+
+def _hf_to_megatron(args: argparse.Namespace) -> None:
+    if not (args.source / "config.json").is_file():
+        raise ValueError(f"{args.source} is no Hugging Face model: it has no config.json.")
+    if not any(args.source.glob("*.safetensors")):
+        raise ValueError(f"{args.source} has no *.safetensors files, the one weight format that is read.")
+    config = _read_config(args.source)
+    try:
+        layout = Layout(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+        check_layout(config, layout, layout.model_parallel_size, cuda=False)
+    except LayoutError as error:
+        raise ValueError(_with_own_flags(str(error))) from None
+    dtype = args.dtype or _own_dtype(args.source, config)
+    run_processes(
+        hf_to_megatron, layout.model_parallel_size, str(args.source), str(args.destination.resolve()), layout, dtype
+    )
+
+
+def _megatron_to_hf(args: argparse.Namespace) -> None:
+    source = resolve(args.source)
+    dtype = check_checkpoint(source)["dtype"]
+    if not (source / SIDE_FILES / "config.json").is_file():
+        raise ValueError(f"{source} carries no configuration and tokenizer ({SIDE_FILES}/), which a model needs.")
+    run_processes(megatron_to_hf, 1, str(source.resolve()), str(args.destination.resolve()), dtype)
+
+
+def hf_to_megatron(*args: Any) -> None:
+    """In each process: megatron is imported there alone."""
+    from openrlhf_gtpo.megatron import convert
+
+    convert.hf_to_megatron(*args)
+
+
+def megatron_to_hf(*args: Any) -> None:
+    """In each process: megatron is imported there alone."""
+    from openrlhf_gtpo.megatron import convert
+
+    convert.megatron_to_hf(*args)
+
+
+def _check_destination(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file; name a new folder.")
+    if path.is_dir() and any(path.iterdir()):
+        raise ValueError(f"{path} is not empty; name a new folder.")
+
+
+def _read_config(source: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (ValueError, OSError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{source / 'config.json'} cannot be read: {reason}") from None
+
+
+def _own_dtype(source: Path, config: Any) -> str:
+    dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ValueError(f"{source} is in {dtype}, which is not trained in; choose --dtype {' or '.join(DTYPES)}.")
+    return dtype
+
+
+def _with_own_flags(message: str) -> str:
+    for name in SIZES:
+        message = message.replace(f"--megatron.{name}", f"--{name.replace('_', '-')}")
+    return message
+
+
+if __name__ == "__main__":
+    sys.exit(main())

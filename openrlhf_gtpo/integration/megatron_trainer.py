@@ -1,0 +1,184 @@
+"""OpenRLHF's actor trainer on Megatron: its replay buffer, losses and flags around Megatron's train step."""
+
+from collections.abc import Iterator
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from openrlhf.models import aggregate_loss
+from openrlhf.models.utils import compute_approx_kl, masked_mean
+from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch
+from openrlhf.trainer.ray.utils import get_physical_gpu_id
+from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
+from torch import Tensor
+
+from openrlhf_gtpo.integration.megatron_metrics import StepMetrics
+from openrlhf_gtpo.integration.micro_batches import fill
+from openrlhf_gtpo.integration.policy_actor import EntropyActorTrainer
+from openrlhf_gtpo.integration.token_rows import token_batch
+from openrlhf_gtpo.megatron.model import LoadedModel
+from openrlhf_gtpo.megatron.placement import is_first_replica, is_reporter
+from openrlhf_gtpo.megatron.trainer import Trainer
+from openrlhf_gtpo.megatron.weights import FullWeights
+from openrlhf_gtpo.rollout.buckets import ParameterMeta
+
+
+class MegatronActorTrainer(EntropyActorTrainer):
+    """Holds the replay buffer of this replica and trains ``model`` on it.
+
+    Upstream's flags keep their meaning: ``--train.batch_size`` rows an optimizer step over all replicas,
+    ``--train.max_epochs`` passes, its policy loss, KL loss and entropy bonus. Micro-batches are filled by
+    ``--train.max_tokens_per_gpu``.
+    """
+
+    def __init__(self, strategy: Any, model: LoadedModel, trainer: Trainer, vllm_engines: list[Any] | None) -> None:
+        super().__init__(
+            strategy,
+            model,
+            None,  # no moving average of the weights
+            None,
+            None,
+            micro_train_batch_size=strategy.args.train.micro_batch_size,
+            vllm_engines=vllm_engines,
+        )
+        self.model = model
+        self.megatron = trainer
+        self._shuffle = np.random.default_rng(strategy.args.train.seed)  # the same on every rank of a replica
+
+    def ppo_train(self, kl_ctl: float) -> dict[str, float]:
+        """Train on everything in the replay buffer; returns upstream's metrics, averaged over the replicas."""
+        metrics = StepMetrics()
+        report = None
+        for rows in self._optimizer_steps():
+            step = _StepLoss(self, rows, kl_ctl)
+            report = self.megatron.step(step.batches, step.loss, with_entropy=step.with_entropy)
+            for experience, kept in zip(step.experiences, report.kept, strict=bool(report.kept)):
+                metrics.add(experience, kept)
+        status = metrics.averages(is_reporter())
+        if report is not None:
+            status |= {"actor_lr": report.lr, "actor_grad_norm": report.grad_norm}
+        return status
+
+    def _optimizer_steps(self) -> Iterator[list[Experience]]:
+        """This replica's rows of each optimizer step; every replica has as many steps."""
+        items = self.replay_buffer.items
+        rows_a_step = self.args.train.batch_size // self._data_group().size()
+        fewest = torch.tensor(len(items))
+        torch.distributed.all_reduce(fewest, op=torch.distributed.ReduceOp.MIN, group=self._data_group())
+        steps = max(1, int(fewest) // rows_a_step)
+        assert int(fewest) >= steps, "a replica has no row to train on"
+        for _ in range(self.max_epochs):
+            order = self._shuffle.permutation(len(items))
+            for part in np.array_split(order, steps):
+                yield [items[i] for i in part]
+
+    def _data_group(self) -> torch.distributed.ProcessGroup:
+        return self.strategy.ds_device_mesh["dp"].get_group()
+
+    @cached_property
+    def _weights(self) -> FullWeights:
+        return FullWeights(self.model, self.args.vllm.sync_bucket_mb * 2**20)
+
+    def broadcast_to_vllm(self) -> None:
+        """Send the model from the first replica to every engine, the next bucket gathered while one is on its way."""
+        weights = self._weights
+        rank_0 = torch.distributed.get_rank() == 0
+        if rank_0 and self.args.vllm.enable_prefix_caching:
+            ray.get([engine.reset_prefix_cache.remote() for engine in self.vllm_engines])
+        torch.cuda.empty_cache()
+        if self.use_cuda_ipc:
+            self._share_through_cuda_ipc(weights)
+        elif is_first_replica():
+            tensors = (tensor for _, tensor in weights.tensors())
+            if rank_0:
+                self._sender.send([ParameterMeta(name, tuple(shape)) for name, shape in weights.shapes], tensors)
+            else:
+                for _ in tensors:  # the other ranks take part in gathering
+                    pass
+        torch.cuda.empty_cache()
+        torch_dist_barrier_and_cuda_sync()
+
+    def _share_through_cuda_ipc(self, weights: FullWeights) -> None:
+        """Hand each engine worker the memory of the full tensors on its own GPU, a parameter at a time."""
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        count = len(weights.shapes)
+        for i, (name, tensor) in enumerate(weights.tensors()):
+            shared = tensor.to(torch.bfloat16, copy=True)
+            handles: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(handles, {get_physical_gpu_id(): reduce_tensor(shared)})
+            if torch.distributed.get_rank() == 0:
+                merged = {gpu: handle for one in handles for gpu, handle in one.items()}
+                ray.get(
+                    [
+                        engine.update_weight_cuda_ipc.remote(
+                            name, shared.dtype, shared.shape, ipc_handles=merged, empty_cache=i + 1 == count
+                        )
+                        for engine in self.vllm_engines
+                    ]
+                )
+            torch_dist_barrier_and_cuda_sync()  # the memory stays until every worker has read it
+
+
+class _StepLoss:
+    """The micro-batches of one optimizer step and their loss: a sum over micro-batches and replicas."""
+
+    def __init__(self, trainer: MegatronActorTrainer, rows: list[Experience], kl_ctl: float) -> None:
+        self.args: SimpleNamespace = trainer.args
+        self.kl_ctl = kl_ctl
+        self.policy_loss = trainer.actor_loss_fn
+        lengths = [int(row.total_length) for row in rows]
+        members = fill(lengths, self.args.train.max_tokens_per_gpu)
+        self.experiences = [make_experience_batch([rows[i] for i in part], True) for part in members]
+        self.batches = [token_batch(experience) for experience in self.experiences]
+        self.with_entropy = self.args.actor.entropy_coef is not None
+        counts = torch.zeros(2)
+        for experience in self.experiences:
+            counts += torch.stack([experience.action_mask.sum(), experience.action_mask.any(-1).sum()])
+        torch.distributed.all_reduce(counts, group=trainer._data_group())
+        self._totals = {"dp_size": 1, "batch_num_tokens": counts[0], "global_batch_size": counts[1]}
+
+    def loss(self, index: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, float]]:
+        """This micro-batch's part of the step's loss, and its metrics."""
+        experience = self.experiences[index]
+        experience.to_device(log_probs.device)
+        mask = experience.action_mask
+        policy, clip_ratio, approx_kl, vllm_kl, filtered = self.policy_loss(
+            log_probs,
+            experience.action_log_probs,
+            experience.advantages,
+            action_mask=mask,
+            rollout_log_probs=experience.rollout_log_probs,
+            **self._totals,
+        )
+        # Of the step's actions; metrics weigh by them.
+        share = float(mask.sum() / self._totals["batch_num_tokens"].clamp_min(1)) or 1.0
+        metrics = {"policy_loss": policy / share, "ppo_clip_ratio": clip_ratio, "ppo_kl": approx_kl}
+        if vllm_kl is not None:
+            metrics |= {"vllm_kl": vllm_kl, "is_filter_ratio": filtered}
+        total = policy
+        if self.args.algo.kl.use_loss:
+            kl, difference = self._kl(experience, log_probs)
+            total = total + kl * self.kl_ctl
+            metrics |= {"kl": kl / share, "logprobs_diff": difference}
+        if entropy is not None:
+            bonus = aggregate_loss(entropy, mask, **self._totals)
+            total = total - bonus * self.args.actor.entropy_coef
+            metrics["entropy_loss"] = bonus / share
+        return total, {name: float(value.detach()) for name, value in metrics.items()}
+
+    def _kl(self, experience: Experience, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        if self.args.algo.kl.init_coef <= 0:
+            return log_probs.new_zeros(()), log_probs.new_zeros(())
+        kl = compute_approx_kl(
+            log_probs,
+            experience.base_action_log_probs,
+            log_probs_old=experience.action_log_probs,
+            kl_estimator=self.args.algo.kl.estimator,
+            unbiased_gradient=self.args.algo.kl.unbiased_gradient,
+        )
+        difference = masked_mean(log_probs.float() - experience.base_action_log_probs.float(), experience.action_mask)
+        return aggregate_loss(kl, experience.action_mask, **self._totals), difference

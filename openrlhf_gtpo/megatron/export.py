@@ -1,0 +1,138 @@
+"""A model on Megatron's ranks to a Hugging Face folder: safetensors shards, their index, and the files beside them."""
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from openrlhf_gtpo.megatron.agreement import from_first_rank, message_of, raise_together
+from openrlhf_gtpo.megatron.checkpoint_files import CheckpointWriteError
+from openrlhf_gtpo.megatron.host import megatron_calls
+from openrlhf_gtpo.megatron.model import LoadedModel
+from openrlhf_gtpo.megatron.side_files import copy_side_files
+
+INDEX = "model.safetensors.index.json"
+
+
+def save_hf(model: LoadedModel, source: str | Path, directory: str | Path, *, shard_bytes: int = 5 * 10**9) -> None:
+    """Write the model as a Hugging Face folder, in its own dtype (collective; the first rank writes).
+
+    The first rank holds one shard at a time in host memory. A new or empty ``directory`` appears whole or not at all;
+    in one that exists, the model's files are replaced and whatever else is there stays.
+
+    Args:
+        source: the model's folder or name on the Hub, or a folder of its tokenizer and configuration alone.
+        shard_bytes: greatest size of a weight file, unless a single tensor is larger.
+
+    Raises:
+        CheckpointWriteError: a file could not be read or written.
+    """
+    directory = Path(directory)
+    temporary = from_first_rank(lambda: _begin(directory), CheckpointWriteError)
+    shards = _Shards(temporary, shard_bytes) if torch.distributed.get_rank() == 0 else None
+    failure: str | None = None
+    for name, tensor in _named_weights(model):
+        # The other ranks go on gathering whatever happens here, so this one does too.
+        if shards is not None and failure is None:
+            try:
+                shards.add(name, tensor)
+            except Exception as error:
+                failure = message_of(error)
+    if shards is not None:
+        try:
+            if failure is None:
+                shards.finish()
+                copy_side_files(source, temporary, dtype=str(model.options.dtype).removeprefix("torch."))
+                _publish(temporary, directory)
+        except Exception as error:
+            failure = message_of(error)
+        if failure is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+            failure = f"The model could not be written into {directory}: {failure}."
+    raise_together(failure, CheckpointWriteError)
+
+
+def _named_weights(model: LoadedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, full tensor), each once: a tied head comes from the last pipeline stage too."""
+    seen = set()
+    with megatron_calls(), torch.no_grad():
+        for name, tensor in model.bridge.export_weights([model.stage]):
+            if name not in seen:
+                seen.add(name)
+                yield name, tensor
+
+
+class _Shards:
+    """Weight files of at most ``limit`` bytes."""
+
+    def __init__(self, directory: Path, limit: int) -> None:
+        self._directory = directory
+        self._limit = limit
+        self._held: dict[str, torch.Tensor] = {}
+        self._held_bytes = 0
+        self._written: list[list[str]] = []
+        self._total_bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self._held and self._held_bytes + size > self._limit:
+            self._write()
+        # A copy: on the CPU it may be a view of the model, or of a larger tensor that would be written with it.
+        self._held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._held_bytes += size
+        self._total_bytes += size
+
+    def finish(self) -> None:
+        if self._held:
+            self._write()
+        if len(self._written) == 1:
+            self._path(0).rename(self._directory / "model.safetensors")
+            return
+        weight_map = {}
+        for i, names in enumerate(self._written):
+            file = f"model-{i + 1:05d}-of-{len(self._written):05d}.safetensors"
+            self._path(i).rename(self._directory / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"shard-{number}"
+
+    def _write(self) -> None:
+        save_file(self._held, self._path(len(self._written)), metadata={"format": "pt"})
+        self._written.append(list(self._held))
+        self._held, self._held_bytes = {}, 0
+
+
+def _begin(directory: Path) -> Path:
+    if directory.exists() and not directory.is_dir():
+        raise FileExistsError(f"{directory} is a file")
+    # Inside a folder that exists, as what is beside it may be on another disk.
+    parent = directory if directory.is_dir() else directory.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    temporary = parent / f"{directory.name}.tmp-{uuid.uuid4().hex[:8]}"
+    temporary.mkdir()
+    return temporary
+
+
+def _publish(temporary: Path, directory: Path) -> None:
+    if temporary.parent != directory:
+        temporary.rename(directory)
+        return
+    new = {path.name for path in temporary.iterdir()}
+    stale = [path for path in directory.iterdir() if _is_weight_file(path.name) and path.name not in new]
+    for path in temporary.iterdir():
+        os.replace(path, directory / path.name)
+    for path in stale:
+        path.unlink()
+    temporary.rmdir()
+
+
+def _is_weight_file(name: str) -> bool:
+    return name == INDEX or (name.startswith("model") and name.endswith(".safetensors"))

@@ -1,0 +1,52 @@
+"""One process that resumes from a folder if there is something, and saves: `MODEL FOLDER TAG [kill]`, where `kill`
+saves a good `step1` and is killed while it writes TAG in the background."""
+
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from openrlhf_gtpo import platform
+
+os.environ[platform.PLATFORM_VARIABLE] = "cpu"
+platform.activate()
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from checkpoint_program import make_trainer, train
+from logits_program import on
+
+from openrlhf_gtpo.megatron import checkpoint_writer
+from openrlhf_gtpo.megatron.checkpoint import Checkpoints
+from openrlhf_gtpo.megatron.layout import Layout
+
+
+def main(model: str, folder: str, tag: str, kill: bool) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
+    with on(Layout()):
+        trainer = make_trainer(model, Layout())
+        checkpoints = Checkpoints(folder, asynchronous=kill)
+        if checkpoints.latest():
+            print("loaded", checkpoints.load(trainer)["tag"])
+        if kill:
+            checkpoints.save("step1", trainer, {"tag": "step1"})
+            checkpoints.finish()
+            whole, items = checkpoint_writer._write_item, []
+
+            def write(*args: object, **options: object) -> object:
+                items.append(None)
+                if len(items) == 5:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return whole(*args, **options)
+
+            checkpoint_writer._write_item = write
+        checkpoints.save(tag, trainer, {"tag": tag})
+        train(trainer, range(3))
+        checkpoints.finish()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4], kill=sys.argv[4:] == ["kill"])

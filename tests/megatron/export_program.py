@@ -1,0 +1,51 @@
+"""What the ranks run in the tests of conversion: a model to a Megatron checkpoint and back to Hugging Face."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from logits_program import on
+
+from openrlhf_gtpo.megatron import export
+from openrlhf_gtpo.megatron.checkpoint import load_checkpoint, save_checkpoint
+from openrlhf_gtpo.megatron.layout import Layout
+from openrlhf_gtpo.megatron.model import ModelOptions, load_model
+
+SHARD_BYTES = 64 * 2**10
+
+
+def round_trips(layout: Layout, models: list[tuple[str, str, str]]) -> None:
+    """(source, dtype, folder) each: to ``folder/megatron``, from there to ``folder/hf``; groups are made once."""
+    with on(layout):
+        for source, dtype, folder in models:
+            options = ModelOptions(layout=layout, dtype=getattr(torch, dtype))
+            save_checkpoint(Path(folder) / "megatron", load_model(source, options), hf_source=source)
+            model = load_model(source, options, with_weights=False)
+            load_checkpoint(Path(folder) / "megatron", model)
+            export.save_hf(model, Path(folder) / "megatron" / "hf", Path(folder) / "hf", shard_bytes=SHARD_BYTES)
+
+
+def failing_export(source: str, layout: Layout, folder: str) -> tuple[str, list[str]]:
+    """An export whose disk is full; what it says, and what is in ``folder`` afterwards."""
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with on(layout):
+        model = load_model(source, ModelOptions(layout=layout, dtype=torch.float32))
+        whole, export.save_file = export.save_file, fail
+        try:
+            export.save_hf(model, source, Path(folder) / "hf")
+        except OSError as error:
+            return str(error), os.listdir(folder)
+        finally:
+            export.save_file = whole
+    return "written", os.listdir(folder)
+
+
+def export_into(source: str, folder: str, shard_bytes: int) -> None:
+    """Export into a folder that is there."""
+    with on(Layout()):
+        model = load_model(source, ModelOptions(dtype=torch.float32))
+        export.save_hf(model, source, folder, shard_bytes=shard_bytes)

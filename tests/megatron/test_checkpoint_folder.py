@@ -1,0 +1,147 @@
+"""Would catch an eviction in the wrong order, of the only good checkpoint, or of something that is no checkpoint; and a
+folder that a crash at any moment leaves without a readable latest checkpoint.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from openrlhf_gtpo.megatron import checkpoint_folder
+from openrlhf_gtpo.megatron.checkpoint_files import CheckpointError, check_checkpoint, write_manifest
+
+MODEL = {"model": {}, "dtype": "float32", "optimizer": True}
+
+
+def write(folder: Path, tag: str, metric: float | None = None, *, size: int = 10, content: bytes = b"x") -> Path:
+    """What a save does on the first rank."""
+    temporary = checkpoint_folder.begin(folder / tag, whole_folder=True)
+    (temporary / "shard").write_bytes(content * size)
+    write_manifest(temporary, {**MODEL, "metric": {"key": "eval", "value": metric}})
+    checkpoint_folder.publish(temporary, folder / tag)
+    checkpoint_folder.set_latest(folder, tag)
+    # Times that tell ages apart on a file system with coarse clocks.
+    number = len(list(folder.iterdir()))
+    os.utime(folder / tag, (number, number))
+    return folder / tag
+
+
+def tags(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != "latest")
+
+
+@pytest.mark.parametrize(
+    "metrics, gone",
+    [
+        ([None, None, None, None], ["t0"]),
+        ([0.5, 0.1, 0.9, None], ["t1"]),
+        ([0.5, None, 0.1, 0.0], ["t1"]),
+        ([0.5, float("nan"), 0.1, 0.0], ["t1"]),
+        ([0.5, 0.5, 0.5, 0.5], ["t0"]),
+    ],
+)
+def test_the_least_worth_goes_first(tmp_path: Path, metrics: list, gone: list[str]) -> None:
+    for i, metric in enumerate(metrics):
+        write(tmp_path, f"t{i}", metric)
+    assert checkpoint_folder.rotate(tmp_path, "t3", max_num=3, max_mem_gb=1) == gone
+    assert tags(tmp_path) == sorted({"t0", "t1", "t2", "t3"} - set(gone))
+
+
+def test_the_best_is_protected_and_alone(tmp_path: Path) -> None:
+    for tag in ("t0", "best_t0", "t1"):
+        write(tmp_path, tag, 0.0)
+    assert checkpoint_folder.rotate(tmp_path, "t1", max_num=1, max_mem_gb=1) == ["t0"]
+    write(tmp_path, "best_t1", 1.0)
+    assert checkpoint_folder.rotate(tmp_path, "best_t1", max_num=1, max_mem_gb=1) == ["best_t0"]
+    assert tags(tmp_path) == ["best_t1", "t1"]
+
+
+def test_size_counts_and_the_new_one_always_stays(tmp_path: Path) -> None:
+    for i in range(3):
+        write(tmp_path, f"t{i}", size=2**20)
+    assert checkpoint_folder.rotate(tmp_path, "t2", max_num=9, max_mem_gb=2.5 / 1024) == ["t0"]
+    assert checkpoint_folder.rotate(tmp_path, "t2", max_num=9, max_mem_gb=0) == ["t1"]
+    assert tags(tmp_path) == ["t2"]
+
+
+def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine").write_bytes(b"x" * 2**20)
+    for i in range(3):
+        write(tmp_path, f"t{i}")
+    checkpoint_folder.rotate(tmp_path, "t2", max_num=1, max_mem_gb=0.5 / 1024)
+    assert tags(tmp_path) == ["notes", "t2"]
+
+
+def test_leftovers_of_crashes_go_with_the_next_write(tmp_path: Path) -> None:
+    write(tmp_path, "t0")
+    unfinished = checkpoint_folder.begin(tmp_path / "t1", whole_folder=True)
+    (unfinished / "shard").write_bytes(b"x")
+    assert checkpoint_folder.latest(tmp_path) == "t0"
+    write(tmp_path, "t2")
+    assert tags(tmp_path) == ["t0", "t2"]
+    mine = tmp_path / "elsewhere.tmp-12345678"
+    mine.mkdir()
+    checkpoint_folder.begin(tmp_path / "converted", whole_folder=False)
+    assert mine.exists()
+
+
+def test_a_crash_between_the_renames_of_a_replacement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "t0", content=b"a")
+    temporary = checkpoint_folder.begin(tmp_path / "t0", whole_folder=True)
+    write_manifest(temporary, {**MODEL, "metric": {}})
+    whole = Path.rename
+
+    def crash(path: Path, target: Path) -> Path:
+        if path == temporary:
+            raise KeyboardInterrupt
+        return whole(path, target)
+
+    monkeypatch.setattr(Path, "rename", crash)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint_folder.publish(temporary, tmp_path / "t0")
+    monkeypatch.undo()
+    assert checkpoint_folder.latest(tmp_path) == "t0"
+    there = checkpoint_folder.locate(tmp_path, "t0")
+    check_checkpoint(there)
+    assert (there / "shard").read_bytes() == b"a" * 10
+    write(tmp_path, "t1")
+    assert tags(tmp_path) == ["t0", "t1"]
+    write(tmp_path, "t0", content=b"b")
+    assert (tmp_path / "t0" / "shard").read_bytes() == b"b" * 10
+    assert tags(tmp_path) == ["t0", "t1"]
+
+
+def test_a_path_may_be_a_checkpoint_or_the_folder_of_several(tmp_path: Path) -> None:
+    write(tmp_path, "t0"), write(tmp_path, "t1")
+    assert checkpoint_folder.resolve(tmp_path) == tmp_path / "t1"
+    assert checkpoint_folder.resolve(tmp_path / "t0") == tmp_path / "t0"
+    (tmp_path / "empty").mkdir()
+    for path, sentence in ((tmp_path / "empty", "it has no checkpoint.json"), (tmp_path / "no", "There is no")):
+        with pytest.raises(CheckpointError, match=sentence):
+            checkpoint_folder.resolve(path)
+
+
+@pytest.mark.parametrize("tag", ["", "../up", "a/b", ".hidden", "latest", "t0.tmp-0123abcd", "t0.replaced"])
+def test_tags_that_cannot_name_a_folder(tag: str) -> None:
+    with pytest.raises(CheckpointError, match="cannot name a checkpoint"):
+        checkpoint_folder.check_tag(tag)
+    checkpoint_folder.check_tag("best_global_step10")
+
+
+def test_weights_alone_do_not_resume_a_training_run(tmp_path: Path) -> None:
+    write_manifest(tmp_path, {"model": {}, "dtype": "float32", "optimizer": False})
+    check_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="has weights and no optimizer state"):
+        check_checkpoint(tmp_path, for_training=True)
+
+
+def test_the_driver_asks_without_megatron_or_torch() -> None:
+    program = (
+        "import openrlhf_gtpo.megatron.checkpoint_folder, sys; "
+        "print({'torch', 'megatron', 'transformers'} & {name.split('.')[0] for name in sys.modules})"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "set()"

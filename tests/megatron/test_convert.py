@@ -1,0 +1,89 @@
+"""Would catch a conversion command that changes a weight, loses the tokenizer, or meets a user's mistake with a stack
+trace or a half-written folder.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from families import make_checkpoint
+from test_megatron_export import tensors
+
+
+def convert(*args: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "openrlhf_gtpo.cli.convert", *map(str, args)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_checkpoint(tmp_path_factory.mktemp("convert") / "model", "qwen2", 896, tie_word_embeddings=True)
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "notes.txt").write_text("not the model's")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_both_ways(source: Path, tmp_path: Path, dtype: str) -> None:
+    sizes = ["--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2]
+    chosen = ["--dtype", dtype] if dtype != "float32" else []
+    ended = convert("hf-to-megatron", source, tmp_path / "megatron", *sizes, *chosen)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == str(tmp_path / "megatron")
+    described = json.loads((tmp_path / "megatron" / "checkpoint.json").read_text())
+    assert (described["dtype"], described["world_size"], described["optimizer"]) == (dtype, 4, False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron"]
+
+    ended = convert("megatron-to-hf", tmp_path / "megatron", tmp_path / "hf")
+    assert ended.returncode == 0, ended.stderr
+    expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors(source).items()}
+    found = tensors(tmp_path / "hf")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    names = {path.name for path in source.iterdir()} - {"notes.txt"}
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == names
+    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == dtype
+
+
+def test_mistakes_are_one_sentence(source: Path, tmp_path: Path) -> None:
+    full, foreign, truncated = tmp_path / "full", tmp_path / "foreign", tmp_path / "truncated"
+    for folder in (full, foreign, truncated):
+        folder.mkdir()
+    (full / "something").touch()
+    (foreign / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    (foreign / "model.safetensors").touch()
+    manifest = {"format": 1, "model": {}, "dtype": "float32", "optimizer": False, "files": {"common.pt": {"size": 9}}}
+    (truncated / "checkpoint.json").write_text(json.dumps(manifest))
+    new = tmp_path / "new"
+    mistakes = [
+        (("hf-to-megatron", tmp_path / "nowhere", new), "is no Hugging Face model: it has no config.json."),
+        (("hf-to-megatron", source, full), "is not empty; name a new folder."),
+        (("hf-to-megatron", source, full / "something"), "is a file; name a new folder."),
+        (("hf-to-megatron", foreign, new), "does not know the architecture 'gpt2'"),
+        (
+            ("hf-to-megatron", source, new, "--tensor-model-parallel-size", 3),
+            "--tensor-model-parallel-size 3 does not divide this model's 8 attention heads; it can be 1, 2 or 4.",
+        ),
+        (
+            ("hf-to-megatron", source, new, "--pipeline-model-parallel-size", 3),
+            "--pipeline-model-parallel-size 3 does not divide this model's 4 layers; it can be 1, 2 or 4.",
+        ),
+        (("hf-to-megatron", source, new, "--tensor-model-parallel-size", 0), "is no number of processes"),
+        (("megatron-to-hf", tmp_path / "nowhere", new), f"There is no checkpoint {tmp_path / 'nowhere'}."),
+        (("megatron-to-hf", source, new), "is no checkpoint of the Megatron actor: it has no checkpoint.json."),
+        (("megatron-to-hf", truncated, new), "is not whole: its file common.pt is missing"),
+    ]
+    for args, sentence in mistakes:
+        ended = convert(*args)
+        assert ended.returncode == 2, ended.stderr
+        assert ended.stderr.startswith(f"convert {args[0]}: ") and ended.stderr.count("\n") == 1, ended.stderr
+        assert sentence in ended.stderr
+        assert not new.exists()
