@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The study behind docs/results/quickstart.md: the default quickstart with three estimators and three seeds.
+# The study behind docs/results/quickstart.md: the default quickstart with three estimators and three seeds, and GTPO on
+# the Megatron actor at three layouts.
 #
 #   bash benchmarks/quickstart_study.sh [ESTIMATOR ...]     default: gtpo grpo_s group_norm
 #
@@ -15,17 +16,27 @@ mkdir -p "$results"
 estimators=("$@")
 ((${#estimators[@]} > 0)) || estimators=(gtpo grpo_s group_norm)
 
+# study NAME SEED FLAGS...: one run of the quickstart, unless its metrics are there already
+study() {
+    local name="$1" seed="$2" kept="$results/$1-seed$2.jsonl" output="runs/study-$1-seed$2"
+    [[ ! -e "$kept" ]] || return 0
+    rm -rf "$output"
+    bash examples/scripts/quickstart.sh --seed "$seed" --output "$output" "${@:3}"
+    cp "$output/metrics.jsonl" "$kept"
+    rm -rf "$output/model"
+}
+
 for seed in 1 2 3; do
     for estimator in "${estimators[@]}"; do
-        kept="$results/$estimator-seed$seed.jsonl"
-        [[ ! -e "$kept" ]] || continue
-        output="runs/study-$estimator-seed$seed"
-        rm -rf "$output"
-        bash examples/scripts/quickstart.sh --estimator "$estimator" --seed "$seed" --output "$output"
-        cp "$output/metrics.jsonl" "$kept"
-        rm -rf "$output/model"
+        study "$estimator" "$seed" --estimator "$estimator"
     done
 done
+# The same on Megatron. SmolLM2 has 9 heads and 3 KV heads, so TP is 1 or 3.
+for seed in 1 2 3; do
+    study gtpo_megatron "$seed" --backend megatron
+done
+study gtpo_megatron_pp2 1 --backend megatron --pipeline-parallel 2
+study gtpo_megatron_tp3 1 --backend megatron --tensor-parallel 3
 
 runs=()
 for kept in "$results"/*-seed[0-9]*.jsonl; do
