@@ -39,7 +39,7 @@ MAY_KNOW = {
     "report": set(),
     "tasks": set(),
     "integration": {"algorithms", "lm_head", "megatron", "rollout", "platform", "report"},
-    "cli": {"integration", "platform", "report", "tasks", "algorithms", "lm_head"},
+    "cli": {"integration", "platform", "report", "tasks", "algorithms", "lm_head", "megatron"},
 }
 MAY_NAME_OPENRLHF = {"integration", "cli"}
 

@@ -43,12 +43,16 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     to_megatron = commands.add_parser("hf-to-megatron", help="a Hugging Face folder to a checkpoint of weights")
-    to_megatron.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N", help="TP of the writers")
+    to_megatron.add_argument(
+        "--tensor-model-parallel-size", type=int, default=1, metavar="N", help="TP of the writers"
+    )
     to_megatron.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="their PP")
     to_megatron.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as in SRC)")
     to_megatron.set_defaults(run=_hf_to_megatron)
 
-    to_hf = commands.add_parser("megatron-to-hf", help="a checkpoint, of weights or of a training run, to Hugging Face")
+    to_hf = commands.add_parser(
+        "megatron-to-hf", help="a checkpoint, of weights or of a training run, to Hugging Face"
+    )
     to_hf.set_defaults(run=_megatron_to_hf)
 
     for command in (to_megatron, to_hf):

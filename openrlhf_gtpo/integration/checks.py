@@ -139,6 +139,20 @@ def check_model(name: str | None, flag: str) -> Any:
     return config
 
 
+def load_tokenizer(name: str, flag: str) -> Any:
+    """The tokenizer of the checkpoint that ``flag`` names.
+
+    Raises:
+        UsageError: it has none, or one that cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=True)
+    except Exception as error:  # a tokenizer's own class may raise anything
+        raise UsageError(f"{flag} {name} has no tokenizer that can be read: {_reason(error)}") from error
+
+
 def _check_weights(path: Path, flag: str) -> None:
     """Refuse local safetensors that are cut off or missing; only their headers are read."""
     from safetensors import SafetensorError, safe_open
@@ -265,15 +279,8 @@ def _first_too_long(args: SimpleNamespace, table: Any, room: int, where: str) ->
     """Row and length of the first prompt over ``room`` tokens. A token is at least one byte, so most rows need no
     tokenizer."""
     from openrlhf.datasets.prompts_dataset import preprocess_data
-    from transformers import AutoTokenizer
 
-    name = args.actor.model_name_or_path
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)
-    except Exception as error:  # a tokenizer's own class may raise anything
-        raise UsageError(
-            f"--actor.model_name_or_path {name} has no tokenizer that can be read: {_reason(error)}"
-        ) from error
+    tokenizer = load_tokenizer(args.actor.model_name_or_path, "--actor.model_name_or_path")
     template = tokenizer.apply_chat_template if args.data.apply_chat_template else None
     for row, data in enumerate(islice(table, args.data.max_samples)):
         try:

@@ -1,7 +1,7 @@
 """The flags of the Megatron-core actor, and what they imply for flags of OpenRLHF's."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,9 +98,7 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
         UsageError: a flag of one backend given with the other, or a parallel size below 1.
     """
     if getattr(args, "actor.backend") != "megatron":
-        stray = sorted(name for name in given if name.startswith(_PREFIX))
-        if stray:
-            raise UsageError(f"--{stray[0]} needs --actor.backend megatron; add it, or leave the flag out.")
+        refuse_stray(given)
         return
     for name, remedy in (
         ("ds.tensor_parallel_size", "--megatron.tensor_model_parallel_size"),
@@ -117,6 +115,17 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
     setattr(args, "megatron.offload", sleeps)
     if getattr(args, "actor.gradient_checkpointing_enable") and "megatron.recompute" not in given:
         setattr(args, "megatron.recompute", "full")
+
+
+def refuse_stray(given: Iterable[str]) -> None:
+    """Refuse ``--megatron.*`` where another backend runs.
+
+    Raises:
+        UsageError: one of the destinations ``given`` on the command line is among them.
+    """
+    stray = sorted(name for name in given if name.startswith(_PREFIX))
+    if stray:
+        raise UsageError(f"--{stray[0]} needs --actor.backend megatron; add it, or leave the flag out.")
 
 
 def layout_of(args: SimpleNamespace) -> Layout:

@@ -68,8 +68,10 @@ class MegatronActorTrainer(EntropyActorTrainer):
         rows_a_step = self.args.train.batch_size // self._data_group().size()
         fewest = torch.tensor(len(items))
         torch.distributed.all_reduce(fewest, op=torch.distributed.ReduceOp.MIN, group=self._data_group())
-        steps = max(1, int(fewest) // rows_a_step)
-        assert int(fewest) >= steps, "a replica has no row to train on"
+        # A short buffer, from the end of the data, is one smaller step; without a row on some replica there is none.
+        steps = min(int(fewest), max(1, int(fewest) // rows_a_step))
+        if steps == 0:
+            return
         for _ in range(self.max_epochs):
             order = self._shuffle.permutation(len(items))
             for part in np.array_split(order, steps):

@@ -5,29 +5,23 @@ is never taken for one. See ``checkpoint_files`` for what is in it and ``checkpo
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
-from torch.distributed import get_rank, get_world_size
 
-from openrlhf_gtpo.megatron import checkpoint_files, checkpoint_folder, checkpoint_state
+from openrlhf_gtpo.megatron import checkpoint_folder
 from openrlhf_gtpo.megatron.agreement import failure_of, from_first_rank, raise_together
 from openrlhf_gtpo.megatron.checkpoint_files import CheckpointError, CheckpointWriteError
-from openrlhf_gtpo.megatron.checkpoint_writer import RankWrite, ThreadStrategy
-from openrlhf_gtpo.megatron.host import device, megatron_calls
+from openrlhf_gtpo.megatron.checkpoint_load import load_checkpoint
+from openrlhf_gtpo.megatron.checkpoint_save import PendingSave
+from openrlhf_gtpo.megatron.host import device
 from openrlhf_gtpo.megatron.model import LoadedModel
-from openrlhf_gtpo.megatron.side_files import copy_side_files
 from openrlhf_gtpo.megatron.trainer import Trainer
 
 
 class Checkpoints:
-    """The checkpoints of one folder. Every method but ``latest`` is called by all ranks.
+    """The checkpoints of one folder. Every method but ``latest`` is called by all ranks, ``finish`` at the end of a run.
 
     Args:
         folder: seen by all ranks.
@@ -52,7 +46,7 @@ class Checkpoints:
         self.max_num = max_num
         self.max_mem_gb = max_mem_gb
         self.hf_source = hf_source
-        self._pending: _Save | None = None
+        self._pending: PendingSave | None = None
 
     def save(
         self,
@@ -75,7 +69,7 @@ class Checkpoints:
         """
         checkpoint_folder.check_tag(tag)
         self.finish()
-        self._pending = _Save(
+        self._pending = PendingSave(
             self.folder / tag,
             trainer,
             client_state,
@@ -111,11 +105,15 @@ class Checkpoints:
             return
         pending, self._pending = self._pending, None
 
-        def publish(path: Path) -> None:
+        path = pending.finish()
+
+        def put_in_order() -> None:
             checkpoint_folder.set_latest(self.folder, path.name)
             checkpoint_folder.rotate(self.folder, path.name, max_num=self.max_num, max_mem_gb=self.max_mem_gb)
 
-        pending.finish(publish)
+        failure = failure_of(put_in_order) if torch.distributed.get_rank() == 0 else None
+        sentence = f"The checkpoint {path} is written, but its folder could not be put in order: {failure}."
+        raise_together(None if failure is None else sentence, CheckpointWriteError)
 
     def latest(self) -> str | None:
         """The tag of the last checkpoint that was written whole, or None."""
@@ -136,146 +134,3 @@ class Checkpoints:
             return checkpoint_folder.locate(self.folder, found)
 
         return load_checkpoint(from_first_rank(find, CheckpointError), target)
-
-
-def save_checkpoint(path: Path, model: LoadedModel, *, hf_source: str | Path | None = None) -> None:
-    """Write one checkpoint of weights alone (collective).
-
-    Raises:
-        CheckpointWriteError: it could not be written; nothing is left behind under ``path``.
-    """
-    save = _Save(path, model, {}, hf_source=hf_source, metric={}, asynchronous=False, whole_folder=False)
-    save.finish()
-
-
-def load_checkpoint(path: Path, target: Trainer | LoadedModel) -> dict[str, Any]:
-    """Load one checkpoint into a trainer, or its weights into a model (collective); the saved client state.
-
-    At the layout and number of processes it was written at, training goes on bit for bit; at others the random states
-    stay as they are.
-
-    Raises:
-        CheckpointError: it is not there, not whole or of another model; nothing has changed.
-    """
-    model, trainer = _model_and_trainer(target)
-    check = partial(
-        checkpoint_files.check_checkpoint,
-        path,
-        model.bridge.hf_config,
-        dtype=_dtype(model),
-        for_training=trainer is not None,
-    )
-    manifest = from_first_rank(check, CheckpointError)
-    state = checkpoint_state.sharded_state(model, trainer, is_loading=True)
-    kept: dict[str, Any] = {}
-
-    def compare_and_read() -> None:
-        missing = checkpoint_state.missing_keys(state, load_sharded_metadata(str(path)))
-        if missing:
-            raise CheckpointError(f"{path} has no {missing[0]}, nor {len(missing) - 1} more that this run needs.")
-        kept.update(torch.load(path / checkpoint_files.TRAINING_STATE, map_location="cpu", weights_only=False))
-        if trainer is not None and (trainer.lr_schedule is None) != (kept["trainer"]["lr_schedule"] is None):
-            raise CheckpointError(f"{path} and this run do not both have a learning-rate schedule.")
-
-    raise_together(failure_of(compare_and_read), CheckpointError)
-    with megatron_calls():
-        # What may be absent (Transformer Engine's states) is left as it is; all else is known to be there.
-        loaded = dist_checkpointing.load(state, str(path), strict="log_unexpected")
-    checkpoint_state.apply(loaded, model, trainer)
-    if trainer is not None:
-        checkpoint_state.apply_training_state(kept["trainer"], trainer)
-        if manifest["layout"] == asdict(model.options.layout) and manifest["world_size"] == get_world_size():
-            checkpoint_state.apply_random_state(kept["random"][get_rank()])
-    return kept["client_state"]
-
-
-class _Save:
-    """One checkpoint on its way to ``path`` (collective)."""
-
-    def __init__(
-        self,
-        path: Path,
-        target: Trainer | LoadedModel,
-        client_state: dict[str, Any],
-        *,
-        hf_source: str | Path | None,
-        metric: dict[str, Any],
-        asynchronous: bool,
-        whole_folder: bool,
-    ) -> None:
-        self._path = path
-        model, trainer = _model_and_trainer(target)
-        begin = partial(checkpoint_folder.begin, path, whole_folder=whole_folder)
-        self._temporary = from_first_rank(begin, CheckpointWriteError)
-        self._contents = {
-            "model": checkpoint_files.describe_model(model.bridge.hf_config),
-            "dtype": _dtype(model),
-            "layout": asdict(model.options.layout),
-            "world_size": get_world_size(),
-            "optimizer": trainer is not None,
-            "metric": metric,
-        }
-        strategy = ThreadStrategy()
-        state = checkpoint_state.sharded_state(model, trainer, is_loading=False)
-        with megatron_calls():
-            request = dist_checkpointing.save(
-                state,
-                str(self._temporary),
-                strategy,
-                async_sharded_save=True,
-                # Only data-parallel ranks that gather no optimizer states would differ, in that.
-                preprocess_common_before_consistancy_check=lambda common: {},
-            )
-        del state  # the gathered optimizer states, which the writer has its own references to
-        self._finalize = request.finalize_fns
-        randoms: list[Any] = [None] * get_world_size()
-        torch.distributed.all_gather_object(randoms, checkpoint_state.random_state())
-        small = {
-            "client_state": client_state,
-            "trainer": None if trainer is None else checkpoint_state.training_state(trainer),
-            "random": randoms,
-        }
-        self._failure = failure_of(partial(self._write_small_files, small, hf_source)) if get_rank() == 0 else None
-        self._write = RankWrite(strategy.writer, asynchronous=asynchronous)
-
-    def done(self) -> bool:
-        """True when this rank has nothing left to write."""
-        return self._write.done()
-
-    def finish(self, then: Callable[[Path], None] = lambda path: None) -> None:
-        """Wait for every rank, give the checkpoint its name, and call ``then`` with it on the first rank.
-
-        Raises:
-            CheckpointWriteError: some rank could not write its part.
-        """
-        failure = self._write.join() or self._failure
-        raise_together(None if failure is None else self._sentence(failure), CheckpointWriteError)
-        with megatron_calls():
-            for finalize in self._finalize:
-                finalize()
-
-        def publish() -> None:
-            checkpoint_files.write_manifest(self._temporary, self._contents)
-            checkpoint_folder.publish(self._temporary, self._path)
-            then(self._path)
-
-        failure = failure_of(publish) if get_rank() == 0 else None
-        raise_together(None if failure is None else self._sentence(failure), CheckpointWriteError)
-
-    def _sentence(self, failure: str) -> str:
-        return f"The checkpoint {self._path} could not be written: {failure}; earlier ones are as they were."
-
-    def _write_small_files(self, state: dict[str, Any], hf_source: str | Path | None) -> None:
-        torch.save(state, self._temporary / checkpoint_files.TRAINING_STATE)
-        if hf_source is not None:
-            side_files = self._temporary / checkpoint_files.SIDE_FILES
-            side_files.mkdir()
-            copy_side_files(hf_source, side_files)
-
-
-def _model_and_trainer(target: Trainer | LoadedModel) -> tuple[LoadedModel, Trainer | None]:
-    return (target.model, target) if isinstance(target, Trainer) else (target, None)
-
-
-def _dtype(model: LoadedModel) -> str:
-    return str(model.options.dtype).removeprefix("torch.")

@@ -9,8 +9,15 @@ import re
 import shutil
 import uuid
 from pathlib import Path
+from typing import Any
 
-from openrlhf_gtpo.megatron.checkpoint_files import MANIFEST, CheckpointError, read_manifest, sync_folder
+from openrlhf_gtpo.megatron.checkpoint_files import (
+    MANIFEST,
+    CheckpointError,
+    check_checkpoint,
+    read_manifest,
+    sync_folder,
+)
 
 LATEST = "latest"
 _BEST = "best"  # what OpenRLHF's tags of best checkpoints begin with
@@ -47,6 +54,20 @@ def locate(folder: str | Path, tag: str) -> Path:
     path = Path(folder) / tag
     replaced = path.with_name(path.name + _REPLACED)
     return replaced if not path.exists() and _is_checkpoint(replaced) else path
+
+
+def check_latest(folder: str | Path, hf_config: Any, *, dtype: str) -> str | None:
+    """The tag of the latest checkpoint, which training of the model can go on from; None where there is none.
+
+    For the driver, before any engine starts. See ``checkpoint_files.check_checkpoint``.
+
+    Raises:
+        CheckpointError: it cannot go on from that one.
+    """
+    tag = latest(folder)
+    if tag is not None:
+        check_checkpoint(locate(folder, tag), hf_config, dtype=dtype, for_training=True)
+    return tag
 
 
 def resolve(path: str | Path) -> Path:

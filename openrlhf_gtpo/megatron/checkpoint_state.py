@@ -25,6 +25,16 @@ METADATA = {
 _EXTRA = "_extra_state"  # Transformer Engine's own, absent from checkpoints of hosts without it
 
 
+def model_and_trainer(target: Trainer | LoadedModel) -> tuple[LoadedModel, Trainer | None]:
+    """A trainer with its model, or a model without one."""
+    return (target.model, target) if isinstance(target, Trainer) else (target, None)
+
+
+def dtype_name(model: LoadedModel) -> str:
+    """Of its parameters, such as "bfloat16"."""
+    return str(model.options.dtype).removeprefix("torch.")
+
+
 def sharded_state(model: LoadedModel, trainer: Trainer | None, *, is_loading: bool) -> dict[str, Any]:
     """Megatron's sharded state dict of the model and, if there is a trainer, its optimizer (collective)."""
     with megatron_calls():
@@ -97,44 +107,37 @@ def _sharded_parts(state: dict[str, Any]) -> Iterator[Any]:
 
 
 def _allocate(optimizer: Any) -> None:
-    """AdamW's states before its first step, without which Megatron can neither save nor load it.
-
-    Fused optimizers, which Megatron takes on CUDA hosts that have them, it allocates itself.
-    """
-    for adam in _torch_adams(optimizer):
-        for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
-            state = adam.state[parameter]
-            state.setdefault("step", torch.tensor(0.0))
-            for name in ("exp_avg", "exp_avg_sq"):
-                if name not in state:
-                    state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    """The states of an optimizer that has not stepped, without which Megatron can neither save nor load it."""
+    for part in optimizer.chained_optimizers:
+        if part.optimizer is not None:  # a rank may have no parameters to train
+            part.init_state_fn(part.optimizer, part.config)
+    for state in _states(optimizer):
+        state.setdefault("step", torch.tensor(0.0))
 
 
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     """One of Megatron's optimizers; its moments after the rest, as the distributed one asks for torch's step counters
     among the moments, where it has not put them."""
     moments = state.pop("param_state", None)
-    if moments is None and _torch_adams(optimizer):
+    if moments is None and _states(optimizer):
         # Megatron does not write a step count of 0, and torch's Adam does not start without one.
         state.get("optimizer", state)["state"].setdefault("common_step", torch.tensor(0.0))
     optimizer.load_state_dict(state)
     if moments is None:
         return
-    steps = [
-        (held, held.pop("step")) for adam in _torch_adams(optimizer) for held in adam.state.values() if "step" in held
-    ]
+    steps = [(state, state.pop("step")) for state in _states(optimizer)]
     optimizer.load_parameter_state_from_fully_reshardable(moments)
-    for held, step in steps:
-        held["step"] = step
+    for state, step in steps:
+        state["step"] = step
 
 
 def _own_steps(optimizer: Any) -> None:
     """Megatron hands all parameters one step counter, which each of them would then advance."""
-    for adam in _torch_adams(optimizer):
-        for state in adam.state.values():
-            state["step"] = state["step"].clone()
+    for state in _states(optimizer):
+        state["step"] = state["step"].clone()
 
 
-def _torch_adams(optimizer: Any) -> list[torch.optim.Optimizer]:
+def _states(optimizer: Any) -> list[dict[str, torch.Tensor]]:
+    """The parameters' states in torch's AdamW, which counts steps in each of them; of fused optimizers none."""
     inner = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
-    return [adam for adam in inner if isinstance(adam, torch.optim.Adam)]  # AdamW is one
+    return [state for adam in inner if isinstance(adam, torch.optim.Adam) for state in adam.state.values()]

@@ -100,5 +100,10 @@ class RankWrite:
     def _write_item(self, stream: Any, storage_key: str, item: Any, data: Any) -> Any:
         data = data.cpu() if isinstance(data, torch.Tensor) else data
         return _write_item(
-            self._writer.transforms, stream, data, item, storage_key, serialization_format=SerializationFormat.TORCH_SAVE
+            self._writer.transforms,
+            stream,
+            data,
+            item,
+            storage_key,
+            serialization_format=SerializationFormat.TORCH_SAVE,
         )

@@ -5,8 +5,9 @@ from pathlib import Path
 import torch
 
 from openrlhf_gtpo.megatron import groups
-from openrlhf_gtpo.megatron.checkpoint import load_checkpoint, save_checkpoint
 from openrlhf_gtpo.megatron.checkpoint_files import SIDE_FILES, CheckpointWriteError
+from openrlhf_gtpo.megatron.checkpoint_load import load_checkpoint
+from openrlhf_gtpo.megatron.checkpoint_save import save_checkpoint
 from openrlhf_gtpo.megatron.export import save_hf
 from openrlhf_gtpo.megatron.layout import Layout
 from openrlhf_gtpo.megatron.model import ModelOptions, load_model

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from openrlhf_gtpo.megatron.agreement import from_first_rank, message_of, raise_together
 from openrlhf_gtpo.megatron.checkpoint_files import CheckpointWriteError
+from openrlhf_gtpo.megatron.checkpoint_state import dtype_name
 from openrlhf_gtpo.megatron.host import megatron_calls
 from openrlhf_gtpo.megatron.model import LoadedModel
 from openrlhf_gtpo.megatron.side_files import copy_side_files
@@ -47,7 +48,7 @@ def save_hf(model: LoadedModel, source: str | Path, directory: str | Path, *, sh
         try:
             if failure is None:
                 shards.finish()
-                copy_side_files(source, temporary, dtype=str(model.options.dtype).removeprefix("torch."))
+                copy_side_files(source, temporary, dtype=dtype_name(model))
                 _publish(temporary, directory)
         except Exception as error:
             failure = message_of(error)

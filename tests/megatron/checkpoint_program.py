@@ -69,19 +69,23 @@ def resume(source: str, layout: Layout, folder: str, dtype: str, distributed: bo
     with on(layout):
         trainer = make_trainer(source, layout, dtype, distributed)
         client_state = Checkpoints(folder).load(trainer)
-        client_state["data_loader_state_dict"]["position"] = client_state["data_loader_state_dict"]["position"].tolist()
+        client_state["data_loader_state_dict"]["position"] = client_state["data_loader_state_dict"][
+            "position"
+        ].tolist()
         draws = torch.rand(3).tolist()
         return {"reports": train(trainer, range(3, 5)), "draws": draws, "client_state": client_state}
 
 
-def refused(source: str, layout: Layout, folder: str, dtype: str = "float32", trains: bool = True) -> tuple[str, bool]:
+def refused(
+    source: str, layout: Layout, folder: str, dtype: str = "float32", distributed: bool = True
+) -> tuple[str, bool]:
     """What loading says, and whether every weight and optimizer state is as it was."""
     with on(layout):
-        trainer = make_trainer(source, layout, dtype)
+        trainer = make_trainer(source, layout, dtype, distributed)
         train(trainer, range(1))
         before = _everything(trainer)
         try:
-            Checkpoints(folder).load(trainer if trains else trainer.model)
+            Checkpoints(folder).load(trainer)
         except ValueError as error:
             message = f"{type(error).__name__}: {error}"
         else:

@@ -8,7 +8,8 @@ import torch
 from logits_program import on
 
 from openrlhf_gtpo.megatron import export
-from openrlhf_gtpo.megatron.checkpoint import load_checkpoint, save_checkpoint
+from openrlhf_gtpo.megatron.checkpoint_load import load_checkpoint
+from openrlhf_gtpo.megatron.checkpoint_save import save_checkpoint
 from openrlhf_gtpo.megatron.layout import Layout
 from openrlhf_gtpo.megatron.model import ModelOptions, load_model
 

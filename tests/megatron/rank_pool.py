@@ -66,7 +66,8 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     os.environ[platform.PLATFORM_VARIABLE] = "cpu"
     platform.activate()
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     while True:
         try:

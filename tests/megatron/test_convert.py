@@ -53,6 +53,7 @@ def test_both_ways(source: Path, tmp_path: Path, dtype: str) -> None:
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == dtype
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_sentence(source: Path, tmp_path: Path) -> None:
     full, foreign, truncated = tmp_path / "full", tmp_path / "foreign", tmp_path / "truncated"
     for folder in (full, foreign, truncated):

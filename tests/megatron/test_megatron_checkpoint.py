@@ -18,7 +18,7 @@ from rank_pool import RankPool
 from transformers import AutoConfig
 
 from openrlhf_gtpo.megatron.checkpoint_files import CheckpointError, check_checkpoint
-from openrlhf_gtpo.megatron.checkpoint_folder import latest
+from openrlhf_gtpo.megatron.checkpoint_folder import check_latest, latest
 from openrlhf_gtpo.megatron.layout import Layout
 
 SAVED_AT = Layout(tensor_model_parallel_size=2)
@@ -101,10 +101,9 @@ def test_a_failed_save_is_reported_and_leaves_the_previous_one(model: Path, tmp_
     for answer in ranks.run(program.failing_saves, str(model), SAVED_AT, str(tmp_path)):
         sync_error, after_sync, async_error, after_async, loaded, at_last = answer
         for error in (sync_error, async_error):
-            assert "step1" in error and "No space left on device" in error and "\n" not in error
+            assert "step1 could not be written" in error and "No space left on device" in error and "\n" not in error
         for tag, there in (after_sync, after_async):
-            assert tag == "step0"
-            assert "step0" in there and "step2" not in there
+            assert (tag, there) == ("step0", ["latest", "step0"])
         assert loaded == 0
         assert at_last == ("step3", ["latest", "step0", "step3"])
 
@@ -112,7 +111,9 @@ def test_a_failed_save_is_reported_and_leaves_the_previous_one(model: Path, tmp_
 def test_a_process_that_is_killed_while_it_writes_leaves_the_previous_one(model: Path, tmp_path: Path) -> None:
     def run(*args: str) -> subprocess.CompletedProcess:
         command = [sys.executable, str(Path(__file__).with_name("crash_program.py")), str(model), str(tmp_path), *args]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
 
     ended = run("step2", "kill")
     assert ended.returncode == -signal.SIGKILL, ended.stderr
@@ -180,9 +181,8 @@ def test_a_damaged_checkpoint_is_refused_before_anything_changes(
         assert message.startswith("CheckpointError: ") and sentence in message and "\n" not in message
         assert unchanged
     # The driver says the same before any engine starts.
-    if damage is not _delete_all:
-        with pytest.raises(CheckpointError, match=sentence):
-            check_checkpoint(folder / "step3", AutoConfig.from_pretrained(model))
+    with pytest.raises(CheckpointError, match=sentence):
+        check_latest(folder, AutoConfig.from_pretrained(model), dtype="float32")
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,10 @@ def test_a_damaged_checkpoint_is_refused_before_anything_changes(
     [
         ({"hidden_size": 128}, "of another model: it has hidden_size 64 and not 128."),
         ({"num_hidden_layers": 2}, "of another model: it has num_hidden_layers 4 and not 2."),
-        ({"vocab_size": 152, "tie_word_embeddings": True}, "vocab_size 151 and not 152, tie_word_embeddings False and"),
+        (
+            {"vocab_size": 152, "tie_word_embeddings": True},
+            "vocab_size 151 and not 152, tie_word_embeddings False and",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused(
@@ -201,10 +204,16 @@ def test_a_checkpoint_of_another_model_is_refused(
         assert message.startswith("CheckpointError: ") and sentence in message
         assert unchanged
     with pytest.raises(CheckpointError, match=sentence):
-        check_checkpoint(trained / "step3", AutoConfig.from_pretrained(foreign))
+        check_latest(trained, AutoConfig.from_pretrained(foreign), dtype="float32")
 
 
 def test_a_checkpoint_in_another_dtype_is_refused(trained: Path, model: Path, ranks: RankPool) -> None:
     for message, unchanged in ranks.run(program.refused, str(model), SAVED_AT, str(trained), "bfloat16"):
         assert message.endswith("was written in float32 and this run is in bfloat16; run it in float32.")
+        assert unchanged
+
+
+def test_a_checkpoint_of_the_other_optimizer_is_refused(trained: Path, model: Path, ranks: RankPool) -> None:
+    for message, unchanged in ranks.run(program.refused, str(model), SAVED_AT, str(trained), "float32", False):
+        assert message.endswith("holds the states of a distributed optimizer; resume with a distributed one.")
         assert unchanged

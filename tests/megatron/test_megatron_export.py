@@ -40,9 +40,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_there_and_back_is_bitwise(
-    sources: dict[str, Path], layout: Layout, tmp_path: Path, ranks: RankPool
-) -> None:
+def test_there_and_back_is_bitwise(sources: dict[str, Path], layout: Layout, tmp_path: Path, ranks: RankPool) -> None:
     jobs = [(name, dtype) for dtype in ("float32", "bfloat16") for name in sources]
     jobs = [(name, dtype) for name, dtype in jobs if dtype == "float32" or name in IN_BFLOAT16]
     folders = {job: tmp_path / "-".join(job) for job in jobs}
@@ -77,7 +75,9 @@ def test_shards_keep_to_their_size(sources: dict[str, Path], tmp_path: Path, one
     one_rank.run(program.export_into, str(sources["llama"]), str(tmp_path / "new"), program.SHARD_BYTES)
     shards = sorted((tmp_path / "new").glob("*.safetensors"))
     assert len(shards) > 2
-    assert [path.name for path in shards] == [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    assert [path.name for path in shards] == [
+        f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))
+    ]
     header = 16 * 2**10
     assert all(path.stat().st_size < program.SHARD_BYTES + header for path in shards)
 

@@ -1,0 +1,97 @@
+"""`python3 -m openrlhf_gtpo.cli.score --model DIR --input FILE --output FILE`: entropies without training.
+
+Writes the log-prob and the entropy (nats, of the whole vocabulary) of every token of given sequences, with either
+backend at any layout; it starts its own processes, or runs in those of torchrun. Input, a JSON object on each line:
+{"tokens": [...]}, of which all but the first are scored, or {"prompt": "...", "response": "..."}, of which the response
+is; an "id" is repeated in the output. Text is tokenised as it is: the prompt's tokens, then the response's, without
+special tokens or chat template. Output, in the same order: {"log_probs": [...], "entropies": [...]}. Flags that only
+training reads (recompute, offload, optimizer, checkpoints) change nothing.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+from openrlhf_gtpo import platform
+from openrlhf_gtpo.integration import megatron_flags
+from openrlhf_gtpo.integration.errors import UsageError
+from openrlhf_gtpo.platform.processes import LaunchError, ProcessFailed, is_first_process, launched_world_size
+
+_DTYPES = ("bfloat16", "float32")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Score; 0, 2 after one sentence on stderr for what the user got wrong, or 1 where a process failed otherwise."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        if getattr(args, "actor.backend") != "megatron":
+            megatron_flags.refuse_stray(n for n, value in vars(args).items() if value != parser.get_default(n))
+        _score(args)
+    except (UsageError, LaunchError, ProcessFailed) as error:
+        if is_first_process():
+            print(f"score: {error}", file=sys.stderr)
+        return 1 if isinstance(error, ProcessFailed) else 2
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python3 -m openrlhf_gtpo.cli.score",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, metavar="DIR", help="folder of a Hugging Face checkpoint")
+    parser.add_argument("--input", required=True, type=Path, metavar="FILE", help="JSON lines")
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="appears when it is complete")
+    parser.add_argument("--dtype", choices=_DTYPES, default=_DTYPES[0], help="of the model (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the policy (default: %(default)s)")
+    parser.add_argument(
+        "--max_tokens", type=int, default=8192, metavar="N", help="of a micro-batch (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="processes (GPUs) in all; more than one model needs make replicas of it, which share the rows (default: "
+        "those of one model, or those that torchrun has started)",
+    )
+    megatron_flags.add_flags(parser)
+    return parser
+
+
+def _score(args: argparse.Namespace) -> None:
+    os.environ[platform.PLATFORM_VARIABLE] = platform.detect()
+    platform.activate()
+
+    from openrlhf_gtpo.integration.guard import check_openrlhf
+    from openrlhf_gtpo.integration.score import score
+    from openrlhf_gtpo.integration.score_checks import check
+    from openrlhf_gtpo.integration.score_models import ScoreModel
+
+    check_openrlhf()
+    megatron = SimpleNamespace(
+        **{name.split(".")[1]: value for name, value in vars(args).items() if name.startswith("megatron.")}
+    )
+    layout = megatron_flags.layout_of(SimpleNamespace(megatron=megatron))
+    processes = args.processes
+    if processes is None:
+        processes = launched_world_size() or layout.model_parallel_size
+    model = ScoreModel(
+        folder=args.model,
+        backend=getattr(args, "actor.backend"),
+        layout=layout,
+        overrides=tuple(megatron.override),
+        dtype=args.dtype,
+        temperature=args.temperature,
+        max_tokens=args.max_tokens,
+    )
+    rows = check(model, args.input, args.output, processes)
+    score(model, rows, args.output, processes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

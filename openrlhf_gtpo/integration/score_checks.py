@@ -1,0 +1,54 @@
+"""What can be known to fail in ``cli.score`` before a process starts, apart from the lines of its input."""
+
+import math
+from pathlib import Path
+
+from openrlhf_gtpo import platform
+from openrlhf_gtpo.integration.checks import check_model
+from openrlhf_gtpo.integration.errors import UsageError
+from openrlhf_gtpo.integration.score_models import ScoreModel
+from openrlhf_gtpo.integration.score_rows import RowFile
+from openrlhf_gtpo.megatron.layout import LayoutError, WorldSizeError, check_layout
+from openrlhf_gtpo.megatron.overrides import OverrideError, parse_overrides
+
+
+def check(model: ScoreModel, source: Path, target: Path, processes: int) -> RowFile:
+    """The input, to be read with the vocabulary and the longest sequence of the model.
+
+    Raises:
+        UsageError: the first thing that cannot work.
+    """
+    if model.max_tokens < 1:
+        raise UsageError(f"--max_tokens {model.max_tokens} leaves no room for a token; give at least 1.")
+    if not (model.temperature > 0 and math.isfinite(model.temperature)):
+        raise UsageError(f"--temperature {model.temperature:g} gives no probabilities; give a value above 0.")
+    if processes < 1:
+        raise UsageError(f"--processes {processes} is no number of processes; give at least 1.")
+    if not source.is_file():
+        raise UsageError(f"--input {source} {'is a folder' if source.is_dir() else 'does not exist'}; give a file.")
+    if target.is_dir():
+        raise UsageError(f"--output {target} is a folder; name a file in it.")
+    if not target.parent.is_dir():
+        raise UsageError(f"--output {target}: there is no folder {target.parent}; make it first.")
+    if not Path(model.folder).is_dir():
+        raise UsageError(f"--model {model.folder} is no folder; download the checkpoint and give where it is.")
+    config = check_model(model.folder, "--model")
+    if hasattr(config, "vision_config"):
+        raise UsageError(f"--model {model.folder} is a vision-language model; give a text model.")
+    if model.backend == "megatron":
+        _check_megatron(model, config, processes)
+    return RowFile(source, model.folder, config.vocab_size, getattr(config, "max_position_embeddings", None))
+
+
+def _check_megatron(model: ScoreModel, config: object, processes: int) -> None:
+    if not any(Path(model.folder).glob("*.safetensors")):
+        raise UsageError(
+            f"--model {model.folder} has no *.safetensors files, the one format that --actor.backend megatron reads."
+        )
+    try:
+        parse_overrides(model.overrides)
+        check_layout(config, model.layout, processes, cuda=platform.chosen_platform() == "cuda")
+    except WorldSizeError as error:
+        raise UsageError(f"--processes {processes}: {error}") from error
+    except (LayoutError, OverrideError) as error:
+        raise UsageError(str(error)) from error
