@@ -138,7 +138,7 @@ def _transformers(model: ScoreModel) -> Iterator[Forward]:
 @contextmanager
 def _megatron(model: ScoreModel) -> Iterator[Forward]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what a host lacks for training
+        warnings.simplefilter("ignore", UserWarning)  # Megatron's, of what a host lacks for training
         from openrlhf_gtpo.integration.micro_batches import fill
         from openrlhf_gtpo.megatron import groups, schedule
         from openrlhf_gtpo.megatron.model import ModelOptions, load_model
@@ -153,11 +153,11 @@ def _megatron(model: ScoreModel) -> Iterator[Forward]:
             overrides=parse_overrides(model.overrides),
         )
         loaded = load_model(model.folder, options)
-    loaded.stage.eval()
+        loaded.stage.eval()
 
-    def run(batches: Sequence[Batch]) -> list[Scores]:
-        results = schedule.forward(loaded.stage, loaded.config, [TokenBatch(*batch) for batch in batches])
-        return [(result.log_probs, result.entropy) for result in results]
+        def run(batches: Sequence[Batch]) -> list[Scores]:
+            results = schedule.forward(loaded.stage, loaded.config, [TokenBatch(*batch) for batch in batches])
+            return [(result.log_probs, result.entropy) for result in results]
 
-    yield Forward(lambda lengths: fill(lengths, model.max_tokens), run, model.layout.model_parallel_size)
-    groups.destroy()
+        yield Forward(lambda lengths: fill(lengths, model.max_tokens), run, model.layout.model_parallel_size)
+        groups.destroy()

@@ -94,7 +94,7 @@ class _Shards:
         if len(self._written) == 1:
             self._path(0).rename(self._directory / "model.safetensors")
             return
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for i, names in enumerate(self._written):
             file = f"model-{i + 1:05d}-of-{len(self._written):05d}.safetensors"
             self._path(i).rename(self._directory / file)

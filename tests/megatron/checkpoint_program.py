@@ -117,6 +117,7 @@ def failing_saves(source: str, layout: Layout, folder: str) -> list[Any]:
                 checkpoints.save("step2", trainer, {"global_step": 2})  # surfaces the failure of step1
             except OSError as error:
                 seen.append(str(error))
+            torch.distributed.barrier()  # the first rank has cleared up
             seen.append((checkpoints.latest(), sorted(path.name.split(".")[0] for path in Path(folder).iterdir())))
         checkpoint_writer._write_item = whole
         seen.append(checkpoints.load(trainer)["global_step"])

@@ -9,22 +9,16 @@ from pathlib import Path
 
 from openrlhf_gtpo import platform
 
-os.environ[platform.PLATFORM_VARIABLE] = "cpu"
-platform.activate()
-
-import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from checkpoint_program import make_trainer, train
-from logits_program import on
-
-from openrlhf_gtpo.megatron import checkpoint_writer
-from openrlhf_gtpo.megatron.checkpoint import Checkpoints
-from openrlhf_gtpo.megatron.layout import Layout
-
 
 def main(model: str, folder: str, tag: str, kill: bool) -> None:
+    import torch
+    from checkpoint_program import make_trainer, train
+    from logits_program import on
+
+    from openrlhf_gtpo.megatron import checkpoint_writer
+    from openrlhf_gtpo.megatron.checkpoint import Checkpoints
+    from openrlhf_gtpo.megatron.layout import Layout
+
     torch.distributed.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
     with on(Layout()):
         trainer = make_trainer(model, Layout())
@@ -49,4 +43,7 @@ def main(model: str, folder: str, tag: str, kill: bool) -> None:
 
 
 if __name__ == "__main__":
+    os.environ[platform.PLATFORM_VARIABLE] = "cpu"
+    platform.activate()
+    sys.path.insert(0, str(Path(__file__).parent))
     main(*sys.argv[1:4], kill=sys.argv[4:] == ["kill"])

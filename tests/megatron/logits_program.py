@@ -85,3 +85,57 @@ def full_weights(source: str, layout: Layout, dtype: str, bucket_bytes: int) -> 
         tensors = {name: tensor.clone() for name, tensor in weights.tensors()}
         assert [(name, tensor.shape) for name, tensor in tensors.items()] == weights.shapes
         return {name: tensor.float().numpy() for name, tensor in tensors.items()}
+
+
+def sft_losses(source: str, layout: Layout, rows: list[list[int]], steps: int) -> list[float]:
+    """The mean negative log-probability of ``rows`` before each of ``steps`` optimizer steps; empty but on a last
+    stage."""
+    from openrlhf_gtpo.megatron.trainer import OptimizerOptions, Trainer
+
+    with on(layout):
+        model = load_model(source, ModelOptions(layout=layout, dtype=torch.float32))
+        trainer = Trainer(model, OptimizerOptions(lr=1e-2))
+        batch = all_actions(rows)
+        tokens = int(batch.action_mask.sum())
+
+        def loss(index: int, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, float]:
+            value = -(log_probs * batch.action_mask).sum() / tokens
+            return value, float(value.detach())
+
+        return [value for _ in range(steps) for value in trainer.step([batch], loss).kept]
+
+
+def offloaded_twin(
+    source: str, layout: Layout, dtype: str, distributed: bool, rows: list[list[int]]
+) -> tuple[list[float], list[float], bool]:
+    """Losses and norms of three steps, the same with offloading between them, and whether that freed memory."""
+    from openrlhf_gtpo.megatron.offload import Offload
+    from openrlhf_gtpo.megatron.trainer import OptimizerOptions, Trainer
+
+    batch = all_actions(rows)
+    freed = True
+
+    def train(offloading: bool) -> list[float]:
+        nonlocal freed
+        model = load_model(source, ModelOptions(layout=layout, dtype=getattr(torch, dtype)))
+        trainer = Trainer(model, OptimizerOptions(lr=1e-2, distributed=distributed))
+        offload = Offload(trainer)
+        numbers = []
+        for _ in range(3):
+            if offloading:
+                offload.optimizer()
+                forward_still_works = schedule.forward(trainer.ddp, model.config, [batch])[0].log_probs
+                offload.parameters()
+                freed &= all(p.untyped_storage().nbytes() == 0 for p in model.stage.parameters())
+                freed &= all(buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in trainer.ddp.buffers)
+                offload.restore(optimizer=False)
+                assert torch.equal(
+                    forward_still_works, schedule.forward(trainer.ddp, model.config, [batch])[0].log_probs
+                )
+                offload.restore()
+            report = trainer.step([batch], lambda i, log_probs, entropy: (-log_probs.sum(), float(log_probs.sum())))
+            numbers += [report.grad_norm, *report.kept]
+        return numbers
+
+    with on(layout):
+        return train(False), train(True), freed

@@ -1,0 +1,78 @@
+"""Would catch a temperature that is left out, an entropy of a shard instead of the vocabulary, padding columns that
+count, a result in another row's place, and a loss that only suits policies.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from families import make_checkpoint, ragged_rows
+from logits_program import log_probs_and_entropies, offloaded_twin, sft_losses
+from rank_pool import RankPool
+from test_megatron_logits import LAYOUTS, MICRO_BATCHES
+
+from openrlhf_gtpo.megatron.layout import Layout
+
+TEMPERATURE = 0.7
+BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}
+MODELS = {"llama": 151, "qwen2": 896}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    family = request.param
+    return make_checkpoint(tmp_path_factory.mktemp(family), family, MODELS[family]), MODELS[family]
+
+
+def exact(source: Path, dtype: str, rows: list[list[int]]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Log-probs and entropies of tokens 2…n in float64, of the weights as ``dtype`` holds them."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    model = model.to(getattr(torch, dtype)).double().eval()
+    log_probs, entropies = [], []
+    for row in rows:
+        with torch.no_grad():
+            each = (model(torch.tensor([row])).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        log_probs.append(each.gather(-1, torch.tensor(row[1:])[:, None])[:, 0].numpy())
+        entropies.append(-(each.exp() * each).sum(-1).numpy())
+    return log_probs, entropies
+
+
+@pytest.mark.parametrize("name", ["TP1", "TP4-SP", "TP2xPP2-SP"])
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_statistics_are_those_of_float64(checkpoint: tuple, name: str, dtype: str, ranks: RankPool) -> None:
+    source, vocab_size = checkpoint
+    micro_batches = [ragged_rows(vocab_size, lengths, seed=i) for i, lengths in enumerate(MICRO_BATCHES)]
+    answers = ranks.run(log_probs_and_entropies, str(source), LAYOUTS[name], dtype, TEMPERATURE, micro_batches)
+    worst = 0.0
+    for answer in answers:  # every rank has the result
+        for rows, result in zip(micro_batches, answer, strict=True):
+            for found, expected in zip(result, exact(source, dtype, rows), strict=True):
+                for i, row in enumerate(rows):
+                    error = np.abs(found[i, : len(row) - 1] - expected[i])
+                    worst = max(worst, float(error.mean() if dtype == "bfloat16" and error.size else error.max(initial=0)))
+                    assert not found[i, len(row) - 1 :].any()  # nothing where there is no action
+    assert worst <= BOUNDS[dtype], worst
+
+
+def test_supervised_fine_tuning_runs_on_it(checkpoint: tuple, ranks: RankPool) -> None:
+    """The train step takes any loss of log-probs; a few steps on one batch must fit it."""
+    source, vocab_size = checkpoint
+    layout = Layout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True)
+    losses = ranks.run(sft_losses, str(source), layout, ragged_rows(vocab_size, [9, 14, 5]), 8)[-1]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_offloading_changes_nothing(checkpoint: tuple, distributed: bool, dtype: str, ranks: RankPool) -> None:
+    """Training with everything moved to the host and back between steps is training without; while it is away, the
+    memory is free."""
+    source, vocab_size = checkpoint
+    layout = Layout(tensor_model_parallel_size=2)
+    rows = ragged_rows(vocab_size, [9, 14, 5])
+    for staying, moving, freed in ranks.run(offloaded_twin, str(source), layout, dtype, distributed, rows):
+        assert staying == moving
+        assert freed
