@@ -12,21 +12,19 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import ray
-import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController
 from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.utils import get_strategy
 from openrlhf.utils.utils import get_tokenizer
-from transformers import AutoConfig
 
 from openrlhf_gtpo.integration import run
 from openrlhf_gtpo.integration.experience_maker import EntropyExperienceMaker
 from openrlhf_gtpo.integration.policy_actor import PolicyActor
+from openrlhf_gtpo.integration.synthetic_rollout import rollout, uniform_lengths
 
 VARIANTS = ("upstream", "group_norm", "gtpo")
 
@@ -73,36 +71,6 @@ class _Policy:
             self.timings.train.append(time.perf_counter() - made)
 
 
-def rollout(args: SimpleNamespace, prompt_tokens: int, response_tokens: int, seed: int) -> list[Experience]:
-    """One rollout batch of random tokens: ragged responses, half of the rows successful in every group."""
-    generator = torch.Generator().manual_seed(seed)
-    vocabulary = AutoConfig.from_pretrained(args.actor.model_name_or_path).vocab_size
-    rows = args.rollout.batch_size * args.rollout.n_samples_per_prompt
-    samples = []
-    for row in range(rows):
-        length = int(torch.randint(response_tokens // 2, response_tokens + 1, (1,), generator=generator))
-        total = prompt_tokens + length
-        mask = torch.zeros(1, total - 1, dtype=torch.long)
-        mask[:, prompt_tokens - 1 :] = 1
-        reward = torch.tensor([float(row % 2)])
-        samples.append(
-            Experience(
-                sequences=torch.randint(0, vocabulary, (1, total), generator=generator),
-                attention_mask=torch.ones(1, total, dtype=torch.long),
-                action_mask=mask,
-                rewards=reward,
-                scores=reward.clone(),
-                prompts=[""],
-                labels=[""],
-                response_length=torch.tensor([length]),
-                total_length=torch.tensor([float(total)]),
-                truncated=torch.tensor([False]),
-                info={"reward": reward.clone()},
-            )
-        )
-    return samples
-
-
 def measure(argv: Sequence[str], prompt_tokens: int, response_tokens: int, repeat: int) -> dict[str, Timings]:
     """Time ``repeat`` steps of every variant, in turn on the same batches, after one step that is not counted.
 
@@ -117,7 +85,8 @@ def measure(argv: Sequence[str], prompt_tokens: int, response_tokens: int, repea
         for repetition in range(repeat + 1):
             order = VARIANTS[repetition % len(VARIANTS) :] + VARIANTS[: repetition % len(VARIANTS)]
             for variant in order:
-                samples = rollout(args, prompt_tokens, response_tokens, seed=repetition)
+                lengths = uniform_lengths(args, response_tokens, seed=repetition)
+                samples = rollout(args, prompt_tokens, lengths, seed=repetition)
                 policies[variant].step(samples, counted=repetition > 0)
         return {variant: policy.timings for variant, policy in policies.items()}
     finally:

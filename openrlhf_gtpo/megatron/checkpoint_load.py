@@ -45,7 +45,7 @@ def load_checkpoint(path: Path, target: Trainer | LoadedModel) -> dict[str, Any]
     def compare_and_read() -> None:
         missing = checkpoint_state.missing_keys(state, load_sharded_metadata(str(path)))
         if missing:
-            raise CheckpointError(f"{path} has no {missing[0]}, nor {len(missing) - 1} more that this run needs.")
+            raise CheckpointError(f"{path} lacks {len(missing)} tensors that this run needs, such as {missing[0]}.")
         kept.update(torch.load(path / checkpoint_files.TRAINING_STATE, map_location="cpu", weights_only=False))
         if trainer is not None and (trainer.lr_schedule is None) != (kept["trainer"]["lr_schedule"] is None):
             raise CheckpointError(f"{path} and this run do not both have a learning-rate schedule.")

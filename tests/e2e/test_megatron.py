@@ -1,0 +1,51 @@
+"""Whole runs on the Megatron actor: would catch an engine that samples from stale weights, a checkpoint that does not go
+on where it stopped, and a mode of OpenRLHF's that the backend breaks.
+"""
+
+import math
+
+import pytest
+
+from openrlhf_gtpo.report import names
+from tests.e2e.conftest import finish
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+MEGATRON = ["--actor.backend", "megatron", "--train.max_tokens_per_gpu", "128"]
+TP2 = ["--megatron.tensor_model_parallel_size", "2", "--megatron.sequence_parallel"]
+PP2 = ["--megatron.pipeline_model_parallel_size", "2"]
+
+
+def test_tp2_pp2_trains_what_the_engine_samples_from_and_resumes_at_another_layout(trainer_argv, tmp_path) -> None:
+    """Five steps at a learning rate that moves the policy far; each step's rollout log-probs come from the engine."""
+    argv = [*trainer_argv, *MEGATRON, "--algo.advantage.estimator", "gtpo", "--data.max_samples", "20"]
+    argv += ["--algo.advantage.is_correction_level", "token", "--ckpt.save_steps", "2", "--ckpt.load_enable"]
+    whole = [*argv, "--actor.num_gpus_per_node", "4", *TP2, *PP2]
+    run = finish(whole, tmp_path)
+    assert run.code == 0, run.log[-4000:]
+    assert [step["step"] for step in run.steps] == [1, 2, 3, 4, 5]
+    for step in run.steps:
+        assert step[names.ENTROPY_ALL] > 0
+        # Within bf16's rounding of the engine's log-probs, where a stale engine is off by the KL of the updates.
+        assert abs(step["vllm_kl"]) < 0.01, [entry["vllm_kl"] for entry in run.steps]
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+    saved = tmp_path / "checkpoints" / "_actor"
+    assert (saved / "latest").read_text().strip() == "global_step4"
+    resumed = finish([*argv, "--actor.num_gpus_per_node", "2", *PP2], tmp_path)
+    assert resumed.code == 0, resumed.log[-4000:]
+    assert [step["step"] for step in resumed.steps] == [1, 2, 3, 4, 5, 5]  # one more, after the fourth
+    again, first = resumed.steps[-1], resumed.steps[-2]
+    assert again["actor_lr"] == pytest.approx(first["actor_lr"])
+    assert abs(again["vllm_kl"]) < 0.01
+
+
+def test_a_reference_model_on_megatron_with_upstreams_estimator(trainer_argv, tmp_path) -> None:
+    argv = [*trainer_argv, *MEGATRON, *TP2, "--actor.num_gpus_per_node", "2", "--ref.num_gpus_per_node", "2"]
+    argv += ["--train.colocate_all", "--vllm.tensor_parallel_size", "1", "--vllm.num_engines", "2"]
+    argv += ["--algo.preset", "grpo", "--algo.kl.init_coef", "0.1", "--megatron.offload"]
+    run = finish(argv, tmp_path)
+    assert run.code == 0, run.log[-4000:]
+    first, second = run.steps
+    assert first["kl"] == pytest.approx(0, abs=1e-6)  # the reference is the policy, until it is trained
+    assert second["kl"] > 1e-4 and math.isfinite(second["policy_loss"])
