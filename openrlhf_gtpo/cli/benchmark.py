@@ -32,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     actor.add_argument("--prompt-tokens", type=int, default=64, help="(default: %(default)s)")
     actor.add_argument("--response-tokens", type=int, default=512, help="limit of a response (default: %(default)s)")
     actor.add_argument("--micro-batch-size", type=int, default=8, help="rows, for DeepSpeed (default: %(default)s)")
-    actor.add_argument("--max-tokens", type=int, default=2048, help="a micro-batch, for Megatron (default: %(default)s)")
+    actor.add_argument(
+        "--max-tokens", type=int, default=2048, help="a micro-batch, for Megatron (default: %(default)s)"
+    )
     actor.add_argument("--repeat", type=int, default=5, help="counted batches (default: %(default)s)")
     actor.add_argument("--seed", type=int, default=1)
     actor.add_argument("--output", type=Path, help="write the timings to this JSON file")
@@ -107,7 +109,9 @@ def _actor(args: argparse.Namespace) -> None:
     from openrlhf_gtpo.integration.actor_benchmark import BACKENDS, measure
 
     measured = measure(argv, args.prompt_tokens, args.response_tokens, args.repeat, args.seed)
-    print(f"{'backend':10} {'forward tok/s':>14} {'train tok/s':>12} {'peak GB':>8}   medians of {args.repeat} batches")
+    print(
+        f"{'backend':10} {'forward tok/s':>14} {'train tok/s':>12} {'peak GB':>8}   medians of {args.repeat} batches"
+    )
     for backend in BACKENDS:
         side = measured[backend]
         speeds = [
@@ -120,7 +124,9 @@ def _actor(args: argparse.Namespace) -> None:
         pairs = [a / b for a, b in zip(*(getattr(measured[backend], phase) for backend in BACKENDS), strict=True)]
         ratios[phase] = min(pairs), statistics.median(pairs), max(pairs)
         low, median, high = ratios[phase]
-        print(f"{phase}: megatron is {median:.2f}x as fast as deepspeed (from {low:.2f} to {high:.2f}, batch by batch)")
+        print(
+            f"{phase}: megatron is {median:.2f}x as fast as deepspeed (from {low:.2f} to {high:.2f}, batch by batch)"
+        )
     if args.output:
         _write(args, {"measured": {name: vars(side) for name, side in measured.items()}, "ratios": ratios})
 

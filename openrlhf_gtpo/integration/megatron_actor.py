@@ -80,9 +80,7 @@ class MegatronPolicy(MegatronModelActor):
         """Load ``pretrain``, or the newest checkpoint where ``--ckpt.load_enable`` finds one, and join the engines."""
         args = strategy.args
         self._load(strategy, pretrain)
-        self.tokenizer = get_tokenizer(
-            pretrain, None, "left", strategy, use_fast=not args.data.disable_fast_tokenizer
-        )
+        self.tokenizer = get_tokenizer(pretrain, None, "left", strategy, use_fast=not args.data.disable_fast_tokenizer)
         self.megatron = Trainer(self.model, _optimizer_options(args), _schedule(args, max_steps or 1))
         self.stage = self.megatron.ddp
         self.offload = Offload(self.megatron)

@@ -1,5 +1,6 @@
 """What can be known to fail with ``--actor.backend megatron`` before any engine starts. Holds for every estimator."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,8 @@ from openrlhf_gtpo import platform
 from openrlhf_gtpo.integration.checks import check_model
 from openrlhf_gtpo.integration.errors import UsageError
 from openrlhf_gtpo.integration.megatron_flags import layout_of
+from openrlhf_gtpo.megatron.checkpoint_files import CheckpointError
+from openrlhf_gtpo.megatron.checkpoint_folder import check_latest
 from openrlhf_gtpo.megatron.layout import Layout, LayoutError, WorldSizeError, check_layout
 from openrlhf_gtpo.megatron.overrides import OverrideError, parse_overrides
 
@@ -29,6 +32,8 @@ def check_megatron(args: SimpleNamespace) -> None:
     if args.algo.kl.init_coef > 0:
         _check_layout(config, layout, args.ref, "ref")
     _check_batch(args, layout)
+    if args.ckpt.load_enable:
+        _check_checkpoint(args, config)
     try:
         parse_overrides(args.megatron.override)
     except OverrideError as error:
@@ -46,6 +51,14 @@ def _check_layout(config: Any, layout: Layout, section: SimpleNamespace, name: s
         ) from error
     except LayoutError as error:
         raise UsageError(str(error)) from error
+
+
+def _check_checkpoint(args: SimpleNamespace, config: Any) -> None:
+    """Refuse a checkpoint that this run cannot go on from."""
+    try:
+        check_latest(Path(args.ckpt.path) / "_actor", config, dtype="bfloat16")
+    except CheckpointError as error:
+        raise UsageError(f"--ckpt.load_enable: {error}") from error
 
 
 def _check_batch(args: SimpleNamespace, layout: Layout) -> None:

@@ -46,7 +46,6 @@ class MegatronActorTrainer(EntropyActorTrainer):
         )
         self.model = model
         self.megatron = trainer
-        self._shuffle = np.random.default_rng(strategy.args.train.seed)  # the same on every rank of a replica
 
     def ppo_train(self, kl_ctl: float) -> dict[str, float]:
         """Train on everything in the replay buffer; returns upstream's metrics, averaged over the replicas."""
@@ -72,8 +71,10 @@ class MegatronActorTrainer(EntropyActorTrainer):
         steps = min(int(fewest), max(1, int(fewest) // rows_a_step))
         if steps == 0:
             return
+        # The same order on every rank of a replica, and again after a resume.
+        shuffle = np.random.default_rng([self.args.train.seed, self.megatron.steps])
         for _ in range(self.max_epochs):
-            order = self._shuffle.permutation(len(items))
+            order = shuffle.permutation(len(items))
             for part in np.array_split(order, steps):
                 yield [items[i] for i in part]
 

@@ -13,6 +13,7 @@ from mbridge.core.bridge import _MODEL_REGISTRY
 from mbridge.models.llama import LLaMABridge
 from mbridge.models.qwen2 import Qwen2Bridge
 from mbridge.models.qwen3 import Qwen3Bridge
+from mbridge.models.qwen3moe import Qwen3MoEBridge
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from transformers import AutoConfig, PretrainedConfig
@@ -94,7 +95,23 @@ class _Qwen3(_AdaptedBridge, Qwen3Bridge):
     pass
 
 
-_BRIDGES = {"llama": _Llama, "mistral": _Mistral, "qwen2": _Qwen2, "qwen3": _Qwen3}
+class _Qwen3Moe(_AdaptedBridge, Qwen3MoEBridge):
+    """Routes as Transformers and vLLM do: logits in the model's dtype, their softmax in float32, no balancing loss."""
+
+    def _build_config(self) -> Any:
+        return self._build_base_config(
+            qk_layernorm=True,
+            num_moe_experts=self.hf_config.num_experts,
+            moe_ffn_hidden_size=self.hf_config.moe_intermediate_size,
+            moe_grouped_gemm=True,
+            moe_router_topk=self.hf_config.num_experts_per_tok,
+            moe_router_load_balancing_type="none",
+            # The softmax over the chosen experts is that over all of them, normalised again.
+            moe_router_pre_softmax=not self.hf_config.norm_topk_prob,
+        )
+
+
+_BRIDGES = {"llama": _Llama, "mistral": _Mistral, "qwen2": _Qwen2, "qwen3": _Qwen3, "qwen3_moe": _Qwen3Moe}
 
 
 def make_bridge(config: PretrainedConfig, layout: Layout, dtype: torch.dtype, fields: dict[str, Any]) -> Any:

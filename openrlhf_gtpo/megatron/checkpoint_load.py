@@ -56,7 +56,7 @@ def load_checkpoint(path: Path, target: Trainer | LoadedModel) -> dict[str, Any]
         loaded = dist_checkpointing.load(state, str(path), strict="log_unexpected")
     checkpoint_state.apply(loaded, model, trainer)
     if trainer is not None:
-        checkpoint_state.apply_training_state(kept["trainer"], trainer)
+        trainer.load_schedule_state(kept["trainer"])
         if manifest["layout"] == asdict(model.options.layout) and manifest["world_size"] == get_world_size():
             checkpoint_state.apply_random_state(kept["random"][get_rank()])
     return kept["client_state"]

@@ -81,7 +81,7 @@ class PendingSave:
         torch.distributed.all_gather_object(randoms, checkpoint_state.random_state())
         small = {
             "client_state": client_state,
-            "trainer": None if trainer is None else checkpoint_state.training_state(trainer),
+            "trainer": None if trainer is None else trainer.schedule_state(),
             "random": randoms,
         }
         self._failure = failure_of(partial(self._write_small_files, small, hf_source)) if get_rank() == 0 else None

@@ -68,21 +68,6 @@ def apply(loaded: dict[str, Any], model: LoadedModel, trainer: Trainer | None) -
             _own_steps(trainer.optimizer)
 
 
-def training_state(trainer: Trainer) -> dict[str, Any]:
-    """The learning-rate schedule's state."""
-    return {
-        "lr_schedule": None if trainer.lr_schedule is None else trainer.lr_schedule.state_dict(),
-        "lr_carrier": trainer._schedule_carrier.state_dict(),
-    }
-
-
-def apply_training_state(state: dict[str, Any], trainer: Trainer) -> None:
-    """The inverse of :func:`training_state`."""
-    trainer._schedule_carrier.load_state_dict(state["lr_carrier"])
-    if trainer.lr_schedule is not None:
-        trainer.lr_schedule.load_state_dict(state["lr_schedule"])
-
-
 def random_state() -> dict[str, Any]:
     """Of every generator that training may draw from on this rank."""
     state = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}

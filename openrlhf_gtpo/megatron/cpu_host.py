@@ -61,6 +61,22 @@ def activate() -> None:
     # Activation recompute saves and restores both states; the CPU's is saved beside it anyway.
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
     random._set_cuda_rng_state = lambda *args, **kwargs: None
+    _dispatch_without_streams()
+
+
+def _dispatch_without_streams() -> None:
+    """The token dispatcher of experts copies its counts to the host on a CUDA stream of its own; they are there."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    def counts_on_host(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        if point == dispatcher.cuda_dtoh_point:
+            for name in ("input_splits", "output_splits"):
+                counts = getattr(dispatcher, name)
+                setattr(dispatcher, name, None if counts is None else counts.tolist())
+        return tokens_per_expert
+
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"  # None would have it make one
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = counts_on_host
 
 
 @contextlib.contextmanager

@@ -1,8 +1,12 @@
 """Megatron's process groups for a layout, with the ranks of one model replica consecutive.
 
 OpenRLHF hands each replica's batch to as many consecutive ranks as a replica has, so the data-parallel dimension is the
-outermost one (Megatron's own order puts pipeline stages outside it).
+outermost one (Megatron's own order puts pipeline stages outside it). Experts are shared among the context-parallel ranks
+of a replica and then among consecutive replicas; both dimensions lie outside the pipeline's, whose groups attention and
+experts have in common.
 """
+
+from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -11,7 +15,19 @@ from openrlhf_gtpo.megatron import cpu_host
 from openrlhf_gtpo.megatron.host import megatron_calls, on_cuda
 from openrlhf_gtpo.megatron.layout import Layout
 
-ORDER = "tp-cp-ep-pp-dp"
+
+class _Order(str):
+    """An order of dimensions that Megatron takes for one with pipeline stages outermost.
+
+    From others Megatron 0.16.1 wants equal data-parallel sizes of attention and experts, so that their pipeline groups
+    are the same. It compares those groups right after, and with pp inside cp and ep they are, whatever the sizes.
+    """
+
+    def endswith(self, *args: Any) -> bool:
+        return True
+
+
+ORDER = _Order("tp-pp-cp-ep-dp")
 
 # Megatron forgets most of its groups without closing them.
 _made: list[torch.distributed.ProcessGroup] = []
@@ -35,6 +51,12 @@ def initialize(layout: Layout, seed: int) -> None:
             pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
             context_parallel_size=layout.context_parallel_size,
             expert_model_parallel_size=layout.expert_model_parallel_size,
+            # Without experts their sharding is free, and in this order Megatron wants it to leave as many replicas.
+            expert_tensor_parallel_size=(
+                layout.tensor_model_parallel_size * layout.context_parallel_size
+                if layout.expert_model_parallel_size == 1
+                else None
+            ),
             order=ORDER,
         )
     _made.extend(group for group in _all_groups() if group not in before)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -20,6 +21,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
+
+from openrlhf_gtpo.megatron.context_attention import attend
+
+from openrlhf_gtpo.megatron.expert_layers import portable_experts
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -73,6 +78,9 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         assert packed_seq_params is not None, "every micro-batch is packed"
         assert attention_bias is None and attention_mask is None
+        group = parallel_state.get_context_parallel_group()
+        if group.size() > 1:
+            return attend(query, key, value, packed_seq_params.cu_seqlens_q.diff(), self.softmax_scale, group)
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         rows = [tensor.split(lengths) for tensor in (query, key, value)]
         return torch.cat([self._one_sequence(*row) for row in zip(*rows, strict=True)])
@@ -89,6 +97,10 @@ class PackedAttention(torch.nn.Module):
 def portable_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """The decoder of this pipeline stage, built from the layers of this module."""
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    mixture = config.num_moe_experts is not None
+    dense = ModuleSpec(
+        module=MLP, submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
     layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -104,10 +116,9 @@ def portable_layer_spec(config: TransformerConfig, vp_stage: int | None = None) 
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
-            mlp=ModuleSpec(
-                module=MLP,
-                submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear),
-            ),
+            # A mixture's router and experts take the same normalised input, so its norm is a layer of its own.
+            pre_mlp_layernorm=RMSNorm if mixture else IdentityOp,
+            mlp=portable_experts() if mixture else dense,
             mlp_bda=get_bias_dropout_add,
         ),
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
 from openrlhf_gtpo.megatron.bridge import make_bridge, read_config
+from openrlhf_gtpo.megatron.context import gather_actions
 from openrlhf_gtpo.megatron.host import device, has_transformer_engine, megatron_calls, on_cuda
 from openrlhf_gtpo.megatron.layout import Layout
 from openrlhf_gtpo.megatron.packing import Packed
@@ -102,7 +103,7 @@ class PolicyGPTModel(GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        return linear_log_prob_and_entropy(
+        log_probs, entropy = linear_log_prob_and_entropy(
             hidden.squeeze(1)[packed.predicts],
             weight,
             packed.labels,
@@ -114,6 +115,9 @@ class PolicyGPTModel(GPTModel):
             # A tied weight also gets the embedding's gradient, which Megatron would then take for added.
             accumulate_into_main_grad=not tied and hasattr(weight, "main_grad"),
         )
+        if packed.mine is None:
+            return log_probs, entropy
+        return gather_actions(log_probs, packed.mine), None if entropy is None else gather_actions(entropy, packed.mine)
 
 
 @dataclass

@@ -4,8 +4,9 @@ from megatron.core import parallel_state
 
 
 def is_first_replica() -> bool:
-    """True on the ranks that together hold the first copy of the model."""
-    return bool(parallel_state.get_data_parallel_rank() == 0)
+    """True on the ranks that together hold the first copy of the model, which with experts shared among replicas are
+    those of several."""
+    return bool(parallel_state.get_expert_data_parallel_rank() == 0)
 
 
 def is_reporter() -> bool:

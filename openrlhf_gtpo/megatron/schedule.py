@@ -66,10 +66,11 @@ def _run(
 ) -> list[Any]:
     assert batches, "a schedule needs a micro-batch"
     multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    context = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
 
     def step(data: Iterator[tuple[int, TokenBatch]], model: torch.nn.Module) -> tuple[Any, Callable]:
         index, batch = next(data)
-        packed = pack(batch, device(), multiple)
+        packed = pack(batch, device(), multiple, context)
         return model(packed, with_entropy=with_entropy), partial(finish, index, packed)
 
     with megatron_calls():

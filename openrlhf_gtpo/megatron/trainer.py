@@ -92,6 +92,7 @@ class Trainer:
         # The schedule works on an optimizer of its own, whose learning rate is handed on before each step.
         self._schedule_carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=options.lr)
         self.lr_schedule = make_schedule(self._schedule_carrier) if make_schedule else None
+        self.steps = 0  # optimizer steps so far, those before a resume included
 
     def step(self, batches: Sequence[TokenBatch], loss: schedule.Loss, *, with_entropy: bool = False) -> StepReport:
         """One optimizer step over all ``batches`` of this replica.
@@ -119,10 +120,26 @@ class Trainer:
                 raise FloatingPointError(f"The gradient's norm is {norm}; no weights were changed.")
             updated, _, _ = self.optimizer.step()
         assert updated, "without a loss scale there is no step to skip"
+        self.steps += 1
         if self.lr_schedule is not None:
             self._schedule_carrier.step()
             self.lr_schedule.step()
         return StepReport(norm, lr, kept)
+
+    def schedule_state(self) -> dict[str, Any]:
+        """Where the learning-rate schedule stands, for :meth:`load_schedule_state`."""
+        return {
+            "steps": self.steps,
+            "lr_schedule": None if self.lr_schedule is None else self.lr_schedule.state_dict(),
+            "lr_carrier": self._schedule_carrier.state_dict(),
+        }
+
+    def load_schedule_state(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`schedule_state` gave."""
+        self.steps = state["steps"]
+        self._schedule_carrier.load_state_dict(state["lr_carrier"])
+        if self.lr_schedule is not None:
+            self.lr_schedule.load_state_dict(state["lr_schedule"])
 
 
 def _finalize(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options: Any) -> None:

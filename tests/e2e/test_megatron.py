@@ -26,8 +26,8 @@ def test_tp2_pp2_trains_what_the_engine_samples_from_and_resumes_at_another_layo
     assert [step["step"] for step in run.steps] == [1, 2, 3, 4, 5]
     for step in run.steps:
         assert step[names.ENTROPY_ALL] > 0
-        # Within bf16's rounding of the engine's log-probs, where a stale engine is off by the KL of the updates.
-        assert abs(step["vllm_kl"]) < 0.01, [entry["vllm_kl"] for entry in run.steps]
+        # Within bf16's rounding of the engine's log-probs; an engine that is never updated was 0.07 to 0.29 off.
+        assert abs(step["vllm_kl"]) < 0.03, [entry["vllm_kl"] for entry in run.steps]
     assert (tmp_path / "model" / "model.safetensors").exists()
 
     saved = tmp_path / "checkpoints" / "_actor"
@@ -37,7 +37,7 @@ def test_tp2_pp2_trains_what_the_engine_samples_from_and_resumes_at_another_layo
     assert [step["step"] for step in resumed.steps] == [1, 2, 3, 4, 5, 5]  # one more, after the fourth
     again, first = resumed.steps[-1], resumed.steps[-2]
     assert again["actor_lr"] == pytest.approx(first["actor_lr"])
-    assert abs(again["vllm_kl"]) < 0.01
+    assert abs(again["vllm_kl"]) < 0.03
 
 
 def test_a_reference_model_on_megatron_with_upstreams_estimator(trainer_argv, tmp_path) -> None:

@@ -40,7 +40,10 @@ def logits(source: str, layout: Layout, micro_batches: list[list[list[int]]]) ->
 @torch.no_grad()
 def _logits(model: LoadedModel, micro_batches: list[list[list[int]]]) -> list[torch.Tensor]:
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, gather_from_tensor_model_parallel_region
+    from megatron.core.tensor_parallel import (
+        gather_from_sequence_parallel_region,
+        gather_from_tensor_model_parallel_region,
+    )
 
     found: list[torch.Tensor] = []
 

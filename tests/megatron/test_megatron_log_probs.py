@@ -40,7 +40,15 @@ def exact(source: Path, dtype: str, rows: list[list[int]]) -> tuple[list[np.ndar
     return log_probs, entropies
 
 
-@pytest.mark.parametrize("name", ["TP1", "TP4-SP", "TP2xPP2-SP"])
+LAYOUTS = LAYOUTS | {
+    "CP2": Layout(context_parallel_size=2),
+    "CP4": Layout(context_parallel_size=4),
+    "CP2xTP2-SP": Layout(context_parallel_size=2, tensor_model_parallel_size=2, sequence_parallel=True),
+    "CP2xPP2": Layout(context_parallel_size=2, pipeline_model_parallel_size=2),
+}
+
+
+@pytest.mark.parametrize("name", ["TP1", "TP4-SP", "TP2xPP2-SP", "CP2", "CP4", "CP2xTP2-SP"])
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_statistics_are_those_of_float64(checkpoint: tuple, name: str, dtype: str, ranks: RankPool) -> None:
     source, vocab_size = checkpoint
@@ -52,7 +60,9 @@ def test_statistics_are_those_of_float64(checkpoint: tuple, name: str, dtype: st
             for found, expected in zip(result, exact(source, dtype, rows), strict=True):
                 for i, row in enumerate(rows):
                     error = np.abs(found[i, : len(row) - 1] - expected[i])
-                    worst = max(worst, float(error.mean() if dtype == "bfloat16" and error.size else error.max(initial=0)))
+                    worst = max(
+                        worst, float(error.mean() if dtype == "bfloat16" and error.size else error.max(initial=0))
+                    )
                     assert not found[i, len(row) - 1 :].any()  # nothing where there is no action
     assert worst <= BOUNDS[dtype], worst
 

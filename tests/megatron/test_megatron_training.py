@@ -14,6 +14,11 @@ from training_program import TEMPERATURE, batch_of, gradients, gtpo_loss, train
 
 from openrlhf_gtpo.megatron.layout import Layout
 
+LAYOUTS = LAYOUTS | {
+    "CP2": Layout(context_parallel_size=2),
+    "CP2xTP2-SP": Layout(context_parallel_size=2, tensor_model_parallel_size=2, sequence_parallel=True),
+    "CP2xPP2": Layout(context_parallel_size=2, pipeline_model_parallel_size=2),
+}
 MODELS = {
     "llama": ("llama", 151, {}),
     "qwen2-tied": ("qwen2", 896, {"tie_word_embeddings": True}),
@@ -27,7 +32,10 @@ def steps_for(vocab_size: int) -> list[list[tuple[list, list]]]:
     """Three optimizer steps of four micro-batches: (rows, prompt lengths)."""
     shapes = [([9, 4, 7], [3, 2, 1]), ([12], [5]), ([6, 6], [2, 4]), ([3, 10], [1, 6])]
     return [
-        [(ragged_rows(vocab_size, lengths, seed=10 * step + i), prompts) for i, (lengths, prompts) in enumerate(shapes)]
+        [
+            (ragged_rows(vocab_size, lengths, seed=10 * step + i), prompts)
+            for i, (lengths, prompts) in enumerate(shapes)
+        ]
         for step in range(3)
     ]
 
@@ -97,9 +105,7 @@ def test_gradients_are_those_of_transformers(checkpoint: tuple, name: str, recom
     ],
     ids=["TP2-DP2-distributed", "PP2-DP2-distributed", "TP2-SP-DP2-replicated"],
 )
-def test_three_steps_are_those_of_adamw(
-    checkpoint: tuple, layout: Layout, distributed: bool, ranks: RankPool
-) -> None:
+def test_three_steps_are_those_of_adamw(checkpoint: tuple, layout: Layout, distributed: bool, ranks: RankPool) -> None:
     source, vocab_size = checkpoint
     steps = steps_for(vocab_size)
     reference = Reference(source)
