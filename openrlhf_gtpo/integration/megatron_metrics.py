@@ -23,7 +23,8 @@ class StepMetrics:
         for name, value in of_loss.items():
             self._sums[name, "token"] += value * tokens
         for name, value in _of_rows(experience).items():
-            self._sums[name, "sample"] += float(value.float().mean()) * samples
+            if name not in of_loss:  # the loss's own wins, such as the KL
+                self._sums[name, "sample"] += float(value.float().mean()) * samples
 
     def averages(self, reports: bool) -> dict[str, float]:
         """Over all ranks for which ``reports`` is true. Collective."""

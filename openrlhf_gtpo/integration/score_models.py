@@ -138,7 +138,7 @@ def _transformers(model: ScoreModel) -> Iterator[Forward]:
 @contextmanager
 def _megatron(model: ScoreModel) -> Iterator[Forward]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # Megatron's, of what a host lacks for training
+        warnings.simplefilter("ignore")  # Megatron's, of what a host lacks for training
         from openrlhf_gtpo.integration.micro_batches import fill
         from openrlhf_gtpo.megatron import groups, schedule
         from openrlhf_gtpo.megatron.model import ModelOptions, load_model

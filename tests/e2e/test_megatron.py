@@ -20,6 +20,7 @@ def test_tp2_pp2_trains_what_the_engine_samples_from_and_resumes_at_another_layo
     """Five steps at a learning rate that moves the policy far; each step's rollout log-probs come from the engine."""
     argv = [*trainer_argv, *MEGATRON, "--algo.advantage.estimator", "gtpo", "--data.max_samples", "20"]
     argv += ["--algo.advantage.is_correction_level", "token", "--ckpt.save_steps", "2", "--ckpt.load_enable"]
+    argv += ["--rollout.n_samples_per_prompt", "16", "--train.batch_size", "64"]
     whole = [*argv, "--actor.num_gpus_per_node", "4", *TP2, *PP2]
     run = finish(whole, tmp_path)
     assert run.code == 0, run.log[-4000:]
@@ -27,7 +28,7 @@ def test_tp2_pp2_trains_what_the_engine_samples_from_and_resumes_at_another_layo
     for step in run.steps:
         assert step[names.ENTROPY_ALL] > 0
         # Within bf16's rounding of the engine's log-probs; an engine that is never updated was 0.07 to 0.29 off.
-        assert abs(step["vllm_kl"]) < 0.03, [entry["vllm_kl"] for entry in run.steps]
+        assert abs(step["vllm_kl"]) < 0.04, [entry["vllm_kl"] for entry in run.steps]
     assert (tmp_path / "model" / "model.safetensors").exists()
 
     saved = tmp_path / "checkpoints" / "_actor"
@@ -37,7 +38,7 @@ def test_tp2_pp2_trains_what_the_engine_samples_from_and_resumes_at_another_layo
     assert [step["step"] for step in resumed.steps] == [1, 2, 3, 4, 5, 5]  # one more, after the fourth
     again, first = resumed.steps[-1], resumed.steps[-2]
     assert again["actor_lr"] == pytest.approx(first["actor_lr"])
-    assert abs(again["vllm_kl"]) < 0.03
+    assert abs(again["vllm_kl"]) < 0.04
 
 
 def test_a_reference_model_on_megatron_with_upstreams_estimator(trainer_argv, tmp_path) -> None:

@@ -113,7 +113,7 @@ def _experience(batch: SimpleNamespace, old: torch.Tensor, args: SimpleNamespace
         labels=["label"] * rows,
         images=[None] * rows,
         mm_train_inputs=[None] * rows,
-        info={"reward": reward.clone()},
+        info={"reward": reward.clone(), "kl": torch.full((rows,), 7.0)},
     )
 
 
