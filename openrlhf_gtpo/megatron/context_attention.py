@@ -12,7 +12,12 @@ from openrlhf_gtpo.megatron.context import chunks_of_rank
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale: float | None, group: torch.distributed.ProcessGroup
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    scale: float | None,
+    group: torch.distributed.ProcessGroup,
 ) -> Tensor:
     """This rank's (P / CP, heads, D) of queries against everyone's keys and values; (P / CP, heads * D).
 
@@ -28,7 +33,5 @@ def attend(
     everywhere = torch.arange(len(sequence), device=lengths.device)
     visible = (sequence[mine][:, None] == sequence) & (mine[:, None] >= everywhere)
     q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, keys, values))
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=visible, scale=scale, enable_gqa=q.size(1) != k.size(1)
-    )
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=q.size(1) != k.size(1))
     return out.squeeze(0).transpose(0, 1).reshape(query.size(0), -1)

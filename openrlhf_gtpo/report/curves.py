@@ -70,9 +70,14 @@ def plot_comparison(runs: Mapping[str, Sequence[Rows]], png_path: str | Path, ti
             _thin_and_mean(
                 held_out, [([0, 1], list(pair)) for pair in pairs], label, colour, marker=MARKERS[index % 6]
             )
-        _finish(reward, "Training reward", "mean reward")
-        _finish(entropy, "Policy entropy", "nats per token")
-        _finish(held_out, "Held-out reward", "mean reward", x_label="")
+        _finish(reward, "Training reward", "mean reward", legend=False)
+        _finish(entropy, "Policy entropy", "nats per token", legend=False)
+        _finish(held_out, "Held-out reward", "mean reward", x_label="", legend=False)
+        # One for all panels, below them: the same colours mean the same runs.
+        shown = [axes for axes in (reward, entropy, held_out) if axes.get_legend_handles_labels()[0]]
+        if shown:
+            handles, labels = shown[0].get_legend_handles_labels()
+            figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
         held_out.set_xlim(-0.25, 1.25)
         held_out.set_xticks([0, 1], ["before", "after"])
         return _save(figure, png_path, title)
@@ -113,7 +118,7 @@ def _thin_and_mean(
         axes.plot(steps, means, color=colour, linewidth=2.4, marker=shown_marker, markersize=7, label=label)
 
 
-def _finish(axes: Axes, title: str, y_label: str, x_label: str = "step") -> None:
+def _finish(axes: Axes, title: str, y_label: str, x_label: str = "step", legend: bool = True) -> None:
     axes.set_title(title)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
@@ -128,7 +133,7 @@ def _finish(axes: Axes, title: str, y_label: str, x_label: str = "step") -> None
         last = max(1.0, *(float(max(line.get_xdata())) for line in axes.lines))
         axes.set_xlim(-0.04 * last, 1.04 * last)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if axes.get_legend_handles_labels()[0]:
+    if legend and axes.get_legend_handles_labels()[0]:
         # Below the panel, where it can hide no data.
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False, fontsize=9)
 

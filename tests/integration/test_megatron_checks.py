@@ -103,6 +103,18 @@ def test_what_works_is_not_refused(command: dict[str, Any], changes: dict[str, A
     check_megatron(parse(words(command | changes | {"--algo.advantage.estimator": estimator})))
 
 
+def test_a_checkpoint_that_is_not_whole_is_named_before_anything_starts(
+    command: dict[str, Any], refused: Callable[..., str], tmp_path: Path
+) -> None:
+    resume = {"--ckpt.path": tmp_path, "--ckpt.load_enable": True}
+    check_megatron(parse(words(command | resume)))  # nothing there yet: a first start
+    folder = tmp_path / "_actor"
+    (folder / "global_step3").mkdir(parents=True)
+    (folder / "latest").write_text("global_step3\n")
+    message = refused(resume)
+    assert message.startswith("--ckpt.load_enable: ") and "global_step3" in message
+
+
 def test_deepspeed_is_not_held_to_these_rules(command: dict[str, Any]) -> None:
     odd = {"--actor.backend": None, "--actor.model_name_or_path": "/nowhere", "--ds.lora.rank": 8}
     check_megatron(parse(words(command | odd)))

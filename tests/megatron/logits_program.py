@@ -78,15 +78,19 @@ def log_probs_and_entropies(
         return [(s.log_probs.numpy(), s.entropy.numpy()) for s in schedule.forward(model.stage, model.config, batches)]
 
 
-def full_weights(source: str, layout: Layout, dtype: str, bucket_bytes: int) -> dict[str, Any]:
-    """Name -> tensor as the weight transfer sees it, from every rank."""
+def full_weights(source: str, layout: Layout, dtype: str, buckets: list[int]) -> dict[str, Any]:
+    """Name -> tensor as the weight transfer sees it, from every rank; the same with each size of ``buckets``."""
     from openrlhf_gtpo.megatron.weights import FullWeights
 
     with on(layout):
         model = load_model(source, ModelOptions(layout=layout, dtype=getattr(torch, dtype)))
-        weights = FullWeights(model, bucket_bytes)
-        tensors = {name: tensor.clone() for name, tensor in weights.tensors()}
-        assert [(name, tensor.shape) for name, tensor in tensors.items()] == weights.shapes
+        found = []
+        for bucket_bytes in buckets:
+            weights = FullWeights(model, bucket_bytes)
+            tensors = {name: tensor.clone() for name, tensor in weights.tensors()}
+            assert [(name, tensor.shape) for name, tensor in tensors.items()] == weights.shapes
+            found.append(tensors)
+        assert all(torch.equal(other[name], tensor) for other in found for name, tensor in tensors.items())
         return {name: tensor.float().numpy() for name, tensor in tensors.items()}
 
 

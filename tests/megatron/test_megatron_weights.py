@@ -10,6 +10,8 @@ from logits_program import full_weights
 from rank_pool import RankPool
 from test_megatron_logits import LAYOUTS, MODELS
 
+BUCKETS = [1, 30_000, 2**30]  # bytes: a parameter each, some of a stage, a stage
+
 
 @pytest.fixture(scope="module", params=MODELS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -18,12 +20,11 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if not name.endswith("SP")])
-@pytest.mark.parametrize("bucket_bytes", [1, 30_000, 2**30])
-def test_every_rank_gets_the_checkpoint(checkpoint: Path, name: str, bucket_bytes: int, ranks: RankPool) -> None:
+def test_every_rank_gets_the_checkpoint(checkpoint: Path, name: str, ranks: RankPool) -> None:
     from safetensors.torch import load_file
 
     exact = load_file(checkpoint / "model.safetensors")
-    for found in ranks.run(full_weights, str(checkpoint), LAYOUTS[name], "bfloat16", bucket_bytes):
+    for found in ranks.run(full_weights, str(checkpoint), LAYOUTS[name], "bfloat16", BUCKETS):
         assert set(found) == set(exact)
         for key, value in exact.items():
             assert np.array_equal(found[key], value.to(torch.bfloat16).float().numpy()), key
