@@ -22,6 +22,7 @@ from openrlhf_gtpo.megatron.host import has_transformer_engine
 from openrlhf_gtpo.megatron.layout import Layout
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EXPERTS = ".mlp.experts.linear_fc"  # in Megatron's names of experts' weights, and of nothing else
 
 # The head's columns are padded to a multiple of this on each rank, as Megatron pads them.
 VOCABULARY_MULTIPLE = 128
@@ -111,7 +112,13 @@ class _Qwen3Moe(_AdaptedBridge, Qwen3MoEBridge):
         )
 
 
-_BRIDGES = {"llama": _Llama, "mistral": _Mistral, "qwen2": _Qwen2, "qwen3": _Qwen3, "qwen3_moe": _Qwen3Moe}
+_BRIDGES: dict[str, Any] = {
+    "llama": _Llama,
+    "mistral": _Mistral,
+    "qwen2": _Qwen2,
+    "qwen3": _Qwen3,
+    "qwen3_moe": _Qwen3Moe,
+}
 
 
 def make_bridge(config: PretrainedConfig, layout: Layout, dtype: torch.dtype, fields: dict[str, Any]) -> Any:

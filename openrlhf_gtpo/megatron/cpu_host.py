@@ -6,10 +6,13 @@ a tracker of CUDA random states. Inside ``cuda_calls_on_cpu`` those land on the 
 """
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
@@ -62,6 +65,7 @@ def activate() -> None:
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
     random._set_cuda_rng_state = lambda *args, **kwargs: None
     _dispatch_without_streams()
+    _exchange_unequal_parts()
 
 
 def _dispatch_without_streams() -> None:
@@ -77,6 +81,40 @@ def _dispatch_without_streams() -> None:
 
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"  # None would have it make one
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = counts_on_host
+
+
+def _exchange_unequal_parts() -> None:
+    """Experts that are shards over TP gather and reduce as many rows as each rank has; gloo's calls want equal parts."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather = inspect.unwrap(mappings._gather_along_first_dim)
+    reduce_scatter = inspect.unwrap(mappings._reduce_scatter_along_first_dim)
+
+    @functools.wraps(gather)
+    def gather_parts(
+        input_: Tensor, group: Any, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        parts = [input_.new_empty((rows, *input_.shape[1:])) for rows in output_split_sizes]
+        parts[group.rank()].copy_(input_)
+        for rank, part in enumerate(parts):
+            if part.numel():
+                torch.distributed.broadcast(part, src=torch.distributed.get_global_rank(group, rank), group=group)
+        return torch.cat(parts)
+
+    @functools.wraps(reduce_scatter)
+    def reduce_parts(
+        input_: Tensor, group: Any, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
+        total = input_.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(input_split_sizes)[group.rank()].clone()
+
+    mappings._gather_along_first_dim = gather_parts
+    mappings._reduce_scatter_along_first_dim = reduce_parts
 
 
 @contextlib.contextmanager

@@ -50,8 +50,6 @@ class _GroupedLinear(torch.nn.Module):
         for i in range(num_gemms):
             weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device()))
             set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=self.sharded_dim, stride=1)
-            # With EP the data-parallel ranks hold different experts, so that their gradients must not be added up.
-            weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
             self.register_parameter(f"weight{i}", weight)
 
     def forward(self, rows: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, None]:

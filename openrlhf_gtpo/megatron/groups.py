@@ -51,12 +51,6 @@ def initialize(layout: Layout, seed: int) -> None:
             pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
             context_parallel_size=layout.context_parallel_size,
             expert_model_parallel_size=layout.expert_model_parallel_size,
-            # Without experts their sharding is free, and in this order Megatron wants it to leave as many replicas.
-            expert_tensor_parallel_size=(
-                layout.tensor_model_parallel_size * layout.context_parallel_size
-                if layout.expert_model_parallel_size == 1
-                else None
-            ),
             order=ORDER,
         )
     _made.extend(group for group in _all_groups() if group not in before)

@@ -151,6 +151,11 @@ def check_architecture(hf_config: Any) -> None:
             f"of its {hf_config.max_position_embeddings} positions; use --actor.backend deepspeed."
         )
     _check_rope(hf_config)
+    if _experts(hf_config) and hf_config.num_experts_per_tok == 1 and hf_config.norm_topk_prob:
+        raise LayoutError(
+            f"--actor.backend megatron does not train this {kind} model, whose router learns nothing: it gives each token "
+            "one expert (num_experts_per_tok 1) with the weight 1 (norm_topk_prob); use --actor.backend deepspeed."
+        )
     for name, wanted in _assumed(hf_config).items():
         value = getattr(hf_config, name, wanted)
         if value != wanted:

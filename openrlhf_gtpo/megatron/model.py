@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
-from openrlhf_gtpo.megatron.bridge import make_bridge, read_config
+from openrlhf_gtpo.megatron.bridge import EXPERTS, make_bridge, read_config
 from openrlhf_gtpo.megatron.context import gather_actions
 from openrlhf_gtpo.megatron.host import device, has_transformer_engine, megatron_calls, on_cuda
 from openrlhf_gtpo.megatron.layout import Layout
@@ -117,7 +117,9 @@ class PolicyGPTModel(GPTModel):
         )
         if packed.mine is None:
             return log_probs, entropy
-        return gather_actions(log_probs, packed.mine), None if entropy is None else gather_actions(entropy, packed.mine)
+        return gather_actions(log_probs, packed.mine), (
+            None if entropy is None else gather_actions(entropy, packed.mine)
+        )
 
 
 @dataclass
@@ -168,6 +170,11 @@ def _build_stage(bridge: Any, options: ModelOptions) -> PolicyGPTModel:
     stage.temperature = options.temperature
     stage.real_vocab_size = bridge.vocab_size
     stage.chunk_bytes = options.chunk_bytes
-    for parameter in stage.parameters():
+    for name, parameter in stage.named_parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        if EXPERTS in name:
+            # Under EP, data-parallel ranks hold different experts: Megatron gives what is marked so gradient buffers and
+            # an optimizer of its own, reduced over those that hold the same. Without EP it would not; a checkpoint of
+            # one could then not be read with the other.
+            parameter.allreduce = False
     return stage

@@ -71,20 +71,48 @@ def _run(
     def step(data: Iterator[tuple[int, TokenBatch]], model: torch.nn.Module) -> tuple[Any, Callable]:
         index, batch = next(data)
         packed = pack(batch, device(), multiple, context)
-        return model(packed, with_entropy=with_entropy), partial(finish, index, packed)
+        output = model(packed, with_entropy=with_entropy)
+        if isinstance(output, tuple):
+            output = _Output(output)
+        return output, partial(finish, index, packed) if index < len(batches) else _count_nothing
 
+    # Replicas that share experts wait for each other in every micro-batch, so those with fewer repeat a short one.
+    missing = _most_micro_batches(len(batches)) - len(batches) if config.expert_model_parallel_size > 1 else 0
+    work = [*batches, *[min(batches, key=lambda batch: batch.tokens)] * missing]
     with megatron_calls():
-        return get_forward_backward_func()(
+        results = get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=iter(enumerate(batches)),
+            data_iterator=iter(enumerate(work)),
             model=[stage],
-            num_microbatches=len(batches),
+            num_microbatches=len(work),
             # Shapes differ between micro-batches, and stages tell each other (variable_seq_lengths).
             seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+    return results[: len(batches)]
+
+
+class _Output(tuple):
+    """What a last stage returns. Of a model with experts, Megatron's schedules ask for its device."""
+
+    @property
+    def device(self) -> torch.device:
+        return self[0].device
+
+
+def _count_nothing(output: tuple[Tensor, Tensor | None], non_loss_data: bool = False) -> tuple[Tensor, Tensor, None]:
+    """The loss of a micro-batch that is only there to keep other replicas company."""
+    return output[0].sum() * 0.0, torch.zeros((), dtype=torch.int), None
+
+
+def _most_micro_batches(mine: int) -> int:
+    """Of any replica."""
+    most = torch.tensor(mine, device=device())
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
+    return int(most)
 
 
 def _from_last_stage(batch: TokenBatch, statistics: Statistics | None) -> Statistics:

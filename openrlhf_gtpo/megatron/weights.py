@@ -1,7 +1,7 @@
-"""A sharded model as (Hugging Face name, full tensor) pairs, gathered over TP and PP a bucket at a time."""
+"""A sharded model as (Hugging Face name, full tensor) pairs, gathered over TP, EP and PP a bucket at a time."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,27 +9,38 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from openrlhf_gtpo.megatron.bridge import EXPERTS
 from openrlhf_gtpo.megatron.host import device
 from openrlhf_gtpo.megatron.model import LoadedModel
 
 
 @dataclass(frozen=True)
 class _Parameter:
-    """One Megatron parameter of a pipeline stage, the same on every tensor-parallel rank but for its values.
+    """One Megatron parameter of a pipeline stage, and what other ranks have in its place.
 
     Fields:
-        local_name, name: within its stage, and within the whole model.
+        local_name: within its stage.
+        names: within the whole model; of an expert, those that each expert-parallel rank has in this place.
         shape: of the shard.
-        partition_dim: along which it is sharded; None where every rank has all of it.
-        hf: Hugging Face names and full shapes that it becomes.
+        partition_dim: along which TP shards it; None where every tensor-parallel rank has all of it.
+        hf: Hugging Face names and full shapes that they all become.
     """
 
     stage: int
     local_name: str
-    name: str
+    names: tuple[str, ...]
     shape: torch.Size
     partition_dim: int | None
     hf: tuple[tuple[str, torch.Size], ...]
+
+    @property
+    def is_expert(self) -> bool:
+        return EXPERTS in self.local_name
+
+    @property
+    def is_shared(self) -> bool:
+        """True where ranks have different values."""
+        return self.partition_dim is not None or len(self.names) > 1
 
     @property
     def full_numel(self) -> int:
@@ -39,7 +50,8 @@ class _Parameter:
 class FullWeights:
     """The whole model for everyone who asks on every rank of a replica, in the order and names of Hugging Face.
 
-    A tied head is not repeated. Collective: all ranks of a replica make it, and iterate over it, together.
+    A tied head is not repeated. Collective: all ranks of a replica make it, and iterate over it, together; with experts
+    shared among replicas, all ranks of those.
 
     Args:
         bucket_bytes: about how much is gathered at once; a larger parameter is a bucket of its own.
@@ -49,6 +61,8 @@ class FullWeights:
         self._model = model
         self._parameters = dict(model.stage.named_parameters())
         self._tp = parallel_state.get_tensor_model_parallel_group()
+        # TP's ranks within EP's. Experts are sharded over TP as everything else is.
+        self._experts = parallel_state.get_expert_tensor_and_model_parallel_group()
         self._pp = parallel_state.get_pipeline_model_parallel_group()
         self._buckets = list(self._cut(self._plan(), bucket_bytes))
 
@@ -82,23 +96,35 @@ class FullWeights:
 
     def _describe(self, local_name: str, name: str, parameter: Tensor) -> _Parameter:
         sharded = bool(getattr(parameter, "tensor_model_parallel", False)) and self._tp.size() > 1
-        partition_dim = parameter.partition_dim if sharded else None  # type: ignore[attr-defined]
-        shape = parameter.shape
-        described = _Parameter(parallel_state.get_pipeline_model_parallel_rank(), local_name, name, shape, None, ())
-        shards = [torch.empty(shape, device="meta") for _ in range(self._tp.size() if sharded else 1)]
-        hf = tuple((n, t.shape) for n, t in self._convert(described, shards, partition_dim))
-        return _Parameter(described.stage, local_name, name, shape, partition_dim, hf)
+        described = _Parameter(
+            stage=parallel_state.get_pipeline_model_parallel_rank(),
+            local_name=local_name,
+            names=self._expert_names(name) if EXPERTS in name else (name,),
+            shape=parameter.shape,
+            partition_dim=parameter.partition_dim if sharded else None,  # type: ignore[attr-defined]
+            hf=(),
+        )
+        count = len(described.names) * (self._tp.size() if sharded else 1)
+        shards = [torch.empty(parameter.shape, device="meta") for _ in range(count)]
+        return replace(described, hf=tuple((n, tensor.shape) for n, tensor in self._convert(described, shards)))
 
-    def _convert(
-        self, parameter: _Parameter, shards: list[Tensor], partition_dim: int | None
-    ) -> list[tuple[str, Tensor]]:
-        """Shards in rank order to Hugging Face tensors."""
+    def _expert_names(self, name: str) -> tuple[str, ...]:
+        """A local expert's name on this rank to those of the experts in its place on every expert-parallel rank."""
+        ranks = parallel_state.get_expert_model_parallel_world_size()
+        local_experts = self._model.config.num_moe_experts // ranks
+        prefix, local = name.split(".weight")
+        return tuple(f"{prefix}.weight{rank * local_experts + int(local)}" for rank in range(ranks))
+
+    def _convert(self, parameter: _Parameter, shards: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Shards, TP's ranks within EP's, to Hugging Face tensors."""
         bridge = self._model.bridge
-        merged = shards[0]
-        if len(shards) > 1:
-            like = SimpleNamespace(tensor_model_parallel=True, partition_dim=partition_dim)
-            merged = bridge._weight_merge_across_tp(parameter.name, shards, like)
-        return list(zip(*bridge._weight_to_hf_format(parameter.name, merged), strict=True))
+        each = len(shards) // len(parameter.names)
+        for i, name in enumerate(parameter.names):
+            merged = shards[i * each]
+            if each > 1:
+                like = SimpleNamespace(tensor_model_parallel=True, partition_dim=parameter.partition_dim)
+                merged = bridge._weight_merge_across_tp(name, shards[i * each : (i + 1) * each], like)
+            yield from zip(*bridge._weight_to_hf_format(name, merged), strict=True)
 
     def _cut(self, plan: list[_Parameter], bucket_bytes: int) -> Iterator[list[_Parameter]]:
         """Consecutive parameters of one stage, at most ``bucket_bytes`` in full."""
@@ -121,7 +147,7 @@ class FullWeights:
         if bucket[0].stage == parallel_state.get_pipeline_model_parallel_rank():
             parts: list[Tensor] = []
             for parameter, shards in zip(bucket, self._shards(bucket), strict=True):
-                parts += [part.reshape(-1) for _, part in self._convert(parameter, shards, parameter.partition_dim)]
+                parts += [part.reshape(-1) for _, part in self._convert(parameter, shards)]
             torch.cat(parts, out=full)
         if self._pp.size() > 1:
             source = torch.distributed.get_global_rank(self._pp, bucket[0].stage)
@@ -129,15 +155,24 @@ class FullWeights:
         return full
 
     def _shards(self, bucket: list[_Parameter]) -> Iterator[list[Tensor]]:
-        """Every rank's shard of each parameter, or the parameter alone where it is not sharded; one collective."""
-        local = [self._parameters[parameter.local_name].detach() for parameter in bucket]
-        split = [t for t, parameter in zip(local, bucket, strict=True) if parameter.partition_dim is not None]
-        ranks: list[list[Tensor]] = []
-        if split:
-            flat = torch.cat([tensor.reshape(-1) for tensor in split])
-            gathered = [torch.empty_like(flat) for _ in range(self._tp.size())]
-            torch.distributed.all_gather(gathered, flat, group=self._tp)
-            ranks = [list(one.split([tensor.numel() for tensor in split])) for one in gathered]
-        for tensor, parameter in zip(local, bucket, strict=True):
-            whole = parameter.partition_dim is None
-            yield [tensor] if whole else [rank.pop(0).view(parameter.shape) for rank in ranks]
+        """Every rank's part of each parameter, or the parameter alone where all ranks have the same."""
+        dense = self._all_gather([p for p in bucket if p.is_shared and not p.is_expert], self._tp)
+        experts = self._all_gather([p for p in bucket if p.is_shared and p.is_expert], self._experts)
+        for parameter in bucket:
+            if parameter.is_shared:
+                yield next(experts if parameter.is_expert else dense)
+            else:
+                yield [self._parameters[parameter.local_name].detach()]
+
+    def _all_gather(
+        self, parameters: list[_Parameter], group: torch.distributed.ProcessGroup
+    ) -> Iterator[list[Tensor]]:
+        """Of each parameter what every rank of ``group`` has, in one collective."""
+        if not parameters:
+            return
+        flat = torch.cat([self._parameters[parameter.local_name].detach().reshape(-1) for parameter in parameters])
+        gathered = [torch.empty_like(flat) for _ in range(group.size())]
+        torch.distributed.all_gather(gathered, flat, group=group)
+        ranks = [one.split([parameter.shape.numel() for parameter in parameters]) for one in gathered]
+        for parameter, parts in zip(parameters, zip(*ranks, strict=True), strict=True):
+            yield [part.view(parameter.shape) for part in parts]

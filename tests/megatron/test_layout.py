@@ -37,7 +37,7 @@ def model(**changes: Any) -> SimpleNamespace:
 
 def experts(**changes: Any) -> SimpleNamespace:
     numbers = {"num_attention_heads": 32, "num_key_value_heads": 4, "num_hidden_layers": 48}
-    numbers |= {"num_experts": 128, "moe_intermediate_size": 768}
+    numbers |= {"num_experts": 128, "moe_intermediate_size": 768, "num_experts_per_tok": 8, "norm_topk_prob": True}
     return model(model_type="qwen3_moe", **numbers | changes)
 
 
@@ -214,6 +214,11 @@ def test_a_llama3_embedding_that_megatron_would_scale_otherwise() -> None:
 )
 def test_a_model_that_would_lose_something(changes: dict[str, Any], message: str) -> None:
     assert message in refusal(model(**changes), Layout())
+
+
+def test_a_router_without_a_choice_of_weights() -> None:
+    assert "num_experts_per_tok 1" in refusal(experts(num_experts_per_tok=1), Layout())
+    check_layout(experts(num_experts_per_tok=1, norm_topk_prob=False), Layout(), 1, cuda=False)
 
 
 def test_dense_layers_among_experts() -> None:

@@ -72,6 +72,22 @@ class Reference:
         total.backward()
         return float(total)
 
+    def train(self, steps: list[list[tuple[list, list]]]) -> tuple[list[float], list[float]]:
+        """Each step's loss and gradient norm before AdamW's step."""
+        named = list(self.model.named_parameters())
+        groups = [
+            {"params": [p for _, p in named if p.dim() > 1], "weight_decay": ADAM["weight_decay"]},
+            {"params": [p for _, p in named if p.dim() == 1], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=ADAM["lr"], betas=ADAM["betas"], eps=ADAM["eps"])
+        losses, norms = [], []
+        for step in steps:
+            optimizer.zero_grad()
+            losses.append(self.backward(step, False))
+            norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), ADAM["max_norm"])))
+            optimizer.step()
+        return losses, norms
+
     def named(self, of: str) -> dict[str, np.ndarray]:
         values = {n: p.grad if of == "grad" else p.detach() for n, p in self.model.named_parameters()}
         return {name: value.numpy() for name, value in values.items()}
@@ -109,19 +125,7 @@ def test_three_steps_are_those_of_adamw(checkpoint: tuple, layout: Layout, distr
     source, vocab_size = checkpoint
     steps = steps_for(vocab_size)
     reference = Reference(source)
-    named = list(reference.model.named_parameters())
-    groups = [
-        {"params": [p for _, p in named if p.dim() > 1], "weight_decay": ADAM["weight_decay"]},
-        {"params": [p for _, p in named if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=ADAM["lr"], betas=ADAM["betas"], eps=ADAM["eps"])
-    exact_norms, exact_losses = [], []
-    for step in steps:
-        optimizer.zero_grad()
-        exact_losses.append(reference.backward(step, False))
-        exact_norms.append(float(torch.nn.utils.clip_grad_norm_(reference.model.parameters(), ADAM["max_norm"])))
-        optimizer.step()
-
+    exact_losses, exact_norms = reference.train(steps)
     found, norms, losses = ranks.run(train, str(source), layout, distributed, steps, ADAM)[0]
     np.testing.assert_allclose(losses, exact_losses, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(norms, exact_norms, rtol=1e-4)

@@ -1,0 +1,63 @@
+"""What the tests of mixtures of experts share: their checkpoints, layouts and reference, and what only they run."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from families import make_checkpoint
+from logits_program import all_actions, on
+
+from openrlhf_gtpo.megatron import schedule
+from openrlhf_gtpo.megatron.layout import Layout
+from openrlhf_gtpo.megatron.model import ModelOptions, load_model
+
+EXPERTS, CHOSEN, WIDTH = 8, 2, 48
+LAYOUTS = {
+    "TP1": Layout(),
+    "TP2-SP": Layout(tensor_model_parallel_size=2, sequence_parallel=True),
+    "EP2": Layout(expert_model_parallel_size=2),
+    "EP4": Layout(expert_model_parallel_size=4),
+    "PP2xEP2": Layout(pipeline_model_parallel_size=2, expert_model_parallel_size=2),
+    "TP2-SPxEP2": Layout(tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2),
+}
+# Vocabulary, other fields. The second weighs experts by the softmax over all of them, and its head is tied.
+MODELS: dict[str, tuple[int, dict[str, Any]]] = {
+    "normalised": (151, {"norm_topk_prob": True}),
+    "as-they-are-tied": (896, {"norm_topk_prob": False, "tie_word_embeddings": True}),
+}
+
+
+def make_mixture(directory: Path, name: str, *, seed: int = 0) -> Path:
+    """Write the checkpoint ``name`` of :data:`MODELS`."""
+    vocab_size, fields = MODELS[name]
+    shape = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": WIDTH}
+    return make_checkpoint(directory, "qwen3_moe", vocab_size, seed=seed, **shape, **fields)
+
+
+def by_expert(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A Transformers model's tensors, which hold all experts of a layer, under the names of its checkpoint."""
+    found = {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(.*\.mlp\.experts)\.(gate_up|down)_proj", name)
+        if match is None:
+            found[name] = tensor
+            continue
+        for i, expert in enumerate(tensor):
+            parts = np.split(expert, 2) if match[2] == "gate_up" else [expert]
+            for part, kind in zip(parts, ("gate", "up") if match[2] == "gate_up" else ("down",), strict=True):
+                found[f"{match[1]}.{i}.{kind}_proj.weight"] = part
+    return found
+
+
+def uneven_log_probs(source: str, layout: Layout, micro_batches: list[list[list[int]]]) -> list[Any]:
+    """(B, A) each, of the first replica's one micro-batch, the second's two, and so on."""
+    from megatron.core import parallel_state
+
+    with on(layout):
+        model = load_model(source, ModelOptions(layout=layout, dtype=torch.float32))
+        model.stage.eval()
+        mine = micro_batches[: parallel_state.get_data_parallel_rank() + 1]
+        batches = [all_actions(rows) for rows in mine]
+        return [statistics.log_probs.numpy() for statistics in schedule.forward(model.stage, model.config, batches)]
