@@ -9,6 +9,8 @@ from openrlhf_gtpo.integration.experience_maker import EntropyExperienceMaker
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import MetricsWriter, is_number
 
+_KL_COEFFICIENT = "kl_coefficient"  # in a checkpoint's client states, which upstream leaves it out of
+
 _UpstreamTrainer: Any = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
 
 
@@ -49,6 +51,20 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             status[names.CLIP_FRACTION] = status["ppo_clip_ratio"]
         return status, global_step
 
+    def init_checkpoint_states(self) -> dict[str, Any]:
+        """As upstream's; an adaptive KL coefficient goes on from where it was."""
+        states = super().init_checkpoint_states()
+        self.kl_ctl.value = states.get(_KL_COEFFICIENT, self.kl_ctl.value)
+        return states
+
+    def save_best_checkpoint(
+        self, eval_metrics: dict[str, Any], global_step: int, client_states: dict[str, Any] | None = None
+    ) -> None:
+        super().save_best_checkpoint(eval_metrics, global_step, self._with_kl(client_states))
+
+    def _with_kl(self, client_states: dict[str, Any] | None) -> dict[str, Any]:
+        return (client_states or {}) | {_KL_COEFFICIENT: self.kl_ctl.value}
+
     def save_logs_and_checkpoints(
         self, global_step: int, logs_dict: dict[str, Any] | None = None, client_states: dict[str, Any] | None = None
     ) -> None:
@@ -59,7 +75,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         if self.metrics_writer:
             numbers = {name: value for name, value in logs.items() if is_number(value)}
             self.metrics_writer.write(names.KIND_TRAIN, global_step, numbers)
-        super().save_logs_and_checkpoints(global_step, logs, client_states)
+        super().save_logs_and_checkpoints(global_step, logs, self._with_kl(client_states))
 
     def evaluate(self, global_step: int, **generate_kwargs: Any) -> dict[str, float]:
         logs = super().evaluate(global_step, **generate_kwargs)

@@ -54,17 +54,16 @@ def test_statistics_are_those_of_float64(checkpoint: tuple, name: str, dtype: st
     source, vocab_size = checkpoint
     micro_batches = [ragged_rows(vocab_size, lengths, seed=i) for i, lengths in enumerate(MICRO_BATCHES)]
     answers = ranks.run(log_probs_and_entropies, str(source), LAYOUTS[name], dtype, TEMPERATURE, micro_batches)
-    worst = 0.0
+    errors = []
     for answer in answers:  # every rank has the result
         for rows, result in zip(micro_batches, answer, strict=True):
             for found, expected in zip(result, exact(source, dtype, rows), strict=True):
                 for i, row in enumerate(rows):
-                    error = np.abs(found[i, : len(row) - 1] - expected[i])
-                    worst = max(
-                        worst, float(error.mean() if dtype == "bfloat16" and error.size else error.max(initial=0))
-                    )
+                    errors.append(np.abs(found[i, : len(row) - 1] - expected[i]))
                     assert not found[i, len(row) - 1 :].any()  # nothing where there is no action
-    assert worst <= BOUNDS[dtype], worst
+    error = np.concatenate(errors)
+    # In bfloat16 single tokens are off by more, as Transformers' are; the bound is for their mean.
+    assert (error.mean() if dtype == "bfloat16" else error.max()) <= BOUNDS[dtype]
 
 
 def test_supervised_fine_tuning_runs_on_it(checkpoint: tuple, ranks: RankPool) -> None:

@@ -100,8 +100,9 @@ def assert_close(found: dict[str, np.ndarray], exact: dict[str, np.ndarray], bou
         assert np.abs(found[name] - value).max() <= bound * np.abs(value).max(), name
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name, recompute", [*((name, kind) for name in LAYOUTS for kind in ("none", "full")), ("TP2xPP2-SP", "selective")]
+)
 def test_gradients_are_those_of_transformers(checkpoint: tuple, name: str, recompute: str, ranks: RankPool) -> None:
     source, vocab_size = checkpoint
     steps = steps_for(vocab_size)
