@@ -29,10 +29,10 @@ def test_tp2_pp2_trains_what_the_engine_samples_from_and_resumes_at_another_layo
     run = finish(whole, tmp_path)
     assert run.code == 0, run.log[-4000:]
     assert [step["step"] for step in run.steps] == [1, 2, 3, 4, 5]
-    for step in run.steps:
-        assert step[names.ENTROPY_ALL] > 0
-        # Within bf16's rounding of the engine's log-probs.
-        assert abs(step["vllm_kl"]) < 0.04, [entry["vllm_kl"] for entry in run.steps]
+    assert all(step[names.ENTROPY_ALL] > 0 for step in run.steps)
+    # Within bf16's rounding of the engine's log-probs: 0.002 here, and 0.017 for an engine that is never updated.
+    distances = [abs(step["vllm_kl"]) for step in run.steps]
+    assert sum(distances) / 5 < 0.008, distances
     assert (tmp_path / "model" / "model.safetensors").exists()
 
     saved = tmp_path / "checkpoints" / "_actor"
@@ -42,7 +42,7 @@ def test_tp2_pp2_trains_what_the_engine_samples_from_and_resumes_at_another_layo
     assert [step["step"] for step in resumed.steps] == [1, 2, 3, 4, 5, 5]  # one more, after the fourth
     again, first = resumed.steps[-1], resumed.steps[-2]
     assert again["actor_lr"] == pytest.approx(first["actor_lr"])
-    assert abs(again["vllm_kl"]) < 0.04
+    assert abs(again["vllm_kl"]) < 0.02
 
 
 def test_a_reference_model_on_megatron_with_upstreams_estimator(trainer_argv, tmp_path) -> None:
