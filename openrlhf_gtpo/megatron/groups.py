@@ -6,6 +6,7 @@ of a replica and then among consecutive replicas; both dimensions lie outside th
 experts have in common.
 """
 
+import gc
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ def initialize(layout: Layout, seed: int) -> None:
     assert torch.distributed.is_initialized(), "torch.distributed comes first"
     if not on_cuda():
         cpu_host.activate()
+    gc.collect()  # models of an earlier layout keep its groups' threads alive through reference cycles
     before = set(_all_groups())
     with megatron_calls():
         parallel_state.initialize_model_parallel(
