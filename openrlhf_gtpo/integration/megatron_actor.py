@@ -26,7 +26,7 @@ from openrlhf_gtpo.megatron.export import save_hf
 from openrlhf_gtpo.megatron.model import LoadedModel, ModelOptions, load_model
 from openrlhf_gtpo.megatron.offload import Offload
 from openrlhf_gtpo.megatron.overrides import parse_overrides
-from openrlhf_gtpo.megatron.packing import TokenBatch
+from openrlhf_gtpo.megatron.token_batch import TokenBatch
 from openrlhf_gtpo.megatron.trainer import MakeSchedule, OptimizerOptions, Trainer
 
 # transformers' schedules that know a floor, which upstream gives as a share of the peak.
@@ -37,13 +37,12 @@ class MegatronModelActor(BaseModelActor):
     """One rank of a model on Megatron: its groups, its part of the weights, and the forward of a whole dispatch."""
 
     model: LoadedModel
-    _method_of_dispatch = "forward"
 
-    def _load(self, strategy: Any, source: str, *, with_weights: bool = True) -> None:
+    def _load(self, strategy: Any, source: str) -> None:
         self._setup_distributed(strategy)
         args = strategy.args
         groups.initialize(layout_of(args), args.train.seed)
-        self.model = load_model(source, _model_options(args), with_weights=with_weights)
+        self.model = load_model(source, _model_options(args))
         self.stage: torch.nn.Module = self.model.stage
 
     def execute_batch(self, method_name: str, all_data: dict[str, list], start_idx: int, end_idx: int) -> list[Any]:

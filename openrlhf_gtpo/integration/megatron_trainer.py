@@ -19,6 +19,7 @@ from openrlhf_gtpo.integration.megatron_metrics import StepMetrics
 from openrlhf_gtpo.integration.micro_batches import fill
 from openrlhf_gtpo.integration.policy_actor import EntropyActorTrainer
 from openrlhf_gtpo.integration.token_rows import token_batch
+from openrlhf_gtpo.megatron.host import device
 from openrlhf_gtpo.megatron.model import LoadedModel
 from openrlhf_gtpo.megatron.placement import is_first_replica, is_reporter
 from openrlhf_gtpo.megatron.trainer import Trainer
@@ -65,7 +66,7 @@ class MegatronActorTrainer(EntropyActorTrainer):
         """This replica's rows of each optimizer step; every replica has as many steps."""
         items = self.replay_buffer.items
         rows_a_step = self.args.train.batch_size // self._data_group().size()
-        fewest = torch.tensor(len(items))
+        fewest = torch.tensor(len(items), device=device())
         torch.distributed.all_reduce(fewest, op=torch.distributed.ReduceOp.MIN, group=self._data_group())
         # A short buffer, from the end of the data, is one smaller step; without a row on some replica there is none.
         steps = min(int(fewest), max(1, int(fewest) // rows_a_step))
@@ -138,9 +139,11 @@ class _StepLoss:
         self.experiences = [make_experience_batch([rows[i] for i in part], True) for part in members]
         self.batches = [token_batch(experience) for experience in self.experiences]
         self.with_entropy = self.args.actor.entropy_coef is not None
-        counts = torch.zeros(2)
-        for experience in self.experiences:
-            counts += torch.stack([experience.action_mask.sum(), experience.action_mask.any(-1).sum()])
+        masks = [experience.action_mask for experience in self.experiences]
+        counts = torch.tensor(
+            [float(sum(mask.sum() for mask in masks)), float(sum(mask.any(-1).sum() for mask in masks))],
+            device=device(),
+        )
         torch.distributed.all_reduce(counts, group=trainer._data_group())
         self._totals = {"dp_size": 1, "batch_num_tokens": counts[0], "global_batch_size": counts[1]}
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_gtpo.integration.errors import UsageError
-from openrlhf_gtpo.integration.score_models import Batch, Forward, ScoreModel, Scores, load, pad
+from openrlhf_gtpo.integration.score_models import Forward, ScoreModel, Scores, load, pad
 from openrlhf_gtpo.integration.score_rows import Row, RowFile
+from openrlhf_gtpo.megatron.token_batch import TokenBatch
 from openrlhf_gtpo.platform.processes import is_first_process, run_processes
 
 BLOCK_ROWS = 1024  # held in memory at once, and what micro-batches are filled from
@@ -103,7 +104,7 @@ def _share(micro_batches: list[list[int]], replica: int, replicas: int) -> list[
     return [micro_batches[(step * replicas + replica) % len(micro_batches)] for step in range(steps)]
 
 
-def _by_row(members: list[int], batch: Batch, scores: Scores) -> Iterator[tuple[int, Any]]:
+def _by_row(members: list[int], batch: TokenBatch, scores: Scores) -> Iterator[tuple[int, Any]]:
     log_probs, entropies = (values.numpy() for values in scores)
     actions = batch.action_mask.bool().numpy()
     for i, row in enumerate(members):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from openrlhf_gtpo.integration.score_rows import Row
 from openrlhf_gtpo.megatron.layout import Layout
+from openrlhf_gtpo.megatron.token_batch import TokenBatch, pad_right
 
 Scores = tuple[Tensor, Tensor]  # log-probs (B, A) and entropies (B, A) of a micro-batch, on the CPU
 
@@ -42,20 +43,6 @@ class ScoreModel:
     max_tokens: int = 8192
 
 
-class Batch(NamedTuple):
-    """Rows padded on the right.
-
-    Fields:
-        sequences: (B, T) token ids.
-        attention_mask: (B, T), 1 at real tokens.
-        action_mask: (B, T - 1), 1 at tokens to score; column j is token j + 1.
-    """
-
-    sequences: Tensor
-    attention_mask: Tensor
-    action_mask: Tensor
-
-
 class Forward(NamedTuple):
     """A loaded model.
 
@@ -66,21 +53,13 @@ class Forward(NamedTuple):
     """
 
     fill: Callable[[list[int]], list[list[int]]]
-    run: Callable[[Sequence[Batch]], list[Scores]]
+    run: Callable[[Sequence[TokenBatch]], list[Scores]]
     replica_size: int
 
 
-def pad(rows: Sequence[Row]) -> Batch:
-    """Rows, of which one at least has a token to score, as one batch."""
-    width = max(len(row.tokens) for row in rows)
-    sequences = torch.zeros(len(rows), width, dtype=torch.long)
-    attention, actions = torch.zeros_like(sequences), torch.zeros_like(sequences)
-    for i, row in enumerate(rows):
-        length = len(row.tokens)
-        sequences[i, :length] = torch.tensor(row.tokens)
-        attention[i, :length] = 1
-        actions[i, row.first : length] = 1
-    return Batch(sequences, attention, actions[:, 1:])
+def pad(rows: Sequence[Row]) -> TokenBatch:
+    """Rows, of which one at least has a token to score, as one batch; what is to be scored are its actions."""
+    return pad_right([(torch.tensor(row.tokens), torch.arange(len(row.tokens)) >= row.first) for row in rows])
 
 
 @contextmanager
@@ -122,13 +101,19 @@ def _transformers(model: ScoreModel) -> Iterator[Forward]:
     actor.packing_samples = False
 
     @torch.no_grad()
-    def run(batches: Sequence[Batch]) -> list[Scores]:
+    def run(batches: Sequence[TokenBatch]) -> list[Scores]:
         results = []
         for batch in batches:
-            sequences, attention_mask, action_mask = (tensor.to(device) for tensor in batch)
-            log_probs, output = actor(sequences, action_mask, attention_mask, return_output=True, return_entropy=True)
+            actions = batch.action_mask.to(device)
+            log_probs, output = actor(
+                batch.sequences.to(device),
+                actions,
+                batch.attention_mask.to(device),
+                return_output=True,
+                return_entropy=True,
+            )
             # The fallback for other architectures gives entropies of all columns.
-            entropy = output.entropy[:, -action_mask.shape[1] :]
+            entropy = output.entropy[:, -actions.shape[1] :]
             results.append((log_probs.float().cpu(), entropy.float().cpu()))
         return results
 
@@ -143,7 +128,6 @@ def _megatron(model: ScoreModel) -> Iterator[Forward]:
         from openrlhf_gtpo.megatron import groups, schedule
         from openrlhf_gtpo.megatron.model import ModelOptions, load_model
         from openrlhf_gtpo.megatron.overrides import parse_overrides
-        from openrlhf_gtpo.megatron.packing import TokenBatch
 
         groups.initialize(model.layout, seed=0)
         options = ModelOptions(
@@ -155,8 +139,8 @@ def _megatron(model: ScoreModel) -> Iterator[Forward]:
         loaded = load_model(model.folder, options)
         loaded.stage.eval()
 
-        def run(batches: Sequence[Batch]) -> list[Scores]:
-            results = schedule.forward(loaded.stage, loaded.config, [TokenBatch(*batch) for batch in batches])
+        def run(batches: Sequence[TokenBatch]) -> list[Scores]:
+            results = schedule.forward(loaded.stage, loaded.config, batches)
             return [(result.log_probs, result.entropy) for result in results]
 
         yield Forward(lambda lengths: fill(lengths, model.max_tokens), run, model.layout.model_parallel_size)

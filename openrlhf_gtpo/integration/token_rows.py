@@ -7,8 +7,8 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from torch import Tensor
 
 from openrlhf_gtpo.integration.micro_batches import fill
-from openrlhf_gtpo.megatron.packing import TokenBatch
 from openrlhf_gtpo.megatron.schedule import Statistics
+from openrlhf_gtpo.megatron.token_batch import TokenBatch, pad_right
 
 
 def token_batch(experience: Experience) -> TokenBatch:
@@ -24,7 +24,7 @@ class Repacked:
         rows = [row for batch in batches for row in _rows(batch)]
         self._actions = [actions for _, actions in rows]
         self._members = fill([tokens.numel() for tokens, _ in rows], max_tokens)
-        self.micro_batches = [_join([rows[i] for i in members]) for members in self._members]
+        self.micro_batches = [pad_right([rows[i] for i in members]) for members in self._members]
 
     def restore(self, results: Sequence[Statistics]) -> list[Statistics]:
         """Results of :attr:`micro_batches` as (b, A) tensors of the batches that were given, in their order."""
@@ -51,11 +51,3 @@ def _rows(batch: TokenBatch) -> list[tuple[Tensor, Tensor]]:
     missing = batch.sequences.shape[1] - batch.action_mask.shape[1]
     actions = torch.nn.functional.pad(batch.action_mask.bool(), (missing, 0))
     return [(batch.sequences[i][valid[i]], actions[i][valid[i]]) for i in range(len(valid))]
-
-
-def _join(rows: list[tuple[Tensor, Tensor]]) -> TokenBatch:
-    pad = torch.nn.utils.rnn.pad_sequence
-    tokens = pad([row for row, _ in rows], batch_first=True)
-    mask = pad([torch.ones_like(row) for row, _ in rows], batch_first=True)
-    actions = pad([marks for _, marks in rows], batch_first=True)
-    return TokenBatch(tokens, mask, actions[:, 1:])

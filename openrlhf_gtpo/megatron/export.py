@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,11 +12,12 @@ from safetensors.torch import save_file
 from openrlhf_gtpo.megatron.agreement import from_first_rank, message_of, raise_together
 from openrlhf_gtpo.megatron.checkpoint_files import CheckpointWriteError
 from openrlhf_gtpo.megatron.checkpoint_state import dtype_name
-from openrlhf_gtpo.megatron.host import megatron_calls
 from openrlhf_gtpo.megatron.model import LoadedModel
 from openrlhf_gtpo.megatron.side_files import copy_side_files
+from openrlhf_gtpo.megatron.weights import FullWeights
 
 INDEX = "model.safetensors.index.json"
+BUCKET_BYTES = 64 * 2**20  # gathered at once
 
 
 def save_hf(model: LoadedModel, source: str | Path, directory: str | Path, *, shard_bytes: int = 5 * 10**9) -> None:
@@ -37,7 +37,7 @@ def save_hf(model: LoadedModel, source: str | Path, directory: str | Path, *, sh
     temporary = from_first_rank(lambda: _begin(directory), CheckpointWriteError)
     shards = _Shards(temporary, shard_bytes) if torch.distributed.get_rank() == 0 else None
     failure: str | None = None
-    for name, tensor in _named_weights(model):
+    for name, tensor in FullWeights(model, BUCKET_BYTES).tensors():
         # The other ranks go on gathering whatever happens here, so this one does too.
         if shards is not None and failure is None:
             try:
@@ -58,16 +58,6 @@ def save_hf(model: LoadedModel, source: str | Path, directory: str | Path, *, sh
     raise_together(failure, CheckpointWriteError)
 
 
-def _named_weights(model: LoadedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, full tensor), each once: a tied head comes from the last pipeline stage too."""
-    seen = set()
-    with megatron_calls(), torch.no_grad():
-        for name, tensor in model.bridge.export_weights([model.stage]):
-            if name not in seen:
-                seen.add(name)
-                yield name, tensor
-
-
 class _Shards:
     """Weight files of at most ``limit`` bytes."""
 
@@ -83,7 +73,7 @@ class _Shards:
         size = tensor.numel() * tensor.element_size()
         if self._held and self._held_bytes + size > self._limit:
             self._write()
-        # A copy: on the CPU it may be a view of the model, or of a larger tensor that would be written with it.
+        # A copy: its memory is the next but one bucket's.
         self._held[name] = tensor.detach().to("cpu", copy=True).contiguous()
         self._held_bytes += size
         self._total_bytes += size

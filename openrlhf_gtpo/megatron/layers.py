@@ -81,11 +81,11 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         assert packed_seq_params is not None, "every micro-batch is packed"
         assert attention_bias is None and attention_mask is None
+        lengths = packed_seq_params.cu_seqlens_q.diff()
         group = parallel_state.get_context_parallel_group()
         if group.size() > 1:
-            return attend(query, key, value, packed_seq_params.cu_seqlens_q.diff(), self.softmax_scale, group)
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        rows = [tensor.split(lengths) for tensor in (query, key, value)]
+            return attend(query, key, value, lengths, self.softmax_scale, group)
+        rows = [tensor.split(lengths.tolist()) for tensor in (query, key, value)]
         return torch.cat([self._one_sequence(*row) for row in zip(*rows, strict=True)])
 
     def _one_sequence(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -1,7 +1,4 @@
-"""Padded rows to one packed sequence (THD) and back: no token of padding is computed.
-
-A :class:`TokenBatch` is what OpenRLHF hands over; :func:`pack` gives what Megatron's layers take.
-"""
+"""Padded rows to one packed sequence (THD), which Megatron's layers take, and back: no token of padding is computed."""
 
 import math
 from dataclasses import dataclass
@@ -11,27 +8,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from openrlhf_gtpo.megatron.context import chunks, chunks_of_rank, round_up
-
-
-@dataclass(frozen=True)
-class TokenBatch:
-    """One micro-batch of padded rows.
-
-    Fields:
-        sequences: (B, T) token ids.
-        attention_mask: (B, T), 1 at real tokens, which are consecutive in a row; padding on either side.
-        action_mask: (B, A), A < T, 1 where the token of the last A columns is an action. A row's first real token is
-            never one: nothing predicts it.
-    """
-
-    sequences: Tensor
-    attention_mask: Tensor
-    action_mask: Tensor
-
-    @property
-    def tokens(self) -> int:
-        """Real tokens, padding not counted."""
-        return int(self.attention_mask.sum())
+from openrlhf_gtpo.megatron.token_batch import TokenBatch
 
 
 @dataclass(frozen=True)

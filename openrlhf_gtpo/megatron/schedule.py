@@ -10,7 +10,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from openrlhf_gtpo.megatron.host import device, megatron_calls
-from openrlhf_gtpo.megatron.packing import Packed, TokenBatch, pack
+from openrlhf_gtpo.megatron.packing import Packed, pack
+from openrlhf_gtpo.megatron.token_batch import TokenBatch
 
 # (index of the micro-batch, log-probs (B, A), entropies (B, A) or None) to (scalar, what the caller wants back).
 # The scalars add up over micro-batches and data-parallel replicas: their sum is what is minimised.

@@ -12,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get
 from openrlhf_gtpo.megatron import schedule
 from openrlhf_gtpo.megatron.host import megatron_calls
 from openrlhf_gtpo.megatron.model import LoadedModel
-from openrlhf_gtpo.megatron.packing import TokenBatch
+from openrlhf_gtpo.megatron.token_batch import TokenBatch
 
 # A torch optimizer, of which only the learning rate counts, to its schedule.
 MakeSchedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf_gtpo.integration.token_rows import Repacked
-from openrlhf_gtpo.megatron.packing import TokenBatch
 from openrlhf_gtpo.megatron.schedule import Statistics
+from openrlhf_gtpo.megatron.token_batch import TokenBatch
 
 
 @st.composite

@@ -10,7 +10,7 @@ from families import padded
 from openrlhf_gtpo.megatron import groups, schedule
 from openrlhf_gtpo.megatron.layout import Layout
 from openrlhf_gtpo.megatron.model import LoadedModel, ModelOptions, load_model
-from openrlhf_gtpo.megatron.packing import TokenBatch
+from openrlhf_gtpo.megatron.token_batch import TokenBatch
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from logits_program import on
 from openrlhf_gtpo.algorithms import policy_loss
 from openrlhf_gtpo.megatron.layout import Layout
 from openrlhf_gtpo.megatron.model import LoadedModel, ModelOptions, load_model
-from openrlhf_gtpo.megatron.packing import TokenBatch
+from openrlhf_gtpo.megatron.token_batch import TokenBatch
 from openrlhf_gtpo.megatron.trainer import OptimizerOptions, Trainer
 
 TEMPERATURE = 0.8
