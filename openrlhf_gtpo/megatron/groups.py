@@ -7,6 +7,7 @@ experts have in common.
 """
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ ORDER = _Order("tp-pp-cp-ep-dp")
 
 # Megatron forgets most of its groups without closing them.
 _made: list[torch.distributed.ProcessGroup] = []
+_releases: list[Callable[[], Any]] = []
 
 
 def initialize(layout: Layout, seed: int) -> None:
@@ -61,8 +63,15 @@ def initialize(layout: Layout, seed: int) -> None:
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
+def at_destroy(release: Callable[[], Any]) -> None:
+    """Have ``release`` called when the groups are destroyed, to let go of what would keep their threads alive."""
+    _releases.append(release)
+
+
 def destroy() -> None:
     """Remove Megatron's groups and close their connections, so that another layout can be made in these processes."""
+    while _releases:
+        _releases.pop()()
     parallel_state.destroy_model_parallel()
     open_still = set(_all_groups())  # Megatron closes a few
     while _made:

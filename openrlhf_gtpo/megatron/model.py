@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
@@ -14,6 +15,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
+from openrlhf_gtpo.megatron import groups
 from openrlhf_gtpo.megatron.bridge import EXPERTS, make_bridge, read_config
 from openrlhf_gtpo.megatron.context import gather_actions
 from openrlhf_gtpo.megatron.host import device, has_transformer_engine, megatron_calls, on_cuda
@@ -145,6 +147,8 @@ def load_model(source: str | Path, options: ModelOptions, *, with_weights: bool 
         with_weights: False leaves the parameters unset, for a checkpoint that is loaded afterwards.
     """
     config = read_config(source)
+    # The cache of this method keeps embeddings, and each of those a group.
+    groups.at_destroy(RotaryEmbedding.forward.cache_clear)
     with megatron_calls():
         bridge = make_bridge(config, options.layout, options.dtype, options.fields())
         stage = _build_stage(bridge, options).to(device())

@@ -9,7 +9,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 
-from openrlhf_gtpo.megatron import schedule
+from openrlhf_gtpo.megatron import groups, schedule
 from openrlhf_gtpo.megatron.host import megatron_calls
 from openrlhf_gtpo.megatron.model import LoadedModel
 from openrlhf_gtpo.megatron.token_batch import TokenBatch
@@ -71,6 +71,9 @@ class Trainer:
                 ),
                 module=model.stage,
             )
+            # Its backward hooks hold it, and it the groups, from autograd's nodes, through which Python's collector does
+            # not see.
+            groups.at_destroy(vars(self.ddp).clear)
             optimizer_config = OptimizerConfig(
                 optimizer="adam",
                 lr=options.lr,
@@ -88,7 +91,6 @@ class Trainer:
             )
         config.finalize_model_grads_func = _finalize
         config.no_sync_func = self.ddp.no_sync
-        config.grad_scale_func = self.optimizer.scale_loss
         # The schedule works on an optimizer of its own, whose learning rate is handed on before each step.
         self._schedule_carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=options.lr)
         self.lr_schedule = make_schedule(self._schedule_carrier) if make_schedule else None

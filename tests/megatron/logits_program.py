@@ -1,5 +1,6 @@
 """What the ranks run in the tests of the model: log-probs, entropies and logits at a layout."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -110,6 +111,11 @@ def sft_losses(source: str, layout: Layout, rows: list[list[int]], steps: int) -
             return value, float(value.detach())
 
         return [value for _ in range(steps) for value in trainer.step([batch], loss).kept]
+
+
+def threads() -> int:
+    """Of this process: each gloo group has three."""
+    return len(os.listdir("/proc/self/task"))
 
 
 def offloaded_twin(

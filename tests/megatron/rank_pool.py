@@ -1,34 +1,76 @@
 """Processes joined over gloo that run one function after another, each rank with the same arguments."""
 
+import gc
 import multiprocessing
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
-TIMEOUT = 120  # seconds; a rank that waits for another forever is a failure
+TIMEOUT = 240  # seconds; a rank that waits for another forever is a failure
+GRACE = 10  # seconds for the other ranks once one has failed: they may wait for it
 
 
 class RankPool:
-    """``size`` processes; :meth:`run` calls a module-level function in each and returns their results in rank order."""
+    """``size`` processes; :meth:`run` calls a module-level function in each and returns their results in rank order.
+
+    They start at the first call, and anew at the call after one that left a rank without an answer: what such a rank
+    says later belongs to no call.
+    """
 
     def __init__(self, size: int) -> None:
+        self._size = size
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def run(self, function: Callable, *args: Any) -> list[Any]:
+        """Raises AssertionError with the traceback of every rank that failed."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        answers = self._answers()
+        if None in answers:
+            self._stop()
+        failures = [f"rank {i}:\n{a[1] if a else 'no answer'}" for i, a in enumerate(answers) if not (a and a[0])]
+        assert not failures, "\n".join(failures)
+        return [answer[1] for answer in answers if answer]
+
+    def _answers(self) -> list[tuple[bool, Any] | None]:
+        """Of every rank (whether it succeeded, its result or traceback); None of one that has ended or says nothing."""
+        answers: dict[Connection, tuple[bool, Any] | None] = {}
+        deadline = time.monotonic() + TIMEOUT
+        while len(answers) < self._size:
+            silent = [pipe for pipe in self._pipes if pipe not in answers]
+            ready = wait(silent, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                try:
+                    answers[pipe] = pipe.recv()
+                except EOFError:
+                    answers[pipe] = None
+                if not (answers[pipe] or (False,))[0]:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        return [answers.get(pipe) for pipe in self._pipes]
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             port = sock.getsockname()[1]
-        self._pipes: list[Connection] = []
-        self._processes = []
         environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         before = {name: os.environ.get(name) for name in environment}
         os.environ.update(environment)
         try:
-            for rank in range(size):
+            for rank in range(self._size):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
+                process = context.Process(target=_serve, args=(theirs, rank, self._size, port), daemon=True)
                 process.start()
                 theirs.close()
                 self._pipes.append(ours)
@@ -37,14 +79,12 @@ class RankPool:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
 
-    def run(self, function: Callable, *args: Any) -> list[Any]:
-        """Raises AssertionError with the traceback of every rank that failed."""
-        for pipe in self._pipes:
-            pipe.send((function, args))
-        answers = [pipe.recv() if pipe.poll(TIMEOUT) else (False, "no answer") for pipe in self._pipes]
-        failures = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(answers) if not ok]
-        assert not failures, "\n".join(failures)
-        return [value for _, value in answers]
+    def _stop(self) -> None:
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.close()
+            process.kill()  # it holds nothing that outlives it, and may be stuck in a collective
+            process.join()
+        self._pipes, self._processes = [], []
 
     def __enter__(self) -> "RankPool":
         return self
@@ -52,10 +92,7 @@ class RankPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
-            pipe.close()
-            process.terminate()  # it holds nothing that outlives it
-            process.join()
+        self._stop()
 
 
 def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
@@ -68,6 +105,12 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    import openrlhf_gtpo.megatron.checkpoint
+    import openrlhf_gtpo.megatron.export  # noqa: F401
+
+    # Megatron collects garbage at every layout and every checkpoint; what is imported for good need not be visited.
+    gc.collect()
+    gc.freeze()
     torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     while True:
         try:

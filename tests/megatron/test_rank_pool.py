@@ -1,0 +1,38 @@
+"""Would catch a test of ranks that, by failing, makes the tests after it fail or take another call's results."""
+
+import os
+
+import pytest
+import rank_pool
+import torch
+from rank_pool import RankPool
+
+
+def _fail_on_second() -> int:
+    if torch.distributed.get_rank() == 1:
+        raise ValueError("the second rank's own words")
+    torch.distributed.barrier()  # the second never comes
+    return 0
+
+
+def _end_on_second() -> int:
+    if torch.distributed.get_rank() == 1:
+        os._exit(3)
+    return 0
+
+
+def _sum_of_ranks() -> float:
+    total = torch.tensor(float(torch.distributed.get_rank()))
+    torch.distributed.all_reduce(total)
+    return total.item()
+
+
+def test_a_failure_is_told_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_pool, "GRACE", 1)
+    with RankPool(2) as pool:
+        with pytest.raises(AssertionError, match="rank 0:\nno answer\nrank 1:\n(?s:.*)the second rank's own words"):
+            pool.run(_fail_on_second)
+        assert pool.run(_sum_of_ranks) == [1.0, 1.0]
+        with pytest.raises(AssertionError, match="^rank 1:\nno answer"):
+            pool.run(_end_on_second)
+        assert pool.run(_sum_of_ranks) == [1.0, 1.0]
