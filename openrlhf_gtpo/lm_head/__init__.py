@@ -3,13 +3,17 @@
 | file | owns |
 |---|---|
 | `function` | the public function, its checks, its autograd |
-| `projection` | the two passes over a shard and the plan of the backward pass |
-| `portable` | one tile of either pass, in torch |
+| `implementations` | which of `portable` and `kernels` works on tiles |
+| `projection` | the forward and the backward pass over a shard, and the plan of the latter |
+| `sweeps` | their loops over tiles, the products, the sums of gradients |
+| `portable` | the work on one tile, in torch |
+| `kernels` | the same, in Triton |
+| `gradient` | the gradient of a logit in closed form |
 | `statistics` | the online softmax arithmetic |
 | `shard` | which columns a rank has, and every collective |
 | `tiles` | how large a tile may be |
 
-This room knows torch alone.
+This room knows torch, and Triton where there is one.
 """
 
 from .function import linear_log_prob_and_entropy

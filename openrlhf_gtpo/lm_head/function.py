@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .implementations import Implementation, choose
 from .projection import Settings, backward, forward
 from .shard import VocabularyShard
 
@@ -28,6 +29,7 @@ def linear_log_prob_and_entropy(
     chunk_bytes: int = 256 * 2**20,
     with_entropy: bool = True,
     accumulate_into_main_grad: bool = False,
+    implementation: Implementation = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """log p(label) and the entropy of p = softmax((hidden @ weight.T + bias) / temperature), token by token.
 
@@ -50,6 +52,8 @@ def linear_log_prob_and_entropy(
         accumulate_into_main_grad: add the gradient of `weight` to `weight.main_grad` instead of returning it, and set
             `weight.grad_added_to_main_grad`, as megatron-core's LinearWithGradAccumulationAndAsyncCommunication does
             under `gradient_accumulation_fusion`.
+        implementation: "triton" where logits are worked on by Triton kernels, "portable" where by torch. "auto" is Triton
+            on CUDA if it is installed. float64 is always portable.
 
     Returns:
         log_prob (T,) float32 in nats, <= 0, and entropy (T,) float32 in nats, in [0, ln vocab_size], or None.
@@ -58,14 +62,15 @@ def linear_log_prob_and_entropy(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together, a temperature that is not positive, a label
             outside the vocabulary, a vocab_size beyond the columns, ranks that disagree, a chunk_bytes too small for a
-            single logit, or no `weight.main_grad` to accumulate into.
+            single logit, no `weight.main_grad` to accumulate into, or an implementation that cannot run here.
     """
     _check(hidden, weight, labels, bias, temperature, vocab_size)
     needs_main_grad = accumulate_into_main_grad and weight.requires_grad and torch.is_grad_enabled()
     if needs_main_grad and getattr(weight, "main_grad", None) is None:
         raise ValueError("accumulate_into_main_grad needs weight.main_grad, which Megatron's DDP makes; it is not set")
     shard = VocabularyShard.describe(labels, weight.size(0), vocab_size, group)
-    settings = Settings(float(temperature), shard, chunk_bytes, with_entropy, accumulate_into_main_grad)
+    work = choose(implementation, hidden)
+    settings = Settings(float(temperature), shard, chunk_bytes, with_entropy, accumulate_into_main_grad, work)
     settings.check_budget(hidden)
     return _LinearLogProbAndEntropy.apply(hidden, weight, bias, labels, settings)
 

@@ -1,8 +1,7 @@
 """The forward and the backward pass over one shard of the vocabulary, and what the shards then share.
 
 Owns the settings of a call and the plan of the backward pass: which sweeps over the logits it takes to stay within the
-budget. Knows no autograd. A faster implementation replaces the two calls into `portable` (`token_statistics` and
-`sweep`); all the rest stays.
+budget, and which implementation does the work on a tile. Knows no autograd.
 """
 
 import math
@@ -14,15 +13,10 @@ import torch
 from torch import Tensor
 
 from . import tiles
-from .portable import (
-    Gradients,
-    LogitGradient,
-    accumulation_dtype,
-    spans,
-    sweep,
-    token_statistics,
-)
+from .gradient import LogitGradient
+from .portable import PortableTile
 from .shard import VocabularyShard
+from .sweeps import Gradients, TileWork, accumulation_dtype, spans, sweep, token_statistics
 
 # The share of the budget that an accumulator of d_hidden may take in the backward pass; tiles get the rest.
 ACCUMULATOR_SHARE = 0.75
@@ -37,6 +31,7 @@ class Settings:
     chunk_bytes: int
     with_entropy: bool
     accumulate_into_main_grad: bool
+    work: type[TileWork] = PortableTile
 
     @property
     def bits_per_logit(self) -> float:
@@ -49,22 +44,34 @@ class Settings:
         return int(self.chunk_bytes * ACCUMULATOR_SHARE)
 
     def forward_tile(self, hidden: Tensor) -> tiles.Tile:
-        item, wide = _item_sizes(hidden)
-        needed = partial(tiles.forward_bytes, item=item, wide=wide, with_entropy=self.with_entropy)
+        needed = partial(tiles.forward_bytes, per_logit=self._bytes_per_logit(hidden, self.with_entropy))
         on_cpu = hidden.device.type == "cpu"
         return tiles.choose_tile(hidden.size(0), self.shard.columns, self.chunk_bytes, on_cpu, needed)
 
-    def backward_tile(self, hidden: Tensor, tokens: int, accumulator_bytes: int, entropy_grad: bool) -> tiles.Tile:
+    def backward_tile(
+        self, hidden: Tensor, tokens: int, accumulator_bytes: int, *, entropy_grad: bool, direct: bool
+    ) -> tiles.Tile:
+        """`direct`: the weight's gradient has the dtype of the inputs and nothing in it yet."""
         item, wide = _item_sizes(hidden)
-        width = hidden.size(1)
-        needed = partial(tiles.backward_bytes, width=width, item=item, wide=wide, entropy_grad=entropy_grad)
         on_cpu = hidden.device.type == "cpu"
+        needed = partial(
+            tiles.backward_bytes,
+            per_logit=self._bytes_per_logit(hidden, entropy_grad),
+            width=hidden.size(1),
+            item=item,
+            wide=wide,
+            adds_in_place=not on_cpu,
+            direct_from=tokens if direct else None,
+        )
         return tiles.choose_tile(tokens, self.shard.columns, self.chunk_bytes - accumulator_bytes, on_cpu, needed)
+
+    def _bytes_per_logit(self, hidden: Tensor, second: bool) -> int:
+        return self.work.bytes_per_logit(*_item_sizes(hidden), second)
 
     def check_budget(self, hidden: Tensor) -> None:
         """Raises ValueError where no tile would fit, in the forward pass already and on every rank."""
         self.forward_tile(hidden)
-        self.backward_tile(hidden, hidden.size(0), self.accumulator_bytes, entropy_grad=True)
+        self.backward_tile(hidden, hidden.size(0), self.accumulator_bytes, entropy_grad=True, direct=False)
 
 
 def _item_sizes(hidden: Tensor) -> tuple[int, int]:
@@ -77,6 +84,7 @@ def forward(
     """log_prob (T,), entropy (T,) or None, and the normaliser (T,) that the backward pass needs. `labels` are local."""
     shard, bits_per_logit = settings.shard, settings.bits_per_logit
     statistics = token_statistics(
+        settings.work,
         hidden,
         weight[: shard.columns],
         None if bias is None else bias[: shard.columns],
@@ -129,8 +137,15 @@ def backward(
             weight_is_fresh=d_weight_is_fresh,
         )
         accumulated = 0 if hidden_sum is None or in_place else hidden_sum.nbytes
-        tile = settings.backward_tile(hidden, tokens.stop - tokens.start, accumulated, gradient.slope is not None)
+        tile = settings.backward_tile(
+            hidden,
+            tokens.stop - tokens.start,
+            accumulated,
+            entropy_grad=gradient.slope is not None,
+            direct=d_weight_is_fresh and d_weight is not None and d_weight.dtype == hidden.dtype,
+        )
         sweep(
+            settings.work,
             hidden[tokens],
             weight[: shard.columns],
             None if bias is None else bias[: shard.columns],

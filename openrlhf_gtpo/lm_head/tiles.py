@@ -1,7 +1,7 @@
 """How many tokens and columns are worked on at a time, given a budget of bytes.
 
-Owns the accounting of temporaries: `forward_bytes` and `backward_bytes` say what `portable` keeps alive for one tile,
-term by term, and must be changed together with it. Knows no tensors.
+Owns the accounting of temporaries: `forward_bytes` and `backward_bytes` say what `sweeps` keeps alive for one tile, term
+by term, and must be changed together with it. Knows no tensors.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 # a small one costs kernel launches.
 CPU_TILE = (1024, 2048)
 DEVICE_TILE = (8192, 1 << 20)
+# Matrix units and vector loads want rows of a tile to begin at multiples of this many columns.
+ALIGNMENT = 128
 
 
 @dataclass(frozen=True)
@@ -23,25 +25,35 @@ class Tile:
     columns: int
 
 
-def forward_bytes(tokens: int, columns: int, *, item: int, wide: int, with_entropy: bool) -> int:
-    """Bytes alive for one forward tile: the product (if it is narrower than the arithmetic), z, and 2**z beside it.
-
-    `item` is the size of an input element, `wide` that of the accumulation dtype.
-    """
-    product = item if item != wide else 0
-    return tokens * columns * (product + wide + (wide if with_entropy else 0))
+def forward_bytes(tokens: int, columns: int, *, per_logit: int) -> int:
+    """Bytes alive for one forward tile, of which the implementation takes `per_logit` a logit."""
+    return tokens * columns * per_logit
 
 
-def backward_bytes(tokens: int, columns: int, width: int, *, item: int, wide: int, entropy_grad: bool) -> int:
+def backward_bytes(
+    tokens: int,
+    columns: int,
+    *,
+    per_logit: int,
+    width: int,
+    item: int,
+    wide: int,
+    adds_in_place: bool,
+    direct_from: int | None,
+) -> int:
     """Bytes alive for one backward tile of hidden width `width`.
 
-    Where the inputs are narrower than the arithmetic, each partial gradient exists three times while it is added: as
-    the product in the input dtype, widened by the addition, and (for the weight) as the accumulator of the tile.
+    Where the inputs (`item` bytes an element) are narrower than the arithmetic (`wide`), the weight has an accumulator;
+    and unless products add to a wide matrix in place, each partial gradient exists twice more while it is added: as the
+    product in the input dtype, and widened by the addition. A tile of `direct_from` tokens, which are all there are, needs
+    no accumulator of the weight: its product goes straight to its place.
     """
-    logits = forward_bytes(tokens, columns, item=item, wide=wide, with_entropy=entropy_grad)
+    logits = forward_bytes(tokens, columns, per_logit=per_logit)
     if item == wide:
         return logits
-    return logits + width * max(tokens * (item + wide), columns * (item + wide)) + width * columns * wide
+    partial_products = 0 if adds_in_place else width * max(tokens, columns) * (item + wide)
+    accumulator = 0 if direct_from is not None and tokens >= direct_from else width * columns * wide
+    return logits + partial_products + accumulator
 
 
 def choose_tile(tokens: int, columns: int, budget: int, on_cpu: bool, tile_bytes: Callable[[int, int], int]) -> Tile:
@@ -58,4 +70,6 @@ def choose_tile(tokens: int, columns: int, budget: int, on_cpu: bool, tile_bytes
                 f"chunk_bytes leaves {budget} bytes for a tile, and the smallest needs {tile_bytes(1, 1)}"
             )
         t, v = (t, (v + 1) // 2) if v >= t else ((t + 1) // 2, v)
+    if ALIGNMENT < v < columns:
+        v -= v % ALIGNMENT
     return Tile(t, v)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from lm_head_ranks import run
 from lm_head_reference import make_case, naive
 
-from openrlhf_gtpo.lm_head.portable import token_statistics
+from openrlhf_gtpo.lm_head.portable import PortableTile
+from openrlhf_gtpo.lm_head.sweeps import token_statistics
 from openrlhf_gtpo.lm_head.tiles import Tile
 
 
@@ -35,6 +36,7 @@ def test_statistics_of_up_to_eight_shards_merge_to_those_of_the_whole(cuts, tile
     for start, stop in zip([0, *cuts], [*cuts, 120]):
         with torch.no_grad():
             part = token_statistics(
+                PortableTile,
                 case.hidden,
                 case.weight[start:stop],
                 case.bias[start:stop],

@@ -1,0 +1,162 @@
+"""The work on one tile of logits in Triton, for CUDA: one kernel reads a tile once and has all statistics, another turns
+it into its gradient in place. On a CPU they run under `TRITON_INTERPRET=1`, which is how they are tested there.
+
+The product stays cuBLAS's: at H of thousands it is all but a few per cent of the time, and a tile of the budget's size
+costs one write and one read of memory. A row of a tile is one program, so that no statistic is shared between programs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .gradient import LogitGradient
+from .statistics import LOWEST_EXPONENT, TokenStatistics
+from .tiles import Tile
+
+_LOWEST = tl.constexpr(LOWEST_EXPONENT)
+_STATISTICS_BLOCK = 4096  # columns of a row at a time
+_GRADIENT_BLOCK = 2048
+_WARPS = 8
+
+
+class TritonTile:
+    """A `TileWork`: the product alone, in the dtype of the inputs, which must be at most float32."""
+
+    def __init__(self, tile: Tile, like: Tensor, second: bool) -> None:
+        self._memory = torch.empty(tile.tokens * tile.columns, dtype=like.dtype, device=like.device)
+
+    @staticmethod
+    def bytes_per_logit(item: int, wide: int, second: bool) -> int:
+        """The product."""
+        return item
+
+    def product(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        shape = (hidden.size(0), weight.size(0))
+        return torch.mm(hidden, weight.t(), out=self._memory[: shape[0] * shape[1]].view(shape))
+
+    def absorb(
+        self, product: Tensor, bias: Tensor | None, labels: Tensor, total: TokenStatistics, bits_per_logit: float
+    ) -> None:
+        tokens, columns = product.shape
+        _absorb[(tokens,)](
+            product,
+            bias,
+            labels,
+            total.maximum,
+            total.sum_exp,
+            total.weighted_exponents,
+            total.label_logit,
+            columns,
+            bits_per_logit,
+            HAS_BIAS=bias is not None,
+            WITH_ENTROPY=total.weighted_exponents is not None,
+            BLOCK=min(_STATISTICS_BLOCK, triton.next_power_of_2(columns)),
+            num_warps=_WARPS,
+        )
+
+    def gradient(
+        self, product: Tensor, bias: Tensor | None, labels: Tensor, of: LogitGradient, bias_sum: Tensor | None
+    ) -> Tensor:
+        tokens, columns = product.shape
+        block = min(_GRADIENT_BLOCK, triton.next_power_of_2(columns))
+        _gradient[(tokens, triton.cdiv(columns, block))](
+            product,
+            bias,
+            labels,
+            of.normaliser,
+            of.label_grad,
+            of.level,
+            of.slope,
+            columns,
+            of.bits_per_logit,
+            HAS_BIAS=bias is not None,
+            WITH_SLOPE=of.slope is not None,
+            BLOCK=block,
+            num_warps=_WARPS,
+        )
+        if bias_sum is not None:
+            bias_sum.add_(product.sum(0, dtype=bias_sum.dtype))
+        return product
+
+
+@triton.jit
+def _absorb(  # type: ignore[no-untyped-def]
+    logits,
+    bias,
+    labels,
+    maximum,
+    sum_exp,
+    weighted_exponents,
+    label_logit,
+    columns,
+    bits_per_logit,
+    HAS_BIAS: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row: the arithmetic of `TokenStatistics.merge_`, a block of columns at a time."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * columns
+    top = tl.load(maximum + row)
+    total = tl.load(sum_exp + row)
+    weighted = 0.0
+    if WITH_ENTROPY:
+        weighted = tl.load(weighted_exponents + row)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        x = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
+        if HAS_BIAS:
+            x += tl.load(bias + column, mask=inside, other=0.0)
+        above = tl.maximum(top, tl.max(x, 0))
+        shift = tl.maximum((top - above) * bits_per_logit, _LOWEST)
+        factor = tl.exp2(shift)
+        z = tl.maximum((x - above) * bits_per_logit, _LOWEST)
+        p = tl.exp2(z)
+        if WITH_ENTROPY:
+            weighted = (weighted + shift * total) * factor + tl.sum(p * z, 0)
+        total = total * factor + tl.sum(p, 0)
+        top = above
+    tl.store(maximum + row, top)
+    tl.store(sum_exp + row, total)
+    if WITH_ENTROPY:
+        tl.store(weighted_exponents + row, weighted)
+    label = tl.load(labels + row)
+    if (label >= 0) & (label < columns):
+        found = tl.load(logits + label).to(tl.float32)
+        if HAS_BIAS:
+            found += tl.load(bias + label)
+        tl.store(label_logit + row, found)
+
+
+@triton.jit
+def _gradient(  # type: ignore[no-untyped-def]
+    logits,
+    bias,
+    labels,
+    normaliser,
+    label_grad,
+    level,
+    slope,
+    columns,
+    bits_per_logit,
+    HAS_BIAS: tl.constexpr,
+    WITH_SLOPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A block of one row, in place: the formula of `LogitGradient`."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    place = logits + row * columns + column
+    x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias + column, mask=inside, other=0.0)
+    z = tl.maximum((x - tl.load(normaliser + row)) * bits_per_logit, _LOWEST)
+    factor = tl.load(level + row)
+    if WITH_SLOPE:
+        factor += tl.load(slope + row) * z
+    grad = -tl.exp2(z) * factor
+    grad += tl.where(column == tl.load(labels + row), tl.load(label_grad + row), 0.0)
+    tl.store(place, grad.to(logits.dtype.element_ty), mask=inside)

@@ -1,0 +1,106 @@
+"""The Triton kernels against the portable implementation; `test_lm_head_triton` runs this file in a process of its own.
+
+Would catch a row that leaks into the next, a mask at the edge of a block, a label of another tile, and statistics that
+are not carried from tile to tile.
+"""
+
+import math
+
+import pytest
+import torch
+from lm_head_reference import gradients, make_case, naive
+
+from openrlhf_gtpo.lm_head import kernels, linear_log_prob_and_entropy
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def several_blocks_a_row(monkeypatch):
+    monkeypatch.setattr(kernels, "_STATISTICS_BLOCK", 64)
+    monkeypatch.setattr(kernels, "_GRADIENT_BLOCK", 64)
+
+
+def moved(case):
+    for name in ("hidden", "weight", "bias", "labels"):
+        tensor = getattr(case, name).detach().to(DEVICE)
+        setattr(case, name, tensor.requires_grad_() if tensor.is_floating_point() else tensor)
+    return case
+
+
+def both(case, **arguments):
+    return [
+        linear_log_prob_and_entropy(case.hidden, case.weight, case.labels, **arguments, implementation=name)
+        for name in ("triton", "portable")
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 12.0], ids=["flat", "ordinary", "peaked"])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("chunk_bytes", [30_000, 2**28])
+@pytest.mark.parametrize("tokens", [0, 1, 21])
+def test_values_are_those_of_the_portable_one(dtype, scale, with_bias, chunk_bytes, tokens):
+    case = moved(make_case(tokens, 8, 700, dtype=dtype, real=663, scale=scale))
+    arguments = {"temperature": 0.7, "vocab_size": 663, "chunk_bytes": chunk_bytes}
+    arguments["bias"] = case.bias if with_bias else None
+    with torch.no_grad():
+        ours, portable = both(case, **arguments)
+        exact = naive(case.hidden, case.weight, case.labels, temperature=0.7, vocab_size=663, bias=arguments["bias"])
+    torch.testing.assert_close(ours, portable, rtol=0, atol=1e-5)
+    if dtype == torch.float32:
+        for found, truth in zip(ours, exact):
+            torch.testing.assert_close(found.double(), truth, rtol=0, atol=2e-5)
+    assert (ours[0] <= 0).all() and (ours[1] >= 0).all() and (ours[1] <= math.log(663) + 1e-6).all()
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True)], ids=["log_prob", "entropy", "both"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.015)])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("chunk_bytes", [40_000, 2**28])
+def test_gradients_are_those_of_the_naive_formula(wanted, dtype, bound, with_bias, chunk_bytes):
+    case = moved(make_case(33, 24, 500, dtype=dtype, real=487))
+    arguments = {"temperature": 0.8, "vocab_size": 487, "bias": case.bias if with_bias else None}
+    ours = linear_log_prob_and_entropy(
+        case.hidden, case.weight, case.labels, **arguments, chunk_bytes=chunk_bytes, implementation="triton"
+    )
+    exact = naive(case.hidden, case.weight, case.labels, **arguments)
+    found, truth = (
+        gradients(case, *(value if want else None for value, want in zip(outputs, wanted)))
+        for outputs in (ours, exact)
+    )
+    for mine, theirs in zip(found, truth):
+        if theirs is None:
+            assert mine is None
+        else:
+            error = (mine.double() - theirs.double()).abs().max()
+            assert error <= bound * theirs.double().abs().max().clamp_min(1e-30)
+    assert (found[1][487:] == 0).all()
+
+
+def test_removed_columns_stay_removed():
+    case = moved(make_case(6, 8, 300, dtype=torch.float32, real=100))
+    with torch.no_grad():
+        case.bias[100:] = -math.inf
+    ours = linear_log_prob_and_entropy(
+        case.hidden, case.weight, case.labels, bias=case.bias, chunk_bytes=12_000, implementation="triton"
+    )
+    exact = naive(case.hidden, case.weight[:100], case.labels, bias=case.bias[:100])
+    for found, truth in zip(ours, exact):
+        torch.testing.assert_close(found.double(), truth, rtol=0, atol=2e-5)
+    for grad in torch.autograd.grad(ours[0].sum() + ours[1].sum(), case.leaves()):
+        assert grad.isfinite().all()
+
+
+def test_without_entropy_the_log_prob_is_the_same():
+    case = moved(make_case(9, 8, 777, dtype=torch.float32))
+    (log_prob, none), (expected, _) = both(case, with_entropy=False)
+    assert none is None
+    torch.testing.assert_close(log_prob, expected, rtol=0, atol=1e-6)
+
+
+def test_float64_is_portable():
+    case = moved(make_case(4, 8, 50))
+    ours, portable = both(case)
+    assert ours[0].dtype == torch.float64
+    torch.testing.assert_close(ours, portable, rtol=0, atol=0)
