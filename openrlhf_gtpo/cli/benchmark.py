@@ -1,15 +1,14 @@
-"""``python3 -m openrlhf_gtpo.cli.benchmark overhead|actor``: measurements whose numbers the documentation quotes."""
+"""``python3 -m openrlhf_gtpo.cli.benchmark overhead|actor|lm-head``: measurements whose numbers the documentation quotes."""
 
 import argparse
-import json
-import platform
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from openrlhf_gtpo.cli import benchmark_lm_head
 from openrlhf_gtpo.integration.errors import UsageError
+from openrlhf_gtpo.report.results import write_results
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     actor.add_argument("--output", type=Path, help="write the timings to this JSON file")
     actor.add_argument("trainer_flags", nargs="*", metavar="-- FLAG", help="further flags of the trainer, for both")
     actor.set_defaults(run=_actor)
+    benchmark_lm_head.add(commands)
     args = parser.parse_args(argv)
     try:
         args.run(args)
@@ -82,7 +82,7 @@ def _overhead(args: argparse.Namespace) -> None:
         low, median, high = ratios[f"gtpo/{base}"] = ratio(timings, "gtpo", base)
         print(f"gtpo / {base}: {median:.3f} (from {low:.3f} to {high:.3f}, batch by batch)")
     if args.output:
-        _write(args, {"seconds": {name: vars(t) for name, t in timings.items()}, "ratios": ratios})
+        write_results(args.output, args, {"seconds": {name: vars(t) for name, t in timings.items()}, "ratios": ratios})
 
 
 def _actor(args: argparse.Namespace) -> None:
@@ -128,14 +128,9 @@ def _actor(args: argparse.Namespace) -> None:
             f"{phase}: megatron is {median:.2f}x as fast as deepspeed (from {low:.2f} to {high:.2f}, batch by batch)"
         )
     if args.output:
-        _write(args, {"measured": {name: vars(side) for name, side in measured.items()}, "ratios": ratios})
-
-
-def _write(args: argparse.Namespace, results: dict[str, Any]) -> None:
-    settings = {k: str(v) for k, v in vars(args).items() if k not in ("run", "output")}
-    machine = {"processor": platform.processor() or platform.machine(), "python": platform.python_version()}
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps({"settings": settings, "machine": machine} | results, indent=1) + "\n")
+        write_results(
+            args.output, args, {"measured": {name: vars(side) for name, side in measured.items()}, "ratios": ratios}
+        )
 
 
 if __name__ == "__main__":

@@ -28,14 +28,14 @@ def choose(implementation: Implementation, hidden: Tensor) -> type[TileWork]:
         return PortableTile
     if not has_triton:
         raise ValueError("implementation is triton, and the package triton is not installed")
+    if not hidden.is_cuda:
+        from triton import knobs
 
-    from triton import knobs
-
-    if not hidden.is_cuda and not knobs.runtime.interpret:
-        raise ValueError(
-            f"implementation is triton, but hidden is on {hidden.device}: its kernels need a CUDA device, or "
-            "TRITON_INTERPRET=1"
-        )
+        if not knobs.runtime.interpret:
+            raise ValueError(
+                f"implementation is triton, but hidden is on {hidden.device}: its kernels need a CUDA device, or "
+                "TRITON_INTERPRET=1"
+            )
     from .kernels import TritonTile
 
     return TritonTile

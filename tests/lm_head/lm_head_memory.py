@@ -5,12 +5,12 @@ Tiles are given the size they have off the CPU, so that the budget alone limits 
 VmHWM, and the variable makes freed memory go back, so that no call lives off what another one left.
 """
 
-import ctypes
 import json
 
 import torch
 
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy, tiles
+from openrlhf_gtpo.platform.memory import PeakMemory
 
 TOKENS, WIDTH, COLUMNS = 32768, 64, 4096
 MIB = 2**20
@@ -22,22 +22,13 @@ CASES = [
 ]
 
 
-def resident(field: str) -> int:
-    """Bytes: VmRSS now, or its peak VmHWM."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
-
-
 def call(dtype: torch.dtype, what: str, chunk_bytes: int, tokens: int = TOKENS) -> int:
     """Peak bytes beyond what was there before and the gradients and outputs that are there after."""
     hidden = torch.randn(tokens, WIDTH).to(dtype).requires_grad_()
     weight = torch.randn(COLUMNS, WIDTH).to(dtype).requires_grad_()
     labels = torch.randint(COLUMNS, (tokens,))
     weight.main_grad = torch.zeros(COLUMNS, WIDTH)
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    with open("/proc/self/clear_refs", "w") as peak:
-        peak.write("5")
-    before = resident("VmRSS")
+    memory = PeakMemory()
     with torch.set_grad_enabled(what != "forward"):
         outputs = linear_log_prob_and_entropy(
             hidden, weight, labels, chunk_bytes=chunk_bytes, accumulate_into_main_grad=what == "main_grad"
@@ -46,7 +37,7 @@ def call(dtype: torch.dtype, what: str, chunk_bytes: int, tokens: int = TOKENS) 
         wanted = outputs[:1] if what == "log_prob" else outputs
         torch.autograd.backward(wanted, [torch.ones_like(output) for output in wanted])
     results = [*outputs, *(leaf.grad for leaf in (hidden, weight) if leaf.grad is not None)]
-    return resident("VmHWM") - before - sum(tensor.nbytes for tensor in results)
+    return memory.beyond() - sum(tensor.nbytes for tensor in results)
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from lm_head_reference import Case, gradients, make_case, naive
+from lm_head_reference import VOCABULARIES, Case, gradients, make_case, naive
 
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
 
@@ -24,7 +24,7 @@ def run(rank: int, world_size: int, store: str) -> None:
 
 def equal_to_unsharded(rank: int, world_size: int) -> None:
     """Vocabularies padded to equal shards, as Megatron lays them out, in every dtype."""
-    for vocabulary in (151, 32000, 49152, 151936):
+    for vocabulary in VOCABULARIES:
         shard = (vocabulary + 128 * world_size - 1) // (128 * world_size) * 128
         dtypes = TOLERANCES if vocabulary < 1000 else [torch.float64]
         for dtype in dtypes:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-VOCABULARIES = (151, 32000, 49152, 151936)
+VOCABULARIES = (151, 32000, 49152, 151936, 152064)
 
 
 def naive(
