@@ -89,7 +89,8 @@ def rank_0_ends_first() -> None:
 
 def sleep() -> None:
     """Says its process id on stdout, then stays."""
-    print(os.getpid(), flush=True)
+    sys.stdout.write(f"{os.getpid()}\n")  # at once, or the ranks' lines may mix
+    sys.stdout.flush()
     time.sleep(600)
 
 

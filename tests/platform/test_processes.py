@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import process_functions
@@ -29,6 +30,14 @@ def host_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture(autouse=True)
+def no_rank_is_left(host_without_cuda: None) -> Iterator[None]:
+    """Other tests of this process may have children of their own."""
+    before = set(multiprocessing.active_children())
+    yield
+    assert set(multiprocessing.active_children()) <= before
+
+
 def test_ranks_are_joined_and_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = dict(os.environ)
@@ -48,7 +57,6 @@ def test_ranks_are_joined_and_share_the_cores(monkeypatch: pytest.MonkeyPatch) -
         "OMP_WAIT_POLICY": "PASSIVE",
     }
     assert dict(os.environ) == before
-    assert not multiprocessing.active_children()
 
 
 def test_they_listen_on_the_loopback_interface_alone() -> None:
@@ -75,7 +83,6 @@ def test_a_users_mistake_comes_out_as_it_was_raised() -> None:
     cause = raised.value.__cause__
     assert isinstance(cause, ProcessFailed) and cause.rank == 1
     assert "in misprint_on" in cause.reason
-    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize(
@@ -89,7 +96,6 @@ def test_a_users_mistake_comes_out_as_it_was_raised() -> None:
 def test_the_rank_that_failed_is_named_not_one_that_lost_its_connection(how: str, message: str) -> None:
     with pytest.raises(ProcessFailed, match=message):
         run_processes(process_functions.interrupt_on, 2, 1, how)
-    assert not multiprocessing.active_children()
 
 
 def test_a_result_that_cannot_travel_says_so() -> None:
@@ -101,8 +107,10 @@ def test_ranks_end_with_the_process_that_started_them() -> None:
     script = Path(process_functions.__file__)
     with subprocess.Popen([sys.executable, str(script), "sleep", "2"], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        ranks = [psutil.Process(int(parent.stdout.readline())) for _ in range(2)]
-        parent.kill()
+        try:
+            ranks = [psutil.Process(int(parent.stdout.readline())) for _ in range(2)]
+        finally:
+            parent.kill()
         _, alive = psutil.wait_procs(ranks, timeout=10)
     assert not alive
 
