@@ -57,6 +57,7 @@ def _run(args: argparse.Namespace) -> None:
             raise UsageError(f"--tensor-parallel {ranks} does not divide every vocabulary of --shape.")
 
     from openrlhf_gtpo.integration.lm_head_benchmark import PHASES, Shape, measure, ratios
+    from openrlhf_gtpo.integration.lm_head_ways import OURS, OURS_WITHOUT_ENTROPY
     from openrlhf_gtpo.platform.processes import LaunchError, run_processes
 
     cases = []
@@ -75,6 +76,9 @@ def _run(args: argparse.Namespace) -> None:
                     "tensor_parallel": ranks,
                     "measured": {name: asdict(one) for name, one in measured.items()},
                     "over_product": over_product,
+                    "entropy_on_over_off": {
+                        phase: ratios(measured, phase, OURS, OURS_WITHOUT_ENTROPY) for phase in PHASES
+                    },
                     "absent": result["absent"],
                 }
                 cases.append(case)
@@ -117,5 +121,8 @@ def _print(case: dict[str, Any], repeat: int) -> None:
         for error, width in ((one["log_prob_error"], 11), (one["entropy_error"], 10)):
             cells += f"{'':{width}}" if error is None else f"{error:{width}.1e}"
         print(cells)
+    costs = {phase: ratio for phase, ratio in case["entropy_on_over_off"].items() if ratio}
+    texts = (f"{phase.replace('_', ' + ')} {statistics.median(ratio):.3f}" for phase, ratio in costs.items())
+    print(f"ours with entropy over ours without: {', '.join(texts)}")
     for name, reason in case["absent"].items():
         print(f"{name:26}absent: {reason}")

@@ -2,7 +2,7 @@
 libraries' where they are installed, and this package's."""
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -59,8 +59,9 @@ class Ways:
 
     def all(self) -> dict[str, Way]:
         """Name to way; fills ``absent``."""
+        product = _Product()
         found = {
-            PRODUCT: Way(_product, _four_products),
+            PRODUCT: Way(product.one, product.four),
             "openrlhf": self._unless_sharded("openrlhf", lambda: _openrlhf),
             "liger": self._installed("liger", "liger_kernel", self._liger),
             "verl": self._installed("verl", "verl", self._verl),
@@ -157,31 +158,42 @@ def _openrlhf(problem: Problem) -> Outputs:
         return log_probs, compute_entropy(logits)
 
 
-@torch.no_grad()
-def _product(problem: Problem) -> None:
-    for hidden, logits in _parts(problem):
-        torch.mm(hidden, problem.weight.t(), out=logits)
+class _Product:
+    """The products alone, into memory that is there before: fresh pages would cost as much as a fourth of the time."""
 
+    def __init__(self) -> None:
+        self._memory: dict[str, Tensor] = {}
 
-@torch.no_grad()
-def _four_products(problem: Problem) -> None:
-    """The logits, the logits again, and the two products with their gradient: what no way that keeps none can avoid."""
-    d_hidden, d_weight = torch.empty_like(problem.hidden), torch.empty_like(problem.weight)
-    start = 0
-    for hidden, logits in _parts(problem):
-        torch.mm(hidden, problem.weight.t(), out=logits)
-        torch.mm(hidden, problem.weight.t(), out=logits)
-        torch.mm(logits, problem.weight, out=d_hidden[start : start + len(hidden)])
-        if start == 0:
-            torch.mm(logits.t(), hidden, out=d_weight)
-        else:
-            d_weight.addmm_(logits.t(), hidden)
-        start += len(hidden)
+    @torch.no_grad()
+    def one(self, problem: Problem) -> None:
+        """The logits."""
+        for hidden, logits in self._parts(problem):
+            torch.mm(hidden, problem.weight.t(), out=logits)
 
+    @torch.no_grad()
+    def four(self, problem: Problem) -> None:
+        """The logits, the logits again, and the two products with their gradient: what no way that keeps none can avoid."""
+        d_hidden = self._place("hidden", problem.hidden, problem.hidden.shape)
+        d_weight = self._place("weight", problem.weight, problem.weight.shape)
+        start = 0
+        for hidden, logits in self._parts(problem):
+            torch.mm(hidden, problem.weight.t(), out=logits)
+            torch.mm(hidden, problem.weight.t(), out=logits)
+            torch.mm(logits, problem.weight, out=d_hidden[start : start + len(hidden)])
+            if start == 0:
+                torch.mm(logits.t(), hidden, out=d_weight)
+            else:
+                d_weight.addmm_(logits.t(), hidden)
+            start += len(hidden)
 
-def _parts(problem: Problem) -> list[tuple[Tensor, Tensor]]:
-    """Consecutive tokens, and memory for their logits."""
-    rows = max(1, _PRODUCT_BYTES // (problem.weight.size(0) * problem.weight.element_size()))
-    parts = problem.hidden.split(rows)
-    memory = problem.hidden.new_empty(len(parts[0]), problem.weight.size(0))
-    return [(part, memory[: len(part)]) for part in parts]
+    def _parts(self, problem: Problem) -> list[tuple[Tensor, Tensor]]:
+        """Consecutive tokens, and memory for their logits."""
+        columns = problem.weight.size(0)
+        parts = problem.hidden.split(max(1, _PRODUCT_BYTES // (columns * problem.weight.element_size())))
+        memory = self._place("logits", problem.hidden, (len(parts[0]), columns))
+        return [(part, memory[: len(part)]) for part in parts]
+
+    def _place(self, name: str, like: Tensor, shape: Sequence[int]) -> Tensor:
+        if name not in self._memory or self._memory[name].shape != torch.Size(shape):
+            self._memory[name] = like.new_empty(shape)
+        return self._memory[name]
