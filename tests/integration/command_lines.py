@@ -3,7 +3,7 @@
 import argparse
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from types import SimpleNamespace
@@ -99,6 +99,15 @@ def parser(extended: bool) -> argparse.ArgumentParser:
     if extended:
         flags.add_flags(kept[0])
     return kept[0]
+
+
+def argv_of(command: Mapping[str, Any]) -> list[str]:
+    """Words of a command line given as flag to value: True is a flag alone, None leaves it out."""
+    argv: list[str] = []
+    for flag, value in command.items():
+        if value is not None:
+            argv += [flag] if value is True else [flag, *map(str, value if isinstance(value, list) else [value])]
+    return argv
 
 
 def value_flags(filled: argparse.ArgumentParser) -> list[argparse.Action]:

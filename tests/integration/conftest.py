@@ -1,9 +1,15 @@
-"""Lets these tests import OpenRLHF on a host without CUDA, and the helpers beside them under every import mode."""
+"""Lets these tests import OpenRLHF on a host without CUDA, and the helpers beside them under every import mode. Owns what
+the tests of refusals share.
+"""
 
 import os
+import signal
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from openrlhf_gtpo import platform
@@ -12,3 +18,35 @@ sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 os.environ.setdefault(platform.PLATFORM_VARIABLE, platform.detect())
 platform.activate()
+
+
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ray must not start, and the command line's signal handler must not outlive a test."""
+    import ray
+
+    def started(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("Ray was started")
+
+    monkeypatch.setattr(ray, "init", started)
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture
+def refused(command: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run the test's command line with changes and return its one sentence."""
+    from command_lines import argv_of
+
+    from openrlhf_gtpo.cli import train_ppo_ray
+
+    def run(changes: dict[str, Any], *more: str) -> str:
+        assert train_ppo_ray.main([*argv_of(command | changes), *more]) == 2
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err + printed.out
+        lines = [line for line in printed.err.splitlines() if line.startswith("train_ppo_ray: ")]
+        assert len(lines) == 1 and printed.err.endswith(lines[0] + "\n"), "the message is one line, and the last one"
+        return lines[0].removeprefix("train_ppo_ray: ")
+
+    return run

@@ -1,16 +1,14 @@
 """Would catch a mistake of the user's that reaches an engine, or that is answered with a stack trace."""
 
 import json
-import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
+from command_lines import argv_of
 
-from openrlhf_gtpo.cli import train_ppo_ray
 from openrlhf_gtpo.integration.checks import check_inputs
 from openrlhf_gtpo.integration.run import parse
 
@@ -18,17 +16,7 @@ REWARD = "def reward_func(queries, prompts, labels):\n    return {'rewards': [1.
 ROWS = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(4)]
 
 
-@pytest.fixture(autouse=True)
-def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ray must not start, and the command line's signal handler must not outlive a test."""
-
-    def started(*args: Any, **kwargs: Any) -> None:
-        pytest.fail("Ray was started")
-
-    monkeypatch.setattr(ray, "init", started)
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, handler)
+pytestmark = pytest.mark.usefixtures("no_engine")
 
 
 @pytest.fixture(scope="module")
@@ -76,37 +64,14 @@ def table(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def words(command: dict[str, Any]) -> list[str]:
-    argv: list[str] = []
-    for flag, value in command.items():
-        if value is not None:
-            argv += [flag] if value is True else [flag, *map(str, value if isinstance(value, list) else [value])]
-    return argv
-
-
-@pytest.fixture
-def refused(command: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run the command line with changes and return its one sentence."""
-
-    def run(changes: dict[str, Any], *more: str) -> str:
-        assert train_ppo_ray.main([*words(command | changes), *more]) == 2
-        printed = capsys.readouterr()
-        assert "Traceback" not in printed.err + printed.out
-        lines = [line for line in printed.err.splitlines() if line.startswith("train_ppo_ray: ")]
-        assert len(lines) == 1 and printed.err.endswith(lines[0] + "\n"), "the message is one line, and the last one"
-        return lines[0].removeprefix("train_ppo_ray: ")
-
-    return run
-
-
 def test_the_command_line_of_these_tests_is_good(command: dict[str, Any]) -> None:
     for estimator in ("gtpo", "grpo_s"):
-        check_inputs(parse(words(command | {"--algo.advantage.estimator": estimator})))
+        check_inputs(parse(argv_of(command | {"--algo.advantage.estimator": estimator})))
 
 
 def test_upstreams_estimators_are_not_held_to_our_rules(command: dict[str, Any]) -> None:
     broken = {"--data.prompt_dataset": "/nowhere.jsonl", "--actor.model_name_or_path": "/nowhere"}
-    check_inputs(parse(words(command | broken | {"--algo.advantage.estimator": "group_norm"})))
+    check_inputs(parse(argv_of(command | broken | {"--algo.advantage.estimator": "group_norm"})))
 
 
 # ── The command line itself ──
@@ -343,7 +308,7 @@ def test_a_prompt_that_does_not_fit(refused: Callable[..., str], data_flag: str,
 
 def test_a_prompt_that_just_fits(command: dict[str, Any], tmp_path: Path) -> None:
     path = table(tmp_path / "fits.jsonl", [{"question": "x" * 48, "answer": ""}])
-    check_inputs(parse(words(command | {"--data.prompt_dataset": path})))
+    check_inputs(parse(argv_of(command | {"--data.prompt_dataset": path})))
 
 
 def test_every_one_of_several_data_sets_is_looked_at(refused: Callable[..., str], tmp_path: Path) -> None:

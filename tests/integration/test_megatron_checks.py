@@ -1,16 +1,14 @@
 """Would catch a run on Megatron that cannot work and reaches an engine, or that works and is refused."""
 
 import json
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
+from command_lines import argv_of
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.cli import train_ppo_ray
 from openrlhf_gtpo.integration import cpu_run
 from openrlhf_gtpo.integration.errors import UsageError
 from openrlhf_gtpo.integration.megatron_checks import check_megatron
@@ -19,17 +17,7 @@ from openrlhf_gtpo.integration.run import parse
 TP, PP, CP = (f"--megatron.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
 
 
-@pytest.fixture(autouse=True)
-def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ray must not start, and the command line's signal handler must not outlive a test."""
-
-    def started(*args: Any, **kwargs: Any) -> None:
-        pytest.fail("Ray was started")
-
-    monkeypatch.setattr(ray, "init", started)
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, handler)
+pytestmark = pytest.mark.usefixtures("no_engine")
 
 
 @pytest.fixture(scope="module")
@@ -59,29 +47,6 @@ def command(model: Path) -> dict[str, Any]:
     }
 
 
-def words(command: dict[str, Any]) -> list[str]:
-    argv: list[str] = []
-    for flag, value in command.items():
-        if value is not None:
-            argv += [flag] if value is True else [flag, str(value)]
-    return argv
-
-
-@pytest.fixture
-def refused(command: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run the command line with changes and return its one sentence."""
-
-    def run(changes: dict[str, Any]) -> str:
-        assert train_ppo_ray.main(words(command | changes)) == 2
-        printed = capsys.readouterr()
-        assert "Traceback" not in printed.err + printed.out
-        lines = [line for line in printed.err.splitlines() if line.startswith("train_ppo_ray: ")]
-        assert len(lines) == 1 and printed.err.endswith(lines[0] + "\n"), "the message is one line, and the last one"
-        return lines[0].removeprefix("train_ppo_ray: ")
-
-    return run
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -100,14 +65,14 @@ def refused(command: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> Call
 )
 @pytest.mark.parametrize("estimator", ["group_norm", "rloo", "gtpo", "grpo_s"])
 def test_what_works_is_not_refused(command: dict[str, Any], changes: dict[str, Any], estimator: str) -> None:
-    check_megatron(parse(words(command | changes | {"--algo.advantage.estimator": estimator})))
+    check_megatron(parse(argv_of(command | changes | {"--algo.advantage.estimator": estimator})))
 
 
 def test_a_checkpoint_that_is_not_whole_is_named_before_anything_starts(
     command: dict[str, Any], refused: Callable[..., str], tmp_path: Path
 ) -> None:
     resume = {"--ckpt.path": tmp_path, "--ckpt.load_enable": True}
-    check_megatron(parse(words(command | resume)))  # nothing there yet: a first start
+    check_megatron(parse(argv_of(command | resume)))  # nothing there yet: a first start
     folder = tmp_path / "_actor"
     (folder / "global_step3").mkdir(parents=True)
     (folder / "latest").write_text("global_step3\n")
@@ -117,7 +82,7 @@ def test_a_checkpoint_that_is_not_whole_is_named_before_anything_starts(
 
 def test_deepspeed_is_not_held_to_these_rules(command: dict[str, Any]) -> None:
     odd = {"--actor.backend": None, "--actor.model_name_or_path": "/nowhere", "--ds.lora.rank": 8}
-    check_megatron(parse(words(command | odd)))
+    check_megatron(parse(argv_of(command | odd)))
 
 
 @pytest.mark.parametrize(
@@ -190,7 +155,7 @@ def test_a_model_that_is_not_supported(
 
 
 def test_context_parallelism_needs_cuda(command: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    args = parse(words(command | {CP: 2}))
+    args = parse(argv_of(command | {CP: 2}))
     monkeypatch.setenv(platform.PLATFORM_VARIABLE, "cuda")
     check_megatron(args)
     monkeypatch.setenv(platform.PLATFORM_VARIABLE, "cpu")
@@ -202,10 +167,10 @@ def test_a_host_without_cuda_still_hears_of_offloading(command: dict[str, Any]) 
     """Moving states is Megatron's own there, while DeepSpeed's needs CUDA."""
     if platform.detect() != "cpu":
         pytest.skip("this host has CUDA")
-    assert parse(words(command | {"--megatron.offload": True})).ds.enable_sleep
-    assert not parse(words(command | {"--actor.backend": None, "--ds.enable_sleep": True})).ds.enable_sleep
+    assert parse(argv_of(command | {"--megatron.offload": True})).ds.enable_sleep
+    assert not parse(argv_of(command | {"--actor.backend": None, "--ds.enable_sleep": True})).ds.enable_sleep
 
 
 def test_logical_gpus_count_every_process_of_a_replica(command: dict[str, Any]) -> None:
     layout = {TP: 2, PP: 2, "--algo.kl.init_coef": 0.1, "--ref.num_gpus_per_node": 4}
-    assert cpu_run.logical_gpus(parse(words(command | layout))) == 4 + 4 + 1
+    assert cpu_run.logical_gpus(parse(argv_of(command | layout))) == 4 + 4 + 1
