@@ -89,13 +89,18 @@ def rank_0_ends_first() -> None:
 
 def sleep() -> None:
     """Says its process id on stdout, then stays."""
-    sys.stdout.write(f"{os.getpid()}\n")  # at once, or the ranks' lines may mix
-    sys.stdout.flush()
+    say(os.getpid())
     time.sleep(600)
+
+
+def say(what: object) -> None:
+    """On stdout in one write: `print` makes two where Python does not buffer, and the lines of two ranks mix."""
+    sys.stdout.write(f"{what}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
     # Under torchrun, or on its own: `process_functions.py NAME WORLD_SIZE`.
     result = run_processes(globals()[sys.argv[1]], int(sys.argv[2]), *map(int, sys.argv[3:]))
     if result is not None:
-        print(result)
+        say(result)
