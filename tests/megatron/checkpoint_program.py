@@ -119,6 +119,7 @@ def failing_saves(source: str, layout: Layout, folder: str) -> list[Any]:
                 seen.append(str(error))
             torch.distributed.barrier()  # the first rank has cleared up
             seen.append((checkpoints.latest(), sorted(path.name.split(".")[0] for path in Path(folder).iterdir())))
+            torch.distributed.barrier()  # every rank has looked before the next save begins
         checkpoint_writer._write_item = whole
         seen.append(checkpoints.load(trainer)["global_step"])
         checkpoints.save("step3", trainer, {"global_step": 3})
