@@ -5,6 +5,7 @@ Pure functions of torch tensors. This room must not know where rollouts come fro
 
 from .config import GRPOSConfig, GTPOConfig
 from .entropy_bonus import entropy_advantage_bonus
+from .error_budget import ErrorBudget, TokenValues, error_budget
 from .forking_tokens import forking_token_mask
 from .groups import success
 from .grpo_s import grpo_s_advantages, grpo_s_rewards
@@ -20,20 +21,24 @@ from .losses import (
 )
 from .overlong import length_penalty
 from .rewards import ShapedRewards
-from .shares import gtpo_shares, sequence_entropy
+from .shares import grpo_s_shares, gtpo_shares, sequence_entropy
 
 __all__ = [
     "LOSS_LEVEL",
+    "ErrorBudget",
     "GRPOSConfig",
     "GTPOConfig",
     "PolicyLossOutput",
     "ShapedRewards",
     "Surrogate",
+    "TokenValues",
     "check_loss_level",
     "entropy_advantage_bonus",
+    "error_budget",
     "forking_token_mask",
     "grpo_s_advantages",
     "grpo_s_rewards",
+    "grpo_s_shares",
     "gtpo_advantages",
     "gtpo_rewards",
     "gtpo_shares",

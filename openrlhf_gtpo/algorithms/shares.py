@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_batch, check_finite_tokens
-from .config import GTPOConfig, Mean
+from .config import GRPOSConfig, GTPOConfig, Mean
 from .groups import Rows, row_chunks, split_rows
 
 
@@ -122,6 +122,25 @@ def gtpo_shares(
         positive[chunk] = share * succeeded
         negative[chunk] = share * ~succeeded
     return positive, negative
+
+
+@torch.no_grad()
+def grpo_s_shares(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, config: GRPOSConfig) -> Tensor:
+    """The entropy shares that GRPO-S's rewards are made of (Eq. 5, 17).
+
+    Args:
+        entropy: (B, T) nats. mask: (B, T) bool. outcome: (B,). group_ids: (B,) int.
+        config: which mean.
+
+    Returns:
+        (B,) float64; over the rows of an O+ or O- their mean is 1.
+
+    Raises:
+        ValueError: shapes that do not fit, or a NaN or infinity, with the row.
+    """
+    check_batch(entropy, mask, outcome, group_ids)
+    rows = split_rows(mask, outcome, group_ids, config.success_threshold)
+    return sequence_shares(sequence_entropy(entropy, mask, config.entropy_mean, config.entropy_eps), rows)
 
 
 @torch.no_grad()

@@ -28,8 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     try:
+        given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
         if getattr(args, "actor.backend") != "megatron":
-            megatron_flags.refuse_stray(n for n, value in vars(args).items() if value != parser.get_default(n))
+            megatron_flags.refuse_stray(given)
+        megatron_flags.refuse_fp8_alone(args, given)
         _score(args)
     except (UsageError, LaunchError, ProcessFailed) as error:
         if is_first_process():
@@ -76,7 +78,8 @@ def _score(args: argparse.Namespace) -> None:
     megatron = SimpleNamespace(
         **{name.split(".")[1]: value for name, value in vars(args).items() if name.startswith("megatron.")}
     )
-    layout = megatron_flags.layout_of(SimpleNamespace(megatron=megatron))
+    flags = SimpleNamespace(megatron=megatron)
+    layout = megatron_flags.layout_of(flags)
     processes = args.processes
     if processes is None:
         processes = launched_world_size() or layout.model_parallel_size
@@ -85,6 +88,7 @@ def _score(args: argparse.Namespace) -> None:
         backend=getattr(args, "actor.backend"),
         layout=layout,
         overrides=tuple(megatron.override),
+        fp8=megatron_flags.fp8_of(flags),
         dtype=args.dtype,
         temperature=args.temperature,
         max_tokens=args.max_tokens,

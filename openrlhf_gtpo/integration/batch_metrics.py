@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 
-from openrlhf_gtpo.algorithms import GTPOConfig, gtpo_shares, success
+from openrlhf_gtpo.algorithms import GTPOConfig, success
 from openrlhf_gtpo.integration.credit import EntropyCredit
 from openrlhf_gtpo.integration.rollout_batch import RolloutBatch
 from openrlhf_gtpo.report import names
@@ -53,8 +53,7 @@ def _entropy_metrics(batch: RolloutBatch, succeeded: torch.Tensor, credit: Entro
         if mask.any():
             metrics[name] = batch.entropy[mask].mean().item()
     if credit is not None and isinstance(credit.config, GTPOConfig):
-        positive, negative = gtpo_shares(batch.entropy, batch.mask, batch.outcome, batch.group_ids, credit.config)
-        shares = (positive + negative)[batch.mask]
+        shares = credit.shares(batch.entropy, batch.mask, batch.outcome, batch.group_ids)
         if shares.numel() > 1:
             metrics[names.SHARES_STD] = shares.std().item()
     return metrics

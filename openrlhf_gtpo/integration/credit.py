@@ -10,7 +10,9 @@ from openrlhf_gtpo.algorithms import (
     GRPOSConfig,
     GTPOConfig,
     grpo_s_advantages,
+    grpo_s_shares,
     gtpo_advantages,
+    gtpo_shares,
 )
 from openrlhf_gtpo.integration.errors import UsageError
 from openrlhf_gtpo.integration.flags import CONFIGS
@@ -35,6 +37,15 @@ class EntropyCredit:
         if isinstance(self.config, GTPOConfig):
             return gtpo_advantages(entropy, mask, outcome, group_ids, self.config, length_penalty)
         return grpo_s_advantages(entropy, mask, outcome, group_ids, self.config, length_penalty)
+
+    def shares(
+        self, entropy: torch.Tensor, mask: torch.Tensor, outcome: torch.Tensor, group_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """(N,) entropy shares: of all action tokens for GTPO, of all responses for GRPO-S."""
+        if isinstance(self.config, GTPOConfig):
+            positive, negative = gtpo_shares(entropy, mask, outcome, group_ids, self.config)
+            return (positive + negative)[mask]
+        return grpo_s_shares(entropy, mask, outcome, group_ids, self.config)
 
 
 def entropy_credit(args: SimpleNamespace) -> EntropyCredit | None:

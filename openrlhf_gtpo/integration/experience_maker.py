@@ -1,23 +1,17 @@
 """Upstream's experience maker with entropies carried from the old-policy forward to the advantages."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.length_penalty import apply_stop_properly_penalty
 
-from openrlhf_gtpo.algorithms import length_penalty
+from openrlhf_gtpo.algorithms import TokenValues, length_penalty
 from openrlhf_gtpo.integration import batch_metrics
 from openrlhf_gtpo.integration.credit import captures_entropy, entropy_credit
+from openrlhf_gtpo.integration.fp8_audit import Fp8Audit, PolicyForward
 from openrlhf_gtpo.integration.rollout_batch import RolloutBatch, in_sampling_order
-
-
-class PolicyForward(NamedTuple):
-    """What the policy's forward returns for one micro-batch where entropies are captured, (b, t) each."""
-
-    log_probs: torch.Tensor
-    entropy: torch.Tensor
 
 
 class EntropyExperienceMaker(RemoteExperienceMaker):
@@ -31,12 +25,20 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         super().__init__(*args, **kwargs)
         self.credit = entropy_credit(self.args)
         self.metrics: dict[str, float] = {}
+        self.audit = Fp8Audit(self.args)
         self._entropies: list[torch.Tensor] | None = None
+        self._exact: list[TokenValues] | None = None
+
+    def make_experience(self, samples_list: list[Experience]) -> list[Experience]:
+        """As upstream's; the audit of FP8 says how the policy's forward is computed."""
+        self.audit.before_batch(self.actor_model_group)
+        return super().make_experience(samples_list)
 
     def _flatten_results(self, refs: Any, duplicate_factor: int) -> list[Any]:
         results = super()._flatten_results(refs, duplicate_factor)
         if results and isinstance(results[0], PolicyForward):
             self._entropies = [result.entropy for result in results]
+            self._exact = [result.exact for result in results] if results[0].exact is not None else None
             return [result.log_probs for result in results]
         return results
 
@@ -50,13 +52,30 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         assert self._entropies is not None or not captures_entropy(self.args), "the policy returned no entropies"
         batch = RolloutBatch.gather(experiences, self._entropies, self.args.rollout.n_samples_per_prompt)
         self._entropies = None
+        audit = {}
         if self.credit is None:
             experiences = super().compute_advantages_and_returns(experiences)
         else:
             batch.check_finite()
+            audit = self._audit(batch, experiences)
             self._shape(batch, experiences)
         self.metrics = batch_metrics.of_batch(batch, [e.advantages for e in experiences], experiences, self.credit)
+        self.metrics |= audit
         return experiences
+
+    def _audit(self, batch: RolloutBatch, experiences: list[Experience]) -> dict[str, float]:
+        """Metrics of an audit, where the batch has one; it takes the exact values where the gate wants them."""
+        exact, self._exact = self._exact, None
+        if exact is None:
+            return {}
+        assert self.credit is not None
+        rows = TokenValues(*(batch.in_rows(values) for values in zip(*exact, strict=True)))
+        metrics = self.audit.compare(batch, rows, self.credit)
+        if self.audit.in_high_precision:
+            batch.log_probs, batch.entropy = rows
+            for experience, values in zip(experiences, exact, strict=True):
+                experience.action_log_probs = values.log_probs
+        return metrics
 
     def _shape(self, batch: RolloutBatch, experiences: list[Experience]) -> None:
         assert self.credit is not None and batch.entropy is not None

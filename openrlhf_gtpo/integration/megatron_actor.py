@@ -15,9 +15,10 @@ from openrlhf.utils import get_tokenizer
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 from transformers import get_scheduler
 
+from openrlhf_gtpo.algorithms import TokenValues
 from openrlhf_gtpo.integration.credit import captures_entropy
-from openrlhf_gtpo.integration.experience_maker import PolicyForward
-from openrlhf_gtpo.integration.megatron_flags import layout_of
+from openrlhf_gtpo.integration.fp8_audit import PolicyForward, Precision
+from openrlhf_gtpo.integration.megatron_flags import fp8_of, layout_of
 from openrlhf_gtpo.integration.megatron_trainer import MegatronActorTrainer
 from openrlhf_gtpo.integration.token_rows import Repacked
 from openrlhf_gtpo.megatron import groups, schedule
@@ -43,7 +44,6 @@ class MegatronModelActor(BaseModelActor):
         args = strategy.args
         groups.initialize(layout_of(args), args.train.seed)
         self.model = load_model(source, _model_options(args))
-        self.stage: torch.nn.Module = self.model.stage
 
     def execute_batch(self, method_name: str, all_data: dict[str, list], start_idx: int, end_idx: int) -> list[Any]:
         """As upstream's; a forward takes its micro-batches from all that was dispatched, not one entry at a time."""
@@ -66,12 +66,13 @@ class MegatronModelActor(BaseModelActor):
         args = self.strategy.args
         budget = args.rollout.max_tokens_per_gpu or args.train.max_tokens_per_gpu
         repacked = Repacked(batches, budget)
-        self.stage.eval()
-        return repacked.restore(schedule.forward(self.stage, self.model.config, repacked.micro_batches))
+        return repacked.restore(schedule.forward(self.model, repacked.micro_batches))
 
 
 class MegatronPolicy(MegatronModelActor):
     """The policy: what upstream's ``PolicyModelActor`` does, on Megatron."""
+
+    precision = Precision.AS_TRAINED
 
     def init_model_from_pretrained(
         self, strategy: Any, pretrain: str, max_steps: int | None = None, vllm_engines: list[Any] | None = None
@@ -81,7 +82,6 @@ class MegatronPolicy(MegatronModelActor):
         self._load(strategy, pretrain)
         self.tokenizer = get_tokenizer(pretrain, None, "left", strategy, use_fast=not args.data.disable_fast_tokenizer)
         self.megatron = Trainer(self.model, _optimizer_options(args), _schedule(args, max_steps or 1))
-        self.stage = self.megatron.ddp
         self.offload = Offload(self.megatron)
         self.checkpoints = Checkpoints(
             os.path.join(args.ckpt.path, "_actor"),
@@ -100,10 +100,21 @@ class MegatronPolicy(MegatronModelActor):
 
     def _forward_all(self, batches: list[TokenBatch]) -> list[Any]:
         self.offload.restore(optimizer=False)
-        results = self._statistics(batches)
-        if captures_entropy(self.strategy.args):
+        exact: list[schedule.Statistics] = []
+        if self.precision is not Precision.AS_TRAINED:
+            assert self.model.fp8 is not None
+            with self.model.fp8.high_precision():
+                exact = self._statistics(batches)
+        results = exact if self.precision is Precision.HIGH else self._statistics(batches)
+        if not captures_entropy(self.strategy.args):
+            return [result.log_probs for result in results]
+        if self.precision is not Precision.BOTH:
             return [PolicyForward(*result) for result in results]
-        return [result.log_probs for result in results]
+        return [PolicyForward(*result, TokenValues(*other)) for result, other in zip(results, exact, strict=True)]
+
+    def set_precision(self, precision: str) -> None:
+        """Of the forward passes from now on; a value of :class:`Precision`."""
+        self.precision = Precision(precision)
 
     def append(self, experience: Experience) -> None:
         """Add the rows of one micro-batch to this replica's replay buffer."""
@@ -174,7 +185,7 @@ class MegatronReference(MegatronModelActor):
     def init_model_from_pretrained(self, strategy: Any, pretrain: str) -> None:
         """Load ``pretrain``."""
         self._load(strategy, pretrain)
-        self.stage.requires_grad_(False)
+        self.model.stage.requires_grad_(False)
 
 
 MegatronPolicyActor = ray.remote(num_gpus=1)(MegatronPolicy)
@@ -188,6 +199,7 @@ def _model_options(args: SimpleNamespace) -> ModelOptions:
         temperature=args.rollout.temperature,
         recompute=args.megatron.recompute,
         overrides=parse_overrides(args.megatron.override),
+        fp8=fp8_of(args),
     )
 
 

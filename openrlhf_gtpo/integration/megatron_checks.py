@@ -6,10 +6,12 @@ from typing import Any
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.integration.checks import check_model
+from openrlhf_gtpo.integration.credit import entropy_credit
 from openrlhf_gtpo.integration.errors import UsageError
-from openrlhf_gtpo.integration.megatron_flags import layout_of
+from openrlhf_gtpo.integration.megatron_flags import fp8_of, layout_of
 from openrlhf_gtpo.megatron.checkpoint_files import CheckpointError
 from openrlhf_gtpo.megatron.checkpoint_folder import check_latest
+from openrlhf_gtpo.megatron.fp8_options import check_fp8
 from openrlhf_gtpo.megatron.layout import Layout, LayoutError, WorldSizeError, check_layout
 from openrlhf_gtpo.megatron.overrides import OverrideError, parse_overrides
 
@@ -31,6 +33,7 @@ def check_megatron(args: SimpleNamespace) -> None:
     _check_layout(config, layout, args.actor, "actor")
     if args.algo.kl.init_coef > 0:
         _check_layout(config, layout, args.ref, "ref")
+    _check_fp8(args, config, layout)
     _check_batch(args, layout)
     if args.ckpt.load_enable:
         _check_checkpoint(args, config)
@@ -51,6 +54,30 @@ def _check_layout(config: Any, layout: Layout, section: SimpleNamespace, name: s
         ) from error
     except LayoutError as error:
         raise UsageError(str(error)) from error
+
+
+def _check_fp8(args: SimpleNamespace, config: Any, layout: Layout) -> None:
+    fp8 = fp8_of(args)
+    if fp8 is None:
+        return
+    try:
+        check_fp8(fp8, config, layout, cuda=platform.chosen_platform() == "cuda")
+    except LayoutError as error:
+        raise UsageError(str(error)) from error
+    steps, gate = args.megatron.fp8_audit_steps, args.megatron.fp8_audit_gate
+    if steps < 0:
+        raise UsageError(f"--megatron.fp8_audit_steps {steps} is no number of batches; give 0 for no audit.")
+    if steps and entropy_credit(args) is None:
+        raise UsageError(
+            f"--megatron.fp8_audit_steps {steps} compares entropy credit, which --algo.advantage.estimator "
+            f"{args.algo.advantage.estimator} does not give; choose gtpo or grpo_s, or leave it out."
+        )
+    if gate is not None and not 0 <= gate <= 1:
+        raise UsageError(f"--megatron.fp8_audit_gate {gate:g} is no fraction; give a number from 0 to 1.")
+    if gate is not None and not steps:
+        raise UsageError(
+            f"--megatron.fp8_audit_gate {gate:g} is read at audits; give --megatron.fp8_audit_steps N too."
+        )
 
 
 def _check_checkpoint(args: SimpleNamespace, config: Any) -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo.integration.errors import UsageError
+from openrlhf_gtpo.megatron.fp8_options import MODES, RECIPES, Fp8Options
 from openrlhf_gtpo.megatron.layout import SIZES, Layout, LayoutError
 
 _PREFIX = "megatron."
@@ -73,6 +74,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="move parameters, gradients and optimizer states to host memory between the phases of a colocated run, "
         "as --ds.enable_sleep does for DeepSpeed (which asks for the same here)",
     )
+    _add_fp8_flags(group)
     group.add_argument(
         "--megatron.override",
         action="append",
@@ -88,6 +90,59 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_fp8_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--megatron.fp8",
+        choices=MODES,
+        help="compute the decoder's matrix products in FP8: hybrid (E4M3, gradients in E5M2) or e4m3 with Transformer "
+        "Engine on Hopper or Ada; emulated gives the same numbers slowly on any host. Weights, embedding and LM head stay "
+        "in BF16 (default: off)",
+    )
+    group.add_argument(
+        "--megatron.fp8_recipe",
+        choices=RECIPES,
+        default="blockwise",
+        help="where FP8's scales come from: earlier micro-batches (delayed), the whole tensor (tensorwise), or blocks of "
+        "1 x 128 and 128 x 128 (blockwise; Hopper, torch built with CUDA 12.9 or above)",
+    )
+    for end in ("start", "end"):
+        group.add_argument(
+            f"--megatron.num_layers_at_{end}_in_bf16",
+            type=int,
+            default=0,
+            metavar="N",
+            help=f"decoder layers at the {end} of the model that stay in BF16",
+        )
+    group.add_argument(
+        "--megatron.fp8_audit_steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="in every N-th batch, compute the old-policy forward in BF16 too, and log what FP8 does to entropies, shares "
+        "and advantages as fp8/* (GTPO and GRPO-S; 0: never)",
+    )
+    group.add_argument(
+        "--megatron.fp8_audit_gate",
+        type=float,
+        metavar="X",
+        help="where an audit finds that more than this fraction of the advantages changes its sign, compute the old-policy "
+        "forward in BF16 until an audit finds fewer, such as 0.02 (default: never)",
+    )
+
+
+def fp8_of(args: SimpleNamespace) -> Fp8Options | None:
+    """What ``--megatron.fp8*`` asks for; None without it."""
+    megatron = args.megatron
+    if megatron.fp8 is None:
+        return None
+    return Fp8Options(
+        megatron.fp8,
+        megatron.fp8_recipe,
+        megatron.num_layers_at_start_in_bf16,
+        megatron.num_layers_at_end_in_bf16,
+    )
+
+
 def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
     """Carry the Megatron actor's flags over to those that OpenRLHF reads, and the other way round.
 
@@ -100,6 +155,7 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
     if getattr(args, "actor.backend") != "megatron":
         refuse_stray(given)
         return
+    refuse_fp8_alone(args, given)
     for name, remedy in (
         ("ds.tensor_parallel_size", "--megatron.tensor_model_parallel_size"),
         ("ds.ring_attn_size", "--megatron.context_parallel_size"),
@@ -126,6 +182,19 @@ def refuse_stray(given: Iterable[str]) -> None:
     stray = sorted(name for name in given if name.startswith(_PREFIX))
     if stray:
         raise UsageError(f"--{stray[0]} needs --actor.backend megatron; add it, or leave the flag out.")
+
+
+def refuse_fp8_alone(args: argparse.Namespace, given: Iterable[str]) -> None:
+    """Refuse settings of FP8 where it is off.
+
+    Raises:
+        UsageError: one of the destinations ``given`` on the command line is among them.
+    """
+    alone = sorted(
+        name for name in given if name.startswith(_PREFIX) and ("fp8_" in name or name.endswith("_in_bf16"))
+    )
+    if alone and getattr(args, "megatron.fp8") is None:
+        raise UsageError(f"--{alone[0]} needs --megatron.fp8; add it, or leave the flag out.")
 
 
 def layout_of(args: SimpleNamespace) -> Layout:

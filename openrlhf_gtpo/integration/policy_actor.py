@@ -13,7 +13,7 @@ from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.integration.credit import captures_entropy, entropy_credit
-from openrlhf_gtpo.integration.experience_maker import PolicyForward
+from openrlhf_gtpo.integration.fp8_audit import PolicyForward
 from openrlhf_gtpo.integration.loss import FinitePolicyLoss, SequencePolicyLoss
 from openrlhf_gtpo.integration.policy_model import PolicyModel
 from openrlhf_gtpo.rollout.buckets import ParameterMeta

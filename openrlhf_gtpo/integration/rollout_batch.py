@@ -42,8 +42,7 @@ class RolloutBatch:
         width = max(experience.action_mask.shape[1] for experience in experiences)
 
         def rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-            padded = torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors])
-            return in_sampling_order(padded, order)
+            return _in_rows(tensors, order, width)
 
         reference = experiences[0].base_action_log_probs
         outcome = torch.cat([e.rewards.float() for e in experiences])
@@ -59,6 +58,10 @@ class RolloutBatch:
             reference_log_probs=None if reference is None else rows([e.base_action_log_probs for e in experiences]),
             prompts=[prompts[row] for row in order.argsort().tolist()] if prompts else [""] * len(order),
         )
+
+    def in_rows(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One (b, t) tensor per micro-batch to (B, T) in sampling order, 0 where a micro-batch is narrower."""
+        return _in_rows(values, self.order, self.mask.shape[1])
 
     def scatter(self, values: torch.Tensor, experiences: Sequence[Experience]) -> list[torch.Tensor]:
         """(B, T) values in sampling order, cut into the micro-batches' own shapes."""
@@ -89,6 +92,11 @@ class RolloutBatch:
                 f"Row {row} of the rollout batch ({int(bad.sum())} of {len(bad)} rows are affected) has a {name} that "
                 f"is not finite; the step was stopped before any weight changed. Its prompt: {self.prompts[row]!r}"
             )
+
+
+def _in_rows(values: Sequence[torch.Tensor], order: torch.Tensor, width: int) -> torch.Tensor:
+    padded = torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in values])
+    return in_sampling_order(padded, order)
 
 
 def in_sampling_order(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from openrlhf_gtpo.integration.checks import check_model
 from openrlhf_gtpo.integration.errors import UsageError
 from openrlhf_gtpo.integration.score_models import ScoreModel
 from openrlhf_gtpo.integration.score_rows import RowFile
+from openrlhf_gtpo.megatron.fp8_options import check_fp8
 from openrlhf_gtpo.megatron.layout import LayoutError, WorldSizeError, check_layout
 from openrlhf_gtpo.megatron.overrides import OverrideError, parse_overrides
 
@@ -47,7 +48,10 @@ def _check_megatron(model: ScoreModel, config: object, processes: int) -> None:
         )
     try:
         parse_overrides(model.overrides)
-        check_layout(config, model.layout, processes, cuda=platform.chosen_platform() == "cuda")
+        cuda = platform.chosen_platform() == "cuda"
+        check_layout(config, model.layout, processes, cuda=cuda)
+        if model.fp8 is not None:
+            check_fp8(model.fp8, config, model.layout, cuda=cuda)
     except WorldSizeError as error:
         raise UsageError(f"--processes {processes}: {error}") from error
     except (LayoutError, OverrideError) as error:

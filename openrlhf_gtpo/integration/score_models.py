@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from openrlhf_gtpo.integration.score_rows import Row
+from openrlhf_gtpo.megatron.fp8_options import Fp8Options
 from openrlhf_gtpo.megatron.layout import Layout
 from openrlhf_gtpo.megatron.token_batch import TokenBatch, pad_right
 
@@ -29,6 +30,7 @@ class ScoreModel:
         backend: deepspeed (Transformers, a whole model in each process) or megatron.
         layout: parallel sizes of the Megatron backend.
         overrides: FIELD=VALUE of the Megatron backend's TransformerConfig.
+        fp8: products of the Megatron backend in FP8; None for none.
         dtype: of weights and activations, bfloat16 or float32; log-probs and entropies are float32 in either case.
         temperature: of the policy, whose probabilities are softmax(logits / temperature).
         max_tokens: of a micro-batch.
@@ -38,6 +40,7 @@ class ScoreModel:
     backend: str = "deepspeed"
     layout: Layout = Layout()
     overrides: tuple[str, ...] = ()
+    fp8: Fp8Options | None = None
     dtype: str = "bfloat16"
     temperature: float = 1.0
     max_tokens: int = 8192
@@ -135,12 +138,12 @@ def _megatron(model: ScoreModel) -> Iterator[Forward]:
             dtype=getattr(torch, model.dtype),
             temperature=model.temperature,
             overrides=parse_overrides(model.overrides),
+            fp8=model.fp8,
         )
         loaded = load_model(model.folder, options)
-        loaded.stage.eval()
 
         def run(batches: Sequence[TokenBatch]) -> list[Scores]:
-            results = schedule.forward(loaded.stage, loaded.config, batches)
+            results = schedule.forward(loaded, batches)
             return [(result.log_probs, result.entropy) for result in results]
 
         yield Forward(lambda lengths: fill(lengths, model.max_tokens), run, model.layout.model_parallel_size)

@@ -5,6 +5,7 @@ configuration, the layers of a host without Transformer Engine, and tied heads u
 """
 
 import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mbridge.models.qwen2 import Qwen2Bridge
 from mbridge.models.qwen3 import Qwen3Bridge
 from mbridge.models.qwen3moe import Qwen3MoEBridge
 from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from transformers import AutoConfig, PretrainedConfig
 
@@ -40,9 +42,17 @@ def read_config(source: str | Path) -> PretrainedConfig:
     return config
 
 
+@dataclass
+class PolicyConfig(TransformerConfig):
+    """Megatron's configuration, and of how many packed tokens a rank's share of a micro-batch is a multiple."""
+
+    token_multiple: int = 1
+
+
 class _AdaptedBridge:
     """What every architecture's bridge has in common here; mixed in before mbridge's class."""
 
+    TransformerConfigClass = PolicyConfig
     hf_config: Any
     mpu: Any
     config: Any

@@ -10,6 +10,7 @@ from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
 
+from openrlhf_gtpo.megatron import fp8
 from openrlhf_gtpo.megatron.host import megatron_calls, on_cuda
 from openrlhf_gtpo.megatron.model import LoadedModel
 from openrlhf_gtpo.megatron.trainer import Trainer
@@ -22,7 +23,8 @@ METADATA = {
     "distrib_optim_fully_reshardable_mem_efficient": True,
     "chained_optim_avoid_prefix": True,
 }
-_EXTRA = "_extra_state"  # Transformer Engine's own, absent from checkpoints of hosts without it
+# Absent from checkpoints of hosts without Transformer Engine (its own state), and of runs without FP8 (scales).
+_OPTIONAL = ("_extra_state", fp8.STATE)
 
 
 def model_and_trainer(target: Trainer | LoadedModel) -> tuple[LoadedModel, Trainer | None]:
@@ -51,14 +53,14 @@ def sharded_state(model: LoadedModel, trainer: Trainer | None, *, is_loading: bo
 def missing_keys(state: dict[str, Any], stored: Any) -> list[str]:
     """Keys of ``state`` that a checkpoint with the keys ``stored`` lacks, those that may be absent left out."""
     wanted = {part.unique_key if isinstance(part, ShardedObject) else part.key for part in _sharded_parts(state)}
-    return sorted(key for key in wanted - set(stored) if _EXTRA not in key)
+    return sorted(key for key in wanted - set(stored) if not _may_be_absent(key))
 
 
 def apply(loaded: dict[str, Any], model: LoadedModel, trainer: Trainer | None) -> None:
     """Put what Megatron has read for :func:`sharded_state` into place."""
     with megatron_calls(), torch.no_grad():
         unfit = model.stage.load_state_dict(loaded["model"], strict=False)
-        wrong = [key for key in (*unfit.missing_keys, *unfit.unexpected_keys) if _EXTRA not in key]
+        wrong = [key for key in (*unfit.missing_keys, *unfit.unexpected_keys) if not _may_be_absent(key)]
         assert not wrong, f"keys were compared before anything was read: {wrong}"
         if trainer is not None:
             parts = trainer.optimizer.chained_optimizers
@@ -85,6 +87,10 @@ def apply_random_state(state: dict[str, Any]) -> None:
     if on_cuda() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
         tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
+
+
+def _may_be_absent(key: str) -> bool:
+    return any(part in key for part in _OPTIONAL)
 
 
 def _sharded_parts(state: dict[str, Any]) -> Iterator[Any]:

@@ -18,6 +18,8 @@ from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
 from openrlhf_gtpo.megatron import groups
 from openrlhf_gtpo.megatron.bridge import EXPERTS, make_bridge, read_config
 from openrlhf_gtpo.megatron.context import gather_actions
+from openrlhf_gtpo.megatron.fp8 import Fp8, prepare_host
+from openrlhf_gtpo.megatron.fp8_options import Fp8Options
 from openrlhf_gtpo.megatron.host import device, has_transformer_engine, megatron_calls, on_cuda
 from openrlhf_gtpo.megatron.layout import Layout
 from openrlhf_gtpo.megatron.packing import Packed
@@ -36,6 +38,7 @@ class ModelOptions:
         recompute: activations computed again in the backward pass: none, those of attention (selective), or whole
             layers (full).
         overrides: TransformerConfig fields that win.
+        fp8: products in FP8; None for none.
         chunk_bytes: temporary memory of the LM head.
     """
 
@@ -44,6 +47,7 @@ class ModelOptions:
     temperature: float = 1.0
     recompute: str = "none"
     overrides: dict[str, Any] = field(default_factory=dict)
+    fp8: Fp8Options | None = None
     chunk_bytes: int = 256 * 2**20
 
     def fields(self) -> dict[str, Any]:
@@ -54,8 +58,10 @@ class ModelOptions:
         elif self.recompute == "selective":
             recompute = {"recompute_granularity": "selective"}
         fused = has_transformer_engine()
+        ranks = self.layout.tensor_model_parallel_size if self.layout.sequence_parallel else 1
         return {
-            "sequence_parallel": self.layout.sequence_parallel and self.layout.tensor_model_parallel_size > 1,
+            "sequence_parallel": ranks > 1,
+            "token_multiple": ranks * (self.fp8.alignment if self.fp8 else 1),
             "params_dtype": self.dtype,
             "pipeline_dtype": self.dtype,
             "bf16": self.dtype is torch.bfloat16,
@@ -74,6 +80,7 @@ class ModelOptions:
             # A loss callable's values add up over micro-batches and replicas: nothing is divided behind its back.
             "calculate_per_token_loss": True,
             **recompute,
+            **(self.fp8.fields() if self.fp8 else {}),
             **self.overrides,
         }
 
@@ -131,6 +138,7 @@ class LoadedModel:
     stage: PolicyGPTModel
     bridge: Any
     options: ModelOptions
+    fp8: Fp8 | None = None
 
     @property
     def config(self) -> Any:
@@ -145,7 +153,12 @@ def load_model(source: str | Path, options: ModelOptions, *, with_weights: bool 
 
     Args:
         with_weights: False leaves the parameters unset, for a checkpoint that is loaded afterwards.
+
+    Raises:
+        LayoutError: this process's device cannot do the FP8 that is asked for.
     """
+    if options.fp8 is not None:
+        prepare_host(options.fp8)
     config = read_config(source)
     # The cache of this method keeps embeddings, and each of those a group.
     groups.at_destroy(RotaryEmbedding.forward.cache_clear)
@@ -155,7 +168,9 @@ def load_model(source: str | Path, options: ModelOptions, *, with_weights: bool 
         if with_weights:
             with torch.no_grad():
                 bridge.load_weights([stage], str(source), memory_efficient=True)
-    return LoadedModel(stage, bridge, options)
+        # After the weights, as mbridge takes every buffer for one that a checkpoint has.
+        fp8 = Fp8(options.fp8, stage) if options.fp8 else None
+    return LoadedModel(stage, bridge, options, fp8)
 
 
 def _build_stage(bridge: Any, options: ModelOptions) -> PolicyGPTModel:

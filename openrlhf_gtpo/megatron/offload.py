@@ -36,6 +36,8 @@ class Offload:
         """Move the parameters too."""
         if "parameters" not in self._on_host:
             self._move("parameters", self._parameters())
+            if self._trainer.model.fp8 is not None:
+                self._trainer.model.fp8.drop_caches()
 
     def restore(self, optimizer: bool = True) -> None:
         """Bring parameters back, and with ``optimizer`` the rest. What is here stays."""

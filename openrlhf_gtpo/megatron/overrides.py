@@ -18,6 +18,15 @@ from openrlhf_gtpo.megatron.layout import SIZES
 # What would contradict what the rest of the command line, the checkpoint or the engine says, and where to say it.
 _OWNED: dict[str, str] = {name: f"give --megatron.{name}" for name in (*SIZES, "sequence_parallel")}
 _OWNED |= {"recompute_granularity": "give --megatron.recompute"}
+_OWNED |= {"fp8": "give --megatron.fp8", "fp8_recipe": "give --megatron.fp8_recipe"}
+_OWNED |= {"fp8_param": "weights stay in BF16, from which the optimizer starts and which the engines get"}
+_OWNED |= {
+    "tp_only_amax_red": "replicas run different numbers of micro-batches, and cannot wait for each other's scales"
+}
+_OWNED |= dict.fromkeys(
+    ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+    "give --megatron.num_layers_at_start_in_bf16 and --megatron.num_layers_at_end_in_bf16",
+)
 _OWNED |= dict.fromkeys(
     ("params_dtype", "pipeline_dtype", "autocast_dtype", "enable_autocast", "bf16", "fp16"), "give --ds.param_dtype"
 )

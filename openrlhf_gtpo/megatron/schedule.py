@@ -1,6 +1,7 @@
 """Micro-batches through the pipeline: Megatron's schedules, with the loss handed in as a callable."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from openrlhf_gtpo.megatron.host import device, megatron_calls
+from openrlhf_gtpo.megatron.model import LoadedModel
 from openrlhf_gtpo.megatron.packing import Packed, pack
 from openrlhf_gtpo.megatron.token_batch import TokenBatch
 
@@ -26,22 +28,28 @@ class Statistics(NamedTuple):
 
 
 @torch.no_grad()
-def forward(stage: torch.nn.Module, config: Any, batches: Sequence[TokenBatch]) -> list[Statistics]:
-    """Log-probs and entropies of every micro-batch, on every rank of the replica."""
+def forward(model: LoadedModel, batches: Sequence[TokenBatch]) -> list[Statistics]:
+    """Log-probs and entropies of every micro-batch, on every rank of the replica; the model is left in eval mode."""
+    if model.fp8 is not None and not model.fp8.calibrated:
+        _calibrate(model, batches[:1])
+    model.stage.eval()
 
     def collect(index: int, packed: Packed, output: Any, non_loss_data: bool) -> Statistics:
         assert non_loss_data
         log_probs, entropy = output
         return Statistics(packed.place(log_probs), packed.place(entropy))
 
-    results = _run(stage, config, batches, collect, with_entropy=True, forward_only=True)
+    results = _run(model, model.stage, batches, collect, with_entropy=True, forward_only=True)
     return [_from_last_stage(batch, results[i] if results else None) for i, batch in enumerate(batches)]
 
 
 def forward_backward(
-    stage: torch.nn.Module, config: Any, batches: Sequence[TokenBatch], loss: Loss, *, with_entropy: bool
+    model: LoadedModel, ddp: torch.nn.Module, batches: Sequence[TokenBatch], loss: Loss, *, with_entropy: bool
 ) -> list[Any]:
     """Forward and backward of every micro-batch, gradients reduced over the data-parallel group.
+
+    Args:
+        ddp: the model's stage with its gradient buffers.
 
     Returns:
         what ``loss`` gave beside its scalars, one entry a micro-batch; empty on all but the last stage.
@@ -53,12 +61,25 @@ def forward_backward(
         value, kept = loss(index, packed.place(log_probs), None if entropy is None else packed.place(entropy))
         return value, no_tokens, kept
 
-    return _run(stage, config, batches, apply, with_entropy=with_entropy, forward_only=False)
+    return _run(model, ddp, batches, apply, with_entropy=with_entropy, forward_only=False)
+
+
+def _calibrate(model: LoadedModel, batches: Sequence[TokenBatch]) -> None:
+    """A forward whose results count for nothing: delayed scales follow training passes alone, and they have seen none."""
+    assert model.fp8 is not None
+
+    def drop(index: int, packed: Packed, output: Any, non_loss_data: bool) -> None:
+        assert non_loss_data
+
+    model.stage.train()
+    with torch.enable_grad():
+        _run(model, model.stage, batches, drop, with_entropy=False, forward_only=True)
+    model.fp8.calibrated = True
 
 
 def _run(
+    loaded: LoadedModel,
     stage: torch.nn.Module,
-    config: Any,
     batches: Sequence[TokenBatch],
     finish: Callable,
     *,
@@ -66,12 +87,12 @@ def _run(
     forward_only: bool,
 ) -> list[Any]:
     assert batches, "a schedule needs a micro-batch"
-    multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    config = loaded.config
     context = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
 
     def step(data: Iterator[tuple[int, TokenBatch]], model: torch.nn.Module) -> tuple[Any, Callable]:
         index, batch = next(data)
-        packed = pack(batch, device(), multiple, context)
+        packed = pack(batch, device(), config.token_multiple, context)
         output = model(packed, with_entropy=with_entropy)
         if isinstance(output, tuple):
             output = _Output(output)
@@ -80,7 +101,7 @@ def _run(
     # Replicas that share experts wait for each other in every micro-batch, so those with fewer repeat a short one.
     missing = _most_micro_batches(len(batches)) - len(batches) if config.expert_model_parallel_size > 1 else 0
     work = [*batches, *[min(batches, key=lambda batch: batch.tokens)] * missing]
-    with megatron_calls():
+    with megatron_calls(), loaded.fp8.weights_kept() if loaded.fp8 else nullcontext():
         results = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iter(enumerate(work)),

@@ -114,8 +114,10 @@ class Trainer:
         self.ddp.train()
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        kept = schedule.forward_backward(self.ddp, self.model.config, batches, loss, with_entropy=with_entropy)
+        kept = schedule.forward_backward(self.model, self.ddp, batches, loss, with_entropy=with_entropy)
         with megatron_calls():
+            if self.model.fp8 is not None:
+                self.model.fp8.update_scales(after_step=True)
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
             if not math.isfinite(norm):
@@ -129,8 +131,10 @@ class Trainer:
         return StepReport(norm, lr, kept)
 
     def schedule_state(self) -> dict[str, Any]:
-        """Where the learning-rate schedule stands, for :meth:`load_schedule_state`."""
+        """Where the learning-rate schedule and FP8's scales stand, for :meth:`load_schedule_state`."""
+        fp8 = self.model.fp8
         return {
+            "fp8_calibrated": fp8.options.recipe if fp8 is not None and fp8.calibrated else None,
             "steps": self.steps,
             "lr_schedule": None if self.lr_schedule is None else self.lr_schedule.state_dict(),
             "lr_carrier": self._schedule_carrier.state_dict(),
@@ -139,6 +143,8 @@ class Trainer:
     def load_schedule_state(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`schedule_state` gave."""
         self.steps = state["steps"]
+        if self.model.fp8 is not None and state.get("fp8_calibrated") == self.model.fp8.options.recipe:
+            self.model.fp8.calibrated = True
         self._schedule_carrier.load_state_dict(state["lr_carrier"])
         if self.lr_schedule is not None:
             self.lr_schedule.load_state_dict(state["lr_schedule"])

@@ -21,6 +21,9 @@ GROUPS_UNIFORM = "groups/uniform"  # groups whose rows all succeed or all fail
 GROUPS_TOTAL = "groups/total"
 RESPONSE_LENGTH_MEAN = "response_length/mean"  # tokens
 
+FP8_PREFIX = "fp8/"  # an audit: the fields of algorithms.ErrorBudget
+FP8_IN_USE = "fp8/old_policy_in_fp8"  # 1, or 0 where the audit's gate has put the old-policy forward back to BF16
+
 TIMING_PREFIX = "timing/"  # seconds
 TIMING_GENERATION = "timing/generation"
 TIMING_MAKE_EXPERIENCE = "timing/make_experience"

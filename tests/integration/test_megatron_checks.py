@@ -17,6 +17,9 @@ from openrlhf_gtpo.integration.run import parse
 TP, PP, CP = (f"--megatron.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
 
 
+FP8 = "--megatron.fp8"
+GTPO = {"--algo.advantage.estimator": "gtpo"}
+
 pytestmark = pytest.mark.usefixtures("no_engine")
 
 
@@ -58,6 +61,8 @@ def command(model: Path) -> dict[str, Any]:
         {TP: 2, "--algo.kl.init_coef": 0, "--ref.num_gpus_per_node": 3},
         {"--reward.remote_url": None, "--reward.model_name_or_path": "anything"},
         {"--megatron.override": "moe_router_dtype=fp32", "--megatron.offload": True, "--megatron.recompute": "full"},
+        {FP8: "emulated", TP: 2},
+        {FP8: "emulated", "--megatron.fp8_recipe": "delayed", "--megatron.num_layers_at_start_in_bf16": 1},
         {"--actor.lr_scheduler": "constant", "--train.max_epochs": 2, "--actor.entropy_coef": 0.1},
         {"--train.dynamic_batch_enable": True, "--train.max_tokens_per_gpu": 16},
     ],
@@ -103,7 +108,19 @@ def test_deepspeed_is_not_held_to_these_rules(command: dict[str, Any]) -> None:
         ({"--megatron.expert_model_parallel_size": 2}, "needs experts, and this llama model has none"),
         ({"--train.batch_size": 6}, "--train.batch_size 6 cannot be shared evenly by the 4 data-parallel replicas"),
         ({"--train.max_tokens_per_gpu": 0}, "--train.max_tokens_per_gpu 0 leaves no room"),
-        ({"--megatron.override": "fp8=e5"}, "give e4m3, hybrid or none."),
+        ({"--megatron.override": "moe_router_dtype=fp8"}, "give fp32, fp64 or none."),
+        ({"--megatron.override": "fp8=hybrid"}, "fp8 cannot be set here; give --megatron.fp8."),
+        ({FP8: "hybrid"}, "needs a CUDA device of compute capability 8.9 or above, and this host has none"),
+        ({FP8: "emulated", "--megatron.num_layers_at_end_in_bf16": 4}, "leave none of this model's 4 layers in FP8"),
+        ({FP8: "emulated", "--megatron.fp8_audit_steps": 1}, "--algo.advantage.estimator group_norm does not give"),
+        ({FP8: "emulated", "--megatron.fp8_audit_steps": -1}, "--megatron.fp8_audit_steps -1 is no number of batches"),
+        (
+            {FP8: "emulated", "--megatron.fp8_audit_steps": 1, "--megatron.fp8_audit_gate": 2} | GTPO,
+            "--megatron.fp8_audit_gate 2 is no fraction",
+        ),
+        ({FP8: "emulated", "--megatron.fp8_audit_gate": 0.1} | GTPO, "give --megatron.fp8_audit_steps N too."),
+        ({"--megatron.fp8_recipe": "delayed"}, "--megatron.fp8_recipe needs --megatron.fp8; add it"),
+        ({"--megatron.num_layers_at_start_in_bf16": 1}, "--megatron.num_layers_at_start_in_bf16 needs --megatron.fp8"),
         ({"--algo.advantage.estimator": "gae"}, "--algo.advantage.estimator gae trains a critic"),
         (
             {TP: 2, "--reward.remote_url": None, "--reward.model_name_or_path": "rm"},

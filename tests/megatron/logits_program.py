@@ -63,7 +63,7 @@ def _logits(model: LoadedModel, micro_batches: list[list[list[int]]]) -> list[to
     batch_lengths = [[len(row) for row in rows] for rows in micro_batches]
     model.stage._log_probs = keep_logits
     model.stage.eval()
-    schedule.forward(model.stage, model.config, [all_actions(rows) for rows in micro_batches])
+    schedule.forward(model, [all_actions(rows) for rows in micro_batches])
     return found if parallel_state.get_tensor_model_parallel_rank() == 0 else []
 
 
@@ -76,7 +76,7 @@ def log_probs_and_entropies(
         model = load_model(source, options)
         model.stage.eval()
         batches = [all_actions(rows) for rows in micro_batches]
-        return [(s.log_probs.numpy(), s.entropy.numpy()) for s in schedule.forward(model.stage, model.config, batches)]
+        return [(s.log_probs.numpy(), s.entropy.numpy()) for s in schedule.forward(model, batches)]
 
 
 def full_weights(source: str, layout: Layout, dtype: str, buckets: list[int]) -> dict[str, Any]:
@@ -137,14 +137,12 @@ def offloaded_twin(
         for _ in range(3):
             if offloading:
                 offload.optimizer()
-                forward_still_works = schedule.forward(trainer.ddp, model.config, [batch])[0].log_probs
+                forward_still_works = schedule.forward(model, [batch])[0].log_probs
                 offload.parameters()
                 freed &= all(p.untyped_storage().nbytes() == 0 for p in model.stage.parameters())
                 freed &= all(buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in trainer.ddp.buffers)
                 offload.restore(optimizer=False)
-                assert torch.equal(
-                    forward_still_works, schedule.forward(trainer.ddp, model.config, [batch])[0].log_probs
-                )
+                assert torch.equal(forward_still_works, schedule.forward(model, [batch])[0].log_probs)
                 offload.restore()
             report = trainer.step([batch], lambda i, log_probs, entropy: (-log_probs.sum(), float(log_probs.sum())))
             numbers += [report.grad_norm, *report.kept]

@@ -60,4 +60,4 @@ def uneven_log_probs(source: str, layout: Layout, micro_batches: list[list[list[
         model.stage.eval()
         mine = micro_batches[: parallel_state.get_data_parallel_rank() + 1]
         batches = [all_actions(rows) for rows in mine]
-        return [statistics.log_probs.numpy() for statistics in schedule.forward(model.stage, model.config, batches)]
+        return [statistics.log_probs.numpy() for statistics in schedule.forward(model, batches)]

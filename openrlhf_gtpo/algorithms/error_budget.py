@@ -1,0 +1,101 @@
+"""What a forward pass of lower precision does to entropy credit: two passes over one batch, compared."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class TokenValues(NamedTuple):
+    """One pass over a batch, (B, T) each: log-probs of the tokens and entropies (nats)."""
+
+    log_probs: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True)
+class ErrorBudget:
+    """Differences over action tokens.
+
+    Fields:
+        entropy_error_mean, entropy_error_p99: |ΔH| in nats.
+        log_prob_error_mean, log_prob_error_p99: |Δ log π|.
+        ratio_error: the mean of exp(|Δ log π|), 1 for none: how far an importance ratio is off.
+        share_rank_correlation: Spearman's, of the entropy shares; 1 for the same order.
+        advantage_error_mean: the mean of |ΔA|, over the standard deviation of the exact advantages.
+        sign_flips: the fraction of the tokens with an advantage in either pass whose advantage has another sign.
+    """
+
+    entropy_error_mean: float
+    entropy_error_p99: float
+    log_prob_error_mean: float
+    log_prob_error_p99: float
+    ratio_error: float
+    share_rank_correlation: float
+    advantage_error_mean: float
+    sign_flips: float
+
+
+@torch.no_grad()
+def error_budget(
+    exact: TokenValues,
+    rough: TokenValues,
+    mask: Tensor,
+    shares: Callable[[Tensor], Tensor],
+    advantages: Callable[[Tensor], Tensor],
+) -> ErrorBudget:
+    """Compare ``rough`` with ``exact``.
+
+    Args:
+        exact, rough: of the same batch.
+        mask: (B, T) bool, True at action tokens.
+        shares: (B, T) entropies to their shares, any shape, the same for both passes.
+        advantages: (B, T) entropies to (B, T) advantages.
+
+    Raises:
+        ValueError: there is no action token.
+    """
+    if not mask.any():
+        raise ValueError("There is no action token to compare.")
+    entropy_error = (rough.entropy[mask].double() - exact.entropy[mask].double()).abs()
+    log_prob_error = (rough.log_probs[mask].double() - exact.log_probs[mask].double()).abs()
+    before, after = (advantages(values.entropy)[mask].double() for values in (exact, rough))
+    has_credit = (before != 0) | (after != 0)
+    flipped = (before.sign() != after.sign())[has_credit]
+    spread = before.std(correction=0)
+    return ErrorBudget(
+        entropy_error_mean=entropy_error.mean().item(),
+        entropy_error_p99=_quantile(entropy_error, 0.99),
+        log_prob_error_mean=log_prob_error.mean().item(),
+        log_prob_error_p99=_quantile(log_prob_error, 0.99),
+        ratio_error=log_prob_error.exp().mean().item(),
+        share_rank_correlation=rank_correlation(shares(exact.entropy).flatten(), shares(rough.entropy).flatten()),
+        advantage_error_mean=((after - before).abs().mean() / spread).item() if spread > 0 else 0.0,
+        sign_flips=flipped.double().mean().item() if flipped.numel() else 0.0,
+    )
+
+
+def rank_correlation(x: Tensor, y: Tensor) -> float:
+    """Spearman's coefficient of (N,) values, equal values sharing their mean rank; 1 where neither varies, 0 where one
+    alone does."""
+    x_ranks, y_ranks = (_ranks(values) for values in (x, y))
+    x_spread, y_spread = (ranks.std(correction=0).item() for ranks in (x_ranks, y_ranks))
+    if x_spread == 0 or y_spread == 0:
+        return float(x_spread == y_spread)
+    return (x_ranks * y_ranks).mean().item() / (x_spread * y_spread)
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """(N,) float64 around a mean of 0."""
+    _, place, count = values.unique(return_inverse=True, return_counts=True)
+    last = count.cumsum(0)
+    ranks = (last - (count - 1) / 2.0).double()[place]
+    return ranks - ranks.mean() if ranks.numel() else ranks
+
+
+def _quantile(values: Tensor, q: float) -> float:
+    """Of (N,) values, an element of them; torch's own stops at 16 million."""
+    return values.kthvalue(max(1, math.ceil(q * values.numel()))).values.item()

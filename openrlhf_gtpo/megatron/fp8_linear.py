@@ -1,0 +1,143 @@
+"""The product of a linear layer with its three matrices in FP8, emulated: what Transformer Engine multiplies, in float32.
+
+Forward Y = Q(X) Q(W)ᵀ, backward dX = Q(dY) Q(W) and dW = Q(dY)ᵀ Q(X). Blocks lie along the dimension that a product sums
+over, so with ``blockwise`` X and dY are quantised once along their rows and once along their columns.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from torch import Tensor
+
+from openrlhf_gtpo.megatron.fp8_options import Fp8Options
+from openrlhf_gtpo.megatron.fp8_quantize import (
+    COLUMNS,
+    E4M3,
+    E5M2,
+    ROWS,
+    SQUARES,
+    Quantized,
+    amax_of,
+    quantize,
+    quantize_blocks,
+    scale_of,
+)
+
+INPUT, WEIGHT, GRADIENT = range(3)  # the matrices of a product, and the rows of a delayed scaling's state
+
+
+class EmulatedLinear(torch.nn.Module):
+    """Stands in for the product of one of Megatron's column- or row-parallel layers; collectives are as in Megatron.
+
+    Buffers of the delayed recipe, as Transformer Engine's, saved with the model:
+        scale: (3,) float32, of input, weight and gradient; 1 before anything was seen.
+        amax_history: (3, L) float32; the first column is being filled.
+
+    Args:
+        exact: the product without FP8, called as :meth:`forward`.
+        history: L.
+        margin: powers of two that a delayed scale stays below the largest.
+        use_max: delayed scales come from the whole history, or from the newest entry.
+    """
+
+    def __init__(
+        self, options: Fp8Options, exact: Callable, *, history: int = 1, margin: int = 0, use_max: bool = False
+    ) -> None:
+        super().__init__()
+        self.recipe = options.recipe
+        self.dtypes = (E4M3, E4M3, E5M2 if options.gradients_in_e5m2 else E4M3)
+        self.margin = margin
+        self.use_max = use_max
+        self.enabled = True
+        self.keeps_weight = False
+        self._exact = exact
+        self._weight: Quantized | None = None
+        if self.recipe == "delayed":
+            self.register_buffer("scale", torch.ones(3))
+            self.register_buffer("amax_history", torch.zeros(3, history))
+
+    def forward(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        sequence_parallel: bool,
+        allreduce_dgrad: bool,
+        tp_group: Any,
+        **options: Any,
+    ) -> Tensor:
+        """What ``_forward_impl`` of Megatron's layers is called with: (s, b, I) and (O/TP, I) to (s, b, O/TP)."""
+        if not self.enabled:
+            options |= {"sequence_parallel": sequence_parallel, "allreduce_dgrad": allreduce_dgrad}
+            return self._exact(input, weight, bias=bias, tp_group=tp_group, **options)
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
+        elif allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+        product = _Product.apply(input.flatten(0, -2), weight, self).view(*input.shape[:-1], -1)
+        return product if bias is None else product + bias
+
+    def quantized_weight(self, weight: Tensor) -> Quantized:
+        """(O, I), kept for the micro-batches between which no weight changes."""
+        if self._weight is None or not self.keeps_weight:
+            self._weight = self.quantize(WEIGHT, weight)[0]
+        return self._weight
+
+    def keep_weight(self, keeps: bool) -> None:
+        """From now on the weight is quantised once, or (dropping what is held) for each product."""
+        self.keeps_weight, self._weight = keeps, None
+
+    def quantize(self, which: int, matrix: Tensor) -> tuple[Quantized, Quantized]:
+        """(M, N) for a product that sums over its columns (blocks along its rows), and for one that sums over its rows."""
+        dtype = self.dtypes[which]
+        if self.recipe == "blockwise":
+            if which == WEIGHT:
+                both = quantize_blocks(matrix, dtype, SQUARES)
+                return both, both
+            return quantize_blocks(matrix, dtype, ROWS), quantize_blocks(matrix, dtype, COLUMNS)
+        amax = amax_of(matrix)
+        if self.recipe == "tensorwise":
+            scale = scale_of(amax, dtype)
+        else:
+            scale = self.scale[which].clone()
+            torch.maximum(self.amax_history[which, 0], amax, out=self.amax_history[which, 0])
+        whole = quantize(matrix, dtype, scale)
+        return whole, whole
+
+    @torch.no_grad()
+    def update_scales(self) -> None:
+        """Delayed recipe: new scales from the history, which moves on by a place; an amax of 0 or infinity changes none."""
+        for which, dtype in enumerate(self.dtypes):
+            history = self.amax_history[which]
+            amax = history.amax() if self.use_max else history[0].clone()
+            if amax > 0 and amax.isfinite():
+                self.scale[which] = scale_of(amax, dtype) / 2**self.margin
+            history.copy_(history.roll(-1))
+            history[0] = 0.0
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, weight: Tensor, linear: EmulatedLinear) -> Tensor:
+        by_rows, by_columns = linear.quantize(INPUT, matrix)
+        of_weight = linear.quantized_weight(weight)
+        ctx.save_for_backward(by_columns.data, by_columns.scale, of_weight.data, of_weight.scale)
+        ctx.blocks = by_columns.block, of_weight.block
+        ctx.linear, ctx.dtypes = linear, (matrix.dtype, weight.dtype)
+        return (by_rows.dequantize() @ of_weight.dequantize().T).to(matrix.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        data, scale, weight_data, weight_scale = ctx.saved_tensors
+        by_rows, by_columns = ctx.linear.quantize(GRADIENT, gradient)
+        of_matrix = of_weight = None
+        if ctx.needs_input_grad[0]:
+            weight = Quantized(weight_data, weight_scale, ctx.blocks[1])
+            of_matrix = (by_rows.dequantize() @ weight.dequantize()).to(ctx.dtypes[0])
+        if ctx.needs_input_grad[1]:
+            matrix = Quantized(data, scale, ctx.blocks[0])
+            of_weight = (by_columns.dequantize().T @ matrix.dequantize()).to(ctx.dtypes[1])
+        return of_matrix, of_weight, None

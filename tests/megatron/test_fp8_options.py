@@ -1,0 +1,132 @@
+"""Would catch FP8 on a device, build or width that cannot do it, one that is refused although it can, and a field that
+Megatron does not know.
+"""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from openrlhf_gtpo.megatron.fp8_options import MODES, RECIPES, Fp8Options, check_fp8, check_fp8_host
+from openrlhf_gtpo.megatron.layout import Layout, LayoutError
+
+HOPPER, ADA, AMPERE = (9, 0), (8, 9), (8, 0)
+
+
+def model(**changes: Any) -> SimpleNamespace:
+    """Qwen2.5-32B's numbers."""
+    values: dict[str, Any] = {
+        "model_type": "qwen2",
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+    }
+    return SimpleNamespace(**values | changes)
+
+
+def refusal(options: Fp8Options, config: SimpleNamespace, layout: Layout, *, cuda: bool = True) -> str:
+    with pytest.raises(LayoutError) as caught:
+        check_fp8(options, config, layout, cuda=cuda)
+    message = str(caught.value)
+    assert message.endswith(".") and "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_a_32b_model_fits_at_every_legal_size(recipe: str, size: int) -> None:
+    layout = Layout(tensor_model_parallel_size=size, pipeline_model_parallel_size=2)
+    check_fp8(Fp8Options("hybrid", recipe), model(), layout, cuda=True)
+
+
+def test_widths_that_do_not_come_in_blocks() -> None:
+    smollm2 = model(
+        model_type="llama", hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3
+    )
+    message = refusal(Fp8Options("e4m3", "blockwise"), smollm2, Layout())
+    assert "multiples of 128, and hidden_size is 576" in message and "take another recipe" in message
+    check_fp8(Fp8Options("e4m3", "tensorwise"), smollm2, Layout(), cuda=True)
+    check_fp8(Fp8Options("emulated", "blockwise"), smollm2, Layout(), cuda=False)
+    narrow = model(intermediate_size=27648 // 8)  # 27 blocks, which 2 ranks do not share
+    message = refusal(Fp8Options("hybrid", "blockwise"), narrow, Layout(tensor_model_parallel_size=2))
+    assert "the MLP's columns on a rank is 1728" in message and message.endswith(
+        "tensor_model_parallel_size can be 1."
+    )
+
+
+def test_only_the_emulation_runs_without_cuda() -> None:
+    for mode in ("hybrid", "e4m3"):
+        assert "--megatron.fp8 emulated" in refusal(Fp8Options(mode), model(), Layout(), cuda=False)
+    check_fp8(Fp8Options("emulated"), model(), Layout(), cuda=False)
+
+
+def test_a_mixture_of_experts_is_refused() -> None:
+    assert "does not cover the experts" in refusal(Fp8Options("emulated"), model(model_type="qwen3_moe"), Layout())
+
+
+def test_layers_in_bf16() -> None:
+    options = Fp8Options("hybrid", "tensorwise", 2, 1)
+    check_fp8(options, model(), Layout(), cuda=True)
+    assert [layer for layer in range(6) if options.covers(layer, 6)] == [2, 3, 4]
+    assert "is not between 0 and the 32 layers" in refusal(
+        Fp8Options("hybrid", "tensorwise", 33), model(), Layout(pipeline_model_parallel_size=2)
+    )
+    assert "-1 is not between" in refusal(Fp8Options("hybrid", "tensorwise", 0, -1), model(), Layout())
+    assert "leave none of this model's 64 layers" in refusal(
+        Fp8Options("emulated", "delayed", 60, 4), model(), Layout()
+    )
+    assert "take tensorwise or blockwise" in refusal(Fp8Options("hybrid", "delayed", 1), model(), Layout())
+    check_fp8(Fp8Options("emulated", "delayed", 1), model(), Layout(), cuda=False)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "cuda"),
+    [
+        ("delayed", ADA, (12, 1)),
+        ("tensorwise", HOPPER, (12, 4)),
+        ("blockwise", HOPPER, (12, 9)),
+        ("blockwise", HOPPER, (13, 0)),
+    ],
+)
+def test_devices_that_can(recipe: str, capability: tuple[int, int], cuda: tuple[int, int]) -> None:
+    check_fp8_host(Fp8Options("hybrid", recipe), capability, cuda, (2, 11))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "cuda", "engine", "message"),
+    [
+        ("blockwise", HOPPER, (12, 8), (2, 11), "the recipes that run here are: delayed, tensorwise."),
+        ("blockwise", ADA, (13, 0), (2, 11), "needs compute capability 9.0"),
+        ("delayed", AMPERE, (13, 0), (2, 11), "no recipe runs here."),
+        ("delayed", HOPPER, (13, 0), None, "none is installed; --megatron.fp8 emulated needs none."),
+        ("delayed", HOPPER, (13, 0), (2, 8), "from 2.9 to below 2.12, and 2.8 is installed."),
+        ("delayed", HOPPER, (13, 0), (2, 12), "and 2.12 is installed."),
+    ],
+)
+def test_devices_and_builds_that_cannot(recipe: str, capability: Any, cuda: Any, engine: Any, message: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        check_fp8_host(Fp8Options("hybrid", recipe), capability, cuda, engine)
+    assert message in str(caught.value)
+
+
+def test_megatron_knows_the_fields() -> None:
+    from megatron.core.transformer import TransformerConfig
+
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    for mode in MODES:
+        for recipe in RECIPES:
+            fields = Fp8Options(mode, recipe, 1).fields()
+            assert set(fields) <= known and bool(fields) == (mode != "emulated")
+    config = TransformerConfig(
+        num_layers=4, hidden_size=64, num_attention_heads=2, **Fp8Options("hybrid", "blockwise", 1).fields()
+    )
+    assert config.fp8_recipe == "blockwise" and config.first_last_layers_bf16
+
+
+def test_alignment_and_formats() -> None:
+    assert [Fp8Options("hybrid", recipe).alignment for recipe in RECIPES] == [16, 16, 128]
+    assert Fp8Options("emulated", "tensorwise").gradients_in_e5m2 and Fp8Options("hybrid").gradients_in_e5m2
+    assert not Fp8Options("emulated", "blockwise").gradients_in_e5m2 and not Fp8Options("e4m3").gradients_in_e5m2
