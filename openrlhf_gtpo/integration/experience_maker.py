@@ -10,7 +10,7 @@ from openrlhf.trainer.ppo_utils.length_penalty import apply_stop_properly_penalt
 from openrlhf_gtpo.algorithms import TokenValues, length_penalty
 from openrlhf_gtpo.integration import batch_metrics
 from openrlhf_gtpo.integration.credit import captures_entropy, entropy_credit
-from openrlhf_gtpo.integration.fp8_audit import Fp8Audit, PolicyForward
+from openrlhf_gtpo.integration.fp8_audit import AuditedForward, Fp8Audit, PolicyForward
 from openrlhf_gtpo.integration.rollout_batch import RolloutBatch, in_sampling_order
 
 
@@ -27,7 +27,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         self.metrics: dict[str, float] = {}
         self.audit = Fp8Audit(self.args)
         self._entropies: list[torch.Tensor] | None = None
-        self._exact: list[TokenValues] | None = None
+        self._exact: list[PolicyForward] | None = None
 
     def make_experience(self, samples_list: list[Experience]) -> list[Experience]:
         """As upstream's; the audit of FP8 says how the policy's forward is computed."""
@@ -36,9 +36,11 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
 
     def _flatten_results(self, refs: Any, duplicate_factor: int) -> list[Any]:
         results = super()._flatten_results(refs, duplicate_factor)
+        if results and isinstance(results[0], AuditedForward):
+            self._exact = [result.exact for result in results]
+            results = [result.as_trained for result in results]
         if results and isinstance(results[0], PolicyForward):
             self._entropies = [result.entropy for result in results]
-            self._exact = [result.exact for result in results] if results[0].exact is not None else None
             return [result.log_probs for result in results]
         return results
 

@@ -19,15 +19,17 @@ from openrlhf_gtpo.report import names
 
 
 class PolicyForward(NamedTuple):
-    """What the policy's forward returns for one micro-batch where entropies are captured, (b, t) each.
-
-    Fields:
-        exact: log-probs and entropies of a pass without FP8, where an audit asks for it.
-    """
+    """What the policy's forward returns for one micro-batch where entropies are captured, (b, t) each."""
 
     log_probs: torch.Tensor
     entropy: torch.Tensor
-    exact: TokenValues | None = None
+
+
+class AuditedForward(NamedTuple):
+    """The same in an audit: the pass as it is trained, and one without FP8."""
+
+    as_trained: PolicyForward
+    exact: PolicyForward
 
 
 class Precision(enum.Enum):

@@ -15,9 +15,8 @@ from openrlhf.utils import get_tokenizer
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 from transformers import get_scheduler
 
-from openrlhf_gtpo.algorithms import TokenValues
 from openrlhf_gtpo.integration.credit import captures_entropy
-from openrlhf_gtpo.integration.fp8_audit import PolicyForward, Precision
+from openrlhf_gtpo.integration.fp8_audit import AuditedForward, PolicyForward, Precision
 from openrlhf_gtpo.integration.megatron_flags import fp8_of, layout_of
 from openrlhf_gtpo.integration.megatron_trainer import MegatronActorTrainer
 from openrlhf_gtpo.integration.token_rows import Repacked
@@ -108,9 +107,10 @@ class MegatronPolicy(MegatronModelActor):
         results = exact if self.precision is Precision.HIGH else self._statistics(batches)
         if not captures_entropy(self.strategy.args):
             return [result.log_probs for result in results]
+        forward = [PolicyForward(*result) for result in results]
         if self.precision is not Precision.BOTH:
-            return [PolicyForward(*result) for result in results]
-        return [PolicyForward(*result, TokenValues(*other)) for result, other in zip(results, exact, strict=True)]
+            return forward
+        return [AuditedForward(one, PolicyForward(*other)) for one, other in zip(forward, exact, strict=True)]
 
     def set_precision(self, precision: str) -> None:
         """Of the forward passes from now on; a value of :class:`Precision`."""

@@ -1,7 +1,9 @@
-"""The product of a linear layer with its three matrices in FP8, emulated: what Transformer Engine multiplies, in float32.
+"""The product of a linear layer with its three matrices in FP8, emulated: what Transformer Engine multiplies.
 
 Forward Y = Q(X) Q(W)ᵀ, backward dX = Q(dY) Q(W) and dW = Q(dY)ᵀ Q(X). Blocks lie along the dimension that a product sums
-over, so with ``blockwise`` X and dY are quantised once along their rows and once along their columns.
+over, so with ``blockwise`` X and dY are quantised once along their rows and once along their columns. Products are torch's,
+in the layer's own dtype: in float32 they are Transformer Engine's but for the order of sums; in bfloat16, a number times its
+inverse scale is first rounded to it (relative 2^-9, where FP8 rounds to 2^-4), which a tensor core does not do.
 """
 
 from collections.abc import Callable
@@ -126,18 +128,19 @@ class _Product(torch.autograd.Function):
         of_weight = linear.quantized_weight(weight)
         ctx.save_for_backward(by_columns.data, by_columns.scale, of_weight.data, of_weight.scale)
         ctx.blocks = by_columns.block, of_weight.block
-        ctx.linear, ctx.dtypes = linear, (matrix.dtype, weight.dtype)
-        return (by_rows.dequantize() @ of_weight.dequantize().T).to(matrix.dtype)
+        ctx.linear = linear
+        return by_rows.dequantize(matrix.dtype) @ of_weight.dequantize(matrix.dtype).T
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         data, scale, weight_data, weight_scale = ctx.saved_tensors
         by_rows, by_columns = ctx.linear.quantize(GRADIENT, gradient)
+        dtype = gradient.dtype
         of_matrix = of_weight = None
         if ctx.needs_input_grad[0]:
             weight = Quantized(weight_data, weight_scale, ctx.blocks[1])
-            of_matrix = (by_rows.dequantize() @ weight.dequantize()).to(ctx.dtypes[0])
+            of_matrix = by_rows.dequantize(dtype) @ weight.dequantize(dtype)
         if ctx.needs_input_grad[1]:
             matrix = Quantized(data, scale, ctx.blocks[0])
-            of_weight = (by_columns.dequantize().T @ matrix.dequantize()).to(ctx.dtypes[1])
+            of_weight = by_columns.dequantize(dtype).T @ matrix.dequantize(dtype)
         return of_matrix, of_weight, None

@@ -22,8 +22,8 @@ class Fp8Options:
     """FP8 products in the decoder's linear layers; embedding, LM head, norms and attention stay as they are.
 
     Fields:
-        mode: ``hybrid`` (E4M3 forward, E5M2 for gradients) or ``e4m3`` through Transformer Engine, or ``emulated``: values
-            rounded to FP8 and multiplied in float32, on any host; it is hybrid, but E4M3 throughout for ``blockwise``.
+        mode: ``hybrid`` (E4M3 forward, E5M2 for gradients) or ``e4m3`` through Transformer Engine, or ``emulated``: the same
+            rounding in torch, on any host; it is hybrid, but E4M3 throughout for ``blockwise``.
         recipe: where scales come from: earlier steps (``delayed``), the tensor itself (``tensorwise``), or its blocks
             (``blockwise``: 1 × 128 of activations and gradients, 128 × 128 of weights).
         layers_at_start_in_bf16, layers_at_end_in_bf16: decoder layers left out.

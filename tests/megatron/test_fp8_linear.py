@@ -69,6 +69,14 @@ def test_the_three_products_are_those_of_a_loop(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_in_bfloat16_only_its_own_rounding_is_added(recipe: str) -> None:
+    x, w, dy = (matrix.bfloat16() for matrix in matrices())
+    in_float32 = run(make(recipe), x.float(), w.float(), dy.float())
+    for found, expected in zip(run(make(recipe), x, w, dy), in_float32, strict=True):
+        assert 0 < np.linalg.norm(found - expected) < 2**-8 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_without_fp8_it_is_the_layer_itself(recipe: str) -> None:
     x, w, dy = matrices()
     linear = make(recipe)

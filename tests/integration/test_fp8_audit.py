@@ -1,0 +1,145 @@
+"""Would catch an audit of the wrong batch or rows, one that changes what is trained on, a gate that closes too late, never
+opens or leaves FP8's values in place, and actors that are not told.
+"""
+
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rollouts import Rollout, arguments, in_sampling_order, maker, rollout
+
+from openrlhf_gtpo.algorithms import TokenValues, error_budget
+from openrlhf_gtpo.integration import fp8_audit
+from openrlhf_gtpo.integration.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.integration.fp8_audit import AuditedForward, PolicyForward, Precision
+from openrlhf_gtpo.report import names
+
+FP8 = ("--actor.backend", "megatron", "--megatron.fp8", "emulated", "--algo.kl.init_coef", "0")
+SHUFFLED = ("--train.dynamic_batch_enable", "--rollout.max_tokens_per_gpu", "30")
+
+
+class Policy:
+    """The actors: FP8's values are those of the batch, the exact ones those of its twin."""
+
+    def __init__(self, table_model: Any, twin: Rollout) -> None:
+        self.rough, self.twin = table_model, twin
+        self.exact = type(table_model)(table_model.processes, table_model.duplicates, twin.log_probs, twin.entropy)
+        self.precision = Precision.AS_TRAINED
+        self.told: list[Precision] = []
+
+    def async_run_method(self, method_name: str, precision: str) -> None:
+        assert method_name == "set_precision"
+        self.precision = Precision(precision)
+        self.told.append(self.precision)
+
+    def async_run_method_batch(self, **dispatch: Any) -> Any:
+        def answer(model: Any, result: Any) -> Any:
+            model.result = result
+            return model.async_run_method_batch(**dispatch)
+
+        if self.precision is Precision.AS_TRAINED:
+            return answer(self.rough, PolicyForward)
+        exact = answer(self.exact, PolicyForward)
+        if self.precision is Precision.HIGH:
+            return exact
+        both = zip(answer(self.rough, PolicyForward), exact, strict=True)
+        return [[AuditedForward(*pair) for pair in zip(*ranks, strict=True)] for ranks in both]
+
+
+def run(*argv: str, monkeypatch: pytest.MonkeyPatch, twin: Rollout | None = None) -> tuple[Any, Policy, Rollout]:
+    batch = rollout()
+    args = arguments(*FP8, *argv)
+    made = maker(EntropyExperienceMaker, args, batch, monkeypatch)
+    monkeypatch.setattr(fp8_audit, "ray", SimpleNamespace(get=lambda value: value))
+    made.actor_model_group = Policy(made.actor_model_group, twin or exact_twin(batch))
+    return made, made.actor_model_group, batch
+
+
+def exact_twin(batch: Rollout) -> Rollout:
+    """The same responses with other numbers."""
+    other = rollout(seed=1)
+    assert other.entropy.shape == batch.entropy.shape
+    return replace(batch, entropy=0.7 * batch.entropy + 0.3 * other.entropy, log_probs=batch.log_probs - 0.1)
+
+
+def budget(made: Any, batch: Rollout, twin: Rollout) -> dict[str, float]:
+    about = (batch.mask, batch.outcome, batch.group_ids)
+    found = error_budget(
+        TokenValues(twin.log_probs, twin.entropy),
+        TokenValues(batch.log_probs, batch.entropy),
+        batch.mask,
+        lambda entropy: made.credit.shares(entropy, *about),
+        lambda entropy: made.credit.advantages(entropy, *about, None),
+    )
+    return {names.FP8_PREFIX + name: value for name, value in asdict(found).items()}
+
+
+@pytest.mark.parametrize("estimator", ["gtpo", "grpo_s"])
+@pytest.mark.parametrize("layout", [(), SHUFFLED])
+def test_an_audit_compares_row_with_row(
+    estimator: str, layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ("--algo.advantage.estimator", estimator, *layout)
+    made, policy, batch = run(*argv, "--megatron.fp8_audit_steps", "1", monkeypatch=monkeypatch)
+    experiences = made.make_experience_batch(batch.samples())
+    assert policy.told == [Precision.BOTH]
+    expected = budget(made, batch, policy.twin)
+    assert {name: made.metrics[name] for name in expected} == pytest.approx(expected)
+    assert expected["fp8/entropy_error_mean"] > 0.05 and made.metrics[names.FP8_IN_USE] == 1
+
+    never, _, _ = run(*argv, monkeypatch=monkeypatch)
+    untouched = never.make_experience_batch(batch.samples())
+    assert not any(name.startswith(names.FP8_PREFIX) for name in never.metrics)
+    for name in ("advantages", "action_log_probs"):
+        width = batch.mask.shape[1]
+        assert torch.equal(in_sampling_order(experiences, name, width), in_sampling_order(untouched, name, width))
+
+
+def test_every_third_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ("--algo.advantage.estimator", "gtpo", "--megatron.fp8_audit_steps", "3")
+    made, policy, batch = run(*argv, monkeypatch=monkeypatch)
+    audited = []
+    for _ in range(7):
+        made.make_experience_batch(batch.samples())
+        audited.append(names.FP8_IN_USE in made.metrics)
+    assert audited == [True, False, False, True, False, False, True]
+    assert policy.told == [Precision.BOTH, Precision.AS_TRAINED] * 2 + [Precision.BOTH]
+
+
+@pytest.mark.parametrize("layout", [(), SHUFFLED])
+def test_the_gate_closes_for_the_batch_that_it_is_for_and_opens_again(
+    layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Shares that weigh much make signs flip.
+    weights = ("--algo.gtpo.alpha1", "0.1", "--algo.gtpo.alpha2", "0.9")
+    argv = ("--algo.advantage.estimator", "gtpo", *weights, *layout, "--megatron.fp8_audit_steps", "2")
+    made, policy, batch = run(*argv, "--megatron.fp8_audit_gate", "0.001", monkeypatch=monkeypatch)
+    assert budget(made, batch, policy.twin)["fp8/sign_flips"] > 0.001
+    width = batch.mask.shape[1]
+    about = (batch.mask, batch.outcome, batch.group_ids)
+    wanted = made.credit.advantages(policy.twin.entropy, *about, None)
+    for told in (Precision.BOTH, Precision.HIGH, Precision.BOTH, Precision.HIGH):
+        experiences = made.make_experience_batch(batch.samples())
+        assert policy.precision is told
+        torch.testing.assert_close(in_sampling_order(experiences, "advantages", width), wanted)
+        log_probs = in_sampling_order(experiences, "action_log_probs", width)
+        assert torch.equal(log_probs[batch.mask], policy.twin.log_probs[batch.mask])
+        if told is Precision.BOTH:
+            assert made.metrics[names.FP8_IN_USE] == 0
+    said = capsys.readouterr().out
+    assert said.count("falls back to BF16") == 1 and "--megatron.fp8_audit_gate 0.001" in said
+
+    policy.exact.tables = (batch.log_probs, batch.entropy)  # FP8 does as well as BF16 from now on
+    made.make_experience_batch(batch.samples())
+    assert made.metrics["fp8/sign_flips"] == 0 and made.metrics[names.FP8_IN_USE] == 1
+    made.make_experience_batch(batch.samples())
+    assert policy.precision is Precision.AS_TRAINED
+    assert "in FP8 again" in capsys.readouterr().out
+
+
+def test_without_fp8_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = maker(EntropyExperienceMaker, arguments("--algo.advantage.estimator", "gtpo"), rollout(), monkeypatch)
+    made.make_experience_batch(rollout().samples())  # the table model has no other method than a forward
+    assert names.FP8_IN_USE not in made.metrics
