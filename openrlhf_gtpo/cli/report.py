@@ -1,6 +1,6 @@
-"""`python3 -m openrlhf_gtpo.cli.report {run,compare,watch}`: what a training run did, as a table, a PNG and markdown.
+"""`python3 -m openrlhf_gtpo.cli.report {run,compare,watch,fp8}`: what a training run did, as a table, a PNG and markdown.
 
-Reads the metrics files that training writes. Parse, check, call; nothing else.
+Reads the metrics files that training writes; `fp8` takes responses and a model. Parse, check, call; nothing else.
 """
 
 import argparse
@@ -9,17 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from openrlhf_gtpo.cli import report_fp8
+from openrlhf_gtpo.platform.processes import ProcessFailed
 from openrlhf_gtpo.report.metrics import read_metrics
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command; 0, or 2 after one sentence on stderr where the input cannot be used."""
+    """Run one sub-command; 0, 2 after one sentence on stderr where the input cannot be used, or 1 where a process failed."""
     args = build_parser().parse_args(argv)
     try:
         args.run(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ProcessFailed) as error:
         print(f"report {args.command}: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, ProcessFailed) else 2
     return 0
 
 
@@ -49,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     watch.add_argument("--steps", type=int, required=True, help="training steps of the whole run")
     watch.add_argument("--pid", type=int, required=True, help="the training process; watching ends with it")
     watch.set_defaults(run=_watch)
+    report_fp8.add(commands)
     return parser
 
 

@@ -22,38 +22,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="what trains the policy and scores with the reference: OpenRLHF's DeepSpeed models, or Megatron-core with "
         "tensor, pipeline, context and expert parallelism. Models: llama, mistral, qwen2, qwen3, qwen3_moe",
     )
-    group.add_argument(
-        "--megatron.tensor_model_parallel_size",
-        type=int,
-        default=1,
-        help="GPUs that share every matrix; must divide the model's attention heads and key-value heads. Keep it "
-        "within a node",
-    )
-    group.add_argument(
-        "--megatron.pipeline_model_parallel_size",
-        type=int,
-        default=1,
-        help="stages that the layers are split into; must divide their number",
-    )
-    group.add_argument(
-        "--megatron.context_parallel_size",
-        type=int,
-        default=1,
-        help="GPUs that share every sequence, for long ones; CUDA only",
-    )
-    group.add_argument(
-        "--megatron.expert_model_parallel_size",
-        type=int,
-        default=1,
-        help="GPUs that share the experts of a mixture of experts; must divide them and the data-parallel size, which "
-        "is --actor.num_nodes × --actor.num_gpus_per_node ÷ (tensor × pipeline × context)",
-    )
-    group.add_argument(
-        "--megatron.sequence_parallel",
-        action="store_true",
-        default=False,
-        help="shard the activations between the matrices over the tensor-parallel GPUs too: less memory, same result",
-    )
+    add_layout_flags(group)
     group.add_argument(
         "--megatron.recompute",
         choices=["none", "selective", "full"],
@@ -87,6 +56,42 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="write checkpoints to disk while training goes on",
+    )
+
+
+def add_layout_flags(group: argparse._ArgumentGroup) -> None:
+    """Add the parallel sizes, which :func:`layout_of` reads."""
+    group.add_argument(
+        "--megatron.tensor_model_parallel_size",
+        type=int,
+        default=1,
+        help="GPUs that share every matrix; must divide the model's attention heads and key-value heads. Keep it "
+        "within a node",
+    )
+    group.add_argument(
+        "--megatron.pipeline_model_parallel_size",
+        type=int,
+        default=1,
+        help="stages that the layers are split into; must divide their number",
+    )
+    group.add_argument(
+        "--megatron.context_parallel_size",
+        type=int,
+        default=1,
+        help="GPUs that share every sequence, for long ones; CUDA only",
+    )
+    group.add_argument(
+        "--megatron.expert_model_parallel_size",
+        type=int,
+        default=1,
+        help="GPUs that share the experts of a mixture of experts; must divide them and the data-parallel size, which "
+        "is --actor.num_nodes × --actor.num_gpus_per_node ÷ (tensor × pipeline × context)",
+    )
+    group.add_argument(
+        "--megatron.sequence_parallel",
+        action="store_true",
+        default=False,
+        help="shard the activations between the matrices over the tensor-parallel GPUs too: less memory, same result",
     )
 
 
