@@ -22,6 +22,8 @@ GROUPS_TOTAL = "groups/total"
 RESPONSE_LENGTH_MEAN = "response_length/mean"  # tokens
 
 FP8_PREFIX = "fp8/"  # an audit: the fields of algorithms.ErrorBudget
+FP8_SIGN_FLIPS = "fp8/sign_flips"
+FP8_ENTROPY_ERROR = "fp8/entropy_error_mean"  # nats
 FP8_IN_USE = "fp8/old_policy_in_fp8"  # 1, or 0 where the audit's gate has put the old-policy forward back to BF16
 
 TIMING_PREFIX = "timing/"  # seconds

@@ -69,7 +69,8 @@ def _training_table(metrics: Rows) -> Table:
     table.add_column("metric")
     for column in ("first step", "last step"):
         table.add_column(column, justify="right")
-    for name in (names.REWARD_MEAN, names.ENTROPY_ALL, names.RESPONSE_LENGTH_MEAN):
+    audit = (names.FP8_ENTROPY_ERROR, names.FP8_SIGN_FLIPS)
+    for name in (names.REWARD_MEAN, names.ENTROPY_ALL, names.RESPONSE_LENGTH_MEAN, *audit):
         values = series(metrics, names.KIND_TRAIN, name)[1]
         if values:
             table.add_row(name, f"{values[0]:.3f}", f"{values[-1]:.3f}")
