@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The study behind docs/results/quickstart.md: the default quickstart with three estimators and three seeds, and GTPO on
-# the Megatron actor at three layouts.
+# the Megatron actor at three layouts and in emulated FP8.
 #
 #   bash benchmarks/quickstart_study.sh [ESTIMATOR ...]     default: gtpo grpo_s group_norm
 #
@@ -34,6 +34,9 @@ done
 # The same on Megatron. SmolLM2 has 9 heads and 3 KV heads, so TP is 1 or 3.
 for seed in 1 2 3; do
     study gtpo_megatron "$seed" --backend megatron
+done
+for seed in 1 2 3; do
+    study gtpo_megatron_fp8 "$seed" --backend megatron -- --megatron.fp8 emulated --megatron.fp8_audit_steps 3
 done
 study gtpo_megatron_pp2 1 --backend megatron --pipeline-parallel 2
 study gtpo_megatron_tp3 1 --backend megatron --tensor-parallel 3

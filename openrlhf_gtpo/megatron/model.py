@@ -18,7 +18,7 @@ from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
 from openrlhf_gtpo.megatron import groups
 from openrlhf_gtpo.megatron.bridge import EXPERTS, make_bridge, read_config
 from openrlhf_gtpo.megatron.context import gather_actions
-from openrlhf_gtpo.megatron.fp8 import Fp8, prepare_host
+from openrlhf_gtpo.megatron.fp8 import Fp8, check_host
 from openrlhf_gtpo.megatron.fp8_options import Fp8Options
 from openrlhf_gtpo.megatron.host import device, has_transformer_engine, megatron_calls, on_cuda
 from openrlhf_gtpo.megatron.layout import Layout
@@ -158,7 +158,7 @@ def load_model(source: str | Path, options: ModelOptions, *, with_weights: bool 
         LayoutError: this process's device cannot do the FP8 that is asked for.
     """
     if options.fp8 is not None:
-        prepare_host(options.fp8)
+        check_host(options.fp8)
     config = read_config(source)
     # The cache of this method keeps embeddings, and each of those a group.
     groups.at_destroy(RotaryEmbedding.forward.cache_clear)
