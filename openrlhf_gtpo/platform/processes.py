@@ -194,7 +194,7 @@ def _answers(pipes: list[Connection], processes: list[BaseProcess]) -> list[Any]
             rank = waiting.pop(pipe)
             try:
                 answer = pickle.loads(pipe.recv_bytes())
-            except EOFError:
+            except (EOFError, ConnectionResetError):  # the latter where it has not even read its work
                 failures.append((rank, None))
                 continue
             if answer.traceback is not None:

@@ -78,6 +78,11 @@ def interrupt_on(rank: int, how: str) -> None:
     torch.distributed.barrier()
 
 
+def end_unheard(pipe: Any) -> None:
+    """In the place of a rank's life: it ends before it has read its work."""
+    os._exit(4)
+
+
 def unpicklable() -> Any:
     """A result that cannot travel."""
     return lambda: None

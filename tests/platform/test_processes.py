@@ -100,6 +100,12 @@ def test_the_rank_that_failed_is_named_not_one_that_lost_its_connection(how: str
         run_processes(process_functions.interrupt_on, 2, 1, how)
 
 
+def test_a_rank_that_does_not_get_as_far_as_its_work_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("openrlhf_gtpo.platform.processes._serve", process_functions.end_unheard)
+    with pytest.raises(ProcessFailed, match="rank 0 failed: the process ended with exit code 4"):
+        run_processes(process_functions.describe, 1, 0)
+
+
 def test_a_result_that_cannot_travel_says_so() -> None:
     with pytest.raises(ProcessFailed, match="(?s)rank 0 failed: .*unpicklable"):
         run_processes(process_functions.unpicklable, 1)
