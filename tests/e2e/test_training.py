@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from openrlhf_gtpo.report import names
 from tests.e2e.conftest import Finished, finish
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def _assert_trained(run: Finished, model: Path, steps: int = 2) -> None:
