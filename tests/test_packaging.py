@@ -197,7 +197,7 @@ def run_setup_env(root: Path, **environment: str) -> subprocess.CompletedProcess
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
 
 
@@ -277,10 +277,14 @@ def test_second_run_is_quick_and_changes_nothing():
     if not all(stamp.exists() for stamp in stamps):
         pytest.skip(".venv was put together by hand: it has no stamps")
     before = [stamp.stat().st_mtime_ns for stamp in stamps]
-    started = time.monotonic()
-    result = run_setup_env(ROOT)
-    assert time.monotonic() - started < 2.0
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    seconds = []
+    for _ in range(5):
+        started = time.monotonic()
+        result = run_setup_env(ROOT)
+        seconds.append(time.monotonic() - started)
+        assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    # A tenth of a second on an idle machine; whatever it should not do again (start pip) takes longer every time.
+    assert min(seconds) < 2.0, seconds
     assert [stamp.stat().st_mtime_ns for stamp in stamps] == before
 
 

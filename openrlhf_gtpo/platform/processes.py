@@ -23,6 +23,8 @@ from openrlhf_gtpo import platform
 _LOOPBACK = "127.0.0.1"
 _GIVEN_BY_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SECONDS_TO_END = 10  # after a SIGTERM
+# For the end of a process that died to be seen, once another may have complained of its lost connection.
+_SECONDS_TO_DIE = 2
 
 T = TypeVar("T")
 
@@ -181,27 +183,35 @@ def _run_here(function: Callable[..., T], args: tuple, world_size: int, shared: 
 
 
 def _answers(pipes: list[Connection], processes: list[BaseProcess]) -> list[Any]:
-    """The ranks' results, or the exception of the first that failed."""
+    """The ranks' results, or the exception of the first that failed; a rank that died comes before one that raised."""
     results: list[Any] = [None] * len(pipes)
-    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
+    failures: list[tuple[int, _Answer | None]] = []  # in the order in which they were heard of
     while waiting:
-        failures: list[tuple[int, _Answer | None]] = []
-        for pipe in wait(list(waiting)):
+        ready = wait(list(waiting), _SECONDS_TO_DIE if failures else None)
+        for pipe in sorted(ready, key=lambda pipe: waiting[pipe]):
             assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
             try:
                 answer = pickle.loads(pipe.recv_bytes())
-            except EOFError:
+            except (EOFError, ConnectionResetError):  # the latter where it has not even read its work
                 failures.append((rank, None))
                 continue
             if answer.traceback is not None:
                 failures.append((rank, answer))
             results[rank] = answer.value
-        if failures:
-            # A process that died is why others, which lost their connection to it, have raised something.
-            rank, failed = min(failures, key=lambda failure: (failure[1] is not None, failure[0]))
-            raise _failure(rank, failed, processes[rank])
+        if failures and (not ready or any(_speaks_for_itself(answer) for _, answer in failures)):
+            break
+    if failures:
+        # A process that died is why others, which lost their connection to it, have raised something.
+        rank, failed = min(failures, key=lambda failure: failure[1] is not None)
+        raise _failure(rank, failed, processes[rank])
     return results
+
+
+def _speaks_for_itself(answer: _Answer | None) -> bool:
+    """Whether no other rank can be the cause: the process died, or raised what a lost connection does not."""
+    return answer is None or isinstance(answer.value, ValueError)
 
 
 def _failure(rank: int, answer: _Answer | None, process: BaseProcess) -> Exception:

@@ -23,10 +23,12 @@ class BroadcastGroup(Protocol):
 
 
 class _GlooGroup:
-    def __init__(self, host: str, port: int, rank: int, world_size: int) -> None:
+    def __init__(self, host: str, port: int, rank: int, world_size: int, listener: socket.socket | None) -> None:
         from vllm.distributed.utils import stateless_init_torch_distributed_process_group
 
-        self._group = stateless_init_torch_distributed_process_group(host, port, rank, world_size, backend="gloo")
+        self._group = stateless_init_torch_distributed_process_group(
+            host, port, rank, world_size, backend="gloo", listen_socket=listener
+        )
 
     def start(self, tensor: torch.Tensor) -> Finish:
         options = torch.distributed.BroadcastOptions()
@@ -44,11 +46,21 @@ class _GlooGroup:
 
 
 class _NcclGroup:
-    def __init__(self, host: str, port: int, rank: int, world_size: int, device: torch.device | int) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        device: torch.device | int,
+        listener: socket.socket | None,
+    ) -> None:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
 
-        group = StatelessProcessGroup.create(host=host, port=port, rank=rank, world_size=world_size)
+        group = StatelessProcessGroup.create(
+            host=host, port=port, rank=rank, world_size=world_size, listen_socket=listener
+        )
         self._communicator = PyNcclCommunicator(group, device=device)
 
     def start(self, tensor: torch.Tensor) -> Finish:
@@ -56,15 +68,22 @@ class _NcclGroup:
         return lambda check: check()  # only enqueued: waiting is left to the stream
 
 
-def join(host: str, port: int, rank: int, world_size: int, device: torch.device) -> BroadcastGroup:
-    """Join the group as ``rank`` of ``world_size``; returns when all have joined."""
+def join(
+    host: str, port: int, rank: int, world_size: int, device: torch.device, listener: socket.socket | None = None
+) -> BroadcastGroup:
+    """Join the group as ``rank`` of ``world_size``; returns when all have joined.
+
+    Args:
+        listener: of rank 0, what :func:`listen` gave; the group owns it from here on.
+    """
     if device.type == "cpu":
-        return _GlooGroup(host, port, rank, world_size)
-    return _NcclGroup(host, port, rank, world_size, device)
+        return _GlooGroup(host, port, rank, world_size, listener)
+    return _NcclGroup(host, port, rank, world_size, device, listener)
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on at the moment."""
-    with socket.socket() as sock:
-        sock.bind(("", 0))
-        return int(sock.getsockname()[1])
+def listen() -> socket.socket:
+    """A socket for the group's meeting, at a port of its own.
+
+    It stays open: a port that is only free may be another process's before vLLM is imported and listens at it.
+    """
+    return socket.create_server(("", 0))

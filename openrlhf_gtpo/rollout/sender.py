@@ -29,12 +29,13 @@ class WeightSender:
         self._device = device
         self._bucket_bytes = bucket_bytes
         world_size = len(self._engines) * tensor_parallel_size + 1
-        port = broadcast_group.free_port()
+        listener = broadcast_group.listen()
+        port = int(listener.getsockname()[1])
         joining = [
             engine.join_weight_group.remote(host, port, 1 + i * tensor_parallel_size, world_size)
             for i, engine in enumerate(self._engines)
         ]
-        self._group = broadcast_group.join(host, port, 0, world_size, device)
+        self._group = broadcast_group.join(host, port, 0, world_size, device, listener)
         ray.get(joining)
 
     def send(self, parameters: Sequence[ParameterMeta], tensors: Iterator[torch.Tensor]) -> None:

@@ -81,4 +81,8 @@ def _put_in_place(partial: Path, target: Path, recipe: Mapping[str, Any]) -> Non
         if _is_complete(target, recipe):  # another process finished the same work first
             return
         shutil.rmtree(target)
-    os.replace(partial, target)
+    try:
+        os.replace(partial, target)
+    except OSError:  # or has done so since
+        if not _is_complete(target, recipe):
+            raise

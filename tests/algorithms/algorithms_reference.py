@@ -187,3 +187,8 @@ def ragged_batch(seed, num_groups=3, num_columns=7, empty_row=False, dtype=torch
     entropy[torch.rand(num_rows, num_columns, generator=g) < 0.15] = 0.0
     entropy = entropy.to(dtype).masked_fill(~mask, pad)
     return entropy, mask, outcome, group_ids
+
+
+def penalties(num_rows, seed):
+    """(B,) random ones between -1 and 0."""
+    return -torch.rand(num_rows, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from algorithms_reference import advantage_lists, grpo_s_reward_lists, ragged_batch
+from algorithms_reference import advantage_lists, grpo_s_reward_lists, penalties, ragged_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,7 +56,7 @@ def test_advantages_equal_the_loops(seed, num_groups, shape, normalise_over, sco
     )
     batch = ragged_batch(seed, num_groups, empty_row=seed % 3 == 0)
     mask, outcome, group_ids = batch[1:]
-    penalty = -torch.rand(len(outcome), dtype=torch.float64) if penalised else None
+    penalty = penalties(len(outcome), seed) if penalised else None
     lists = advantage_lists(*grpo_s_reward_lists(*batch, config), outcome, group_ids, config, penalty)
     got = grpo_s_advantages(*batch, config, length_penalty=penalty)
     torch.testing.assert_close(got, column(lists)[:, None] * mask, rtol=1e-6, atol=1e-6)
@@ -153,7 +153,7 @@ def test_uniform_groups_have_no_advantage_unless_asked():
 
 def test_lone_winner_normalised_alone_has_no_advantage():
     """A polarity of one row has std 0, not NaN."""
-    entropy, mask = torch.rand(3, 4), torch.ones(3, 4, dtype=torch.bool)
+    entropy, mask = torch.linspace(0.1, 1.2, 12).view(3, 4), torch.ones(3, 4, dtype=torch.bool)
     config = GRPOSConfig(normalise_over="polarity")
     advantages = grpo_s_advantages(entropy, mask, torch.tensor([1.0, 0, 0]), torch.zeros(3).long(), config)
     assert (advantages[0] == 0).all() and torch.isfinite(advantages).all()

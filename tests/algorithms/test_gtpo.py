@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from algorithms_reference import advantage_lists, gtpo_reward_lists, ragged_batch, scatter, tokens_of
+from algorithms_reference import advantage_lists, gtpo_reward_lists, penalties, ragged_batch, scatter, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,7 +55,7 @@ def test_advantages_equal_the_loops(variant, compare, mean, normalise_over, scop
     for seed in range(2):
         batch = ragged_batch(seed, empty_row=seed == 1)
         mask, outcome, group_ids = batch[1:]
-        penalty = -torch.rand(len(outcome), dtype=torch.float64) if seed else None
+        penalty = penalties(len(outcome), seed) if seed else None
         lists = advantage_lists(*gtpo_reward_lists(*batch, config), outcome, group_ids, config, penalty)
         got = gtpo_advantages(*batch, config, length_penalty=penalty)
         torch.testing.assert_close(got, scatter(lists, mask), rtol=1e-7, atol=1e-6)

@@ -15,7 +15,6 @@ AT_LEAST = 140
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_openrlhfs_own_tests_pass_with_our_patch_active(tmp_path: Path) -> None:
     spec = importlib.util.find_spec("openrlhf")
     assert spec is not None and spec.origin is not None

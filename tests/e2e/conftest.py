@@ -79,8 +79,8 @@ def trainer_argv(tiny_model: Path, task: Path, tmp_path: Path) -> list[str]:
     return [*(str(word) for pair in flags.items() for word in pair), "--data.apply_chat_template"]
 
 
-def finish(argv: list[str], folder: Path, timeout: float = 400, command: list[str] | None = None) -> Finished:
-    """Train with ``argv`` in a process of its own and return what it left."""
+def finish(argv: list[str], folder: Path, timeout: float = 800, command: list[str] | None = None) -> Finished:
+    """Train with ``argv`` in a process of its own and return what it left. The limit is for a run that hangs."""
     command = command or [sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray"]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     ended = subprocess.run(

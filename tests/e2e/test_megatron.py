@@ -9,7 +9,7 @@ import pytest
 from openrlhf_gtpo.report import names
 from tests.e2e.conftest import finish
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 MEGATRON = ["--actor.backend", "megatron", "--train.max_tokens_per_gpu", "128"]
 TP2 = ["--megatron.tensor_model_parallel_size", "2", "--megatron.sequence_parallel"]

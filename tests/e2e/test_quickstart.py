@@ -3,8 +3,10 @@
 import json
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from openrlhf_gtpo.report import names
@@ -13,18 +15,47 @@ from tests.e2e.conftest import ROOT
 SCRIPT = ROOT / "examples" / "scripts" / "quickstart.sh"
 
 
+def _busy_seconds() -> float:
+    """Processor seconds of everything on this machine since it came up."""
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice  # guests are in user and nice too
+
+
+def own_seconds(run: psutil.Popen, timeout: float) -> float:
+    """Wait for the end of ``run``; the seconds that it took, less its share of what other programs took of the cores."""
+    started, busy = time.monotonic(), _busy_seconds()
+    own: dict[psutil.Process, float] = {}
+    try:
+        while run.poll() is None:
+            assert time.monotonic() - started < timeout, "it hangs"
+            processes = [psutil.Process(run.pid)]
+            with suppress(psutil.Error):
+                processes += processes[0].children(recursive=True)
+            for process in processes:
+                with suppress(psutil.Error):
+                    times = process.cpu_times()
+                    own[process] = times.user + times.system
+            time.sleep(1)
+    finally:
+        if run.poll() is None:
+            run.kill()
+    others = _busy_seconds() - busy - sum(own.values())
+    return time.monotonic() - started - max(0.0, others) / psutil.cpu_count()
+
+
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_smoke_run_ends_with_a_table_and_curves(tmp_path: Path) -> None:
     output = tmp_path / "run"
-    started = time.monotonic()
-    ended = subprocess.run(
-        ["bash", str(SCRIPT), "--smoke", "--output", str(output)], capture_output=True, text=True, timeout=400
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert time.monotonic() - started < 240
-    assert "products" in ended.stdout and "curves.png" in ended.stdout
-    assert "step 3/3" in ended.stderr  # progress, a line per step where there is no terminal
+    with (tmp_path / "stdout").open("w") as stdout, (tmp_path / "stderr").open("w") as stderr:
+        command = ["bash", str(SCRIPT), "--smoke", "--output", str(output)]
+        run = psutil.Popen(command, stdout=stdout, stderr=stderr)
+        seconds = own_seconds(run, timeout=800)
+    printed, progress = (tmp_path / "stdout").read_text(), (tmp_path / "stderr").read_text()
+    assert run.returncode == 0, progress[-3000:]
+    assert seconds < 240  # what the script promises; about 90 on two cores of its own
+    assert "products" in printed and "curves.png" in printed
+    assert "step 3/3" in progress  # a line per step where there is no terminal
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (output / "model" / "model.safetensors").exists()
     metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

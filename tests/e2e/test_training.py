@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from openrlhf_gtpo.report import names
 from tests.e2e.conftest import Finished, finish
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def _assert_trained(run: Finished, model: Path, steps: int = 2) -> None:
@@ -43,7 +43,8 @@ def test_sequence_credit_with_every_option_of_upstream(trainer_argv, tiny_model,
     # The task's scorer gives partial credit, which upstream's filter takes for a difference; here right is 1, wrong 0.
     reward = tmp_path / "reward.py"
     reward.write_text(BINARY_REWARD)
-    argv += ["--reward.remote_url", str(reward), "--data.max_samples", "32"]
+    # At 1e-3 the policy may soon want to end at once, which OpenRLHF does not let the engine do: see test_megatron.py.
+    argv += ["--reward.remote_url", str(reward), "--data.max_samples", "32", "--actor.adam.lr", "3e-4"]
     run = finish(argv, tmp_path)
     assert run.code == 0, run.log[-4000:]
     # A rollout that the data set's end leaves short of one training batch is logged, but not trained on.

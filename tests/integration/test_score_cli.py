@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from openrlhf_gtpo.cli import score as cli
@@ -37,6 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=LONGEST,
         initializer_range=0.5,
     )
+    torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*WORDS, "<bos>"])}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

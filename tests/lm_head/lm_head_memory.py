@@ -42,6 +42,7 @@ def call(dtype: torch.dtype, what: str, chunk_bytes: int, tokens: int = TOKENS) 
 
 def main() -> None:
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     tiles.CPU_TILE = tiles.DEVICE_TILE
     rows = []
     for name, what, budget in CASES:

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
-TIMEOUT = 240  # seconds; a rank that waits for another forever is a failure
+TIMEOUT = 600  # seconds; a rank that waits for another forever is a failure, one on a busy machine is not
 GRACE = 10  # seconds for the other ranks once one has failed: they may wait for it
 
 
@@ -26,16 +26,20 @@ class RankPool:
         self._size = size
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
+        self._store: Any = None
 
     def run(self, function: Callable, *args: Any) -> list[Any]:
         """Raises AssertionError with the traceback of every rank that failed."""
         if not self._processes:
             self._start()
-        for pipe in self._pipes:
-            pipe.send((function, args))
-        answers = self._answers()
-        if None in answers:
-            self._stop()
+        answers: list[tuple[bool, Any] | None] = [None]
+        try:
+            for pipe in self._pipes:
+                pipe.send((function, args))
+            answers = self._answers()
+        finally:  # of pytest's own time limit too
+            if None in answers:
+                self._stop()
         failures = [f"rank {i}:\n{a[1] if a else 'no answer'}" for i, a in enumerate(answers) if not (a and a[0])]
         assert not failures, "\n".join(failures)
         return [answer[1] for answer in answers if answer]
@@ -53,17 +57,22 @@ class RankPool:
                 assert isinstance(pipe, Connection)
                 try:
                     answers[pipe] = pipe.recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):  # the latter where it has not even read its work
                     answers[pipe] = None
                 if not (answers[pipe] or (False,))[0]:
                     deadline = min(deadline, time.monotonic() + GRACE)
         return [answers.get(pipe) for pipe in self._pipes]
 
     def _start(self) -> None:
+        from torch.distributed import TCPStore
+
         context = multiprocessing.get_context("spawn")
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
+        # In this process: a port that is free now may be another program's by the time a rank has imported Megatron.
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        self._store = TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         before = {name: os.environ.get(name) for name in environment}
         os.environ.update(environment)
@@ -84,7 +93,7 @@ class RankPool:
             pipe.close()
             process.kill()  # it holds nothing that outlives it, and may be stuck in a collective
             process.join()
-        self._pipes, self._processes = [], []
+        self._pipes, self._processes, self._store = [], [], None
 
     def __enter__(self) -> "RankPool":
         return self
@@ -111,7 +120,8 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     # Megatron collects garbage at every layout and every checkpoint; what is imported for good need not be visited.
     gc.collect()
     gc.freeze()
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
     while True:
         try:
             function, args = pipe.recv()

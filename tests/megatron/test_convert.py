@@ -17,7 +17,7 @@ from test_megatron_export import tensors
 def convert(*args: object) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "openrlhf_gtpo.cli.convert", *map(str, args)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
 
 
 @pytest.fixture(scope="module")

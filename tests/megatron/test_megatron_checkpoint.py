@@ -112,7 +112,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_previous_one(model:
     def run(*args: str) -> subprocess.CompletedProcess:
         command = [sys.executable, str(Path(__file__).with_name("crash_program.py")), str(model), str(tmp_path), *args]
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            command, capture_output=True, text=True, timeout=400, env=os.environ | {"OMP_NUM_THREADS": "1"}
         )
 
     ended = run("step2", "kill")

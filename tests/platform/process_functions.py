@@ -42,11 +42,15 @@ def describe(addend: int) -> dict[str, Any]:
     }
 
 
-def listening() -> set[str]:
-    """Addresses at which any rank or the process that started them listens."""
+def listeners(process: psutil.Process) -> set[tuple[str, int]]:
+    """Addresses and ports at which a process listens."""
+    return {tuple(c.laddr) for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+
+
+def listening() -> set[tuple[str, int]]:
+    """Addresses and ports at which any rank or the process that started them listens."""
     torch.distributed.barrier()
-    processes = (psutil.Process(), psutil.Process(os.getppid()))
-    found = {c.laddr.ip for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    found = listeners(psutil.Process()) | listeners(psutil.Process(os.getppid()))
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, found)
     return set.union(*everyone)
@@ -64,10 +68,19 @@ def interrupt_on(rank: int, how: str) -> None:
     if torch.distributed.get_rank() == rank:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "killed, its connections first":
+            torch.distributed.destroy_process_group()
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
         if how == "exits":
             sys.exit(3)
         raise RuntimeError("out of luck")
     torch.distributed.barrier()
+
+
+def end_unheard(pipe: Any) -> None:
+    """In the place of a rank's life: it ends before it has read its work."""
+    os._exit(4)
 
 
 def unpicklable() -> Any:

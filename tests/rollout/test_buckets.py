@@ -34,7 +34,8 @@ def test_a_plan_keeps_every_parameter_in_order_and_within_the_budget(of: list[tu
 @given(shapes, budgets, st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
 def test_what_is_packed_is_what_is_unpacked(of: list[tuple[int, ...]], budget: int, dtype: torch.dtype) -> None:
     parameters = metas(of)
-    tensors = [torch.randn(p.shape).to(dtype) for p in parameters]
+    generator = torch.Generator().manual_seed(budget)
+    tensors = [torch.randn(p.shape, generator=generator).to(dtype) for p in parameters]
     source = iter(tensors)
     arrived = []
     for bucket in plan_buckets(parameters, budget):

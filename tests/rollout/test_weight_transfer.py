@@ -18,7 +18,7 @@ PARAMETERS = [ParameterMeta(name, shape) for name, shape in SHAPES.items()]
 
 Start = Callable[..., list[Engine]]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

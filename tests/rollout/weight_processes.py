@@ -91,7 +91,7 @@ class Engine:
 
 
 def _get(futures: Any) -> Any:
-    return futures.result(60) if isinstance(futures, Future) else [future.result(60) for future in futures]
+    return futures.result(200) if isinstance(futures, Future) else [future.result(200) for future in futures]
 
 
 def _wait(futures: list[Future], num_returns: int = 1, timeout: float | None = None) -> tuple[list, list]:

@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 
@@ -76,3 +77,17 @@ def test_the_first_of_two_processes_wins(tmp_path):
         build_once(tmp_path / "out", {}, lambda other: (other / "who").write_text("first"))
 
     assert (build_once(tmp_path / "out", {}, slow) / "who").read_text() == "first"
+
+
+def test_the_first_of_two_processes_wins_at_the_last_moment(tmp_path, monkeypatch):
+    replace = os.replace
+
+    def late(partial, target):
+        monkeypatch.setattr(os, "replace", replace)
+        build_once(target, {}, _builder([], "first"))
+        replace(partial, target)
+
+    monkeypatch.setattr(os, "replace", late)
+    out = build_once(tmp_path / "out", {}, _builder([], "second"))
+    assert (out / "sub" / "file.txt").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

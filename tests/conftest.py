@@ -1,0 +1,17 @@
+"""What holds for every room: a test's outcome depends neither on how busy the machine is nor on who starts pytest."""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# A first example may import Megatron, and a machine that others share may stand still for seconds: no time limits. The
+# same examples every time: a rare input is found by whoever changes the test or runs it under another profile
+# (--hypothesis-profile=default), not by whoever happens to push. Without a database no earlier run counts.
+settings.register_profile(
+    "suite", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("suite")
+
+# What makes programs colour or wrap their output as if they wrote to a terminal, or another pytest select other tests.
+for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "TTY_COMPATIBLE", "COLUMNS", "LINES", "PYTEST_ADDOPTS"):
+    os.environ.pop(name, None)
