@@ -1,4 +1,4 @@
-"""``python3 -m openrlhf_gtpo.cli.benchmark overhead|actor|lm-head``: measurements whose numbers the documentation quotes."""
+"""``python3 -m openrlhf_gtpo.cli.benchmark overhead|actor|lm-head|weight-sync``: measurements whose numbers the documentation quotes."""
 
 import argparse
 import statistics
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from openrlhf_gtpo.cli import benchmark_lm_head
+from openrlhf_gtpo.cli import benchmark_lm_head, benchmark_weight_sync
 from openrlhf_gtpo.integration.errors import UsageError
 from openrlhf_gtpo.report.results import write_results
 
@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     actor.add_argument("trainer_flags", nargs="*", metavar="-- FLAG", help="further flags of the trainer, for both")
     actor.set_defaults(run=_actor)
     benchmark_lm_head.add(commands)
+    benchmark_weight_sync.add(commands)
     args = parser.parse_args(argv)
     try:
         args.run(args)
