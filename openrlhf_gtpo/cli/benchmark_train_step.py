@@ -67,9 +67,7 @@ def _run(args: argparse.Namespace) -> None:
     from openrlhf_gtpo.platform.processes import LaunchError, run_processes
 
     shape = read_shape(args.shape, args.layers)
-    work = Work(
-        args.prompts, args.samples, args.prompt_tokens, args.response_tokens, args.max_tokens, args.recompute
-    )
+    work = Work(args.prompts, args.samples, args.prompt_tokens, args.response_tokens, args.max_tokens, args.recompute)
     chosen, absent = precisions(args.recipes, shape, cuda=platform.detect() == "cuda")
     measured: dict[str, Any] = {}
     for name, fp8 in chosen.items():
@@ -147,6 +145,9 @@ def _print(args: argparse.Namespace, derived: dict[str, Any], absent: dict[str, 
                 continue
             times = numbers[phase]["times_bf16"]
             cells = f"{name:14}{phase:14}{statistics.median(numbers[phase]['tokens_per_second']):12,.0f}"
-            print(cells + (f"{statistics.median(times):8.2f}{f'{min(times):.2f} - {max(times):.2f}':>14}" if times else ""))
+            print(
+                cells
+                + (f"{statistics.median(times):8.2f}{f'{min(times):.2f} - {max(times):.2f}':>14}" if times else "")
+            )
     for name, reason in absent.items():
         print(f"{name:14}absent: {reason}")

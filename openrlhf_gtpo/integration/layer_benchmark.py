@@ -63,7 +63,9 @@ class Measured:
     failure: str | None = None
 
 
-def measure(config: Any, precisions: dict[str, Fp8Options | None], work: Work, repeat: int, seed: int) -> dict[str, Any]:
+def measure(
+    config: Any, precisions: dict[str, Fp8Options | None], work: Work, repeat: int, seed: int
+) -> dict[str, Any]:
     """In the one rank of the default group: what every precision took, and how fast the device multiplies.
 
     Repetitions alternate the order of the precisions, with a product after each round. A first round, in which memory is
@@ -159,9 +161,7 @@ class _Side:
     def train_step(self) -> None:
         self._trainer.step(self._batches, self._loss)
 
-    def _loss(
-        self, index: int, log_probs: torch.Tensor, entropy: torch.Tensor | None
-    ) -> tuple[torch.Tensor, None]:
+    def _loss(self, index: int, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, None]:
         return -log_probs.sum() / sum(batch.tokens for batch in self._batches), None
 
 
@@ -178,10 +178,11 @@ class _Product:
 
     def rate(self) -> float:
         """FLOP/s of ten products."""
-        return 10 * 2 * self._out.size(0) ** 3 / seconds_of(lambda: [self._multiply() for _ in range(10)])
+        return 10 * 2 * self._out.size(0) ** 3 / seconds_of(lambda: self._multiply(10))
 
-    def _multiply(self) -> None:
-        torch.mm(self._left, self._right, out=self._out)
+    def _multiply(self, times: int = 1) -> None:
+        for _ in range(times):
+            torch.mm(self._left, self._right, out=self._out)
 
 
 def _lengths(work: Work) -> list[int]:

@@ -64,7 +64,9 @@ def read_shape(name: str, layers: int | None = None) -> Any:
     except (LayoutError, ValueError, TypeError) as error:
         raise UsageError(f"{name}: {error}") from error
     if getattr(config, "num_experts", None):
-        raise UsageError(f"{name}: a mixture of experts ({config.model_type}) cannot be measured here, dense models can.")
+        raise UsageError(
+            f"{name}: a mixture of experts ({config.model_type}) cannot be measured here, dense models can."
+        )
     return config
 
 
@@ -92,5 +94,7 @@ def _read(name: str) -> dict[str, Any]:
     except (OSError, ValueError):
         fields = None
     if not isinstance(fields, dict) or "model_type" not in fields:
-        raise UsageError(f"{name!r} is neither {', '.join(PRESETS)} nor a Hugging Face config.json or a folder with one.")
+        raise UsageError(
+            f"{name!r} is neither {', '.join(PRESETS)} nor a Hugging Face config.json or a folder with one."
+        )
     return fields

@@ -17,7 +17,9 @@ def fp8_options(recipe: str, *, cuda: bool) -> Fp8Options:
     return Fp8Options("e4m3" if recipe == "blockwise" else "hybrid", recipe)
 
 
-def precisions(recipes: Sequence[str], config: Any, *, cuda: bool) -> tuple[dict[str, Fp8Options | None], dict[str, str]]:
+def precisions(
+    recipes: Sequence[str], config: Any, *, cuda: bool
+) -> tuple[dict[str, Fp8Options | None], dict[str, str]]:
     """Name to options, :data:`BF16` first, and why recipes that the model's widths rule out are absent.
 
     Args:

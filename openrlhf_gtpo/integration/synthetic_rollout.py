@@ -7,6 +7,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from torch import Tensor
 from transformers import AutoConfig
 
+
 def rollout(args: SimpleNamespace, prompt_tokens: int, lengths: Tensor, seed: int) -> list[Experience]:
     """One experience a row, half of the rows successful in every group."""
     generator = torch.Generator().manual_seed(seed)

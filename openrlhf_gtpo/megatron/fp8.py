@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.metadata
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,14 +16,13 @@ STATE = ".fp8."  # in the names of buffers that a checkpoint made without FP8 la
 
 
 def prepare_host(options: Fp8Options) -> None:
-    """Check this process's device for Transformer Engine's modes, and set what it reads when it is imported.
+    """Check this process's device for Transformer Engine's modes.
 
     Raises:
         LayoutError: the device or a build cannot do the recipe.
     """
     if options.emulated:
         return
-    os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"
     try:
         installed: tuple[int, int] | None = _two_numbers(importlib.metadata.version("transformer-engine"))
     except importlib.metadata.PackageNotFoundError:
