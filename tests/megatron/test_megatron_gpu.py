@@ -1,6 +1,6 @@
 """On a CUDA device with Transformer Engine, which no other host has. Would catch layers that compute something else than the
-portable ones, an emulation that rounds otherwise, FP8 that stays on or off when it must not, quantised weights that outlive a
-step or an offload, and delayed scales that a resume forgets.
+portable ones, FP8 that stays on or off when it must not, quantised weights that outlive a step or an offload, and delayed
+scales that a resume forgets.
 """
 
 import importlib.util
@@ -19,17 +19,6 @@ from logits_program import on
 from openrlhf_gtpo.megatron import bridge, model
 from openrlhf_gtpo.megatron.checkpoint import Checkpoints
 from openrlhf_gtpo.megatron.fp8_options import RECIPES, Fp8Options
-from openrlhf_gtpo.megatron.fp8_quantize import (
-    COLUMNS,
-    E4M3,
-    E5M2,
-    ROWS,
-    SQUARES,
-    amax_of,
-    quantize,
-    quantize_blocks,
-    scale_of,
-)
 from openrlhf_gtpo.megatron.layout import Layout
 from openrlhf_gtpo.megatron.offload import Offload
 from openrlhf_gtpo.megatron.trainer import OptimizerOptions, Trainer
@@ -86,24 +75,15 @@ def distance(found: Any, expected: Any) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
-def uneven(*shape: int) -> torch.Tensor:
-    """bfloat16 over four powers of ten, a block of zeros among them."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    found = torch.randn(shape, generator=generator, device="cuda")
-    found *= 10 ** (4 * torch.rand(shape, generator=generator, device="cuda") - 2)
-    found[:128, :128] = 0
-    return found.bfloat16()
-
-
 # Transformer Engine multiplies float32 in TF32.
-@pytest.mark.parametrize("dtype, bound", [("float32", 5e-3), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("dtype, bound", [("float32", 3e-3), ("bfloat16", 1e-2)])
 def test_its_layers_are_the_portable_ones(
     dtype: str, bound: float, sources: list[str], alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = values(sources[0], dtype=dtype)
     for module in (bridge, model):
         monkeypatch.setattr(module, "has_transformer_engine", lambda: False)
-    assert np.abs(found - values(sources[0], dtype=dtype)).mean() < bound
+    assert distance(found, values(sources[0], dtype=dtype)) < bound
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -115,46 +95,6 @@ def test_fp8_is_close_to_bf16_and_can_be_switched_off(recipe: str, sources: list
     with fp8.fp8.high_precision():
         assert np.array_equal(program.values(fp8, rows()), never)
     assert np.array_equal(program.values(fp8, rows()), found)
-
-
-@pytest.mark.parametrize("recipe", IMMEDIATE)
-def test_the_emulation_is_nearer_than_bf16(
-    recipe: str, sources: list[str], alone: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found, without = values(sources[0], TE[recipe]), values(sources[0])
-    for module in (bridge, model):
-        monkeypatch.setattr(module, "has_transformer_engine", lambda: False)
-    emulated = values(sources[0], Fp8Options("emulated", recipe))
-    assert distance(found, emulated) < distance(found, without)
-
-
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_one_scale_rounds_as_the_emulation_does(dtype: torch.dtype) -> None:
-    import transformer_engine.pytorch as te
-    from transformer_engine.pytorch.constants import TE_DType
-
-    matrix = uneven(256, 384)
-    theirs = te.Float8CurrentScalingQuantizer(TE_DType[dtype], device=matrix.device, columnwise=False)(matrix)
-    ours = quantize(matrix, dtype, scale_of(amax_of(matrix), dtype))
-    assert torch.equal(theirs._data.view(torch.uint8), ours.data.view(torch.uint8))
-    torch.testing.assert_close(theirs._scale_inv, ours.scale.reciprocal().view(1), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("dim, by_rows, by_columns", [(1, ROWS, COLUMNS), (2, SQUARES, SQUARES)])
-def test_blocks_round_as_the_emulation_s_do(dim: int, by_rows: Any, by_columns: Any) -> None:
-    import transformer_engine.pytorch as te
-    from transformer_engine.common.recipe import Float8BlockScaling
-    from transformer_engine.pytorch.constants import TE_DType
-
-    assert not Float8BlockScaling().fp8_quant_fwd_inp.power_2_scale, "the recipe rounds scales to powers of two"
-    matrix = uneven(256, 384)
-    quantizer = te.Float8BlockQuantizer(
-        TE_DType[E4M3], rowwise=True, columnwise=True, force_pow_2_scales=False, block_scaling_dim=dim
-    )
-    theirs = quantizer(matrix)
-    for data, block in ((theirs._rowwise_data, by_rows), (theirs._columnwise_data.T, by_columns)):
-        ours = quantize_blocks(matrix, E4M3, block)
-        assert torch.equal(data.view(torch.uint8), ours.data.view(torch.uint8))
 
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
