@@ -76,6 +76,8 @@ def _run(args: argparse.Namespace) -> None:
         except LaunchError as error:
             raise UsageError(str(error)) from error
         except (LayoutError, UsageError) as error:
+            if name == BF16:  # what all others are compared with
+                raise
             absent[name] = str(error)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -131,8 +133,8 @@ def _derived(measured: dict[str, Any], base: str) -> dict[str, Any]:
         }
     for phases in found.values():
         for phase, numbers in phases.items():
-            bf16 = found.get(base, {}).get(phase, {}).get("tokens_per_second", [])
-            numbers["times_bf16"] = [a / b for a, b in zip(numbers["tokens_per_second"], bf16, strict=False)]
+            bf16 = found[base][phase]["tokens_per_second"]
+            numbers["times_bf16"] = [a / b for a, b in zip(numbers["tokens_per_second"], bf16, strict=True)]
     return found
 
 
@@ -145,9 +147,6 @@ def _print(args: argparse.Namespace, derived: dict[str, Any], absent: dict[str, 
                 continue
             times = numbers[phase]["times_bf16"]
             cells = f"{name:14}{phase:14}{statistics.median(numbers[phase]['tokens_per_second']):12,.0f}"
-            print(
-                cells
-                + (f"{statistics.median(times):8.2f}{f'{min(times):.2f} - {max(times):.2f}':>14}" if times else "")
-            )
+            print(f"{cells}{statistics.median(times):8.2f}{f'{min(times):.2f} - {max(times):.2f}':>14}")
     for name, reason in absent.items():
         print(f"{name:14}absent: {reason}")

@@ -114,7 +114,7 @@ def derived(case: dict[str, Any]) -> dict[str, Any]:
     for name, one in case["measured"].items():
         found[name] = {}
         for phase, seconds in one["seconds"].items():
-            if not seconds:
+            if not seconds:  # this device cannot do the recipe
                 continue
             flops = [case["flops"][phase] / each for each in seconds]
             base = case["measured"][BF16]["seconds"][phase]
@@ -122,7 +122,7 @@ def derived(case: dict[str, Any]) -> dict[str, Any]:
                 "tokens_per_second": [case["tokens"] / each for each in seconds],
                 "flops_per_second": flops,
                 "mfu": statistics.median(flops) / rate,
-                "times_bf16": [a / b for a, b in zip(base, seconds, strict=True)] if base else [],
+                "times_bf16": [a / b for a, b in zip(base, seconds, strict=True)],
             }
     return found
 
