@@ -6,8 +6,8 @@
 #   bash benchmarks/gpu/run_all.sh --dry-run    the commands alone
 #   bash benchmarks/gpu/run_all.sh --tiny       tiny shapes, a few minutes on a host without a GPU: does it all run?
 #
-# Needs torch with CUDA, Triton, transformers, pytest, megatron-core, mbridge and Transformer Engine; not OpenRLHF, Ray, vLLM
-# or DeepSpeed. $PYTHON is the Python to use (default: python3). Every part has a time limit, and one that fails does not keep
+# Needs torch with CUDA, Triton, transformers, pytest, hypothesis, megatron-core, mbridge and Transformer Engine; not OpenRLHF,
+# Ray, vLLM or DeepSpeed. $PYTHON is the Python to use (default: python3). Every part has a time limit, and one that fails does not keep
 # the next from being measured. Exit status: 0, 1 if correctness failed, 3 if only measurements did, 2 for a mistake in the
 # command line.
 set -euo pipefail
@@ -83,11 +83,7 @@ part correctness 150 "$python" -m pytest -o addopts=--import-mode=importlib -ra 
 part lm_head 60 "${benchmark[@]}" lm-head "${lm_head[@]}" --output "$out/lm_head.json"
 part layers 120 "${benchmark[@]}" layers "${layers[@]}" --output "$out/layers.json"
 part train_step 180 "${benchmark[@]}" train-step "${train_step[@]}" --output "$out/train_step.json"
-if $dry_run || "${benchmark[@]}" weight-sync --help >/dev/null 2>&1; then
-    part weight_sync 60 "${benchmark[@]}" weight-sync --receiver process --transport colocated "${weight_sync[@]}" --output "$out/weight_sync.json"
-else
-    printf '\n== weight_sync skipped: this version has no benchmark weight-sync\n'
-fi
+part weight_sync 60 "${benchmark[@]}" weight-sync --receiver process --transport colocated "${weight_sync[@]}" --output "$out/weight_sync.json"
 $dry_run && exit 0
 
 printf '\n== summary: %s, %d s\n' "$out" "$SECONDS"

@@ -29,6 +29,7 @@ PathFinder.find_spec = staticmethod(find_spec)
 LAYERS = "layers --shape tiny --tokens 128 --sequence-length 64 --micro-batches 2 --repeat 2 --matrix 128"
 STEP = "train-step --shape tiny --prompts 2 --samples 4 --prompt-tokens 8 --response-tokens 64 --max-tokens 128 --repeat 2"
 LM_HEAD = "lm-head --shape 16x32x64 --repeat 1"
+SYNC = "weight-sync --receiver process --transport colocated --shape 2x32x64x128 --bucket-mb 1 --repeat 1"
 
 
 def measured_alone(words: str, folder: Path) -> dict[str, Any]:
@@ -165,3 +166,7 @@ def test_a_mistake_is_one_sentence(words: str, sentence: str, capsys: pytest.Cap
     assert benchmark.main(words.split()) == 2
     message = capsys.readouterr().err
     assert message == f"benchmark {words.split()[0]}: {sentence}\n"
+
+
+def test_the_weight_transfer_needs_neither_vllm_nor_ray(tmp_path: Path) -> None:
+    assert measured_alone(SYNC, tmp_path)["machine"]["versions"]["torch"]

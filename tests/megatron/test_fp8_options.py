@@ -144,3 +144,12 @@ def test_scales_of_blocks_are_settled_before_transformer_engine_is_imported() ->
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
     assert found.stdout.split() == ["1", "False"]
+
+
+def test_the_emulation_takes_the_portable_layers_where_transformer_engine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from openrlhf_gtpo.megatron import model as model_module
+    from openrlhf_gtpo.megatron.model import ModelOptions
+
+    monkeypatch.setattr(model_module, "has_transformer_engine", lambda: True)
+    portable = [ModelOptions(fp8=fp8).fields()["portable_layers"] for fp8 in (None, *map(Fp8Options, MODES))]
+    assert portable == [False, False, False, True]
