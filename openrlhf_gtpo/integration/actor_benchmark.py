@@ -22,7 +22,8 @@ from openrlhf_gtpo.integration import run
 from openrlhf_gtpo.integration.experience_maker import EntropyExperienceMaker
 from openrlhf_gtpo.integration.megatron_actor import MegatronPolicy
 from openrlhf_gtpo.integration.policy_actor import EntropyPolicyActor
-from openrlhf_gtpo.integration.synthetic_rollout import long_tailed_lengths, rollout
+from openrlhf_gtpo.integration.synthetic_lengths import long_tailed_lengths
+from openrlhf_gtpo.integration.synthetic_rollout import rollout
 
 BACKENDS = ("deepspeed", "megatron")
 
@@ -97,21 +98,27 @@ _COLUMNS = ("sequences", "action_mask", "attention_mask")
 
 
 def measure(
-    argv: Sequence[str], prompt_tokens: int, response_tokens: int, repeat: int, seed: int
+    argv: Sequence[str],
+    prompt_tokens: int,
+    response_tokens: int,
+    repeat: int,
+    seed: int,
+    backends: Sequence[str] = BACKENDS,
 ) -> dict[str, Measured]:
-    """Time ``repeat`` batches with both backends, in alternating order, after one that is not counted.
+    """Time ``repeat`` batches with each backend, in alternating order, after one that is not counted.
 
     Args:
-        argv: the trainer's flags that both share.
+        argv: the trainer's flags that they share.
         prompt_tokens, response_tokens: length of prompts, and the limit of responses.
     """
     args: SimpleNamespace = run.parse([*argv, "--actor.backend", "deepspeed"])
-    run.start_ray(args, gpus=len(BACKENDS))
+    rows = args.rollout.batch_size * args.rollout.n_samples_per_prompt
+    run.start_ray(args, gpus=len(backends))
     try:
-        sides: dict[str, Any] = {backend: _Side(backend, argv) for backend in BACKENDS}
+        sides: dict[str, Any] = {backend: _Side(backend, argv) for backend in backends}
         for repetition in range(repeat + 1):
-            lengths = long_tailed_lengths(args, response_tokens, seed + repetition)
-            for backend in BACKENDS if repetition % 2 else reversed(BACKENDS):
+            lengths = long_tailed_lengths(rows, response_tokens, seed + repetition)
+            for backend in backends if repetition % 2 else reversed(backends):
                 sides[backend].step(rollout(args, prompt_tokens, lengths, seed + repetition), repetition > 0)
         return {backend: side.measured for backend, side in sides.items()}
     finally:

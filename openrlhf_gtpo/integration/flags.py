@@ -44,6 +44,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
+# What --vllm.sync_checksum cannot vouch for.
+_NOT_PROVEN = {
+    "vllm.sync_with_ray": "whose transfer is OpenRLHF's own",
+    "actor.freeze_visual_encoder": "with which only a part of the model is sent",
+}
+
 # DAPO's buffer as a share of the longest response (4096 of 20480 tokens).
 _DAPO_BUFFER_SHARE = 0.2
 
@@ -85,7 +91,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="log policy entropies with the other estimators too (gtpo and grpo_s always do)",
     )
     group.add_argument(
-        "--vllm.sync_bucket_mb", type=int, default=256, help="size of one broadcast of the weight transfer, in MiB"
+        "--vllm.sync_bucket_mb", type=int, default=256, help="size of one bucket of the weight transfer, in MiB"
+    )
+    group.add_argument(
+        "--vllm.sync_checksum",
+        action="store_true",
+        default=False,
+        help="prove after every weight transfer that each parameter reached every engine; stop the run where one did not",
     )
     for name, config in CONFIGS.items():
         _add_config_flags(parser.add_argument_group(f"openrlhf_gtpo {name}"), f"--algo.{name}.", config)
@@ -130,6 +142,10 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
     bucket = getattr(args, "vllm.sync_bucket_mb")
     if bucket < 1:
         raise UsageError(f"--vllm.sync_bucket_mb {bucket} leaves no room for a weight; give at least 1.")
+    if getattr(args, "vllm.sync_checksum"):
+        for flag, why in _NOT_PROVEN.items():
+            if getattr(args, flag):
+                raise UsageError(f"--vllm.sync_checksum does not go with --{flag}, {why}; leave one of them out.")
     preset = getattr(args, "algo.preset")
     if preset is not None:
         if "algo.advantage.estimator" in given:

@@ -77,7 +77,11 @@ RELIED_ON: dict[str, dict[str, tuple[str, ...] | None]] = {
             "vllm_engines",
         ),
     },
-    "openrlhf.trainer.ray.vllm_engine": {"RolloutRayActor.__init__": ("self",), "create_vllm_engines": None},
+    "openrlhf.trainer.ray.vllm_engine": {
+        "RolloutRayActor.__init__": ("self",),
+        "RolloutRayActor.get_num_unfinished_requests": ("self",),
+        "create_vllm_engines": None,
+    },
     "openrlhf.trainer.ray.vllm_worker_wrap": {"WorkerWrap": None},
     "openrlhf.utils.agent": {
         "SingleTurnAgentExecutor.execute": (

@@ -1,6 +1,5 @@
 """Times the ways of ``lm_head_ways`` side by side in one run, in turns, on the same inputs."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from openrlhf_gtpo.integration.lm_head_ways import PRODUCT, Outputs, Problem, Way, Ways
 from openrlhf_gtpo.platform.memory import PeakMemory
+from openrlhf_gtpo.platform.timing import seconds_of
 
 TEMPERATURE = 0.8
 COMPARED_TOKENS = 64  # with float64
@@ -136,13 +136,4 @@ def _first_tokens(problem: Problem) -> Problem:
 def _timed(run: Callable[[Problem], Any], problem: Problem) -> float:
     problem.hidden.grad = problem.weight.grad = None
     torch.distributed.barrier()
-    _synchronize()
-    started = time.perf_counter()
-    run(problem)
-    _synchronize()
-    return time.perf_counter() - started
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    return seconds_of(lambda: run(problem))

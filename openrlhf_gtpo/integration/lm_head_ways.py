@@ -62,7 +62,7 @@ class Ways:
         product = _Product()
         found = {
             PRODUCT: Way(product.one, product.four),
-            "openrlhf": self._unless_sharded("openrlhf", lambda: _openrlhf),
+            "openrlhf": self._installed("openrlhf", "openrlhf", self._openrlhf),
             "liger": self._installed("liger", "liger_kernel", self._liger),
             "verl": self._installed("verl", "verl", self._verl),
             OURS: _differentiable(_ours),
@@ -80,11 +80,10 @@ class Ways:
             self.absent[name] = str(error)
             return None
 
-    def _unless_sharded(self, name: str, load: Callable[[], Callable[[Problem], Outputs]]) -> Way | None:
+    def _openrlhf(self) -> Callable[[Problem], Outputs]:
         if self.sharded:
-            self.absent[name] = "knows no tensor parallelism"
-            return None
-        return _differentiable(load())
+            raise NotImplementedError("knows no tensor parallelism")
+        return _openrlhf
 
     def _liger(self) -> Callable[[Problem], Outputs]:
         from liger_kernel import ops

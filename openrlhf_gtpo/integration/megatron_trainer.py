@@ -6,13 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 from openrlhf.models import aggregate_loss
 from openrlhf.models.utils import compute_approx_kl, masked_mean
 from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch
-from openrlhf.trainer.ray.utils import get_physical_gpu_id
-from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 from torch import Tensor
 
 from openrlhf_gtpo.integration.megatron_metrics import StepMetrics
@@ -86,45 +83,14 @@ class MegatronActorTrainer(EntropyActorTrainer):
     def _weights(self) -> FullWeights:
         return FullWeights(self.model, self.args.vllm.sync_bucket_mb * 2**20)
 
-    def broadcast_to_vllm(self) -> None:
-        """Send the model from the first replica to every engine, the next bucket gathered while one is on its way."""
-        weights = self._weights
-        rank_0 = torch.distributed.get_rank() == 0
-        if rank_0 and self.args.vllm.enable_prefix_caching:
-            ray.get([engine.reset_prefix_cache.remote() for engine in self.vllm_engines])
-        torch.cuda.empty_cache()
-        if self.use_cuda_ipc:
-            self._share_through_cuda_ipc(weights)
-        elif is_first_replica():
-            tensors = (tensor for _, tensor in weights.tensors())
-            if rank_0:
-                self._sender.send([ParameterMeta(name, tuple(shape)) for name, shape in weights.shapes], tensors)
-            else:
-                for _ in tensors:  # the other ranks take part in gathering
-                    pass
-        torch.cuda.empty_cache()
-        torch_dist_barrier_and_cuda_sync()
+    def _send(self) -> None:
+        # Another replica has the same weights, and serves the engines on its own GPUs alone.
+        if self._colocated or is_first_replica():
+            super()._send()
 
-    def _share_through_cuda_ipc(self, weights: FullWeights) -> None:
-        """Hand each engine worker the memory of the full tensors on its own GPU, a parameter at a time."""
-        from torch.multiprocessing.reductions import reduce_tensor
-
-        count = len(weights.shapes)
-        for i, (name, tensor) in enumerate(weights.tensors()):
-            shared = tensor.to(torch.bfloat16, copy=True)
-            handles: list[Any] = [None] * torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(handles, {get_physical_gpu_id(): reduce_tensor(shared)})
-            if torch.distributed.get_rank() == 0:
-                merged = {gpu: handle for one in handles for gpu, handle in one.items()}
-                ray.get(
-                    [
-                        engine.update_weight_cuda_ipc.remote(
-                            name, shared.dtype, shared.shape, ipc_handles=merged, empty_cache=i + 1 == count
-                        )
-                        for engine in self.vllm_engines
-                    ]
-                )
-            torch_dist_barrier_and_cuda_sync()  # the memory stays until every worker has read it
+    def _weights_to_send(self) -> tuple[list[ParameterMeta], Iterator[Tensor]]:
+        parameters = [ParameterMeta(name, tuple(shape)) for name, shape in self._weights.shapes]
+        return parameters, (tensor for _, tensor in self._weights.tensors())
 
 
 class _StepLoss:

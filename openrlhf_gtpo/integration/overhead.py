@@ -24,7 +24,8 @@ from openrlhf.utils.utils import get_tokenizer
 from openrlhf_gtpo.integration import run
 from openrlhf_gtpo.integration.experience_maker import EntropyExperienceMaker
 from openrlhf_gtpo.integration.policy_actor import PolicyActor
-from openrlhf_gtpo.integration.synthetic_rollout import rollout, uniform_lengths
+from openrlhf_gtpo.integration.synthetic_lengths import uniform_lengths
+from openrlhf_gtpo.integration.synthetic_rollout import rollout
 
 VARIANTS = ("upstream", "group_norm", "gtpo")
 
@@ -79,13 +80,14 @@ def measure(argv: Sequence[str], prompt_tokens: int, response_tokens: int, repea
         prompt_tokens, response_tokens: length of prompts, and of the longest response.
     """
     args = run.parse([*argv, "--algo.advantage.estimator", "group_norm"])
+    rows = args.rollout.batch_size * args.rollout.n_samples_per_prompt
     run.start_ray(args, gpus=len(VARIANTS))
     try:
         policies = {variant: _Policy(variant, argv) for variant in VARIANTS}
         for repetition in range(repeat + 1):
             order = VARIANTS[repetition % len(VARIANTS) :] + VARIANTS[: repetition % len(VARIANTS)]
             for variant in order:
-                lengths = uniform_lengths(args, response_tokens, seed=repetition)
+                lengths = uniform_lengths(rows, response_tokens, seed=repetition)
                 samples = rollout(args, prompt_tokens, lengths, seed=repetition)
                 policies[variant].step(samples, counted=repetition > 0)
         return {variant: policy.timings for variant, policy in policies.items()}

@@ -13,10 +13,14 @@ from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.integration.credit import captures_entropy, entropy_credit
+from openrlhf_gtpo.integration.errors import TrainingStopped
 from openrlhf_gtpo.integration.fp8_audit import PolicyForward
 from openrlhf_gtpo.integration.loss import FinitePolicyLoss, SequencePolicyLoss
 from openrlhf_gtpo.integration.policy_model import PolicyModel
+from openrlhf_gtpo.rollout.arrivals import WeightSyncError
 from openrlhf_gtpo.rollout.buckets import ParameterMeta
+from openrlhf_gtpo.rollout.colocated import ColocatedSender
+from openrlhf_gtpo.rollout.engine import Engine, ray_engine
 from openrlhf_gtpo.rollout.sender import WeightSender
 
 _UpstreamPolicyActor: Any = ppo_actor.PolicyModelActor.__ray_metadata__.modified_class
@@ -39,37 +43,64 @@ class EntropyActorTrainer(ActorPPOTrainer):
         if credit is not None:
             self.actor_loss_fn = FinitePolicyLoss(self.actor_loss_fn)
 
+    @property
+    def _colocated(self) -> bool:
+        """The engines share this trainer's GPUs: upstream's condition for CUDA IPC, but whatever the backend."""
+        return self.args.train.colocate_all and not self.args.train.async_enable
+
     def _init_vllm_sync_group(self, backend: str) -> None:
         if self.args.vllm.sync_with_ray:
             super()._init_vllm_sync_group(backend)
-            return
-        self._sender = WeightSender(
-            self.vllm_engines,
-            self.args.vllm.tensor_parallel_size,
-            ray.util.get_node_ip_address(),
-            torch.device(torch.cuda.current_device()),
-            self.args.vllm.sync_bucket_mb * 2**20,
-        )
+        elif not self._colocated:
+            self._broadcaster = WeightSender(
+                self._engines(),
+                self.args.vllm.tensor_parallel_size,
+                ray.util.get_node_ip_address(),
+                torch.device(torch.cuda.current_device()),
+                self.args.vllm.sync_bucket_mb * 2**20,
+                self.args.vllm.sync_checksum,
+            )
 
     def broadcast_to_vllm(self) -> None:
-        """Send every parameter that upstream would, in buckets; its own path remains for CUDA IPC and Ray transfer."""
-        if self.use_cuda_ipc or self.args.vllm.sync_with_ray:
+        """Send every parameter that upstream would, in buckets; with Ray's transfer, as upstream does.
+
+        Raises:
+            TrainingStopped: an engine did not get what was sent.
+        """
+        if self.args.vllm.sync_with_ray:
             super().broadcast_to_vllm()
             return
-        rank_0 = torch.distributed.get_rank() == 0
-        if rank_0 and self.args.vllm.enable_prefix_caching:
-            ray.get([engine.reset_prefix_cache.remote() for engine in self.vllm_engines])
         torch.cuda.empty_cache()
-        parameters = self._parameters_to_send()
-        metas = [ParameterMeta(name, _full_shape(parameter)) for name, parameter in parameters]
-        tensors = self._full_tensors([parameter for _, parameter in parameters])
-        if rank_0:
-            self._sender.send(metas, tensors)
+        try:
+            self._send()
+        except WeightSyncError as error:
+            raise TrainingStopped(str(error)) from error
+        torch.cuda.empty_cache()
+        torch_dist_barrier_and_cuda_sync()
+
+    def _send(self) -> None:
+        parameters, tensors = self._weights_to_send()
+        if self._colocated:
+            engines = self._engines() if torch.distributed.get_rank() == 0 else []
+            device = torch.device(torch.cuda.current_device())
+            bucket_bytes = self.args.vllm.sync_bucket_mb * 2**20
+            ColocatedSender(engines, _all_gather_objects, device, bucket_bytes, self.args.vllm.sync_checksum).send(
+                parameters, tensors
+            )
+        elif torch.distributed.get_rank() == 0:
+            self._broadcaster.send(parameters, tensors)
         else:
             for _ in tensors:  # the other ranks take part in gathering
                 pass
-        torch.cuda.empty_cache()
-        torch_dist_barrier_and_cuda_sync()
+
+    def _engines(self) -> list[Engine]:
+        return [ray_engine(engine) for engine in self.vllm_engines]
+
+    def _weights_to_send(self) -> tuple[list[ParameterMeta], Iterator[torch.Tensor]]:
+        """The model's parameters, and a full tensor of each, which all ranks have to gather together."""
+        parameters = self._parameters_to_send()
+        metas = [ParameterMeta(name, _full_shape(parameter)) for name, parameter in parameters]
+        return metas, self._full_tensors([parameter for _, parameter in parameters])
 
     def _parameters_to_send(self) -> list[tuple[str, torch.nn.Parameter]]:
         frozen_too = not getattr(self.actor, "is_vlm", False)
@@ -140,6 +171,13 @@ def _correction(advantage: SimpleNamespace) -> dict:
             "is_correction_threshold",
         )
     }
+
+
+def _all_gather_objects(mine: Any) -> list[Any]:
+    """Every rank's ``mine``, in the order of ranks."""
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, mine)
+    return gathered
 
 
 def _full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:

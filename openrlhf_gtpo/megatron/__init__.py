@@ -2,5 +2,6 @@
 
 import os
 
-# Transformer Engine reads it when it is imported: scales of FP8 blocks in float32, as in the emulation, not powers of two.
-os.environ.setdefault("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
+# Transformer Engine reads it when it is imported, which the first import of Megatron does: scales of blocks are not rounded
+# to powers of two.
+os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"] = "1"

@@ -20,7 +20,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from transformers import AutoConfig, PretrainedConfig
 
-from openrlhf_gtpo.megatron.host import has_transformer_engine
 from openrlhf_gtpo.megatron.layout import Layout
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -44,9 +43,15 @@ def read_config(source: str | Path) -> PretrainedConfig:
 
 @dataclass
 class PolicyConfig(TransformerConfig):
-    """Megatron's configuration, and of how many packed tokens a rank's share of a micro-batch is a multiple."""
+    """Megatron's configuration, and what this package adds to it.
+
+    Fields:
+        token_multiple: packed tokens of a micro-batch on a rank come to a multiple of it.
+        portable_layers: this package's own, which Transformer Engine's replace where they are there.
+    """
 
     token_multiple: int = 1
+    portable_layers: bool = True
 
 
 class _AdaptedBridge:
@@ -67,7 +72,7 @@ class _AdaptedBridge:
         return [_EMBEDDING] if self.hf_config.tie_word_embeddings else []
 
     def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-        if has_transformer_engine():
+        if not self.config.portable_layers:
             return super()._get_transformer_layer_spec(vp_stage)  # type: ignore[misc]
         from openrlhf_gtpo.megatron.layers import portable_layer_spec
 

@@ -57,11 +57,13 @@ class ModelOptions:
             recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         elif self.recompute == "selective":
             recompute = {"recompute_granularity": "selective"}
-        fused = has_transformer_engine()
+        # The emulation of FP8 takes place in the portable layers.
+        fused = has_transformer_engine() and not (self.fp8 and self.fp8.emulated)
         ranks = self.layout.tensor_model_parallel_size if self.layout.sequence_parallel else 1
         return {
             "sequence_parallel": ranks > 1,
             "token_multiple": ranks * (self.fp8.alignment if self.fp8 else 1),
+            "portable_layers": not fused,
             "params_dtype": self.dtype,
             "pipeline_dtype": self.dtype,
             "bf16": self.dtype is torch.bfloat16,

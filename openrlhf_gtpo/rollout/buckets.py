@@ -21,6 +21,20 @@ class ParameterMeta:
         return math.prod(self.shape)
 
 
+# A bucket as plain data, which any transport of calls can carry: (name, shape) of its parameters.
+WireBucket = list[tuple[str, tuple[int, ...]]]
+
+
+def to_wire(bucket: Iterable[ParameterMeta]) -> WireBucket:
+    """``bucket`` as an argument of a call."""
+    return [(parameter.name, parameter.shape) for parameter in bucket]
+
+
+def from_wire(bucket: WireBucket) -> list[ParameterMeta]:
+    """What :func:`to_wire` was given, also after a transport that makes lists of tuples."""
+    return [ParameterMeta(name, tuple(shape)) for name, shape in bucket]
+
+
 def plan_buckets(parameters: Iterable[ParameterMeta], bucket_bytes: int) -> list[list[ParameterMeta]]:
     """Cut ``parameters``, in their order, into buckets of at most ``bucket_bytes`` on the wire.
 
@@ -43,20 +57,21 @@ def plan_buckets(parameters: Iterable[ParameterMeta], bucket_bytes: int) -> list
     return buckets
 
 
-def pack(bucket: Sequence[ParameterMeta], tensors: Iterator[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The next ``len(bucket)`` tensors, converted to the wire's dtype, in one flat buffer (N,)."""
-    buffer = torch.empty(sum(p.numel for p in bucket), dtype=WIRE_DTYPE, device=device)
-    offset = 0
-    for parameter in bucket:
+def numel(bucket: Iterable[ParameterMeta]) -> int:
+    """Elements of a bucket's buffer."""
+    return sum(parameter.numel for parameter in bucket)
+
+
+def pack(bucket: Sequence[ParameterMeta], tensors: Iterator[torch.Tensor], buffer: torch.Tensor) -> None:
+    """Copy the next ``len(bucket)`` tensors into the beginning of the flat ``buffer``, in the wire's dtype."""
+    for parameter, (_, place) in zip(bucket, unpack(bucket, buffer), strict=True):
         tensor = next(tensors)
         assert tuple(tensor.shape) == parameter.shape, f"{parameter.name}: {tuple(tensor.shape)} != {parameter.shape}"
-        buffer[offset : offset + parameter.numel].view(parameter.shape).copy_(tensor)
-        offset += parameter.numel
-    return buffer
+        place.copy_(tensor)
 
 
 def unpack(bucket: Sequence[ParameterMeta], buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every parameter of ``bucket``; the tensors are views of ``buffer`` (N,)."""
-    pieces = buffer.split([p.numel for p in bucket])
+    """(name, tensor) of every parameter of ``bucket``; the tensors are views of the beginning of ``buffer``."""
+    pieces = buffer[: numel(bucket)].split([p.numel for p in bucket])
     for parameter, piece in zip(bucket, pieces, strict=True):
         yield parameter.name, piece.view(parameter.shape)

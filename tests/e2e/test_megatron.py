@@ -49,6 +49,7 @@ def test_a_reference_model_on_megatron_with_upstreams_estimator(trainer_argv, tm
     argv = [*trainer_argv, *MEGATRON, *TP2, "--actor.num_gpus_per_node", "2", "--ref.num_gpus_per_node", "2"]
     argv += ["--train.colocate_all", "--vllm.tensor_parallel_size", "1", "--vllm.num_engines", "2"]
     argv += ["--algo.preset", "grpo", "--algo.kl.init_coef", "0.1", "--megatron.offload"]
+    argv += ["--vllm.sync_checksum", "--vllm.enable_prefix_caching"]
     run = finish(argv, tmp_path)
     assert run.code == 0, run.log[-4000:]
     first, second = run.steps

@@ -40,6 +40,7 @@ def test_sequence_credit_with_every_option_of_upstream(trainer_argv, tiny_model,
     argv += ["--algo.kl.init_coef", "0.01", "--ref.num_gpus_per_node", "1", "--actor.dual_clip", "3"]
     argv += ["--actor.entropy_coef", "0.001", "--algo.advantage.is_correction_level", "token"]
     argv += ["--reward.overlong_buffer_len", "4", "--algo.dynamic_filtering_enable", "--train.colocate_all"]
+    argv += ["--vllm.sync_checksum", "--vllm.enable_prefix_caching"]
     # The task's scorer gives partial credit, which upstream's filter takes for a difference; here right is 1, wrong 0.
     reward = tmp_path / "reward.py"
     reward.write_text(BINARY_REWARD)

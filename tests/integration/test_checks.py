@@ -96,6 +96,14 @@ def test_upstreams_estimators_are_not_held_to_our_rules(command: dict[str, Any])
         ({"--vllm.num_engines": None}, "--vllm.num_engines None starts no engine"),
         ({"--vllm.num_engines": None, "--ds.packing_samples": True}, "OpenRLHF cannot work with these arguments"),
         ({"--vllm.sync_bucket_mb": 0}, "--vllm.sync_bucket_mb 0 leaves no room"),
+        (
+            {"--vllm.sync_checksum": True, "--vllm.sync_with_ray": True},
+            "--vllm.sync_checksum does not go with --vllm.sync_with_ray",
+        ),
+        (
+            {"--vllm.sync_checksum": True, "--actor.freeze_visual_encoder": True},
+            "--vllm.sync_checksum does not go with --actor.freeze_visual_encoder",
+        ),
         ({"--train.async_enable": True}, "--train.async_enable does not go with"),
         ({"--data.max_images_per_prompt": 1}, "--data.max_images_per_prompt 1 does not go with"),
         ({"--reward.overlong_buffer_len": 16}, "--reward.overlong_buffer_len 16 must lie between"),

@@ -3,6 +3,9 @@ Megatron does not know.
 """
 
 import dataclasses
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,3 +133,23 @@ def test_alignment_and_formats() -> None:
     assert [Fp8Options("hybrid", recipe).alignment for recipe in RECIPES] == [16, 16, 128]
     assert Fp8Options("emulated", "tensorwise").gradients_in_e5m2 and Fp8Options("hybrid").gradients_in_e5m2
     assert not Fp8Options("emulated", "blockwise").gradients_in_e5m2 and not Fp8Options("e4m3").gradients_in_e5m2
+
+
+def test_scales_of_blocks_are_settled_before_transformer_engine_is_imported() -> None:
+    """It reads the variable once; Megatron's first import brings it in, and these imports come before that."""
+    variable = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
+    program = f"import openrlhf_gtpo.megatron, os, sys; print(os.environ[{variable!r}], 'megatron' in sys.modules)"
+    environment = {name: value for name, value in os.environ.items() if name != variable}
+    found = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == ["1", "False"]
+
+
+def test_the_emulation_takes_the_portable_layers_where_transformer_engine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from openrlhf_gtpo.megatron import model as model_module
+    from openrlhf_gtpo.megatron.model import ModelOptions
+
+    monkeypatch.setattr(model_module, "has_transformer_engine", lambda: True)
+    portable = [ModelOptions(fp8=fp8).fields()["portable_layers"] for fp8 in (None, *map(Fp8Options, MODES))]
+    assert portable == [False, False, False, True]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 VOCABULARY, LENGTH = 96, 40
+PREFIX = 200  # more than a block of vLLM's cache, 128 tokens on CPU
 # Mean and maximum over tokens of the difference that bf16 makes, seen: 0.013 and 0.06.
 ROUNDING_MEAN, ROUNDING_MAX = 0.04, 0.3
 LEFT_BEHIND_MEAN = 0.15
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def bundle() -> Iterator[Any]:
-    """One GPU's worth of a Ray of this test's own, started as a run starts it; engines take turns in it."""
+    """Two GPUs' worth of a Ray of this test's own, started as a run starts it; engines take turns in it."""
     import os
 
     from openrlhf_gtpo import platform
@@ -33,8 +34,8 @@ def bundle() -> Iterator[Any]:
     import ray
 
     args = SimpleNamespace(actor=SimpleNamespace(num_nodes=1, num_gpus_per_node=1))
-    run.start_ray(args, gpus=1)
-    group = ray.util.placement_group([{"GPU": 1, "CPU": 1}])
+    run.start_ray(args, gpus=2)
+    group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * 2)
     ray.get(group.ready())
     yield group
     ray.shutdown()
@@ -54,7 +55,7 @@ def save_checkpoint(directory: Path, tied: bool) -> Path:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
-        max_position_embeddings=128,
+        max_position_embeddings=256,
         tie_word_embeddings=tied,
         initializer_range=0.1,
     )
@@ -67,26 +68,42 @@ def save_checkpoint(directory: Path, tied: bool) -> Path:
     return directory
 
 
-class Synced:
-    """A trainer's weights, an engine, and the transfer between them."""
+class WithoutRayWorkers:
+    """The rollout actor, whose vLLM starts its workers itself: on CPU it cannot leave that to Ray."""
 
-    def __init__(self, checkpoint: Path, bundle: Any) -> None:
+    @staticmethod
+    def options(**options: Any) -> Any:
+        from openrlhf_gtpo.integration.rollout_actor import RolloutActor
+
+        def start(**kwargs: Any) -> Any:
+            kwargs |= {"distributed_executor_backend": "mp", "bundle_indices": None}
+            return RolloutActor.options(**options).remote(**kwargs)
+
+        return SimpleNamespace(remote=start)
+
+
+class Synced:
+    """A trainer's weights, an engine of ``workers`` processes, and the transfer between them."""
+
+    def __init__(self, checkpoint: Path, bundle: Any, workers: int) -> None:
         from openrlhf.trainer.ray import vllm_engine
         from transformers import AutoModelForCausalLM
 
         from openrlhf_gtpo.integration.rollout_actor import RolloutActor
 
-        upstreams_actor, vllm_engine.RolloutRayActor = vllm_engine.RolloutRayActor, RolloutActor
+        self.workers = workers
+        actor: Any = RolloutActor if workers == 1 else WithoutRayWorkers
+        upstreams_actor, vllm_engine.RolloutRayActor = vllm_engine.RolloutRayActor, actor
         try:
             (self.engine,) = vllm_engine.create_vllm_engines(
                 num_engines=1,
-                tensor_parallel_size=1,
+                tensor_parallel_size=workers,
                 pretrain=str(checkpoint),
                 seed=0,
                 full_determinism=False,
-                enable_prefix_caching=False,
+                enable_prefix_caching=True,
                 enforce_eager=True,
-                max_model_len=LENGTH + 8,
+                max_model_len=PREFIX + 8,
                 shared_pg=bundle,
                 gpu_memory_utilization=0.1,
             )
@@ -95,8 +112,7 @@ class Synced:
         self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
         generator = torch.Generator().manual_seed(5)
         self.tokens = torch.randint(1, VOCABULARY, (4, LENGTH), generator=generator)
-        self.sender: Any = None
-        self.bucket_bytes = 0
+        self.broadcaster: Any = None
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
@@ -108,18 +124,25 @@ class Synced:
         noise = {name: torch.randn(w.shape, generator=generator) for name, w in start.items()}
         return {name: w + noise[name] * (0.5 if "norm" in name else w.std()) for name, w in start.items()}
 
-    def send(self, weights: dict[str, torch.Tensor], bucket_bytes: int) -> None:
+    def send(self, weights: dict[str, torch.Tensor], bucket_bytes: int, transport: str = "broadcast") -> None:
+        """With checksums, so that what did not arrive, or was not loaded, raises."""
         import ray
 
         from openrlhf_gtpo.rollout.buckets import ParameterMeta
+        from openrlhf_gtpo.rollout.colocated import ColocatedSender
+        from openrlhf_gtpo.rollout.engine import ray_engine
         from openrlhf_gtpo.rollout.sender import WeightSender
 
-        if bucket_bytes != self.bucket_bytes:  # a worker is in one group at a time, the last that it joined
-            address, device = ray.util.get_node_ip_address(), torch.device("cpu")
-            self.sender = WeightSender([self.engine], 1, address, device, bucket_bytes)
-            self.bucket_bytes = bucket_bytes
+        engines, device = [ray_engine(self.engine)], torch.device("cpu")
+        if transport == "colocated":
+            sender: Any = ColocatedSender(engines, lambda mine: [mine], device, bucket_bytes, True)
+        else:
+            if self.broadcaster is None:
+                self.broadcaster = WeightSender(engines, self.workers, ray.util.get_node_ip_address(), device, 1, True)
+            sender = self.broadcaster
+            sender.bucket_bytes = bucket_bytes
         metas = [ParameterMeta(name, tuple(w.shape)) for name, w in weights.items()]
-        self.sender.send(metas, iter(weights.values()))
+        sender.send(metas, iter(weights.values()))
 
     def engine_log_probs(self) -> torch.Tensor:
         """(4, LENGTH - 1) vLLM's log-probs of the tokens."""
@@ -142,11 +165,12 @@ class Synced:
         return logits[:, :-1].log_softmax(-1).gather(-1, self.tokens[:, 1:, None]).squeeze(-1)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=[(True, 1), (False, 2)], ids=["tied", "untied-tp2"])
 def synced(bundle: Any, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     import ray
 
-    made = Synced(save_checkpoint(tmp_path_factory.mktemp("model"), request.param), bundle)
+    tied, workers = request.param
+    made = Synced(save_checkpoint(tmp_path_factory.mktemp("model"), tied), bundle, workers)
     yield made
     ray.kill(made.engine)
 
@@ -156,17 +180,53 @@ def assert_equal_but_for_rounding(found: torch.Tensor, expected: torch.Tensor) -
     assert difference.mean() < ROUNDING_MEAN and difference.max() < ROUNDING_MAX, difference
 
 
-def test_the_engine_follows_every_transfer(synced: Synced) -> None:
-    assert_equal_but_for_rounding(synced.engine_log_probs(), synced.trainer_log_probs(synced.weights()))
-    before = synced.weights()
+@pytest.mark.parametrize("transport", ["broadcast", "colocated"])
+def test_the_engine_follows_every_transfer(synced: Synced, transport: str) -> None:
+    before = synced.perturbed(100)
+    synced.send(before, 20_000, transport)
+    assert_equal_but_for_rounding(synced.engine_log_probs(), synced.trainer_log_probs(before))
     # One parameter to a bucket, a few, a few once more, all in one.
     for seed, bucket_bytes in enumerate([2, 20_000, 20_000, 2**28]):
         weights = synced.perturbed(seed)
-        synced.send(weights, bucket_bytes)
+        synced.send(weights, bucket_bytes, transport)
         found = synced.engine_log_probs()
         assert_equal_but_for_rounding(found, synced.trainer_log_probs(weights))
         assert (found - synced.trainer_log_probs(before)).abs().mean() > 3 * LEFT_BEHIND_MEAN, "as good as stale"
         before = weights
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "colocated"])
+def test_no_prefix_of_older_weights_survives(synced: Synced, transport: str) -> None:
+    import ray
+    from vllm import SamplingParams
+
+    prompt = torch.randint(1, VOCABULARY, (PREFIX,), generator=torch.Generator().manual_seed(6)).tolist()
+
+    def cached_tokens() -> int:
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        return ray.get(synced.engine.generate.remote(prompt, params)).num_cached_tokens
+
+    cached_tokens()
+    assert cached_tokens() > 0, "nothing is cached: this test would show nothing"
+    synced.send(synced.perturbed(20), 2**28, transport)
+    assert cached_tokens() == 0
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "colocated"])
+def test_a_parameter_that_is_not_sent_is_named(synced: Synced, transport: str) -> None:
+    from openrlhf_gtpo.rollout.arrivals import WeightSyncError
+
+    weights = synced.perturbed(30)
+    layer = "model.layers.1."
+    for name, engines_name in (
+        ("model.norm.weight", "model.norm.weight"),
+        (f"{layer}mlp.down_proj.weight", f"{layer}mlp.down_proj.weight"),
+        (f"{layer}self_attn.k_proj.weight", f"{layer}self_attn.qkv_proj.weight"),
+    ):
+        with pytest.raises(WeightSyncError, match=f"loaded into {engines_name} of worker 0 of vLLM engine 0"):
+            synced.send({n: w for n, w in weights.items() if n != name}, 20_000, transport)
+    synced.send(weights, 20_000, transport)
+    assert_equal_but_for_rounding(synced.engine_log_probs(), synced.trainer_log_probs(weights))
 
 
 def test_one_parameter_left_behind_would_show(synced: Synced) -> None:

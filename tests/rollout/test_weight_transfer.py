@@ -1,78 +1,74 @@
 """Would catch workers that end up with different weights, and an engine's failure that nobody hears of.
 
-The processes and their gloo group are real; vLLM's model and Ray's references are stand-ins.
+The processes and their gloo group are real; vLLM's model is a plain one.
 """
 
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from weight_processes import FAKE_RAY, Engine
+from weight_workers import SHAPES, assert_arrived, start_engine, weights
 
-from openrlhf_gtpo.rollout import sender
+from openrlhf_gtpo.rollout.arrivals import WeightSyncError
 from openrlhf_gtpo.rollout.buckets import ParameterMeta
+from openrlhf_gtpo.rollout.process_engine import ProcessEngine
 from openrlhf_gtpo.rollout.sender import WeightSender
 
-SHAPES = {"embed": (40, 8), "norm": (8,), "proj": (8, 16), "scalar": (), "head": (40, 8)}
 PARAMETERS = [ParameterMeta(name, shape) for name, shape in SHAPES.items()]
 
-Start = Callable[..., list[Engine]]
+Start = Callable[..., list[ProcessEngine]]
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+def start() -> Iterator[Start]:
     """Start engines, by their numbers of workers."""
-    monkeypatch.setattr(sender, "ray", FAKE_RAY)
-    engines: list[Engine] = []
+    engines: list[ProcessEngine] = []
 
-    def run(*sizes: int) -> list[Engine]:
-        engines.extend(Engine(size) for size in sizes)
+    def run(*sizes: int) -> list[ProcessEngine]:
+        engines.extend(start_engine(size) for size in sizes)
         return engines
 
     yield run
     for engine in engines:
-        engine.kill()
+        engine.close()
 
 
-def join(engines: list[Engine], size: int, bucket_bytes: int) -> WeightSender:
-    return WeightSender(engines, size, "127.0.0.1", torch.device("cpu"), bucket_bytes)
-
-
-def weights(seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
-
-
-def assert_arrived(engines: list[Engine], sent: list[torch.Tensor]) -> None:
-    expected = [(name, t.bfloat16().flatten().tolist(), tuple(t.shape)) for name, t in zip(SHAPES, sent, strict=True)]
-    for engine in engines:
-        for arrived in FAKE_RAY.get(engine.arrived.remote()):
-            assert arrived == expected
+def join(engines: list[ProcessEngine], size: int, bucket_bytes: int, prove: bool = False) -> WeightSender:
+    return WeightSender(engines, size, "127.0.0.1", torch.device("cpu"), bucket_bytes, prove)
 
 
 def test_engines_that_work_and_engines_that_fail(start: Start) -> None:
     """One story, because starting processes takes most of its time."""
     engines = start(1, 1)
     for bucket_bytes in (1, 10**6, 300):  # every tensor alone, one bucket, some together
-        group = join(engines, 1, bucket_bytes)
+        group = join(engines, 1, bucket_bytes, prove=bucket_bytes == 300)
         for seed in range(3):
             sent = weights(seed)
             group.send(PARAMETERS, iter(sent))
             assert_arrived(engines, sent)
 
-    FAKE_RAY.get(engines[1].fail_at.remote(-1))
-    with pytest.raises(RuntimeError, match="cannot finish"):
-        group.send(PARAMETERS, iter(weights(3)))
-    FAKE_RAY.get(engines[1].fail_at.remote(None))
+    for fault, sentence in (
+        (
+            ("corrupt", "layers.0.proj.weight"),
+            "layers.0.proj.weight reached worker 0 of vLLM engine 1 with other values",
+        ),
+        (("stop", "head.weight"), "head.weight of worker 0 of vLLM engine 1"),
+        (("stop", "layers.0.scale"), "head.weight was sent, but never reached worker 0 of vLLM engine 1"),
+        (("forget", "layers.0.scale"), "not all, was loaded into layers.0.scale of worker 0 of vLLM engine 1"),
+    ):
+        engines[1]("set_fault", *fault).result(60)
+        with pytest.raises(WeightSyncError, match=sentence):
+            group.send(PARAMETERS, iter(weights(3)))
+    engines[1]("set_fault", None).result(60)
     sent = weights(4)
     group.send(PARAMETERS, iter(sent))
     assert_arrived(engines, sent)
 
     # The first bucket is on its way to an engine that takes no more: without a look at the engines, for half an hour.
-    FAKE_RAY.get(engines[1].fail_at.remote(0))
-    with pytest.raises(RuntimeError, match="cannot load embed"):
+    engines[1]("set_fault", "fail", "embed.weight").result(60)
+    with pytest.raises(RuntimeError, match="cannot load embed.weight"):
         group.send(PARAMETERS, iter(weights(5)))
 
 

@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# What only a Hopper GPU can tell, in under ten minutes and without a network: correctness first, then the LM head, layers in
+# BF16 and FP8, a whole train step, and the weight sync.
+#
+#   bash benchmarks/gpu/run_all.sh [OUT]        results as JSON under OUT (default: benchmarks/results/gpu)
+#   bash benchmarks/gpu/run_all.sh --dry-run    the commands alone
+#   bash benchmarks/gpu/run_all.sh --tiny       tiny shapes, a few minutes on a host without a GPU: does it all run?
+#
+# Needs torch with CUDA, Triton, transformers, pytest, hypothesis, megatron-core, mbridge and Transformer Engine; not OpenRLHF,
+# Ray, vLLM or DeepSpeed. $PYTHON is the Python to use (default: python3). Every part has a time limit, and one that fails does not keep
+# the next from being measured. Exit status: 0, 1 if correctness failed, 3 if only measurements did, 2 for a mistake in the
+# command line.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+python=${PYTHON:-python3}
+out='' dry_run=false tiny=false
+refuse() {
+    printf 'run_all: %s\n' "$*" >&2
+    exit 2
+}
+while (($# > 0)); do
+    case "$1" in
+        --dry-run) dry_run=true ;;
+        --tiny) tiny=true ;;
+        -h | --help)
+            sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+            exit 0
+            ;;
+        -*) refuse "unknown flag $1; known: --dry-run --tiny." ;;
+        *)
+            [[ -z "$out" ]] || refuse "more than one folder: $out and $1."
+            out="$1"
+            ;;
+    esac
+    shift
+done
+out=${out:-benchmarks/results/gpu}
+benchmark=("$python" -m openrlhf_gtpo.cli.benchmark)
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+
+if ! $dry_run; then
+    if ! $tiny && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+        refuse "no CUDA device is visible to $python; --tiny runs without one."
+    fi
+    mkdir -p "$out"
+    : >"$out/parts.jsonl"
+fi
+
+failed=() # names of parts
+# part NAME SECONDS COMMAND...: one part of the suite; what it prints also goes to OUT/NAME.log
+part() {
+    local name="$1" limit="$2" started=$SECONDS status=0
+    shift 2
+    if $dry_run; then
+        printf '%s\n' "timeout $limit $*"
+        return
+    fi
+    printf '\n== %s (at most %s s)\n' "$name" "$limit"
+    timeout --kill-after=10 "$limit" "$@" 2>&1 | tee "$out/$name.log" || status=${PIPESTATUS[0]}
+    printf '{"part": "%s", "exit_status": %d, "seconds": %d, "command": "%s"}\n' \
+        "$name" "$status" "$((SECONDS - started))" "$*" >>"$out/parts.jsonl"
+    ((status == 0)) && return
+    failed+=("$name")
+    printf '== %s failed: %s\n' "$name" "$( ((status == 124)) && echo "it took more than $limit s" || echo "exit status $status")"
+}
+
+if $tiny; then
+    lm_head=(--shape 64x64x512 --repeat 2)
+    layers=(--shape tiny --tokens 128 --sequence-length 64 --micro-batches 2 --repeat 2 --matrix 256)
+    train_step=(--shape tiny --prompts 2 --samples 4 --prompt-tokens 8 --response-tokens 64 --max-tokens 256 --repeat 2 --no-deepspeed)
+    weight_sync=(--shape 2x128x256x512 --bucket-mb 1 --repeat 2)
+else
+    lm_head=(--shape 8192x3584x152064 8192x5120x152064 --repeat 11)
+    layers=(--shape 7b 32b)
+    train_step=(--shape 3b)
+    weight_sync=(--shape 36x2048x11008x151936)
+fi
+
+mapfile -t gpu_tests < <(printf '%s\n' tests/*/test_*_gpu.py)
+# The project's own options name pytest plugins that this host may lack.
+part correctness 150 "$python" -m pytest -o addopts=--import-mode=importlib -ra -m gpu "${gpu_tests[@]}"
+part lm_head 60 "${benchmark[@]}" lm-head "${lm_head[@]}" --output "$out/lm_head.json"
+part layers 120 "${benchmark[@]}" layers "${layers[@]}" --output "$out/layers.json"
+part train_step 180 "${benchmark[@]}" train-step "${train_step[@]}" --output "$out/train_step.json"
+part weight_sync 60 "${benchmark[@]}" weight-sync --receiver process --transport colocated "${weight_sync[@]}" --output "$out/weight_sync.json"
+$dry_run && exit 0
+
+printf '\n== summary: %s, %d s\n' "$out" "$SECONDS"
+cat "$out/parts.jsonl"
+tail -n 1 "$out/correctness.log"
+((${#failed[@]} == 0)) && exit 0
+printf '== failed: %s\n' "${failed[*]}"
+[[ " ${failed[*]} " != *" correctness "* ]] || exit 1
+exit 3

@@ -1,0 +1,100 @@
+"""Shapes of the models that benchmarks build with random weights, and the arithmetic that a decoder of such a shape does."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from openrlhf_gtpo.integration.errors import UsageError
+from openrlhf_gtpo.megatron.layout import LayoutError, check_architecture
+
+_QWEN2_5 = {
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "attention_dropout": 0.0,
+}
+
+
+def _qwen2_5(hidden: int, mlp: int, layers: int, heads: int, groups: int, vocabulary: int, tied: bool) -> dict:
+    return _QWEN2_5 | {
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+    }
+
+
+# Qwen2.5's published configurations; every width of ``tiny`` is a multiple of 128 too, so that FP8 takes it.
+PRESETS = {
+    "tiny": _qwen2_5(256, 512, 2, 4, 2, 512, False),
+    "3b": _qwen2_5(2048, 11008, 36, 16, 2, 151936, True),
+    "7b": _qwen2_5(3584, 18944, 28, 28, 4, 152064, False),
+    "32b": _qwen2_5(5120, 27648, 64, 40, 8, 152064, False),
+}
+
+
+def read_shape(name: str, layers: int | None = None) -> Any:
+    """Transformers' configuration of the model ``name``: a preset, a ``config.json``, or a folder with one.
+
+    Args:
+        layers: how many decoder layers it shall have; None for its own number.
+
+    Raises:
+        UsageError: no such preset or file, or an architecture whose layers the Megatron actor or :func:`decoder_flops`
+            does not know.
+    """
+    from transformers import AutoConfig
+
+    fields = dict(PRESETS[name]) if name in PRESETS else _read(name)
+    if layers is not None:
+        if layers < 1:
+            raise UsageError(f"--layers is {layers}; it must be at least 1.")
+        fields["num_hidden_layers"] = layers
+        fields.pop("layer_types", None)  # one entry a layer; Transformers fills it in again
+    try:
+        config = AutoConfig.for_model(**fields)
+        check_architecture(config)
+    except (LayoutError, ValueError, TypeError) as error:
+        raise UsageError(f"{name}: {error}") from error
+    if getattr(config, "num_experts", None):
+        raise UsageError(
+            f"{name}: a mixture of experts ({config.model_type}) cannot be measured here, dense models can."
+        )
+    return config
+
+
+def decoder_flops(config: Any, lengths: Iterable[int]) -> int:
+    """Floating-point operations of the decoder layers' products in one forward pass over sequences of these lengths.
+
+    A multiplication and an addition are two. Of attention's products only what the causal mask keeps counts; norms,
+    rotary embedding, softmax and activation functions do not count, nor do embedding and head. A backward pass has
+    twice as many; activations that are computed again add nothing.
+    """
+    lengths = list(lengths)
+    hidden, mlp, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+    width = getattr(config, "head_dim", None) or hidden // heads
+    query, key_value = heads * width, config.num_key_value_heads * width
+    parameters = hidden * (query + 2 * key_value) + query * hidden + 3 * hidden * mlp
+    pairs = sum(length * (length + 1) // 2 for length in lengths)
+    return config.num_hidden_layers * (2 * sum(lengths) * parameters + 2 * 2 * pairs * query)
+
+
+def _read(name: str) -> dict[str, Any]:
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        fields = json.loads(path.read_text())
+    except (OSError, ValueError):
+        fields = None
+    if not isinstance(fields, dict) or "model_type" not in fields:
+        raise UsageError(
+            f"{name!r} is neither {', '.join(PRESETS)} nor a Hugging Face config.json or a folder with one."
+        )
+    return fields

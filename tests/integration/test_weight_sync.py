@@ -1,0 +1,113 @@
+"""Would catch an actor trainer that takes the wrong transport, sends to some engines only, or goes on after a failed sync.
+
+Engines are processes with plain models; the trainer is one process.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from openrlhf.trainer.ray import ppo_actor
+from rollouts import arguments
+
+from openrlhf_gtpo.integration.errors import TrainingStopped
+from openrlhf_gtpo.integration.policy_actor import EntropyActorTrainer
+from openrlhf_gtpo.rollout.process_engine import ProcessEngine
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rollout"))
+
+from weight_workers import Worker  # noqa: E402
+
+TRANSPORT = {
+    (): "receive_weights",
+    ("--train.colocate_all",): "receive_bucket",
+    ("--train.colocate_all", "--vllm.sync_backend", "gloo"): "receive_bucket",
+    ("--train.colocate_all", "--train.async_enable"): "receive_weights",
+}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+class Actor:
+    """A handle like Ray's to an engine, which notes what it is asked."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        self.engine = ProcessEngine(shapes, [torch.device("cpu")], Worker)
+        self.asked: list[str] = []
+
+    def __getattr__(self, method: str) -> Any:
+        def remote(*args: Any) -> Any:
+            self.asked.append(method)
+            return SimpleNamespace(future=lambda: self.engine(method, *args))
+
+        return SimpleNamespace(remote=remote)
+
+
+@pytest.fixture(scope="module")
+def policy() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(300, 1000), torch.nn.Linear(1000, 7))
+
+
+@pytest.fixture(scope="module")
+def actors(policy: torch.nn.Module) -> Iterator[list[Actor]]:
+    """Two engines of the policy's shapes."""
+    made = [Actor({name: tuple(p.shape) for name, p in policy.named_parameters()}) for _ in range(2)]
+    yield made
+    for actor in made:
+        actor.engine.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def trainer_of(policy: torch.nn.Module, actors: list[Actor], *argv: str) -> EntropyActorTrainer:
+    flags = ("--algo.advantage.estimator", "group_norm", "--vllm.num_engines", str(len(actors)), *argv)
+    args = arguments(*flags, "--vllm.sync_bucket_mb", "1")
+    model = SimpleNamespace(model=SimpleNamespace(module=policy))
+    return EntropyActorTrainer(SimpleNamespace(args=args), model, None, None, None, vllm_engines=actors)
+
+
+@pytest.mark.parametrize("argv", TRANSPORT, ids=" ".join)
+@pytest.mark.parametrize("checksum", [(), ("--vllm.sync_checksum",)], ids=["", "checksum"])
+def test_every_engine_gets_the_policy(
+    argv: tuple[str, ...], checksum: tuple[str, ...], policy: torch.nn.Module, actors: list[Actor]
+) -> None:
+    trainer = trainer_of(policy, actors, *argv, *checksum)
+    for parameter in policy.parameters():
+        parameter.data.normal_()
+    for actor in actors:
+        actor.asked.clear()
+    trainer.broadcast_to_vllm()
+    expected = [(name, p.bfloat16().flatten().tolist(), tuple(p.shape)) for name, p in policy.named_parameters()]
+    for actor in actors:
+        assert set(actor.asked) == {TRANSPORT[argv]}
+        assert actor.engine("holds").result(60)[0] == expected
+
+
+@pytest.mark.parametrize("argv", [(), ("--train.colocate_all",)], ids=["broadcast", "colocated"])
+def test_weights_that_do_not_arrive_stop_the_run(
+    argv: tuple[str, ...], policy: torch.nn.Module, actors: list[Actor]
+) -> None:
+    trainer = trainer_of(policy, actors, *argv, "--vllm.sync_checksum")
+    trainer._parameters_to_send = lambda: list(policy.named_parameters())[:-1]  # type: ignore[method-assign]
+    with pytest.raises(TrainingStopped, match="loaded into 1.bias of worker 0 of vLLM engine 0"):
+        trainer.broadcast_to_vllm()
+
+
+def test_rays_transfer_is_upstreams(
+    policy: torch.nn.Module, actors: list[Actor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+    for name in ("_init_vllm_sync_group", "broadcast_to_vllm"):
+        monkeypatch.setattr(ppo_actor.ActorPPOTrainer, name, lambda self, *args, name=name: called.append(name))
+    trainer_of(policy, actors, "--vllm.sync_with_ray").broadcast_to_vllm()
+    assert called == ["_init_vllm_sync_group", "broadcast_to_vllm"]

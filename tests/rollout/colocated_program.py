@@ -1,0 +1,114 @@
+"""What the ranks of a trainer do in the tests of the colocated transfer. Rank 0 starts the engines."""
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from weight_workers import SHAPES, assert_arrived, start_engine, weights
+
+from openrlhf_gtpo.rollout import colocated
+from openrlhf_gtpo.rollout.arrivals import WeightSyncError
+from openrlhf_gtpo.rollout.buckets import ParameterMeta
+from openrlhf_gtpo.rollout.colocated import ColocatedSender
+
+PARAMETERS = [ParameterMeta(name, shape) for name, shape in SHAPES.items()]
+
+
+def all_gather(mine: Any) -> list[Any]:
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, mine)
+    return gathered
+
+
+class Rank:
+    """One rank of the trainer, with the engines where it is the first."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.rank = torch.distributed.get_rank()
+        self.engines = [start_engine(size) for size in sizes] if self.rank == 0 else []
+
+    def send(self, sent: list[torch.Tensor], bucket_bytes: int = 300, prove: bool = True) -> None:
+        sender = ColocatedSender(self.engines, all_gather, torch.device("cpu"), bucket_bytes, prove)
+        sender.send(PARAMETERS, iter(sent))
+
+    def tell(self, engine: int, method: str, *args: Any) -> None:
+        if self.rank == 0:
+            self.engines[engine](method, *args).result(60)
+        torch.distributed.barrier()
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+
+
+def story() -> None:
+    """Everything that needs no other engines, because starting processes takes most of the time."""
+    rank = Rank(1, 2)
+    open_files = len(os.listdir("/proc/self/fd"))
+    for bucket_bytes in (1, 10**6, 300, 700):  # every tensor alone, one bucket, some together
+        for prove in (False, True):
+            sent = weights(bucket_bytes + prove)
+            rank.send(sent, bucket_bytes, prove)
+            assert_arrived(rank.engines, sent)
+    assert len(os.listdir("/proc/self/fd")) == open_files, "shared memory is left open"
+
+    names = {
+        "corrupt": "layers.0.proj.weight",
+        "forget": "layers.0.scale",
+        "stop": "head.weight",
+        "fail": "head.weight",
+    }
+    expected = {
+        "corrupt": (WeightSyncError, "layers.0.proj.weight reached worker 0 of vLLM engine 1 with other values"),
+        "forget": (WeightSyncError, "not all, was loaded into layers.0.scale of worker 0 of vLLM engine 1"),
+        "stop": (WeightSyncError, "not all, was loaded into head.weight of worker 0 of vLLM engine 1"),
+        "fail": (RuntimeError, "cannot load head.weight"),
+    }
+    for silent in (False, True):
+        rank.tell(1, "set_silent", silent)
+        for kind, (error, sentence) in expected.items():
+            rank.tell(1, "set_fault", kind, names[kind])
+            started = time.monotonic()
+            with pytest.raises(error, match=sentence):  # on every rank
+                rank.send(weights(5))
+            assert time.monotonic() - started < 20
+            rank.tell(1, "set_fault", None)
+    rank.send(weights(6))
+    assert_arrived(rank.engines, weights(6))
+
+    # A rank that fails ends the sync on the other as well.
+    broken = weights(7)
+    if rank.rank == 1:
+        broken[1] = torch.zeros(3)
+    with pytest.raises((AssertionError, RuntimeError), match="layers.0.norm.weight"):
+        rank.send(broken)
+
+    # Engines that read late find what was sent: a buffer waits for them.
+    rank.tell(0, "set_delay", 0.05)
+    rank.send(weights(8))
+    assert_arrived(rank.engines, weights(8))
+
+    if rank.rank == 0:
+        rank.engines[0].processes[0].kill()
+    torch.distributed.barrier()
+    with pytest.raises((RuntimeError, EOFError, OSError)):
+        rank.send(weights(9))
+    rank.close()
+
+
+def own_place() -> None:
+    """Each engine reads what the rank on its own GPU has filled, and one on neither's says so."""
+    rank = Rank(1, 1)
+    colocated.place = lambda device: f"GPU {rank.rank}"
+    for engine in range(2):
+        rank.tell(engine, "set_place", f"GPU {engine}")
+    rank.send(weights(rank.rank), prove=False)  # ranks differ, so that one can tell whose arrived
+    if rank.rank == 0:
+        for engine in range(2):
+            assert_arrived(rank.engines[engine : engine + 1], weights(engine))
+    rank.tell(1, "set_place", "GPU 7")
+    with pytest.raises(RuntimeError, match=r"No trainer process shares weights with an engine on GPU 7"):
+        rank.send(weights(2))
+    rank.close()

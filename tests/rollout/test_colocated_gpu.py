@@ -1,0 +1,39 @@
+"""On a CUDA device: the trainer's process and an engine's share its memory. Would catch a buffer that is read before it is
+filled, overwritten before it is read, or kept after the sync.
+"""
+
+import pytest
+import torch
+from weight_workers import Worker
+
+from openrlhf_gtpo.rollout.buckets import ParameterMeta
+from openrlhf_gtpo.rollout.colocated import ColocatedSender
+from openrlhf_gtpo.rollout.process_engine import ProcessEngine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: CUDA IPC has no stand-in"),
+]
+SHAPES = {f"layers.{i}.weight": (4096, 1024 + 8 * i) for i in range(24)}
+
+
+def test_an_engine_on_the_same_gpu_gets_every_sync():
+    device = torch.device("cuda", torch.cuda.current_device())
+    engine = ProcessEngine(SHAPES, [device], Worker)
+    try:
+        parameters = [ParameterMeta(name, shape) for name, shape in SHAPES.items()]
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        for seed, bucket_bytes in enumerate([1, 20 * 2**20, 20 * 2**20, 2**30]):
+            generator = torch.Generator(device).manual_seed(seed)
+            # Made on the way, so that filling a buffer is under way on the device while the engine loads the other.
+            tensors = (torch.randn(shape, generator=generator, device=device) for shape in SHAPES.values())
+            ColocatedSender([engine], lambda mine: [mine], device, bucket_bytes, True).send(parameters, tensors)
+            del tensors
+            assert torch.cuda.memory_allocated() == before, "the engine or the trainer keeps the buffers"
+        engine("set_fault", "corrupt", "layers.7.weight").result(60)
+        tensors = (torch.randn(shape, device=device) for shape in SHAPES.values())
+        with pytest.raises(RuntimeError, match="layers.7.weight reached worker 0 of vLLM engine 0 with other values"):
+            ColocatedSender([engine], lambda mine: [mine], device, 20 * 2**20, True).send(parameters, tensors)
+    finally:
+        engine.close()
