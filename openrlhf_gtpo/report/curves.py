@@ -16,9 +16,9 @@ from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import Rows, before_and_after, datasource_of, held_out_names, series
 
 # Okabe and Ito's colours, which stay apart for every common kind of colour blindness. Black is for "all".
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
 STYLE = {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
-MARKERS = ("D", "s", "^", "v", "P", "X")
+MARKERS = ("D", "s", "^", "v", "P", "X", "*")
 
 
 def plot_run(metrics: Rows, png_path: str | Path, title: str = "") -> Path:
@@ -36,7 +36,15 @@ def plot_run(metrics: Rows, png_path: str | Path, title: str = "") -> Path:
         for index, name in enumerate(held_out):
             label = "held out" if len(held_out) == 1 else f"held out: {datasource_of(name)}"
             points = series(metrics, names.KIND_EVAL, name)
-            _line(reward, points, label, COLOURS[1 + index % 5], marker=MARKERS[index % 6], markersize=7, zorder=3)
+            _line(
+                reward,
+                points,
+                label,
+                COLOURS[1 + index % 5],
+                marker=MARKERS[index % len(MARKERS)],
+                markersize=7,
+                zorder=3,
+            )
         _line(entropy, series(metrics, train, names.ENTROPY_ALL), "all tokens", "black")
         _line(entropy, series(metrics, train, names.ENTROPY_POSITIVE), "correct responses", COLOURS[2], linestyle="--")
         _line(
@@ -68,7 +76,7 @@ def plot_comparison(runs: Mapping[str, Sequence[Rows]], png_path: str | Path, ti
                 _thin_and_mean(axes, lines, f"{label} (n={len(rows_of_runs)})", colour)
             pairs = [pair for pair in map(_mean_before_and_after, rows_of_runs) if pair is not None]
             _thin_and_mean(
-                held_out, [([0, 1], list(pair)) for pair in pairs], label, colour, marker=MARKERS[index % 6]
+                held_out, [([0, 1], list(pair)) for pair in pairs], label, colour, marker=MARKERS[index % len(MARKERS)]
             )
         _finish(reward, "Training reward", "mean reward", legend=False)
         _finish(entropy, "Policy entropy", "nats per token", legend=False)
