@@ -79,35 +79,34 @@ class EmulatedLinear(torch.nn.Module):
             input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-        product = _Product.apply(input.flatten(0, -2), weight, self).view(*input.shape[:-1], -1)
+        trains = torch.is_grad_enabled() and weight.requires_grad
+        product = _Product.apply(input.flatten(0, -2), weight, self, trains).view(*input.shape[:-1], -1)
         return product if bias is None else product + bias
 
     def quantized_weight(self, weight: Tensor) -> Quantized:
         """(O, I), kept for the micro-batches between which no weight changes."""
         if self._weight is None or not self.keeps_weight:
-            self._weight = self.quantize(WEIGHT, weight)[0]
+            self._weight = self.by_rows(WEIGHT, weight)
         return self._weight
 
     def keep_weight(self, keeps: bool) -> None:
         """From now on the weight is quantised once, or (dropping what is held) for each product."""
         self.keeps_weight, self._weight = keeps, None
 
-    def quantize(self, which: int, matrix: Tensor) -> tuple[Quantized, Quantized]:
-        """(M, N) for a product that sums over its columns (blocks along its rows), and for one that sums over its rows."""
+    def by_rows(self, which: int, matrix: Tensor) -> Quantized:
+        """(M, N) for a product that sums over its columns: blocks lie along its rows."""
         dtype = self.dtypes[which]
         if self.recipe == "blockwise":
-            if which == WEIGHT:
-                both = quantize_blocks(matrix, dtype, SQUARES)
-                return both, both
-            return quantize_blocks(matrix, dtype, ROWS), quantize_blocks(matrix, dtype, COLUMNS)
+            return quantize_blocks(matrix, dtype, SQUARES if which == WEIGHT else ROWS)
         amax = amax_of(matrix)
         if self.recipe == "tensorwise":
-            scale = scale_of(amax, dtype)
-        else:
-            scale = self.scale[which].clone()
-            torch.maximum(self.amax_history[which, 0], amax, out=self.amax_history[which, 0])
-        whole = quantize(matrix, dtype, scale)
-        return whole, whole
+            return quantize(matrix, dtype, scale_of(amax, dtype))
+        torch.maximum(self.amax_history[which, 0], amax, out=self.amax_history[which, 0])
+        return quantize(matrix, dtype, self.scale[which].clone())
+
+    def by_columns(self, which: int, matrix: Tensor, by_rows: Quantized) -> Quantized:
+        """(M, N) for a product that sums over its rows; what :meth:`by_rows` gave where one scale is for the whole."""
+        return quantize_blocks(matrix, self.dtypes[which], COLUMNS) if self.recipe == "blockwise" else by_rows
 
     @torch.no_grad()
     def update_scales(self) -> None:
@@ -123,8 +122,10 @@ class EmulatedLinear(torch.nn.Module):
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, matrix: Tensor, weight: Tensor, linear: EmulatedLinear) -> Tensor:
-        by_rows, by_columns = linear.quantize(INPUT, matrix)
+    def forward(ctx: Any, matrix: Tensor, weight: Tensor, linear: EmulatedLinear, trains: bool) -> Tensor:
+        by_rows = linear.by_rows(INPUT, matrix)
+        # Only the weight's gradient reads it, which an old-policy forward or a frozen weight has not.
+        by_columns = linear.by_columns(INPUT, matrix, by_rows) if trains else by_rows
         of_weight = linear.quantized_weight(weight)
         ctx.save_for_backward(by_columns.data, by_columns.scale, of_weight.data, of_weight.scale)
         ctx.blocks = by_columns.block, of_weight.block
@@ -132,9 +133,9 @@ class _Product(torch.autograd.Function):
         return by_rows.dequantize(matrix.dtype) @ of_weight.dequantize(matrix.dtype).T
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         data, scale, weight_data, weight_scale = ctx.saved_tensors
-        by_rows, by_columns = ctx.linear.quantize(GRADIENT, gradient)
+        by_rows = ctx.linear.by_rows(GRADIENT, gradient)
         dtype = gradient.dtype
         of_matrix = of_weight = None
         if ctx.needs_input_grad[0]:
@@ -142,5 +143,6 @@ class _Product(torch.autograd.Function):
             of_matrix = by_rows.dequantize(dtype) @ weight.dequantize(dtype)
         if ctx.needs_input_grad[1]:
             matrix = Quantized(data, scale, ctx.blocks[0])
+            by_columns = ctx.linear.by_columns(GRADIENT, gradient, by_rows)
             of_weight = by_columns.dequantize(dtype).T @ matrix.dequantize(dtype)
-        return of_matrix, of_weight, None
+        return of_matrix, of_weight, None, None
