@@ -7,8 +7,11 @@ from types import SimpleNamespace
 import torch
 
 from openrlhf_gtpo.algorithms import (
+    ErrorBudget,
     GRPOSConfig,
     GTPOConfig,
+    TokenValues,
+    error_budget,
     grpo_s_advantages,
     grpo_s_shares,
     gtpo_advantages,
@@ -46,6 +49,23 @@ class EntropyCredit:
             positive, negative = gtpo_shares(entropy, mask, outcome, group_ids, self.config)
             return (positive + negative)[mask]
         return grpo_s_shares(entropy, mask, outcome, group_ids, self.config)
+
+    def error_budget(
+        self,
+        exact: TokenValues,
+        rough: TokenValues,
+        mask: torch.Tensor,
+        outcome: torch.Tensor,
+        group_ids: torch.Tensor,
+    ) -> ErrorBudget:
+        """What ``rough`` does to this credit of a batch; see ``algorithms.error_budget``."""
+        return error_budget(
+            exact,
+            rough,
+            mask,
+            lambda entropy: self.shares(entropy, mask, outcome, group_ids),
+            lambda entropy: self.advantages(entropy, mask, outcome, group_ids, None),
+        )
 
 
 def entropy_credit(args: SimpleNamespace) -> EntropyCredit | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import ray
 import torch
 
-from openrlhf_gtpo.algorithms import TokenValues, error_budget
+from openrlhf_gtpo.algorithms import TokenValues
 from openrlhf_gtpo.integration.credit import EntropyCredit
 from openrlhf_gtpo.integration.rollout_batch import RolloutBatch
 from openrlhf_gtpo.report import names
@@ -72,14 +72,8 @@ class Fp8Audit:
     def compare(self, batch: RolloutBatch, exact: TokenValues, credit: EntropyCredit) -> dict[str, float]:
         """Metrics of an audited batch, both passes (B, T) in sampling order. Sets :attr:`in_high_precision`."""
         assert batch.entropy is not None
-        credited = (batch.mask, batch.outcome, batch.group_ids)
-        budget = error_budget(
-            exact,
-            TokenValues(batch.log_probs, batch.entropy),
-            batch.mask,
-            lambda entropy: credit.shares(entropy, *credited),
-            lambda entropy: credit.advantages(entropy, *credited, None),
-        )
+        rough = TokenValues(batch.log_probs, batch.entropy)
+        budget = credit.error_budget(exact, rough, batch.mask, batch.outcome, batch.group_ids)
         self._pass_gate(budget.sign_flips)
         found = {names.FP8_PREFIX + name: value for name, value in dataclasses.asdict(budget).items()}
         return found | {names.FP8_IN_USE: float(not self.in_high_precision)}

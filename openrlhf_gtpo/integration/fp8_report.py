@@ -74,21 +74,14 @@ def compare(
     """
     import torch
 
-    from openrlhf_gtpo.algorithms import TokenValues, error_budget
+    from openrlhf_gtpo.algorithms import TokenValues
 
     outcome, group_ids = torch.tensor(credit.outcome), torch.tensor(credit.group_ids)
     exact, mask = _values(model, source, processes)
-    about = (mask, outcome, group_ids)
     found: dict[str, Any] = {}
     for name, fp8 in candidates.items():
         rough, _ = _values(replace(model, fp8=fp8), source, processes)
-        budget = error_budget(
-            TokenValues(*exact),
-            TokenValues(*rough),
-            mask,
-            lambda entropy: estimator.shares(entropy, *about),
-            lambda entropy: estimator.advantages(entropy, *about, None),
-        )
+        budget = estimator.error_budget(TokenValues(*exact), TokenValues(*rough), mask, outcome, group_ids)
         errors = {
             kind: _quantiles((one - other)[mask].abs())
             for kind, one, other in zip(("log_prob_errors", "entropy_errors"), exact, rough, strict=True)
