@@ -7,6 +7,7 @@ NAME, "reward": NUMBER}; lines with the same prompt or group are a group.
 
 import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,9 +87,8 @@ def _run(args: argparse.Namespace) -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     page = args.output / "fp8.json"
     processes = layout.model_parallel_size
-    source = score_checks.check(model, args.input, page, processes)
     for fp8 in candidates.values():
-        score_checks.check_fp8_of(model, fp8)
+        source = score_checks.check(replace(model, fp8=fp8), args.input, page, processes)
     for _ in source.rows():  # a line that is wrong is named before anything starts
         pass
     credit = read_credit(args.input)

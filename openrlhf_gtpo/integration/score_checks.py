@@ -8,7 +8,7 @@ from openrlhf_gtpo.integration.checks import check_model
 from openrlhf_gtpo.integration.errors import UsageError
 from openrlhf_gtpo.integration.score_models import ScoreModel
 from openrlhf_gtpo.integration.score_rows import RowFile
-from openrlhf_gtpo.megatron.fp8_options import Fp8Options, check_fp8
+from openrlhf_gtpo.megatron.fp8_options import check_fp8
 from openrlhf_gtpo.megatron.layout import LayoutError, WorldSizeError, check_layout
 from openrlhf_gtpo.megatron.overrides import OverrideError, parse_overrides
 
@@ -38,18 +38,7 @@ def check(model: ScoreModel, source: Path, target: Path, processes: int) -> RowF
         raise UsageError(f"--model {model.folder} is a vision-language model; give a text model.")
     if model.backend == "megatron":
         _check_megatron(model, config, processes)
-        if model.fp8 is not None:
-            check_fp8_of(model, model.fp8)
     return RowFile(source, model.folder, config.vocab_size, getattr(config, "max_position_embeddings", None))
-
-
-def check_fp8_of(model: ScoreModel, fp8: Fp8Options) -> None:
-    """Raises UsageError where ``model`` cannot run with ``fp8`` here."""
-    try:
-        config = check_model(model.folder, "--model")
-        check_fp8(fp8, config, model.layout, cuda=platform.chosen_platform() == "cuda")
-    except LayoutError as error:
-        raise UsageError(str(error)) from error
 
 
 def _check_megatron(model: ScoreModel, config: object, processes: int) -> None:
@@ -59,7 +48,10 @@ def _check_megatron(model: ScoreModel, config: object, processes: int) -> None:
         )
     try:
         parse_overrides(model.overrides)
-        check_layout(config, model.layout, processes, cuda=platform.chosen_platform() == "cuda")
+        cuda = platform.chosen_platform() == "cuda"
+        check_layout(config, model.layout, processes, cuda=cuda)
+        if model.fp8 is not None:
+            check_fp8(model.fp8, config, model.layout, cuda=cuda)
     except WorldSizeError as error:
         raise UsageError(f"--processes {processes}: {error}") from error
     except (LayoutError, OverrideError) as error:
