@@ -27,8 +27,7 @@ def main() -> None:
 
     from openrlhf_gtpo import platform
 
-    os.environ[platform.PLATFORM_VARIABLE] = platform.detect()
-    platform.activate()
+    platform.choose()
 
     from transformers import AutoTokenizer
     from vllm import LLM, SamplingParams

@@ -6,7 +6,6 @@ NAME, "reward": NUMBER}; lines with the same prompt or group are a group.
 """
 
 import argparse
-import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,8 +51,7 @@ def _run(args: argparse.Namespace) -> None:
     from openrlhf_gtpo.integration.errors import UsageError
     from openrlhf_gtpo.megatron.fp8_options import Fp8Options
 
-    os.environ[platform.PLATFORM_VARIABLE] = platform.detect()
-    platform.activate()
+    platform.choose()
 
     from openrlhf_gtpo.algorithms import GRPOSConfig, GTPOConfig
     from openrlhf_gtpo.integration import score_checks

@@ -9,7 +9,6 @@ training reads (recompute, offload, optimizer, checkpoints) change nothing.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,8 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _score(args: argparse.Namespace) -> None:
-    os.environ[platform.PLATFORM_VARIABLE] = platform.detect()
-    platform.activate()
+    platform.choose()
 
     from openrlhf_gtpo.integration.guard import check_openrlhf
     from openrlhf_gtpo.integration.score import score

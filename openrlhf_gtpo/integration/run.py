@@ -29,8 +29,7 @@ def parse(argv: Sequence[str]) -> SimpleNamespace:
         UsageError: a flag or combination that cannot work.
     """
     check_openrlhf()
-    os.environ[platform.PLATFORM_VARIABLE] = platform.detect()
-    platform.activate()
+    platform.choose()
     args = upstream_parser.parse(argv, flags.add_flags, flags.adjust)
     entropy_credit(args)
     if platform.chosen_platform() == "cpu":

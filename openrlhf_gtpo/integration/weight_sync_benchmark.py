@@ -4,7 +4,6 @@ The engine is vLLM's, or a process with a plain model where neither vLLM nor Ray
 """
 
 import json
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -123,8 +122,7 @@ def process_engine(parameters: Sequence[ParameterMeta], workers: int) -> Iterato
 def vllm_engine(model: Path, workers: int) -> Iterator[Engine]:
     """vLLM as a run starts it, in a Ray of its own."""
     check_openrlhf()
-    os.environ[platform.PLATFORM_VARIABLE] = platform.detect()
-    platform.activate()
+    platform.choose()
 
     import ray
     from openrlhf.trainer.ray import vllm_engine as upstream

@@ -4,9 +4,17 @@
 OpenRLHF asks. On a CUDA host ``activate`` returns at once: nothing is patched, replaced or set.
 """
 
+import os
+
 from openrlhf_gtpo.platform.detect import PLATFORM_VARIABLE, chosen_platform, detect
 
-__all__ = ["PLATFORM_VARIABLE", "activate", "chosen_platform", "detect"]
+__all__ = ["PLATFORM_VARIABLE", "activate", "choose", "chosen_platform", "detect"]
+
+
+def choose() -> None:
+    """What a driver does first: take the platform that this host is, and prepare this process and those it starts."""
+    os.environ[PLATFORM_VARIABLE] = detect()
+    activate()
 
 
 def activate() -> None:
