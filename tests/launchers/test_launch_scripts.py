@@ -40,6 +40,7 @@ def test_there_are_the_scripts_that_the_readme_names() -> None:
         "train_gtpo_colocated.sh",
         "train_gtpo_split.sh",
         "train_gtpo_32b.sh",
+        "train_gtpo_one_gpu.sh",
         "train_grpo_s_colocated.sh",
         "train_grpo_s_split.sh",
         "train_dapo_colocated.sh",
