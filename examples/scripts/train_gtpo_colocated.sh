@@ -22,7 +22,7 @@ EVAL_DATA="${EVAL_DATA-data/dapo_math/eval.jsonl}"    # empty: no evaluation
 EVAL_STEPS="${EVAL_STEPS:-20}"
 REWARD="${REWARD:-$(dirname "${BASH_SOURCE[0]}")/../../openrlhf_gtpo/tasks/math_verify_reward.py}" # or your own file, or a server's URL
 OUTPUT="${OUTPUT:-}"                   # empty: runs/ and this script's name
-STEPS="${STEPS:-}"                     # empty: one pass over the data
+STEPS="${STEPS:-}"                     # that many batches of prompts (dynamic sampling spends more than one a step); empty: one pass over the data
 SAVE_STEPS="${SAVE_STEPS:-20}"
 
 NODES="${NODES:-1}"                    # of training
