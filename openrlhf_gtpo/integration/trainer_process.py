@@ -11,6 +11,7 @@ from typing import Any
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import read_metrics
 
+COMMAND = (sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray")
 _POLL_SECONDS = 0.5
 _SECONDS_TO_END = 120  # for Ray to end engines and actors
 _LAST_LINES = 20
@@ -37,9 +38,10 @@ def run_trainer(name: str, argv: Sequence[str], folder: Path, steps: int) -> lis
     own = ["--logger.metrics_path", str(metrics), "--ckpt.path", str(folder / "checkpoints")]
     own += ["--ckpt.output_dir", str(folder / "model"), "--ckpt.save_steps", "-1", "--eval.steps", "-1"]
     log = folder / "train.log"
-    command = [sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray", *argv, *own]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=_environment())
+        process = subprocess.Popen(
+            [*COMMAND, *argv, *own], stdout=output, stderr=subprocess.STDOUT, env=_environment()
+        )
         try:
             while True:
                 ended = process.poll() is not None  # before reading, so that the last line is read too
