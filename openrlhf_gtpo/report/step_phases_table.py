@@ -49,13 +49,13 @@ def _phases(setup: Mapping[str, Any], medians: Mapping[str, Any]) -> Table:
     for phase, numbers in medians["phases"].items():
         if phase == STEP:
             idle = medians[IDLE]
-            seconds, share = f"{idle['seconds']:.2f}", f"{idle['share']:.1%}"
+            seconds, share = _seconds(idle["seconds"]), f"{idle['share']:.1%}"
             table.add_row("idle (in no phase)", seconds, share, "", "", "", f"GPU time idle: {idle['gpu_share']:.1%}")
             table.add_section()
         speed, mfu = numbers["tokens_per_second_per_gpu"], numbers["mfu"]
         table.add_row(
             phase.replace("_", " "),
-            f"{numbers['seconds']:.2f}",
+            _seconds(numbers["seconds"]),
             f"{numbers['share']:.1%}",
             "-" if speed is None else f"{speed:,.0f}",
             f"{mfu:.1%}" if mfu else "-",
@@ -63,6 +63,10 @@ def _phases(setup: Mapping[str, Any], medians: Mapping[str, Any]) -> Table:
             COUNTED[phase],
         )
     return table
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}"
 
 
 def _memory(peaks: Mapping[str, float]) -> str:
