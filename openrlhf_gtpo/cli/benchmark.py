@@ -10,15 +10,17 @@ from openrlhf_gtpo.cli import (
     benchmark_actor,
     benchmark_layers,
     benchmark_lm_head,
+    benchmark_train,
     benchmark_train_step,
     benchmark_weight_sync,
 )
 from openrlhf_gtpo.integration.errors import UsageError
+from openrlhf_gtpo.integration.trainer_process import TrainerFailed
 from openrlhf_gtpo.report.results import write_results
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one benchmark; 0, or 2 after one sentence for a mistake in the command line."""
+    """Run one benchmark; 0, 2 after one sentence for a mistake in the command line, or 1 where a training run failed."""
     parser = argparse.ArgumentParser(prog="python3 -m openrlhf_gtpo.cli.benchmark", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     overhead = commands.add_parser("overhead", help="a GTPO step against upstream's group_norm step, same batches")
@@ -36,12 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     benchmark_weight_sync.add(commands)
     benchmark_layers.add(commands)
     benchmark_train_step.add(commands)
+    benchmark_train.add(commands)
     args = parser.parse_args(argv)
     try:
         args.run(args)
     except UsageError as error:
         print(f"benchmark {args.command}: {error}", file=sys.stderr)
         return 2
+    except TrainerFailed as error:
+        print(f"benchmark {args.command}: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -3,7 +3,6 @@
 Both are real Ray actors of one process. Real tokens are counted, prompts included; padding never is.
 """
 
-import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import ray
-import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController
 from openrlhf.trainer.ray.launcher import RayActorGroup
@@ -22,18 +20,20 @@ from openrlhf_gtpo.integration import run
 from openrlhf_gtpo.integration.experience_maker import EntropyExperienceMaker
 from openrlhf_gtpo.integration.megatron_actor import MegatronPolicy
 from openrlhf_gtpo.integration.policy_actor import EntropyPolicyActor
+from openrlhf_gtpo.integration.process_memory import ReportsPeakMemory
 from openrlhf_gtpo.integration.synthetic_lengths import long_tailed_lengths
 from openrlhf_gtpo.integration.synthetic_rollout import rollout
 
 BACKENDS = ("deepspeed", "megatron")
 
 
-class _PeakMemory:
+class _PeakMemory(ReportsPeakMemory):
+    _most = 0
+
     def peak_bytes(self) -> int:
         """The most memory this process has held: of its GPU, or on a CPU host resident in all."""
-        if torch.cuda.is_available():
-            return int(torch.cuda.max_memory_allocated())
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self._most = max([self._most, *self.take_peak_memory(until_now="between").values()])
+        return self._most
 
 
 class _DeepSpeed(_PeakMemory, EntropyPolicyActor):  # type: ignore[misc]

@@ -236,6 +236,21 @@ def _check_dataset(args: SimpleNamespace, names: str | None, split: str, flag: s
         _check_rows(args, _load_table(kind, path, split, flag), f"{flag} {name}")
 
 
+def table_rows(names: str, split: str, flag: str) -> int | None:
+    """Rows of the local tables that ``flag`` names, together; None where one is no local table.
+
+    Raises:
+        UsageError: a table that cannot be read.
+    """
+    rows = 0
+    for name in (part.strip() for part in names.split(",")):
+        path = Path(name.split("@")[0])
+        if path.suffix not in _TABLES or not path.is_file():
+            return None
+        rows += len(_load_table(_TABLES[path.suffix], path, split, flag))
+    return rows
+
+
 def _load_table(kind: str, path: Path, split: str, flag: str) -> Any:
     import datasets
 

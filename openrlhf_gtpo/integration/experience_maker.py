@@ -1,5 +1,6 @@
 """Upstream's experience maker with entropies carried from the old-policy forward to the advantages."""
 
+import time
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from openrlhf_gtpo.integration import batch_metrics
 from openrlhf_gtpo.integration.credit import captures_entropy, entropy_credit
 from openrlhf_gtpo.integration.fp8_audit import AuditedForward, Fp8Audit, PolicyForward
 from openrlhf_gtpo.integration.rollout_batch import RolloutBatch, in_sampling_order
+from openrlhf_gtpo.report import names
 
 
 class EntropyExperienceMaker(RemoteExperienceMaker):
@@ -19,20 +21,25 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
 
     Attributes:
         metrics: of the last batch, flat names to numbers (see ``batch_metrics``).
+        seconds: of the last batch's forward passes and of its shaping, by their metrics' names.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.credit = entropy_credit(self.args)
         self.metrics: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
         self.audit = Fp8Audit(self.args)
         self._entropies: list[torch.Tensor] | None = None
         self._exact: list[PolicyForward] | None = None
 
     def make_experience(self, samples_list: list[Experience]) -> list[Experience]:
         """As upstream's; the audit of FP8 says how the policy's forward is computed."""
+        started = time.perf_counter()
         self.audit.before_batch(self.actor_model_group)
-        return super().make_experience(samples_list)
+        experiences = super().make_experience(samples_list)
+        self.seconds = {names.TIMING_OLD_LOG_PROBS: time.perf_counter() - started}
+        return experiences
 
     def _flatten_results(self, refs: Any, duplicate_factor: int) -> list[Any]:
         results = super()._flatten_results(refs, duplicate_factor)
@@ -51,6 +58,12 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         Raises:
             TrainingStopped: GTPO or GRPO-S would shape a reward, log-prob or entropy that is not finite.
         """
+        started = time.perf_counter()
+        experiences = self._compute_advantages_and_returns(experiences)
+        self.seconds[names.TIMING_ADVANTAGES] = time.perf_counter() - started
+        return experiences
+
+    def _compute_advantages_and_returns(self, experiences: list[Experience]) -> list[Experience]:
         assert self._entropies is not None or not captures_entropy(self.args), "the policy returned no entropies"
         batch = RolloutBatch.gather(experiences, self._entropies, self.args.rollout.n_samples_per_prompt)
         self._entropies = None

@@ -16,12 +16,13 @@ from openrlhf_gtpo.integration.model_shapes import decoder_flops
 from openrlhf_gtpo.integration.precisions import BF16
 from openrlhf_gtpo.megatron import groups, schedule
 from openrlhf_gtpo.megatron.fp8_options import Fp8Options
-from openrlhf_gtpo.megatron.host import device, has_transformer_engine
+from openrlhf_gtpo.megatron.host import has_transformer_engine
 from openrlhf_gtpo.megatron.layout import Layout, LayoutError
 from openrlhf_gtpo.megatron.model import ModelOptions
 from openrlhf_gtpo.megatron.random_model import random_model
 from openrlhf_gtpo.megatron.token_batch import TokenBatch
 from openrlhf_gtpo.megatron.trainer import OptimizerOptions, Trainer
+from openrlhf_gtpo.platform.matrix_product import SquareProduct
 from openrlhf_gtpo.platform.memory import PeakMemory
 from openrlhf_gtpo.platform.timing import seconds_of
 
@@ -88,7 +89,7 @@ def measure(
             raise UsageError(
                 f"{name} does not fit beside {', '.join(sides) or 'nothing'}; give fewer --layers, --recipes or --tokens."
             ) from error
-    product = _Product(work.matrix)
+    product = SquareProduct(work.matrix)
     rates = []
     for repetition in range(repeat):
         for phase in PHASES:
@@ -163,26 +164,6 @@ class _Side:
 
     def _loss(self, index: int, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, None]:
         return -log_probs.sum() / sum(batch.tokens for batch in self._batches), None
-
-
-class _Product:
-    """A square product of two (n, n) bfloat16 matrices: what the device multiplies at best."""
-
-    def __init__(self, side: int) -> None:
-        generator = torch.Generator(device()).manual_seed(0)
-        self._left, self._right = (
-            torch.randn(side, side, generator=generator, device=device(), dtype=torch.bfloat16) for _ in range(2)
-        )
-        self._out = torch.empty_like(self._left)
-        self._multiply()
-
-    def rate(self) -> float:
-        """FLOP/s of ten products."""
-        return 10 * 2 * self._out.size(0) ** 3 / seconds_of(lambda: self._multiply(10))
-
-    def _multiply(self, times: int = 1) -> None:
-        for _ in range(times):
-            torch.mm(self._left, self._right, out=self._out)
 
 
 def _lengths(work: Work) -> list[int]:

@@ -19,6 +19,7 @@ from openrlhf_gtpo.integration.credit import captures_entropy
 from openrlhf_gtpo.integration.fp8_audit import AuditedForward, PolicyForward, Precision
 from openrlhf_gtpo.integration.megatron_flags import fp8_of, layout_of
 from openrlhf_gtpo.integration.megatron_trainer import MegatronActorTrainer
+from openrlhf_gtpo.integration.process_memory import ReportsPeakMemory
 from openrlhf_gtpo.integration.token_rows import Repacked
 from openrlhf_gtpo.megatron import groups, schedule
 from openrlhf_gtpo.megatron.checkpoint import Checkpoints
@@ -28,6 +29,7 @@ from openrlhf_gtpo.megatron.offload import Offload
 from openrlhf_gtpo.megatron.overrides import parse_overrides
 from openrlhf_gtpo.megatron.token_batch import TokenBatch
 from openrlhf_gtpo.megatron.trainer import MakeSchedule, OptimizerOptions, Trainer
+from openrlhf_gtpo.report import names
 
 # transformers' schedules that know a floor, which upstream gives as a share of the peak.
 _FLOORED = {"cosine_with_min_lr", "cosine_warmup_with_min_lr"}
@@ -48,8 +50,7 @@ class MegatronModelActor(BaseModelActor):
         """As upstream's; a forward takes its micro-batches from all that was dispatched, not one entry at a time."""
         if method_name != "forward":
             return super().execute_batch(method_name, all_data, start_idx, end_idx)
-        names = ("sequences", "attention_mask", "action_mask")
-        columns = [all_data[name][start_idx:end_idx] for name in names]
+        columns = [all_data[name][start_idx:end_idx] for name in ("sequences", "attention_mask", "action_mask")]
         return self._forward_all([TokenBatch(*entry) for entry in zip(*columns, strict=True)])
 
     def forward(
@@ -68,7 +69,7 @@ class MegatronModelActor(BaseModelActor):
         return repacked.restore(schedule.forward(self.model, repacked.micro_batches))
 
 
-class MegatronPolicy(MegatronModelActor):
+class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
     """The policy: what upstream's ``PolicyModelActor`` does, on Megatron."""
 
     precision = Precision.AS_TRAINED
@@ -98,6 +99,10 @@ class MegatronPolicy(MegatronModelActor):
         self._rest()
 
     def _forward_all(self, batches: list[TokenBatch]) -> list[Any]:
+        with self.peaks.phase(names.OLD_LOG_PROBS):
+            return self._policy_forward(batches)
+
+    def _policy_forward(self, batches: list[TokenBatch]) -> list[Any]:
         self.offload.restore(optimizer=False)
         exact: list[schedule.Statistics] = []
         if self.precision is not Precision.AS_TRAINED:
@@ -122,16 +127,18 @@ class MegatronPolicy(MegatronModelActor):
 
     def fit(self, kl_ctl: float = 0) -> dict[str, float]:
         """Train on the replay buffer and empty it; returns the metrics, the same on every rank."""
-        self.offload.restore()
-        self.checkpoints.poll()
-        status = self.trainer.ppo_train(kl_ctl)
-        self.trainer.replay_buffer.clear()
+        with self.peaks.phase(names.PPO_TRAIN):
+            self.offload.restore()
+            self.checkpoints.poll()
+            status = self.trainer.ppo_train(kl_ctl)
+            self.trainer.replay_buffer.clear()
         return status
 
     def broadcast_to_vllm(self) -> None:
         """See ``MegatronActorTrainer``."""
-        self.offload.restore(optimizer=False)
-        self.trainer.broadcast_to_vllm()
+        with self.peaks.phase(names.BROADCAST):
+            self.offload.restore(optimizer=False)
+            self.trainer.broadcast_to_vllm()
         if self.strategy.args.megatron.offload:
             self.offload.parameters()  # the engines generate next
 

@@ -86,6 +86,24 @@ def decoder_flops(config: Any, lengths: Iterable[int]) -> int:
     return config.num_hidden_layers * (2 * sum(lengths) * parameters + 2 * 2 * pairs * query)
 
 
+def forward_flops(config: Any, lengths: Iterable[int], projected: int) -> int:
+    """Of one forward pass over sequences of these lengths, of which the LM head projects ``projected`` tokens: products
+    of the decoder (see :func:`decoder_flops`) and of the head."""
+    return decoder_flops(config, lengths) + 2 * config.hidden_size * config.vocab_size * projected
+
+
+def dense_config(model: str) -> Any | None:
+    """Transformers' configuration of a checkpoint; None where :func:`forward_flops` does not know its layers."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model, trust_remote_code=True)
+    try:
+        check_architecture(config)
+    except LayoutError:
+        return None
+    return None if getattr(config, "num_experts", None) else config
+
+
 def _read(name: str) -> dict[str, Any]:
     path = Path(name)
     path = path / "config.json" if path.is_dir() else path

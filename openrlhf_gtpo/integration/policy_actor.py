@@ -17,6 +17,8 @@ from openrlhf_gtpo.integration.errors import TrainingStopped
 from openrlhf_gtpo.integration.fp8_audit import PolicyForward
 from openrlhf_gtpo.integration.loss import FinitePolicyLoss, SequencePolicyLoss
 from openrlhf_gtpo.integration.policy_model import PolicyModel
+from openrlhf_gtpo.integration.process_memory import ReportsPeakMemory
+from openrlhf_gtpo.report import names
 from openrlhf_gtpo.rollout.arrivals import WeightSyncError
 from openrlhf_gtpo.rollout.buckets import ParameterMeta
 from openrlhf_gtpo.rollout.colocated import ColocatedSender
@@ -118,7 +120,7 @@ class EntropyActorTrainer(ActorPPOTrainer):
                 yield parameter.data
 
 
-class EntropyPolicyActor(_UpstreamPolicyActor):  # type: ignore[misc]
+class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: ignore[misc]
     """Upstream's policy actor whose forward returns entropies with the log-probs when the run captures them."""
 
     def init_model_from_pretrained(
@@ -139,6 +141,25 @@ class EntropyPolicyActor(_UpstreamPolicyActor):  # type: ignore[misc]
         mm_train_inputs_list: Any = None,
     ) -> PolicyForward | torch.Tensor:
         """(b, t) tokens of one micro-batch to :class:`PolicyForward` on the CPU, or to upstream's log-probs alone."""
+        with self.peaks.phase(names.OLD_LOG_PROBS):
+            return self._forward(sequences, action_mask, attention_mask, packed_seq_lens, mm_train_inputs_list)
+
+    def fit(self, kl_ctl: float = 0) -> dict[str, float]:
+        with self.peaks.phase(names.PPO_TRAIN):
+            return super().fit(kl_ctl)
+
+    def broadcast_to_vllm(self) -> None:
+        with self.peaks.phase(names.BROADCAST):
+            super().broadcast_to_vllm()
+
+    def _forward(
+        self,
+        sequences: torch.Tensor,
+        action_mask: torch.Tensor,
+        attention_mask: torch.Tensor,
+        packed_seq_lens: Any,
+        mm_train_inputs_list: Any,
+    ) -> PolicyForward | torch.Tensor:
         if not captures_entropy(self.strategy.args):
             return super().forward(sequences, action_mask, attention_mask, packed_seq_lens, mm_train_inputs_list)
         device = torch.cuda.current_device()

@@ -45,6 +45,10 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             await self._forget_prefixes()
         return receipts
 
+    async def take_peak_memory(self, phase: str) -> list[dict[str, int]]:
+        """See ``ReportsPeakMemory``."""
+        return await self.llm.collective_rpc("take_peak_memory", args=(phase,))
+
     async def _forget_prefixes(self) -> None:
         """Drop the keys and values that older weights left for prompts to come.
 

@@ -37,6 +37,19 @@ def parse(argv: Sequence[str]) -> SimpleNamespace:
     return args
 
 
+def checked(argv: Sequence[str]) -> SimpleNamespace:
+    """As :func:`parse`, with everything checked that can be before any engine starts.
+
+    Raises:
+        UsageError: a flag, combination, input or cluster that cannot work.
+    """
+    args = parse(argv)
+    check_megatron(args)
+    check_inputs(args)
+    check_cluster()
+    return args
+
+
 def train(argv: Sequence[str]) -> None:
     """Run OpenRLHF's training with ``argv``.
 
@@ -44,10 +57,7 @@ def train(argv: Sequence[str]) -> None:
         UsageError: the user's mistake, before any engine starts.
         TrainingStopped: data that must not be learned from.
     """
-    args = parse(argv)
-    check_megatron(args)
-    check_inputs(args)
-    check_cluster()
+    args = checked(argv)
 
     import ray
     from openrlhf.cli import train_ppo_ray

@@ -6,6 +6,7 @@ import ray
 from openrlhf.trainer import ppo_trainer
 
 from openrlhf_gtpo.integration.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.integration.step_costs import StepCosts
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import MetricsWriter, is_number
 
@@ -30,6 +31,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         )
         path = self.args.logger.metrics_path
         self.metrics_writer = MetricsWriter(path) if path else None
+        self.costs = StepCosts(self.args, self.actor_model_group, self.vllm_engines)
 
     def fit(self, global_step: int = 0) -> None:
         """As upstream's, after one evaluation where ``--eval.before_training`` asks for it."""
@@ -41,11 +43,13 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
                     "n_samples_per_prompt": self.args.eval.n_samples_per_prompt,
                 }
                 self.evaluate(0, **generation)
+        self.costs.begin()
         super().fit(global_step)
 
     def train_step(self, rollout_samples: list[Any], global_step: int) -> tuple[dict[str, Any], int]:
-        self._response_tokens = sum(int(s.action_mask.sum()) for s in rollout_samples)
+        self.costs.sampled(rollout_samples)
         status, global_step = super().train_step(rollout_samples, global_step)
+        self.costs.trained()
         status.update(self.experience_maker.metrics)
         if "ppo_clip_ratio" in status:
             status[names.CLIP_FRACTION] = status["ppo_clip_ratio"]
@@ -61,6 +65,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         self, eval_metrics: dict[str, Any], global_step: int, client_states: dict[str, Any] | None = None
     ) -> None:
         super().save_best_checkpoint(eval_metrics, global_step, self._with_kl(client_states))
+        self.costs.begin()
 
     def _with_kl(self, client_states: dict[str, Any] | None) -> dict[str, Any]:
         return (client_states or {}) | {_KL_COEFFICIENT: self.kl_ctl.value}
@@ -68,19 +73,22 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     def save_logs_and_checkpoints(
         self, global_step: int, logs_dict: dict[str, Any] | None = None, client_states: dict[str, Any] | None = None
     ) -> None:
-        logs = dict(logs_dict or {})
+        # Not earlier: upstream adds up everything that is called timing.
+        logs = dict(logs_dict or {}) | self.costs.end() | self.experience_maker.seconds
         for phase in names.PHASES:
             if logs.get(names.timing(phase)):
-                logs[names.tokens_per_second(phase)] = self._response_tokens / logs[names.timing(phase)]
+                logs[names.tokens_per_second(phase)] = self.costs.response_tokens / logs[names.timing(phase)]
         if self.metrics_writer:
             numbers = {name: value for name, value in logs.items() if is_number(value)}
             self.metrics_writer.write(names.KIND_TRAIN, global_step, numbers)
         super().save_logs_and_checkpoints(global_step, logs, self._with_kl(client_states))
+        self.costs.begin()
 
     def evaluate(self, global_step: int, **generate_kwargs: Any) -> dict[str, float]:
         logs = super().evaluate(global_step, **generate_kwargs)
         if self.metrics_writer:
             self.metrics_writer.write(names.KIND_EVAL, global_step, logs)
+        self.costs.begin()
         return logs
 
 

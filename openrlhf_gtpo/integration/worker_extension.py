@@ -5,8 +5,9 @@ vLLM imports this by name in its engine processes, which Ray's worker hook does 
 
 from openrlhf.trainer.ray.vllm_worker_wrap import WorkerWrap
 
+from openrlhf_gtpo.integration.process_memory import ReportsPeakMemory
 from openrlhf_gtpo.rollout.receiver import WeightReceiver
 
 
-class WorkerExtension(WeightReceiver, WorkerWrap):
+class WorkerExtension(WeightReceiver, WorkerWrap, ReportsPeakMemory):
     """Both transfers; their method names differ."""

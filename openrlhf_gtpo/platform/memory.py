@@ -1,6 +1,8 @@
 """How much memory something takes at its peak: of the CUDA device, or resident in this process (Linux)."""
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -20,18 +22,68 @@ class PeakMemory:
         self.measurable = self._cuda or (_PROCESS / "clear_refs").exists()
         if self._cuda:
             torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
         elif self.measurable:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
-            (_PROCESS / "clear_refs").write_text("5")  # the peak begins anew
             self._before = _resident("VmRSS")
+        if self.measurable:
+            _begin_anew()
 
     def beyond(self) -> int | None:
         """Bytes above the beginning."""
-        if self._cuda:
-            return int(torch.cuda.max_memory_allocated()) - self._before
-        return _resident("VmHWM") - self._before if self.measurable else None
+        return _peak() - self._before if self.measurable else None
+
+
+class PeakByPhase:
+    """The most memory that this process held in each of its phases, in bytes: cheap enough to be always on.
+
+    On a CUDA device it is what PyTorch's allocator has handed out, elsewhere the resident memory. Nothing is recorded
+    where neither can be told.
+    """
+
+    def __init__(self) -> None:
+        self._peaks: dict[str, int] = {}
+        self._measurable = True
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What runs within is phase ``name``, which may come in several pieces."""
+        self._begin()
+        yield
+        self._record(name)
+
+    def until_now(self, name: str) -> None:
+        """What has run since the last phase ended, or this was last called, was phase ``name``."""
+        self._record(name)
+        self._begin()
+
+    def take(self) -> dict[str, int]:
+        """Phase to bytes, of the phases since this was last called."""
+        taken, self._peaks = self._peaks, {}
+        return taken
+
+    def _begin(self) -> None:
+        try:
+            _begin_anew()
+        except OSError:  # no Linux, or a container that keeps /proc to itself
+            self._measurable = False
+
+    def _record(self, name: str) -> None:
+        if self._measurable:
+            with contextlib.suppress(OSError):
+                self._peaks[name] = max(self._peaks.get(name, 0), _peak())
+
+
+def _begin_anew() -> None:
+    """The peak is the present from here on."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        (_PROCESS / "clear_refs").write_text("5")
+
+
+def _peak() -> int:
+    return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else _resident("VmHWM")
 
 
 def _resident(field: str) -> int:

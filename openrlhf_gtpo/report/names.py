@@ -32,8 +32,20 @@ TIMING_MAKE_EXPERIENCE = "timing/make_experience"
 TIMING_PPO_TRAIN = "timing/ppo_train"
 TIMING_BROADCAST = "timing/broadcast"
 TIMING_STEP_TOTAL = "timing/step_total"
-PHASES = ("generation", "make_experience", "ppo_train", "broadcast")
+GENERATION, OLD_LOG_PROBS, ADVANTAGES = "generation", "old_log_probs", "advantages"
+PPO_TRAIN, BROADCAST = "ppo_train", "broadcast"
+PHASES = (GENERATION, "make_experience", PPO_TRAIN, BROADCAST)
+TIMING_OLD_LOG_PROBS = "timing/old_log_probs"  # within make_experience: the forward passes of all models
+TIMING_ADVANTAGES = "timing/advantages"  # within make_experience: shaping
+TIMING_STEP_WALL = (
+    "timing/step_wall"  # of the clock, without evaluation and checkpoints; step_total is the phases' sum
+)
 TOKENS_PER_SECOND_PREFIX = "tokens_per_second/"
+
+TOKENS_PROMPT = "tokens/prompt"  # of every response's prompt, and what an environment said; no padding
+TOKENS_RESPONSE = "tokens/response"  # sampled ones, which are trained on
+FLOPS_FORWARD = "flops/forward"  # of the products of one forward pass of the policy over the step's tokens
+PEAK_MEMORY_PREFIX = "peak_memory_gib/"
 
 EVAL_PREFIX = "eval_"
 EVAL_PASS1_SUFFIX = "_pass1"
@@ -48,6 +60,11 @@ def timing(phase: str) -> str:
 def tokens_per_second(phase: str) -> str:
     """Tokens that a phase handled per second: `tokens_per_second/<phase>`."""
     return TOKENS_PER_SECOND_PREFIX + phase
+
+
+def peak_memory(process: str, phase: str) -> str:
+    """GiB at the peak of a phase, of the process of a kind ("actor", "engine") that took most."""
+    return f"{PEAK_MEMORY_PREFIX}{process}/{phase}"
 
 
 def eval_pass(datasource: str, k: int = 1) -> str:

@@ -1,0 +1,187 @@
+"""Where the time of training steps went, out of a run's metrics: seconds, tokens/s/GPU, shares, MFU, idle time, memory.
+
+Arithmetic on what the trainer logs. Must not know torch.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.metrics import Rows, is_number
+
+STEP, IDLE = "step", "idle"
+
+
+class Phase(NamedTuple):
+    """A part of a step.
+
+    Fields:
+        timing: the metric with its seconds.
+        counted: the real tokens (never padding) that its tokens/s are of.
+    """
+
+    timing: str
+    counted: str
+
+
+_RESPONSE = "response tokens"
+_ALL = "prompt and response tokens"
+_PASSES = "prompt and response tokens, in every epoch"
+
+PHASES = {
+    "rollout": Phase(names.TIMING_GENERATION, _RESPONSE),
+    "old_log_probs": Phase(names.TIMING_OLD_LOG_PROBS, _ALL),
+    "shaping": Phase(names.TIMING_ADVANTAGES, _RESPONSE),
+    "train": Phase(names.TIMING_PPO_TRAIN, _PASSES),
+    "weight_sync": Phase(names.TIMING_BROADCAST, _ALL),
+}
+COUNTED = {name: phase.counted for name, phase in PHASES.items()} | {STEP: _ALL}
+
+
+class MissingMetrics(ValueError):
+    """A run does not have the steps or the metrics that are asked of it."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What of a configuration the numbers depend on.
+
+    Fields:
+        gpus: that the run holds; on a CPU host the processes that stand for one each.
+        busy: phase to how many of them work in it.
+        passes: phase to its floating-point operations, in forward passes of the policy. A backward pass is two;
+            activations that are computed again add nothing.
+        epochs: passes of training over a rollout.
+        precision: phase to the number format of its matrix products.
+    """
+
+    gpus: int
+    busy: Mapping[str, int]
+    passes: Mapping[str, float]
+    epochs: int
+    precision: Mapping[str, str]
+
+
+def measured_steps(rows: Rows, warmup: int, steps: int) -> list[Mapping[str, Any]]:
+    """The ``steps`` training steps behind the first ``warmup`` ones.
+
+    Raises:
+        MissingMetrics: there are fewer, or one lacks a phase.
+    """
+    found = [row for row in rows if row["kind"] == names.KIND_TRAIN]
+    if len(found) < warmup + steps:
+        raise MissingMetrics(f"it made {len(found)} of {warmup + steps} steps")
+    wanted = [names.TIMING_STEP_WALL, names.TOKENS_PROMPT, names.TOKENS_RESPONSE]
+    wanted += [phase.timing for phase in PHASES.values()]
+    measured = found[warmup : warmup + steps]
+    for row in measured:
+        for name in wanted:
+            if not is_number(row.get(name)):
+                raise MissingMetrics(f"step {row['step']} has no {name}")
+    return measured
+
+
+def of_run(rows: Rows, setup: Setup) -> dict[str, Any]:
+    """Of the steps that one run measured (see :func:`measured_steps`).
+
+    Returns:
+        ``phases``: for each phase, and for the whole ``step``, ``seconds`` and ``tokens`` of a step (means), ``share`` of
+        the step, ``tokens_per_second_per_gpu``, and ``flops`` of a step, None where the model's are not known.
+        ``idle``: ``seconds`` and ``share`` of a step outside any phase, and ``gpu_share``, the part of the GPUs' time in
+        which they had no phase to work in. ``peak_memory_gib``: ``process/phase`` to the most of any step.
+    """
+    step_seconds = _mean(rows, names.TIMING_STEP_WALL)
+    prompt, response = _mean(rows, names.TOKENS_PROMPT), _mean(rows, names.TOKENS_RESPONSE)
+    tokens = {_RESPONSE: response, _ALL: prompt + response, _PASSES: setup.epochs * (prompt + response)}
+    known = all(is_number(row.get(names.FLOPS_FORWARD)) for row in rows)
+    forward = _mean(rows, names.FLOPS_FORWARD) if known else None
+
+    def numbers(seconds: float, counted: str, passes: float) -> dict[str, Any]:
+        return {
+            "seconds": seconds,
+            "share": seconds / step_seconds,
+            "tokens": tokens[counted],
+            "tokens_per_second_per_gpu": tokens[counted] / seconds / setup.gpus if seconds else None,
+            "flops": None if forward is None else passes * forward,
+        }
+
+    phases = {
+        name: numbers(_mean(rows, phase.timing), phase.counted, setup.passes.get(name, 0))
+        for name, phase in PHASES.items()
+    }
+    idle = step_seconds - sum(phase["seconds"] for phase in phases.values())
+    working = sum(phase["seconds"] * setup.busy.get(name, 0) for name, phase in phases.items())
+    phases[STEP] = numbers(step_seconds, _ALL, sum(setup.passes.values()))
+    return {
+        "phases": phases,
+        IDLE: {
+            "seconds": idle,
+            "share": idle / step_seconds,
+            "gpu_share": 1 - working / (step_seconds * setup.gpus),
+        },
+        "peak_memory_gib": _peaks(rows),
+    }
+
+
+def summary(runs: Sequence[Mapping[str, Any]], flops_per_second: float | None) -> dict[str, Any]:
+    """Medians over the runs of one configuration, in the shape of :func:`of_run`, with ``mfu`` added to each phase.
+
+    Args:
+        runs: what :func:`of_run` gave.
+        flops_per_second: of all the GPUs that a run holds, as a big matrix product reaches it; None without MFU.
+    """
+
+    def median(*keys: str) -> float | None:
+        values = []
+        for run in runs:
+            value: Any = run
+            for key in keys:
+                value = value.get(key)
+            values.append(value)
+        return statistics.median(values) if all(is_number(value) for value in values) else None
+
+    phases: dict[str, Any] = {}
+    for name, first in runs[0]["phases"].items():
+        phases[name] = {key: median("phases", name, key) for key in first}
+        mfus = [_mfu(run["phases"][name], flops_per_second) for run in runs]
+        phases[name]["mfu"] = statistics.median(m for m in mfus if m is not None) if None not in mfus else None
+    return {
+        "phases": phases,
+        IDLE: {key: median(IDLE, key) for key in runs[0][IDLE]},
+        "peak_memory_gib": {
+            name: max(run["peak_memory_gib"][name] for run in runs) for name in runs[0]["peak_memory_gib"]
+        },
+    }
+
+
+def ratios(base: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How many times as fast as ``base`` the ``other`` is: tokens/s/GPU of each phase and of the step.
+
+    Both hold a run of each alternation, in order. A value is (lowest, median, highest) over the alternations.
+    """
+    found = {}
+    for phase in (*PHASES, STEP):
+        speeds = [[run["phases"][phase]["tokens_per_second_per_gpu"] for run in runs] for runs in (other, base)]
+        pairs = list(zip(*speeds, strict=True))
+        if all(fast and slow for fast, slow in pairs):
+            times = [fast / slow for fast, slow in pairs]
+            found[phase] = min(times), statistics.median(times), max(times)
+    return found
+
+
+def _mfu(phase: Mapping[str, Any], flops_per_second: float | None) -> float | None:
+    if not flops_per_second or not phase["flops"] or not phase["seconds"]:
+        return None
+    return phase["flops"] / phase["seconds"] / flops_per_second
+
+
+def _mean(rows: Rows, name: str) -> float:
+    return statistics.fmean(row[name] for row in rows)
+
+
+def _peaks(rows: Rows) -> dict[str, float]:
+    prefix = names.PEAK_MEMORY_PREFIX
+    found = sorted({name for row in rows for name in row if name.startswith(prefix)})
+    return {name[len(prefix) :]: max(row[name] for row in rows if name in row) for name in found}
