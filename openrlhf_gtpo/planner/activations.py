@@ -65,7 +65,7 @@ def layer_bytes(shape: ModelShape, setting: LayerSetting, recompute: str) -> flo
 
 def _norms(shape: ModelShape, setting: LayerSetting) -> float:
     """The two norms of a layer, each with the input of the product that follows."""
-    hidden, reciprocal = shape.hidden_size, 4.0
+    hidden, reciprocal = float(shape.hidden_size), 4.0
     if setting.kind == "local":  # the input in float32, normalised in bfloat16, and scaled for the product
         each = 4 * hidden + 2 * hidden + 2 * hidden
     else:  # the input, and normalised
