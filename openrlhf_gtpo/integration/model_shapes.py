@@ -7,6 +7,7 @@ from typing import Any
 
 from openrlhf_gtpo.integration.errors import UsageError
 from openrlhf_gtpo.megatron.layout import LayoutError, check_architecture
+from openrlhf_gtpo.planner import shape
 
 _QWEN2_5 = {
     "model_type": "qwen2",
@@ -71,19 +72,8 @@ def read_shape(name: str, layers: int | None = None) -> Any:
 
 
 def decoder_flops(config: Any, lengths: Iterable[int]) -> int:
-    """Floating-point operations of the decoder layers' products in one forward pass over sequences of these lengths.
-
-    A multiplication and an addition are two. Of attention's products only what the causal mask keeps counts; norms,
-    rotary embedding, softmax and activation functions do not count, nor do embedding and head. A backward pass has
-    twice as many; activations that are computed again add nothing.
-    """
-    lengths = list(lengths)
-    hidden, mlp, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
-    width = getattr(config, "head_dim", None) or hidden // heads
-    query, key_value = heads * width, config.num_key_value_heads * width
-    parameters = hidden * (query + 2 * key_value) + query * hidden + 3 * hidden * mlp
-    pairs = sum(length * (length + 1) // 2 for length in lengths)
-    return config.num_hidden_layers * (2 * sum(lengths) * parameters + 2 * 2 * pairs * query)
+    """:func:`openrlhf_gtpo.planner.shape.decoder_flops` of Transformers' configuration ``config``."""
+    return shape.decoder_flops(shape.ModelShape.of(config), lengths)
 
 
 def forward_flops(config: Any, lengths: Iterable[int], projected: int) -> int:

@@ -13,9 +13,20 @@
 | `shard` | which columns a rank has, and every collective |
 | `tiles` | how large a tile may be |
 
-This room knows torch, and Triton where there is one.
+This room knows torch, and Triton where there is one; `tiles` knows neither, and is asked for without them.
 """
 
-from .function import linear_log_prob_and_entropy
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .function import linear_log_prob_and_entropy
 
 __all__ = ["linear_log_prob_and_entropy"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import function
+
+    return getattr(function, name)

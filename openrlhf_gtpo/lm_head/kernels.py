@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .gradient import LogitGradient
 from .statistics import LOWEST_EXPONENT, TokenStatistics
-from .tiles import Tile
+from .tiles import Tile, fused_bytes_per_logit
 
 _LOWEST = tl.constexpr(LOWEST_EXPONENT)
 _STATISTICS_BLOCK = 4096  # columns of a row at a time
@@ -28,8 +28,7 @@ class TritonTile:
 
     @staticmethod
     def bytes_per_logit(item: int, wide: int, second: bool) -> int:
-        """The product."""
-        return item
+        return fused_bytes_per_logit(item, wide, second)
 
     def product(self, hidden: Tensor, weight: Tensor) -> Tensor:
         shape = (hidden.size(0), weight.size(0))

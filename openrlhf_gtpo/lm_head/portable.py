@@ -9,7 +9,7 @@ from torch import Tensor
 from .gradient import LogitGradient
 from .statistics import LOWEST_EXPONENT, TokenStatistics
 from .sweeps import accumulation_dtype
-from .tiles import Tile
+from .tiles import Tile, portable_bytes_per_logit
 
 
 class PortableTile:
@@ -24,8 +24,7 @@ class PortableTile:
 
     @staticmethod
     def bytes_per_logit(item: int, wide: int, second: bool) -> int:
-        """The product, if it is narrower than the arithmetic, z, and 2**z beside it."""
-        return (item if item != wide else 0) + wide + (wide if second else 0)
+        return portable_bytes_per_logit(item, wide, second)
 
     def product(self, hidden: Tensor, weight: Tensor) -> Tensor:
         shape = (hidden.size(0), weight.size(0))

@@ -18,9 +18,6 @@ from .portable import PortableTile
 from .shard import VocabularyShard
 from .sweeps import Gradients, TileWork, accumulation_dtype, spans, sweep, token_statistics
 
-# The share of the budget that an accumulator of d_hidden may take in the backward pass; tiles get the rest.
-ACCUMULATOR_SHARE = 0.75
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -41,7 +38,7 @@ class Settings:
     @property
     def accumulator_bytes(self) -> int:
         """The most that an accumulator of d_hidden may take."""
-        return int(self.chunk_bytes * ACCUMULATOR_SHARE)
+        return int(self.chunk_bytes * tiles.ACCUMULATOR_SHARE)
 
     def forward_tile(self, hidden: Tensor) -> tiles.Tile:
         needed = partial(tiles.forward_bytes, per_logit=self._bytes_per_logit(hidden, self.with_entropy))

@@ -15,6 +15,8 @@ CPU_TILE = (1024, 2048)
 DEVICE_TILE = (8192, 1 << 20)
 # Matrix units and vector loads want rows of a tile to begin at multiples of this many columns.
 ALIGNMENT = 128
+# The share of the budget that an accumulator of d_hidden may take in the backward pass; tiles get the rest.
+ACCUMULATOR_SHARE = 0.75
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,16 @@ class Tile:
 
     tokens: int
     columns: int
+
+
+def portable_bytes_per_logit(item: int, wide: int, second: bool) -> int:
+    """The portable implementation's: the product, if it is narrower than the arithmetic, z, and 2**z beside it."""
+    return (item if item != wide else 0) + wide + (wide if second else 0)
+
+
+def fused_bytes_per_logit(item: int, wide: int, second: bool) -> int:
+    """Triton's: the product."""
+    return item
 
 
 def forward_bytes(tokens: int, columns: int, *, per_logit: int) -> int:
@@ -73,3 +85,28 @@ def choose_tile(tokens: int, columns: int, budget: int, on_cpu: bool, tile_bytes
     if ALIGNMENT < v < columns:
         v -= v % ALIGNMENT
     return Tile(t, v)
+
+
+def backward_peak(tokens: int, columns: int, width: int, *, budget: int, on_cpu: bool) -> int:
+    """Most bytes of temporary memory in a backward pass of bfloat16 inputs without a gradient of the entropy, where the
+    weight's gradient is added to a float32 buffer: the tiles and the accumulator of d_hidden (see `projection`).
+
+    Args:
+        tokens, columns, width: T, V_local and H.
+        budget: `chunk_bytes`.
+        on_cpu: the portable implementation; Triton's otherwise.
+    """
+    item, wide = 2, 4
+    per_logit = (portable_bytes_per_logit if on_cpu else fused_bytes_per_logit)(item, wide, False)
+    fits = int(budget * ACCUMULATOR_SHARE) // (width * wide)
+    tokens = min(tokens, max(1, fits))
+    accumulator = tokens * width * wide
+
+    def tile_bytes(t: int, v: int) -> int:
+        return backward_bytes(
+            t, v, per_logit=per_logit, width=width, item=item, wide=wide, adds_in_place=not on_cpu, direct_from=None
+        )
+
+    tile = choose_tile(tokens, columns, budget - accumulator, on_cpu, tile_bytes)
+    # The budget has room for an accumulator of the weight's gradient, which a float32 buffer does without.
+    return accumulator + tile_bytes(tile.tokens, tile.columns) - width * tile.columns * wide

@@ -20,13 +20,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from transformers import AutoConfig, PretrainedConfig
 
-from openrlhf_gtpo.megatron.layout import Layout
+from openrlhf_gtpo.megatron.layout import VOCABULARY_MULTIPLE, Layout
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 EXPERTS = ".mlp.experts.linear_fc"  # in Megatron's names of experts' weights, and of nothing else
-
-# The head's columns are padded to a multiple of this on each rank, as Megatron pads them.
-VOCABULARY_MULTIPLE = 128
 
 
 def read_config(source: str | Path) -> PretrainedConfig:

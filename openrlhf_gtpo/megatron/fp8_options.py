@@ -13,7 +13,7 @@ MODES = ("hybrid", "e4m3", "emulated")
 RECIPES = ("delayed", "tensorwise", "blockwise")
 BLOCK = 128  # side of a scaled block
 TRANSFORMER_ENGINE = ((2, 9), (2, 12))  # that megatron-core 0.16.1 works with: from the first, below the second
-_CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0)}
+CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0)}
 _CUDA = {"delayed": (12, 1), "tensorwise": (12, 1), "blockwise": (12, 9)}
 
 
@@ -112,11 +112,11 @@ def check_fp8_host(
         raise LayoutError(f"{asked} needs {wanted}, and none is installed; --megatron.fp8 emulated needs none.")
     if not oldest <= transformer_engine < first_unknown:
         raise LayoutError(f"{asked} needs {wanted}, and {_version(transformer_engine)} is installed.")
-    possible = [recipe for recipe in RECIPES if capability >= _CAPABILITY[recipe] and cuda >= _CUDA[recipe]]
+    possible = [recipe for recipe in RECIPES if capability >= CAPABILITY[recipe] and cuda >= _CUDA[recipe]]
     if options.recipe not in possible:
         others = f"the recipes that run here are: {', '.join(possible)}" if possible else "no recipe runs here"
         raise LayoutError(
-            f"{asked} needs compute capability {_version(_CAPABILITY[options.recipe])} and torch built with CUDA "
+            f"{asked} needs compute capability {_version(CAPABILITY[options.recipe])} and torch built with CUDA "
             f"{_version(_CUDA[options.recipe])} or above, and this device has {_version(capability)} and this torch "
             f"{_version(cuda)}; {others}."
         )

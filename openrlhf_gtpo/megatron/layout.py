@@ -11,6 +11,8 @@ from typing import Any
 SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # Hugging Face's model_type
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
 
+VOCABULARY_MULTIPLE = 128  # rows of embedding and head on each rank come in multiples of it, as Megatron pads them
+
 SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",

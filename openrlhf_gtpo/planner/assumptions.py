@@ -1,0 +1,59 @@
+"""What cannot be derived, with where each number comes from. Everything here is printed with ``plan --assumptions``.
+
+Compute efficiencies are the one number each that makes :mod:`training_speed` give a published pre-training row; rows of
+RL systems were not looked at for any of them. docs/planner.md has the rows, and others that check them.
+"""
+
+from dataclasses import dataclass, fields
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Fractions are of the data sheet's peak."""
+
+    compute_bf16: float = 0.617
+    compute_fp8: float = 0.487
+    compute_experts: float = 0.2
+    link: float = 0.75
+    network: float = 0.8
+    memory_bandwidth: float = 0.8
+    decode_bandwidth: float = 0.7
+    decode_compute: float = 0.6
+    decode_step: float = 1.5e-3
+    collective: float = 10e-6
+    host_copy: float = 20e9
+    phase: float = 2.0
+    context_bytes: float = 2.5 * GIB
+    engine_bytes: float = 4.0 * GIB
+    asleep_bytes: float = 1.5 * GIB
+    usable: float = 0.95
+    vllm_memory: float = 0.85
+    vllm_memory_shared: float = 0.6
+    vllm_rows: int = 1024
+
+
+SOURCES = {
+    "compute_bf16": "products of training in BF16: Llama 3's 8192 H100s, TP8 PP16, 430 TFLOP/s each (arXiv 2407.21783, table 4)",
+    "compute_fp8": "in FP8: Megatron-Bridge 25.11, Llama 3 8B on 8 H100s, 744 TFLOP/s each",
+    "compute_experts": "of a mixture of experts: Megatron-Bridge 25.11, GPT-OSS 120B in BF16 on H100s, 153 TFLOP/s, pipeline and "
+    "all-to-all taken off; coarse",
+    "link": "NVLink, of its bandwidth in one direction: NCCL's bus bandwidth of large all-reduces on H100 nodes, about 340 of 450 GB/s",
+    "network": "InfiniBand, likewise: NCCL's 40 of 50 GB/s",
+    "memory_bandwidth": "streaming reads and writes of the optimizer: assumed",
+    "decode_bandwidth": "weights and KV cache in decoding: gpt-fast reports 72 to 76 % on A100; vLLM assumed a little below",
+    "decode_compute": "products in prefill and large decode batches: assumed, between training's and a bare product's 0.7",
+    "decode_step": "seconds of scheduling and sampling in each of vLLM's decode steps: assumed",
+    "collective": "seconds of latency of a small all-reduce over NVLink: assumed",
+    "host_copy": "bytes/s of pinned copies to host memory, which all GPUs of a node share in part: assumed",
+    "phase": "seconds to change from one phase to the next, with Ray's calls: assumed",
+    "context_bytes": "bytes of CUDA context, NCCL and cuBLAS: assumed",
+    "engine_bytes": "bytes of vLLM's activations and CUDA graphs beside weights and KV cache: assumed",
+    "asleep_bytes": "bytes that a sleeping engine keeps: assumed",
+    "usable": "of the memory; the rest is lost to fragments of the allocator: assumed",
+    "vllm_memory": "--vllm.gpu_memory_utilization where engines have GPUs of their own",
+    "vllm_memory_shared": "the same where they share GPUs with training (OpenRLHF's examples: 0.5 to 0.7)",
+    "vllm_rows": "most rows that an engine decodes at once (vLLM's default on such GPUs)",
+}
+assert set(SOURCES) == {field.name for field in fields(Assumptions)}

@@ -1,0 +1,172 @@
+"""One way to run: a layout, a precision, recompute, and where the engines live. Its memory by phase, and its step by phase."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from openrlhf_gtpo.megatron.fp8_options import RECIPES
+from openrlhf_gtpo.planner.activations import RECOMPUTE
+from openrlhf_gtpo.planner.assumptions import Assumptions
+from openrlhf_gtpo.planner.cluster import Cluster
+from openrlhf_gtpo.planner.rollout import Engines
+from openrlhf_gtpo.planner.training_memory import Training, activation_bytes, forward_bytes, held_bytes, step_bytes
+from openrlhf_gtpo.planner.training_speed import TrainingSpeed
+from openrlhf_gtpo.planner.workload import Workload
+
+SYNC_BUCKET = 256 * 2**20  # --vllm.sync_bucket_mb
+PLACEMENTS = ("colocated", "split")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Fields:
+    training: layout, precision and recompute of the actor.
+    cluster: the GPUs that train.
+    engines: the rollout, on the same GPUs (colocated) or on others (split).
+    offload: while one of the two works, the other's memory is on the host; colocated alone.
+    """
+
+    training: Training
+    cluster: Cluster
+    engines: Engines
+    workload: Workload
+    assumptions: Assumptions
+    colocated: bool = True
+    offload: bool = True
+
+    @property
+    def gpus(self) -> int:
+        """In all."""
+        return self.cluster.gpus if self.colocated else self.cluster.gpus + self.engines.gpus
+
+    @cached_property
+    def speed(self) -> TrainingSpeed:
+        return TrainingSpeed(self.training, self.cluster, self.workload, self.assumptions)
+
+    @cached_property
+    def memory(self) -> dict[str, dict[str, float]]:
+        """Phase to parts to bytes on the GPU that has the most of them. ``kv_cache`` is what vLLM takes, if it fits."""
+        stages = self.training.layout.pipeline_model_parallel_size
+        phases: dict[str, dict[str, float]] = {}
+        for stage in sorted({0, stages - 1}):
+            for phase, parts in self._stage_memory(stage).items():
+                if phase not in phases or sum(parts.values()) > sum(phases[phase].values()):
+                    phases[phase] = parts
+        return phases
+
+    def _stage_memory(self, stage: int) -> dict[str, dict[str, float]]:
+        training = self.training
+        context = {"context": self.assumptions.context_bytes}
+        held, step = held_bytes(training, stage), step_bytes(training, stage)
+        weights = {"weights": held["weights"]}
+        reference = {"reference": held["weights"]} if self.workload.kl else {}
+        states = (
+            {} if self.offload and self.colocated else {n: held[n] for n in ("gradients", "optimizer", "fp8_caches")}
+        )
+        asleep = {"vllm_asleep": self.assumptions.asleep_bytes} if self.colocated else {}
+        engine = self.engines.memory()
+        loaded = {name: engine[name] for name in ("vllm_weights", "vllm_working")}
+        bucket = {"sync_bucket": 2.0 * SYNC_BUCKET}  # one is filled while the other is sent
+        awake = context | loaded | {"kv_cache": max(0.0, engine["kv_cache"])}
+        train_reference = {} if self.offload and self.colocated else reference
+        phases = {
+            "forward": context
+            | asleep
+            | weights
+            | states
+            | reference
+            | {"activations": forward_bytes(training, stage)},
+            "train": context | asleep | train_reference | step,
+            "sync": context | weights | states | bucket | (loaded if self.colocated else {}),
+        }
+        here = {} if self.offload or not self.colocated else weights | states | reference
+        return phases | {"rollout": awake | (here if self.colocated else {})}
+
+    @property
+    def limit(self) -> float:
+        """Bytes of a GPU that can be planned for."""
+        return self.cluster.gpu.memory * self.assumptions.usable
+
+    @cached_property
+    def breaks(self) -> tuple[str, float]:
+        """The phase that comes closest to the limit, and its bytes over the limit (below zero: to spare)."""
+        over = {phase: sum(parts.values()) - self.limit for phase, parts in self.memory.items()}
+        cache = self.engines.memory()["kv_cache"] - self.workload.row_length * self.engines.token_bytes
+        if cache < 0:
+            over["kv_cache"] = -cache
+        worst = max(over, key=lambda phase: over[phase])
+        return worst, over[worst]
+
+    @property
+    def fits(self) -> bool:
+        return self.breaks[1] <= 0 and self.engines.fits
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        """Of a whole step, by phase."""
+        work, speed = self.workload, self.speed
+        step = speed.optimizer_step()
+        return {
+            "rollout": self.engines.seconds(),
+            "forward": speed.scoring() * (2 if work.kl else 1),
+            "train": work.optimizer_steps * sum(step.values()),
+            "sync": self._sync(),
+            "between": self.assumptions.phase * 3 + self._moves(),
+        }
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Real tokens of prompts and responses, a GPU."""
+        return self.workload.tokens / self.step_seconds / self.gpus
+
+    @property
+    def mfu(self) -> float:
+        """Of the train phase: the model's operations over the BF16 peak (FP8's where FP8 is used)."""
+        gpu = self.cluster.gpu
+        peak = gpu.fp8 if self.training.fp8 is not None else gpu.bf16
+        assert peak is not None
+        seconds = sum(self.speed.optimizer_step().values())
+        return self.speed.flops() / seconds / self.cluster.gpus / peak
+
+    def _sync(self) -> float:
+        """Every engine gets all weights in bfloat16: gathered over TP inside a node, sent over PP and to other GPUs."""
+        total = 2.0 * self.training.shape.parameters
+        assumed, cluster = self.assumptions, self.cluster
+        link, network = cluster.gpu.link * assumed.link, cluster.network * assumed.network
+        seconds = total / link + total / (cluster.gpu.memory_bandwidth * assumed.memory_bandwidth)
+        stages = self.training.layout.pipeline_model_parallel_size
+        if stages > 1:
+            across = self.training.layout.model_parallel_size > cluster.gpus_per_node
+            seconds += total * (stages - 1) / stages / (network if across else link)
+        if not self.colocated:
+            seconds += total / (network if cluster.nodes > 1 or self.engines.cluster.nodes > 1 else link)
+        return seconds
+
+    def _moves(self) -> float:
+        """To the host and back: the trainer's weights and optimizer, and the engines' weights."""
+        if not (self.colocated and self.offload):
+            return 0.0
+        held = held_bytes(self.training, 0)
+        moved = held["weights"] + held["optimizer"] + self.engines.memory()["vllm_weights"]
+        return 2 * moved / self.assumptions.host_copy
+
+    @property
+    def preference(self) -> tuple:
+        """Sorts candidates that fit: about as fast ones (within 2 %) by what changes or splits less."""
+        layout, fp8 = self.training.layout, self.training.fp8
+        return (
+            round(math.log(self.step_seconds) / math.log(1.02)),
+            0 if fp8 is None else 1 + RECIPES[::-1].index(fp8.recipe),
+            layout.context_parallel_size,
+            layout.pipeline_model_parallel_size,
+            RECOMPUTE.index(self.training.recompute),
+            self.step_seconds,
+        )
+
+    def activations(self) -> dict[str, float]:
+        """Bytes of activations on the first stage with each kind of recompute."""
+        return {kind: activation_bytes(self.training, 0, kind) for kind in ("none", "selective", "full")}

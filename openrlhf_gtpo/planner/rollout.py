@@ -1,0 +1,117 @@
+"""vLLM's engines: what they hold, and how long a rollout takes from the bytes that each decode step reads (a roofline)."""
+
+from dataclasses import dataclass
+
+from openrlhf_gtpo.planner.assumptions import Assumptions
+from openrlhf_gtpo.planner.cluster import Cluster
+from openrlhf_gtpo.planner.shape import ModelShape, decoder_flops
+from openrlhf_gtpo.planner.workload import Workload
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Equal engines on ``gpus`` GPUs.
+
+    Fields:
+        tensor: GPUs of one engine.
+        memory_share: of each GPU's memory (``--vllm.gpu_memory_utilization``).
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    gpus: int
+    tensor: int
+    memory_share: float
+    workload: Workload
+    assumptions: Assumptions
+
+    @property
+    def count(self) -> int:
+        return self.gpus // self.tensor
+
+    def memory(self) -> dict[str, float]:
+        """On one GPU: ``vllm_weights``, ``vllm_working`` and ``kv_cache``, which is what is left and may be below zero."""
+        weights = 2 * self.shape.parameters / self.tensor
+        working = self.assumptions.engine_bytes
+        return {
+            "vllm_weights": weights,
+            "vllm_working": working,
+            "kv_cache": self.memory_share * self.cluster.gpu.memory - weights - working,
+        }
+
+    @property
+    def token_bytes(self) -> float:
+        """Of one token's keys and values on one GPU; where GPUs outnumber key-value heads, they hold copies."""
+        shares = min(self.tensor, self.shape.num_key_value_heads)
+        return 2 * 2 * self.shape.num_layers * self.shape.key_value_width / shares
+
+    @property
+    def cache_tokens(self) -> float:
+        """Of all sequences together that one engine has room for."""
+        return max(0.0, self.memory()["kv_cache"]) / self.token_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Room for at least one longest row."""
+        return self.cache_tokens >= self.workload.row_length
+
+    @property
+    def rows(self) -> float:
+        """Of a rollout on the engine with the most."""
+        return -(-self.workload.rows // self.count)
+
+    @property
+    def concurrent(self) -> float:
+        """Rows that an engine decodes at once."""
+        work = self.workload
+        return min(self.rows, self.assumptions.vllm_rows, self.cache_tokens / (work.prompt + work.response / 2))
+
+    def seconds(self) -> float:
+        """Of the whole rollout: prefill of each prompt once an engine (its samples share the cache), full batches while rows
+        wait, then a batch that shrinks to the longest row."""
+        work = self.workload
+        waves = self.rows / self.concurrent
+        waiting = 0.0
+        if waves > 1:
+            waiting = (waves - 1) * work.response * self._step(self.concurrent, work.prompt + work.response / 2)
+        return self._prefill() + waiting + self._until_the_longest()
+
+    def _until_the_longest(self) -> float:
+        lengths, at, seconds = self.workload.responses, 0.0, 0.0
+        for i, length in enumerate(lengths):
+            alive = self.concurrent * (len(lengths) - i) / len(lengths)
+            seconds += (length - at) * self._step(alive, self.workload.prompt + (length + at) / 2)
+            at = length
+        return seconds
+
+    def _prefill(self) -> float:
+        prompts = max(1.0, self.rows / self.workload.samples_per_prompt)
+        flops = prompts * decoder_flops(self.shape, [int(self.workload.prompt)]) / self.tensor
+        return flops / (self.cluster.gpu.bf16 * self.assumptions.decode_compute)
+
+    def _step(self, rows: float, context: float) -> float:
+        """One token for each of ``rows`` sequences of ``context`` tokens: read the weights and the cache, or multiply."""
+        shape, gpu, assumed = self.shape, self.cluster.gpu, self.assumptions
+        read = self._weights_read(rows) / self.tensor + rows * context * self.token_bytes
+        multiply = rows * (decoder_flops(shape, [1]) + 2 * shape.vocab_size * shape.hidden_size) / self.tensor
+        sums = 2 * shape.num_layers if self.tensor > 1 else 0
+        sent = 2 * 2 * rows * shape.hidden_size * (self.tensor - 1) / self.tensor
+        return (
+            max(
+                read / (gpu.memory_bandwidth * assumed.decode_bandwidth),
+                multiply / (gpu.bf16 * assumed.decode_compute),
+            )
+            + sums * (assumed.collective + sent / (gpu.link * assumed.link))
+            + assumed.decode_step
+        )
+
+    def _weights_read(self, rows: float) -> float:
+        """Bytes over all GPUs; of experts, those that some row is given to."""
+        shape = self.shape
+        # The embedding is looked up, not read.
+        weights = 2 * (shape.parameters - (0 if shape.tied else shape.vocab_size * shape.hidden_size))
+        if not shape.num_experts:
+            return weights
+        experts = 2 * shape.num_layers * shape.layer_parameters()["experts"]
+        missed = (1 - shape.experts_per_token / shape.num_experts) ** rows
+        return weights - experts * missed

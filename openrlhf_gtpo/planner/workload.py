@@ -1,0 +1,120 @@
+"""What one step of training does: how many responses, how long, in how many optimizer steps."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import NormalDist
+
+from openrlhf_gtpo.planner.errors import PlanError
+
+# Of log-lengths; the longest of some hundred responses is then about ten times the median, as in runs of reasoning models.
+TAIL = 0.9
+_POINTS = 200
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Defaults are the paper's: 16 responses to each of 8 prompts, which make one batch of 128.
+
+    Fields:
+        prompt_length: most tokens of a prompt.
+        response_length: most tokens of a response.
+        mean_prompt: tokens of a prompt on average; None for half of the most.
+        mean_response: tokens of a response on average; None for what a median of a sixth of the most gives.
+        samples_per_prompt, prompts_per_step: responses to a prompt, and prompts of a rollout.
+        train_batch: responses in an optimizer step.
+        max_tokens: of a micro-batch; None for 16384, or one longest row.
+        kl: a reference model scores the responses too.
+    """
+
+    prompt_length: int = 2048
+    response_length: int = 4096
+    mean_prompt: float | None = None
+    mean_response: float | None = None
+    samples_per_prompt: int = 16
+    prompts_per_step: int = 8
+    train_batch: int | None = None
+    max_tokens: int | None = None
+    kl: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            "prompt_length",
+            "response_length",
+            "samples_per_prompt",
+            "prompts_per_step",
+            "train_batch",
+            "max_tokens",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(
+                    f"--{name.replace('_', '-').replace('max-tokens', 'max-tokens-per-gpu')} {value} must be at least 1."
+                )
+        for name, most in (("mean_prompt", self.prompt_length), ("mean_response", self.response_length)):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= most:
+                raise PlanError(
+                    f"--{name.replace('_', '-')} {value:g} must be between 1 and --{name[5:]}-length {most}."
+                )
+        if self.rows % self.batch:
+            raise PlanError(
+                f"--train-batch {self.batch} does not divide the {self.rows} responses of a step "
+                f"(--prompts-per-step {self.prompts_per_step} × --samples-per-prompt {self.samples_per_prompt})."
+            )
+
+    @property
+    def rows(self) -> int:
+        """Responses of a rollout."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def batch(self) -> int:
+        """Responses of an optimizer step; by default the whole rollout."""
+        return self.train_batch or self.rows
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.rows // self.batch
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of the longest row."""
+        return self.prompt_length + self.response_length
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """The most in a micro-batch; a longer row gets one of its own."""
+        return max(self.max_tokens or 16384, self.row_length)
+
+    @property
+    def prompt(self) -> float:
+        """Tokens of a prompt on average."""
+        return self.prompt_length / 2 if self.mean_prompt is None else self.mean_prompt
+
+    @cached_property
+    def responses(self) -> tuple[float, ...]:
+        """Lengths of responses at evenly spaced ranks, ascending: log-normal, cut off at the limit."""
+        if self.mean_response is None:
+            return self._cut(self.response_length / 6)
+        low, high = self.mean_response / 50, self.response_length * 1e6
+        for _ in range(80):  # the mean grows with the median
+            median = math.sqrt(low * high)
+            mean = sum(self._cut(median)) / _POINTS
+            low, high = (median, high) if mean < self.mean_response else (low, median)
+        return self._cut(high)
+
+    @property
+    def response(self) -> float:
+        """Tokens of a response on average."""
+        return sum(self.responses) / len(self.responses)
+
+    @property
+    def tokens(self) -> float:
+        """Real tokens of a step, prompts counted with every response, as training computes them."""
+        return self.rows * (self.prompt + self.response)
+
+    def _cut(self, median: float) -> tuple[float, ...]:
+        normal = NormalDist(math.log(median), TAIL)
+        ranks = ((i + 0.5) / _POINTS for i in range(_POINTS))
+        return tuple(min(self.response_length, max(1.0, math.exp(normal.inv_cdf(rank)))) for rank in ranks)

@@ -1,0 +1,25 @@
+"""Makes the programs beside the tests importable, and those of the Megatron tests with their pool of ranks."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "megatron")]
+
+from rank_pool import RankPool  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[RankPool]:
+    """Four processes joined over gloo."""
+    with RankPool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> Iterator[RankPool]:
+    """One process with a gloo group of its own."""
+    with RankPool(1) as pool:
+        yield pool

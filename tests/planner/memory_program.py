@@ -1,0 +1,76 @@
+"""What the ranks run in the tests of the planner's memory: optimizer steps, and the bytes of tensors at their peak.
+
+What a trainer holds throughout is counted from its storages; what comes and goes in a step, from every allocation of
+torch's CPU allocator, which its profiler reports. Both are exact; resident memory is not.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from logits_program import on
+from torch import Tensor
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile, record_function
+from training_program import batch_of, gtpo_loss
+
+from openrlhf_gtpo.megatron.layout import Layout
+from openrlhf_gtpo.megatron.model import ModelOptions
+from openrlhf_gtpo.megatron.offload import Offload
+from openrlhf_gtpo.megatron.random_model import random_model
+from openrlhf_gtpo.megatron.trainer import OptimizerOptions, Trainer
+
+_STEP = "planner: step"
+
+
+def measure(config: dict, layout: Layout, recompute: str, distributed: bool, rows: list) -> dict[str, Any]:
+    """Bytes of this rank: ``weights``, ``gradients``, ``optimizer``, and ``beside``, the most beside them in a step.
+
+    Args:
+        rows: (tokens of rows, lengths of prompts) of each micro-batch; every replica gets all.
+    """
+    with on(layout):
+        model = random_model(config, ModelOptions(layout=layout, recompute=recompute), seed=1)
+        trainer = Trainer(model, OptimizerOptions(distributed=distributed))
+        batches = [batch_of(*row) for row in rows]
+        loss = gtpo_loss(batches, list(range(len(batches))), 1000.0, False)
+        trainer.step(batches, loss)  # which makes the optimizer's states
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function(_STEP):
+            trainer.step(batches, loss)
+        holder = Offload(trainer)
+        weights = _storages(holder._parameters())
+        gradients = _storages(buffer.grad_data for buffer in holder._buffers())
+        return {
+            "weights": sum(weights.values()),
+            "gradients": sum(gradients.values()),
+            "optimizer": sum(s for at, s in _storages(holder._optimizer_tensors()).items() if at not in weights),
+            "beside": _most_beside(profiler),
+        }
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Address to bytes of each storage, once."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def _most_beside(profiler: Any) -> int:
+    """Of bytes allocated since the profiler began; what is freed of before does not count.
+
+    gloo's threads free the copies that they send at any time and unseen, so these count at the moment they are made.
+    """
+    events = []
+    waiting = [(event, False) for event in profiler.profiler.kineto_results.experimental_event_tree()]
+    while waiting:
+        event, copies = waiting.pop()
+        copies = copies or event.name.startswith(("c10d::", "gloo:"))
+        waiting.extend((child, copies) for child in event.children)
+        if event.tag == _EventType.Allocation:
+            events.append((event.start_time_ns, event.typed[1].ptr, event.typed[1].alloc_size, copies))
+    live: dict[int, int] = {}
+    total = most = 0
+    for _, address, size, is_copy in sorted(events, key=lambda event: event[0]):
+        if size > 0:
+            most = max(most, total + size)
+        if not is_copy:
+            total += size if size > 0 else -live.pop(address, 0)
+            live |= {address: size} if size > 0 else {}
+    return most
