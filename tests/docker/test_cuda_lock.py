@@ -25,7 +25,7 @@ DIFFERENT = {
     "protobuf": "nvidia-cutlass-dsl, which vllm pins, stays below 7",
 }
 # Asked for, and neither imported nor installed: requirements/README.md.
-LEFT_OUT = {"transformers-stream-generator", "llm", "llama-cpp-python"}
+LEFT_OUT = {"transformers-stream-generator", "pynvml", "llm", "llama-cpp-python"}
 BUILT_FROM_SOURCE = ("deepspeed", "flash-attn", "transformer-engine-torch")
 
 
