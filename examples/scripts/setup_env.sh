@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Makes .venv in the project's root: the versions of requirements/cpu.lock, and this project in editable form.
 #
-#   bash examples/scripts/setup_env.sh      make it, unless it is there
-#   source examples/scripts/setup_env.sh    the same, and activate it
+#   bash examples/scripts/setup_env.sh                  make it, unless it is there
+#   source examples/scripts/setup_env.sh                the same, and activate it
+#   bash examples/scripts/setup_env.sh --packages-only  without the project: the layer of an image that code does not change
 #
 # Linux x86-64, CPython 3.11 (or 3.12: see requirements/README.md), no CUDA. A second call finds the stamps below and
 # returns at once; a changed lock, a moved project, an interrupted or a broken .venv is rebuilt. Whatever the user can put
@@ -35,6 +36,13 @@ refuse() {
     exit 2
 }
 
+packages_only=false
+case "$*" in
+    '') ;;
+    --packages-only) packages_only=true ;;
+    *) refuse "unknown arguments $*; known: --packages-only." ;;
+esac
+
 # What an outer environment may carry in and what would make pip see packages that are not in .venv.
 unset PYTHONPATH PYTHONHOME PIP_TARGET PIP_PREFIX
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_USER=0
@@ -53,7 +61,7 @@ environment_is_ready() {
     [[ -n "$version" && "$(<"$environment_stamp")" == "$(wanted_environment "$version")" ]]
 }
 
-project_is_ready() { [[ -f "$project_stamp" && "$(<"$project_stamp")" == "$(wanted_project)" ]]; }
+project_is_ready() { $packages_only || [[ -f "$project_stamp" && "$(<"$project_stamp")" == "$(wanted_project)" ]]; }
 
 # Whether the directory .venv is ours to replace: made by this script, empty, or a virtual environment that does not
 # start or has nothing in it yet.
