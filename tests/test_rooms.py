@@ -27,6 +27,7 @@ MAY_BRING_IN = {
     "platform": {"torch"},
     "tasks": {"torch", "transformers", "datasets"},
     "report": set(),
+    "launch": set(),
 }
 
 # Rooms of this package that a room's sources may name. Every room may know its own.
@@ -38,8 +39,9 @@ MAY_KNOW = {
     "platform": set(),
     "report": set(),
     "tasks": set(),
+    "launch": set(),
     "integration": {"algorithms", "lm_head", "megatron", "rollout", "platform", "report"},
-    "cli": {"integration", "platform", "report", "tasks", "algorithms", "lm_head", "megatron"},
+    "cli": {"integration", "platform", "report", "tasks", "algorithms", "lm_head", "megatron", "launch"},
 }
 MAY_NAME_OPENRLHF = {"integration", "cli"}
 
