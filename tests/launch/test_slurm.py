@@ -4,6 +4,7 @@ Without training: the launcher is a stand-in.
 """
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,25 @@ def test_a_cancelled_job_leaves_no_process_behind(cluster: SlurmCluster, launche
     left = [process for process in before if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     assert not left, [process.cmdline() for process in left]
     assert "cancelled" in job.log and not token.exists()
+
+
+def test_a_node_that_does_not_join_is_named_and_the_job_ends(
+    cluster: SlurmCluster, launcher: Path, tmp_path: Path
+) -> None:
+    stuck = f"export PATH={Path(sys.executable).parent}:$PATH; [[ $SLURMD_NODENAME != n2 ]] || sleep 600"
+    job = submit(cluster, tmp_path, launcher, SETUP=stuck, JOIN_TIMEOUT="40")
+    until(job.ended, 300, "the job ends")
+    assert job.state() == "FAILED" and not (tmp_path / "started").exists()
+    assert "After 40 s 1 of 2 nodes have not joined the Ray cluster: n2;" in job.log, job.everything
+    until(lambda: not job.processes(), 100, "its steps end")
+
+
+def test_a_node_that_is_lost_requeues_no_more_than_it_may(
+    cluster: SlurmCluster, launcher: Path, tmp_path: Path
+) -> None:
+    broken = f"export PATH={Path(sys.executable).parent}:$PATH; [[ $SLURMD_NODENAME != n2 ]] || exit 3"
+    job = submit(cluster, tmp_path, launcher, SETUP=broken, MAX_REQUEUES="1")
+    until(job.ended, 300, "the job ends")
+    assert job.state() == "FAILED" and cluster.restarts(job.number) == 1
+    assert job.log.count("Ray on the node n2 has ended") == 2, job.everything
+    assert "the job has been requeued 1 times, and MAX_REQUEUES is 1: look at the node n2" in job.log
