@@ -28,6 +28,7 @@ MAY_BRING_IN = {
     "tasks": {"torch", "transformers", "datasets"},
     "report": set(),
     "planner": set(),
+    "launch": set(),
 }
 
 # Rooms of this package that a room's sources may name. Every room may know its own.
@@ -41,7 +42,8 @@ MAY_KNOW = {
     "tasks": set(),
     "planner": {"lm_head", "megatron"},  # their arithmetic alone, which knows no torch either
     "integration": {"algorithms", "lm_head", "megatron", "rollout", "platform", "report", "planner"},
-    "cli": {"integration", "platform", "report", "tasks", "algorithms", "lm_head", "megatron", "planner"},
+    "launch": set(),
+    "cli": {"integration", "platform", "report", "tasks", "algorithms", "lm_head", "megatron", "planner", "launch"},
 }
 MAY_NAME_OPENRLHF = {"integration", "cli"}
 

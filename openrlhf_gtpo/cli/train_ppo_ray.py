@@ -3,12 +3,14 @@
 import sys
 from collections.abc import Sequence
 
-from openrlhf_gtpo.integration.errors import TrainingStopped, UsageError
+from openrlhf_gtpo.integration.errors import StoppedOnRequest, TrainingStopped, UsageError
 from openrlhf_gtpo.integration.run import train
+from openrlhf_gtpo.integration.stop import STOPPED_STATUS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train; 0 when it ended well, 2 for a mistake in the command line, 1 where training stopped on bad data."""
+    """Train; the exit status: 0 when it ended well, 2 for a mistake in the command line, 1 where training cannot go on
+    (bad data, a full disk, a dead node), 75 where it was asked to stop and saved a checkpoint."""
     try:
         train(sys.argv[1:] if argv is None else argv)
     except UsageError as error:
@@ -17,6 +19,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TrainingStopped as error:
         print(f"train_ppo_ray stopped: {error}", file=sys.stderr)
         return 1
+    except StoppedOnRequest as error:
+        print(f"train_ppo_ray stopped: {error}", file=sys.stderr)
+        return STOPPED_STATUS
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The two ways in which a run ends on purpose; a command line prints their message alone, without a stack trace."""
+"""The three ways in which a run ends on purpose; a command line prints their message alone, without a stack trace."""
 
 
 class UsageError(ValueError):
@@ -6,4 +6,9 @@ class UsageError(ValueError):
 
 
 class TrainingStopped(RuntimeError):
-    """Training met data that it must not learn from (a NaN, a failed reward). Raised before weights change."""
+    """Training cannot go on: data that it must not learn from (a NaN, a failed reward; raised before weights change), a
+    checkpoint that cannot be written, a node or process that died."""
+
+
+class StoppedOnRequest(RuntimeError):
+    """Training was asked to stop, and did so after a whole step, whose checkpoint is written."""

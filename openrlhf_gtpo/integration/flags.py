@@ -82,6 +82,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="evaluate --eval.dataset once before the first step",
     )
     group.add_argument(
+        "--ckpt.stop_file",
+        default=None,
+        help="when this file appears, save a checkpoint after the step in progress and exit with status 75 (default: "
+        "'stop' in --ckpt.path, where one that is left from an earlier run does not count)",
+    )
+    group.add_argument(
         "--logger.metrics_path", default=None, help="append every step's metrics to this JSON-lines file"
     )
     group.add_argument(

@@ -169,6 +169,10 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
         torch_dist_barrier_and_cuda_sync()
         self._rest()
 
+    def finish_checkpoint(self) -> None:
+        """Wait until the last checkpoint is whole, which an asynchronous save writes while training goes on."""
+        self.checkpoints.finish()
+
     def save_model(self) -> None:
         """Write the trained policy as a Hugging Face checkpoint to ``--ckpt.output_dir``."""
         self.offload.restore(optimizer=False)

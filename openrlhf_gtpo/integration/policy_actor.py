@@ -177,6 +177,9 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
         entropy = output.entropy[:, -action_mask.shape[1] :]
         return PolicyForward(log_probs.to("cpu"), (entropy * action_mask.to(device)).to("cpu"))
 
+    def finish_checkpoint(self) -> None:
+        """Nothing to wait for: DeepSpeed's checkpoints are whole when saving returns."""
+
 
 PolicyActor = ray.remote(num_gpus=1)(EntropyPolicyActor)
 

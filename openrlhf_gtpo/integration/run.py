@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.integration import cpu_run, flags, upstream_parser
+from openrlhf_gtpo.integration import cpu_run, flags, stop, upstream_parser
 from openrlhf_gtpo.integration.checks import check_cluster, check_inputs
 from openrlhf_gtpo.integration.credit import entropy_credit
-from openrlhf_gtpo.integration.errors import TrainingStopped, UsageError
+from openrlhf_gtpo.integration.errors import StoppedOnRequest, TrainingStopped, UsageError
 from openrlhf_gtpo.integration.guard import check_openrlhf
 from openrlhf_gtpo.integration.megatron_checks import check_megatron
 
@@ -55,14 +55,21 @@ def train(argv: Sequence[str]) -> None:
 
     Raises:
         UsageError: the user's mistake, before any engine starts.
-        TrainingStopped: data that must not be learned from.
+        TrainingStopped: data that must not be learned from, a checkpoint that cannot be written, a node that died.
+        StoppedOnRequest: the run was asked to stop, and can be gone on with.
     """
     args = checked(argv)
+    stop.prepare(args)
 
     import ray
     from openrlhf.cli import train_ppo_ray
 
     from openrlhf_gtpo.integration import patch
+    from openrlhf_gtpo.integration.checkpoint_disk import check_room, write_errors
+    from openrlhf_gtpo.integration.cluster_checks import check_nodes
+    from openrlhf_gtpo.integration.ray_errors import cause_of, raise_if_lost
+
+    check_room(args)
 
     patch.apply(args.actor.backend)
     start_ray(args, cpu_run.logical_gpus(args))
@@ -70,12 +77,16 @@ def train(argv: Sequence[str]) -> None:
     # installed, would abort the process instead.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        train_ppo_ray.train(args)
-    except ray.exceptions.RayTaskError as error:
-        stopped = _cause(error, TrainingStopped)
-        if stopped is None:
-            raise
-        raise TrainingStopped(str(stopped)) from None
+        check_nodes(args)
+        with write_errors(args.ckpt):  # the last one may come to its end after the last step
+            train_ppo_ray.train(args)
+    except ray.exceptions.RayError as error:
+        for kind in (TrainingStopped, StoppedOnRequest):
+            ended = cause_of(error, kind)
+            if ended is not None:
+                raise kind(str(ended)) from None
+        raise_if_lost(error)
+        raise
     finally:
         ray.shutdown()
 
@@ -109,19 +120,3 @@ def start_ray(args: SimpleNamespace, gpus: int) -> None:
             f"No Ray cluster answers at RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}: {error}. Start one there, or "
             "unset RAY_ADDRESS to use a Ray of this host's own."
         ) from error
-
-
-def _cause(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:
-    """The innermost exception of ``kind`` behind a Ray task error.
-
-    Ray nests one task's error in another's, and makes each an instance of its cause's class too, with the whole remote
-    traceback as its text; only the innermost one says what it said when it was raised.
-    """
-    found: BaseException | None = None
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, kind):
-            found = error
-        seen.add(id(error))
-        error = getattr(error, "cause", None) or error.__cause__
-    return found

@@ -1,0 +1,265 @@
+# shellcheck shell=bash
+# Sourced by train_gtpo_slurm.sh, after it has set its variables: a Ray cluster over the nodes of a SLURM job, a training on
+# it, and the end of both. Each node runs `python3 -m openrlhf_gtpo.cli.ray_cluster`, which hosts without SLURM run by hand
+# (docs/slurm.md).
+#
+# shellcheck disable=SC2154,SC2034
+
+container_flags=() container_words=()
+
+# choose_container KIND:IMAGE MOUNTS   MOUNTS are folders, which have the same names inside
+choose_container() {
+    local image="${1#*:}" mount
+    local -a folders
+    IFS=, read -ra folders <<<"$2"
+    case "$1" in
+        '') ;;
+        pyxis:?*)
+            local mounts=''
+            for mount in "${folders[@]}"; do mounts="$mounts,$mount:$mount"; done
+            container_flags=("--container-image=$image" "--container-mounts=${mounts:1}" "--container-workdir=$root")
+            ;;
+        apptainer:?*)
+            container_words=(apptainer exec --nv --pwd "$root")
+            for mount in "${folders[@]}"; do container_words+=(--bind "$mount"); done
+            container_words+=("$image")
+            ;;
+        *) refuse "CONTAINER=$1 must be pyxis:IMAGE or apptainer:IMAGE, or empty for none." ;;
+    esac
+}
+
+# Fills addresses with one for each of names.
+find_addresses() {
+    local interface="$1" name known line
+    addresses=()
+    for name in "${names[@]}"; do
+        if [[ -n "$interface" ]]; then
+            line="$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$name" ip -4 -o addr show dev "$interface" scope global)" ||
+                refuse "the node $name has no network interface INTERFACE=$interface."
+            line="$(awk 'NR == 1 { sub("/.*", "", $4); print $4 }' <<<"$line")"
+        else
+            known="$(scontrol show node "$name" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')"
+            line="$(getent ahostsv4 "$known" | awk 'NR == 1 { print $1 }' || true)"
+        fi
+        [[ -n "$line" ]] || refuse "the node $name has no IPv4 address; set INTERFACE to the network between the nodes."
+        addresses+=("$line")
+    done
+    for line in "${addresses[@]}"; do
+        [[ "${addresses[0]}" != 127.* || "$line" == 127.* ]] ||
+            refuse "${names[0]} knows itself as ${addresses[0]}, where no other node reaches it; set INTERFACE to the network between the nodes."
+    done
+}
+
+# step_words NODE WORDS…   fills step: WORDS as one step on one node, in the container where there is one
+step_words() {
+    local node="$1"
+    shift
+    # shellcheck disable=SC2016  # expanded on the node
+    # Steps share the node's cores, memory and GPUs: Ray deals them out.
+    step=(srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" --cpu-bind=none --input=none
+        ${container_flags[@]+"${container_flags[@]}"} ${container_words[@]+"${container_words[@]}"}
+        bash -c 'eval "${SETUP:-}"; exec "$@"' step "$@")
+}
+
+on() {
+    local -a step
+    step_words "$@"
+    exec "${step[@]}"
+}
+
+# show_step NODE COMMAND
+show_step() {
+    local -a step
+    step_words "$1"
+    printf '%q ' "${step[@]}"
+    printf '\\\n    %s\n' "$2"
+}
+
+# The command of names[$1].
+node_command() {
+    local -a words=(python3 -m openrlhf_gtpo.cli.ray_cluster)
+    if (($1 == 0)); then
+        words+=(head --port "$port")
+    else
+        words+=(worker --head "${addresses[0]}:$port")
+    fi
+    words+=(--name "${names[$1]}" --address "${addresses[$1]}" --token "$token" --logs "$logs/${names[$1]}-ray")
+    local -a flags
+    read -ra flags <<<"$RAY_FLAGS"
+    printf '%q ' "${words[@]}" -- ${flags[@]+"${flags[@]}"}
+}
+
+wait_command() {
+    printf '%q ' python3 -m openrlhf_gtpo.cli.ray_cluster wait --dashboard "$dashboard" --token "$token" \
+        --timeout "$JOIN_TIMEOUT" --nodes "${names[@]}"
+}
+
+# start LOG NODE COMMAND   a step in the background; its process is $!
+start() {
+    on "$2" bash -c "exec $3" >>"$1" 2>&1 &
+}
+
+running() { [[ -n "$1" ]] && kill -0 "$1" 2>/dev/null; }
+
+# A sleep that a signal's trap need not wait for.
+nap() {
+    sleep "$1" &
+    wait $! || true
+}
+
+# Until the process $1 ends, or something happens that ends the job.
+attend() {
+    local i
+    while running "$1"; do
+        ! $cancelled || return 0
+        if $stopping; then
+            [[ -n "$trainer" ]] || return 0
+            ((SECONDS < stop_deadline)) || {
+                say "the step did not end in time; the run goes on from its last checkpoint."
+                return 0
+            }
+        fi
+        for i in "${!pids[@]}"; do
+            running "${pids[i]}" || lose "${names[i]}"
+        done
+        [[ -z "$lost" ]] || return 0
+        nap 1
+    done
+}
+
+lose() {
+    lost="$1"
+    say "Ray on the node $lost has ended; $logs/$lost.log says why. Its last lines:"
+    tail -n 5 "$logs/$lost.log" >&2 || true
+}
+
+# Sets status; and lost, stopping and cancelled where that is why it ended.
+run_on_cluster() {
+    local i
+    pids=() waiter='' trainer='' lost='' stopping=false cancelled=false status=1 stop_deadline=0
+    trap 'on_stop' USR1
+    trap 'cancelled=true' TERM INT
+    trap 'tear_down' EXIT
+    # Before the nodes, which read it; the first word of a Ray whose ports are open to the network.
+    (umask 077 && head -c 32 /dev/urandom | od -An -vtx1 | tr -d ' \n' >"$token")
+    export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$token"
+
+    for i in "${!names[@]}"; do
+        start "$logs/${names[i]}.log" "${names[i]}" "$(node_command "$i")"
+        pids+=($!)
+    done
+    start "$logs/wait.log" "${names[0]}" "$(wait_command)"
+    waiter=$!
+    attend "$waiter"
+    if [[ -n "$lost" ]] || $stopping || $cancelled; then
+        true
+    elif ! wait "$waiter"; then
+        # A node may have left at the same moment, and then that is the message.
+        grep -h '^ray_cluster: ' "$logs/wait.log" | sed 's/^ray_cluster: /[slurm] /' >&2 || tail -n 5 "$logs/wait.log" >&2
+        say "logs: $logs"
+    else
+        say "${#names[@]} nodes joined in $SECONDS s; training: $logs/train.log"
+        start "$logs/train.log" "${names[0]}" "$(printf '%q ' "${training[@]}")"
+        trainer=$!
+        attend "$trainer"
+        if ! running "$trainer"; then
+            status=0
+            wait "$trainer" || status=$?
+            ((status == 0)) || explain
+        fi
+    fi
+    tear_down
+    trap - EXIT
+    ! $cancelled || status=143
+}
+
+on_stop() {
+    ! $stopping || return 0
+    stopping=true
+    # The end of the job's time, less what the tear-down takes; without one, an hour.
+    local left
+    left="$(seconds_left)"
+    stop_deadline=$((SECONDS + (left > 120 ? left - 60 : left / 2)))
+    say "SIGUSR1: a checkpoint after this step, then back into the queue ($left s left)."
+    touch "$stop_file"
+}
+
+seconds_left() {
+    squeue --noheader --jobs "$SLURM_JOB_ID" --format %L 2>/dev/null | awk -F'[-:]' '
+        !/^[0-9:-]+$/ { print 3600; found = 1; exit }
+        { n = $NF + 60 * $(NF - 1); if (NF > 2) n += 3600 * $(NF - 2); if (NF > 3) n += 86400 * $(NF - 3); print n; found = 1 }
+        END { if (!found) print 3600 }'
+}
+
+# Why training failed: its own words, and whether a node is gone.
+explain() {
+    local i
+    # The trainer's one sentence, wherever `ray job submit` put it on its line.
+    grep -aoE 'train_ppo_ray( stopped)?: .*' "$logs/train.log" | tail -n 1 >&2 || tail -n 20 "$logs/train.log" >&2
+    ! $stopping || return 0
+    if grep -aqE 'train_ppo_ray stopped: asked to' "$logs/train.log"; then
+        status=75
+        return 0
+    fi
+    nap 3 # Ray looks after its processes once a second
+    for i in "${!pids[@]}"; do
+        running "${pids[i]}" || lose "${names[i]}"
+    done
+    [[ -z "$lost" ]] || return 0
+    # A node that has lost its power ends nothing here: SLURM, too, finds that out minutes later.
+    for i in "${!names[@]}"; do
+        if ! timeout 60 srun --overlap --nodes=1 --ntasks=1 --nodelist="${names[i]}" --input=none true >/dev/null 2>&1; then
+            lost="${names[i]}"
+            say "the node $lost does not answer any more."
+        fi
+    done
+}
+
+# End every step of the job; twice does no harm.
+tear_down() {
+    local deadline=$((SECONDS + 40)) number=TERM pid left
+    trap '' USR1 TERM INT
+    while :; do
+        left=false
+        for pid in "$waiter" "$trainer" ${pids[@]+"${pids[@]}"}; do ! running "$pid" || left=true; done
+        $left || break
+        if ((SECONDS >= deadline)); then
+            [[ "$number" == TERM ]] || break
+            number=KILL deadline=$((SECONDS + 10))
+        fi
+        squeue --noheader --steps --jobs "$SLURM_JOB_ID" --format %i 2>/dev/null | grep -E '\.[0-9]+$' | while read -r step_id; do
+            scancel --signal="$number" "$step_id" 2>/dev/null || true
+        done || true
+        sleep 3
+    done
+    rm -f "$token"
+}
+
+# finished, requeue or failed.
+what_next() {
+    if $cancelled; then
+        say "cancelled."
+        echo failed
+    elif ((status == 0)); then
+        echo finished
+    elif $stopping; then
+        echo requeue
+    elif [[ -n "$lost" ]] && ((attempt < MAX_REQUEUES)); then
+        echo requeue
+    elif [[ -n "$lost" ]]; then
+        say "the job has been requeued $attempt times, and MAX_REQUEUES is $MAX_REQUEUES: look at the node $lost, then sbatch again."
+        echo failed
+    else
+        say "training ended with status $status; its log: $logs/train.log. sbatch again goes on from the last checkpoint."
+        echo failed
+    fi
+}
+
+requeue() {
+    if scontrol requeue "$SLURM_JOB_ID"; then
+        say "the job is back in the queue."
+        exit 0
+    fi
+    say "SLURM does not requeue this job (--requeue, JobRequeue); sbatch again goes on from the last checkpoint."
+    exit "$status"
+}

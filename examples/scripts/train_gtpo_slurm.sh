@@ -1,0 +1,119 @@
+#!/usr/bin/env bash
+# Trains on several nodes of a SLURM cluster: a Ray cluster over the job's nodes, then one of the train_*.sh scripts on it.
+#
+#   sbatch examples/scripts/train_gtpo_slurm.sh                     from the project's root, after editing this header
+#   LAUNCHER=examples/scripts/train_grpo_s_colocated.sh NODES=2 sbatch --nodes=2 examples/scripts/train_gtpo_slurm.sh
+#   sbatch examples/scripts/train_gtpo_slurm.sh -- --actor.adam.lr 5e-7      what follows -- goes to the trainer
+#   bash examples/scripts/train_gtpo_slurm.sh --dry-run             print every command, start nothing; on any host
+#
+# At the job's end of time, before pre-emption and on `scancel --batch --signal=USR1 JOB` the run saves a checkpoint after
+# the step in progress, and the job goes back into the queue and on from there. docs/slurm.md has every message.
+
+#SBATCH --job-name=gtpo
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@900
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%j.log
+##SBATCH --account=…
+##SBATCH --partition=…
+# @900: seconds before the end; more than one step and the writing of a checkpoint take.
+
+# What runs, from the project's root. A launcher's own variables (MODEL, STEPS, NODES, …) come from the environment too.
+LAUNCHER="${LAUNCHER:-examples/scripts/train_gtpo_32b.sh}"
+LAUNCHER_FLAGS="${LAUNCHER_FLAGS:-}"           # such as --cpu
+OUTPUT="${OUTPUT:-runs/$(basename "$LAUNCHER" .sh)}" # on a disk that all nodes share; checkpoints, metrics, logs
+# Where it runs: bare, after these words of shell on each node …
+SETUP="${SETUP:-}"                             # such as: module load cuda; source /shared/venv/bin/activate
+# … or in a container: pyxis:IMAGE (srun --container-image) or apptainer:IMAGE.
+CONTAINER="${CONTAINER:-}"
+CONTAINER_MOUNTS="${CONTAINER_MOUNTS:-}"       # more folders, such as /shared/models,/scratch
+# The network between the nodes: an interface such as ib0, or nothing for the address that SLURM knows a node by.
+INTERFACE="${INTERFACE:-}"
+PORT="${PORT:-}"                               # first of three on the head; nothing: one from the job's number
+RAY_FLAGS="${RAY_FLAGS:-}"                     # of `ray start` on every node
+JOIN_TIMEOUT="${JOIN_TIMEOUT:-600}"            # seconds until every node must have joined
+MAX_REQUEUES="${MAX_REQUEUES:-5}"              # of a job that lost a node; a signal requeues always
+set -euo pipefail
+
+say() { printf '[slurm] %s\n' "$*" >&2; }
+refuse() {
+    say "$*"
+    exit 2
+}
+
+dry_run=false
+while (($# > 0)); do
+    case "$1" in
+        --dry-run) dry_run=true ;;
+        --help | -h)
+            sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+            exit 0
+            ;;
+        --)
+            shift
+            break
+            ;;
+        *) refuse "unknown flag $1; known: --dry-run --help, and -- before flags of the trainer." ;;
+    esac
+    shift
+done
+trainer_flags=("$@")
+read -ra launcher_flags <<<"$LAUNCHER_FLAGS"
+
+# SLURM runs a copy of this file in a folder of its own.
+root="${ROOT:-${SLURM_SUBMIT_DIR:-$(pwd)}}"
+[[ -f "$root/examples/scripts/ray_cluster.sh" ]] ||
+    refuse "$root is not the project's root; call sbatch from there, or set ROOT to it."
+cd "$root"
+[[ -f "$LAUNCHER" ]] ||
+    refuse "LAUNCHER=$LAUNCHER is not there; choose one of: $(echo examples/scripts/train_*.sh)."
+for number in "JOIN_TIMEOUT=$JOIN_TIMEOUT" "MAX_REQUEUES=$MAX_REQUEUES" "PORT=${PORT:-1}"; do
+    [[ "${number#*=}" =~ ^[0-9]+$ ]] || refuse "$number is not a number."
+done
+# shellcheck source=examples/scripts/ray_cluster.sh
+source examples/scripts/ray_cluster.sh
+OUTPUT="$(realpath -m "$OUTPUT")"
+export OUTPUT
+choose_container "$CONTAINER" "$root,$OUTPUT${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
+
+if $dry_run; then
+    : "${SLURM_JOB_ID:=1}" "${SLURM_RESTART_COUNT:=0}"
+    names=(HEAD WORKER) addresses=(HEAD-ADDRESS WORKER-ADDRESS)
+else
+    [[ -n "${SLURM_JOB_ID:-}" ]] || refuse "this is a batch script: sbatch $0, or bash $0 --dry-run to look at it."
+    mapfile -t names < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    find_addresses "$INTERFACE"
+fi
+attempt="${SLURM_RESTART_COUNT:-0}"
+port="${PORT:-$((20000 + SLURM_JOB_ID % 1200 * 10))}"
+dashboard="http://127.0.0.1:$((port + 1))"
+logs="$OUTPUT/slurm/$SLURM_JOB_ID-$attempt"
+token="$logs/ray_token"
+stop_file="$logs/stop" # one for each attempt: what stopped the last one must not stop this one
+training=(bash "$LAUNCHER" --submit "$dashboard" ${launcher_flags[@]+"${launcher_flags[@]}"}
+    -- --ckpt.load_enable --ckpt.stop_file "$stop_file" ${trainer_flags[@]+"${trainer_flags[@]}"})
+export SETUP PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+[[ -z "$INTERFACE" ]] || export NCCL_SOCKET_IFNAME="$INTERFACE" GLOO_SOCKET_IFNAME="$INTERFACE"
+
+if $dry_run; then
+    for i in "${!names[@]}"; do show_step "${names[i]}" "$(node_command "$i")"; done
+    show_step HEAD "$(wait_command)"
+    show_step HEAD "$(printf '%q ' "${training[@]}")"
+    say "and the launcher itself:"
+    exec bash "$LAUNCHER" --dry-run ${launcher_flags[@]+"${launcher_flags[@]}"} -- "${training[@]:$((${#launcher_flags[@]} + 5))}"
+fi
+
+mkdir -p "$logs" || refuse "OUTPUT=$OUTPUT cannot be made."
+say "job $SLURM_JOB_ID, attempt $((attempt + 1)), on ${names[*]}; logs: $logs"
+run_on_cluster # sets status, and lost, stopping, cancelled where that is why it ended
+case "$(what_next)" in
+    requeue) requeue ;;
+    finished) say "training is over; results: $OUTPUT" ;;
+esac
+exit "$status"

@@ -1,0 +1,90 @@
+"""One node of a Ray cluster, in the foreground: `ray start --block`, its logs kept and its processes cleared away."""
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from openrlhf_gtpo.launch.process_tree import run_and_clear
+
+_AUTH = {"RAY_AUTH_MODE": "token"}
+
+
+@dataclass(frozen=True)
+class Node:
+    """What `ray start` is told.
+
+    Fields:
+        name: in messages and in Ray's lists.
+        address: of this host, as the others reach it.
+        head: HOST:PORT of the cluster's head; None where this is it.
+        port: of the head for the other nodes; the dashboard has the next one, Ray's clients the one after.
+        temporary: folder on a disk of this host; short, for the Unix sockets in it.
+        more: flags of `ray start`, which come last and win.
+    """
+
+    name: str
+    address: str
+    head: str | None
+    port: int
+    temporary: Path
+    more: Sequence[str] = ()
+
+    def command(self) -> list[str]:
+        """`ray start` with its flags. Its dashboard listens on the loopback alone."""
+        flags = [f"--node-ip-address={self.address}", f"--node-name={self.name}", f"--temp-dir={self.temporary}"]
+        # Fixed ports would meet those of another cluster on the same host.
+        flags += ["--dashboard-agent-listen-port=0", "--min-worker-port=0", "--max-worker-port=0"]
+        if self.head is None:
+            flags += ["--head", f"--port={self.port}", "--dashboard-host=127.0.0.1"]
+            flags += [f"--dashboard-port={self.port + 1}", f"--ray-client-server-port={self.port + 2}"]
+            flags += ["--disable-usage-stats"]
+        else:
+            flags += [f"--address={self.head}"]
+        return ["ray", "start", "--block", *flags, *self.more]
+
+
+def make_token(path: Path) -> None:
+    """Write a new secret that only this user can read; one that is there stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return
+    with os.fdopen(descriptor, "w", encoding="ascii") as stream:
+        stream.write(secrets.token_hex(32))
+
+
+def with_token(environment: Mapping[str, str], token: Path | None) -> dict[str, str]:
+    """``environment`` in which Ray, which listens on every interface, answers only those who know the token."""
+    if token is None:
+        return dict(environment)
+    return {**environment, **_AUTH, "RAY_AUTH_TOKEN_PATH": str(token)}
+
+
+def run_node(node: Node, token: Path | None, logs: Path | None) -> int:
+    """Be this node until Ray or a signal ends it; the exit status.
+
+    Args:
+        token: the cluster's secret; None leaves the cluster open.
+        logs: where Ray's own logs of this node are copied in the end; None for nowhere.
+
+    Raises:
+        OSError: there is no `ray` on PATH.
+    """
+    node.temporary.mkdir(parents=True, exist_ok=True)
+    try:
+        return run_and_clear(node.command(), with_token(os.environ, token))
+    finally:
+        session = node.temporary / "session_latest" / "logs"
+        if logs is not None and session.is_dir():
+            shutil.copytree(session, logs, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+        shutil.rmtree(node.temporary, ignore_errors=True)
+
+
+def temporary_folder() -> Path:
+    """A new folder with a short path, as Unix sockets need."""
+    return Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))

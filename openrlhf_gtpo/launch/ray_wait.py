@@ -1,0 +1,94 @@
+"""Waits until every node of a Ray cluster has joined and the cluster takes jobs, through its dashboard's HTTP."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+_ENDED = {"STOPPED", "SUCCEEDED", "FAILED"}
+_PAUSE = 1.0  # seconds between two looks
+
+
+class NotJoined(RuntimeError):
+    """The cluster is not whole in time; the message names what is missing."""
+
+
+class Dashboard:
+    """Of a cluster's head.
+
+    Args:
+        url: such as http://127.0.0.1:8265.
+        token: file with the cluster's secret; None for an open cluster.
+    """
+
+    def __init__(self, url: str, token: Path | None) -> None:
+        self._url = url.rstrip("/")
+        self._token = token
+
+    def alive(self) -> set[str]:
+        """Names of the nodes that are up; none where the head does not answer yet."""
+        try:
+            answer = self._ask("/api/v0/nodes?limit=10000")
+            nodes = answer["data"]["result"]["result"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return set()
+        return {node["node_name"] for node in nodes if node["state"] == "ALIVE"}
+
+    def runs_a_job(self) -> str | None:
+        """Submit a job that does nothing; None once one has succeeded, or what is in the way."""
+        try:
+            job = self._ask("/api/jobs/", {"entrypoint": "true"})["submission_id"]
+            while True:
+                status = self._ask(f"/api/jobs/{job}")["status"]
+                if status in _ENDED:
+                    return None if status == "SUCCEEDED" else f"a job that does nothing ended as {status}"
+                time.sleep(_PAUSE)
+        except urllib.error.HTTPError as error:
+            return " ".join(error.read().decode(errors="replace").split())[-300:]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            return str(error)
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token.read_text(encoding='ascii').strip()}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._url + path, data=data, headers=headers)
+        # No proxy of the environment's: the dashboard is on this host.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=60) as response:
+            return json.load(response)
+
+
+def wait_for_nodes(dashboard: Dashboard, names: Iterable[str], seconds: float) -> None:
+    """Return once all of ``names`` have joined and a job has run.
+
+    Raises:
+        NotJoined: not within ``seconds``.
+    """
+    expected = list(names)
+    started = time.monotonic()
+    while True:
+        alive = dashboard.alive()
+        missing = [name for name in expected if name not in alive]
+        if not missing:
+            break
+        if time.monotonic() - started > seconds:
+            raise NotJoined(_who(missing, len(expected), bool(alive), seconds))
+        time.sleep(_PAUSE)
+    while (obstacle := dashboard.runs_a_job()) is not None:
+        if time.monotonic() - started > seconds:
+            raise NotJoined(f"All {len(expected)} nodes joined, but after {seconds:g} s Ray takes no job: {obstacle}")
+        time.sleep(_PAUSE)
+
+
+def _who(missing: list[str], count: int, head_answers: bool, seconds: float) -> str:
+    if not head_answers:
+        return f"After {seconds:g} s the head of the Ray cluster does not answer; its log says why."
+    return (
+        f"After {seconds:g} s {len(missing)} of {count} nodes have not joined the Ray cluster: {', '.join(missing)}; "
+        "their logs say why. Often the head's address cannot be reached from there."
+    )

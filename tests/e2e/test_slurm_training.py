@@ -1,0 +1,92 @@
+"""A training in a real SLURM, over two nodes on this machine: would catch a stop without a checkpoint, a job that is not
+requeued, and one that does not go on where it was.
+"""
+
+import json
+import shlex
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launch.conftest import Job, cluster, submit  # noqa: F401  # a fixture
+from tests.slurm_cluster import SlurmCluster, until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+# What the train_*.sh scripts do with --submit: a job of Ray's, with the flags behind -- at the end.
+LAUNCHER = """
+while [[ "$1" != --submit ]]; do shift; done
+exec ray job submit --address "$2" -- python3 -m openrlhf_gtpo.cli.train_ppo_ray {argv} "${{@:4}}"
+"""
+STEPS = 14
+
+
+def _steps(folder: Path) -> list[int]:
+    """Of the training, in the order of their lines."""
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line] if path.exists() else []
+    return [row["step"] for row in rows if row["kind"] == "train"]
+
+
+def _latest(folder: Path) -> int:
+    path = folder / "checkpoints" / "_actor" / "latest"
+    return int(path.read_text().strip().removeprefix("global_step")) if path.exists() else 0
+
+
+def _train_log(job: Job, attempt: int) -> str:
+    return (job.folder / "run" / "slurm" / f"{job.number}-{attempt}" / "train.log").read_text()
+
+
+def _kill_ray(job: Job, address: str) -> None:
+    """As a node that loses its power does: no process of it ends in an orderly way."""
+    raylets = [p for p in job.processes() if p.name() == "raylet" and f"--node_ip_address={address}" in p.cmdline()]
+    assert len(raylets) == 1
+    for process in [*raylets[0].parent().children(recursive=True)]:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+def test_a_job_is_stopped_then_loses_a_node_and_ends_with_every_step(
+    cluster: SlurmCluster, trainer_argv: list[str], tmp_path: Path  # noqa: F811
+) -> None:
+    argv = [*trainer_argv, "--algo.advantage.estimator", "gtpo", "--data.max_samples", str(4 * STEPS)]
+    # Three of the nodes' four GPUs, so some of it runs on each node.
+    argv += ["--actor.backend", "megatron", "--train.max_tokens_per_gpu", "128", "--actor.num_gpus_per_node", "2"]
+    argv += ["--megatron.tensor_model_parallel_size", "2", "--megatron.async_save", "--ckpt.save_steps", "3"]
+    argv += ["--ckpt.best_metric_key", "none", "--actor.adam.lr", "1e-4"]
+    launcher = tmp_path / "launcher.sh"
+    launcher.write_text(LAUNCHER.format(argv=shlex.join(argv)))
+    job = submit(cluster, tmp_path, launcher, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+
+    until(lambda: _steps(tmp_path) or job.ended(), 600, "the first step")
+    assert _steps(tmp_path), job.everything
+    cluster.run("scancel", "--signal=USR1", "--batch", job.number)
+    until(lambda: cluster.restarts(job.number) == 1, 300, "a requeue")
+    stopped = _steps(tmp_path)[-1]
+    assert stopped < STEPS and _latest(tmp_path) == stopped, job.everything  # whatever --ckpt.save_steps says
+    assert f"after step {stopped}, which is saved" in _train_log(job, 0)
+    n2 = tmp_path / "run" / "slurm" / f"{job.number}-0" / "n2-ray"
+    assert any("actor_name:" in path.read_text(errors="replace") for path in n2.glob("worker-*.out")), job.everything
+
+    until(lambda: _latest(tmp_path) > stopped or job.ended(), 600, "a checkpoint of the second attempt")
+    assert _latest(tmp_path) > stopped, job.everything
+    assert f"Loading the checkpoint global_step{stopped}" in _train_log(job, 1)
+    cluster.kill_node("n2")
+    _kill_ray(job, "127.0.0.3")
+    until(lambda: cluster.restarts(job.number) == 2, 300, "a requeue after the loss of a node")
+    assert "Ray on the node n2 has ended" in job.log
+    saved = _latest(tmp_path)
+    assert stopped < saved < STEPS, job.everything
+    cluster.start_node("n2")
+
+    until(lambda: job.ended(), 600, "the end of the job")
+    assert job.state() == "COMPLETED", job.everything
+    assert f"Loading the checkpoint global_step{saved}" in _train_log(job, 2)
+    steps = _steps(tmp_path)
+    assert sorted(set(steps)) == list(range(1, STEPS + 1)) and steps[-1] == STEPS
+    assert steps[: stopped + 1] == [*range(1, stopped + 2)]  # nothing was done twice after the stop
+    assert (tmp_path / "model" / "model.safetensors").exists()
+    until(lambda: not job.processes(), 100, "its steps end")

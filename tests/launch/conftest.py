@@ -1,0 +1,81 @@
+"""A SLURM of two nodes for the tests of a file, and jobs in it that run this project's batch script."""
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.slurm_cluster import SlurmCluster, free_ports, missing_daemons
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "scripts" / "train_gtpo_slurm.sh"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SlurmCluster]:
+    missing = missing_daemons()
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed (Debian: apt-get install slurm-wlm munge)")
+    # Sockets need a short path.
+    with tempfile.TemporaryDirectory(prefix="slurm", ignore_cleanup_errors=True) as folder:
+        slurm = SlurmCluster(Path(folder))
+        try:
+            yield slurm
+        finally:
+            slurm.stop()
+
+
+@dataclass
+class Job:
+    """One job of the batch script, and what it leaves in its folder."""
+
+    cluster: SlurmCluster
+    number: str
+    folder: Path
+    port: int
+
+    @property
+    def log(self) -> str:
+        path = self.folder / "job.log"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def everything(self) -> str:
+        """The ends of all its logs: what a failed assertion shows."""
+        paths = [self.folder / "job.log", *sorted((self.folder / "run").glob("slurm/*/*.log"))]
+        return "\n".join(f"== {path}\n{path.read_text()[-3000:]}" for path in paths if path.exists())
+
+    def state(self) -> str:
+        return self.cluster.job_state(self.number)
+
+    def ended(self) -> bool:
+        return self.state() not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
+
+    def processes(self) -> list[psutil.Process]:
+        """All that run for it: the trees under SLURM's step daemons."""
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            if " ".join(process.info["cmdline"] or []).startswith(f"slurmstepd: [{self.number}."):
+                found += process.children(recursive=True)
+        return found
+
+
+def submit(cluster: SlurmCluster, folder: Path, launcher: Path, *trainer_flags: str, **environment: str) -> Job:
+    """``sbatch`` with what a user would change in the header for these two nodes."""
+    logical = "--num-gpus=2 --num-cpus=8"  # a host without GPUs counts them
+    port = free_ports(3)[0]
+    settings = {
+        "LAUNCHER": str(launcher),
+        "OUTPUT": str(folder / "run"),
+        "SETUP": f"export PATH={Path(sys.executable).parent}:$PATH",
+        "RAY_FLAGS": logical,
+        "PORT": str(port),
+        "ROOT": str(ROOT),
+    }
+    sbatch = ["sbatch", "--parsable", "--nodes=2", "--gpus-per-node=0", f"--output={folder}/job.log"]
+    number = cluster.run(*sbatch, str(SCRIPT), "--", *trainer_flags, **(settings | environment)).strip()
+    return Job(cluster, number, folder, port)

@@ -1,0 +1,72 @@
+"""Would catch a process that outlives the node that started it, and a status that is lost."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.slurm_cluster import until
+
+PROGRAM = "import os, sys; from openrlhf_gtpo.launch.process_tree import run_and_clear; "
+PROGRAM += "sys.exit(run_and_clear(sys.argv[2:], os.environ, patience=float(sys.argv[1])))"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(patience: float, shell: str, folder: Path) -> subprocess.Popen:
+    command = [sys.executable, "-c", PROGRAM, str(patience), "bash", "-c", shell]
+    return subprocess.Popen(command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+
+def pid_in(path: Path) -> int:
+    until(lambda: path.exists() and path.read_text().strip(), 60, f"{path.name}")
+    return int(path.read_text())
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+# A grandchild in a session of its own, whose parent is gone.
+ORPHAN = "(setsid bash -c 'echo $$ >orphan; exec sleep 600' &); "
+
+
+@pytest.mark.parametrize("status", [0, 7])
+def test_the_programs_end_takes_its_orphans_along(status: int, tmp_path: Path) -> None:
+    run = start(30, ORPHAN + f"while [[ ! -s orphan ]]; do sleep 0.1; done; exit {status}", tmp_path)
+    assert run.wait(timeout=120) == status
+    assert not is_running(pid_in(tmp_path / "orphan"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_program_and_orphans(number: int, tmp_path: Path) -> None:
+    run = start(30, ORPHAN + "echo $$ >own; exec sleep 600", tmp_path)
+    orphan, own = pid_in(tmp_path / "orphan"), pid_in(tmp_path / "own")
+    run.send_signal(number)
+    assert run.wait(timeout=120) == 128 + number
+    assert not is_running(orphan) and not is_running(own)
+
+
+def test_what_ignores_the_request_is_killed(tmp_path: Path) -> None:
+    deaf = "(setsid bash -c 'trap \"\" TERM; echo $$ >orphan; while :; do sleep 1; done' &); "
+    run = start(1, deaf + "trap '' TERM; echo $$ >own; while :; do sleep 1; done", tmp_path)
+    orphan, own = pid_in(tmp_path / "orphan"), pid_in(tmp_path / "own")
+    run.terminate()
+    assert run.wait(timeout=120) == 128 + signal.SIGTERM
+    assert not is_running(orphan) and not is_running(own)
+
+
+def test_processes_of_others_are_left_alone(tmp_path: Path) -> None:
+    other = subprocess.Popen(["sleep", "600"])
+    try:
+        assert start(30, "exit 0", tmp_path).wait(timeout=120) == 0
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()

@@ -1,0 +1,140 @@
+"""Would catch a wait that ends too early, never, or without the name of the node that is missing. Ray is a stand-in."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openrlhf_gtpo.cli import ray_cluster
+from openrlhf_gtpo.launch.ray_node import Node, make_token, with_token
+
+
+class Head(ThreadingHTTPServer):
+    """Answers as a dashboard does: with the nodes so far, one more each time it is asked."""
+
+    def __init__(self, joining: list[str], job: str = "SUCCEEDED", refusals: int = 0) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.joining, self.job, self.refusals = joining, job, refusals
+        self.asked, self.tokens = 0, set[str]()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Head
+
+    def do_GET(self) -> None:
+        self.server.tokens.add(self.headers["Authorization"] or "")
+        if self.path.startswith("/api/jobs/"):
+            self._answer(200, {"status": self.server.job})
+            return
+        self.server.asked += 1
+        nodes = [{"node_name": name, "state": "ALIVE"} for name in self.server.joining[: self.server.asked]]
+        nodes.append({"node_name": "n3", "state": "DEAD"})
+        self._answer(200, {"data": {"result": {"result": nodes}}})
+
+    def do_POST(self) -> None:
+        if self.server.refusals:
+            self.server.refusals -= 1
+            self._answer(500, {"message": "No available agent to submit job"})
+            return
+        self._answer(200, {"submission_id": "raysubmit_1"})
+
+    def _answer(self, status: int, body: dict[str, Any]) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *unused: Any) -> None:
+        """Nothing on the terminal."""
+
+
+@pytest.fixture
+def serve() -> Iterator[Any]:
+    heads: list[Head] = []
+
+    def start(*arguments: Any, **options: Any) -> Head:
+        heads.append(Head(*arguments, **options))
+        threading.Thread(target=heads[-1].serve_forever, daemon=True).start()
+        return heads[-1]
+
+    yield start
+    for head in heads:
+        head.shutdown()
+        head.server_close()
+
+
+def wait(url: str, *nodes: str, token: Path | None = None, timeout: str = "60") -> int:
+    secret = [] if token is None else ["--token", str(token)]
+    return ray_cluster.main(["wait", "--dashboard", url, "--timeout", timeout, *secret, "--nodes", *nodes])
+
+
+def test_it_waits_for_every_node_and_for_a_job_that_ran(serve: Any, tmp_path: Path) -> None:
+    make_token(tmp_path / "token")
+    head = serve(["n1", "n2"], refusals=1)
+    assert wait(head.url, "n1", "n2", token=tmp_path / "token") == 0
+    assert head.asked == 2 and head.refusals == 0
+    assert head.tokens == {f"Bearer {(tmp_path / 'token').read_text()}"}
+
+
+def test_nodes_that_do_not_come_are_named(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    head = serve(["n1"])
+    assert wait(head.url, "n1", "n2", "n3", timeout="1.5") == 1
+    assert "After 1.5 s 2 of 3 nodes have not joined the Ray cluster: n2, n3;" in capsys.readouterr().err
+
+
+def test_a_head_that_does_not_answer_is_another_message(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    head = serve([])
+    url = head.url
+    head.shutdown()
+    head.server_close()
+    assert wait(url, "n1", timeout="0") == 1
+    assert "the head of the Ray cluster does not answer" in capsys.readouterr().err
+
+
+def test_a_cluster_that_takes_no_job_says_why(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert wait(serve(["n1"], refusals=100).url, "n1", timeout="1") == 1
+    assert "All 1 nodes joined, but after 1 s Ray takes no job" in capsys.readouterr().err
+    assert wait(serve(["n1"], job="FAILED").url, "n1", timeout="1") == 1
+    assert "a job that does nothing ended as FAILED" in capsys.readouterr().err
+
+
+def test_only_the_user_reads_the_secret_and_it_is_made_once(tmp_path: Path) -> None:
+    path = tmp_path / "shared" / "token"
+    make_token(path)
+    secret = path.read_text()
+    make_token(path)
+    assert path.read_text() == secret and len(secret) == 64 and path.stat().st_mode & 0o077 == 0
+    assert with_token({"A": "b"}, path) == {"A": "b", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
+    assert with_token({"A": "b"}, None) == {"A": "b"}
+
+
+def test_no_flag_of_ours_opens_a_server_to_every_interface(tmp_path: Path) -> None:
+    head = Node("n1", "10.0.0.1", None, 7000, tmp_path, ["--num-gpus=8"]).command()
+    worker = Node("n2", "10.0.0.2", "10.0.0.1:7000", 7000, tmp_path).command()
+    assert "--dashboard-host=127.0.0.1" in head and "--dashboard-port=7001" in head and head[-1] == "--num-gpus=8"
+    assert "--address=10.0.0.1:7000" in worker and "--head" not in worker
+    assert not any("0.0.0.0" in word for word in head + worker)
+
+
+def test_a_worker_without_the_heads_secret_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["worker", "--head", "10.0.0.1:6379", "--address", "10.0.0.2", "--token", str(tmp_path / "token")]
+    assert ray_cluster.main(words) == 2
+    assert f"--token {tmp_path}/token is not there" in capsys.readouterr().err
+
+
+def test_a_host_without_ray_is_refused(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    temporary = tmp_path / "temporary"
+    words = ["head", "--address", "10.0.0.1", "--temporary", str(temporary)]
+    assert ray_cluster.main(words) == 2
+    assert "ray is not there; activate the environment" in capsys.readouterr().err
+    assert not temporary.exists()

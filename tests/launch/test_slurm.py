@@ -1,0 +1,80 @@
+"""Jobs of a real SLURM with two nodes on this machine: would catch a batch script that loses a node or a process of its own.
+
+Without training: the launcher is a stand-in.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.launch.conftest import submit
+from tests.slurm_cluster import SlurmCluster, until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+
+# A job with a process that has left its parents, and its session.
+DETACHED = """
+while [[ "$1" != --submit ]]; do shift; done
+exec ray job submit --address "$2" -- bash -c 'touch {started}; setsid bash -c "sleep 4321 & sleep 4322" & sleep 4323'
+"""
+
+
+def _listening(processes: list[psutil.Process]) -> list[Any]:
+    """The addresses at which they take connections."""
+    connections = [one for process in processes for one in process.net_connections("tcp")]
+    return [one.laddr for one in connections if one.status == psutil.CONN_LISTEN]
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Path:
+    path = tmp_path / "launcher.sh"
+    path.write_text(DETACHED.format(started=tmp_path / "started"))
+    return path
+
+
+def test_a_cancelled_job_leaves_no_process_behind(cluster: SlurmCluster, launcher: Path, tmp_path: Path) -> None:
+    job = submit(cluster, tmp_path, launcher)
+    until(lambda: (tmp_path / "started").exists() or job.ended(), 300, "training starts")
+    assert (tmp_path / "started").exists(), job.everything
+    assert "2 nodes joined" in job.log
+    nodes = {process.name() for process in job.processes()}
+    assert {"raylet", "gcs_server"} <= nodes
+    before = job.processes()
+    assert len([process for process in before if process.name() == "raylet"]) == 2
+    dashboards = [address for address in _listening(before) if address.port == job.port + 1]
+    assert dashboards and all(address.ip == "127.0.0.1" for address in dashboards)
+    token = next((tmp_path / "run" / "slurm").glob("*/ray_token"))
+    assert os.stat(token).st_mode & 0o077 == 0
+
+    cluster.run("scancel", job.number)
+    until(lambda: job.state() == "CANCELLED", 200, "the job ends")
+    until(lambda: not job.processes(), 100, "its steps end")
+    left = [process for process in before if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not left, [process.cmdline() for process in left]
+    assert "cancelled" in job.log and not token.exists()
+
+
+def test_a_node_that_does_not_join_is_named_and_the_job_ends(
+    cluster: SlurmCluster, launcher: Path, tmp_path: Path
+) -> None:
+    stuck = f"export PATH={Path(sys.executable).parent}:$PATH; [[ $SLURMD_NODENAME != n2 ]] || sleep 600"
+    job = submit(cluster, tmp_path, launcher, SETUP=stuck, JOIN_TIMEOUT="40")
+    until(job.ended, 300, "the job ends")
+    assert job.state() == "FAILED" and not (tmp_path / "started").exists()
+    assert "After 40 s 1 of 2 nodes have not joined the Ray cluster: n2;" in job.log, job.everything
+    until(lambda: not job.processes(), 100, "its steps end")
+
+
+def test_a_node_that_is_lost_requeues_no_more_than_it_may(
+    cluster: SlurmCluster, launcher: Path, tmp_path: Path
+) -> None:
+    broken = f"export PATH={Path(sys.executable).parent}:$PATH; [[ $SLURMD_NODENAME != n2 ]] || exit 3"
+    job = submit(cluster, tmp_path, launcher, SETUP=broken, MAX_REQUEUES="1")
+    until(job.ended, 300, "the job ends")
+    assert job.state() == "FAILED" and cluster.restarts(job.number) == 1
+    assert job.log.count("Ray on the node n2 has ended") == 2, job.everything
+    assert "the job has been requeued 1 times, and MAX_REQUEUES is 1: look at the node n2" in job.log

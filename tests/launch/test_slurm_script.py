@@ -1,0 +1,94 @@
+"""The batch script without SLURM: would catch a mistake in its header that is found out in the queue, after hours."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.launch.conftest import ROOT, SCRIPT
+
+LAUNCHER = '#!/usr/bin/env bash\nprintf "launcher:"; printf " %s" "$@"; printf "\\n"\n'
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Path:
+    path = tmp_path / "launcher.sh"
+    path.write_text(LAUNCHER)
+    return path
+
+
+def run(*words: str, cwd: Path = ROOT, **settings: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+    return subprocess.run(
+        ["bash", str(SCRIPT), *words],
+        cwd=cwd, env=environment | settings, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def test_a_dry_run_shows_every_step_and_the_launchers_own(launcher: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    settings = {"LAUNCHER": str(launcher), "OUTPUT": str(output), "PORT": "7000", "LAUNCHER_FLAGS": "--cpu"}
+    ended = run("--dry-run", "--", "--actor.adam.lr", "5e-7", **settings)
+    assert ended.returncode == 0, ended.stderr
+    head, worker, wait, training = (line for line in ended.stdout.splitlines() if line.startswith("    "))
+    assert "ray_cluster head --port 7000 --name HEAD" in head
+    assert "ray_cluster worker --head HEAD-ADDRESS:7000 --name WORKER" in worker
+    assert "ray_cluster wait --dashboard http://127.0.0.1:7001" in wait and "--nodes HEAD WORKER" in wait
+    assert f"bash {launcher} --submit http://127.0.0.1:7001 --cpu -- --ckpt.load_enable" in training
+    assert "--ckpt.stop_file" in training and "--actor.adam.lr 5e-7" in training
+    shown = ended.stdout.splitlines()[-1]
+    assert shown.startswith("launcher: --dry-run --cpu -- --ckpt.load_enable") and shown.endswith(
+        "--actor.adam.lr 5e-7"
+    )
+    assert not output.exists() and "0.0.0.0" not in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("container", "expected"),
+    [
+        ("pyxis:/images/gtpo.sqsh", "--container-image=/images/gtpo.sqsh --container-mounts={root}:{root},"),
+        (
+            "apptainer:/images/gtpo.sif",
+            "apptainer exec --nv --pwd {root} --bind {root} --bind {output} --bind /models",
+        ),
+    ],
+)
+def test_every_step_runs_in_the_container(container: str, expected: str, launcher: Path, tmp_path: Path) -> None:
+    settings = {"LAUNCHER": str(launcher), "OUTPUT": str(tmp_path / "run"), "CONTAINER_MOUNTS": "/models"}
+    ended = run("--dry-run", CONTAINER=container, **settings)
+    assert ended.returncode == 0, ended.stderr
+    plain = ended.stdout.replace("\\,", ",")
+    steps = [line for line in plain.splitlines() if line.startswith("srun ")]
+    assert len(steps) == 4
+    assert all(expected.format(root=ROOT, output=tmp_path / "run") in line for line in steps)
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "message"),
+    [
+        (
+            (),
+            {"LAUNCHER": "examples/scripts/train_nothing.sh"},
+            "LAUNCHER=examples/scripts/train_nothing.sh is not there",
+        ),
+        (("--dryrun",), {}, "unknown flag --dryrun; known: --dry-run --help"),
+        ((), {"CONTAINER": "docker:image"}, "CONTAINER=docker:image must be pyxis:IMAGE or apptainer:IMAGE"),
+        ((), {"CONTAINER": "pyxis:"}, "must be pyxis:IMAGE"),
+        ((), {"JOIN_TIMEOUT": "10m"}, "JOIN_TIMEOUT=10m is not a number"),
+        ((), {}, "this is a batch script: sbatch "),
+    ],
+)
+def test_a_mistake_is_one_sentence_before_anything_starts(words, settings, message, launcher: Path) -> None:
+    ended = run(*words, **({"LAUNCHER": str(launcher)} | settings))
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("[slurm] ") and message in ended.stderr and ended.stderr.count("\n") == 1
+
+
+def test_another_folder_than_the_projects_is_refused(tmp_path: Path) -> None:
+    ended = run("--dry-run", cwd=tmp_path)
+    assert ended.returncode == 2 and f"{tmp_path} is not the project's root" in ended.stderr
+
+
+def test_help_is_the_scripts_header() -> None:
+    assert "sbatch examples/scripts/train_gtpo_slurm.sh" in run("--help").stdout

@@ -1,0 +1,167 @@
+"""A real SLURM on this machine: munged, slurmctld and two slurmd, with all of their files in one folder.
+
+The nodes are called n1 and n2 and have the addresses 127.0.0.2 and 127.0.0.3, so that what runs on them can use one port
+on both, as on two hosts. No cgroups, no accounting; any user may run it.
+"""
+
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+DAEMONS = ("munged", "slurmctld", "slurmd")
+NODES = ("n1", "n2")
+
+_CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+SlurmctldPort={controller}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=15
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=sched_interval=5
+JobAcctGatherType=jobacct_gather/none
+SlurmdParameters=config_overrides
+ReturnToService=2
+JobRequeue=1
+SlurmctldTimeout=300
+SlurmdTimeout=300
+KillWait=60
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.2 Port={n1} CPUs=4 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.3 Port={n2} CPUs=4 State=UNKNOWN
+PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+"""
+
+
+def missing_daemons() -> list[str]:
+    """Those that are not installed."""
+    return [name for name in DAEMONS if _program(name) is None]
+
+
+def free_ports(count: int) -> list[int]:
+    """In a row, ones that nobody listens on at the moment, below those that the system hands out."""
+    first = 15000 + os.getpid() % 500 * 10
+    while True:
+        ports = list(range(first, first + count))
+        first += count
+        with ExitStack() as stack:
+            try:
+                for port in ports:
+                    stack.enter_context(socket.socket()).bind(("", port))
+            except OSError:
+                assert first < 30000
+                continue
+        return ports
+
+
+def until(condition: Callable[[], object], seconds: float, what: str) -> None:
+    """Wait for an event; the limit is for one that never comes."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(0.5)
+
+
+class SlurmCluster:
+    """Runs until :meth:`stop`; ``environment`` makes SLURM's commands talk to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        controller, n1, n2 = free_ports(3)
+        host, user = socket.gethostname().partition(".")[0], getpass.getuser()
+        text = _CONFIGURATION.format(folder=folder, host=host, user=user, controller=controller, n1=n1, n2=n2)
+        (folder / "slurm.conf").write_text(text)
+        (folder / "state").mkdir()
+        self.environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "RAY"))}
+        self.environment["SLURM_CONF"] = str(folder / "slurm.conf")
+        self._daemons: dict[str, subprocess.Popen] = {}
+        self._key()
+        munge = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
+        self._start("munged", "munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *munge)
+        until((folder / "munge.socket").exists, 60, "munged")
+        self._start("slurmctld", "slurmctld", "-D", "-i")
+        for node in NODES:
+            self.start_node(node)
+
+    def start_node(self, node: str) -> None:
+        """Start the slurmd of ``node`` and wait until jobs can run there."""
+        self._start(node, "slurmd", "-D", "-N", node)
+        up = ("idle", "mix", "alloc", "comp")  # a * behind it: does not answer
+        until(lambda: self.node_state(node).startswith(up) and self.node_state(node)[-1] != "*", 200, f"{node} is up")
+
+    def kill_node(self, node: str) -> None:
+        """End the slurmd of ``node`` at once, as a host that loses its power does."""
+        daemon = self._daemons.pop(node)
+        daemon.kill()
+        daemon.wait()
+
+    def node_state(self, node: str) -> str:
+        return self.run("sinfo", "--noheader", "--nodes", node, "--format", "%T", check=False).strip()
+
+    def run(self, *command: str, check: bool = True, **environment: str) -> str:
+        """A command of SLURM's; what it prints."""
+        ended = subprocess.run(
+            command, env=self.environment | environment, capture_output=True, text=True, timeout=120, cwd=self.folder
+        )
+        assert not check or ended.returncode == 0, f"{command}: {ended.stdout}{ended.stderr}"
+        return ended.stdout
+
+    def job_state(self, job: str) -> str:
+        """Such as RUNNING, PENDING, COMPLETED; with the reason behind a pending one."""
+        shown = self.run("scontrol", "show", "job", job, "--oneliner")
+        return dict(word.partition("=")[::2] for word in shown.split())["JobState"]
+
+    def restarts(self, job: str) -> int:
+        shown = self.run("scontrol", "show", "job", job, "--oneliner")
+        return int(dict(word.partition("=")[::2] for word in shown.split())["Restarts"])
+
+    def stop(self) -> None:
+        """End jobs, then daemons."""
+        jobs = self.run("squeue", "--noheader", "--format", "%i", check=False).split()
+        if jobs:
+            self.run("scancel", "--signal=KILL", *jobs, check=False)
+            self.run("scancel", *jobs, check=False)
+            until(lambda: not self.run("squeue", "--noheader", check=False).strip(), 120, "jobs end")
+        for daemon in reversed(self._daemons.values()):
+            daemon.terminate()
+        for daemon in self._daemons.values():
+            try:
+                daemon.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+    def _key(self) -> None:
+        path = self.folder / "munge.key"
+        path.touch(0o600)
+        path.write_bytes(os.urandom(1024))
+
+    def _start(self, name: str, program: str, *arguments: str) -> None:
+        found = _program(program)
+        assert found is not None
+        with (self.folder / f"{name}.out").open("a") as out:
+            self._daemons[name] = subprocess.Popen(
+                [found, *arguments], env=self.environment, stdout=out, stderr=subprocess.STDOUT, cwd=self.folder
+            )
+
+
+def _program(name: str) -> str | None:
+    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin:/sbin")
