@@ -57,7 +57,8 @@ def controller(args: SimpleNamespace) -> EntropyTrainer:
     trainer.kl_ctl = SimpleNamespace(value=0.0)
     trainer.best_eval_metric_key, trainer.best_eval_metric_value = "none", float("-inf")
     trainer._latest_eval_metric_value = None
-    trainer._response_tokens = 1
+    trainer.costs = SimpleNamespace(begin=lambda: None, end=dict, response_tokens=1)
+    trainer.experience_maker = SimpleNamespace(seconds={})
     return trainer
 
 
