@@ -41,9 +41,13 @@ class MegatronModelActor(BaseModelActor):
     model: LoadedModel
 
     def _load(self, strategy: Any, source: str) -> None:
-        self._setup_distributed(strategy)
         args = strategy.args
-        groups.initialize(layout_of(args), args.train.seed)
+        layout = layout_of(args)
+        if layout.tensor_model_parallel_size * layout.context_parallel_size > 1:
+            # What Megatron overlaps communication and products by: kernels start in the order in which they were launched.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        self._setup_distributed(strategy)
+        groups.initialize(layout, args.train.seed)
         self.model = load_model(source, _model_options(args))
 
     def execute_batch(self, method_name: str, all_data: dict[str, list], start_idx: int, end_idx: int) -> list[Any]:
