@@ -1,4 +1,4 @@
-"""`python3 -m openrlhf_gtpo.cli.prepare {smollm2,tiny-model,task} --output DIR`: models and tasks without a network.
+"""`python3 -m openrlhf_gtpo.cli.prepare {smollm2,tiny-model,task,math} --output DIR`: models, tasks and data sets.
 
 Each command is done once: a second call with the same settings returns at once. Parse, check, call; nothing else.
 """
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from openrlhf_gtpo.tasks.math_data import INSTRUCTION, Columns, load_table, write_math_files
 from openrlhf_gtpo.tasks.reasoning_gym_data import PRESETS, write_task_files
 
 
@@ -69,9 +70,43 @@ def build_parser() -> argparse.ArgumentParser:
         metavar=("QUESTION", "ANSWER"),
         help="a worked turn before the question; may be repeated",
     )
+    task.add_argument(
+        "--label",
+        choices=["scorer", "answer"],
+        default="scorer",
+        help="scorer: what reasoning_gym_reward.py needs; answer: the expected answer, for math_verify_reward.py",
+    )
     task.set_defaults(run=_task)
 
-    for command in (smollm2, tiny, task):
+    math = commands.add_parser("math", help="a data set of problems and answers, for math_verify_reward.py")
+    math.add_argument(
+        "--source", required=True, help="a .jsonl, .json, .csv or .parquet file, or a name on the Hugging Face hub"
+    )
+    math.add_argument("--config", help="the hub data set's configuration, such as main")
+    math.add_argument("--split", default="train", help="the hub data set's split (default: %(default)s)")
+    math.add_argument(
+        "--problem-key",
+        default="problem",
+        help="column with the problem, a text or chat messages (default: %(default)s); a.b is field b of column a",
+    )
+    math.add_argument("--answer-key", default="answer", help="column with the answer (default: %(default)s)")
+    math.add_argument(
+        "--answer-after", metavar="TEXT", help="the answer is what follows the last TEXT, such as '####'"
+    )
+    math.add_argument(
+        "--instruction",
+        default=INSTRUCTION,
+        metavar="TEXT",
+        help="appended to each problem that is a text (default: %(default)s)",
+    )
+    math.add_argument("--system", default="", metavar="TEXT", help="system message (default: the template's own)")
+    math.add_argument(
+        "--eval-size", type=int, default=0, help="problems to hold out as eval.jsonl (default: %(default)s)"
+    )
+    math.add_argument("--seed", type=int, default=1, help="of the choice of those (default: %(default)s)")
+    math.set_defaults(run=_math)
+
+    for command in (smollm2, tiny, task, math):
         command.add_argument("--output", required=True, type=Path, metavar="DIR")
     return parser
 
@@ -102,8 +137,19 @@ def _task(args: argparse.Namespace) -> Path:
         eval_size=args.eval_size,
         seed=args.seed,
         train_rows=args.train_rows,
+        label=args.label,
         **settings,
     )
+
+
+def _math(args: argparse.Namespace) -> Path:
+    columns = Columns(args.problem_key, args.answer_key, args.answer_after)
+    table = load_table(args.source, args.config, args.split)
+    directory, counts = write_math_files(
+        table, args.output, columns, args.instruction, args.system, args.eval_size, args.seed
+    )
+    print(counts, file=sys.stderr)
+    return directory
 
 
 def _task_config(text: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from openrlhf_gtpo.tasks.build_once import build_once
 
@@ -90,11 +90,11 @@ def write_task_files(
     question_form: str = "{question}",
     examples: Sequence[tuple[str, str]] = (),
     train_rows: int | None = None,
+    label: Literal["scorer", "answer"] = "scorer",
 ) -> Path:
     """Write `train.jsonl` and `eval.jsonl` for a reasoning-gym task, once, and return their directory.
 
-    A row has `input` (what `PromptForm.prompt` gives), `label` (for `reasoning_gym_reward.py`: the task's name and
-    what its scorer looks at) and `datasource` (the task's name). All questions are different, within a file and
+    A row has `input` (what `PromptForm.prompt` gives), `label` (see below) and `datasource` (the task's name). All questions are different, within a file and
     between the two and the examples, so no held-out question is ever trained on. That is a matter of text: where
     `3 * 4` is held out, `4 * 3` may be trained on. `products` of two one-digit numbers has 100 questions in all; a
     longer run over them repeats them (`train_rows`).
@@ -107,6 +107,8 @@ def write_task_files(
         instruction, system, question_form, examples: see `PromptForm`.
         train_rows: rows of `train.jsonl`, so that one episode has a wanted number of steps: the training questions
             over and over, each time in a new order, cut off there. None writes each once.
+        label: what `reasoning_gym_reward.py` needs, the task's name and what its scorer looks at ("scorer"), or the
+            expected answer alone, for `math_verify_reward.py` ("answer").
 
     Raises:
         ValueError: unknown task or config field, a value the task refuses, a question form with an unknown field, or
@@ -127,12 +129,15 @@ def write_task_files(
         "seed": seed,
         "task_config": config,
         "prompt_form": dataclasses.asdict(form),
+        "label": label,
         "data_version": DATA_VERSION,
     }
 
     def build(directory: Path) -> None:
         entries = draw_entries(task, train_size + eval_size, seed, config, form)
         rows = [_row(task, entry, form) for entry in entries]
+        if label == "answer":
+            rows = [row | {"label": str(entry["answer"])} for row, entry in zip(rows, entries)]
         train = rows[eval_size:]
         if train_rows is not None:
             train = _repeated(train, train_rows, seed)

@@ -1,7 +1,7 @@
 """OpenRLHF reward function that asks reasoning-gym's own scorer: `--reward.remote_url .../reasoning_gym_reward.py`.
 
-OpenRLHF loads this file by its path and calls `reward_func` from a thread for one response at a time, so the file
-imports nothing of this package. Labels are those that `reasoning_gym_data.py` writes. Knows reasoning_gym only.
+OpenRLHF loads this file by its path and calls `reward_func` from a thread for one response at a time. Labels are those
+that `reasoning_gym_data.py` writes. Knows reasoning_gym only.
 """
 
 import functools
@@ -12,7 +12,8 @@ from typing import Any
 
 import reasoning_gym
 
-SPECIAL_TOKEN = re.compile(r"<\|[^<>|]*\|>|</?s>|<pad>|<eos>")
+from openrlhf_gtpo.tasks.responses import response_text
+
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 
@@ -47,19 +48,6 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
     answer = extract_answer(response_text(queries[0], prompts[0]), str(entry["answer"]))
     score = float(_scorer(task)(answer=answer, entry=entry)) if answer else 0.0
     return {"rewards": score, "scores": score, "extra_logs": {"no_answer": float(not answer)}}
-
-
-def response_text(query: str, prompt: str) -> str:
-    """What the model added to the prompt, without special tokens.
-
-    A prompt that was cut to fit, or that does not decode to itself, is not the query's beginning; the response is then
-    what follows the last turn's opening.
-    """
-    if query.startswith(prompt):
-        response = query[len(prompt) :]
-    else:
-        response = query.rsplit("<|im_start|>assistant", 1)[-1]
-    return SPECIAL_TOKEN.sub("", response).strip()
 
 
 def extract_answer(response: str, expected: str) -> str:

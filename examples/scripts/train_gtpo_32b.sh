@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# GTPO on 4 nodes of 8 Hopper GPUs, trainer and vLLM engines on the same GPUs: Qwen2.5-32B, mathematics, FP8.
+#
+# Paper:      GTPO and GRPO-S: Token and Sequence-Level Reward Shaping with Policy Entropy, arXiv 2508.04349
+# Techniques: as train_gtpo_colocated.sh (G = 16, global batch 128, learning rate 1e-6, prompts of 2048 and responses of 4096
+#             tokens, temperature 1, clip 0.2/0.28, α₁ = 1, α₂ = 0.1); Megatron-core TP8 × DP4 with sequence parallelism, FP8
+#             products with blockwise scales, every 20th batch audited for what FP8 does to the advantages; vLLM TP8 × 4
+#
+#   sbatch examples/scripts/train_gtpo_slurm.sh                                      # on SLURM
+#   bash examples/scripts/train_gtpo_32b.sh --submit http://127.0.0.1:8265           # on a Ray cluster, from its head
+#   ALGORITHM=grpo_s bash examples/scripts/train_gtpo_32b.sh --dry-run               # or dapo, grpo
+#
+# What is not set here is as in train_gtpo_colocated.sh, data included. Does it fit, and how fast will it be?
+#   python3 -m openrlhf_gtpo.cli.plan --help
+set -euo pipefail
+
+MODEL="${MODEL:-Qwen/Qwen2.5-32B}"
+NODES="${NODES:-4}"
+GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
+TENSOR_PARALLEL="${TENSOR_PARALLEL:-8}"
+FP8="${FP8-hybrid}" # empty: BF16
+FP8_AUDIT_STEPS="${FP8_AUDIT_STEPS:-20}"
+RECOMPUTE="${RECOMPUTE:-full}"
+MAX_TOKENS_PER_GPU="${MAX_TOKENS_PER_GPU:-12288}"
+VLLM_ENGINES="${VLLM_ENGINES:-4}"
+VLLM_TENSOR_PARALLEL="${VLLM_TENSOR_PARALLEL:-8}"
+
+# shellcheck source=examples/scripts/train_gtpo_colocated.sh
+source "$(dirname "${BASH_SOURCE[0]}")/train_gtpo_colocated.sh"

@@ -1,0 +1,35 @@
+"""Launch scripts in their CPU version, as written: would catch settings that parse and do not run."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from openrlhf_gtpo.report import names
+from tests.e2e.conftest import ROOT
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "script, placement",
+    [
+        ("train_gtpo_32b.sh", "colocated"),  # two logical nodes, tensor parallelism across them, emulated FP8
+        ("train_grpo_s_split.sh", "split"),
+    ],
+)
+def test_the_cpu_version_runs(script: str, placement: str, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    command = ["bash", str(ROOT / "examples" / "scripts" / script), "--cpu", "--", "--train.seed", "2"]
+    environment = os.environ | {"OUTPUT": str(output), "STEPS": "2", "SAVE_STEPS": "2"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=800)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    entries = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    steps = [entry for entry in entries if entry["kind"] == names.KIND_TRAIN]
+    assert [entry["step"] for entry in steps] == [1, 2]
+    assert all(0 <= entry["reward/mean"] <= 1 and entry["grading_timed_out"] == 0 for entry in steps)
+    assert all(entry["no_answer"] < 1 for entry in steps)  # Math-Verify read what the model wrote
+    assert (output / "model" / "model.safetensors").exists()
+    assert (output / "checkpoints" / "_actor").is_dir()

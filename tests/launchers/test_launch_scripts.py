@@ -1,0 +1,147 @@
+"""The train_*.sh scripts against the trainer's real parser, and the paper's settings in what comes out."""
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from openrlhf_gtpo.integration import run
+from openrlhf_gtpo.integration.megatron_flags import fp8_of, layout_of
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "examples" / "scripts"
+LAUNCHERS = sorted(path.name for path in SCRIPTS.glob("train_*.sh") if not path.stem.endswith("_slurm"))
+PAPER = {"gtpo": ("gtpo", {"alpha1": 1.0, "alpha2": 0.1}), "grpo_s": ("grpo_s", {"beta1": 1.0, "beta2": 0.1})}
+
+
+def _run(script: str, *flags: str, **environment: str) -> subprocess.CompletedProcess:
+    clean = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "VIRTUAL_ENV")}
+    command = ["bash", str(SCRIPTS / script), *flags]
+    return subprocess.run(command, capture_output=True, text=True, env=clean | environment, cwd="/", timeout=60)
+
+
+def _command(script: str, *flags: str, **environment: str) -> list[str]:
+    """The words of the command that the script resolves to."""
+    done = _run(script, "--dry-run", *flags, **environment)
+    assert done.returncode == 0, done.stderr
+    return shlex.split(done.stdout.replace("\\\n", " "))
+
+
+def _arguments(script: str, *flags: str, **environment: str) -> SimpleNamespace:
+    command = _command(script, *flags, **environment)
+    return run.parse(command[command.index("openrlhf_gtpo.cli.train_ppo_ray") + 1 :])
+
+
+def test_there_are_the_scripts_that_the_readme_names() -> None:
+    assert {
+        "train_gtpo_colocated.sh",
+        "train_gtpo_split.sh",
+        "train_gtpo_32b.sh",
+        "train_gtpo_one_gpu.sh",
+        "train_grpo_s_colocated.sh",
+        "train_grpo_s_split.sh",
+        "train_dapo_colocated.sh",
+        "train_grpo_colocated.sh",
+    } <= set(LAUNCHERS)
+
+
+@pytest.mark.parametrize("script", LAUNCHERS)
+def test_every_script_parses_to_the_papers_settings(script: str) -> None:
+    args = _arguments(script)
+    assert (args.rollout.n_samples_per_prompt, args.train.batch_size, args.actor.adam.lr) == (16, 128, 1e-6)
+    assert (args.data.max_len, args.rollout.max_new_tokens, args.rollout.temperature) == (6144, 4096, 1.0)
+    assert args.actor.eps_clip_low_high == [0.2, 0.28]
+    assert args.algo.kl.init_coef == 0 and args.ckpt.load_enable and args.ckpt.save_steps > 0
+    algorithm = next(name for name in ("grpo_s", "gtpo", "dapo", "grpo") if f"train_{name}_" in script)
+    estimator, weights = PAPER.get(algorithm, ("group_norm", {}))
+    assert args.algo.advantage.estimator == estimator
+    assert weights.items() <= (vars(vars(args.algo)[estimator]).items() if weights else {}.items())
+    assert args.actor.loss_agg_mode == ("token-mean" if algorithm in ("gtpo", "dapo") else "seq-mean-token-mean")
+    assert args.algo.dynamic_filtering_enable == (algorithm == "dapo")
+
+
+@pytest.mark.parametrize("script", LAUNCHERS)
+@pytest.mark.parametrize("flags", [(), ("--cpu",)], ids=["gpu", "cpu"])
+def test_every_layout_fits_the_gpus_that_it_asks_for(script: str, flags: tuple[str, ...]) -> None:
+    args = _arguments(script, *flags)
+    gpus = args.actor.num_nodes * args.actor.num_gpus_per_node
+    assert gpus % layout_of(args).model_parallel_size == 0
+    engines = args.vllm.num_engines * args.vllm.tensor_parallel_size
+    if args.train.colocate_all:
+        assert engines == gpus and args.megatron.offload
+    else:
+        assert "split" in script and (flags or gpus + engines == 8)
+    assert args.train.batch_size % (gpus // layout_of(args).model_parallel_size) == 0
+    assert (args.rollout.batch_size * args.rollout.n_samples_per_prompt) % args.train.batch_size == 0
+
+
+def test_the_32b_script_is_the_papers_cluster() -> None:
+    args = _arguments("train_gtpo_32b.sh")
+    assert (args.actor.num_nodes, args.actor.num_gpus_per_node, layout_of(args).tensor_model_parallel_size) == (
+        4,
+        8,
+        8,
+    )
+    fp8 = fp8_of(args)
+    assert fp8 is not None and (fp8.mode, fp8.recipe) == ("hybrid", "blockwise")
+    assert args.megatron.fp8_audit_steps == 20
+
+
+@pytest.mark.parametrize("algorithm", ["gtpo", "grpo_s", "grpo", "dapo", "gspo"])
+def test_a_comparison_is_one_word(algorithm: str) -> None:
+    theirs = _run("train_gtpo_colocated.sh", "--dry-run", ALGORITHM=algorithm).stdout.splitlines()
+    ours = _run("train_gtpo_colocated.sh", "--dry-run").stdout.splitlines()
+    different = [number for number, lines in enumerate(zip(ours, theirs, strict=True)) if lines[0] != lines[1]]
+    assert different == ([] if algorithm == "gtpo" else [1])  # the algorithm's group alone
+    assert _arguments("train_gtpo_colocated.sh", ALGORITHM=algorithm).algo.kl.init_coef == 0
+
+
+def test_a_script_of_an_algorithm_is_that_one_word() -> None:
+    named = _command("train_grpo_s_split.sh", OUTPUT="/tmp/run")
+    assert named == _command("train_gtpo_split.sh", ALGORITHM="grpo_s", OUTPUT="/tmp/run")
+
+
+def test_the_environment_and_flags_of_the_trainer_win() -> None:
+    args = _arguments("train_gtpo_colocated.sh", "--", "--train.seed", "7", MODEL="my/model", STEPS="5", EVAL_DATA="")
+    assert (args.train.seed, args.actor.model_name_or_path, args.data.max_samples) == (7, "my/model", 5 * 128)
+    assert not args.eval.dataset
+
+
+def test_what_a_cluster_runs_has_absolute_paths(tmp_path: Path) -> None:
+    data = tmp_path / "train data.jsonl"
+    data.touch()
+    command = _command("train_gtpo_32b.sh", "--submit", "http://127.0.0.1:8265", DATA=str(data), OUTPUT="runs/x")
+    assert command[:6] == ["ray", "job", "submit", "--address", "http://127.0.0.1:8265", "--"]
+    assert command[command.index("--data.prompt_dataset") + 1] == str(data)
+    assert command[command.index("--ckpt.path") + 1] == "/runs/x/checkpoints"
+    assert Path(command[command.index("--reward.remote_url") + 1]).is_file()
+
+
+@pytest.mark.parametrize(
+    "flags, environment, message",
+    [
+        (["--dryrun"], {}, "unknown flag --dryrun; known: --cpu --dry-run"),
+        (["--submit"], {}, "--submit needs the address"),
+        ([], {"ALGORITHM": "ppo"}, "ALGORITHM is 'ppo'; it must be gtpo, grpo_s, grpo, dapo or gspo."),
+        ([], {"PLACEMENT": "both"}, "PLACEMENT is 'both'; it must be colocated or split."),
+        ([], {"TENSOR_PARALLEL": "two"}, "TENSOR_PARALLEL is 'two'; it must be a positive number."),
+        ([], {"STEPS": "0"}, "STEPS is '0'"),
+        ([], {"SAVE_STEPS": "often"}, "SAVE_STEPS is 'often'"),
+        ([], {"DATA": "missing.jsonl"}, "DATA=missing.jsonl is not there; the script's header says how it is made."),
+        ([], {"DATA": "hub/data", "OUTPUT": "/proc/none"}, "OUTPUT=/proc/none cannot be made."),
+    ],
+)
+def test_a_mistake_is_one_sentence(flags: list[str], environment: dict[str, str], message: str) -> None:
+    done = _run("train_gtpo_colocated.sh", *flags, **environment)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("train_gtpo_colocated: ") and message in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", LAUNCHERS)
+def test_help_is_the_header(script: str) -> None:
+    done = _run(script, "--help")
+    assert done.returncode == 0 and "Paper:" in done.stdout and "Techniques:" in done.stdout
+    assert "set -e" not in done.stdout and f"examples/scripts/{script}" in done.stdout

@@ -1,0 +1,153 @@
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from openrlhf_gtpo.cli.prepare import main
+from openrlhf_gtpo.tasks import math_grading, math_verify_reward
+from openrlhf_gtpo.tasks.math_grading import Grade, GraderPool, parse_answer
+
+PROMPT = "<|im_start|>user\nWhat is half of one, not 7?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def pool():
+    return GraderPool(2)
+
+
+@pytest.mark.parametrize(
+    "response, answer, expected",
+    [
+        (r"so \boxed{\frac{1}{2}}", "0.5", Grade(True, True)),
+        (r"\boxed{34} then \boxed{5}", "34", Grade(False, True)),  # the last one counts
+        (r"\boxed{34} or 5", "34", Grade(True, True)),  # what is boxed goes before what is not
+        ("3 * 4 = 12.", "12", Grade(True, True)),
+        ("3 * 4 = 13.", "12", Grade(False, True)),
+        (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", Grade(True, True)),
+        (r"\boxed{(1,2)}", "(1, 2)", Grade(True, True)),
+        (r"\boxed{[0,1)}", "[0,1]", Grade(False, True)),
+        ("$x=3$", "3", Grade(True, True)),
+        ("I do not know", "3", Grade(False, False)),
+        ("", "3", Grade(False, False)),
+        (r"\boxed{10^{10^{10}}}", "3", Grade(False, True)),  # Math-Verify's own time limit
+    ],
+)
+def test_a_response_is_judged_by_what_it_means(pool, response, answer, expected):
+    assert pool.grade(response, answer) == expected
+
+
+def test_many_threads_share_few_processes():
+    pool = GraderPool(2)
+    with ThreadPoolExecutor(8) as threads:
+        grades = list(threads.map(lambda n: pool.grade(str(n), "5").correct, range(20)))
+    assert grades == [n == 5 for n in range(20)]
+
+
+def test_a_judgement_that_does_not_end_is_given_up_and_the_next_one_is_made(monkeypatch):
+    started = []
+
+    def start(command, **options):
+        program = "import sys, time; sys.stdin.readline(); time.sleep(600)" if not started else None
+        started.append(command)
+        return real([sys.executable, "-c", program] if program else command, **options)
+
+    real = subprocess.Popen
+    monkeypatch.setattr(math_grading.subprocess, "Popen", start)
+    pool = GraderPool(1, seconds=1)
+    assert pool.grade("5", "5") == Grade(False, True, timed_out=True)
+    pool._seconds = 60
+    assert pool.grade("5", "5") == Grade(True, True)
+    assert len(started) == 2
+
+
+def test_a_process_that_dies_is_an_error_and_not_a_wrong_answer(monkeypatch):
+    real = subprocess.Popen
+    dies = [sys.executable, "-c", "import sys; sys.stdin.readline(); sys.exit(3)"]
+    monkeypatch.setattr(math_grading.subprocess, "Popen", lambda command, **options: real(dies, **options))
+    with pytest.raises(RuntimeError, match="ended with status 3"):
+        GraderPool(1).grade("5", "5")
+
+
+def test_the_judging_process_ends_with_its_parent():
+    child = subprocess.Popen(
+        [sys.executable, "-m", "openrlhf_gtpo.tasks.math_grading"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.communicate(json.dumps({"response": "5", "answer": "5"}) + "\n", timeout=120)[0].count("\n") == 1
+    assert child.returncode == 0
+
+
+def test_the_reward_reads_the_response_and_not_the_prompt():
+    score = math_verify_reward.reward_func([PROMPT + r"\boxed{1/2}<|im_end|>"], [PROMPT], [r"\frac12"])
+    assert score == {"rewards": 1.0, "scores": 1.0, "extra_logs": {"no_answer": 0.0, "grading_timed_out": 0.0}}
+    none = math_verify_reward.reward_func([PROMPT + "I pass<|im_end|>"], [PROMPT], ["7"])
+    assert none == {"rewards": 0.0, "scores": 0.0, "extra_logs": {"no_answer": 1.0, "grading_timed_out": 0.0}}
+    with pytest.raises(ValueError, match="one response at a time"):
+        math_verify_reward.reward_func(["a", "b"], ["a", "b"], ["1", "2"])
+    with pytest.raises(ValueError, match="is no mathematical expression"):
+        math_verify_reward.reward_func([PROMPT + "1"], [PROMPT], ["?"])
+
+
+@pytest.mark.parametrize("answer", ["12", "1,000", r"\frac{3}{4}", "$12$", "x^2+1", r"so it is \boxed{7}", "[0,1)"])
+def test_answers_of_data_sets_are_read(answer):
+    assert parse_answer(answer)
+
+
+def _source(tmp_path, rows):
+    path = tmp_path / "source.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def _rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_data_set_is_cleaned_and_split(tmp_path, capsys):
+    rows = [{"question": f"What is {n} + 1?", "answer": f"One more.\n#### {n + 1}"} for n in range(10)]
+    rows += [rows[3], {"question": "Why?", "answer": "#### ?"}]
+    source = _source(tmp_path, rows)
+    flags = ["math", "--source", source, "--problem-key", "question", "--answer-after", "####", "--eval-size", "3"]
+    assert main([*flags, "--output", str(tmp_path / "out")]) == 0
+    assert "7 problems to train on, 3 held out; left out: 1 that were there before, 1" in capsys.readouterr().err
+    train, held_out = _rows(tmp_path / "out" / "train.jsonl"), _rows(tmp_path / "out" / "eval.jsonl")
+    assert {row["label"] for row in train} | {row["label"] for row in held_out} == {str(n + 1) for n in range(10)}
+    first = next(row for row in train + held_out if row["label"] == "1")
+    assert first["input"].startswith("What is 0 + 1? Please reason") and first["input"].endswith(r"\boxed{}.")
+    assert main([*flags, "--output", str(tmp_path / "out")]) == 2
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_nested_columns_and_messages_are_taken_as_they_are(tmp_path):
+    chat = [{"role": "user", "content": "Solve 2x = 4."}]
+    source = _source(tmp_path, [{"prompt": chat, "reward_model": {"ground_truth": "2"}}])
+    keys = ["--problem-key", "prompt", "--answer-key", "reward_model.ground_truth"]
+    assert main(["math", "--source", source, *keys, "--output", str(tmp_path / "out")]) == 0
+    assert _rows(tmp_path / "out" / "train.jsonl") == [{"input": chat, "label": "2"}]
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--source", "missing.jsonl"], "--source missing.jsonl does not exist"),
+        (["--problem-key", "question"], "--problem-key question: row 1 has no such column; it has problem, answer"),
+        (["--eval-size", "2"], "leaves nothing to train on: 2 problems"),
+        (["--answer-key", "answer.value"], "--answer-key answer.value: row 1"),
+    ],
+)
+def test_a_mistake_in_the_data_is_one_sentence(tmp_path, capsys, flags, message):
+    source = _source(tmp_path, [{"problem": str(n), "answer": str(n)} for n in range(2)])
+    assert main(["math", "--source", source, "--output", str(tmp_path / "out"), *flags]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_tasks_can_carry_plain_answers(tmp_path):
+    arguments = ["task", "--preset", "smoke", "--train-size", "4", "--eval-size", "2", "--label", "answer"]
+    assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
+    labels = [row["label"] for row in _rows(tmp_path / "out" / "train.jsonl")]
+    assert len(labels) == 4 and all(label.isdigit() for label in labels)
