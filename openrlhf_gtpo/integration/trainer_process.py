@@ -35,12 +35,13 @@ def run_trainer(name: str, argv: Sequence[str], folder: Path, steps: int) -> lis
     """
     folder.mkdir(parents=True)
     metrics = folder / "metrics.jsonl"
+    given = [word for word in argv if word != "--eval.before_training"]
     own = ["--logger.metrics_path", str(metrics), "--ckpt.path", str(folder / "checkpoints")]
     own += ["--ckpt.output_dir", str(folder / "model"), "--ckpt.save_steps", "-1", "--eval.steps", "-1"]
     log = folder / "train.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*COMMAND, *argv, *own], stdout=output, stderr=subprocess.STDOUT, env=_environment()
+            [*COMMAND, *given, *own], stdout=output, stderr=subprocess.STDOUT, env=_environment()
         )
         try:
             while True:
