@@ -228,6 +228,8 @@ with open(folder / "metrics.jsonl", "w") as file:
     for step in range(steps):
         file.write(json.dumps({"kind": "train", "step": step + 1}) + chr(10))
         file.flush()
+(folder / "model").mkdir()
+(folder / "model" / "weights").write_text("")
 while steps > 2:
     time.sleep(0.1)
 sys.exit(9)
@@ -252,6 +254,7 @@ def test_a_trainer_is_ended_after_its_last_step(fake_trainer: None, tmp_path: Pa
 
 def test_a_trainer_that_ended_by_itself_after_enough_steps_is_good(fake_trainer: None, tmp_path: Path) -> None:
     assert len(run_trainer("one", ["2"], tmp_path / "run", steps=2)) == 2
+    assert not (tmp_path / "run" / "model").exists()
 
 
 def test_a_trainer_that_fails_leaves_its_last_words_and_the_log(fake_trainer: None, tmp_path: Path) -> None:
