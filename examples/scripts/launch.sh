@@ -142,7 +142,8 @@ if [[ -n "$EVAL_DATA" ]]; then
     log_args+=(--eval.n_samples_per_prompt 4 --eval.temperature 1.0)
 fi
 
-command=("$(command -v python3 || printf python3)" -m openrlhf_gtpo.cli.train_ppo_ray)
+# benchmark_train.sh has set the program: the benchmark, up to the trainer's flags.
+command=("$(command -v python3 || printf python3)" -m "${program[@]:-openrlhf_gtpo.cli.train_ppo_ray}")
 [[ -z "$submit" ]] || command=(ray job submit --address "$submit" -- "${command[@]}")
 
 if $dry_run; then

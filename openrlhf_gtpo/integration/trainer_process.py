@@ -1,6 +1,7 @@
 """The trainer in a process of its own, ended as soon as it has made the steps that are wanted of it."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -28,19 +29,20 @@ def run_trainer(name: str, argv: Sequence[str], folder: Path, steps: int) -> lis
         name: of the run, for messages.
         argv: the trainer's flags.
         folder: for ``metrics.jsonl`` and ``train.log``, new; every node of a cluster must see it.
-        steps: after which the trainer is ended, before it saves its model.
+        steps: after which the trainer is ended; no model or checkpoint is left behind.
 
     Raises:
         TrainerFailed: it ended by itself, with fewer steps.
     """
     folder.mkdir(parents=True)
     metrics = folder / "metrics.jsonl"
+    given = [word for word in argv if word != "--eval.before_training"]
     own = ["--logger.metrics_path", str(metrics), "--ckpt.path", str(folder / "checkpoints")]
     own += ["--ckpt.output_dir", str(folder / "model"), "--ckpt.save_steps", "-1", "--eval.steps", "-1"]
     log = folder / "train.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*COMMAND, *argv, *own], stdout=output, stderr=subprocess.STDOUT, env=_environment()
+            [*COMMAND, *given, *own], stdout=output, stderr=subprocess.STDOUT, env=_environment()
         )
         try:
             while True:
@@ -53,6 +55,8 @@ def run_trainer(name: str, argv: Sequence[str], folder: Path, steps: int) -> lis
                 time.sleep(_POLL_SECONDS)
         finally:
             _end(process)
+            for name_of_weights in ("model", "checkpoints"):  # of a run that came to its own end, or was asked to stop
+                shutil.rmtree(folder / name_of_weights, ignore_errors=True)
 
 
 def _environment() -> dict[str, str]:

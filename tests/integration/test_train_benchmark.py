@@ -223,10 +223,13 @@ def end(number, frame):
 
 signal.signal(signal.SIGTERM, end)
 print("train_ppo_ray stopped: all is lost" if steps < 2 else "fine", flush=True)
+(folder / "argv").write_text(" ".join(sys.argv[1:]))
 with open(folder / "metrics.jsonl", "w") as file:
     for step in range(steps):
         file.write(json.dumps({"kind": "train", "step": step + 1}) + chr(10))
         file.flush()
+(folder / "model").mkdir()
+(folder / "model" / "weights").write_text("")
 while steps > 2:
     time.sleep(0.1)
 sys.exit(9)
@@ -241,12 +244,17 @@ def fake_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_a_trainer_is_ended_after_its_last_step(fake_trainer: None, tmp_path: Path) -> None:
-    found = run_trainer("one", ["5"], tmp_path / "run", steps=4)
+    given = ["5", "--eval.before_training", "--eval.steps", "2", "--ckpt.path", "elsewhere"]
+    found = run_trainer("one", given, tmp_path / "run", steps=4)
     assert len(found) >= 4 and (tmp_path / "run" / "ended").exists()
+    argv = (tmp_path / "run" / "argv").read_text()
+    assert "before_training" not in argv and argv.rindex("--eval.steps -1") > argv.index("--eval.steps 2")
+    assert argv.rindex(f"--ckpt.path {tmp_path}") > argv.index("--ckpt.path elsewhere")
 
 
 def test_a_trainer_that_ended_by_itself_after_enough_steps_is_good(fake_trainer: None, tmp_path: Path) -> None:
     assert len(run_trainer("one", ["2"], tmp_path / "run", steps=2)) == 2
+    assert not (tmp_path / "run" / "model").exists()
 
 
 def test_a_trainer_that_fails_leaves_its_last_words_and_the_log(fake_trainer: None, tmp_path: Path) -> None:
