@@ -11,6 +11,13 @@ from pathlib import Path
 from openrlhf_gtpo.launch.process_tree import run_and_clear
 
 _AUTH = {"RAY_AUTH_MODE": "token"}
+# Ray's Prometheus servers listen on every interface and know no token. Those of its head cannot be switched off, but they
+# do not start on a port that is none (Ray 2.55 logs that and goes on).
+_NO_METRICS_SERVERS = {
+    "RAY_enable_metrics_collection": "0",
+    "DASHBOARD_METRIC_PORT": "65536",
+    "AUTOSCALER_METRIC_PORT": "65536",
+}
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ def run_node(node: Node, token: Path | None, logs: Path | None) -> int:
     """
     node.temporary.mkdir(parents=True, exist_ok=True)
     try:
-        return run_and_clear(node.command(), with_token(os.environ, token))
+        return run_and_clear(node.command(), {**_NO_METRICS_SERVERS, **with_token(os.environ, token)})
     finally:
         session = node.temporary / "session_latest" / "logs"
         if logs is not None and session.is_dir():

@@ -40,13 +40,17 @@ def _train_log(job: Job, attempt: int) -> str:
 
 def _kill_ray(job: Job, address: str) -> None:
     """As a node that loses its power does: no process of it ends in an orderly way."""
-    raylets = [p for p in job.processes() if p.name() == "raylet" and f"--node_ip_address={address}" in p.cmdline()]
+    raylets = [p for p in job.processes() if p.info["name"] == "raylet" and _has(p, f"--node_ip_address={address}")]
     assert len(raylets) == 1
     for process in [*raylets[0].parent().children(recursive=True)]:
         try:
             process.kill()
         except psutil.NoSuchProcess:
             continue
+
+
+def _has(process: psutil.Process, word: str) -> bool:
+    return word in (process.info["cmdline"] or [])
 
 
 def test_a_job_is_stopped_then_loses_a_node_and_ends_with_every_step(
