@@ -4,6 +4,7 @@ requeued, and one that does not go on where it was.
 
 import json
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -19,7 +20,7 @@ LAUNCHER = """
 while [[ "$1" != --submit ]]; do shift; done
 exec ray job submit --address "$2" -- python3 -m openrlhf_gtpo.cli.train_ppo_ray {argv} "${{@:4}}"
 """
-STEPS = 14
+EPISODES, STEPS = 4, 32  # of eight steps each: enough for the test to see one in the middle
 
 
 def _steps(folder: Path) -> list[int]:
@@ -38,25 +39,23 @@ def _train_log(job: Job, attempt: int) -> str:
     return (job.folder / "run" / "slurm" / f"{job.number}-{attempt}" / "train.log").read_text()
 
 
-def _kill_ray(job: Job, address: str) -> None:
+def _kill_ray(job: Job, node: str) -> None:
     """As a node that loses its power does: no process of it ends in an orderly way."""
-    raylets = [p for p in job.processes() if p.info["name"] == "raylet" and _has(p, f"--node_ip_address={address}")]
-    assert len(raylets) == 1
-    for process in [*raylets[0].parent().children(recursive=True)]:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-
-
-def _has(process: psutil.Process, word: str) -> bool:
-    return word in (process.info["cmdline"] or [])
+    words = ["openrlhf_gtpo.cli.ray_cluster", "worker", "--name", node]
+    found = [process for process in job.processes() if set(words) <= set(process.info["cmdline"] or [])]
+    assert found
+    for one in found:
+        with suppress(psutil.NoSuchProcess):
+            for process in [one, *one.children(recursive=True)]:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 def test_a_job_is_stopped_then_loses_a_node_and_ends_with_every_step(
     cluster: SlurmCluster, trainer_argv: list[str], tmp_path: Path  # noqa: F811
 ) -> None:
-    argv = [*trainer_argv, "--algo.advantage.estimator", "gtpo", "--data.max_samples", str(4 * STEPS)]
+    argv = [*trainer_argv, "--algo.advantage.estimator", "gtpo", "--data.max_samples", "32"]
+    argv += ["--train.num_episodes", str(EPISODES)]
     # Three of the nodes' four GPUs, so some of it runs on each node.
     argv += ["--actor.backend", "megatron", "--train.max_tokens_per_gpu", "128", "--actor.num_gpus_per_node", "2"]
     argv += ["--megatron.tensor_model_parallel_size", "2", "--megatron.async_save", "--ckpt.save_steps", "3"]
@@ -79,7 +78,7 @@ def test_a_job_is_stopped_then_loses_a_node_and_ends_with_every_step(
     assert _latest(tmp_path) > stopped, job.everything
     assert f"Loading the checkpoint global_step{stopped}" in _train_log(job, 1)
     cluster.kill_node("n2")
-    _kill_ray(job, "127.0.0.3")
+    _kill_ray(job, "n2")
     until(lambda: cluster.restarts(job.number) == 2, 300, "a requeue after the loss of a node")
     assert "Ray on the node n2 has ended" in job.log
     saved = _latest(tmp_path)
