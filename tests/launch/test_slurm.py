@@ -97,4 +97,4 @@ def test_a_node_that_is_lost_requeues_no_more_than_it_may(
     until(job.ended, 300, "the job ends")
     assert job.state() == "FAILED" and cluster.restarts(job.number) == 1
     assert job.log.count("Ray on the node n2 has ended") == 2, job.everything
-    assert "the job has been requeued 1 times, and MAX_REQUEUES is 1: look at the node n2" in job.log
+    assert "the job has lost nodes (n2 n2), and MAX_REQUEUES is 1: look at n2" in job.log
