@@ -3,7 +3,9 @@ requeued, and one that does not go on where it was.
 """
 
 import json
+import os
 import shlex
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +22,7 @@ LAUNCHER = """
 while [[ "$1" != --submit ]]; do shift; done
 exec ray job submit --address "$2" -- python3 -m openrlhf_gtpo.cli.train_ppo_ray {argv} "${{@:4}}"
 """
+QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 EPISODES, STEPS = 4, 32  # of eight steps each: enough for the test to see one in the middle
 
 
@@ -62,7 +65,7 @@ def test_a_job_is_stopped_then_loses_a_node_and_ends_with_every_step(
     argv += ["--ckpt.best_metric_key", "none", "--actor.adam.lr", "1e-4"]
     launcher = tmp_path / "launcher.sh"
     launcher.write_text(LAUNCHER.format(argv=shlex.join(argv)))
-    job = submit(cluster, tmp_path, launcher, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+    job = submit(cluster, tmp_path, launcher, **QUIET)
 
     until(lambda: _steps(tmp_path) or job.ended(), 600, "the first step")
     assert _steps(tmp_path), job.everything
@@ -92,4 +95,25 @@ def test_a_job_is_stopped_then_loses_a_node_and_ends_with_every_step(
     assert sorted(set(steps)) == list(range(1, STEPS + 1)) and steps[-1] == STEPS
     assert steps[: stopped + 1] == [*range(1, stopped + 2)]  # nothing was done twice after the stop
     assert (tmp_path / "model" / "model.safetensors").exists()
+    until(lambda: not job.processes(), 100, "its steps end")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives one node a file system of its own, which only root may")
+def test_checkpoints_that_one_node_does_not_share_are_refused(
+    cluster: SlurmCluster, trainer_argv: list[str], tmp_path: Path  # noqa: F811
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    launcher = tmp_path / "launcher.sh"
+    launcher.write_text(LAUNCHER.format(argv=shlex.join([*trainer_argv, "--algo.advantage.estimator", "gtpo"])))
+    alone = f"mount -t tmpfs none {shlex.quote(str(checkpoints))}"
+    setup = f"export PATH={Path(sys.executable).parent}:$PATH; "
+    setup += f"""[[ $SLURMD_NODENAME != n2 ]] || exec unshare --mount bash -c '{alone}; exec "$@"' step "$@" """
+    job = submit(cluster, tmp_path, launcher, SETUP=setup, **QUIET)
+    until(job.ended, 600, "the job ends")
+    assert job.state() == "FAILED" and not _steps(tmp_path)
+    assert (
+        f"train_ppo_ray: --ckpt.path {checkpoints} is another folder on node n2, and all 2 nodes" in job.log
+    ), job.everything
+    assert "training ended with status 1" in job.log and not list(checkpoints.iterdir())
     until(lambda: not job.processes(), 100, "its steps end")
