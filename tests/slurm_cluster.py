@@ -135,19 +135,23 @@ class SlurmCluster:
 
     def stop(self) -> None:
         """End jobs, then daemons."""
-        jobs = self.run("squeue", "--noheader", "--format", "%i", check=False).split()
-        if jobs:
-            self.run("scancel", "--signal=KILL", *jobs, check=False)
-            self.run("scancel", *jobs, check=False)
-            until(lambda: not self.run("squeue", "--noheader", check=False).strip(), 120, "jobs end")
-        for daemon in reversed(self._daemons.values()):
-            daemon.terminate()
-        for daemon in self._daemons.values():
-            try:
-                daemon.wait(timeout=60)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
+        try:
+            for node in NODES:
+                if node not in self._daemons:  # a test has ended between the death and the return of one
+                    self.start_node(node)
+            jobs = self.run("squeue", "--noheader", "--format", "%i", check=False).split()
+            if jobs:
+                self.run("scancel", *jobs, check=False)
+                until(lambda: not self.run("squeue", "--noheader", check=False).strip(), 200, "jobs end")
+        finally:
+            for daemon in self._daemons.values():
+                daemon.terminate()
+            for daemon in self._daemons.values():
+                try:
+                    daemon.wait(timeout=60)
+                except subprocess.TimeoutExpired:
+                    daemon.kill()
+                    daemon.wait()
 
     def _key(self) -> None:
         path = self.folder / "munge.key"

@@ -120,17 +120,23 @@ attend() {
             }
         fi
         for i in "${!pids[@]}"; do
-            running "${pids[i]}" || lose "${names[i]}"
+            running "${pids[i]}" || lose_ray "${names[i]}"
         done
         [[ -z "$lost" ]] || return 0
         nap 1
     done
 }
 
+# lose NODE WHAT-HAPPENED   counted over all attempts of the job
 lose() {
     lost="$1"
-    say "Ray on the node $lost has ended; $logs/$lost.log says why. Its last lines:"
-    tail -n 5 "$logs/$lost.log" >&2 || true
+    say "$2"
+    printf '%s\n' "$1" >>"$losses"
+}
+
+lose_ray() {
+    lose "$1" "Ray on the node $1 has ended; $logs/$1.log says why. Its last lines:"
+    tail -n 5 "$logs/$1.log" >&2 || true
 }
 
 # Sets status; and lost, stopping and cancelled where that is why it ended.
@@ -203,14 +209,13 @@ explain() {
     fi
     nap 3 # Ray looks after its processes once a second
     for i in "${!pids[@]}"; do
-        running "${pids[i]}" || lose "${names[i]}"
+        running "${pids[i]}" || lose_ray "${names[i]}"
     done
     [[ -z "$lost" ]] || return 0
     # A node that has lost its power ends nothing here: SLURM, too, finds that out minutes later.
     for i in "${!names[@]}"; do
         if ! timeout 60 srun --overlap --nodes=1 --ntasks=1 --nodelist="${names[i]}" --input=none true >/dev/null 2>&1; then
-            lost="${names[i]}"
-            say "the node $lost does not answer any more."
+            lose "${names[i]}" "the node ${names[i]} does not answer any more."
         fi
     done
 }
@@ -244,10 +249,10 @@ what_next() {
         echo finished
     elif $stopping; then
         echo requeue
-    elif [[ -n "$lost" ]] && ((attempt < MAX_REQUEUES)); then
+    elif [[ -n "$lost" ]] && (($(wc -l <"$losses") <= MAX_REQUEUES)); then
         echo requeue
     elif [[ -n "$lost" ]]; then
-        say "the job has been requeued $attempt times, and MAX_REQUEUES is $MAX_REQUEUES: look at the node $lost, then sbatch again."
+        say "the job has lost nodes ($(paste -sd ' ' "$losses")), and MAX_REQUEUES is $MAX_REQUEUES: look at $lost, then sbatch again."
         echo failed
     else
         say "training ended with status $status; its log: $logs/train.log. sbatch again goes on from the last checkpoint."

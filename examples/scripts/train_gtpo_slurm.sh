@@ -38,7 +38,7 @@ INTERFACE="${INTERFACE:-}"
 PORT="${PORT:-}"                               # first of three on the head; nothing: one from the job's number
 RAY_FLAGS="${RAY_FLAGS:-}"                     # of `ray start` on every node
 JOIN_TIMEOUT="${JOIN_TIMEOUT:-600}"            # seconds until every node must have joined
-MAX_REQUEUES="${MAX_REQUEUES:-5}"              # of a job that lost a node; a signal requeues always
+MAX_REQUEUES="${MAX_REQUEUES:-5}"              # for nodes that are lost; a signal requeues always
 set -euo pipefail
 
 say() { printf '[slurm] %s\n' "$*" >&2; }
@@ -94,6 +94,7 @@ attempt="${SLURM_RESTART_COUNT:-0}"
 port="${PORT:-$((20000 + SLURM_JOB_ID % 1200 * 10))}"
 dashboard="http://127.0.0.1:$((port + 1))"
 logs="$OUTPUT/slurm/$SLURM_JOB_ID-$attempt"
+losses="$OUTPUT/slurm/$SLURM_JOB_ID-lost"
 token="$logs/ray_token"
 stop_file="$logs/stop" # one for each attempt: what stopped the last one must not stop this one
 training=(bash "$LAUNCHER" --submit "$dashboard" ${launcher_flags[@]+"${launcher_flags[@]}"}

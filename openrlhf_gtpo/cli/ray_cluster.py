@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from openrlhf_gtpo.launch.ray_node import Node, make_token, run_node, temporary_folder
+from openrlhf_gtpo.launch.ray_node import Node, make_token, run_node
 from openrlhf_gtpo.launch.ray_wait import Dashboard, NotJoined, wait_for_nodes
 
 _PORT = 6379
@@ -37,11 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
     head = args.head if args.command == "worker" else None
     port = args.port if args.command == "head" else _PORT
-    node = Node(args.name, args.address, head, port, args.temporary or temporary_folder(), more)
+    node = Node(args.name, args.address, head, port, args.temporary, more)
     try:
         return run_node(node, args.token, args.logs)
     except FileNotFoundError as error:
-        print(f"ray_cluster: {error.filename} is not there; activate the environment that has Ray.", file=sys.stderr)
+        hint = "activate the environment that has Ray" if error.filename == "ray" else "make it, or name another"
+        print(f"ray_cluster: {error.filename} is not there; {hint}.", file=sys.stderr)
         return 2
 
 
@@ -67,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
         node.add_argument("--address", required=True, help="of this host, as the other hosts reach it")
         node.add_argument("--name", default=socket.gethostname(), help="of this node in messages (the host's name)")
         node.add_argument("--logs", type=Path, help="where Ray's logs of this node are copied in the end")
-        node.add_argument("--temporary", type=Path, help="a folder of this host's for Ray's files; removed in the end")
+        node.add_argument(
+            "--temporary", type=Path, default=Path("/tmp"), help="a folder of this host's for Ray's files"
+        )
     wait = commands.add_parser("wait", help="until all nodes have joined")
     wait.add_argument("--dashboard", default=f"http://127.0.0.1:{_PORT + 1}", help="of the head")
     wait.add_argument("--nodes", nargs="+", required=True, help="their names")

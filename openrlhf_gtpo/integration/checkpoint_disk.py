@@ -104,12 +104,13 @@ def _write_failure(error: BaseException, tag: str | None) -> str | None:
     if tag is None:
         return None
     failure: BaseException | None = cause_of(error, OSError)
+    why = "could not be written"
     if failure is None:
-        torchs = cause_of(error, RuntimeError)
-        failure = torchs if any(words in str(torchs) for words in _TORCH_WRITER) else None
-    if failure is None:
-        return None
-    return f"The checkpoint {tag} could not be written: {' '.join(str(failure).split())[:300]}."
+        failure = cause_of(error, RuntimeError)
+        if not any(words in str(failure) for words in _TORCH_WRITER):
+            return None
+        why += ", as it happens on a full disk"  # torch's words do not say so
+    return f"The checkpoint {tag} {why}: {' '.join(str(failure).split())[:300]}."
 
 
 def _last(path: str) -> str:

@@ -11,7 +11,7 @@ import ray
 
 from openrlhf_gtpo.integration.errors import UsageError
 
-_PATIENCE = 20.0  # seconds until a network file system shows a new file to other hosts
+_PATIENCE = 10.0  # seconds until a network file system shows a new file to other hosts
 _LOOK_LIMIT = 300.0  # seconds for a node to start a process and look
 
 

@@ -11,6 +11,13 @@ from pathlib import Path
 from openrlhf_gtpo.launch.process_tree import run_and_clear
 
 _AUTH = {"RAY_AUTH_MODE": "token"}
+# Ray's Prometheus servers listen on every interface and know no token. Those of its head cannot be switched off, but they
+# do not start on a port that is none (Ray 2.55 logs that and goes on).
+_NO_METRICS_SERVERS = {
+    "RAY_enable_metrics_collection": "0",
+    "DASHBOARD_METRIC_PORT": "65536",
+    "AUTOSCALER_METRIC_PORT": "65536",
+}
 
 
 @dataclass(frozen=True)
@@ -22,7 +29,7 @@ class Node:
         address: of this host, as the others reach it.
         head: HOST:PORT of the cluster's head; None where this is it.
         port: of the head for the other nodes; the dashboard has the next one, Ray's clients the one after.
-        temporary: folder on a disk of this host; short, for the Unix sockets in it.
+        temporary: folder on a disk of this host for Ray's files, in one of their own there; short, for the Unix sockets.
         more: flags of `ray start`, which come last and win.
     """
 
@@ -33,9 +40,9 @@ class Node:
     temporary: Path
     more: Sequence[str] = ()
 
-    def command(self) -> list[str]:
-        """`ray start` with its flags. Its dashboard listens on the loopback alone."""
-        flags = [f"--node-ip-address={self.address}", f"--node-name={self.name}", f"--temp-dir={self.temporary}"]
+    def command(self, folder: Path) -> list[str]:
+        """`ray start` with its flags and files in ``folder``. Its dashboard listens on the loopback alone."""
+        flags = [f"--node-ip-address={self.address}", f"--node-name={self.name}", f"--temp-dir={folder}"]
         # Fixed ports would meet those of another cluster on the same host.
         flags += ["--dashboard-agent-listen-port=0", "--min-worker-port=0", "--max-worker-port=0"]
         if self.head is None:
@@ -73,18 +80,13 @@ def run_node(node: Node, token: Path | None, logs: Path | None) -> int:
         logs: where Ray's own logs of this node are copied in the end; None for nowhere.
 
     Raises:
-        OSError: there is no `ray` on PATH.
+        OSError: there is no `ray` on PATH, or no folder can be made.
     """
-    node.temporary.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="ray", dir=node.temporary))
     try:
-        return run_and_clear(node.command(), with_token(os.environ, token))
+        return run_and_clear(node.command(folder), {**_NO_METRICS_SERVERS, **with_token(os.environ, token)})
     finally:
-        session = node.temporary / "session_latest" / "logs"
+        session = folder / "session_latest" / "logs"
         if logs is not None and session.is_dir():
             shutil.copytree(session, logs, dirs_exist_ok=True, ignore_dangling_symlinks=True)
-        shutil.rmtree(node.temporary, ignore_errors=True)
-
-
-def temporary_folder() -> Path:
-    """A new folder with a short path, as Unix sockets need."""
-    return Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
+        shutil.rmtree(folder, ignore_errors=True)

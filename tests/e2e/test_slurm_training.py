@@ -3,7 +3,10 @@ requeued, and one that does not go on where it was.
 """
 
 import json
+import os
 import shlex
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -19,7 +22,8 @@ LAUNCHER = """
 while [[ "$1" != --submit ]]; do shift; done
 exec ray job submit --address "$2" -- python3 -m openrlhf_gtpo.cli.train_ppo_ray {argv} "${{@:4}}"
 """
-STEPS = 14
+QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+EPISODES, STEPS = 4, 32  # of eight steps each: enough for the test to see one in the middle
 
 
 def _steps(folder: Path) -> list[int]:
@@ -38,28 +42,30 @@ def _train_log(job: Job, attempt: int) -> str:
     return (job.folder / "run" / "slurm" / f"{job.number}-{attempt}" / "train.log").read_text()
 
 
-def _kill_ray(job: Job, address: str) -> None:
+def _kill_ray(job: Job, node: str) -> None:
     """As a node that loses its power does: no process of it ends in an orderly way."""
-    raylets = [p for p in job.processes() if p.name() == "raylet" and f"--node_ip_address={address}" in p.cmdline()]
-    assert len(raylets) == 1
-    for process in [*raylets[0].parent().children(recursive=True)]:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
+    words = ["openrlhf_gtpo.cli.ray_cluster", "worker", "--name", node]
+    found = [process for process in job.processes() if set(words) <= set(process.info["cmdline"] or [])]
+    assert found
+    for one in found:
+        with suppress(psutil.NoSuchProcess):
+            for process in [one, *one.children(recursive=True)]:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 def test_a_job_is_stopped_then_loses_a_node_and_ends_with_every_step(
     cluster: SlurmCluster, trainer_argv: list[str], tmp_path: Path  # noqa: F811
 ) -> None:
-    argv = [*trainer_argv, "--algo.advantage.estimator", "gtpo", "--data.max_samples", str(4 * STEPS)]
+    argv = [*trainer_argv, "--algo.advantage.estimator", "gtpo", "--data.max_samples", "32"]
+    argv += ["--train.num_episodes", str(EPISODES)]
     # Three of the nodes' four GPUs, so some of it runs on each node.
     argv += ["--actor.backend", "megatron", "--train.max_tokens_per_gpu", "128", "--actor.num_gpus_per_node", "2"]
     argv += ["--megatron.tensor_model_parallel_size", "2", "--megatron.async_save", "--ckpt.save_steps", "3"]
     argv += ["--ckpt.best_metric_key", "none", "--actor.adam.lr", "1e-4"]
     launcher = tmp_path / "launcher.sh"
     launcher.write_text(LAUNCHER.format(argv=shlex.join(argv)))
-    job = submit(cluster, tmp_path, launcher, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+    job = submit(cluster, tmp_path, launcher, **QUIET)
 
     until(lambda: _steps(tmp_path) or job.ended(), 600, "the first step")
     assert _steps(tmp_path), job.everything
@@ -75,7 +81,7 @@ def test_a_job_is_stopped_then_loses_a_node_and_ends_with_every_step(
     assert _latest(tmp_path) > stopped, job.everything
     assert f"Loading the checkpoint global_step{stopped}" in _train_log(job, 1)
     cluster.kill_node("n2")
-    _kill_ray(job, "127.0.0.3")
+    _kill_ray(job, "n2")
     until(lambda: cluster.restarts(job.number) == 2, 300, "a requeue after the loss of a node")
     assert "Ray on the node n2 has ended" in job.log
     saved = _latest(tmp_path)
@@ -89,4 +95,25 @@ def test_a_job_is_stopped_then_loses_a_node_and_ends_with_every_step(
     assert sorted(set(steps)) == list(range(1, STEPS + 1)) and steps[-1] == STEPS
     assert steps[: stopped + 1] == [*range(1, stopped + 2)]  # nothing was done twice after the stop
     assert (tmp_path / "model" / "model.safetensors").exists()
+    until(lambda: not job.processes(), 100, "its steps end")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives one node a file system of its own, which only root may")
+def test_checkpoints_that_one_node_does_not_share_are_refused(
+    cluster: SlurmCluster, trainer_argv: list[str], tmp_path: Path  # noqa: F811
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    launcher = tmp_path / "launcher.sh"
+    launcher.write_text(LAUNCHER.format(argv=shlex.join([*trainer_argv, "--algo.advantage.estimator", "gtpo"])))
+    alone = f"mount -t tmpfs none {shlex.quote(str(checkpoints))}"
+    setup = f"export PATH={Path(sys.executable).parent}:$PATH; "
+    setup += f"""[[ $SLURMD_NODENAME != n2 ]] || exec unshare --mount bash -c '{alone}; exec "$@"' step "$@" """
+    job = submit(cluster, tmp_path, launcher, SETUP=setup, **QUIET)
+    until(job.ended, 600, "the job ends")
+    assert job.state() == "FAILED" and not _steps(tmp_path)
+    assert (
+        f"train_ppo_ray: --ckpt.path {checkpoints} is another folder on node n2, and all 2 nodes" in job.log
+    ), job.everything
+    assert "training ended with status 1" in job.log and not list(checkpoints.iterdir())
     until(lambda: not job.processes(), 100, "its steps end")

@@ -56,12 +56,19 @@ class Job:
         return self.state() not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
 
     def processes(self) -> list[psutil.Process]:
-        """All that run for it: the trees under SLURM's step daemons."""
-        found = []
-        for process in psutil.process_iter(["cmdline"]):
-            if " ".join(process.info["cmdline"] or []).startswith(f"slurmstepd: [{self.number}."):
-                found += process.children(recursive=True)
-        return found
+        """All that run for it, with their ``info["name"]``: the trees under SLURM's step daemons."""
+        found: set[int] = set()
+        all_processes = list(psutil.process_iter(["cmdline", "name", "ppid"]))
+        roots = [p for p in all_processes if " ".join(p.info["cmdline"] or []).startswith(self._step_daemon)]
+        pending = {process.pid for process in roots}
+        while pending:
+            pending = {p.pid for p in all_processes if p.info["ppid"] in pending} - found
+            found |= pending
+        return [process for process in all_processes if process.pid in found]
+
+    @property
+    def _step_daemon(self) -> str:
+        return f"slurmstepd: [{self.number}."
 
 
 def submit(cluster: SlurmCluster, folder: Path, launcher: Path, *trainer_flags: str, **environment: str) -> Job:

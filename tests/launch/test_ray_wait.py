@@ -1,6 +1,7 @@
 """Would catch a wait that ends too early, never, or without the name of the node that is missing. Ray is a stand-in."""
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -118,8 +119,8 @@ def test_only_the_user_reads_the_secret_and_it_is_made_once(tmp_path: Path) -> N
 
 
 def test_no_flag_of_ours_opens_a_server_to_every_interface(tmp_path: Path) -> None:
-    head = Node("n1", "10.0.0.1", None, 7000, tmp_path, ["--num-gpus=8"]).command()
-    worker = Node("n2", "10.0.0.2", "10.0.0.1:7000", 7000, tmp_path).command()
+    head = Node("n1", "10.0.0.1", None, 7000, tmp_path, ["--num-gpus=8"]).command(tmp_path)
+    worker = Node("n2", "10.0.0.2", "10.0.0.1:7000", 7000, tmp_path).command(tmp_path)
     assert "--dashboard-host=127.0.0.1" in head and "--dashboard-port=7001" in head and head[-1] == "--num-gpus=8"
     assert "--address=10.0.0.1:7000" in worker and "--head" not in worker
     assert not any("0.0.0.0" in word for word in head + worker)
@@ -133,8 +134,29 @@ def test_a_worker_without_the_heads_secret_is_refused(tmp_path: Path, capsys: py
 
 def test_a_host_without_ray_is_refused(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    temporary = tmp_path / "temporary"
-    words = ["head", "--address", "10.0.0.1", "--temporary", str(temporary)]
+    words = ["head", "--address", "10.0.0.1", "--temporary", str(tmp_path)]
     assert ray_cluster.main(words) == 2
     assert "ray is not there; activate the environment" in capsys.readouterr().err
-    assert not temporary.exists()
+    assert list(tmp_path.iterdir()) == []
+    assert ray_cluster.main([*words[:-1], str(tmp_path / "gone")]) == 2
+    assert "is not there; make it, or name another" in capsys.readouterr().err
+
+
+def test_a_node_keeps_rays_logs_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for Ray that writes where a session's logs are, beside a file of the user's."""
+    programs, temporary = tmp_path / "bin", tmp_path / "temporary"
+    programs.mkdir()
+    temporary.mkdir()
+    (temporary / "notes").write_text("a user's notes")
+    ray = programs / "ray"
+    ray.write_text(
+        "#!/bin/bash\nfor word; do [[ $word != --temp-dir=* ]] || folder=${word#*=}; done\n"
+        "mkdir -p $folder/session_1/logs; ln -s session_1 $folder/session_latest\n"
+        'echo "$RAY_AUTH_MODE" >$folder/session_1/logs/raylet.out; exit 3\n'
+    )
+    ray.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    words = ["head", "--address", "10.0.0.1", "--token", str(tmp_path / "token"), "--logs", str(tmp_path / "logs")]
+    assert ray_cluster.main([*words, "--temporary", str(temporary)]) == 3
+    assert (tmp_path / "logs" / "raylet.out").read_text() == "token\n"
+    assert [path.name for path in temporary.iterdir()] == ["notes"]

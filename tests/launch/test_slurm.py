@@ -5,8 +5,10 @@ Without training: the launcher is a stand-in.
 
 import os
 import sys
+import urllib.error
+import urllib.request
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -23,10 +25,22 @@ exec ray job submit --address "$2" -- bash -c 'touch {started}; setsid bash -c "
 """
 
 
-def _listening(processes: list[psutil.Process]) -> list[Any]:
-    """The addresses at which they take connections."""
-    connections = [one for process in processes for one in process.net_connections("tcp")]
-    return [one.laddr for one in connections if one.status == psutil.CONN_LISTEN]
+def _listening(processes: list[psutil.Process]) -> list[tuple[str, str, int]]:
+    """Program, address and port of each server among them."""
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            name = process.name()
+            connections = process.net_connections("tcp")
+            found += [(name, c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN]
+    return [server for server in found if server[0] != "srun"]  # SLURM's own, which knows munge
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @pytest.fixture
@@ -41,20 +55,26 @@ def test_a_cancelled_job_leaves_no_process_behind(cluster: SlurmCluster, launche
     until(lambda: (tmp_path / "started").exists() or job.ended(), 300, "training starts")
     assert (tmp_path / "started").exists(), job.everything
     assert "2 nodes joined" in job.log
-    nodes = {process.name() for process in job.processes()}
-    assert {"raylet", "gcs_server"} <= nodes
     before = job.processes()
-    assert len([process for process in before if process.name() == "raylet"]) == 2
-    dashboards = [address for address in _listening(before) if address.port == job.port + 1]
-    assert dashboards and all(address.ip == "127.0.0.1" for address in dashboards)
+    names = [process.info["name"] for process in before]
+    assert names.count("raylet") >= 2 and "gcs_server" in names  # a program that one starts has its name at first
+    listening = _listening(before)
+    assert {address for _, address, port in listening if port == job.port + 1} == {"127.0.0.1"}
+    # Ray's own servers cannot be bound to one address; they ask for the token. Nothing else is open.
+    assert not [name for name, address, _ in listening if address == "0.0.0.0"]
+    assert all(
+        name.startswith(("gcs_server", "raylet", "ray::")) for name, address, _ in listening if address == "::"
+    ), listening
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"http://127.0.0.1:{job.port + 1}/api/jobs/", timeout=60)
     token = next((tmp_path / "run" / "slurm").glob("*/ray_token"))
     assert os.stat(token).st_mode & 0o077 == 0
 
     cluster.run("scancel", job.number)
     until(lambda: job.state() == "CANCELLED", 200, "the job ends")
     until(lambda: not job.processes(), 100, "its steps end")
-    left = [process for process in before if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-    assert not left, [process.cmdline() for process in left]
+    left = [process for process in before if process.is_running() and not _is_zombie(process)]
+    assert not left
     assert "cancelled" in job.log and not token.exists()
 
 
@@ -62,10 +82,10 @@ def test_a_node_that_does_not_join_is_named_and_the_job_ends(
     cluster: SlurmCluster, launcher: Path, tmp_path: Path
 ) -> None:
     stuck = f"export PATH={Path(sys.executable).parent}:$PATH; [[ $SLURMD_NODENAME != n2 ]] || sleep 600"
-    job = submit(cluster, tmp_path, launcher, SETUP=stuck, JOIN_TIMEOUT="40")
+    job = submit(cluster, tmp_path, launcher, SETUP=stuck, JOIN_TIMEOUT="60")
     until(job.ended, 300, "the job ends")
     assert job.state() == "FAILED" and not (tmp_path / "started").exists()
-    assert "After 40 s 1 of 2 nodes have not joined the Ray cluster: n2;" in job.log, job.everything
+    assert "After 60 s 1 of 2 nodes have not joined the Ray cluster: n2;" in job.log, job.everything
     until(lambda: not job.processes(), 100, "its steps end")
 
 
@@ -77,4 +97,4 @@ def test_a_node_that_is_lost_requeues_no_more_than_it_may(
     until(job.ended, 300, "the job ends")
     assert job.state() == "FAILED" and cluster.restarts(job.number) == 1
     assert job.log.count("Ray on the node n2 has ended") == 2, job.everything
-    assert "the job has been requeued 1 times, and MAX_REQUEUES is 1: look at the node n2" in job.log
+    assert "the job has lost nodes (n2 n2), and MAX_REQUEUES is 1: look at n2" in job.log
