@@ -23,6 +23,7 @@ DIFFERENT = {
     "triton": "torch's CUDA build pins its own",
     "apache-tvm-ffi": "vllm pins 0.1.11",
     "protobuf": "nvidia-cutlass-dsl, which vllm pins, stays below 7",
+    "setuptools": "DeepSpeed does not build with 77.0.3 where it finds torch (pytorch/pytorch#149798)",
 }
 # Asked for, and neither imported nor installed: requirements/README.md.
 LEFT_OUT = {"transformers-stream-generator", "pynvml", "llm", "llama-cpp-python"}

@@ -72,6 +72,23 @@ def test_no_package_lists_and_no_secrets_are_kept(platform: str) -> None:
 
 
 @both
+def test_a_stage_declares_the_arguments_that_it_uses(platform: str) -> None:
+    """Not every builder hands a parent stage's arguments on."""
+    declared: set[str] = set()
+    used = []
+    for name, value in instructions(platform):
+        if name == "FROM":
+            declared = set()
+        elif name == "ARG":
+            declared.add(value.split("=")[0])
+        elif name == "RUN":
+            asked = set(re.findall(r"\$\{([A-Z_]+)", value))
+            assert asked <= declared, value
+            used += asked
+    assert "UID" in used
+
+
+@both
 def test_health_check_and_command_name_files_of_the_image(platform: str) -> None:
     check = json.loads(last(platform, "HEALTHCHECK").partition("CMD ")[2])
     home = last(platform, "WORKDIR")
