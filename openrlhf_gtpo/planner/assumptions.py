@@ -50,7 +50,7 @@ SOURCES = {
     "collective": "seconds of latency of a small all-reduce over NVLink: assumed",
     "host_copy": "bytes/s of pinned copies to host memory, which all GPUs of a node share in part: assumed",
     "phase": "seconds to change from one phase to the next, with Ray's calls: assumed",
-    "context_bytes": "bytes of CUDA context, NCCL and cuBLAS: assumed",
+    "context_bytes": "bytes of CUDA contexts, NCCL and cuBLAS, of trainer and engine: assumed",
     "engine_bytes": "bytes of vLLM's activations and CUDA graphs beside weights and KV cache: assumed",
     "asleep_bytes": "bytes that a sleeping engine keeps: assumed",
     "usable": "of the memory; the rest is lost to fragments of the allocator: assumed",

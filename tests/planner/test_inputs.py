@@ -51,6 +51,7 @@ def test_every_gpu_is_plausible() -> None:
             "--gpus 30 --nodes 4",
             "--gpus 30 is the number in all nodes together, and --nodes 4 does not divide it; give a multiple of 4.",
         ),
+        ("--gpus 20", "--gpus 20 makes no whole nodes of 8; give --nodes too, or a multiple of 8."),
         (
             "--gpus 64 --nodes 1",
             "--gpus 64 on --nodes 1 makes 64 in a node, and no node has more than 16; give at least --nodes 4.",

@@ -2,6 +2,7 @@
 shellcheck would not take, and a plan that needs more than arithmetic.
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -219,9 +220,25 @@ def test_a_script_that_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("grpo_s /models/mine colocated 4×8 TP8 4×8 16 8 128 2048 4096 [")
-    assert ran.stdout.endswith("] --dry-run\n")
+    assert ran.stdout.endswith("] --dry-run -- --megatron.sequence_parallel\n")
+    mine = ["--", "--actor.adam.lr", "5e-7"]
+    ran = subprocess.run(["bash", str(path), *mine], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ran.stdout.endswith("] -- --actor.adam.lr 5e-7 --megatron.sequence_parallel\n")
     elsewhere = subprocess.run(["bash", str(path)], cwd=path.parent, env=environment, capture_output=True, text=True)
     assert elsewhere.returncode == 2 and "run this from the root of openrlhf_gtpo" in elsewhere.stderr
+
+
+def test_flags_of_the_script_are_the_trainer_s() -> None:
+    from openrlhf_gtpo.integration.megatron_flags import add_flags
+    from openrlhf_gtpo.planner.emit import _trainer_flags
+
+    asked = Request(model_config(MOE, "moe"), parse_cluster("h100-80g", 16), PAPER, Asked(tensor=2, expert=8))
+    flags = " ".join(_trainer_flags(candidates(replace(asked, distributed_optimizer=False))[0])).split()
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    parsed = vars(parser.parse_args(flags))
+    assert parsed["megatron.sequence_parallel"] and parsed["megatron.expert_model_parallel_size"] == 8
+    assert not parsed["megatron.use_distributed_optimizer"]
 
 
 def test_scripts_pass_shellcheck(tmp_path: Path) -> None:
