@@ -173,14 +173,22 @@ def _is(kind: str, name: str) -> bool:
     return kind.split("-")[0] in name.lower() and ("pcie" in kind) == ("pcie" in name.lower())
 
 
+def _of_file(path: Path) -> Iterator[Row]:
+    try:
+        yield from against_measured(json.loads(path.read_text()))
+    except KeyError as error:
+        raise ValueError(f"{path} is no result of benchmark train-step: it has no {error}") from error
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", nargs="+", type=Path, metavar="FILE", help="results of benchmark train-step")
     args = parser.parse_args(argv)
-    if args.measured is None:
-        found = list(rows())
-    else:
-        found = [row for path in args.measured for row in against_measured(json.loads(path.read_text()))]
+    try:
+        found = list(rows()) if args.measured is None else [row for path in args.measured for row in _of_file(path)]
+    except (ValueError, OSError) as error:
+        print(f"planner_rows: {error}", file=sys.stderr)
+        return 2
     print(f"{'':66}{'unit':>13}{'measured':>11}{'planned':>10}{'':>8}  used for")
     for row in found:
         print(f"{row.name:66}{row.unit:>13}{row.published:11.1f}{row.planned:10.1f}{row.error:+8.0%}  {row.fixes}")

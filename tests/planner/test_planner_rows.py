@@ -82,3 +82,10 @@ def test_results_of_a_gpu_are_compared(tmp_path: Path, capsys: pytest.CaptureFix
 def test_results_that_tell_nothing(gpus: list[str], versions: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="nothing to compare"):
         list(planner_rows.against_measured(results(gpus, versions)))
+
+
+def test_another_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "layers.json"
+    path.write_text("{}")
+    assert planner_rows.main(["--measured", str(path)]) == 2
+    assert f"{path} is no result of benchmark train-step" in capsys.readouterr().err
