@@ -1,8 +1,8 @@
 """Would catch a planner that forgets what a rank holds: its memory of a train step against that of real Megatron actors on
 gloo processes, at every kind of layout.
 
-The formulas were written from the code with the layouts of ``SEEN`` at hand; those of ``UNSEEN`` were first measured when
-the formulas were done. A model takes 100 to 600 MB a rank, of which a third to a half comes and goes within the step.
+The formulas were written from the code with the layouts of ``SEEN`` at hand. Those of ``UNSEEN`` have other models and were
+measured when the formulas were done; docs/planner.md says what that showed. A model takes 100 to 600 MB a rank, of which a third to a half comes and goes within the step.
 """
 
 from dataclasses import dataclass, field, replace
