@@ -91,7 +91,13 @@ def test_importing_a_room_brings_in_no_more_than_it_may(room: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["openrlhf_gtpo", "openrlhf_gtpo.megatron.layout", "openrlhf_gtpo.megatron.overrides"]
+    "module",
+    [
+        "openrlhf_gtpo",
+        "openrlhf_gtpo.megatron.layout",
+        "openrlhf_gtpo.megatron.overrides",
+        "openrlhf_gtpo.cli.plan",
+    ],
 )
 def test_what_a_driver_asks_brings_in_nothing_heavy(module: str) -> None:
     program = f"import {module}, sys; print(*{{name.split('.')[0] for name in sys.modules}})"

@@ -112,7 +112,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
         "--train-batch", type=int, metavar="N", help="responses in an optimizer step (default: all of the step)"
     )
     group.add_argument(
-        "--max-tokens-per-gpu", type=int, metavar="N", help="of a micro-batch (default: 16384, or one longest row)"
+        "--max-tokens-per-gpu", type=int, metavar="N", help="of a micro-batch (default: 16192, or one longest row)"
     )
     group.add_argument("--kl", action="store_true", help="a reference model scores the responses too")
 
@@ -219,7 +219,7 @@ def _print(args: argparse.Namespace, request: Request, found: list) -> None:
     work, cluster = request.workload, request.cluster
     fitting = sum(one.fits for one in found)
     print(
-        f"{args.model} on {cluster.gpus} × {cluster.gpu.name} in {cluster.nodes} nodes, {args.placement}: "
+        f"{args.model} on {cluster.gpus} × {cluster.gpu.name} in {cluster.nodes} node{'s' * (cluster.nodes > 1)}, {args.placement}: "
         f"{len(found)} candidates, {fitting} fit\n"
         f"a step: {work.prompts_per_step} prompts × {work.samples_per_prompt} responses, prompts of {work.prompt:.0f} and "
         f"responses of {work.response:.0f} tokens on average (most {work.prompt_length} and {work.response_length})\n"

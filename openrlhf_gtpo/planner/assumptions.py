@@ -14,13 +14,14 @@ class Assumptions:
     """Fractions are of the data sheet's peak."""
 
     compute_bf16: float = 0.617
-    compute_fp8: float = 0.487
+    compute_fp8: float = 0.491
     compute_experts: float = 0.2
     link: float = 0.75
     network: float = 0.8
     memory_bandwidth: float = 0.8
-    decode_bandwidth: float = 0.7
-    decode_compute: float = 0.6
+    decode_weights: float = 0.7
+    decode_cache: float = 0.5
+    decode_compute: float = 0.5
     decode_step: float = 1.5e-3
     collective: float = 10e-6
     host_copy: float = 20e9
@@ -42,13 +43,14 @@ SOURCES = {
     "link": "NVLink, of its bandwidth in one direction: NCCL's bus bandwidth of large all-reduces on H100 nodes, about 340 of 450 GB/s",
     "network": "InfiniBand, likewise: NCCL's 40 of 50 GB/s",
     "memory_bandwidth": "streaming reads and writes of the optimizer: assumed",
-    "decode_bandwidth": "weights and KV cache in decoding: gpt-fast reports 72 to 76 % on A100; vLLM assumed a little below",
-    "decode_compute": "products in prefill and large decode batches: assumed, between training's and a bare product's 0.7",
+    "decode_weights": "bandwidth of weights in decoding: gpt-fast's 72 to 76 % on A100 (PyTorch's blog), less a little",
+    "decode_cache": "bandwidth of attention to the KV cache: TensorRT-LLM's rows of Llama 3.3 70B on H100 and H200, together with",
+    "decode_compute": "products in prefill and large decode batches: the same rows",
     "decode_step": "seconds of scheduling and sampling in each of vLLM's decode steps: assumed",
     "collective": "seconds of latency of a small all-reduce over NVLink: assumed",
     "host_copy": "bytes/s of pinned copies to host memory, which all GPUs of a node share in part: assumed",
     "phase": "seconds to change from one phase to the next, with Ray's calls: assumed",
-    "context_bytes": "bytes of CUDA context, NCCL and cuBLAS: assumed",
+    "context_bytes": "bytes of CUDA contexts, NCCL and cuBLAS, of trainer and engine: assumed",
     "engine_bytes": "bytes of vLLM's activations and CUDA graphs beside weights and KV cache: assumed",
     "asleep_bytes": "bytes that a sleeping engine keeps: assumed",
     "usable": "of the memory; the rest is lost to fragments of the allocator: assumed",

@@ -55,32 +55,23 @@ class Candidate:
         return phases
 
     def _stage_memory(self, stage: int) -> dict[str, dict[str, float]]:
-        training = self.training
+        training, away = self.training, self.offload and self.colocated
+        held, engine = held_bytes(training, stage), self.engines.memory()
         context = {"context": self.assumptions.context_bytes}
-        held, step = held_bytes(training, stage), step_bytes(training, stage)
-        weights = {"weights": held["weights"]}
+        asleep = context | ({"vllm_asleep": self.assumptions.asleep_bytes} if self.colocated else {})
+        weights, caches = {"weights": held["weights"]}, {"fp8_caches": held["fp8_caches"]}
         reference = {"reference": held["weights"]} if self.workload.kl else {}
-        states = (
-            {} if self.offload and self.colocated else {n: held[n] for n in ("gradients", "optimizer", "fp8_caches")}
-        )
-        asleep = {"vllm_asleep": self.assumptions.asleep_bytes} if self.colocated else {}
-        engine = self.engines.memory()
+        states = {} if away else {name: held[name] for name in ("gradients", "optimizer")} | caches
         loaded = {name: engine[name] for name in ("vllm_weights", "vllm_working")}
         bucket = {"sync_bucket": 2.0 * SYNC_BUCKET}  # one is filled while the other is sent
-        awake = context | loaded | {"kv_cache": max(0.0, engine["kv_cache"])}
-        train_reference = {} if self.offload and self.colocated else reference
-        phases = {
-            "forward": context
-            | asleep
-            | weights
-            | states
-            | reference
-            | {"activations": forward_bytes(training, stage)},
-            "train": context | asleep | train_reference | step,
+        beside_engine = weights | states | reference if self.colocated and not away else {}
+        activations = {"activations": forward_bytes(training, stage)}
+        return {
+            "forward": asleep | weights | states | caches | reference | activations,
+            "train": asleep | ({} if away else reference) | step_bytes(training, stage),
             "sync": context | weights | states | bucket | (loaded if self.colocated else {}),
+            "rollout": context | loaded | {"kv_cache": max(0.0, engine["kv_cache"])} | beside_engine,
         }
-        here = {} if self.offload or not self.colocated else weights | states | reference
-        return phases | {"rollout": awake | (here if self.colocated else {})}
 
     @property
     def limit(self) -> float:

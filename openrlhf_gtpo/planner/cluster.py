@@ -10,6 +10,7 @@ from openrlhf_gtpo.planner.errors import PlanError
 
 _TERA, _GIGA, GIB = 1e12, 1e9, 2**30
 MOST_PER_NODE = 16
+_NODE = 8  # GPUs of a node where nothing else is said
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,11 @@ def parse_cluster(gpu: str, gpus: int, nodes: int | None = None, network_gbit: f
     if gpus < 1:
         raise PlanError(f"--gpus {gpus} is no number of GPUs; give at least 1.")
     if nodes is None:
-        nodes = max(1, -(-gpus // 8))
+        if gpus > _NODE and gpus % _NODE:
+            raise PlanError(
+                f"--gpus {gpus} makes no whole nodes of {_NODE}; give --nodes too, or a multiple of {_NODE}."
+            )
+        nodes = -(-gpus // _NODE)
     if nodes < 1:
         raise PlanError(f"--nodes {nodes} is no number of nodes; give at least 1.")
     if gpus % nodes:

@@ -68,10 +68,14 @@ def script(candidate: Candidate, job: Job) -> str:
     for title, variables in groups.items():
         lines += ["", f"# {title}"]
         lines += [f'export {name}="${{{name}:-{_inside(value)}}}"' for name, value in variables.items()]
-    expert = layout.expert_model_parallel_size
-    extra = f" --megatron.expert_model_parallel_size {expert}" if expert > 1 else ""
-    if extra:
-        lines += ["", "# Experts are no variable of launch.sh.", f'set -- "$@"{extra}']
+    flags = _trainer_flags(candidate)
+    if flags:
+        lines += [
+            "",
+            "# No variables of launch.sh: flags of the trainer, behind --.",
+            '[[ " $* " == *" -- "* ]] || set -- "$@" --',
+            f'set -- "$@" {" ".join(flags)}',
+        ]
     lines += [
         "",
         "if [[ ! -f examples/scripts/launch.sh ]]; then",
@@ -82,6 +86,18 @@ def script(candidate: Candidate, job: Job) -> str:
         "source examples/scripts/launch.sh",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _trainer_flags(candidate: Candidate) -> list[str]:
+    """What the plan rests on and the launcher has no variable for."""
+    layout, flags = candidate.training.layout, []
+    if layout.sequence_parallel:
+        flags.append("--megatron.sequence_parallel")
+    if layout.expert_model_parallel_size > 1:
+        flags.append(f"--megatron.expert_model_parallel_size {layout.expert_model_parallel_size}")
+    if not candidate.training.distributed_optimizer:
+        flags.append("--no-megatron.use_distributed_optimizer")
+    return flags
 
 
 def _inside(value: object) -> str:

@@ -100,7 +100,7 @@ def precisions(config: SimpleNamespace, cluster: Cluster, layout: Layout, asked:
         options = Fp8Options(mode, recipe)
         try:
             if cluster.gpu.fp8 is None or cluster.gpu.capability < CAPABILITY[recipe]:
-                raise PlanError(f"--fp8: a {cluster.gpu.name} has no FP8 of the recipe {recipe}; leave it out.")
+                raise PlanError(f"--fp8 {mode} with the recipe {recipe} is not for {cluster.gpu.name}; leave it out.")
             check_fp8(options, config, layout, cuda=True)
         except (LayoutError, PlanError) as error:
             refusal = refusal or str(error)

@@ -1,6 +1,7 @@
 """A Hugging Face ``config.json`` without transformers: its fields, with the defaults that its architecture's class has."""
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,10 +50,11 @@ def model_config(fields: Any, source: str) -> SimpleNamespace:
     """
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise PlanError(f"--model {source}: this is no Hugging Face config.json (no model_type in it).")
-    fields = {"max_position_embeddings": 32768} | _DEFAULTS.get(fields["model_type"], {}) | fields
+    fields = _DEFAULTS.get(fields["model_type"], {}) | fields
     config = SimpleNamespace(**fields)
     try:
-        check_architecture(config)
+        # A window is compared with the number of positions.
+        check_architecture(SimpleNamespace(**({"max_position_embeddings": math.inf} | fields)))
     except LayoutError as error:
         raise PlanError(f"--model {source}: {error}") from error
     needed = (*_NEEDED, "num_experts", "moe_intermediate_size") if config.model_type == "qwen3_moe" else _NEEDED

@@ -4,6 +4,8 @@ which something would."""
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+from openrlhf_gtpo.megatron.fp8_options import Fp8Options
+from openrlhf_gtpo.megatron.layout import Layout
 from openrlhf_gtpo.planner.activations import RECOMPUTE
 from openrlhf_gtpo.planner.assumptions import Assumptions
 from openrlhf_gtpo.planner.candidate import Candidate
@@ -15,7 +17,7 @@ from openrlhf_gtpo.planner.shape import ModelShape
 from openrlhf_gtpo.planner.training_memory import Training
 from openrlhf_gtpo.planner.workload import Workload
 
-_MOST_GPUS = 16384
+_NODES = (*range(1, 17), 20, 24, 28, 32, 48, 64, 96, 128, 256, 512)  # that a larger cluster may have
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ def candidates(request: Request) -> list[Candidate]:
     Raises:
         PlanError: nothing is legal; the message has the rule that is broken.
     """
+    _check_lengths(request)
     found: list[Candidate] = []
     refusal: PlanError | None = None
     for training_gpus, rollout_gpus in _divisions(request):
@@ -73,21 +76,30 @@ def candidates(request: Request) -> list[Candidate]:
     return sorted(found, key=lambda one: (not one.fits, *(one.preference if one.fits else (one.breaks[1],))))
 
 
+def _check_lengths(request: Request) -> None:
+    most, work = getattr(request.config, "max_position_embeddings", None), request.workload
+    if most is not None and work.row_length > most:
+        raise PlanError(
+            f"--prompt-length {work.prompt_length} and --response-length {work.response_length} make rows of {work.row_length} "
+            f"tokens, and this model has {most} positions (max_position_embeddings); give shorter ones."
+        )
+
+
 def _candidate(
-    request: Request, cluster: Cluster, engines: Engines, layout: object, fp8: object, recompute: str
+    request: Request, cluster: Cluster, engines: Engines, layout: Layout, fp8: Fp8Options | None, recompute: str
 ) -> Candidate:
     work = request.workload
     share = work.response_length / work.row_length
-    replicas = layout.data_parallel_size(cluster.gpus)  # type: ignore[attr-defined]
+    replicas = layout.data_parallel_size(cluster.gpus)
     training = Training(
         shape=ModelShape.of(request.config),
-        layout=layout,  # type: ignore[arg-type]
+        layout=layout,
         data_parallel=replicas,
         tokens=work.micro_batch_tokens,
         response_tokens=int(work.micro_batch_tokens * share),
         recompute=recompute,
         distributed_optimizer=request.distributed_optimizer,
-        fp8=fp8,  # type: ignore[arg-type]
+        fp8=fp8,
     )
     one = Candidate(training, cluster, engines, work, request.assumptions, request.colocated, request.offload)
     return replace(one, training=replace(training, micro_batches=one.speed.micro_batches))
@@ -132,12 +144,8 @@ def smallest_cluster(request: Request) -> tuple[Cluster, Candidate] | None:
     """The fewest GPUs of the same kind on which something fits, and its best candidate; None where none does."""
     cluster = request.cluster
     node = cluster.gpus_per_node if cluster.nodes > 1 else 8
-    sizes = [size for size in (1, 2, 4) if cluster.nodes == 1 and size < node]
-    gpus = node
-    while gpus <= _MOST_GPUS:
-        sizes.append(gpus)
-        gpus *= 2
-    for size in sizes:
+    parts = [size for size in (1, 2, 4) if cluster.nodes == 1]
+    for size in [*parts, *(nodes * node for nodes in _NODES)]:
         if size <= cluster.gpus:
             continue
         larger = replace(cluster, gpus=size, nodes=max(1, size // node))

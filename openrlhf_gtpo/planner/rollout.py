@@ -15,6 +15,7 @@ class Engines:
     Fields:
         tensor: GPUs of one engine.
         memory_share: of each GPU's memory (``--vllm.gpu_memory_utilization``).
+        item: bytes of a weight and of a cached element; 2 of this package's engines, 1 of published rows in FP8.
     """
 
     shape: ModelShape
@@ -24,6 +25,7 @@ class Engines:
     memory_share: float
     workload: Workload
     assumptions: Assumptions
+    item: int = 2
 
     @property
     def count(self) -> int:
@@ -31,7 +33,7 @@ class Engines:
 
     def memory(self) -> dict[str, float]:
         """On one GPU: ``vllm_weights``, ``vllm_working`` and ``kv_cache``, which is what is left and may be below zero."""
-        weights = 2 * self.shape.parameters / self.tensor
+        weights = self.item * self.shape.parameters / self.tensor
         working = self.assumptions.engine_bytes
         return {
             "vllm_weights": weights,
@@ -43,7 +45,7 @@ class Engines:
     def token_bytes(self) -> float:
         """Of one token's keys and values on one GPU; where GPUs outnumber key-value heads, they hold copies."""
         shares = min(self.tensor, self.shape.num_key_value_heads)
-        return 2 * 2 * self.shape.num_layers * self.shape.key_value_width / shares
+        return 2 * self.item * self.shape.num_layers * self.shape.key_value_width / shares
 
     @property
     def cache_tokens(self) -> float:
@@ -84,34 +86,42 @@ class Engines:
             at = length
         return seconds
 
+    def saturated(self) -> float:
+        """Generated tokens a second on each GPU while rows wait and finish evenly."""
+        work = self.workload
+        step = self._step(self.concurrent, work.prompt + work.response / 2)
+        prompts = self.concurrent / work.response / work.samples_per_prompt  # that come in at a step
+        return self.concurrent / (step + prompts * self._prompt_seconds()) / self.tensor
+
     def _prefill(self) -> float:
-        prompts = max(1.0, self.rows / self.workload.samples_per_prompt)
-        flops = prompts * decoder_flops(self.shape, [int(self.workload.prompt)]) / self.tensor
-        return flops / (self.cluster.gpu.bf16 * self.assumptions.decode_compute)
+        return max(1.0, self.rows / self.workload.samples_per_prompt) * self._prompt_seconds()
+
+    def _prompt_seconds(self) -> float:
+        return decoder_flops(self.shape, [int(self.workload.prompt)]) / self.tensor / self._multiply_rate()
+
+    def _multiply_rate(self) -> float:
+        gpu = self.cluster.gpu
+        return (gpu.bf16 if self.item == 2 or gpu.fp8 is None else gpu.fp8) * self.assumptions.decode_compute
 
     def _step(self, rows: float, context: float) -> float:
-        """One token for each of ``rows`` sequences of ``context`` tokens: read the weights and the cache, or multiply."""
+        """One token for each of ``rows`` sequences of ``context`` tokens. Products either wait for weights or multiply; then
+        attention reads the cache."""
         shape, gpu, assumed = self.shape, self.cluster.gpu, self.assumptions
-        read = self._weights_read(rows) / self.tensor + rows * context * self.token_bytes
-        multiply = rows * (decoder_flops(shape, [1]) + 2 * shape.vocab_size * shape.hidden_size) / self.tensor
+        read = self._weights_read(rows) / self.tensor / (gpu.memory_bandwidth * assumed.decode_weights)
+        flops = rows * (decoder_flops(shape, [1]) + 2 * shape.vocab_size * shape.hidden_size) / self.tensor
+        cache = rows * context * self.token_bytes / (gpu.memory_bandwidth * assumed.decode_cache)
         sums = 2 * shape.num_layers if self.tensor > 1 else 0
         sent = 2 * 2 * rows * shape.hidden_size * (self.tensor - 1) / self.tensor
-        return (
-            max(
-                read / (gpu.memory_bandwidth * assumed.decode_bandwidth),
-                multiply / (gpu.bf16 * assumed.decode_compute),
-            )
-            + sums * (assumed.collective + sent / (gpu.link * assumed.link))
-            + assumed.decode_step
-        )
+        exchanged = sums * (assumed.collective + sent / (gpu.link * assumed.link))
+        return max(read, flops / self._multiply_rate()) + cache + exchanged + assumed.decode_step
 
     def _weights_read(self, rows: float) -> float:
         """Bytes over all GPUs; of experts, those that some row is given to."""
         shape = self.shape
         # The embedding is looked up, not read.
-        weights = 2 * (shape.parameters - (0 if shape.tied else shape.vocab_size * shape.hidden_size))
+        weights = self.item * (shape.parameters - (0 if shape.tied else shape.vocab_size * shape.hidden_size))
         if not shape.num_experts:
             return weights
-        experts = 2 * shape.num_layers * shape.layer_parameters()["experts"]
+        experts = self.item * shape.num_layers * shape.layer_parameters()["experts"]
         missed = (1 - shape.experts_per_token / shape.num_experts) ** rows
         return weights - experts * missed

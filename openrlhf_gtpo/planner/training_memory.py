@@ -141,16 +141,22 @@ def temporary_bytes(training: Training, stage: int) -> dict[str, float]:
     if stage == 0:
         gone = activation_bytes(training, stage) / max(1, training.in_flight(stage))
         moments["embedding"] = waiting + gradient / 2 * embedding - gone
-    backward = activation_bytes(training, stage)  # gone by the time of what follows
-    if local:
-        if training.distributed_optimizer:
-            moments["reduction"] = (
-                held_bytes(training, stage)["gradients"] - backward
-            )  # gloo's copy of the gradient buffer
-        replicas = training.data_parallel if training.distributed_optimizer else 1
-        largest = max(2 * matrix, embedding / 2 if stage == 0 or last else 0) / replicas
-        moments["adam"] = 8 * largest - backward
-    return moments
+    return moments | (_host_moments(training, stage) if local else {})
+
+
+def _host_moments(training: Training, stage: int) -> dict[str, float]:
+    """Those after the backward pass on a host without CUDA; elsewhere NCCL and fused kernels need next to nothing."""
+    shape, tensor = training.shape, training.setting.tensor
+    gone = activation_bytes(training, stage)
+    matrices = [2 * shape.hidden_size * shape.intermediate_size / tensor]
+    if stage in (0, training.layout.pipeline_model_parallel_size - 1):
+        matrices.append(shape.embedding_parameters(tensor))
+    if not training.distributed_optimizer:
+        return {"adam": 8 * max(matrices) - gone}
+    return {
+        "adam": 8 * max(matrices) / training.data_parallel - gone,  # two float32 intermediate results of a parameter
+        "reduction": held_bytes(training, stage)["gradients"] - gone,  # gloo's copy of the gradient buffer
+    }
 
 
 def head_bytes(training: Training) -> float:

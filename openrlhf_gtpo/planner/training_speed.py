@@ -42,12 +42,7 @@ class TrainingSpeed:
         self.cluster = cluster
         self.workload = workload
         self.assumptions = assumptions
-        rows = workload.batch / training.data_parallel
-        tokens = rows * (workload.prompt + workload.response)
-        # Micro-batches are filled up to whole rows.
-        room = max(workload.row_length, workload.micro_batch_tokens - (workload.prompt + workload.response) / 2)
-        self.micro_batches = max(1, math.ceil(tokens / room))
-        self._tokens = tokens / self.micro_batches
+        self.micro_batches, self._tokens = workload.micro_batches(training.data_parallel)
         self._lengths = [int(workload.prompt + length) for length in workload.responses]
 
     @property
@@ -70,9 +65,8 @@ class TrainingSpeed:
 
     def scoring(self) -> float:
         """A forward pass over all rows of the rollout."""
-        slots = (
-            self.micro_batches * self.workload.optimizer_steps + self.training.layout.pipeline_model_parallel_size - 1
-        )
+        slots = self.micro_batches * self.workload.optimizer_steps
+        slots += self.training.layout.pipeline_model_parallel_size - 1
         return slots * self._forward().seconds * self.stragglers
 
     def flops(self) -> float:

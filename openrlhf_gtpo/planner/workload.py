@@ -1,6 +1,7 @@
 """What one step of training does: how many responses, how long, in how many optimizer steps."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import NormalDist
@@ -9,6 +10,7 @@ from openrlhf_gtpo.planner.errors import PlanError
 
 # Of log-lengths; the longest of some hundred responses is then about ten times the median, as in runs of reasoning models.
 TAIL = 0.9
+MAX_TOKENS = 16192  # OpenRLHF's --train.max_tokens_per_gpu
 _POINTS = 200
 
 
@@ -23,7 +25,7 @@ class Workload:
         mean_response: tokens of a response on average; None for what a median of a sixth of the most gives.
         samples_per_prompt, prompts_per_step: responses to a prompt, and prompts of a rollout.
         train_batch: responses in an optimizer step.
-        max_tokens: of a micro-batch; None for 16384, or one longest row.
+        max_tokens: of a micro-batch; None for OpenRLHF's 16192, or one longest row.
         kl: a reference model scores the responses too.
     """
 
@@ -85,7 +87,7 @@ class Workload:
     @property
     def micro_batch_tokens(self) -> int:
         """The most in a micro-batch; a longer row gets one of its own."""
-        return max(self.max_tokens or 16384, self.row_length)
+        return max(self.max_tokens or MAX_TOKENS, self.row_length)
 
     @property
     def prompt(self) -> float:
@@ -114,7 +116,33 @@ class Workload:
         """Real tokens of a step, prompts counted with every response, as training computes them."""
         return self.rows * (self.prompt + self.response)
 
+    def micro_batches(self, replicas: int) -> tuple[int, float]:
+        """How many a replica has in an optimizer step, and the tokens that are computed in each on average."""
+        rows = max(1, self.batch // replicas)
+        if rows not in self._packings:
+            lengths = [self.prompt + self.responses[(2 * i + 1) * _POINTS // (2 * rows)] for i in range(rows)]
+            self._packings[rows] = _first_fit(lengths[::-1], self.micro_batch_tokens)
+        sums = self._packings[rows]
+        return len(sums), sum(sums) / len(sums)
+
+    @cached_property
+    def _packings(self) -> dict[int, list[float]]:
+        return {}
+
     def _cut(self, median: float) -> tuple[float, ...]:
         normal = NormalDist(math.log(median), TAIL)
         ranks = ((i + 0.5) / _POINTS for i in range(_POINTS))
         return tuple(min(self.response_length, max(1.0, math.exp(normal.inv_cdf(rank)))) for rank in ranks)
+
+
+def _first_fit(lengths: Sequence[float], most: float) -> list[float]:
+    """Tokens of each micro-batch; ``lengths`` descend."""
+    sums: list[float] = []
+    for length in lengths:
+        for i, tokens in enumerate(sums):
+            if tokens + length <= most:
+                sums[i] += length
+                break
+        else:
+            sums.append(length)
+    return sums

@@ -1,0 +1,38 @@
+"""The planner's memory of a train step beside that of real Megatron actors on gloo processes: the layouts of
+tests/planner/test_training_memory.py, rank by rank.
+
+    python3 benchmarks/planner_memory.py --output benchmarks/results/planner_memory.json      about two minutes, no GPU
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(_ROOT / "tests" / "megatron"), str(_ROOT / "tests" / "planner"), str(_ROOT)]
+
+from rank_pool import RankPool  # noqa: E402
+from test_training_memory import SEEN, UNSEEN, measured_and_planned  # noqa: E402
+
+from openrlhf_gtpo.report.results import write_results  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write every rank's bytes to this JSON file")
+    args = parser.parse_args()
+    layouts: dict[str, list[dict[str, Any]]] = {}
+    with RankPool(1) as one, RankPool(4) as four:
+        for name, case in (SEEN | UNSEEN).items():
+            ranks = measured_and_planned(case, one if case.world == 1 else four)
+            layouts[name] = [{"measured": measured, "planned": planned} for measured, planned in ranks]
+            errors = [sum(planned.values()) / sum(measured.values()) - 1 for measured, planned in ranks]
+            most = max(sum(measured.values()) for measured, _ in ranks)
+            print(f"{name:30}{most / 2**20:8.0f} MiB{min(errors):+8.1%} to {max(errors):+.1%}", flush=True)
+    if args.output:
+        write_results(args.output, args, {"layouts": layouts, "unseen": list(UNSEEN)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""The planner against published measurements, and against this project's own on a GPU.
+
+    python3 benchmarks/planner_rows.py                                    the table of docs/planner.md
+    python3 benchmarks/planner_rows.py --measured benchmarks/results/gpu/*.json
+
+The second reads what ``cli.benchmark train-step --output`` wrote on one CUDA device, and prints memory and time beside the
+planner's. Needs neither a GPU nor a network.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from openrlhf_gtpo.integration.precisions import BF16  # noqa: E402
+from openrlhf_gtpo.megatron.fp8_options import Fp8Options  # noqa: E402
+from openrlhf_gtpo.megatron.layout import Layout  # noqa: E402
+from openrlhf_gtpo.planner.assumptions import Assumptions  # noqa: E402
+from openrlhf_gtpo.planner.cluster import GIB, GPUS, parse_cluster  # noqa: E402
+from openrlhf_gtpo.planner.layouts import Asked  # noqa: E402
+from openrlhf_gtpo.planner.plan import Request, candidates  # noqa: E402
+from openrlhf_gtpo.planner.rollout import Engines  # noqa: E402
+from openrlhf_gtpo.planner.shape import ModelShape  # noqa: E402
+from openrlhf_gtpo.planner.training_memory import Training, peak_bytes  # noqa: E402
+from openrlhf_gtpo.planner.training_speed import TrainingSpeed  # noqa: E402
+from openrlhf_gtpo.planner.workload import Workload  # noqa: E402
+
+LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
+LLAMA_8B = LLAMA | {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+LLAMA_70B = LLAMA | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+# 126 layers, which 16 and 8 stages share unevenly; the planner's stages are even.
+LLAMA_405B = LLAMA | {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 128}
+LLAMA_405B |= {"num_attention_heads": 128}
+QWEN3_32B = {"model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64}
+QWEN3_32B |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+QWEN3_32B |= {"max_position_embeddings": 40960}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published number.
+
+    Fields:
+        fixes: the assumption that this row was used for; empty where it only checks.
+    """
+
+    name: str
+    unit: str
+    published: float
+    planned: float
+    fixes: str = ""
+
+    @property
+    def error(self) -> float:
+        return self.planned / self.published - 1
+
+
+def rows() -> Iterator[Row]:
+    """In the order of docs/planner.md."""
+    yield from _pre_training()
+    yield from _inference()
+    yield from _reinforcement_learning()
+
+
+def _pre_training() -> Iterator[Row]:
+    fp8 = Fp8Options("hybrid", "tensorwise")
+    llama3, bridge = "Llama 3 405B, {} H100, TP8 PP16 (arXiv 2407.21783)", "Megatron-Bridge 25.11, {}"
+    # model, GPUs, (TP, PP, CP), rows of 8192 tokens, precision, interleaving
+    pre_trainings: list[tuple] = [
+        (llama3.format(8192), 430, "compute_bf16", LLAMA_405B, 8192, (8, 16, 1), 2048, None, 8),
+        (llama3.format(16384), 400, "", LLAMA_405B, 16384, (8, 16, 1), 2048, None, 8),
+        (bridge.format("8B FP8, 8 H100"), 744, "compute_fp8", LLAMA_8B, 8, (1, 1, 1), 128, fp8, 1),
+        (bridge.format("70B FP8, 64 H100, TP4 PP8"), 719, "", LLAMA_70B, 64, (4, 8, 1), 128, fp8, 5),
+        (bridge.format("405B FP8, 1024 H100, TP8 PP8 CP2"), 737, "", LLAMA_405B, 1024, (8, 8, 2), 512, fp8, 8),
+    ]
+    for name, published, fixes, model, gpus, sizes, batch, precision, interleaved in pre_trainings:
+        layout = Layout(*sizes, sequence_parallel=sizes[0] > 1)
+        work = Workload(1, 8191, 1, 8191, samples_per_prompt=1, prompts_per_step=batch, max_tokens=8192)
+        training = Training(_shape(model), layout, layout.data_parallel_size(gpus), 8192, 8191, fp8=precision)
+        speed = TrainingSpeed(training, parse_cluster("h100-80g", gpus), work, Assumptions())
+        speed.interleaved = interleaved
+        rate = speed.flops() / sum(speed.optimizer_step().values()) / gpus / 1e12
+        yield Row(name, "TFLOP/s/GPU", published, rate, fixes)
+
+
+def _inference() -> Iterator[Row]:
+    name = "TensorRT-LLM, Llama 3.3 70B FP8, TP2, {}, {} in, {} out"
+    assumed = replace(Assumptions(), vllm_rows=2048, engine_bytes=3 * GIB)
+    inferences = [
+        ("h100-80g", 1000, 1000, 2209),
+        ("h200-141g", 1000, 1000, 2587),
+        ("h200-141g", 1024, 8192, 2009),
+        ("h100-80g", 8192, 1024, 398),
+        ("h200-141g", 8192, 1024, 537),
+    ]
+    for gpu, prompt, response, published in inferences:
+        work = Workload(prompt, response, prompt, response, samples_per_prompt=1, prompts_per_step=3000)
+        engines = Engines(_shape(LLAMA_70B), parse_cluster(gpu, 2), 2, 2, 0.9, work, assumed, item=1)
+        yield Row(name.format(gpu, prompt, response), "tokens/s/GPU", published, engines.saturated(), "decode_*")
+
+
+def _reinforcement_learning() -> Iterator[Row]:
+    """NeMo-RL's recipes: 64 prompts of 32 responses, 512 in an optimizer step, 4096 tokens in a row and in a micro-batch,
+    a reference model. Mean lengths are those that its page gives."""
+    runs: list[tuple] = [
+        ("NeMo-RL, Llama 3.1 8B, 16 H100, PP2, recompute", 1581, LLAMA_8B, 16, (1, 2), 1, "full", 132, 1060),
+        ("NeMo-RL, Qwen3 32B, 32 H100, TP4 PP4", 571, QWEN3_32B, 32, (4, 4), 4, "none", 110, 3206),
+    ]
+    for name, published, model, gpus, (tensor, pipeline), engine, recompute, prompt, response in runs:
+        work = Workload(
+            2 * prompt, 4096 - 2 * prompt, prompt, response, 32, 64, train_batch=512, max_tokens=4096, kl=True
+        )
+        asked = Asked(tensor, pipeline, 1, fp8="off", recompute=recompute, vllm_tensor=engine)
+        request = Request(SimpleNamespace(**model), parse_cluster("h100-80g", gpus), work, asked, vllm_memory=0.6)
+        yield Row(name, "tokens/s/GPU", published, candidates(request)[0].tokens_per_second)
+
+
+def _shape(model: dict[str, Any]) -> ModelShape:
+    return ModelShape.of(SimpleNamespace(**model))
+
+
+def against_measured(results: dict[str, Any]) -> Iterator[Row]:
+    """Peak memory and seconds of what ``benchmark train-step`` measured in BF16 with Transformer Engine on one GPU.
+
+    Raises:
+        ValueError: it was measured without one of them, or on a GPU that the planner does not know.
+    """
+    machine, measured, settings = results["machine"], results["measured"][BF16], results["settings"]
+    gpu = next((kind for kind in GPUS if any(_is(kind, name) for name in machine["gpus"])), None)
+    if gpu is None or "transformer-engine" not in machine["versions"]:
+        raise ValueError(
+            f"measured on {machine['gpus'] or 'no GPU'}, or without Transformer Engine: nothing to compare"
+        )
+    prompt, most = int(settings["prompt_tokens"]), int(settings["response_tokens"])
+    prompts, samples = int(settings["prompts"]), int(settings["samples"])
+    response = statistics.mean(measured["tokens"]) / (prompts * samples) - prompt
+    work = Workload(prompt, most, prompt, response, samples, prompts, max_tokens=int(settings["max_tokens"]))
+    tokens = work.micro_batch_tokens
+    training = Training(
+        shape=ModelShape.of(SimpleNamespace(**results["config"])),
+        layout=Layout(),
+        data_parallel=1,
+        tokens=tokens,
+        response_tokens=int(tokens * response / (prompt + response)),
+        recompute=settings["recompute"],
+    )
+    speed = TrainingSpeed(training, parse_cluster(gpu, 1), work, Assumptions())
+    name = f"{settings['shape']} on {gpu}"
+    yield Row(f"{name}: peak memory", "GiB", measured["peak_bytes"] / GIB, peak_bytes(training, 0) / GIB)
+    for phase, seconds in (("old_policy", speed.scoring()), ("train", sum(speed.optimizer_step().values()))):
+        yield Row(f"{name}: {phase}", "s", statistics.median(measured["seconds"][phase]), seconds)
+
+
+def _is(kind: str, name: str) -> bool:
+    """Whether a device that the driver calls ``name`` is of the planner's ``kind``; both have the family in them."""
+    return kind.split("-")[0] in name.lower() and ("pcie" in kind) == ("pcie" in name.lower())
+
+
+def _of_file(path: Path) -> Iterator[Row]:
+    try:
+        yield from against_measured(json.loads(path.read_text()))
+    except KeyError as error:
+        raise ValueError(f"{path} is no result of benchmark train-step: it has no {error}") from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measured", nargs="+", type=Path, metavar="FILE", help="results of benchmark train-step")
+    args = parser.parse_args(argv)
+    try:
+        found = list(rows()) if args.measured is None else [row for path in args.measured for row in _of_file(path)]
+    except (ValueError, OSError) as error:
+        print(f"planner_rows: {error}", file=sys.stderr)
+        return 2
+    print(f"{'':66}{'unit':>13}{'measured':>11}{'planned':>10}{'':>8}  used for")
+    for row in found:
+        print(f"{row.name:66}{row.unit:>13}{row.published:11.1f}{row.planned:10.1f}{row.error:+8.0%}  {row.fixes}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""Would catch input that is planned for though it makes no sense, and refusals that do not say what would do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openrlhf_gtpo.cli import plan
+from openrlhf_gtpo.planner.cluster import GIB, GPUS, parse_cluster
+from openrlhf_gtpo.planner.errors import PlanError
+from openrlhf_gtpo.planner.model_config import read_model_config
+from openrlhf_gtpo.planner.workload import Workload
+
+QWEN2 = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 131072,
+}
+
+
+def test_a_cluster_line() -> None:
+    cluster = parse_cluster("H100-80G", 32, 4)
+    assert (cluster.gpus, cluster.nodes, cluster.gpus_per_node) == (32, 4, 8)
+    assert cluster.link(8) == 450e9 and cluster.link(16) == 50e9
+    assert parse_cluster("h100-80g", 24).nodes == 3 and parse_cluster("h100-80g", 4).nodes == 1
+    assert parse_cluster("h100-80g", 8, network_gbit=200).network == 25e9
+
+
+def test_every_gpu_is_plausible() -> None:
+    """Memory is a little less than its name says, which counts decimal gigabytes as the maker does."""
+    for name, gpu in GPUS.items():
+        billions = int(name.split("-")[-1][:-1])
+        assert 0.9 * billions < gpu.memory / GIB < 1.01 * billions
+        assert gpu.fp8 is None or gpu.fp8 > 1.9 * gpu.bf16
+        assert gpu.link < gpu.memory_bandwidth < gpu.bf16
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        ("--gpus 8 --gpu rtx3090", f"--gpu rtx3090 is not known; the kinds are {', '.join(GPUS)}."),
+        ("--gpus 0", "--gpus 0 is no number of GPUs; give at least 1."),
+        ("--gpus 8 --nodes 0", "--nodes 0 is no number of nodes; give at least 1."),
+        (
+            "--gpus 30 --nodes 4",
+            "--gpus 30 is the number in all nodes together, and --nodes 4 does not divide it; give a multiple of 4.",
+        ),
+        ("--gpus 20", "--gpus 20 makes no whole nodes of 8; give --nodes too, or a multiple of 8."),
+        (
+            "--gpus 64 --nodes 1",
+            "--gpus 64 on --nodes 1 makes 64 in a node, and no node has more than 16; give at least --nodes 4.",
+        ),
+        ("--gpus 8 --network-gbit 0", "--network-gbit 0 is no bandwidth; give Gbit/s for each GPU, such as 400."),
+        (
+            "--gpus 8 --tensor-parallel 3",
+            "--tensor-parallel 3 does not divide this model's 28 attention heads; it can be 1, 2 or 4.",
+        ),
+        (
+            "--gpus 8 --pipeline-parallel 3",
+            "--pipeline-parallel 3 does not divide this model's 28 layers; it can be 1, 2, 4, 7, 14 or 28.",
+        ),
+        ("--gpus 8 --tensor-parallel 0", "--tensor-parallel 0 must be at least 1."),
+        (
+            "--gpus 8 --expert-parallel 2",
+            "--expert-parallel 2 needs experts, and this qwen2 model has none; leave it at 1.",
+        ),
+        (
+            "--gpus 8 --nodes 4 --tensor-parallel 4",
+            "--tensor-parallel 4 is more than the 2 GPUs of a node, and its collectives run in every layer; give at most 2.",
+        ),
+        (
+            "--gpus 8 --tensor-parallel 1 --pipeline-parallel 1 --context-parallel 1 --train-batch 4",
+            "8 replicas (TP 1 × PP 1 × CP 1 on 8 GPUs) do not divide the 4 responses of an optimizer step; give larger "
+            "parallel sizes or another --train-batch.",
+        ),
+        (
+            "--gpus 8 --gpu a100-80g --fp8 hybrid",
+            "--fp8 hybrid with the recipe delayed is not for a100-80g; leave it out.",
+        ),
+        (
+            "--gpus 8 --fp8 off --fp8-recipe delayed",
+            "--fp8-recipe delayed needs FP8, and --fp8 is off; leave one of them out.",
+        ),
+        ("--gpus 8 --rollout-gpus 2", "--rollout-gpus needs --placement split; colocated engines run on all GPUs."),
+        (
+            "--gpus 8 --placement split --rollout-gpus 8",
+            "--rollout-gpus 8 leaves none of the 8 GPUs to train on, or none to roll out on; give 1 to 7.",
+        ),
+        (
+            "--gpus 1 --placement split",
+            "--placement split needs at least 2 GPUs, one to train and one to roll out on; take colocated.",
+        ),
+        (
+            "--gpus 8 --vllm-tensor-parallel 8",
+            "--vllm-tensor-parallel 8 must divide the 28 attention heads, the 8 GPUs of the rollout and the 8 of a node; it can be "
+            "1, 2, 4.",
+        ),
+        ("--gpus 8 --vllm-gpu-memory 80", "--vllm-gpu-memory 80 is a share of the memory; give one between 0 and 1."),
+        ("--gpus 8 --response-length 0", "--response-length 0 must be at least 1."),
+        ("--gpus 8 --max-tokens-per-gpu 0", "--max-tokens-per-gpu 0 must be at least 1."),
+        ("--gpus 8 --mean-response 5000", "--mean-response 5000 must be between 1 and --response-length 4096."),
+        (
+            "--gpus 8 --train-batch 48",
+            "--train-batch 48 does not divide the 128 responses of a step (--prompts-per-step 8 × --samples-per-prompt 16).",
+        ),
+        (
+            "--gpus 8 --response-length 40000",
+            "--prompt-length 2048 and --response-length 40000 make rows of 42048 tokens, and this model has 32768 positions "
+            "(max_position_embeddings); give shorter ones.",
+        ),
+    ],
+)
+def test_a_mistake_is_one_sentence(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--model", "7b", *words.split()]) == 2
+    assert capsys.readouterr().err == f"plan: {sentence}\n"
+
+
+def write(folder: Path, fields: Any) -> Path:
+    (folder / "config.json").write_text(fields if isinstance(fields, str) else json.dumps(fields))
+    return folder
+
+
+def test_a_configuration_of_a_folder_or_a_file(tmp_path: Path) -> None:
+    for source in (write(tmp_path, QWEN2), tmp_path / "config.json"):
+        assert read_model_config(source).hidden_size == 3584
+
+
+@pytest.mark.parametrize(
+    "fields, part",
+    [
+        ("{", "is no JSON"),
+        ("[]", "this is no Hugging Face config.json (no model_type in it)."),
+        (QWEN2 | {"model_type": "gpt2"}, "does not know the architecture 'gpt2'; it knows llama, mistral, qwen2"),
+        (QWEN2 | {"hidden_size": None}, "its config.json has hidden_size None, and a model needs a whole number."),
+        ({k: v for k, v in QWEN2.items() if k != "vocab_size"}, "its config.json has vocab_size None"),
+        (QWEN2 | {"quantization_config": {}}, "this checkpoint is quantized"),
+        # transformers' default of a Mistral model that says nothing of its window
+        (
+            QWEN2 | {"model_type": "mistral"},
+            "has no sliding-window attention, which this mistral model uses over 4096",
+        ),
+    ],
+)
+def test_a_configuration_that_cannot_be_planned_for(tmp_path: Path, fields: Any, part: str) -> None:
+    with pytest.raises(PlanError) as raised:
+        read_model_config(write(tmp_path, fields))
+    assert str(raised.value).startswith(f"--model {tmp_path}: ") and part in str(raised.value)
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="there is no config.json to read .* give a Hugging Face checkpoint's folder"):
+        read_model_config(tmp_path / "absent")
+
+
+def test_lengths_have_the_mean_that_is_asked_for() -> None:
+    for mean in (20.0, 700.0, 3000.0, 4000.0):
+        work = Workload(mean_response=mean)
+        assert work.response == pytest.approx(mean, rel=1e-3)
+        assert work.responses == tuple(sorted(work.responses)) and work.responses[-1] <= 4096
+    assert Workload().responses[100] == pytest.approx(4096 / 6, rel=0.02)
+
+
+def test_micro_batches_hold_every_row() -> None:
+    """Eight rows of 1024 and about 978 tokens, four replicas of two; and a row longer than a micro-batch has one of its own."""
+    work = Workload(samples_per_prompt=1)
+    count, tokens = work.micro_batches(replicas=1)
+    assert count == 1 and tokens == pytest.approx(8 * work.prompt + 8 * work.response, rel=0.1)
+    work = Workload(prompt_length=10, response_length=90, mean_prompt=10, mean_response=90, max_tokens=250)
+    count, tokens = work.micro_batches(replicas=2)
+    assert (count, tokens) == (32, 200)  # two whole rows in each
+    assert Workload(prompt_length=10, response_length=90, max_tokens=50).micro_batch_tokens == 100

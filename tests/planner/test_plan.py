@@ -1,0 +1,261 @@
+"""Would catch a plan that calls what does not fit the best, times that move the wrong way, a script that the launcher or
+shellcheck would not take, and a plan that needs more than arithmetic.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openrlhf_gtpo.cli import plan
+from openrlhf_gtpo.integration.model_shapes import PRESETS
+from openrlhf_gtpo.planner.candidate import Candidate
+from openrlhf_gtpo.planner.cluster import parse_cluster
+from openrlhf_gtpo.planner.layouts import Asked
+from openrlhf_gtpo.planner.model_config import model_config
+from openrlhf_gtpo.planner.plan import Request, candidates, smallest_cluster
+from openrlhf_gtpo.planner.workload import Workload
+
+FOUR_NODES = "--model 32b --gpus 32 --gpu h100-80g --nodes 4"
+PAPER = Workload()
+MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "norm_topk_prob": True,
+}
+
+
+def request(model: str = "7b", gpus: int = 8, workload: Workload = PAPER, **asked: Any) -> Request:
+    return Request(model_config(PRESETS[model], model), parse_cluster("h100-80g", gpus), workload, Asked(**asked))
+
+
+def one(asked: Request) -> Candidate:
+    (found,) = candidates(asked)
+    return found
+
+
+FIXED: dict[str, Any] = {"tensor": 4, "pipeline": 1, "context": 1, "fp8": "off", "recompute": "none", "vllm_tensor": 4}
+
+
+def test_the_best_fits_and_is_about_the_fastest() -> None:
+    found = candidates(request("32b", 32))
+    fitting = [candidate for candidate in found if candidate.fits]
+    assert 0 < len(fitting) < len(found) and found[: len(fitting)] == fitting
+    assert found[0].step_seconds <= 1.03 * min(candidate.step_seconds for candidate in fitting)
+    for candidate in fitting:
+        assert max(sum(parts.values()) for parts in candidate.memory.values()) <= candidate.limit
+    over = [candidate.breaks[1] for candidate in found[len(fitting) :]]
+    assert over == sorted(over) and over[0] > 0
+
+
+def test_every_candidate_is_legal_for_the_actor() -> None:
+    from openrlhf_gtpo.megatron.fp8_options import check_fp8
+    from openrlhf_gtpo.megatron.layout import check_layout
+
+    asked = request("32b", 32)
+    for candidate in candidates(asked):
+        training = candidate.training
+        check_layout(asked.config, training.layout, 32, cuda=True)
+        assert training.layout.model_parallel_size * training.data_parallel == 32
+        if training.fp8 is not None:
+            check_fp8(training.fp8, asked.config, training.layout, cuda=True)
+
+
+def test_times_move_the_right_way() -> None:
+    base = one(request(**FIXED))
+    work = PAPER
+    assert one(request(**FIXED | {"recompute": "full"})).seconds["train"] > 1.2 * base.seconds["train"]
+    assert one(request(**FIXED | {"fp8": "e4m3", "fp8_recipe": "blockwise"})).seconds["train"] < base.seconds["train"]
+    assert one(request(workload=replace(work, mean_response=2000.0), **FIXED)).step_seconds > base.step_seconds
+    twice = one(request(workload=replace(work, prompts_per_step=16), **FIXED))
+    assert 1.7 < twice.seconds["train"] / base.seconds["train"] < 2.1
+    assert (
+        twice.seconds["rollout"] < 1.7 * base.seconds["rollout"]
+    ), "a larger batch decodes with the same reads of weights"
+    kl = one(request(workload=replace(work, kl=True), **FIXED))
+    assert kl.seconds["forward"] == pytest.approx(2 * base.seconds["forward"])
+    assert sum(kl.memory["forward"].values()) > sum(base.memory["forward"].values())
+
+
+def test_a_pipeline_waits_for_its_first_micro_batch() -> None:
+    """Two stages and m micro-batches take (m + 1) / m of what their work does."""
+    work = Workload(prompt_length=100, response_length=900, mean_prompt=100, mean_response=900, max_tokens=1000)
+    layout = FIXED | {"tensor": 1, "pipeline": 2, "vllm_tensor": 1}
+    long, short = (one(request(gpus=2, workload=replace(work, train_batch=rows), **layout)) for rows in (128, 8))
+    assert (long.speed.micro_batches, short.speed.micro_batches) == (128, 8)
+    ratio = short.speed.optimizer_step()["passes"] / long.speed.optimizer_step()["passes"]
+    assert ratio == pytest.approx(9 / 129, rel=1e-6)
+
+
+def test_decoding_reads_what_it_must() -> None:
+    """One sequence on one GPU: the weights but the embedding, at 70 % of 3350 GB/s, and next to nothing besides."""
+    work = Workload(prompt_length=1, response_length=100, mean_response=100, samples_per_prompt=1, prompts_per_step=1)
+    engines = one(request(gpus=1, workload=work, **FIXED | {"tensor": 1, "vllm_tensor": 1})).engines
+    read = 2 * (engines.shape.parameters - 152064 * 3584) / (0.7 * 3350e9)
+    assert engines.seconds() == pytest.approx(100 * (read + engines.assumptions.decode_step), rel=0.02)
+
+
+def test_full_engines_take_turns() -> None:
+    """Rows that the cache has no room for wait."""
+    work = Workload(prompts_per_step=64)
+    small, large = (
+        one(replace(request("7b", 1, work, **FIXED | {"tensor": 1, "vllm_tensor": 1}), vllm_memory=m))
+        for m in (0.35, 0.85)
+    )
+    assert small.engines.concurrent < large.engines.concurrent <= 1024
+    assert small.engines.seconds() > large.engines.seconds()
+    none = one(replace(request("7b", 1, work, **FIXED | {"tensor": 1, "vllm_tensor": 1}), vllm_memory=0.2))
+    assert not none.engines.fits and not none.fits
+
+
+def test_split_and_colocated_share_the_gpus() -> None:
+    asked = request("7b", 8)
+    for candidate in candidates(replace(asked, colocated=False)):
+        assert candidate.cluster.gpus + candidate.engines.gpus == candidate.gpus == 8
+        assert "vllm_asleep" not in candidate.memory["train"] and "weights" not in candidate.memory["rollout"]
+    fixed = candidates(replace(asked, colocated=False, rollout_gpus=4))
+    assert {candidate.engines.gpus for candidate in fixed} == {4}
+
+
+def test_without_offload_both_must_fit_at_once() -> None:
+    asked = request(**FIXED)
+    on, off = one(asked), one(replace(asked, offload=False))
+    held = sum(off.memory["rollout"].values()) - sum(on.memory["rollout"].values())
+    assert held >= 2 * 7.6e9 / 4 and off.seconds["between"] < on.seconds["between"]
+
+
+def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main("--model 32b --gpus 4 --gpu a100-40g --fp8 off".split()) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(
+        "plan: 32b fits nowhere on 4 × a100-40g: the nearest, TP4 PP1 CP1 DP1, bf16, recompute full, is "
+    )
+    assert "the smallest cluster of them on which it would fit has " in message and message.count("\n") == 1
+
+
+def test_the_smallest_cluster_is_smallest() -> None:
+    asked = replace(request("32b", 2), cluster=parse_cluster("h100-80g", 2))
+    assert not candidates(asked)[0].fits
+    found = smallest_cluster(asked)
+    assert found is not None and found[0].gpus == 8 and found[1].fits
+    assert not candidates(replace(asked, cluster=parse_cluster("h100-80g", 4)))[0].fits
+
+
+def test_experts_are_planned_for() -> None:
+    asked = Request(model_config(MOE, "moe"), parse_cluster("h100-80g", 16), PAPER)
+    found = candidates(asked)
+    assert found[0].fits and {candidate.training.layout.expert_model_parallel_size for candidate in found} >= {
+        1,
+        2,
+        4,
+        8,
+    }
+    assert all(candidate.training.fp8 is None for candidate in found)
+
+
+def test_hundreds_of_gpus_take_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+    assert plan.main("--model 32b --gpus 512 --nodes 64 --prompts-per-step 64".split()) == 0
+    assert time.monotonic() - began < 60  # 2 s on an idle machine
+    assert "32b on 512 × h100-80g in 64 nodes" in capsys.readouterr().out
+
+
+def test_json_has_what_the_table_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*FOUR_NODES.split(), "--json", "--top", "3"]) == 0
+    written = json.loads(capsys.readouterr().out)
+    best = written["candidates"][0]
+    assert len(written["candidates"]) == 3 and best["fits"] and written["assumptions"]["compute_bf16"] > 0
+    assert sum(best["seconds"].values()) == pytest.approx(best["step_seconds"])
+    parts = {"weights", "gradients", "optimizer", "activations", "head", "fp8_caches"}
+    assert parts <= set(best["memory_bytes"]["train"])
+    assert {"kv_cache", "vllm_weights"} <= set(best["memory_bytes"]["rollout"])
+    assert "sync_bucket" in best["memory_bytes"]["sync"]
+
+
+def test_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*FOUR_NODES.split(), "--assumptions"]) == 0
+    printed = capsys.readouterr().out
+    for part in (
+        "tok/s/GPU",
+        "what breaks first: ",
+        "activations by recompute: none",
+        "KV cache",
+        "assumed:",
+        "compute_fp8",
+    ):
+        assert part in printed
+
+
+def test_a_script_that_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stand-in for the launcher prints what it gets; the environment wins over the script."""
+    path = tmp_path / "scripts of mine" / "train.sh"
+    words = [*FOUR_NODES.split(), "--tensor-parallel", "8", "--algorithm", "grpo_s", "--emit", str(path)]
+    assert plan.main(words) == 0
+    assert f"wrote {path}" in capsys.readouterr().out
+    (tmp_path / "examples" / "scripts").mkdir(parents=True)
+    (tmp_path / "examples" / "scripts" / "launch.sh").write_text(
+        'echo "$ALGORITHM $MODEL $PLACEMENT $NODES×$GPUS_PER_NODE TP$TENSOR_PARALLEL $VLLM_ENGINES×$VLLM_TENSOR_PARALLEL '
+        '$SAMPLES_PER_PROMPT $PROMPTS_PER_STEP $TRAIN_BATCH $PROMPT_LENGTH $RESPONSE_LENGTH [$FP8] $*"\n'
+    )
+    environment = {"PATH": os.environ["PATH"], "MODEL": "/models/mine"}
+    ran = subprocess.run(
+        ["bash", str(path), "--dry-run"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("grpo_s /models/mine colocated 4×8 TP8 4×8 16 8 128 2048 4096 [")
+    assert ran.stdout.endswith("] --dry-run -- --megatron.sequence_parallel\n")
+    mine = ["--", "--actor.adam.lr", "5e-7"]
+    ran = subprocess.run(["bash", str(path), *mine], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ran.stdout.endswith("] -- --actor.adam.lr 5e-7 --megatron.sequence_parallel\n")
+    elsewhere = subprocess.run(["bash", str(path)], cwd=path.parent, env=environment, capture_output=True, text=True)
+    assert elsewhere.returncode == 2 and "run this from the root of openrlhf_gtpo" in elsewhere.stderr
+
+
+def test_flags_of_the_script_are_the_trainer_s() -> None:
+    from openrlhf_gtpo.integration.megatron_flags import add_flags
+    from openrlhf_gtpo.planner.emit import _trainer_flags
+
+    asked = Request(model_config(MOE, "moe"), parse_cluster("h100-80g", 16), PAPER, Asked(tensor=2, expert=8))
+    flags = " ".join(_trainer_flags(candidates(replace(asked, distributed_optimizer=False))[0])).split()
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    parsed = vars(parser.parse_args(flags))
+    assert parsed["megatron.sequence_parallel"] and parsed["megatron.expert_model_parallel_size"] == 8
+    assert not parsed["megatron.use_distributed_optimizer"]
+
+
+def test_scripts_pass_shellcheck(tmp_path: Path) -> None:
+    program = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))
+    if program is None:
+        pytest.skip("shellcheck is not installed")
+    (tmp_path / "moe").mkdir()
+    (tmp_path / "moe" / "config.json").write_text(json.dumps(MOE))
+    for i, words in enumerate(
+        [
+            FOUR_NODES,
+            "--model 7b --gpus 8 --placement split --fp8 off",
+            f"--model {tmp_path / 'moe'} --gpus 16 --expert-parallel 8",
+        ]
+    ):
+        path = tmp_path / f"{i}.sh"
+        assert plan.main([*words.split(), "--emit", str(path)]) == 0
+        checked = subprocess.run([program, "-x", str(path)], capture_output=True, text=True)
+        assert checked.returncode == 0, checked.stdout
+    assert "--megatron.expert_model_parallel_size 8" in path.read_text()
