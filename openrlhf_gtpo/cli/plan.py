@@ -26,6 +26,7 @@ from openrlhf_gtpo.planner.model_config import model_config, read_model_config
 from openrlhf_gtpo.planner.plan import Request, candidates, smallest_cluster
 from openrlhf_gtpo.planner.workload import Workload
 
+TRAIN_BATCH = 128  # the launch scripts'
 _HUB = {"3b": "Qwen/Qwen2.5-3B", "7b": "Qwen/Qwen2.5-7B", "32b": "Qwen/Qwen2.5-32B"}
 
 
@@ -109,7 +110,10 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
         "--prompts-per-step", type=int, default=defaults.prompts_per_step, metavar="N", help="(default: %(default)s)"
     )
     group.add_argument(
-        "--train-batch", type=int, metavar="N", help="responses in an optimizer step (default: all of the step)"
+        "--train-batch",
+        type=int,
+        metavar="N",
+        help=f"responses in an optimizer step (default: {TRAIN_BATCH}, or all of a smaller step)",
     )
     group.add_argument(
         "--max-tokens-per-gpu", type=int, metavar="N", help="of a micro-batch (default: 16192, or one longest row)"
@@ -187,7 +191,7 @@ def _request(args: argparse.Namespace) -> Request:
             mean_response=args.mean_response,
             samples_per_prompt=args.samples_per_prompt,
             prompts_per_step=args.prompts_per_step,
-            train_batch=args.train_batch,
+            train_batch=args.train_batch or min(TRAIN_BATCH, args.samples_per_prompt * args.prompts_per_step),
             max_tokens=args.max_tokens_per_gpu,
             kl=args.kl,
         ),

@@ -19,6 +19,11 @@ _WEIGHT_BYTES, _OPTIMIZER_BYTES = 2, 12
 _TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "file write failed")
 
 
+def writes_checkpoints(args: SimpleNamespace) -> bool:
+    """Whether the run was told to save or load checkpoints; a request to stop may make any run save one."""
+    return not args.ckpt.disable_ds and bool(args.ckpt.save_steps > 0 or args.ckpt.stop_file or args.ckpt.load_enable)
+
+
 def check_room(args: SimpleNamespace) -> None:
     """Refuse a disk on which not even one checkpoint fits; nothing where the model's size or the room is not known.
 
@@ -27,9 +32,8 @@ def check_room(args: SimpleNamespace) -> None:
     Raises:
         UsageError: it does not fit.
     """
-    saves = args.ckpt.save_steps > 0 or args.ckpt.stop_file
     parameters = parameters_of(args.actor.model_name_or_path)
-    if not saves or args.ckpt.disable_ds or parameters is None:
+    if not writes_checkpoints(args) or parameters is None:
         return
     free = free_bytes(args.ckpt.path)
     needed = checkpoint_bytes(parameters, trains_all=args.ds.lora.rank == 0)

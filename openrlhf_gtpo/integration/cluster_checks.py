@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from openrlhf_gtpo.integration.checkpoint_disk import writes_checkpoints
 from openrlhf_gtpo.integration.errors import UsageError
 
 _PATIENCE = 10.0  # seconds until a network file system shows a new file to other hosts
@@ -16,14 +17,14 @@ _LOOK_LIMIT = 300.0  # seconds for a node to start a process and look
 
 
 def check_nodes(args: SimpleNamespace) -> None:
-    """Refuse a cluster with too few GPUs, and a folder of checkpoints that its nodes do not share.
+    """Refuse a cluster with too few GPUs, and a folder that is to hold checkpoints and that its nodes do not share.
 
     Raises:
         UsageError: with the nodes in question.
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]
     check_gpus(args, nodes)
-    if len(nodes) > 1:
+    if len(nodes) > 1 and writes_checkpoints(args):
         check_shared_folder(args.ckpt.path, nodes)
 
 

@@ -1,4 +1,4 @@
-"""The launch script of a candidate: the variables of ``examples/scripts/launch.sh``, which starts the training."""
+"""The launch script of a candidate: the variables of ``examples/scripts/train_gtpo_colocated.sh``."""
 
 import shlex
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from openrlhf_gtpo.planner.candidate import Candidate
 from openrlhf_gtpo.planner.table import layout_words
 
 ALGORITHMS = ("gtpo", "grpo_s", "dapo", "grpo")
+LAUNCHER = "examples/scripts/train_gtpo_colocated.sh"
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def script(candidate: Candidate, job: Job) -> str:
         "# Run from the project's root; written by",
         *(f"#   {line}" for line in job.command.splitlines()),
         f"# Planned: {layout_words(candidate)}; a step of {seconds:.0f} s, {rate:.0f} tokens/s on each of {candidate.gpus} GPUs.",
-        "# Every variable can be overridden from the environment; those of launch.sh that are not here keep their defaults.",
+        "# Every variable can be overridden from the environment; those that are not here keep what train_gtpo_colocated.sh gives them.",
     ]
     for title, variables in groups.items():
         lines += ["", f"# {title}"]
@@ -72,18 +73,18 @@ def script(candidate: Candidate, job: Job) -> str:
     if flags:
         lines += [
             "",
-            "# No variables of launch.sh: flags of the trainer, behind --.",
+            "# Flags of the trainer that the launch scripts have no variable for.",
             '[[ " $* " == *" -- "* ]] || set -- "$@" --',
             f'set -- "$@" {" ".join(flags)}',
         ]
     lines += [
         "",
-        "if [[ ! -f examples/scripts/launch.sh ]]; then",
-        '    echo "examples/scripts/launch.sh is not here: run this from the root of openrlhf_gtpo" >&2',
+        f"if [[ ! -f {LAUNCHER} ]]; then",
+        f'    echo "{LAUNCHER} is not here: run this from the root of openrlhf_gtpo" >&2',
         "    exit 2",
         "fi",
         "# shellcheck source=/dev/null",
-        "source examples/scripts/launch.sh",
+        f"source {LAUNCHER}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -91,8 +92,6 @@ def script(candidate: Candidate, job: Job) -> str:
 def _trainer_flags(candidate: Candidate) -> list[str]:
     """What the plan rests on and the launcher has no variable for."""
     layout, flags = candidate.training.layout, []
-    if layout.sequence_parallel:
-        flags.append("--megatron.sequence_parallel")
     if layout.expert_model_parallel_size > 1:
         flags.append(f"--megatron.expert_model_parallel_size {layout.expert_model_parallel_size}")
     if not candidate.training.distributed_optimizer:

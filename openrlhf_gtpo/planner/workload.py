@@ -16,7 +16,7 @@ _POINTS = 200
 
 @dataclass(frozen=True)
 class Workload:
-    """Defaults are the paper's: 16 responses to each of 8 prompts, which make one batch of 128.
+    """Defaults are those of the launch scripts, but for the batch: 16 responses to each of 128 prompts.
 
     Fields:
         prompt_length: most tokens of a prompt.
@@ -34,7 +34,7 @@ class Workload:
     mean_prompt: float | None = None
     mean_response: float | None = None
     samples_per_prompt: int = 16
-    prompts_per_step: int = 8
+    prompts_per_step: int = 128
     train_batch: int | None = None
     max_tokens: int | None = None
     kl: bool = False

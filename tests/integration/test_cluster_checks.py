@@ -10,7 +10,7 @@ import ray
 
 from openrlhf_gtpo.integration import checkpoint_disk, cluster_checks
 from openrlhf_gtpo.integration.checkpoint_disk import check_room, checkpoint_bytes, parameters_of, write_errors
-from openrlhf_gtpo.integration.cluster_checks import check_gpus, check_shared_folder, look_for
+from openrlhf_gtpo.integration.cluster_checks import check_gpus, check_nodes, check_shared_folder, look_for
 from openrlhf_gtpo.integration.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.integration.ray_errors import raise_if_lost
 from openrlhf_gtpo.megatron.checkpoint_files import CheckpointWriteError
@@ -68,6 +68,17 @@ def test_a_shared_folder_passes(tmp_path: Path, elsewhere: Path) -> None:
     check_shared_folder(str(tmp_path / "checkpoints"), [node("n1", 1), node("n2", 1)])
 
 
+def test_only_a_run_that_saves_needs_a_shared_folder(tmp_path: Path, elsewhere: Path, monkeypatch) -> None:
+    nodes = [node("n1", 1) | {"Alive": True}, node("n2", 1) | {"Alive": True}]
+    monkeypatch.setattr(cluster_checks.ray, "nodes", lambda: nodes)
+    args = run_of(1, 1)
+    args.ckpt = saving("none", tmp_path / "checkpoints", save_steps=-1).ckpt
+    check_nodes(args)
+    args.ckpt.save_steps = 5
+    with pytest.raises(UsageError, match="does not exist on node n2"):
+        check_nodes(args)
+
+
 def test_a_node_that_cannot_look_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_checks, "_look_from", lambda where, token: None)
 
@@ -91,7 +102,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def saving(model: Path | str, path: Path, **ckpt: Any) -> SimpleNamespace:
-    values = {"path": str(path), "save_steps": 5, "stop_file": None, "disable_ds": False} | ckpt
+    values = {"path": str(path), "save_steps": 5, "stop_file": None, "load_enable": False, "disable_ds": False} | ckpt
     return SimpleNamespace(
         ckpt=SimpleNamespace(**values),
         actor=SimpleNamespace(model_name_or_path=str(model)),

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from openrlhf_gtpo.cli import plan
 from openrlhf_gtpo.integration import run
 from openrlhf_gtpo.integration.megatron_flags import fp8_of, layout_of
 
@@ -145,3 +146,18 @@ def test_help_is_the_header(script: str) -> None:
     done = _run(script, "--help")
     assert done.returncode == 0 and "Paper:" in done.stdout and "Techniques:" in done.stdout
     assert "set -e" not in done.stdout and f"examples/scripts/{script}" in done.stdout
+
+
+@pytest.mark.parametrize("placement", ["colocated", "split"])
+def test_the_planners_script_is_one_of_them(placement: str, tmp_path: Path) -> None:
+    path = tmp_path / "planned.sh"
+    words = f"--model 7b --gpus 8 --fp8 off --placement {placement} --emit {path}"
+    assert plan.main(words.split()) == 0
+    done = subprocess.run(["bash", str(path), "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    command = shlex.split(done.stdout.replace("\\\n", " "))
+    args = run.parse(command[command.index("openrlhf_gtpo.cli.train_ppo_ray") + 1 :])
+    actor = args.actor.num_nodes * args.actor.num_gpus_per_node
+    engines = args.vllm.num_engines * args.vllm.tensor_parallel_size
+    assert (actor, engines) == (8, 8) if placement == "colocated" else actor + engines == 8
+    assert (args.rollout.batch_size, args.train.batch_size) == (128, 128)

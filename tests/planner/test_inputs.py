@@ -106,7 +106,7 @@ def test_every_gpu_is_plausible() -> None:
         ("--gpus 8 --max-tokens-per-gpu 0", "--max-tokens-per-gpu 0 must be at least 1."),
         ("--gpus 8 --mean-response 5000", "--mean-response 5000 must be between 1 and --response-length 4096."),
         (
-            "--gpus 8 --train-batch 48",
+            "--gpus 8 --prompts-per-step 8 --train-batch 48",
             "--train-batch 48 does not divide the 128 responses of a step (--prompts-per-step 8 × --samples-per-prompt 16).",
         ),
         (
@@ -168,10 +168,11 @@ def test_lengths_have_the_mean_that_is_asked_for() -> None:
 
 def test_micro_batches_hold_every_row() -> None:
     """Eight rows of 1024 and about 978 tokens, four replicas of two; and a row longer than a micro-batch has one of its own."""
-    work = Workload(samples_per_prompt=1)
+    work = Workload(samples_per_prompt=1, prompts_per_step=8)
     count, tokens = work.micro_batches(replicas=1)
     assert count == 1 and tokens == pytest.approx(8 * work.prompt + 8 * work.response, rel=0.1)
-    work = Workload(prompt_length=10, response_length=90, mean_prompt=10, mean_response=90, max_tokens=250)
+    rows = {"prompt_length": 10, "response_length": 90, "prompts_per_step": 8}
+    work = Workload(**rows, mean_prompt=10, mean_response=90, max_tokens=250)
     count, tokens = work.micro_batches(replicas=2)
     assert (count, tokens) == (32, 200)  # two whole rows in each
-    assert Workload(prompt_length=10, response_length=90, max_tokens=50).micro_batch_tokens == 100
+    assert Workload(**rows, max_tokens=50).micro_batch_tokens == 100

@@ -25,7 +25,7 @@ from openrlhf_gtpo.planner.plan import Request, candidates, smallest_cluster
 from openrlhf_gtpo.planner.workload import Workload
 
 FOUR_NODES = "--model 32b --gpus 32 --gpu h100-80g --nodes 4"
-PAPER = Workload()
+WORK = Workload(prompts_per_step=8)
 MOE = {
     "model_type": "qwen3_moe",
     "hidden_size": 2048,
@@ -42,7 +42,7 @@ MOE = {
 }
 
 
-def request(model: str = "7b", gpus: int = 8, workload: Workload = PAPER, **asked: Any) -> Request:
+def request(model: str = "7b", gpus: int = 8, workload: Workload = WORK, **asked: Any) -> Request:
     return Request(model_config(PRESETS[model], model), parse_cluster("h100-80g", gpus), workload, Asked(**asked))
 
 
@@ -80,7 +80,7 @@ def test_every_candidate_is_legal_for_the_actor() -> None:
 
 def test_times_move_the_right_way() -> None:
     base = one(request(**FIXED))
-    work = PAPER
+    work = WORK
     assert one(request(**FIXED | {"recompute": "full"})).seconds["train"] > 1.2 * base.seconds["train"]
     assert one(request(**FIXED | {"fp8": "e4m3", "fp8_recipe": "blockwise"})).seconds["train"] < base.seconds["train"]
     assert one(request(workload=replace(work, mean_response=2000.0), **FIXED)).step_seconds > base.step_seconds
@@ -159,7 +159,7 @@ def test_the_smallest_cluster_is_smallest() -> None:
 
 
 def test_experts_are_planned_for() -> None:
-    asked = Request(model_config(MOE, "moe"), parse_cluster("h100-80g", 16), PAPER)
+    asked = Request(model_config(MOE, "moe"), parse_cluster("h100-80g", 16), WORK)
     found = candidates(asked)
     assert found[0].fits and {candidate.training.layout.expert_model_parallel_size for candidate in found} >= {
         1,
@@ -210,7 +210,7 @@ def test_a_script_that_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert plan.main(words) == 0
     assert f"wrote {path}" in capsys.readouterr().out
     (tmp_path / "examples" / "scripts").mkdir(parents=True)
-    (tmp_path / "examples" / "scripts" / "launch.sh").write_text(
+    (tmp_path / "examples" / "scripts" / "train_gtpo_colocated.sh").write_text(
         'echo "$ALGORITHM $MODEL $PLACEMENT $NODES×$GPUS_PER_NODE TP$TENSOR_PARALLEL $VLLM_ENGINES×$VLLM_TENSOR_PARALLEL '
         '$SAMPLES_PER_PROMPT $PROMPTS_PER_STEP $TRAIN_BATCH $PROMPT_LENGTH $RESPONSE_LENGTH [$FP8] $*"\n'
     )
@@ -219,11 +219,11 @@ def test_a_script_that_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[
         ["bash", str(path), "--dry-run"], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.startswith("grpo_s /models/mine colocated 4×8 TP8 4×8 16 8 128 2048 4096 [")
-    assert ran.stdout.endswith("] --dry-run -- --megatron.sequence_parallel\n")
+    assert ran.stdout.startswith("grpo_s /models/mine colocated 4×8 TP8 4×8 16 128 128 2048 4096 [")
+    assert ran.stdout.endswith("] --dry-run\n")
     mine = ["--", "--actor.adam.lr", "5e-7"]
     ran = subprocess.run(["bash", str(path), *mine], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert ran.stdout.endswith("] -- --actor.adam.lr 5e-7 --megatron.sequence_parallel\n")
+    assert ran.stdout.endswith("] -- --actor.adam.lr 5e-7\n")
     elsewhere = subprocess.run(["bash", str(path)], cwd=path.parent, env=environment, capture_output=True, text=True)
     assert elsewhere.returncode == 2 and "run this from the root of openrlhf_gtpo" in elsewhere.stderr
 
@@ -232,12 +232,12 @@ def test_flags_of_the_script_are_the_trainer_s() -> None:
     from openrlhf_gtpo.integration.megatron_flags import add_flags
     from openrlhf_gtpo.planner.emit import _trainer_flags
 
-    asked = Request(model_config(MOE, "moe"), parse_cluster("h100-80g", 16), PAPER, Asked(tensor=2, expert=8))
+    asked = Request(model_config(MOE, "moe"), parse_cluster("h100-80g", 16), WORK, Asked(tensor=2, expert=8))
     flags = " ".join(_trainer_flags(candidates(replace(asked, distributed_optimizer=False))[0])).split()
     parser = argparse.ArgumentParser()
     add_flags(parser)
     parsed = vars(parser.parse_args(flags))
-    assert parsed["megatron.sequence_parallel"] and parsed["megatron.expert_model_parallel_size"] == 8
+    assert parsed["megatron.expert_model_parallel_size"] == 8
     assert not parsed["megatron.use_distributed_optimizer"]
 
 
