@@ -69,7 +69,7 @@ def test_a_shared_folder_passes(tmp_path: Path, elsewhere: Path) -> None:
 
 
 def test_only_a_run_that_saves_needs_a_shared_folder(tmp_path: Path, elsewhere: Path, monkeypatch) -> None:
-    nodes = [node("n1", 1) | {"Alive": True}, node("n2", 1) | {"Alive": True}]
+    nodes = [node("n1", 2) | {"Alive": True}, node("n2", 2) | {"Alive": True}]
     monkeypatch.setattr(cluster_checks.ray, "nodes", lambda: nodes)
     args = run_of(1, 1)
     args.ckpt = saving("none", tmp_path / "checkpoints", save_steps=-1).ckpt
