@@ -83,7 +83,7 @@ node_command() {
     else
         words+=(worker --head "${addresses[0]}:$port")
     fi
-    words+=(--name "${names[$1]}" --address "${addresses[$1]}" --token "$token" --logs "$logs/${names[$1]}-ray")
+    words+=(--name "${names[$1]}" --address "${addresses[$1]}" --token "$token" --logs "$logs/${names[$1]}-ray" --temporary "$NODE_TMP")
     local -a flags
     read -ra flags <<<"$RAY_FLAGS"
     printf '%q ' "${words[@]}" -- ${flags[@]+"${flags[@]}"}
@@ -131,7 +131,8 @@ attend() {
 lose() {
     lost="$1"
     say "$2"
-    printf '%s\n' "$1" >>"$losses"
+    # Before the training it is the header that is wrong, most likely, and would be the next time.
+    [[ -z "$trainer" ]] || printf '%s\n' "$1" >>"$losses"
 }
 
 lose_ray() {
@@ -249,6 +250,9 @@ what_next() {
         echo finished
     elif $stopping; then
         echo requeue
+    elif [[ -n "$lost" && -z "$trainer" ]]; then
+        say "no training without all nodes: look at $lost, or at SETUP, CONTAINER and OUTPUT, which all nodes must share; then sbatch again."
+        echo failed
     elif [[ -n "$lost" ]] && (($(wc -l <"$losses") <= MAX_REQUEUES)); then
         echo requeue
     elif [[ -n "$lost" ]]; then

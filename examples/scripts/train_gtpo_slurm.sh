@@ -37,6 +37,7 @@ CONTAINER_MOUNTS="${CONTAINER_MOUNTS:-}"       # more folders, such as /shared/m
 INTERFACE="${INTERFACE:-}"
 PORT="${PORT:-}"                               # first of three on the head; nothing: one from the job's number
 RAY_FLAGS="${RAY_FLAGS:-}"                     # of `ray start` on every node
+NODE_TMP="${NODE_TMP:-/tmp}"                   # on a disk of each node; a short name, as it holds Unix sockets
 JOIN_TIMEOUT="${JOIN_TIMEOUT:-600}"            # seconds until every node must have joined
 MAX_REQUEUES="${MAX_REQUEUES:-5}"              # for nodes that are lost; a signal requeues always
 set -euo pipefail

@@ -82,6 +82,7 @@ def submit(cluster: SlurmCluster, folder: Path, launcher: Path, *trainer_flags: 
         "RAY_FLAGS": logical,
         "PORT": str(port),
         "ROOT": str(ROOT),
+        "NODE_TMP": str(cluster.folder),  # where a node that is killed leaves its files
     }
     sbatch = ["sbatch", "--parsable", "--nodes=2", "--gpus-per-node=0", f"--output={folder}/job.log"]
     number = cluster.run(*sbatch, str(SCRIPT), "--", *trainer_flags, **(settings | environment)).strip()

@@ -82,18 +82,32 @@ def test_a_node_that_does_not_join_is_named_and_the_job_ends(
     cluster: SlurmCluster, launcher: Path, tmp_path: Path
 ) -> None:
     stuck = f"export PATH={Path(sys.executable).parent}:$PATH; [[ $SLURMD_NODENAME != n2 ]] || sleep 600"
-    job = submit(cluster, tmp_path, launcher, SETUP=stuck, JOIN_TIMEOUT="60")
+    job = submit(cluster, tmp_path, launcher, SETUP=stuck, JOIN_TIMEOUT="45")
     until(job.ended, 300, "the job ends")
     assert job.state() == "FAILED" and not (tmp_path / "started").exists()
-    assert "After 60 s 1 of 2 nodes have not joined the Ray cluster: n2;" in job.log, job.everything
+    assert "After 45 s 1 of 2 nodes have not joined the Ray cluster: n2;" in job.log, job.everything
     until(lambda: not job.processes(), 100, "its steps end")
+
+
+def test_a_node_that_ends_before_the_training_ends_the_job(
+    cluster: SlurmCluster, launcher: Path, tmp_path: Path
+) -> None:
+    broken = f"export PATH={Path(sys.executable).parent}:$PATH; [[ $SLURMD_NODENAME != n2 ]] || exit 3"
+    job = submit(cluster, tmp_path, launcher, SETUP=broken)
+    until(job.ended, 300, "the job ends")
+    assert job.state() == "FAILED" and cluster.restarts(job.number) == 0
+    assert "Ray on the node n2 has ended" in job.log and "no training without all nodes: look at n2" in job.log
 
 
 def test_a_node_that_is_lost_requeues_no_more_than_it_may(
     cluster: SlurmCluster, launcher: Path, tmp_path: Path
 ) -> None:
-    broken = f"export PATH={Path(sys.executable).parent}:$PATH; [[ $SLURMD_NODENAME != n2 ]] || exit 3"
-    job = submit(cluster, tmp_path, launcher, SETUP=broken, MAX_REQUEUES="1")
+    started = tmp_path / "started"
+    # As when memory runs out: the raylet, a child of `ray start`, which is one of the process that this shell becomes.
+    raylet = "for child in $(pgrep -P $$); do pgrep -P $child raylet; done"
+    dies = f"rm -f {started}; (until [[ -e {started} ]]; do sleep 0.2; done; kill -9 $({raylet})) &"
+    setup = f"export PATH={Path(sys.executable).parent}:$PATH; [[ $SLURMD_NODENAME != n2 ]] || {{ {dies} }}"
+    job = submit(cluster, tmp_path, launcher, SETUP=setup, MAX_REQUEUES="1")
     until(job.ended, 300, "the job ends")
     assert job.state() == "FAILED" and cluster.restarts(job.number) == 1
     assert job.log.count("Ray on the node n2 has ended") == 2, job.everything
