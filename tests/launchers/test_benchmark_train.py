@@ -1,29 +1,12 @@
 """Would catch a launcher whose flags are lost or split when it is measured, or that trains instead."""
 
-import os
-import shlex
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launcher_runs import LAUNCHERS, resolved, run_script
 
 from openrlhf_gtpo.cli import benchmark, benchmark_train
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "scripts"
-LAUNCHERS = sorted(path.name for path in SCRIPTS.glob("train_*.sh") if not path.stem.endswith("_slurm"))
-
-
-def _run(script: str, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "VIRTUAL_ENV")}
-    command = ["bash", str(SCRIPTS / script), *flags]
-    return subprocess.run(command, capture_output=True, text=True, env=clean | environment, cwd="/", timeout=60)
-
-
-def _words(script: str, *flags: str, **environment: str) -> list[str]:
-    done = _run(script, "--dry-run", *flags, **environment)
-    assert done.returncode == 0, done.stderr
-    return shlex.split(done.stdout.replace("\\\n", " "))
 
 
 def _asked(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -38,8 +21,8 @@ def _asked(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_launcher_is_measured_with_its_own_flags(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--", "--train.seed", "7"]
-    own = _words(launcher, *flags, OUTPUT="/tmp/out")
-    args = _asked(_words("benchmark_train.sh", *flags, MEASURE=launcher, OUTPUT="/tmp/out"), monkeypatch)
+    own = resolved(launcher, *flags, OUTPUT="/tmp/out")
+    args = _asked(resolved("benchmark_train.sh", *flags, MEASURE=launcher, OUTPUT="/tmp/out"), monkeypatch)
     assert args.trainer_flags == own[own.index("openrlhf_gtpo.cli.train_ppo_ray") + 1 :]
     assert args.trainer_flags[-2:] == ["--train.seed", "7"] and not args.compare
     assert (args.steps, args.warmup, args.repeat) == (3, 1, 3)
@@ -48,7 +31,7 @@ def test_every_launcher_is_measured_with_its_own_flags(launcher: str, monkeypatc
 def test_configurations_and_places_reach_the_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compare = "bf16=;fp8=--megatron.fp8 e4m3 --megatron.override 'a b=1'\n tp8=--x 8"
     variables = {"COMPARE": compare, "OUTPUT": str(tmp_path / "out"), "STEPS": "2", "REPEAT": "5", "WARMUP": "0"}
-    words = _words("benchmark_train.sh", "--submit", "http://127.0.0.1:8265", **variables)
+    words = resolved("benchmark_train.sh", "--submit", "http://127.0.0.1:8265", **variables)
     assert words[:6] == ["ray", "job", "submit", "--address", "http://127.0.0.1:8265", "--"]
     args = _asked(words, monkeypatch)
     assert (args.steps, args.warmup, args.repeat) == (2, 0, 5)
@@ -60,7 +43,7 @@ def test_configurations_and_places_reach_the_benchmark(monkeypatch: pytest.Monke
 
 def test_a_run_without_a_gpu_has_data_for_all_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     args = _asked(
-        _words("benchmark_train.sh", "--cpu", STEPS="2", WARMUP="3", MEASURE="train_gtpo_split.sh"), monkeypatch
+        resolved("benchmark_train.sh", "--cpu", STEPS="2", WARMUP="3", MEASURE="train_gtpo_split.sh"), monkeypatch
     )
     flags = args.trainer_flags
     samples, prompts = (int(flags[flags.index(f) + 1]) for f in ("--data.max_samples", "--rollout.batch_size"))
@@ -82,11 +65,11 @@ def test_a_run_without_a_gpu_has_data_for_all_of_its_steps(monkeypatch: pytest.M
     ],
 )
 def test_a_mistake_is_one_sentence(flags: list[str], environment: dict[str, str], message: str) -> None:
-    done = _run("benchmark_train.sh", *flags, **environment)
+    done = run_script("benchmark_train.sh", *flags, **environment)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("benchmark_train: ") and message in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_help_is_the_header() -> None:
-    done = _run("benchmark_train.sh", "--help")
+    done = run_script("benchmark_train.sh", "--help")
     assert done.returncode == 0 and "COMPARE=" in done.stdout and "set -e" not in done.stdout

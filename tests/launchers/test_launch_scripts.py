@@ -1,38 +1,22 @@
 """The train_*.sh scripts against the trainer's real parser, and the paper's settings in what comes out."""
 
-import os
 import shlex
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from launcher_runs import LAUNCHERS, ROOT, resolved, run_script
 
 from openrlhf_gtpo.cli import plan
 from openrlhf_gtpo.integration import run
 from openrlhf_gtpo.integration.megatron_flags import fp8_of, layout_of
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ROOT / "examples" / "scripts"
-LAUNCHERS = sorted(path.name for path in SCRIPTS.glob("train_*.sh") if not path.stem.endswith("_slurm"))
 PAPER = {"gtpo": ("gtpo", {"alpha1": 1.0, "alpha2": 0.1}), "grpo_s": ("grpo_s", {"beta1": 1.0, "beta2": 0.1})}
 
 
-def _run(script: str, *flags: str, **environment: str) -> subprocess.CompletedProcess:
-    clean = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "VIRTUAL_ENV")}
-    command = ["bash", str(SCRIPTS / script), *flags]
-    return subprocess.run(command, capture_output=True, text=True, env=clean | environment, cwd="/", timeout=60)
-
-
-def _command(script: str, *flags: str, **environment: str) -> list[str]:
-    """The words of the command that the script resolves to."""
-    done = _run(script, "--dry-run", *flags, **environment)
-    assert done.returncode == 0, done.stderr
-    return shlex.split(done.stdout.replace("\\\n", " "))
-
-
 def _arguments(script: str, *flags: str, **environment: str) -> SimpleNamespace:
-    command = _command(script, *flags, **environment)
+    command = resolved(script, *flags, **environment)
     return run.parse(command[command.index("openrlhf_gtpo.cli.train_ppo_ray") + 1 :])
 
 
@@ -93,16 +77,16 @@ def test_the_32b_script_is_the_papers_cluster() -> None:
 
 @pytest.mark.parametrize("algorithm", ["gtpo", "grpo_s", "grpo", "dapo", "gspo"])
 def test_a_comparison_is_one_word(algorithm: str) -> None:
-    theirs = _run("train_gtpo_colocated.sh", "--dry-run", ALGORITHM=algorithm).stdout.splitlines()
-    ours = _run("train_gtpo_colocated.sh", "--dry-run").stdout.splitlines()
+    theirs = run_script("train_gtpo_colocated.sh", "--dry-run", ALGORITHM=algorithm).stdout.splitlines()
+    ours = run_script("train_gtpo_colocated.sh", "--dry-run").stdout.splitlines()
     different = [number for number, lines in enumerate(zip(ours, theirs, strict=True)) if lines[0] != lines[1]]
     assert different == ([] if algorithm == "gtpo" else [1])  # the algorithm's group alone
     assert _arguments("train_gtpo_colocated.sh", ALGORITHM=algorithm).algo.kl.init_coef == 0
 
 
 def test_a_script_of_an_algorithm_is_that_one_word() -> None:
-    named = _command("train_grpo_s_split.sh", OUTPUT="/tmp/run")
-    assert named == _command("train_gtpo_split.sh", ALGORITHM="grpo_s", OUTPUT="/tmp/run")
+    named = resolved("train_grpo_s_split.sh", OUTPUT="/tmp/run")
+    assert named == resolved("train_gtpo_split.sh", ALGORITHM="grpo_s", OUTPUT="/tmp/run")
 
 
 def test_the_environment_and_flags_of_the_trainer_win() -> None:
@@ -114,7 +98,7 @@ def test_the_environment_and_flags_of_the_trainer_win() -> None:
 def test_what_a_cluster_runs_has_absolute_paths(tmp_path: Path) -> None:
     data = tmp_path / "train data.jsonl"
     data.touch()
-    command = _command("train_gtpo_32b.sh", "--submit", "http://127.0.0.1:8265", DATA=str(data), OUTPUT="runs/x")
+    command = resolved("train_gtpo_32b.sh", "--submit", "http://127.0.0.1:8265", DATA=str(data), OUTPUT="runs/x")
     assert command[:6] == ["ray", "job", "submit", "--address", "http://127.0.0.1:8265", "--"]
     assert command[command.index("--data.prompt_dataset") + 1] == str(data)
     assert command[command.index("--ckpt.path") + 1] == "/runs/x/checkpoints"
@@ -136,14 +120,14 @@ def test_what_a_cluster_runs_has_absolute_paths(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_is_one_sentence(flags: list[str], environment: dict[str, str], message: str) -> None:
-    done = _run("train_gtpo_colocated.sh", *flags, **environment)
+    done = run_script("train_gtpo_colocated.sh", *flags, **environment)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("train_gtpo_colocated: ") and message in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("script", LAUNCHERS)
 def test_help_is_the_header(script: str) -> None:
-    done = _run(script, "--help")
+    done = run_script(script, "--help")
     assert done.returncode == 0 and "Paper:" in done.stdout and "Techniques:" in done.stdout
     assert "set -e" not in done.stdout and f"examples/scripts/{script}" in done.stdout
 

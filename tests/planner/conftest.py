@@ -1,4 +1,7 @@
-"""Makes the programs beside the tests importable, and those of the Megatron tests with their pool of ranks."""
+"""Makes the programs beside the tests importable, and those of the Megatron tests with their pool of ranks.
+
+The pools are not those of the Megatron tests: what earlier layouts left behind would be measured too.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -11,14 +14,14 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "meg
 from rank_pool import RankPool  # noqa: E402
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def four_ranks() -> Iterator[RankPool]:
     """Four processes joined over gloo."""
     with RankPool(4) as pool:
         yield pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def one_rank() -> Iterator[RankPool]:
     """One process with a gloo group of its own."""
     with RankPool(1) as pool:
