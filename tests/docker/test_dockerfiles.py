@@ -88,6 +88,13 @@ def test_a_stage_declares_the_arguments_that_it_uses(platform: str) -> None:
     assert "UID" in used
 
 
+def test_a_compiled_wheel_never_comes_from_a_cache() -> None:
+    """pip's cache does not know which torch a wheel was compiled against."""
+    compiled = [i.value for i in instructions("cuda") if i.name == "RUN" and "pip wheel" in i.value]
+    assert len(compiled) == 3
+    assert all("--no-cache-dir" in value and "type=cache" not in value for value in compiled)
+
+
 @both
 def test_health_check_and_command_name_files_of_the_image(platform: str) -> None:
     check = json.loads(last(platform, "HEALTHCHECK").partition("CMD ")[2])
