@@ -106,6 +106,9 @@ check_host() {
 sys.exit(not (pathlib.Path(sysconfig.get_paths()["include"]) / "Python.h").exists())' ||
         refuse "$python has no header Python.h, which DeepSpeed's CPU optimizer is compiled against: install it" \
             "(Debian: apt-get install python3-dev)."
+    "$python" -I -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
+        refuse "libnuma.so.1 was not found, and vLLM's CPU build is linked against it: install it" \
+            "(Debian: apt-get install libnuma1)."
 
     local free_mb
     if [[ -d "$venv" ]]; then # what is about to be replaced makes room
