@@ -32,17 +32,15 @@ def run_and_clear(command: Sequence[str], environment: Mapping[str, str], *, pat
     Raises:
         OSError: the program cannot be started.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
+    _adopt_orphans(True)
     before = {number: signal.signal(number, note) for number in _FORWARDED}
-    child = subprocess.Popen(command, env=dict(environment))
     try:
+        child = subprocess.Popen(command, env=dict(environment))
         asked = None
         while child.poll() is None:
             if received and asked is None:
@@ -57,7 +55,14 @@ def run_and_clear(command: Sequence[str], environment: Mapping[str, str], *, pat
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        _adopt_orphans(False)
     return 128 + received[0] if received else child.returncode
+
+
+def _adopt_orphans(yes: bool) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def end_descendants(pid: int, *, patience: float) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.e2e.holding import Hold
 from tests.launch.conftest import Job, cluster, submit  # noqa: F401  # a fixture
 from tests.slurm_cluster import SlurmCluster, until
 
@@ -23,7 +24,7 @@ while [[ "$1" != --submit ]]; do shift; done
 exec ray job submit --address "$2" -- python3 -m openrlhf_gtpo.cli.train_ppo_ray {argv} "${{@:4}}"
 """
 QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-EPISODES, STEPS = 4, 32  # of eight steps each: enough for the test to see one in the middle
+EPISODES, STEPS = 2, 16  # of eight steps each
 
 
 def _steps(folder: Path) -> list[int]:
@@ -57,8 +58,10 @@ def _kill_ray(job: Job, node: str) -> None:
 def test_a_job_is_stopped_then_loses_a_node_and_ends_with_every_step(
     cluster: SlurmCluster, trainer_argv: list[str], tmp_path: Path  # noqa: F811
 ) -> None:
+    hold = Hold(tmp_path)
+    hold.after(1)
     argv = [*trainer_argv, "--algo.advantage.estimator", "gtpo", "--data.max_samples", "32"]
-    argv += ["--train.num_episodes", str(EPISODES)]
+    argv += ["--train.num_episodes", str(EPISODES), "--reward.remote_url", str(hold.reward)]
     # Three of the nodes' four GPUs, so some of it runs on each node.
     argv += ["--actor.backend", "megatron", "--train.max_tokens_per_gpu", "128", "--actor.num_gpus_per_node", "2"]
     argv += ["--megatron.tensor_model_parallel_size", "2", "--megatron.async_save", "--ckpt.save_steps", "3"]
@@ -70,6 +73,8 @@ def test_a_job_is_stopped_then_loses_a_node_and_ends_with_every_step(
     until(lambda: _steps(tmp_path) or job.ended(), 600, "the first step")
     assert _steps(tmp_path), job.everything
     cluster.run("scancel", "--signal=USR1", "--batch", job.number)
+    until(lambda: [*tmp_path.glob("run/slurm/*/stop")] or job.ended(), 300, "the request")
+    hold.after(11)
     until(lambda: cluster.restarts(job.number) == 1, 300, "a requeue")
     stopped = _steps(tmp_path)[-1]
     assert stopped < STEPS and _latest(tmp_path) == stopped, job.everything  # whatever --ckpt.save_steps says
@@ -86,6 +91,7 @@ def test_a_job_is_stopped_then_loses_a_node_and_ends_with_every_step(
     assert "Ray on the node n2 has ended" in job.log
     saved = _latest(tmp_path)
     assert stopped < saved < STEPS, job.everything
+    hold.release()
     cluster.start_node("n2")
 
     until(lambda: job.ended(), 600, "the end of the job")

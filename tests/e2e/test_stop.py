@@ -11,18 +11,18 @@ import pytest
 
 from openrlhf_gtpo.integration.checkpoint_disk import checkpoint_bytes, parameters_of
 from tests.e2e.conftest import Finished, finish
+from tests.e2e.holding import Hold
 from tests.slurm_cluster import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def test_sigusr1_saves_and_the_same_command_goes_on(trainer_argv, tiny_model, tmp_path) -> None:
-    argv = [*trainer_argv, "--algo.advantage.estimator", "gtpo", "--data.max_samples", "32"]
-    argv += [
-        "--ckpt.load_enable",
-        "--ckpt.best_metric_key",
-        "none",
-    ]  # --ckpt.save_steps -1: no checkpoint but that one
+    hold = Hold(tmp_path)
+    hold.after(1)
+    argv = [*trainer_argv, "--algo.advantage.estimator", "gtpo", "--data.max_samples", "16"]
+    argv += ["--reward.remote_url", str(hold.reward), "--ckpt.load_enable"]
+    argv += ["--ckpt.best_metric_key", "none"]  # and --ckpt.save_steps -1: no checkpoint but that one
     # What a run leaves that died in its first checkpoint.
     (tmp_path / "checkpoints" / "_actor" / "global_step2").mkdir(parents=True)
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -34,15 +34,21 @@ def test_sigusr1_saves_and_the_same_command_goes_on(trainer_argv, tiny_model, tm
         stopped = Finished(0, "", tmp_path)
         metrics = tmp_path / "metrics.jsonl"
         try:
-            until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 1 or run.poll(), 600, "a step")
+            until(
+                lambda: metrics.exists() and metrics.read_text().count("\n") >= 1 or run.poll() is not None,
+                600,
+                "a step",
+            )
             run.send_signal(signal.SIGUSR1)
+            until(lambda: (tmp_path / "checkpoints" / "stop").exists() or run.poll() is not None, 100, "the request")
+            hold.release()
             code = run.wait(timeout=300)
         finally:
             run.kill()
     text = (tmp_path / "log").read_text()
     assert code == 75, text[-4000:]
     last = stopped.steps[-1]["step"]
-    assert last < 8
+    assert last == 2  # the one in progress
     assert f"train_ppo_ray stopped: asked to, after step {last}, which is saved" in text.strip().splitlines()[-1]
     saved = tmp_path / "checkpoints" / "_actor" / f"global_step{last}"
     size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
@@ -52,4 +58,4 @@ def test_sigusr1_saves_and_the_same_command_goes_on(trainer_argv, tiny_model, tm
     (tmp_path / "checkpoints" / "stop").touch()  # one that came too late for the first run
     resumed = finish(argv, tmp_path)
     assert resumed.code == 0, resumed.log[-4000:]
-    assert [step["step"] for step in resumed.steps] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [step["step"] for step in resumed.steps] == [1, 2, 3, 4]
