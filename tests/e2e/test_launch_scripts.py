@@ -13,16 +13,10 @@ from tests.e2e.conftest import ROOT
 
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script, placement",
-    [
-        ("train_gtpo_32b.sh", "colocated"),  # two logical nodes, tensor parallelism across them, emulated FP8
-        ("train_grpo_s_split.sh", "split"),
-    ],
-)
-def test_the_cpu_version_runs(script: str, placement: str, tmp_path: Path) -> None:
+def test_the_cpu_version_runs(tmp_path: Path) -> None:
+    """The script that asks for most: two logical nodes, tensor parallelism across them, colocated engines, emulated FP8."""
     output = tmp_path / "run"
-    command = ["bash", str(ROOT / "examples" / "scripts" / script), "--cpu", "--", "--train.seed", "2"]
+    command = ["bash", str(ROOT / "examples/scripts/train_gtpo_32b.sh"), "--cpu", "--", "--train.seed", "2"]
     environment = os.environ | {"OUTPUT": str(output), "STEPS": "2", "SAVE_STEPS": "2"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=800)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
