@@ -81,7 +81,11 @@ def until(condition: Callable[[], object], seconds: float, what: str) -> None:
 
 
 class SlurmCluster:
-    """Runs until :meth:`stop`; ``environment`` makes SLURM's commands talk to it."""
+    """Runs until :meth:`stop`; ``environment`` makes SLURM's commands talk to it.
+
+    Raises:
+        AssertionError: its daemons do not come up on this host.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -93,6 +97,14 @@ class SlurmCluster:
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "RAY"))}
         self.environment["SLURM_CONF"] = str(folder / "slurm.conf")
         self._daemons: dict[str, subprocess.Popen] = {}
+        try:
+            self._bring_up()
+        except BaseException:
+            self._end_daemons()
+            raise
+
+    def _bring_up(self) -> None:
+        folder = self.folder
         self._key()
         munge = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
         self._start("munged", "munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *munge)
@@ -144,14 +156,17 @@ class SlurmCluster:
                 self.run("scancel", *jobs, check=False)
                 until(lambda: not self.run("squeue", "--noheader", check=False).strip(), 200, "jobs end")
         finally:
-            for daemon in self._daemons.values():
-                daemon.terminate()
-            for daemon in self._daemons.values():
-                try:
-                    daemon.wait(timeout=60)
-                except subprocess.TimeoutExpired:
-                    daemon.kill()
-                    daemon.wait()
+            self._end_daemons()
+
+    def _end_daemons(self) -> None:
+        for daemon in self._daemons.values():
+            daemon.terminate()
+        for daemon in self._daemons.values():
+            try:
+                daemon.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
 
     def _key(self) -> None:
         path = self.folder / "munge.key"
