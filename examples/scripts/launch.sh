@@ -163,7 +163,7 @@ if $dry_run; then
     exit 0
 fi
 
-[[ -e "$DATA" || ! "$DATA" =~ \.(jsonl|json|csv|parquet)$ ]] || refuse "DATA=$DATA is not there; the script's header says how it is made."
+[[ -e "$DATA" || ! "$DATA" =~ \.(jsonl|json|csv|parquet)$ ]] || refuse "DATA=$DATA is not there; the header of train_gtpo_colocated.sh says how it is made."
 mkdir -p "$OUTPUT" 2>/dev/null || refuse "OUTPUT=$OUTPUT cannot be made."
 exec "${command[@]}" "${algorithm_args[@]}" "${model_args[@]}" "${data_args[@]}" "${rollout_args[@]}" "${train_args[@]}" \
     "${placement_args[@]}" "${log_args[@]}" "$@"
