@@ -77,9 +77,9 @@ def decoder_flops(config: Any, lengths: Iterable[int]) -> int:
 
 
 def forward_flops(config: Any, lengths: Iterable[int], projected: int) -> int:
-    """Of one forward pass over sequences of these lengths, of which the LM head projects ``projected`` tokens: products
-    of the decoder (see :func:`decoder_flops`) and of the head."""
-    return decoder_flops(config, lengths) + 2 * config.hidden_size * config.vocab_size * projected
+    """:func:`openrlhf_gtpo.planner.shape.forward_flops` of Transformers' configuration ``config``; the LM head projects
+    ``projected`` tokens."""
+    return shape.forward_flops(shape.ModelShape.of(config), lengths, projected)
 
 
 def dense_config(model: str) -> Any | None:

@@ -1,5 +1,6 @@
 """The configurations that ``benchmark train`` runs: each parsed and checked as the trainer would, before any starts."""
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ def split_compare(words: Sequence[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for word in words:
         name, equals, flags = word.partition("=")
-        if not equals or not name or not set(name) <= _NAME_CHARACTERS:
+        if not equals or not re.fullmatch(r"[A-Za-z0-9._-]+", name):
             raise UsageError(
                 f'--compare {word!r} is not NAME="FLAGS", with a name of letters, digits, ".", "_" and "-"; write '
                 "--compare megatron='--actor.backend megatron'."
@@ -57,9 +58,6 @@ def split_compare(words: Sequence[str]) -> dict[str, list[str]]:
         except ValueError as error:
             raise UsageError(f"--compare {name}: its flags {flags!r} cannot be split into words: {error}.") from error
     return found
-
-
-_NAME_CHARACTERS = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
 
 
 def configurations(common: Sequence[str], compare: Mapping[str, Sequence[str]], steps: int) -> list[Configuration]:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from openrlhf_gtpo.megatron.fp8_options import Fp8Options
 from openrlhf_gtpo.planner.shape import ModelShape
 
-KINDS = ("te", "local")
 RECOMPUTE = ("none", "selective", "full")
 # Sequences shorter than this are attended to in float32 on a CPU; ``megatron.layers`` says why.
 SHORT_ROW = 384

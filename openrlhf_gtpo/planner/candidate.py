@@ -160,4 +160,4 @@ class Candidate:
 
     def activations(self) -> dict[str, float]:
         """Bytes of activations on the first stage with each kind of recompute."""
-        return {kind: activation_bytes(self.training, 0, kind) for kind in ("none", "selective", "full")}
+        return {kind: activation_bytes(self.training, 0, kind) for kind in RECOMPUTE}

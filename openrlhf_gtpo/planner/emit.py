@@ -18,7 +18,6 @@ class Job:
         model: what the launcher is given as MODEL.
         command: the words that made the plan, for the script's header.
         algorithm: one of :data:`ALGORITHMS`.
-        offloads: the trainer's memory moves to the host between phases.
     """
 
     model: str

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from openrlhf_gtpo.planner.assumptions import Assumptions
 from openrlhf_gtpo.planner.cluster import Cluster
-from openrlhf_gtpo.planner.shape import ModelShape, decoder_flops
+from openrlhf_gtpo.planner.shape import ModelShape, decoder_flops, forward_flops
 from openrlhf_gtpo.planner.workload import Workload
 
 
@@ -108,7 +108,7 @@ class Engines:
         attention reads the cache."""
         shape, gpu, assumed = self.shape, self.cluster.gpu, self.assumptions
         read = self._weights_read(rows) / self.tensor / (gpu.memory_bandwidth * assumed.decode_weights)
-        flops = rows * (decoder_flops(shape, [1]) + 2 * shape.vocab_size * shape.hidden_size) / self.tensor
+        flops = rows * forward_flops(shape, [1], 1) / self.tensor
         cache = rows * context * self.token_bytes / (gpu.memory_bandwidth * assumed.decode_cache)
         sums = 2 * shape.num_layers if self.tensor > 1 else 0
         sent = 2 * 2 * rows * shape.hidden_size * (self.tensor - 1) / self.tensor

@@ -2,7 +2,7 @@
 
 The peak is the largest of a few moments, each listed from the code that makes it: ``megatron/model.py``,
 ``megatron/layers.py``, ``lm_head/``, Megatron's DDP and optimizer. What the CUDA context, NCCL and the allocator's
-fragments take is added elsewhere (``memory``).
+fragments take is added elsewhere (``candidate``).
 """
 
 from dataclasses import dataclass, replace

@@ -92,6 +92,9 @@ def write_math_files(
     Raises:
         ValueError: a column that is not there, an output folder that is not empty, or too few problems.
     """
+    directory = Path(output_dir).expanduser().resolve()
+    if directory.exists() and any(directory.iterdir()):  # before the answers are read, which may take minutes
+        raise ValueError(f"--output {directory} is not empty; name a new folder or remove it")
     problems: dict[str, dict[str, Any]] = {}
     repeated = without_answer = 0
     for number, row in enumerate(table):
@@ -116,9 +119,6 @@ def write_math_files(
     parts = {"train": [row for index, row in enumerate(rows) if index not in held_out]}
     if eval_size:
         parts["eval"] = [rows[index] for index in sorted(held_out)]
-    directory = Path(output_dir).expanduser().resolve()
-    if directory.exists() and any(directory.iterdir()):
-        raise ValueError(f"--output {directory} is not empty; name a new folder or remove it")
     directory.mkdir(parents=True, exist_ok=True)
     for name, part in parts.items():
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in part)

@@ -115,7 +115,11 @@ def test_what_a_cluster_runs_has_absolute_paths(tmp_path: Path) -> None:
         ([], {"TENSOR_PARALLEL": "two"}, "TENSOR_PARALLEL is 'two'; it must be a positive number."),
         ([], {"STEPS": "0"}, "STEPS is '0'"),
         ([], {"SAVE_STEPS": "often"}, "SAVE_STEPS is 'often'"),
-        ([], {"DATA": "missing.jsonl"}, "DATA=missing.jsonl is not there; the header of train_gtpo_colocated.sh says how it is made."),
+        (
+            [],
+            {"DATA": "missing.jsonl"},
+            "DATA=missing.jsonl is not there; the header of train_gtpo_colocated.sh says how it is made.",
+        ),
         ([], {"DATA": "hub/data", "OUTPUT": "/proc/none"}, "OUTPUT=/proc/none cannot be made."),
     ],
 )
