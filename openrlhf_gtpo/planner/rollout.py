@@ -1,11 +1,16 @@
 """vLLM's engines: what they hold, and how long a rollout takes from the bytes that each decode step reads (a roofline)."""
 
 from dataclasses import dataclass
+from functools import cached_property
+from math import ceil, sqrt
 
 from openrlhf_gtpo.planner.assumptions import Assumptions
 from openrlhf_gtpo.planner.cluster import Cluster
+from openrlhf_gtpo.planner.decoding import Stretch, decode
 from openrlhf_gtpo.planner.shape import ModelShape, decoder_flops, forward_flops
 from openrlhf_gtpo.planner.workload import Workload
+
+_GOLDEN = (sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -58,46 +63,52 @@ class Engines:
         return self.cache_tokens >= self.workload.row_length
 
     @property
-    def rows(self) -> float:
+    def rows(self) -> int:
         """Of a rollout on the engine with the most."""
         return -(-self.workload.rows // self.count)
 
+    @cached_property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """Of the rollout on the engine with the most rows: what decodes when."""
+        work, rows, lengths = self.workload, self.rows, self.workload.responses
+        spread = [lengths[(2 * i + 1) * len(lengths) // (2 * rows)] for i in range(rows)]
+        # How long a response gets does not follow from when it came: multiples of the golden ratio mix them evenly.
+        order = sorted(range(rows), key=lambda i: i * _GOLDEN % 1)
+        in_order = [ceil(spread[i]) for i in order]
+        most_rows = self.assumptions.vllm_rows
+        return tuple(decode(in_order, work.prompt, work.samples_per_prompt, self.cache_tokens, most_rows))
+
     @property
-    def concurrent(self) -> float:
-        """Rows that an engine decodes at once."""
-        work = self.workload
-        return min(self.rows, self.assumptions.vllm_rows, self.cache_tokens / (work.prompt + work.response / 2))
+    def most_rows(self) -> int:
+        """That decode at once."""
+        return max(stretch.rows for stretch in self.stretches)
+
+    @property
+    def recomputed(self) -> float:
+        """Tokens that are computed again since the full cache made their rows wait, over those of all responses."""
+        return sum(sum(stretch.again) for stretch in self.stretches) / (self.rows * self.workload.response)
 
     def seconds(self) -> float:
-        """Of the whole rollout: prefill of each prompt once an engine (its samples share the cache), full batches while rows
-        wait, then a batch that shrinks to the longest row."""
-        work = self.workload
-        waves = self.rows / self.concurrent
-        waiting = 0.0
-        if waves > 1:
-            waiting = (waves - 1) * work.response * self._step(self.concurrent, work.prompt + work.response / 2)
-        return self._prefill() + waiting + self._until_the_longest()
-
-    def _until_the_longest(self) -> float:
-        lengths, at, seconds = self.workload.responses, 0.0, 0.0
-        for i, length in enumerate(lengths):
-            alive = self.concurrent * (len(lengths) - i) / len(lengths)
-            seconds += (length - at) * self._step(alive, self.workload.prompt + (length + at) / 2)
-            at = length
+        """Of the whole rollout: prefill of each prompt once an engine (its samples share the cache), and decode steps until
+        the last row has ended."""
+        prompts = max(1.0, self.rows / self.workload.samples_per_prompt)
+        seconds = prompts * self._prefill_seconds(self.workload.prompt)
+        for stretch in self.stretches:
+            seconds += stretch.steps * self._step(stretch.rows, stretch.context)
+            seconds += sum(map(self._prefill_seconds, stretch.again))
         return seconds
 
     def saturated(self) -> float:
         """Generated tokens a second on each GPU while rows wait and finish evenly."""
         work = self.workload
-        step = self._step(self.concurrent, work.prompt + work.response / 2)
-        prompts = self.concurrent / work.response / work.samples_per_prompt  # that come in at a step
-        return self.concurrent / (step + prompts * self._prompt_seconds()) / self.tensor
+        context = work.prompt + work.response / 2
+        rows = min(self.rows, self.assumptions.vllm_rows, self.cache_tokens / context)
+        prompts = rows / work.response / work.samples_per_prompt  # that come in at a step
+        return rows / (self._step(rows, context) + prompts * self._prefill_seconds(work.prompt)) / self.tensor
 
-    def _prefill(self) -> float:
-        return max(1.0, self.rows / self.workload.samples_per_prompt) * self._prompt_seconds()
-
-    def _prompt_seconds(self) -> float:
-        return decoder_flops(self.shape, [int(self.workload.prompt)]) / self.tensor / self._multiply_rate()
+    def _prefill_seconds(self, tokens: float) -> float:
+        """Of one row's."""
+        return decoder_flops(self.shape, [int(tokens)]) / self.tensor / self._multiply_rate()
 
     def _multiply_rate(self) -> float:
         gpu = self.cluster.gpu

@@ -67,10 +67,12 @@ def details(one: Candidate) -> str:
     room = f"{-over / GIB:.1f} GiB to spare" if over <= 0 else f"{over / GIB:.1f} GiB too large"
     lines.append(f"what breaks first: {_PARTS.get(phase, phase)} ({room})")
     engines = one.engines
-    lines.append(
-        f"an engine decodes {engines.concurrent:.0f} of its {engines.rows:.0f} rows at once; its KV cache holds "
-        f"{engines.cache_tokens:,.0f} tokens"
-    )
+    if engines.fits:
+        again = f"; it gets full, and {engines.recomputed:.0%} as many tokens as a rollout has are computed again"
+        lines.append(
+            f"an engine decodes up to {engines.most_rows} of its {engines.rows} rows at once; its KV cache holds "
+            f"{engines.cache_tokens:,.0f} tokens{again if engines.recomputed else ''}"
+        )
     step = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in one.seconds.items())
     lines.append(
         f"a step takes {one.step_seconds:.0f} s ({step}): {one.tokens_per_second:.0f} tokens/s/GPU, MFU of training {one.mfu:.0%}"

@@ -22,6 +22,7 @@ from openrlhf_gtpo.planner.cluster import parse_cluster
 from openrlhf_gtpo.planner.layouts import Asked
 from openrlhf_gtpo.planner.model_config import model_config
 from openrlhf_gtpo.planner.plan import Request, candidates, smallest_cluster
+from openrlhf_gtpo.planner.table import details
 from openrlhf_gtpo.planner.workload import Workload
 
 FOUR_NODES = "--model 32b --gpus 32 --gpu h100-80g --nodes 4"
@@ -119,7 +120,8 @@ def test_full_engines_take_turns() -> None:
         one(replace(request("7b", 1, work, **FIXED | {"tensor": 1, "vllm_tensor": 1}), vllm_memory=m))
         for m in (0.35, 0.85)
     )
-    assert small.engines.concurrent < large.engines.concurrent <= 1024
+    assert small.engines.recomputed > 0 and large.engines.recomputed == 0
+    assert "are computed again" in details(small) and "computed again" not in details(large)
     assert small.engines.seconds() > large.engines.seconds()
     none = one(replace(request("7b", 1, work, **FIXED | {"tensor": 1, "vllm_tensor": 1}), vllm_memory=0.2))
     assert not none.engines.fits and not none.fits

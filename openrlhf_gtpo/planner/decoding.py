@@ -1,0 +1,107 @@
+"""Which rows of a rollout an engine decodes when, as vLLM's scheduler decides: first come, first served.
+
+All rows are there from the start and grow together, so that a cache with room for their prompts may not hold their ends.
+When it is full, the row that came last is preempted: its cache is freed, and it waits, before the others, until a row has
+finished and there is room for all of its tokens, which are then computed again (vLLM V1's recompute). Samples of a prompt
+share its cache (vLLM's prefix caching). ``tests/planner/test_decoding.py`` holds this to vLLM's own scheduler.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Decode steps of the same rows.
+
+    Fields:
+        steps: tokens that each row gets.
+        rows: how many decode.
+        context: tokens that attention reads for a row, over rows and steps on average.
+        again: tokens to compute once more for each row that comes back with this stretch; vLLM may find some of them still in
+            its cache.
+    """
+
+    steps: int
+    rows: int
+    context: float
+    again: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class _Running:
+    """``began`` is the decode step at which the row would have begun, had it never waited."""
+
+    length: int
+    began: int
+
+    @property
+    def ends(self) -> int:
+        return self.began + self.length
+
+
+def decode(
+    lengths: Sequence[int], prompt: float, samples: int, cache_tokens: float, most_rows: int
+) -> Iterator[Stretch]:
+    """The stretches of a rollout, in order.
+
+    Args:
+        lengths: tokens of each response, in the order in which the engine gets them.
+        prompt: tokens of each prompt.
+        samples: responses to a prompt; they come one after the other.
+        cache_tokens: that the KV cache has room for; at least one row's.
+        most_rows: that decode at once (vLLM's ``max_num_seqs``).
+    """
+    assert prompt + max(lengths) <= cache_tokens
+    waiting = deque((row, length, 0) for row, length in enumerate(lengths))
+    running: dict[int, _Running] = {}  # in the order in which they came
+    siblings: Counter[int] = Counter()  # of each prompt, those that run
+    ends: list[tuple[int, int]] = []
+    clock, responses = 0, 0  # decode steps so far, and tokens of responses in the cache
+
+    def room() -> float:
+        return cache_tokens - responses - prompt * len(siblings)
+
+    def leave(row: int, done: int) -> None:
+        nonlocal responses
+        del running[row]
+        responses -= done
+        siblings[row // samples] -= 1
+        if not siblings[row // samples]:
+            del siblings[row // samples]
+
+    while waiting or running:
+        again = []
+        while waiting and len(running) < most_rows:
+            row, length, done = waiting[0]
+            needed = done + (0 if row // samples in siblings else prompt)
+            if needed + 1 > room() - len(running):  # those that run take a token each
+                break
+            waiting.popleft()
+            running[row] = _Running(length, clock - done)
+            heappush(ends, (running[row].ends, row))
+            siblings[row // samples] += 1
+            responses += done
+            if done:
+                again.append(needed)
+        finished = False
+        while not finished:
+            while room() < len(running):
+                row, last = next(reversed(running.items()))
+                waiting.appendleft((row, last.length, clock - last.began))
+                leave(row, clock - last.began)
+            while ends[0][1] not in running or running[ends[0][1]].ends != ends[0][0]:
+                heappop(ends)  # of a row that was preempted
+            rows = len(running)
+            steps = min(ends[0][0] - clock, int(room() / rows))
+            yield Stretch(steps, rows, prompt + responses / rows + steps / 2, tuple(again))
+            again = []
+            clock += steps
+            responses += steps * rows
+            while ends and ends[0][0] == clock:
+                _, row = heappop(ends)
+                if row in running and running[row].ends == clock:
+                    leave(row, running[row].length)
+                    finished = True
