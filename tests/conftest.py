@@ -1,7 +1,10 @@
 """What holds for every room: a test's outcome depends neither on how busy the machine is nor on who starts pytest."""
 
 import os
+import sys
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A first example may import Megatron, and a machine that others share may stand still for seconds: no time limits. The
@@ -15,3 +18,16 @@ settings.load_profile("suite")
 # What makes programs colour or wrap their output as if they wrote to a terminal, or another pytest select other tests.
 for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "TTY_COMPATIBLE", "COLUMNS", "LINES", "PYTEST_ADDOPTS"):
     os.environ.pop(name, None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_ray_is_left() -> Iterator[None]:
+    """A Ray that a module leaves up would be every later test's; and where a later test ends its processes, Ray ends this
+    one a minute after, with status 1 and without a word."""
+    yield
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        ray.shutdown()
+        pytest.fail(
+            "a test of this module started Ray in pytest's own process, or had Ray start itself, and left it up"
+        )

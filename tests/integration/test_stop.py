@@ -17,6 +17,12 @@ from openrlhf_gtpo.integration.trainer import EntropyTrainer, _UpstreamTrainer
 
 
 @pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray starts itself where it is asked for results, and there are none here."""
+    monkeypatch.setattr(ray, "get", lambda results: results)
+
+
+@pytest.fixture(autouse=True)
 def handler() -> Iterator[None]:
     before = signal.getsignal(signal.SIGUSR1)
     yield

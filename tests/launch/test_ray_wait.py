@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -142,8 +144,11 @@ def test_a_host_without_ray_is_refused(tmp_path: Path, monkeypatch, capsys: pyte
     assert "is not there; make it, or name another" in capsys.readouterr().err
 
 
-def test_a_node_keeps_rays_logs_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for Ray that writes where a session's logs are, beside a file of the user's."""
+def test_a_node_keeps_rays_logs_and_nothing_else(tmp_path: Path) -> None:
+    """A stand-in for Ray that writes where a session's logs are, beside a file of the user's.
+
+    In a process of its own, all of whose descendants a node ends.
+    """
     programs, temporary = tmp_path / "bin", tmp_path / "temporary"
     programs.mkdir()
     temporary.mkdir()
@@ -155,8 +160,8 @@ def test_a_node_keeps_rays_logs_and_nothing_else(tmp_path: Path, monkeypatch: py
         'echo "$RAY_AUTH_MODE" >$folder/session_1/logs/raylet.out; exit 3\n'
     )
     ray.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     words = ["head", "--address", "10.0.0.1", "--token", str(tmp_path / "token"), "--logs", str(tmp_path / "logs")]
-    assert ray_cluster.main([*words, "--temporary", str(temporary)]) == 3
+    command = [sys.executable, "-m", "openrlhf_gtpo.cli.ray_cluster", *words, "--temporary", str(temporary)]
+    assert subprocess.run(command, env=os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}).returncode == 3
     assert (tmp_path / "logs" / "raylet.out").read_text() == "token\n"
     assert [path.name for path in temporary.iterdir()] == ["notes"]
