@@ -68,12 +68,12 @@ part() {
 if $tiny; then
     lm_head=(--shape 64x64x512 --repeat 2)
     layers=(--shape tiny --tokens 128 --sequence-length 64 --micro-batches 2 --repeat 2 --matrix 256)
-    train_step=(--shape tiny --prompts 2 --samples 4 --prompt-tokens 8 --response-tokens 64 --max-tokens 256 --repeat 2 --no-deepspeed)
+    train_step=(--shape tiny --prompts 2 --samples 4 --prompt-tokens 8 --response-tokens 64 --max-tokens 256 --repeat 2 --fp8-param --no-deepspeed)
     weight_sync=(--shape 2x128x256x512 --bucket-mb 1 --repeat 2)
 else
     lm_head=(--shape 8192x3584x152064 8192x5120x152064 --repeat 11)
     layers=(--shape 7b 32b)
-    train_step=(--shape 3b)
+    train_step=(--shape 3b --fp8-param)
     weight_sync=(--shape 36x2048x11008x151936)
 fi
 
@@ -82,7 +82,7 @@ mapfile -t gpu_tests < <(printf '%s\n' tests/*/test_*_gpu.py)
 part correctness 150 "$python" -m pytest -o addopts=--import-mode=importlib -ra -m gpu "${gpu_tests[@]}"
 part lm_head 60 "${benchmark[@]}" lm-head "${lm_head[@]}" --output "$out/lm_head.json"
 part layers 120 "${benchmark[@]}" layers "${layers[@]}" --output "$out/layers.json"
-part train_step 180 "${benchmark[@]}" train-step "${train_step[@]}" --output "$out/train_step.json"
+part train_step 200 "${benchmark[@]}" train-step "${train_step[@]}" --output "$out/train_step.json"
 part weight_sync 60 "${benchmark[@]}" weight-sync --receiver process --transport colocated "${weight_sync[@]}" --output "$out/weight_sync.json"
 $dry_run && exit 0
 

@@ -42,6 +42,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--max-tokens", type=int, default=8192, help="of a micro-batch (default: %(default)s)")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=RECIPES, help="(default: all)")
+    parser.add_argument("--fp8-param", action="store_true", help="each recipe with FP8 primary weights too")
     parser.add_argument(
         "--deepspeed", action=argparse.BooleanOptionalAction, default=True, help="measure it where it is installed"
     )
@@ -68,7 +69,7 @@ def _run(args: argparse.Namespace) -> None:
 
     shape = read_shape(args.shape, args.layers)
     work = Work(args.prompts, args.samples, args.prompt_tokens, args.response_tokens, args.max_tokens, args.recompute)
-    chosen, absent = precisions(args.recipes, shape, cuda=platform.detect() == "cuda")
+    chosen, absent = precisions(args.recipes, shape, cuda=platform.detect() == "cuda", primary_weights=args.fp8_param)
     measured: dict[str, Any] = {}
     for name, fp8 in chosen.items():
         try:

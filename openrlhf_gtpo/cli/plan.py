@@ -127,6 +127,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name}-parallel", type=int, metavar="N")
     group.add_argument("--fp8", choices=("off", "hybrid", "e4m3"), help="of the actor's products")
     group.add_argument("--fp8-recipe", choices=RECIPES)
+    group.add_argument("--fp8-param", action="store_true", help="FP8 primary weights")
     group.add_argument("--recompute", choices=RECOMPUTE)
     group.add_argument("--placement", choices=PLACEMENTS, default=PLACEMENTS[0], help="(default: %(default)s)")
     group.add_argument("--rollout-gpus", type=int, metavar="N", help="GPUs of the engines with --placement split")
@@ -173,8 +174,9 @@ def _request(args: argparse.Namespace) -> Request:
         value = getattr(args, flag)
         if value is not None and value < 1:
             raise PlanError(f"--{flag.replace('_', '-')} {value} must be at least 1.")
-    if args.fp8 == "off" and args.fp8_recipe:
-        raise PlanError(f"--fp8-recipe {args.fp8_recipe} needs FP8, and --fp8 is off; leave one of them out.")
+    for given, flag in ((args.fp8_recipe, f"--fp8-recipe {args.fp8_recipe}"), (args.fp8_param, "--fp8-param")):
+        if args.fp8 == "off" and given:
+            raise PlanError(f"{flag} needs FP8, and --fp8 is off; leave one of them out.")
     if args.rollout_gpus is not None and args.placement != "split":
         raise PlanError("--rollout-gpus needs --placement split; colocated engines run on all GPUs.")
     if args.vllm_gpu_memory is not None and not 0 < args.vllm_gpu_memory < 1:
@@ -202,6 +204,7 @@ def _request(args: argparse.Namespace) -> Request:
             expert=args.expert_parallel,
             fp8=args.fp8,
             fp8_recipe=args.fp8_recipe,
+            fp8_param=args.fp8_param,
             recompute=args.recompute,
             vllm_tensor=args.vllm_tensor_parallel,
         ),

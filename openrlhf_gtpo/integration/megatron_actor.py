@@ -39,6 +39,7 @@ class MegatronModelActor(BaseModelActor):
     """One rank of a model on Megatron: its groups, its part of the weights, and the forward of a whole dispatch."""
 
     model: LoadedModel
+    trains = False
 
     def _load(self, strategy: Any, source: str) -> None:
         args = strategy.args
@@ -48,7 +49,7 @@ class MegatronModelActor(BaseModelActor):
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         self._setup_distributed(strategy)
         groups.initialize(layout, args.train.seed)
-        self.model = load_model(source, _model_options(args))
+        self.model = load_model(source, _model_options(args), for_training=self.trains)
 
     def execute_batch(self, method_name: str, all_data: dict[str, list], start_idx: int, end_idx: int) -> list[Any]:
         """As upstream's; a forward takes its micro-batches from all that was dispatched, not one entry at a time."""
@@ -76,6 +77,7 @@ class MegatronModelActor(BaseModelActor):
 class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
     """The policy: what upstream's ``PolicyModelActor`` does, on Megatron."""
 
+    trains = True
     precision = Precision.AS_TRAINED
 
     def init_model_from_pretrained(
@@ -179,12 +181,15 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
 
     def save_model(self) -> None:
         """Write the trained policy as a Hugging Face checkpoint to ``--ckpt.output_dir``."""
-        self.offload.restore(optimizer=False)
+        fp8 = self.model.options.fp8
+        self.offload.restore(
+            optimizer=fp8 is not None and fp8.primary_weights
+        )  # the float32 weights, where BF16 has none
         self.checkpoints.finish()
         self._save_hf(self.strategy.args.ckpt.output_dir)
 
     def _save_hf(self, directory: str) -> None:
-        save_hf(self.model, self.source, directory)
+        save_hf(self.megatron, self.source, directory)
         if torch.distributed.get_rank() == 0:
             self.tokenizer.save_pretrained(directory)
         torch_dist_barrier_and_cuda_sync()

@@ -64,6 +64,11 @@ def _check_fp8(args: SimpleNamespace, config: Any, layout: Layout) -> None:
         check_fp8(fp8, config, layout, cuda=platform.chosen_platform() == "cuda")
     except LayoutError as error:
         raise UsageError(str(error)) from error
+    if fp8.primary_weights and not args.megatron.use_distributed_optimizer:
+        raise UsageError(
+            "--megatron.fp8_param needs Megatron's distributed optimizer, which quantises its float32 shards; leave "
+            "--no-megatron.use_distributed_optimizer out."
+        )
     steps, gate = args.megatron.fp8_audit_steps, args.megatron.fp8_audit_gate
     if steps < 0:
         raise UsageError(f"--megatron.fp8_audit_steps {steps} is no number of batches; give 0 for no audit.")

@@ -100,8 +100,8 @@ def _add_fp8_flags(group: argparse._ArgumentGroup) -> None:
         "--megatron.fp8",
         choices=MODES,
         help="compute the decoder's matrix products in FP8: hybrid (E4M3, gradients in E5M2) or e4m3 with Transformer "
-        "Engine on Hopper or Ada; emulated gives the same numbers slowly on any host. Weights, embedding and LM head stay "
-        "in BF16 (default: off)",
+        "Engine on Hopper or Ada; emulated gives the same numbers slowly on any host. Embedding and LM head stay in BF16, and "
+        "the weights unless --megatron.fp8_param is given (default: off)",
     )
     group.add_argument(
         "--megatron.fp8_recipe",
@@ -109,6 +109,13 @@ def _add_fp8_flags(group: argparse._ArgumentGroup) -> None:
         default="blockwise",
         help="where FP8's scales come from: earlier micro-batches (delayed), the whole tensor (tensorwise), or blocks of "
         "1 x 128 and 128 x 128 (blockwise; Hopper, torch built with CUDA 12.9 or above)",
+    )
+    group.add_argument(
+        "--megatron.fp8_param",
+        action="store_true",
+        default=False,
+        help="keep those weights in FP8 alone, beside the optimizer's float32 ones, which stay what they are without it: half "
+        "the memory of weights; not with the recipe delayed",
     )
     for end in ("start", "end"):
         group.add_argument(
@@ -145,6 +152,7 @@ def fp8_of(args: SimpleNamespace) -> Fp8Options | None:
         megatron.fp8_recipe,
         megatron.num_layers_at_start_in_bf16,
         megatron.num_layers_at_end_in_bf16,
+        megatron.fp8_param,
     )
 
 

@@ -140,7 +140,7 @@ def _megatron(model: ScoreModel) -> Iterator[Forward]:
             overrides=parse_overrides(model.overrides),
             fp8=model.fp8,
         )
-        loaded = load_model(model.folder, options)
+        loaded = load_model(model.folder, options, for_training=False)
 
         def run(batches: Sequence[TokenBatch]) -> list[Scores]:
             results = schedule.forward(loaded, batches)

@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
 
 from openrlhf_gtpo.megatron import fp8
+from openrlhf_gtpo.megatron.fp8_weights import in_high_precision, is_fp8
 from openrlhf_gtpo.megatron.host import megatron_calls, on_cuda
 from openrlhf_gtpo.megatron.model import LoadedModel
 from openrlhf_gtpo.megatron.trainer import Trainer
@@ -47,6 +48,12 @@ def sharded_state(model: LoadedModel, trainer: Trainer | None, *, is_loading: bo
                 state["model"], is_loading=is_loading, metadata=dict(METADATA)
             )
             _own_steps(trainer.optimizer)
+        # Now that the optimizer has found its parameters among them.
+        for part in _sharded_parts(state["model"]):
+            if is_fp8(part.data):
+                part.data = (
+                    in_high_precision(part.data) if trainer is None or is_loading else trainer.exact_weight(part.data)
+                )
         return state
 
 
@@ -68,6 +75,11 @@ def apply(loaded: dict[str, Any], model: LoadedModel, trainer: Trainer | None) -
             for part, state in zip(parts, states, strict=True):
                 _load_optimizer(part, state)
             _own_steps(trainer.optimizer)
+            if any(map(is_fp8, model.stage.parameters())):
+                # What FP8 makes of the float32 weights, rather than of what it made of them before.
+                for part in parts:
+                    part._copy_main_params_to_model_params()
+                trainer.ddp.start_param_sync(force_sync=True)
 
 
 def random_state() -> dict[str, Any]:

@@ -20,7 +20,7 @@ def hf_to_megatron(source: str, destination: str, layout: Layout, dtype: str) ->
         ValueError: it could not be written, as the processes of a command report what a user can mend.
     """
     groups.initialize(layout, seed=0)
-    model = load_model(source, ModelOptions(layout=layout, dtype=getattr(torch, dtype)))
+    model = load_model(source, ModelOptions(layout=layout, dtype=getattr(torch, dtype)), for_training=False)
     try:
         save_checkpoint(Path(destination), model, hf_source=source)
     except CheckpointWriteError as error:

@@ -66,6 +66,7 @@ def activate() -> None:
     random._set_cuda_rng_state = lambda *args, **kwargs: None
     _dispatch_without_streams()
     _exchange_unequal_parts()
+    _gather_buffers_one_by_one()
 
 
 def _dispatch_without_streams() -> None:
@@ -115,6 +116,17 @@ def _exchange_unequal_parts() -> None:
 
     mappings._gather_along_first_dim = gather_parts
     mappings._reduce_scatter_along_first_dim = reduce_parts
+
+
+def _gather_buffers_one_by_one() -> None:
+    """Gloo mixes up buffers of several types that it is asked to gather as one: FP8 weights and the others beside them."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    def one_by_one(group: Any, async_ops: bool = False) -> contextlib.AbstractContextManager:
+        together = torch.distributed._coalescing_manager
+        return together(group, async_ops=True) if async_ops else contextlib.nullcontext()
+
+    param_and_grad_buffer._coalescing_manager = one_by_one
 
 
 @contextlib.contextmanager

@@ -11,17 +11,23 @@ from safetensors.torch import save_file
 
 from openrlhf_gtpo.megatron.agreement import from_first_rank, message_of, raise_together
 from openrlhf_gtpo.megatron.checkpoint_files import CheckpointWriteError
-from openrlhf_gtpo.megatron.checkpoint_state import dtype_name
+from openrlhf_gtpo.megatron.checkpoint_state import dtype_name, model_and_trainer
+from openrlhf_gtpo.megatron.fp8_weights import in_high_precision
 from openrlhf_gtpo.megatron.model import LoadedModel
 from openrlhf_gtpo.megatron.side_files import copy_side_files
+from openrlhf_gtpo.megatron.trainer import Trainer
 from openrlhf_gtpo.megatron.weights import FullWeights
 
 INDEX = "model.safetensors.index.json"
 BUCKET_BYTES = 64 * 2**20  # gathered at once
 
 
-def save_hf(model: LoadedModel, source: str | Path, directory: str | Path, *, shard_bytes: int = 5 * 10**9) -> None:
+def save_hf(
+    target: Trainer | LoadedModel, source: str | Path, directory: str | Path, *, shard_bytes: int = 5 * 10**9
+) -> None:
     """Write the model as a Hugging Face folder, in its own dtype (collective; the first rank writes).
+
+    FP8 primary weights come from a trainer's float32 ones, and from a model alone as what FP8 has left of them.
 
     The first rank holds one shard at a time in host memory. A new or empty ``directory`` appears whole or not at all;
     in one that exists, the model's files are replaced and whatever else is there stays.
@@ -33,11 +39,13 @@ def save_hf(model: LoadedModel, source: str | Path, directory: str | Path, *, sh
     Raises:
         CheckpointWriteError: a file could not be read or written.
     """
+    model, trainer = model_and_trainer(target)
+    read = in_high_precision if trainer is None else trainer.exact_weight
     directory = Path(directory)
     temporary = from_first_rank(lambda: _begin(directory), CheckpointWriteError)
     shards = _Shards(temporary, shard_bytes) if torch.distributed.get_rank() == 0 else None
     failure: str | None = None
-    for name, tensor in FullWeights(model, BUCKET_BYTES).tensors():
+    for name, tensor in FullWeights(model, BUCKET_BYTES, read).tensors():
         # The other ranks go on gathering whatever happens here, so this one does too.
         if shards is not None and failure is None:
             try:

@@ -97,25 +97,32 @@ class Fp8:
 
     def _emulate(self) -> Iterator[EmulatedLinear]:
         config = self._config
-        for layer in self._stage.decoder.layers:
-            if not self.options.covers(layer.layer_number - 1, config.num_layers):
-                continue
-            for module in list(layer.modules()):
-                if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                    emulated = EmulatedLinear(
-                        self.options,
-                        module._forward_impl,
-                        history=config.fp8_amax_history_len,
-                        margin=config.fp8_margin,
-                        use_max=config.fp8_amax_compute_algo == "max",
-                    ).to(module.weight.device)
-                    module.fp8 = emulated
-                    module._forward_impl = emulated.forward
-                    yield emulated
+        for module in portable_linears(self._stage, self.options):
+            emulated = EmulatedLinear(
+                self.options,
+                module._forward_impl,
+                history=config.fp8_amax_history_len,
+                margin=config.fp8_margin,
+                use_max=config.fp8_amax_compute_algo == "max",
+            ).to(module.weight.device)
+            module.fp8 = emulated
+            module._forward_impl = emulated.forward
+            yield emulated
 
     def _before_micro_batch(self, *unused: Any) -> None:
         self.update_scales(after_step=False)
         self._seen = self._stage.training and torch.is_grad_enabled()
+
+
+def portable_linears(stage: Any, options: Fp8Options) -> list[Any]:
+    """The linear layers that ``options`` covers, where they are not Transformer Engine's."""
+    return [
+        module
+        for layer in stage.decoder.layers
+        if options.covers(layer.layer_number - 1, stage.config.num_layers)
+        for module in layer.modules()
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear)
+    ]
 
 
 def _two_numbers(version: str) -> tuple[int, int]:

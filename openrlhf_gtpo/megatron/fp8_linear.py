@@ -26,6 +26,7 @@ from openrlhf_gtpo.megatron.fp8_quantize import (
     quantize_blocks,
     scale_of,
 )
+from openrlhf_gtpo.megatron.fp8_weights import EmulatedWeight, in_high_precision, is_fp8
 
 INPUT, WEIGHT, GRADIENT = range(3)  # the matrices of a product, and the rows of a delayed scaling's state
 
@@ -73,6 +74,7 @@ class EmulatedLinear(torch.nn.Module):
     ) -> Tensor:
         """What ``_forward_impl`` of Megatron's layers is called with: (s, b, I) and (O/TP, I) to (s, b, O/TP)."""
         if not self.enabled:
+            weight = in_high_precision(weight) if is_fp8(weight) else weight
             options |= {"sequence_parallel": sequence_parallel, "allreduce_dgrad": allreduce_dgrad}
             return self._exact(input, weight, bias=bias, tp_group=tp_group, **options)
         if sequence_parallel:
@@ -84,7 +86,9 @@ class EmulatedLinear(torch.nn.Module):
         return product if bias is None else product + bias
 
     def quantized_weight(self, weight: Tensor) -> Quantized:
-        """(O, I), kept for the micro-batches between which no weight changes."""
+        """(O, I), kept for the micro-batches between which no weight changes; an FP8 primary weight is there already."""
+        if isinstance(weight, EmulatedWeight):
+            return weight.quantized
         if self._weight is None or not self.keeps_weight:
             self._weight = self.by_rows(WEIGHT, weight)
         return self._weight

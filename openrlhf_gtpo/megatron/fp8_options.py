@@ -27,12 +27,14 @@ class Fp8Options:
         recipe: where scales come from: earlier steps (``delayed``), the tensor itself (``tensorwise``), or its blocks
             (``blockwise``: 1 × 128 of activations and gradients, 128 × 128 of weights).
         layers_at_start_in_bf16, layers_at_end_in_bf16: decoder layers left out.
+        primary_weights: devices hold these layers' weights in FP8 alone; the optimizer's float32 shards are the originals.
     """
 
     mode: str
     recipe: str = "blockwise"
     layers_at_start_in_bf16: int = 0
     layers_at_end_in_bf16: int = 0
+    primary_weights: bool = False
 
     @property
     def emulated(self) -> bool:
@@ -57,6 +59,7 @@ class Fp8Options:
         return {
             "fp8": self.mode,
             "fp8_recipe": self.recipe,
+            "fp8_param": self.primary_weights,
             # Replicas differ in their number of micro-batches, so none may wait for another's amax.
             "tp_only_amax_red": True,
             "first_last_layers_bf16": in_bf16,
@@ -83,6 +86,11 @@ def check_fp8(options: Fp8Options, hf_config: Any, layout: Layout, *, cuda: bool
     if hf_config.model_type == "qwen3_moe":
         raise LayoutError(
             f"--megatron.fp8 {options.mode} does not cover the experts of {hf_config.model_type}; leave it out."
+        )
+    if options.primary_weights and options.recipe == "delayed":
+        raise LayoutError(
+            "--megatron.fp8_param cannot have --megatron.fp8_recipe delayed, whose scales know nothing of the weights when "
+            "they are read; take tensorwise or blockwise."
         )
     _check_bf16_layers(options, hf_config.num_hidden_layers, layout)
     if not options.emulated:

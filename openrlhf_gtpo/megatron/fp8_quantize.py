@@ -76,20 +76,48 @@ def quantize(values: Tensor, dtype: torch.dtype, scale: Tensor) -> Quantized:
     return Quantized(data, scale)
 
 
-def quantize_blocks(values: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> Quantized:
-    """(M, N) values with a scale for each block; those at the right and lower edge may be smaller."""
-    data = torch.empty(values.shape, dtype=dtype, device=values.device)
-    scale = torch.ones([-(-size // side) for size, side in zip(values.shape, block, strict=True)], device=data.device)
+def amax_of_blocks(values: Tensor, block: tuple[int, int]) -> Tensor:
+    """(⌈M / m⌉, ⌈N / n⌉) largest magnitudes of (M, N) values, float32; blocks at the right and lower edge may be smaller."""
+    found = torch.zeros(
+        [-(-size // side) for size, side in zip(values.shape, block, strict=True)], device=values.device
+    )
+    for rows in _chunks(values):
+        found[_blocks_of(rows, block)] = _amax_of_tiles(values[rows].float(), block)
+    return found
+
+
+def scale_of_blocks(amax: Tensor, dtype: torch.dtype, of: torch.dtype) -> Tensor:
+    """Scales of blocks of values that were ``of`` that type."""
     # Transformer Engine's kernels take the input's largest number where a quotient overflows.
-    largest = torch.finfo(values.dtype).max
+    return scale_of(amax, dtype, largest=torch.finfo(of).max)
+
+
+def quantize_blocks(
+    values: Tensor, dtype: torch.dtype, block: tuple[int, int], scale: Tensor | None = None
+) -> Quantized:
+    """(M, N) values with a scale for each block: their own, or ``scale``."""
+    data = torch.empty(values.shape, dtype=dtype, device=values.device)
+    given = scale is not None
+    if scale is None:
+        scale = torch.ones(
+            [-(-size // side) for size, side in zip(values.shape, block, strict=True)], device=data.device
+        )
     for rows in _chunks(values):
         exact = values[rows].float()
-        padded = F.pad(exact, (0, -exact.shape[1] % block[1], 0, -exact.shape[0] % block[0]))
-        tiled = padded.view(padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1])
-        of_blocks = slice(rows.start // block[0], -(-rows.stop // block[0]))
-        scale[of_blocks] = scale_of(tiled.abs().amax(dim=(1, 3)), dtype, largest=largest)
+        if not given:
+            scale[_blocks_of(rows, block)] = scale_of_blocks(_amax_of_tiles(exact, block), dtype, values.dtype)
         data[rows] = _round(exact * _spread(scale, block, rows, exact.shape[1]), dtype)
     return Quantized(data, scale, block)
+
+
+def _amax_of_tiles(values: Tensor, block: tuple[int, int]) -> Tensor:
+    padded = F.pad(values, (0, -values.shape[1] % block[1], 0, -values.shape[0] % block[0]))
+    tiled = padded.view(padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1])
+    return tiled.abs().amax(dim=(1, 3))
+
+
+def _blocks_of(rows: slice, block: tuple[int, int]) -> slice:
+    return slice(rows.start // block[0], -(-rows.stop // block[0]))
 
 
 def _round(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -106,7 +134,7 @@ def _chunks(values: Tensor) -> Iterator[slice]:
 
 def _spread(scale: Tensor, block: tuple[int, int], rows: slice, width: int) -> Tensor:
     """A number for each block to one for each place of ``rows``; of blocks one wide it is a view that broadcasts."""
-    scale = scale[rows.start // block[0] : -(-rows.stop // block[0])]
+    scale = scale[_blocks_of(rows, block)]
     for dim, size in enumerate((rows.stop - rows.start, width)):
         if block[dim] > 1:
             scale = scale.repeat_interleave(block[dim], dim).narrow(dim, 0, size)

@@ -15,10 +15,10 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
-from openrlhf_gtpo.megatron import groups
+from openrlhf_gtpo.megatron import fp8_weights, groups
 from openrlhf_gtpo.megatron.bridge import EXPERTS, make_bridge, read_config
 from openrlhf_gtpo.megatron.context import gather_actions
-from openrlhf_gtpo.megatron.fp8 import Fp8, check_host
+from openrlhf_gtpo.megatron.fp8 import Fp8, check_host, portable_linears
 from openrlhf_gtpo.megatron.fp8_options import Fp8Options
 from openrlhf_gtpo.megatron.host import device, has_transformer_engine, megatron_calls, on_cuda
 from openrlhf_gtpo.megatron.layout import Layout
@@ -148,13 +148,16 @@ class LoadedModel:
         return self.stage.config
 
 
-def load_model(source: str | Path, options: ModelOptions, *, with_weights: bool = True) -> LoadedModel:
+def load_model(
+    source: str | Path, options: ModelOptions, *, with_weights: bool = True, for_training: bool = True
+) -> LoadedModel:
     """This rank's part of the checkpoint in ``source``, on the groups that ``groups.initialize`` made.
 
     Weights are streamed a tensor at a time; no rank holds the whole model.
 
     Args:
         with_weights: False leaves the parameters unset, for a checkpoint that is loaded afterwards.
+        for_training: False for a model that only runs forward, of which FP8 primary weights keep less.
 
     Raises:
         LayoutError: this process's device cannot do the FP8 that is asked for.
@@ -166,9 +169,12 @@ def load_model(source: str | Path, options: ModelOptions, *, with_weights: bool 
     groups.at_destroy(RotaryEmbedding.forward.cache_clear)
     with megatron_calls():
         bridge = make_bridge(config, options.layout, options.dtype, options.fields())
-        stage = _build_stage(bridge, options).to(device())
+        with torch.set_grad_enabled(for_training):  # by which Transformer Engine's FP8 weights tell
+            stage = _build_stage(bridge, options).to(device())
+        if options.fp8 and options.fp8.emulated and options.fp8.primary_weights:
+            fp8_weights.emulate(portable_linears(stage, options.fp8), options.fp8.recipe)
         if with_weights:
-            with torch.no_grad():
+            with torch.no_grad(), fp8_weights.loading(stage, for_training=for_training):
                 bridge.load_weights([stage], str(source), memory_efficient=True)
         # After the weights, as mbridge takes every buffer for one that a checkpoint has.
         fp8 = Fp8(options.fp8, stage) if options.fp8 else None

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from openrlhf_gtpo.megatron.fp8_weights import memory_of
 from openrlhf_gtpo.megatron.host import on_cuda
 from openrlhf_gtpo.megatron.trainer import Trainer
 
@@ -71,7 +72,8 @@ class Offload:
         return [*self._trainer.ddp.buffers, *self._trainer.ddp.expert_parallel_buffers]
 
     def _parameters(self) -> Iterator[Tensor]:
-        yield from (parameter.data for parameter in self._trainer.model.stage.parameters())
+        for parameter in self._trainer.model.stage.parameters():
+            yield from memory_of(parameter)
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
         chained = getattr(self._trainer.optimizer, "chained_optimizers", [self._trainer.optimizer])

@@ -18,8 +18,7 @@ from openrlhf_gtpo.megatron.layout import SIZES
 # What would contradict what the rest of the command line, the checkpoint or the engine says, and where to say it.
 _OWNED: dict[str, str] = {name: f"give --megatron.{name}" for name in (*SIZES, "sequence_parallel")}
 _OWNED |= {"recompute_granularity": "give --megatron.recompute"}
-_OWNED |= {"fp8": "give --megatron.fp8", "fp8_recipe": "give --megatron.fp8_recipe"}
-_OWNED |= {"fp8_param": "weights stay in BF16, from which the optimizer starts and which the engines get"}
+_OWNED |= {name: f"give --megatron.{name}" for name in ("fp8", "fp8_recipe", "fp8_param")}
 _OWNED |= {
     "tp_only_amax_red": "replicas run different numbers of micro-batches, and cannot wait for each other's scales"
 }

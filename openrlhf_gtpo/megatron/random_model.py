@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from openrlhf_gtpo.megatron import fp8_weights
 from openrlhf_gtpo.megatron.model import LoadedModel, ModelOptions, load_model
 
 WEIGHT_STD = 0.02  # Qwen2.5's initializer_range
@@ -29,13 +30,14 @@ def random_model(config: Mapping[str, Any], options: ModelOptions, seed: int) ->
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(dict(config)))
         model = load_model(folder, options, with_weights=False)
-    parameters = dict(model.stage.named_parameters())
-    generator = torch.Generator(next(iter(parameters.values())).device).manual_seed(seed)
-    for name, parameter in parameters.items():
-        if "norm" in name:
-            parameter.fill_(1.0)
-        elif name.endswith("bias"):
-            parameter.zero_()
-        else:
-            parameter.normal_(std=WEIGHT_STD, generator=generator)
+    with fp8_weights.loading(model.stage):
+        parameters = dict(model.stage.named_parameters())
+        generator = torch.Generator(next(iter(parameters.values())).device).manual_seed(seed)
+        for name, parameter in parameters.items():
+            if "norm" in name:
+                parameter.fill_(1.0)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                parameter.normal_(std=WEIGHT_STD, generator=generator)
     return model

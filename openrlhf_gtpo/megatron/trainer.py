@@ -10,7 +10,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 
 from openrlhf_gtpo.megatron import groups, schedule
-from openrlhf_gtpo.megatron.host import megatron_calls
+from openrlhf_gtpo.megatron.fp8_weights import is_fp8
+from openrlhf_gtpo.megatron.host import device, megatron_calls
 from openrlhf_gtpo.megatron.model import LoadedModel
 from openrlhf_gtpo.megatron.token_batch import TokenBatch
 
@@ -63,11 +64,14 @@ class Trainer:
         self.model = model
         self.options = options
         config = model.config
+        fp8 = model.options.fp8
         with megatron_calls():
             self.ddp = DistributedDataParallel(
                 config=config,
                 ddp_config=DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True, use_distributed_optimizer=options.distributed
+                    grad_reduce_in_fp32=True,
+                    use_distributed_optimizer=options.distributed,
+                    fp8_param_gather=fp8 is not None and fp8.primary_weights,
                 ),
                 module=model.stage,
             )
@@ -84,6 +88,7 @@ class Trainer:
                 clip_grad=options.max_norm,
                 bf16=model.options.dtype is torch.bfloat16,
                 params_dtype=model.options.dtype,
+                fp8_recipe=None if fp8 is None else fp8.recipe,
                 use_distributed_optimizer=options.distributed,
             )
             self.optimizer = get_megatron_optimizer(
@@ -129,6 +134,22 @@ class Trainer:
             self._schedule_carrier.step()
             self.lr_schedule.step()
         return StepReport(norm, lr, kept)
+
+    @torch.no_grad()
+    def exact_weight(self, parameter: torch.Tensor) -> torch.Tensor:
+        """One of this rank's parameters in its high precision, without gradient. Of an FP8 primary weight it is what the
+        replicas' float32 shards say, and the call is collective over them."""
+        if not is_fp8(parameter):
+            return parameter.detach()
+        whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device())
+        for part in self.optimizer.chained_optimizers:
+            for weight, shard, start in zip(*part._get_fp8_params_and_shard_fp32_from_fp8(), strict=True):
+                if weight is parameter:
+                    if shard is not None:
+                        whole.view(-1)[start : start + shard.numel()].copy_(shard)
+                    torch.distributed.all_reduce(whole, group=part.data_parallel_group)
+                    return whole
+        raise AssertionError("an FP8 weight that no optimizer trains")
 
     def schedule_state(self) -> dict[str, Any]:
         """Where the learning-rate schedule and FP8's scales stand, for :meth:`load_schedule_state`."""

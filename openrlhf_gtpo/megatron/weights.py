@@ -1,6 +1,6 @@
 """A sharded model as (Hugging Face name, full tensor) pairs, gathered over TP, EP and PP a bucket at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from openrlhf_gtpo.megatron.bridge import EXPERTS
+from openrlhf_gtpo.megatron.fp8_weights import in_high_precision
 from openrlhf_gtpo.megatron.host import device
 from openrlhf_gtpo.megatron.model import LoadedModel
 
@@ -55,10 +56,14 @@ class FullWeights:
 
     Args:
         bucket_bytes: about how much is gathered at once; a larger parameter is a bucket of its own.
+        read: a parameter's values on this rank; FP8 primary weights as they are multiplied with, unless it says otherwise.
     """
 
-    def __init__(self, model: LoadedModel, bucket_bytes: int) -> None:
+    def __init__(
+        self, model: LoadedModel, bucket_bytes: int, read: Callable[[Tensor], Tensor] = in_high_precision
+    ) -> None:
         self._model = model
+        self._read = read
         self._parameters = dict(model.stage.named_parameters())
         self._tp = parallel_state.get_tensor_model_parallel_group()
         # TP's ranks within EP's. Experts are sharded over TP as everything else is.
@@ -162,7 +167,7 @@ class FullWeights:
             if parameter.is_shared:
                 yield next(experts if parameter.is_expert else dense)
             else:
-                yield [self._parameters[parameter.local_name].detach()]
+                yield [self._read(self._parameters[parameter.local_name])]
 
     def _all_gather(
         self, parameters: list[_Parameter], group: torch.distributed.ProcessGroup
@@ -170,7 +175,8 @@ class FullWeights:
         """Of each parameter what every rank of ``group`` has, in one collective."""
         if not parameters:
             return
-        flat = torch.cat([self._parameters[parameter.local_name].detach().reshape(-1) for parameter in parameters])
+        mine = (self._read(self._parameters[parameter.local_name]) for parameter in parameters)
+        flat = torch.cat([shard.reshape(-1) for shard in mine])
         gathered = [torch.empty_like(flat) for _ in range(group.size())]
         torch.distributed.all_gather(gathered, flat, group=group)
         ranks = [one.split([parameter.shape.numel() for parameter in parameters]) for one in gathered]

@@ -42,6 +42,7 @@ def script(candidate: Candidate, job: Job) -> str:
             "CONTEXT_PARALLEL": layout.context_parallel_size,
             "FP8": "" if fp8 is None else fp8.mode,
             "FP8_RECIPE": "blockwise" if fp8 is None else fp8.recipe,
+            "FP8_PARAM": 1 if fp8 is not None and fp8.primary_weights else "",
             "RECOMPUTE": candidate.training.recompute,
             "MAX_TOKENS_PER_GPU": work.micro_batch_tokens,
         },

@@ -26,6 +26,7 @@ class Asked:
 
     Fields:
         fp8: None leaves it open, ``off`` is bfloat16, else a mode.
+        fp8_param: FP8 primary weights, and so no bfloat16.
         recompute: None leaves it open.
     """
 
@@ -35,6 +36,7 @@ class Asked:
     expert: int | None = None
     fp8: str | None = None
     fp8_recipe: str | None = None
+    fp8_param: bool = False
     recompute: str | None = None
     vllm_tensor: int | None = None
 
@@ -88,7 +90,7 @@ def precisions(config: SimpleNamespace, cluster: Cluster, layout: Layout, asked:
     Raises:
         PlanError: the precision that was asked for is not legal.
     """
-    if asked.fp8 == "off" or (asked.fp8 is None and asked.fp8_recipe is None):
+    if asked.fp8 == "off" or (asked.fp8 is None and asked.fp8_recipe is None and not asked.fp8_param):
         yield None
         if asked.fp8 == "off":
             return
@@ -97,7 +99,7 @@ def precisions(config: SimpleNamespace, cluster: Cluster, layout: Layout, asked:
     legal = False
     for recipe in recipes:
         mode = asked.fp8 or ("e4m3" if recipe == "blockwise" else "hybrid")
-        options = Fp8Options(mode, recipe)
+        options = Fp8Options(mode, recipe, primary_weights=asked.fp8_param)
         try:
             if cluster.gpu.fp8 is None or cluster.gpu.capability < CAPABILITY[recipe]:
                 raise PlanError(f"--fp8 {mode} with the recipe {recipe} is not for {cluster.gpu.name}; leave it out.")
@@ -107,7 +109,7 @@ def precisions(config: SimpleNamespace, cluster: Cluster, layout: Layout, asked:
             continue
         legal = True
         yield options
-    if not legal and (asked.fp8 or asked.fp8_recipe):
+    if not legal and (asked.fp8 or asked.fp8_recipe or asked.fp8_param):
         raise PlanError(_as_planner_flags(str(refusal)))
 
 
@@ -147,4 +149,6 @@ def _as_planner_flags(sentence: str) -> str:
     for kind in ("tensor", "pipeline", "context", "expert"):
         sentence = sentence.replace(f"--megatron.{kind}_model_parallel_size", f"--{kind}-parallel")
     sentence = sentence.replace("--megatron.context_parallel_size", "--context-parallel")
-    return sentence.replace("--megatron.fp8_recipe", "--fp8-recipe").replace("--megatron.fp8", "--fp8")
+    for name in ("fp8_recipe", "fp8_param", "fp8"):
+        sentence = sentence.replace(f"--megatron.{name}", f"--{name.replace('_', '-')}")
+    return sentence

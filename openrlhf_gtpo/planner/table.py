@@ -25,14 +25,15 @@ def layout_words(one: Candidate) -> str:
     words = f"TP{layout.tensor_model_parallel_size} PP{layout.pipeline_model_parallel_size} CP{layout.context_parallel_size}"
     expert = layout.expert_model_parallel_size
     words += f" EP{expert}" if expert > 1 else ""
-    precision = "bf16" if fp8 is None else f"{fp8.mode} {fp8.recipe}"
+    precision = "bf16" if fp8 is None else f"{fp8.mode} {fp8.recipe}{' weights' if fp8.primary_weights else ''}"
     return f"{words} DP{one.training.data_parallel}, {precision}, recompute {one.training.recompute}"
 
 
 def ranking(found: list[Candidate], most: int) -> str:
     """A line for each of the first ``most``."""
+    width = max(58, *(len(layout_words(one)) + 1 for one in found[:most]))
     head = (
-        f"{'layout':58}{'engines':>9}{'train GiB':>11}{'rollout':>9}{'step s':>8}{'rollout':>9}{'forward':>9}{'train':>8}"
+        f"{'layout':{width}}{'engines':>9}{'train GiB':>11}{'rollout':>9}{'step s':>8}{'rollout':>9}{'forward':>9}{'train':>8}"
         f"{'other':>7}{'tok/s/GPU':>11}{'MFU':>6}"
     )
     lines = [head]
@@ -40,7 +41,7 @@ def ranking(found: list[Candidate], most: int) -> str:
         seconds = one.seconds
         memory = {phase: sum(parts.values()) / GIB for phase, parts in one.memory.items()}
         engines = f"{one.engines.count}×TP{one.engines.tensor}"
-        line = f"{layout_words(one):58}{engines:>9}{max(memory['train'], memory['forward']):11.1f}{memory['rollout']:9.1f}"
+        line = f"{layout_words(one):{width}}{engines:>9}{max(memory['train'], memory['forward']):11.1f}{memory['rollout']:9.1f}"
         if one.fits:
             other = seconds["sync"] + seconds["between"]
             line += f"{one.step_seconds:8.0f}{seconds['rollout']:9.0f}{seconds['forward']:9.0f}{seconds['train']:8.0f}"
@@ -92,7 +93,7 @@ def as_json(one: Candidate) -> dict[str, Any]:
             "expert": layout.expert_model_parallel_size,
             "data": one.training.data_parallel,
         },
-        "fp8": None if fp8 is None else {"mode": fp8.mode, "recipe": fp8.recipe},
+        "fp8": None if fp8 is None else {"mode": fp8.mode, "recipe": fp8.recipe, "param": fp8.primary_weights},
         "recompute": one.training.recompute,
         "training_gpus": one.cluster.gpus,
         "engines": {"count": one.engines.count, "tensor": one.engines.tensor, "gpus": one.engines.gpus},

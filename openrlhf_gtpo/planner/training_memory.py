@@ -69,8 +69,8 @@ class Training:
 
 
 def held_bytes(training: Training, stage: int) -> dict[str, float]:
-    """Throughout training: ``weights`` (bfloat16), ``gradients`` (float32), ``optimizer`` (float32 weights and AdamW's two
-    moments) and ``fp8_caches``."""
+    """Throughout training: ``weights`` (bfloat16, or FP8 primary weights), ``gradients`` (float32), ``optimizer`` (float32
+    weights and AdamW's two moments) and ``fp8_caches``."""
     parts = training.stage_parameters(stage)
     experts = parts.get("experts", 0)
     rest = sum(parts.values()) - experts
@@ -80,16 +80,18 @@ def held_bytes(training: Training, stage: int) -> dict[str, float]:
     else:
         shard = rest + experts
     fp8 = training.fp8
-    cached = 0.0
-    if fp8 is not None and not fp8.emulated:
+    in_fp8 = of_fp8 = 0.0
+    if fp8 is not None:
         covered = 1 - (fp8.layers_at_start_in_bf16 + fp8.layers_at_end_in_bf16) / training.shape.num_layers
+        in_fp8 = (parts["attention"] + parts.get("mlp", 0)) * covered
         # Transformer Engine keeps a weight's rows and columns, a byte each: Hopper multiplies in one orientation alone.
-        cached = 2 * training.setting.input_bytes * (parts["attention"] + parts.get("mlp", 0)) * covered
+        of_fp8 = in_fp8 * (1 if fp8.emulated else 2 * training.setting.input_bytes)
+    primary = fp8 is not None and fp8.primary_weights
     return {
-        "weights": 2.0 * (rest + experts),
+        "weights": 2.0 * (rest + experts - in_fp8) + of_fp8 if primary else 2.0 * (rest + experts),
         "gradients": 4.0 * (rest + experts),
         "optimizer": 12.0 * shard,
-        "fp8_caches": cached,
+        "fp8_caches": 0.0 if primary or fp8 is None or fp8.emulated else of_fp8,
     }
 
 

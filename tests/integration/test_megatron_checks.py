@@ -63,6 +63,7 @@ def command(model: Path) -> dict[str, Any]:
         {"--megatron.override": "moe_router_dtype=fp32", "--megatron.offload": True, "--megatron.recompute": "full"},
         {FP8: "emulated", TP: 2},
         {FP8: "emulated", "--megatron.fp8_recipe": "delayed", "--megatron.num_layers_at_start_in_bf16": 1},
+        {FP8: "emulated", "--megatron.fp8_param": True, "--megatron.fp8_recipe": "tensorwise"},
         {"--actor.lr_scheduler": "constant", "--train.max_epochs": 2, "--actor.entropy_coef": 0.1},
         {"--train.dynamic_batch_enable": True, "--train.max_tokens_per_gpu": 16},
     ],
@@ -120,6 +121,16 @@ def test_deepspeed_is_not_held_to_these_rules(command: dict[str, Any]) -> None:
         ),
         ({FP8: "emulated", "--megatron.fp8_audit_gate": 0.1} | GTPO, "give --megatron.fp8_audit_steps N too."),
         ({"--megatron.fp8_recipe": "delayed"}, "--megatron.fp8_recipe needs --megatron.fp8; add it"),
+        ({"--megatron.fp8_param": True}, "--megatron.fp8_param needs --megatron.fp8; add it"),
+        (
+            {FP8: "emulated", "--megatron.fp8_param": True, "--megatron.fp8_recipe": "delayed"},
+            "cannot have --megatron.fp8_recipe delayed, whose scales know nothing of the weights",
+        ),
+        (
+            {FP8: "emulated", "--megatron.fp8_param": True, "--no-megatron.use_distributed_optimizer": True},
+            "--megatron.fp8_param needs Megatron's distributed optimizer",
+        ),
+        ({"--megatron.override": "fp8_param=true"}, "fp8_param cannot be set here; give --megatron.fp8_param."),
         ({"--megatron.num_layers_at_start_in_bf16": 1}, "--megatron.num_layers_at_start_in_bf16 needs --megatron.fp8"),
         ({"--algo.advantage.estimator": "gae"}, "--algo.advantage.estimator gae trains a critic"),
         (

@@ -70,8 +70,11 @@ def test_layers(tmp_path: Path) -> None:
 
 
 def test_a_train_step(tmp_path: Path) -> None:
-    written = measured_alone(f"{STEP} --recipes blockwise", tmp_path)
+    written = measured_alone(f"{STEP} --recipes blockwise --fp8-param", tmp_path)
     assert written["absent"] == {"deepspeed": "not installed: openrlhf, deepspeed, ray"}
+    assert set(written["measured"]) == {BF16, "blockwise", "blockwise, FP8 weights"}
+    primary = written["measured"]["blockwise, FP8 weights"]["grad_norms"]
+    assert primary == pytest.approx(written["measured"]["blockwise"]["grad_norms"], rel=1e-4)
     bf16, blockwise = (written["measured"][name] for name in (BF16, "blockwise"))
     assert bf16["tokens"] == blockwise["tokens"] and len(set(bf16["tokens"])) == 2
     for norm, other in zip(bf16["grad_norms"], blockwise["grad_norms"], strict=True):
@@ -127,6 +130,9 @@ def test_fp8_is_the_mode_of_the_host() -> None:
 def test_every_recipe_takes_every_preset(name: str) -> None:
     found, absent = precisions(["delayed", "tensorwise", "blockwise"], read_shape(name), cuda=True)
     assert list(found) == [BF16, "delayed", "tensorwise", "blockwise"] and not absent
+    found, absent = precisions(["delayed", "blockwise"], read_shape(name), cuda=True, primary_weights=True)
+    assert list(found) == [BF16, "delayed", "blockwise", "blockwise, FP8 weights"]
+    assert found["blockwise, FP8 weights"].primary_weights and "take tensorwise" in absent["delayed, FP8 weights"]
 
 
 def test_a_width_that_a_recipe_cannot_multiply_is_named() -> None:

@@ -149,3 +149,10 @@ def test_the_planners_script_is_one_of_them(placement: str, tmp_path: Path) -> N
     engines = args.vllm.num_engines * args.vllm.tensor_parallel_size
     assert (actor, engines) == (8, 8) if placement == "colocated" else actor + engines == 8
     assert (args.rollout.batch_size, args.train.batch_size) == (128, 128)
+
+
+def test_the_planners_script_has_its_fp8(tmp_path: Path) -> None:
+    path = tmp_path / "planned.sh"
+    assert plan.main(f"--model 32b --gpus 32 --nodes 4 --fp8-param --emit {path}".split()) == 0
+    done = subprocess.run(["bash", str(path), "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "--megatron.fp8_param" in done.stdout.split() and "--megatron.fp8" in done.stdout.split()

@@ -6,6 +6,7 @@ scales that a resume forgets.
 import importlib.util
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from checkpoint_program import train
 from families import make_checkpoint, ragged_rows
 from logits_program import on
 
-from openrlhf_gtpo.megatron import model
+from openrlhf_gtpo.megatron import fp8_weights, model
 from openrlhf_gtpo.megatron.checkpoint import Checkpoints
 from openrlhf_gtpo.megatron.fp8_options import RECIPES, Fp8Options
 from openrlhf_gtpo.megatron.layout import Layout
@@ -34,6 +35,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # every s
 LENGTHS = [40, 150, 66]
 TE = {recipe: Fp8Options("e4m3" if recipe == "blockwise" else "hybrid", recipe) for recipe in RECIPES}
 IMMEDIATE = ("tensorwise", "blockwise")  # recipes whose scales come from the tensor itself
+PRIMARY = {recipe: replace(TE[recipe], primary_weights=True) for recipe in IMMEDIATE}
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +144,45 @@ def test_offloading_frees_quantised_weights_too(recipe: str, sources: list[str],
     assert not any(caches) and held - torch.cuda.memory_allocated() >= size
     mover.restore()
     assert np.array_equal(program.values(trained.model, rows()), before)
+
+
+@pytest.mark.parametrize("recipe", IMMEDIATE)
+def test_fp8_primary_weights_train_as_bf16_weights_do(recipe: str, sources: list[str], alone: None) -> None:
+    """Float32 weights are rounded to BF16 before they are to FP8; kernels may still add up in another order."""
+    found = []
+    for fp8 in (TE[recipe], PRIMARY[recipe]):
+        trained = trainer(sources[0], fp8)
+        before = program.values(trained.model, rows())
+        masters = [parameter.main_param.clone() for parameter in trained.model.stage.parameters()]
+        found.append((before, masters, train(trained, range(3)), program.values(trained.model, rows())))
+    (bf16, masters, reports, after), (primary, started, same, then) = found
+    assert np.array_equal(primary, bf16) and all(map(torch.equal, started, masters))
+    for (loss, norm, _), (expected, expected_norm, _) in zip(same, reports, strict=True):
+        assert loss == pytest.approx(expected, rel=1e-2) and norm == pytest.approx(expected_norm, rel=0.1)
+    assert distance(then, after) < 0.02 and not np.array_equal(then, primary)
+
+
+@pytest.mark.parametrize("recipe", IMMEDIATE)
+def test_fp8_primary_weights_are_moved_and_resumed(
+    recipe: str, sources: list[str], tmp_path: Path, alone: None
+) -> None:
+    first = trainer(sources[0], PRIMARY[recipe])
+    train(first, range(2))
+    Checkpoints(tmp_path, hf_source=sources[0]).save("step2", first, {})
+    before = program.values(first.model, rows())
+    mover = Offload(first)
+    mover.optimizer()
+    held = torch.cuda.memory_allocated()
+    size = sum(part.nbytes for p in first.model.stage.parameters() for part in fp8_weights.memory_of(p))
+    mover.parameters()
+    assert held - torch.cuda.memory_allocated() >= size
+    mover.restore()
+    assert np.array_equal(program.values(first.model, rows()), before)
+    twin = trainer(sources[1], PRIMARY[recipe])
+    Checkpoints(tmp_path).load(twin)
+    assert np.array_equal(program.values(twin.model, rows()), before)
+    (loss, norm, _), (expected, expected_norm, _) = train(twin, range(2, 3))[0], train(first, range(2, 3))[0]
+    assert loss == pytest.approx(expected, rel=1e-3) and norm == pytest.approx(expected_norm, rel=1e-2)
 
 
 def test_delayed_scales_are_resumed(sources: list[str], tmp_path: Path, alone: None) -> None:

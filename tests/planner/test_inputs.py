@@ -84,6 +84,15 @@ def test_every_gpu_is_plausible() -> None:
             "--fp8 hybrid with the recipe delayed is not for a100-80g; leave it out.",
         ),
         (
+            "--gpus 8 --fp8 off --fp8-param",
+            "--fp8-param needs FP8, and --fp8 is off; leave one of them out.",
+        ),
+        (
+            "--gpus 8 --fp8-param --fp8-recipe delayed",
+            "--fp8-param cannot have --fp8-recipe delayed, whose scales know nothing of the weights when they are read; take tensorwise "
+            "or blockwise.",
+        ),
+        (
             "--gpus 8 --fp8 off --fp8-recipe delayed",
             "--fp8-recipe delayed needs FP8, and --fp8 is off; leave one of them out.",
         ),

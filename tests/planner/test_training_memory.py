@@ -170,3 +170,11 @@ def test_fp8_keeps_inputs_in_a_byte_and_weights_twice_more() -> None:
     assert activation_bytes(fp8, 0) < activation_bytes(bf16, 0)
     matrices = 4 * (512 * 1024 + 1024 + 512 * 512 + 3 * 512 * 1376)
     assert held_bytes(bf16, 0)["fp8_caches"] == 0 and held_bytes(fp8, 0)["fp8_caches"] == 2 * matrices
+    primary = held_bytes(replace(bf16, fp8=Fp8Options("hybrid", "tensorwise", primary_weights=True)), 0)
+    assert (
+        primary["fp8_caches"] == 0 and held_bytes(bf16, 0)["weights"] == primary["weights"]
+    )  # 2 bytes a number both ways
+    emulated = held_bytes(replace(bf16, fp8=Fp8Options("emulated", "tensorwise", primary_weights=True)), 0)
+    assert held_bytes(bf16, 0)["weights"] - emulated["weights"] == matrices
+    half = replace(bf16, fp8=Fp8Options("emulated", "tensorwise", bf16.shape.num_layers // 2, primary_weights=True))
+    assert held_bytes(bf16, 0)["weights"] - held_bytes(half, 0)["weights"] == matrices / 2

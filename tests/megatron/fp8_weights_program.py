@@ -1,0 +1,111 @@
+"""What the ranks run in the tests of FP8 primary weights: training, checkpoints, moves to the host and exports."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoint_program import train
+from fp8_program import load, values
+from logits_program import on
+from safetensors.torch import load_file
+
+from openrlhf_gtpo.megatron import fp8_weights
+from openrlhf_gtpo.megatron.checkpoint import Checkpoints
+from openrlhf_gtpo.megatron.export import save_hf
+from openrlhf_gtpo.megatron.fp8_options import Fp8Options
+from openrlhf_gtpo.megatron.layout import Layout
+from openrlhf_gtpo.megatron.offload import Offload
+from openrlhf_gtpo.megatron.trainer import OptimizerOptions, Trainer
+from openrlhf_gtpo.megatron.weights import FullWeights
+
+# Clipping multiplies by the norm of all gradients, whose last bit depends on the buffers that they lie in.
+OPTIONS = OptimizerOptions(lr=5e-3, max_norm=0.0)
+
+
+def make(source: str, layout: Layout, fp8: Fp8Options | None) -> Trainer:
+    return Trainer(load(source, layout, fp8, "bfloat16"), OPTIONS)
+
+
+def trained(source: str, layout: Layout, fp8: Fp8Options, rows: list[list[int]], steps: int) -> dict[str, Any]:
+    """Values before and after training, and what each step reports."""
+    with on(layout):
+        model = load(source, layout, fp8, "bfloat16")
+        before = values(model, rows)
+        trainer = Trainer(model, OPTIONS)
+        reports = train(trainer, range(steps))
+        return {"before": before, "reports": reports, "after": values(model, rows), "bytes": bytes_of_weights(trainer)}
+
+
+def bytes_of_weights(trainer: Trainer) -> int:
+    """In which this rank keeps its parameters: distinct storages alone."""
+    tensors = [part for parameter in trainer.model.stage.parameters() for part in fp8_weights.memory_of(parameter)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def leaving(source: str, layout: Layout, fp8: Fp8Options) -> dict[str, torch.Tensor]:
+    """Full tensors as engines get them, before any training."""
+    with on(layout):
+        weights = FullWeights(load(source, layout, fp8, "bfloat16"), 2**20)
+        return {name: tensor.clone() for name, tensor in weights.tensors()}
+
+
+def save_and_resume(source: str, other: str, layout: Layout, folder: str, recipe: str) -> list[Any]:
+    """The steps after a save, and those of twins with other weights that loaded it: with FP8 primary weights, and with
+    BF16 ones."""
+    with on(layout):
+        trainer = make(source, layout, Fp8Options("emulated", recipe, primary_weights=True))
+        train(trainer, range(2))
+        Checkpoints(Path(folder), hf_source=source).save("step2", trainer, {})
+        found: list[Any] = [train(trainer, range(2, 4))]
+    for primary_weights in (True, False):
+        with on(layout):
+            twin = make(other, layout, Fp8Options("emulated", recipe, primary_weights=primary_weights))
+            Checkpoints(Path(folder)).load(twin)
+            found.append(train(twin, range(2, 4)))
+    return found
+
+
+def resume_from_bf16(source: str, other: str, layout: Layout, folder: str, recipe: str) -> list[Any]:
+    """The steps after a save of BF16 weights, and those of a twin with FP8 primary weights that loaded it."""
+    with on(layout):
+        trainer = make(source, layout, Fp8Options("emulated", recipe))
+        train(trainer, range(2))
+        Checkpoints(Path(folder), hf_source=source).save("step2", trainer, {})
+        found: list[Any] = [train(trainer, range(2, 4))]
+    with on(layout):
+        twin = make(other, layout, Fp8Options("emulated", recipe, primary_weights=True))
+        Checkpoints(Path(folder)).load(twin)
+        return [*found, train(twin, range(2, 4))]
+
+
+def moved(source: str, layout: Layout, fp8: Fp8Options, rows: list[list[int]]) -> Any:
+    """Values after three steps with everything on the host between them; on the way, what is left of the weights."""
+    with on(layout):
+        trainer = make(source, layout, fp8)
+        mover = Offload(trainer)
+        left = []
+        for step in range(3):
+            train(trainer, range(step, step + 1))
+            mover.optimizer()
+            mover.parameters()
+            left.append(bytes_of_weights(trainer))
+            mover.restore()
+        return values(trainer.model, rows), left
+
+
+def exported(source: str, layout: Layout, fp8: Fp8Options, folder: str, rows: list[list[int]]) -> list[Any]:
+    """Values of a trained model, those of the Hugging Face folder that it left, loaded again in FP8, and of the one that was
+    left without its trainer; then the largest error of the engines' weights against the first folder's, over the largest.
+    """
+    with on(layout):
+        trainer = make(source, layout, fp8)
+        train(trainer, range(2))
+        found: list[Any] = [values(trainer.model, rows)]
+        save_hf(trainer, source, Path(folder) / "exact")
+        save_hf(trainer.model, source, Path(folder) / "rounded")
+    for name in ("exact", "rounded"):
+        with on(layout):
+            found.append(values(load(str(Path(folder) / name), layout, fp8, "bfloat16"), rows))
+    exact, rounded = (load_file(Path(folder) / name / "model.safetensors") for name in ("exact", "rounded"))
+    return [*found, max(float((exact[k] - rounded[k]).abs().max() / exact[k].abs().max()) for k in exact)]

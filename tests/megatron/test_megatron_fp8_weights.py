@@ -1,0 +1,125 @@
+"""FP8 primary weights. Would catch an optimizer that starts from what FP8 left of the checkpoint, shards that are scaled by
+themselves, weights that do not follow the optimizer, a resume or a move to the host that loses some, and weights that leave as
+other numbers than the ones that train.
+"""
+
+from pathlib import Path
+
+import fp8_weights_program as program
+import numpy as np
+import pytest
+import torch
+from families import make_checkpoint, ragged_rows
+from rank_pool import RankPool
+
+from openrlhf_gtpo.megatron.fp8_options import Fp8Options
+from openrlhf_gtpo.megatron.layout import Layout
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
+ROWS = ragged_rows(151, [40, 150, 7], seed=4)
+RECIPES = ("tensorwise", "blockwise")  # of which scales come from the weights
+LAYOUTS = {
+    "DP4": Layout(),
+    "TP2-SP": Layout(tensor_model_parallel_size=2, sequence_parallel=True),
+    "PP2": Layout(pipeline_model_parallel_size=2),
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("wide"), "llama", **WIDE))
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of sizes that blocks do not divide."""
+    return str(make_checkpoint(tmp_path_factory.mktemp("narrow"), "qwen2"))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("other"), "qwen2", seed=1))
+
+
+def both(recipe: str, **options: int) -> tuple[Fp8Options, Fp8Options]:
+    """With BF16 weights, and with FP8 ones."""
+    return Fp8Options("emulated", recipe, **options), Fp8Options("emulated", recipe, **options, primary_weights=True)
+
+
+def assert_same(found: list[tuple[float, float, float]], expected: list[tuple[float, float, float]]) -> None:
+    """Losses bit for bit; the norm of all gradients is a sum in the order of the buffers that they lie in."""
+    assert [loss for loss, _, _ in found] == [loss for loss, _, _ in expected]
+    assert [norm for _, norm, _ in found] == pytest.approx([norm for _, norm, _ in expected], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_is_bit_for_bit_that_of_bf16_weights(narrow: str, recipe: str, name: str, ranks: RankPool) -> None:
+    """The float32 weights are rounded to BF16 before they are to FP8, as they are where BF16 weights lie between."""
+    plain, primary = (ranks.run(program.trained, narrow, LAYOUTS[name], fp8, ROWS, 3) for fp8 in both(recipe))
+    for found, expected in zip(primary, plain, strict=True):
+        assert_same(found["reports"], expected["reports"])
+        assert np.array_equal(found["before"], expected["before"]) and np.array_equal(
+            found["after"], expected["after"]
+        )
+        assert not np.array_equal(found["before"], found["after"])
+
+
+def test_weights_take_half_the_memory(source: str, one_rank: RankPool) -> None:
+    """A byte instead of two for every number of the decoder's matrices, and a scale for each 16384 of them."""
+    plain, primary = (
+        one_rank.run(program.trained, source, Layout(), fp8, ROWS, 1)[0]["bytes"] for fp8 in both("blockwise")
+    )
+    matrices = 4 * (256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 512)
+    assert abs(plain - primary - matrices * (1 - 4 / 128**2)) < 0.01 * matrices
+
+
+def test_layers_in_bf16_keep_their_weights(narrow: str, ranks: RankPool) -> None:
+    layout = Layout(pipeline_model_parallel_size=2)
+    plain, primary = both("blockwise", layers_at_start_in_bf16=1)
+    exact, *_ = ranks.run(program.leaving, narrow, layout, plain)
+    found, *_ = ranks.run(program.leaving, narrow, layout, primary)
+    changed = {name for name in exact if not torch.equal(exact[name], found[name])}
+    matrices = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert changed == {
+        name for name in exact if ".0." not in name and name.split(".")[-2] in matrices and "bias" not in name
+    }
+    for name in changed:  # half a step of E4M3, which has three bits after the first
+        assert 0 < (found[name] - exact[name]).abs().max() <= exact[name].abs().max() * 2**-4
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_resume_goes_on_bit_for_bit(narrow: str, other: str, recipe: str, tmp_path: Path, ranks: RankPool) -> None:
+    layout = Layout(tensor_model_parallel_size=2)
+    for went_on, resumed, in_bf16 in ranks.run(program.save_and_resume, narrow, other, layout, str(tmp_path), recipe):
+        assert resumed == went_on
+        assert_same(in_bf16, went_on)
+
+
+def test_a_checkpoint_of_bf16_weights_goes_on_bit_for_bit(
+    narrow: str, other: str, tmp_path: Path, ranks: RankPool
+) -> None:
+    for went_on, resumed in ranks.run(program.resume_from_bf16, narrow, other, Layout(), str(tmp_path), "blockwise"):
+        assert_same(resumed, went_on)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_offloading_frees_them_and_changes_nothing(narrow: str, recipe: str, one_rank: RankPool) -> None:
+    fp8 = both(recipe)[1]
+    ((found, left),) = one_rank.run(program.moved, narrow, Layout(), fp8, ROWS)
+    (stayed,) = one_rank.run(program.trained, narrow, Layout(), fp8, ROWS, 3)
+    assert np.array_equal(found, stayed["after"]) and left == [0, 0, 0]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_model_that_is_saved_has_the_exact_weights(
+    source: str, recipe: str, tmp_path: Path, ranks: RankPool
+) -> None:
+    """Half a step of E4M3 is 2^-4 of a number; the engines get what it has rounded, which is what trains."""
+    layout = Layout(tensor_model_parallel_size=2)
+    for trained, exact, rounded, error in ranks.run(
+        program.exported, source, layout, both(recipe)[1], str(tmp_path), ROWS
+    ):
+        assert np.array_equal(exact, trained)
+        assert np.linalg.norm(trained - rounded) < 0.02 * np.linalg.norm(trained)
+        assert 2**-7 < error <= 2**-4
