@@ -13,6 +13,7 @@ import torch
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 
+from openrlhf_gtpo.megatron.emulated_weight import EmulatedWeight
 from openrlhf_gtpo.megatron.fp8_options import Fp8Options
 from openrlhf_gtpo.megatron.fp8_quantize import (
     COLUMNS,
@@ -26,7 +27,7 @@ from openrlhf_gtpo.megatron.fp8_quantize import (
     quantize_blocks,
     scale_of,
 )
-from openrlhf_gtpo.megatron.fp8_weights import EmulatedWeight, in_high_precision, is_fp8
+from openrlhf_gtpo.megatron.fp8_weights import in_high_precision, is_fp8
 
 INPUT, WEIGHT, GRADIENT = range(3)  # the matrices of a product, and the rows of a delayed scaling's state
 

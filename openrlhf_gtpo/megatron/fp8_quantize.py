@@ -4,7 +4,7 @@ A scale is float32 and multiplies before the rounding (to nearest, ties to even,
 its inverse. Scales are not rounded to powers of two (``NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1`` in Transformer Engine).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -76,11 +76,14 @@ def quantize(values: Tensor, dtype: torch.dtype, scale: Tensor) -> Quantized:
     return Quantized(data, scale)
 
 
+def grid(shape: Sequence[int], block: tuple[int, int]) -> list[int]:
+    """Blocks of a matrix along its two sides; those at the right and lower edge may be smaller."""
+    return [-(-size // side) for size, side in zip(shape, block, strict=True)]
+
+
 def amax_of_blocks(values: Tensor, block: tuple[int, int]) -> Tensor:
-    """(⌈M / m⌉, ⌈N / n⌉) largest magnitudes of (M, N) values, float32; blocks at the right and lower edge may be smaller."""
-    found = torch.zeros(
-        [-(-size // side) for size, side in zip(values.shape, block, strict=True)], device=values.device
-    )
+    """(⌈M / m⌉, ⌈N / n⌉) largest magnitudes of (M, N) values, float32."""
+    found = torch.zeros(grid(values.shape, block), device=values.device)
     for rows in _chunks(values):
         found[_blocks_of(rows, block)] = _amax_of_tiles(values[rows].float(), block)
     return found
@@ -99,9 +102,7 @@ def quantize_blocks(
     data = torch.empty(values.shape, dtype=dtype, device=values.device)
     given = scale is not None
     if scale is None:
-        scale = torch.ones(
-            [-(-size // side) for size, side in zip(values.shape, block, strict=True)], device=data.device
-        )
+        scale = torch.ones(grid(values.shape, block), device=data.device)
     for rows in _chunks(values):
         exact = values[rows].float()
         if not given:

@@ -18,6 +18,7 @@ from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
 from openrlhf_gtpo.megatron import fp8_weights, groups
 from openrlhf_gtpo.megatron.bridge import EXPERTS, make_bridge, read_config
 from openrlhf_gtpo.megatron.context import gather_actions
+from openrlhf_gtpo.megatron.emulated_weight import emulate
 from openrlhf_gtpo.megatron.fp8 import Fp8, check_host, portable_linears
 from openrlhf_gtpo.megatron.fp8_options import Fp8Options
 from openrlhf_gtpo.megatron.host import device, has_transformer_engine, megatron_calls, on_cuda
@@ -172,7 +173,7 @@ def load_model(
         with torch.set_grad_enabled(for_training):  # by which Transformer Engine's FP8 weights tell
             stage = _build_stage(bridge, options).to(device())
         if options.fp8 and options.fp8.emulated and options.fp8.primary_weights:
-            fp8_weights.emulate(portable_linears(stage, options.fp8), options.fp8.recipe)
+            emulate(portable_linears(stage, options.fp8), options.fp8.recipe)
         if with_weights:
             with torch.no_grad(), fp8_weights.loading(stage, for_training=for_training):
                 bridge.load_weights([stage], str(source), memory_efficient=True)
