@@ -14,10 +14,12 @@ from tests.e2e.conftest import ROOT
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_the_cpu_version_runs(tmp_path: Path) -> None:
-    """The script that asks for most: two logical nodes, tensor parallelism across them, colocated engines, emulated FP8."""
+    """The script that asks for most: two logical nodes, tensor parallelism across them, colocated engines, emulated FP8, with
+    FP8 primary weights, which go to the host and back, to the engines, and into a checkpoint and a model."""
     output = tmp_path / "run"
     command = ["bash", str(ROOT / "examples/scripts/train_gtpo_32b.sh"), "--cpu", "--", "--train.seed", "2"]
-    environment = os.environ | {"OUTPUT": str(output), "STEPS": "2", "SAVE_STEPS": "2"}
+    command += ["--vllm.sync_checksum", "--algo.advantage.is_correction_level", "token"]
+    environment = os.environ | {"OUTPUT": str(output), "STEPS": "2", "SAVE_STEPS": "2", "FP8_PARAM": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=800)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     entries = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
@@ -25,5 +27,7 @@ def test_the_cpu_version_runs(tmp_path: Path) -> None:
     assert [entry["step"] for entry in steps] == [1, 2]
     assert all(0 <= entry["reward/mean"] <= 1 and entry["grading_timed_out"] == 0 for entry in steps)
     assert all(entry["no_answer"] < 1 for entry in steps)  # Math-Verify read what the model wrote
+    # The engines have the weights that the trainer multiplies with; activations are in FP8 here alone.
+    assert all(abs(entry["vllm_kl"]) < 0.05 for entry in steps)
     assert (output / "model" / "model.safetensors").exists()
     assert (output / "checkpoints" / "_actor").is_dir()

@@ -57,21 +57,6 @@ def test_a_reference_model_on_megatron_with_upstreams_estimator(trainer_argv, tm
     assert second["kl"] > 1e-4 and math.isfinite(second["policy_loss"])
 
 
-def test_fp8_primary_weights_train_and_reach_the_engines(trainer_argv, tmp_path) -> None:
-    """On engines that share the GPUs, beside a reference model that has them too; at the second step the weights have been
-    to the host and back."""
-    argv = [*trainer_argv, *MEGATRON, *TP2, "--actor.num_gpus_per_node", "2", "--ref.num_gpus_per_node", "2"]
-    argv += ["--train.colocate_all", "--vllm.num_engines", "2", "--vllm.sync_checksum", "--megatron.offload"]
-    argv += ["--algo.advantage.estimator", "gtpo", "--algo.kl.init_coef", "0.1"]
-    argv += ["--algo.advantage.is_correction_level", "token", "--megatron.fp8", "emulated", "--megatron.fp8_param"]
-    run = finish(argv, tmp_path)
-    assert run.code == 0, run.log[-4000:]
-    first, second = run.steps
-    assert first["kl"] == pytest.approx(0, abs=1e-6) and second["kl"] > 1e-4
-    # The engines have the weights that the trainer multiplies with; activations are in FP8 here alone.
-    assert all(abs(step["vllm_kl"]) < 0.05 for step in run.steps)
-
-
 def test_fp8_is_audited_and_gated(trainer_argv, tmp_path) -> None:
     """Two steps with delayed scales; at a gate of 0 the old-policy forward falls back as soon as a sign flips."""
     argv = [*trainer_argv, *MEGATRON, *PP2, "--actor.num_gpus_per_node", "2", "--algo.advantage.estimator", "gtpo"]
