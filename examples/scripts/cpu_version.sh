@@ -22,7 +22,9 @@
     LEARNING_RATE=1e-4
     cache="$root/.cache/quickstart"
     MODEL="${CPU_MODEL:-$cache/tiny-model}"
-    DATA="$OUTPUT/data/train.jsonl" EVAL_DATA="$OUTPUT/data/eval.jsonl"
+    rows="$((STEPS * PROMPTS_PER_STEP))"
+    data="$OUTPUT/data/$rows-prompts" # as another STEPS asks for others
+    DATA="$data/train.jsonl" EVAL_DATA="$data/eval.jsonl"
     export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
     export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 }
@@ -31,5 +33,5 @@ if ! $dry_run; then
     source "$scripts/setup_env.sh"
     [[ -n "${CPU_MODEL:-}" ]] || python3 -m openrlhf_gtpo.cli.prepare tiny-model --output "$MODEL" >/dev/null
     python3 -m openrlhf_gtpo.cli.prepare task --preset smoke --label answer --train-size 75 --eval-size 24 \
-        --train-rows "$((STEPS * PROMPTS_PER_STEP))" --output "$OUTPUT/data" >/dev/null
+        --train-rows "$rows" --output "$data" >/dev/null
 fi
