@@ -75,7 +75,9 @@ class EmulatedLinear(torch.nn.Module):
     ) -> Tensor:
         """What ``_forward_impl`` of Megatron's layers is called with: (s, b, I) and (O/TP, I) to (s, b, O/TP)."""
         if not self.enabled:
-            weight = in_high_precision(weight) if is_fp8(weight) else weight
+            if is_fp8(weight):
+                assert not torch.is_grad_enabled(), "a gradient would not reach the FP8 weight"
+                weight = in_high_precision(weight)
             options |= {"sequence_parallel": sequence_parallel, "allreduce_dgrad": allreduce_dgrad}
             return self._exact(input, weight, bias=bias, tp_group=tp_group, **options)
         if sequence_parallel:

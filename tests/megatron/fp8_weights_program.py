@@ -109,3 +109,17 @@ def exported(source: str, layout: Layout, fp8: Fp8Options, folder: str, rows: li
             found.append(values(load(str(Path(folder) / name), layout, fp8, "bfloat16"), rows))
     exact, rounded = (load_file(Path(folder) / name / "model.safetensors") for name in ("exact", "rounded"))
     return [*found, max(float((exact[k] - rounded[k]).abs().max() / exact[k].abs().max()) for k in exact)]
+
+
+def switched_off(source: str, layout: Layout, fp8: Fp8Options, folder: str, rows: list[list[int]]) -> list[Any]:
+    """Values with FP8, in high precision, with FP8 again; then those without FP8 of the weights that it has left."""
+    with on(layout):
+        model = load(source, layout, fp8, "bfloat16")
+        found = [values(model, rows)]
+        assert model.fp8 is not None
+        with model.fp8.high_precision():
+            found.append(values(model, rows))
+        found.append(values(model, rows))
+        save_hf(model, source, folder)
+    with on(layout):
+        return [*found, values(load(folder, layout, None, "bfloat16"), rows)]

@@ -123,3 +123,13 @@ def test_a_model_that_is_saved_has_the_exact_weights(
         assert np.array_equal(exact, trained)
         assert np.linalg.norm(trained - rounded) < 0.02 * np.linalg.norm(trained)
         assert 2**-7 < error <= 2**-4
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_switched_off_it_computes_in_bf16_with_what_fp8_has_left(
+    source: str, recipe: str, tmp_path: Path, ranks: RankPool
+) -> None:
+    layout = Layout(tensor_model_parallel_size=2)
+    for answer in ranks.run(program.switched_off, source, layout, both(recipe)[1], str(tmp_path / "hf"), ROWS):
+        found, off, again, rounded = answer
+        assert np.array_equal(off, rounded) and np.array_equal(found, again) and not np.array_equal(found, off)
