@@ -181,10 +181,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
 
     def save_model(self) -> None:
         """Write the trained policy as a Hugging Face checkpoint to ``--ckpt.output_dir``."""
-        fp8 = self.model.options.fp8
-        self.offload.restore(
-            optimizer=fp8 is not None and fp8.primary_weights
-        )  # the float32 weights, where BF16 has none
+        self.offload.restore(optimizer=self.model.options.fp8_primary_weights)  # which then has the exact weights
         self.checkpoints.finish()
         self._save_hf(self.strategy.args.ckpt.output_dir)
 

@@ -49,11 +49,10 @@ def sharded_state(model: LoadedModel, trainer: Trainer | None, *, is_loading: bo
             )
             _own_steps(trainer.optimizer)
         # Now that the optimizer has found its parameters among them.
+        read = in_high_precision if trainer is None or is_loading else trainer.exact_weight
         for part in _sharded_parts(state["model"]):
             if is_fp8(part.data):
-                part.data = (
-                    in_high_precision(part.data) if trainer is None or is_loading else trainer.exact_weight(part.data)
-                )
+                part.data = read(part.data)
         return state
 
 
@@ -75,7 +74,7 @@ def apply(loaded: dict[str, Any], model: LoadedModel, trainer: Trainer | None) -
             for part, state in zip(parts, states, strict=True):
                 _load_optimizer(part, state)
             _own_steps(trainer.optimizer)
-            if any(map(is_fp8, model.stage.parameters())):
+            if model.options.fp8_primary_weights:
                 # What FP8 makes of the float32 weights, rather than of what it made of them before.
                 for part in parts:
                     part._copy_main_params_to_model_params()

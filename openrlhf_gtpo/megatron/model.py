@@ -51,6 +51,11 @@ class ModelOptions:
     fp8: Fp8Options | None = None
     chunk_bytes: int = 256 * 2**20
 
+    @property
+    def fp8_primary_weights(self) -> bool:
+        """Whether the decoder's matrices are in FP8 alone, and the optimizer alone has them exactly."""
+        return self.fp8 is not None and self.fp8.primary_weights
+
     def fields(self) -> dict[str, Any]:
         """The TransformerConfig fields that these options set."""
         recompute: dict[str, Any] = {}

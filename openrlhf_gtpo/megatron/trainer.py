@@ -71,7 +71,7 @@ class Trainer:
                 ddp_config=DistributedDataParallelConfig(
                     grad_reduce_in_fp32=True,
                     use_distributed_optimizer=options.distributed,
-                    fp8_param_gather=fp8 is not None and fp8.primary_weights,
+                    fp8_param_gather=model.options.fp8_primary_weights,
                 ),
                 module=model.stage,
             )

@@ -98,7 +98,7 @@ class Candidate:
         work, speed = self.workload, self.speed
         step = speed.optimizer_step()
         return {
-            "rollout": self.engines.seconds(),
+            "rollout": self.engines.seconds,
             "forward": speed.scoring() * (2 if work.kl else 1),
             "train": work.optimizer_steps * sum(step.values()),
             "sync": self._sync(),

@@ -137,7 +137,7 @@ def _engines(request: Request, gpus: int) -> Engines:
         Engines(shape, cluster.of(gpus), gpus, size, share, request.workload, request.assumptions) for size in sizes
     ]
     fitting = [engines for engines in made if engines.fits]
-    return min(fitting, key=lambda engines: engines.seconds()) if fitting else made[-1]
+    return min(fitting, key=lambda engines: engines.seconds) if fitting else made[-1]
 
 
 def smallest_cluster(request: Request) -> tuple[Cluster, Candidate] | None:

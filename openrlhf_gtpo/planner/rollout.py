@@ -88,6 +88,7 @@ class Engines:
         """Tokens that are computed again since the full cache made their rows wait, over those of all responses."""
         return sum(sum(stretch.again) for stretch in self.stretches) / (self.rows * self.workload.response)
 
+    @cached_property
     def seconds(self) -> float:
         """Of the whole rollout: prefill of each prompt once an engine (its samples share the cache), and decode steps until
         the last row has ended."""

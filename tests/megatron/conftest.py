@@ -1,4 +1,5 @@
-"""Rank processes that the Megatron tests share: starting them and importing Megatron costs more than most tests."""
+"""Rank processes that the Megatron tests share, since starting them and importing Megatron costs more than most tests, and
+checkpoints of two shapes."""
 
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from families import make_checkpoint  # noqa: E402
 from rank_pool import RankPool  # noqa: E402
 
 
@@ -23,3 +25,22 @@ def one_rank() -> Iterator[RankPool]:
     """One process with a gloo group of its own, for what needs no sharding."""
     with RankPool(1) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint with every side of every matrix a multiple of 128, at TP2 too."""
+    directory = tmp_path_factory.mktemp("wide")
+    return str(make_checkpoint(directory, "llama", hidden_size=256, intermediate_size=512, head_dim=32))
+
+
+@pytest.fixture(scope="session")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One of sizes that blocks do not divide."""
+    return str(make_checkpoint(tmp_path_factory.mktemp("narrow"), "qwen2"))
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """As ``narrow``, with other weights."""
+    return str(make_checkpoint(tmp_path_factory.mktemp("other"), "qwen2", seed=1))

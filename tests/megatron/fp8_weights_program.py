@@ -50,11 +50,11 @@ def leaving(source: str, layout: Layout, fp8: Fp8Options) -> dict[str, torch.Ten
         return {name: tensor.clone() for name, tensor in weights.tensors()}
 
 
-def save_and_resume(source: str, other: str, layout: Layout, folder: str, recipe: str) -> list[Any]:
-    """The steps after a save, and those of twins with other weights that loaded it: with FP8 primary weights, and with
-    BF16 ones."""
+def save_and_resume(source: str, other: str, layout: Layout, folder: str, recipe: str, primary: bool) -> list[Any]:
+    """The steps after a save, with FP8 primary weights or BF16 ones, and those of twins with other weights that loaded it:
+    with FP8 primary weights, and with BF16 ones."""
     with on(layout):
-        trainer = make(source, layout, Fp8Options("emulated", recipe, primary_weights=True))
+        trainer = make(source, layout, Fp8Options("emulated", recipe, primary_weights=primary))
         train(trainer, range(2))
         Checkpoints(Path(folder), hf_source=source).save("step2", trainer, {})
         found: list[Any] = [train(trainer, range(2, 4))]
@@ -64,19 +64,6 @@ def save_and_resume(source: str, other: str, layout: Layout, folder: str, recipe
             Checkpoints(Path(folder)).load(twin)
             found.append(train(twin, range(2, 4)))
     return found
-
-
-def resume_from_bf16(source: str, other: str, layout: Layout, folder: str, recipe: str) -> list[Any]:
-    """The steps after a save of BF16 weights, and those of a twin with FP8 primary weights that loaded it."""
-    with on(layout):
-        trainer = make(source, layout, Fp8Options("emulated", recipe))
-        train(trainer, range(2))
-        Checkpoints(Path(folder), hf_source=source).save("step2", trainer, {})
-        found: list[Any] = [train(trainer, range(2, 4))]
-    with on(layout):
-        twin = make(other, layout, Fp8Options("emulated", recipe, primary_weights=True))
-        Checkpoints(Path(folder)).load(twin)
-        return [*found, train(twin, range(2, 4))]
 
 
 def moved(source: str, layout: Layout, fp8: Fp8Options, rows: list[list[int]]) -> Any:

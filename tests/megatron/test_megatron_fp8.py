@@ -9,7 +9,7 @@ import fp8_program as program
 import numpy as np
 import pytest
 import torch
-from families import LAYERS, make_checkpoint, ragged_rows
+from families import LAYERS, ragged_rows
 from rank_pool import RankPool
 from test_fp8_linear import make, run
 from training_program import gradients
@@ -17,8 +17,6 @@ from training_program import gradients
 from openrlhf_gtpo.megatron.fp8_options import RECIPES, Fp8Options
 from openrlhf_gtpo.megatron.layout import Layout
 
-# Every side of every matrix is a multiple of 128, at TP2 too.
-WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
 ROWS = ragged_rows(151, [40, 150, 7], seed=4)
 BLOCKWISE = Fp8Options("emulated", "blockwise")
 LAYOUTS = {
@@ -29,29 +27,14 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("wide"), "llama", **WIDE))
-
-
-@pytest.fixture(scope="module")
-def narrow(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("narrow"), "qwen2"))
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("other"), "qwen2", seed=1))
-
-
 def distance(found: Any, expected: Any) -> float:
     """Relative, of the whole."""
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_it_is_close_to_high_precision_and_can_be_switched_off(source: str, recipe: str, one_rank: RankPool) -> None:
-    (answer,) = one_rank.run(program.in_and_out, source, Layout(), Fp8Options("emulated", recipe), ROWS)
+def test_it_is_close_to_high_precision_and_can_be_switched_off(wide: str, recipe: str, one_rank: RankPool) -> None:
+    (answer,) = one_rank.run(program.in_and_out, wide, Layout(), Fp8Options("emulated", recipe), ROWS)
     on, off, on_again, never = answer
     assert np.array_equal(off, never) and np.array_equal(on, on_again)
     assert 1e-3 < distance(on, never) < 0.05
@@ -87,22 +70,20 @@ def test_ranks_quantise_their_shards(recipe: str, kind: str, sequence_parallel: 
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_sharded_model_gives_what_the_whole_gives(
-    source: str, name: str, one_rank: RankPool, ranks: RankPool
-) -> None:
-    (whole,) = one_rank.run(program.statistics, source, Layout(), BLOCKWISE, ROWS)
-    (exact,) = one_rank.run(program.statistics, source, Layout(), None, ROWS)
-    for found in ranks.run(program.statistics, source, LAYOUTS[name], BLOCKWISE, ROWS):
+def test_a_sharded_model_gives_what_the_whole_gives(wide: str, name: str, one_rank: RankPool, ranks: RankPool) -> None:
+    (whole,) = one_rank.run(program.statistics, wide, Layout(), BLOCKWISE, ROWS)
+    (exact,) = one_rank.run(program.statistics, wide, Layout(), None, ROWS)
+    for found in ranks.run(program.statistics, wide, LAYOUTS[name], BLOCKWISE, ROWS):
         # A sum in another order takes some values to the next FP8 number, and from there on tokens differ.
         there = whole != 0
         assert np.median(np.abs(found - whole)[there]) < 0.25 * np.median(np.abs(exact - whole)[there])
 
 
-def test_gradients_of_pipeline_stages_are_those_of_the_whole(source: str, one_rank: RankPool, ranks: RankPool) -> None:
+def test_gradients_of_pipeline_stages_are_those_of_the_whole(wide: str, one_rank: RankPool, ranks: RankPool) -> None:
     steps = [[(ROWS, [20, 90, 3]), (ragged_rows(151, [33, 21], seed=9), [10, 11])]]
-    (whole,) = one_rank.run(gradients, source, Layout(), {"fp8": BLOCKWISE}, steps, True)
-    (exact,) = one_rank.run(gradients, source, Layout(), {}, steps, True)
-    sharded = ranks.run(gradients, source, LAYOUTS["PP2"], {"fp8": BLOCKWISE}, steps, True)[0]
+    (whole,) = one_rank.run(gradients, wide, Layout(), {"fp8": BLOCKWISE}, steps, True)
+    (exact,) = one_rank.run(gradients, wide, Layout(), {}, steps, True)
+    sharded = ranks.run(gradients, wide, LAYOUTS["PP2"], {"fp8": BLOCKWISE}, steps, True)[0]
     assert sharded.keys() == whole.keys()
     for key, expected in whole.items():
         assert distance(sharded[key], expected) < 1e-5, key
@@ -110,10 +91,10 @@ def test_gradients_of_pipeline_stages_are_those_of_the_whole(source: str, one_ra
             assert 1e-2 < distance(expected, exact[key]) < 0.5, key
 
 
-def test_full_recompute_changes_nothing(source: str, one_rank: RankPool) -> None:
+def test_full_recompute_changes_nothing(wide: str, one_rank: RankPool) -> None:
     steps = [[(ROWS, [20, 90, 3])]]
     found = [
-        one_rank.run(gradients, source, Layout(), {"fp8": BLOCKWISE, "recompute": recompute}, steps, False)[0]
+        one_rank.run(gradients, wide, Layout(), {"fp8": BLOCKWISE, "recompute": recompute}, steps, False)[0]
         for recompute in ("none", "full")
     ]
     assert all(np.array_equal(found[1][key], expected) for key, expected in found[0].items())
@@ -129,9 +110,9 @@ def test_which_layers_compute_in_fp8(narrow: str, ranks: RankPool) -> None:
     assert sorted(last) == sorted(f"decoder.layers.0.{name}" for name in linears)
 
 
-def test_delayed_scales_are_there_before_the_first_result(source: str, ranks: RankPool) -> None:
+def test_delayed_scales_are_there_before_the_first_result(wide: str, ranks: RankPool) -> None:
     layout = Layout(tensor_model_parallel_size=2, sequence_parallel=True)
-    answers = ranks.run(program.delayed_from_the_start, source, layout, ROWS)
+    answers = ranks.run(program.delayed_from_the_start, wide, layout, ROWS)
     assert all(differs for differs, _ in answers)
     for (scale, largest), (twin_scale, twin_largest) in zip(answers[0][1], answers[1][1], strict=True):
         assert scale == twin_scale == pytest.approx(448 / max(largest, twin_largest))

@@ -9,13 +9,12 @@ import fp8_weights_program as program
 import numpy as np
 import pytest
 import torch
-from families import make_checkpoint, ragged_rows
+from families import ragged_rows
 from rank_pool import RankPool
 
 from openrlhf_gtpo.megatron.fp8_options import Fp8Options
 from openrlhf_gtpo.megatron.layout import Layout
 
-WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
 ROWS = ragged_rows(151, [40, 150, 7], seed=4)
 RECIPES = ("tensorwise", "blockwise")  # of which scales come from the weights
 LAYOUTS = {
@@ -23,22 +22,6 @@ LAYOUTS = {
     "TP2-SP": Layout(tensor_model_parallel_size=2, sequence_parallel=True),
     "PP2": Layout(pipeline_model_parallel_size=2),
 }
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("wide"), "llama", **WIDE))
-
-
-@pytest.fixture(scope="module")
-def narrow(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of sizes that blocks do not divide."""
-    return str(make_checkpoint(tmp_path_factory.mktemp("narrow"), "qwen2"))
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_checkpoint(tmp_path_factory.mktemp("other"), "qwen2", seed=1))
 
 
 def both(recipe: str, **options: int) -> tuple[Fp8Options, Fp8Options]:
@@ -65,10 +48,10 @@ def test_training_is_bit_for_bit_that_of_bf16_weights(narrow: str, recipe: str, 
         assert not np.array_equal(found["before"], found["after"])
 
 
-def test_weights_take_half_the_memory(source: str, one_rank: RankPool) -> None:
+def test_weights_take_half_the_memory(wide: str, one_rank: RankPool) -> None:
     """A byte instead of two for every number of the decoder's matrices, and a scale for each 16384 of them."""
     plain, primary = (
-        one_rank.run(program.trained, source, Layout(), fp8, ROWS, 1)[0]["bytes"] for fp8 in both("blockwise")
+        one_rank.run(program.trained, wide, Layout(), fp8, ROWS, 1)[0]["bytes"] for fp8 in both("blockwise")
     )
     matrices = 4 * (256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 512)
     assert abs(plain - primary - matrices * (1 - 4 / 128**2)) < 0.01 * matrices
@@ -88,19 +71,19 @@ def test_layers_in_bf16_keep_their_weights(narrow: str, ranks: RankPool) -> None
         assert 0 < (found[name] - exact[name]).abs().max() <= exact[name].abs().max() * 2**-4
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_resume_goes_on_bit_for_bit(narrow: str, other: str, recipe: str, tmp_path: Path, ranks: RankPool) -> None:
-    layout = Layout(tensor_model_parallel_size=2)
-    for went_on, resumed, in_bf16 in ranks.run(program.save_and_resume, narrow, other, layout, str(tmp_path), recipe):
-        assert resumed == went_on
-        assert_same(in_bf16, went_on)
-
-
-def test_a_checkpoint_of_bf16_weights_goes_on_bit_for_bit(
-    narrow: str, other: str, tmp_path: Path, ranks: RankPool
+@pytest.mark.parametrize(
+    "tensor, recipe, primary", [(2, "tensorwise", True), (2, "blockwise", True), (1, "blockwise", False)]
+)
+def test_a_resume_goes_on_bit_for_bit(
+    narrow: str, other: str, tensor: int, recipe: str, primary: bool, tmp_path: Path, ranks: RankPool
 ) -> None:
-    for went_on, resumed in ranks.run(program.resume_from_bf16, narrow, other, Layout(), str(tmp_path), "blockwise"):
-        assert_same(resumed, went_on)
+    """With FP8 primary weights and with BF16 ones, whichever the checkpoint was written with."""
+    layout = Layout(tensor_model_parallel_size=tensor)
+    answers = ranks.run(program.save_and_resume, narrow, other, layout, str(tmp_path), recipe, primary)
+    for went_on, with_primary, with_bf16 in answers:
+        alike, different = (with_primary, with_bf16) if primary else (with_bf16, with_primary)
+        assert alike == went_on
+        assert_same(different, went_on)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -112,13 +95,11 @@ def test_offloading_frees_them_and_changes_nothing(narrow: str, recipe: str, one
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_model_that_is_saved_has_the_exact_weights(
-    source: str, recipe: str, tmp_path: Path, ranks: RankPool
-) -> None:
+def test_a_model_that_is_saved_has_the_exact_weights(wide: str, recipe: str, tmp_path: Path, ranks: RankPool) -> None:
     """Half a step of E4M3 is 2^-4 of a number; the engines get what it has rounded, which is what trains."""
     layout = Layout(tensor_model_parallel_size=2)
     for trained, exact, rounded, error in ranks.run(
-        program.exported, source, layout, both(recipe)[1], str(tmp_path), ROWS
+        program.exported, wide, layout, both(recipe)[1], str(tmp_path), ROWS
     ):
         assert np.array_equal(exact, trained)
         assert np.linalg.norm(trained - rounded) < 0.02 * np.linalg.norm(trained)
@@ -127,9 +108,9 @@ def test_a_model_that_is_saved_has_the_exact_weights(
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_switched_off_it_computes_in_bf16_with_what_fp8_has_left(
-    source: str, recipe: str, tmp_path: Path, ranks: RankPool
+    wide: str, recipe: str, tmp_path: Path, ranks: RankPool
 ) -> None:
     layout = Layout(tensor_model_parallel_size=2)
-    for answer in ranks.run(program.switched_off, source, layout, both(recipe)[1], str(tmp_path / "hf"), ROWS):
+    for answer in ranks.run(program.switched_off, wide, layout, both(recipe)[1], str(tmp_path / "hf"), ROWS):
         found, off, again, rounded = answer
         assert np.array_equal(off, rounded) and np.array_equal(found, again) and not np.array_equal(found, off)

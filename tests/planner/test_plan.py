@@ -110,7 +110,7 @@ def test_decoding_reads_what_it_must() -> None:
     work = Workload(prompt_length=1, response_length=100, mean_response=100, samples_per_prompt=1, prompts_per_step=1)
     engines = one(request(gpus=1, workload=work, **FIXED | {"tensor": 1, "vllm_tensor": 1})).engines
     read = 2 * (engines.shape.parameters - 152064 * 3584) / (0.7 * 3350e9)
-    assert engines.seconds() == pytest.approx(100 * (read + engines.assumptions.decode_step), rel=0.02)
+    assert engines.seconds == pytest.approx(100 * (read + engines.assumptions.decode_step), rel=0.02)
 
 
 def test_full_engines_take_turns() -> None:
@@ -122,7 +122,7 @@ def test_full_engines_take_turns() -> None:
     )
     assert small.engines.recomputed > 0 and large.engines.recomputed == 0
     assert "are computed again" in details(small) and "computed again" not in details(large)
-    assert small.engines.seconds() > large.engines.seconds()
+    assert small.engines.seconds > large.engines.seconds
     none = one(replace(request("7b", 1, work, **FIXED | {"tensor": 1, "vllm_tensor": 1}), vllm_memory=0.2))
     assert not none.engines.fits and not none.fits
 
