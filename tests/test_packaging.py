@@ -1,17 +1,15 @@
-"""The lock, the metadata and the set-up script: do they agree with each other and with the running environment?
+"""The lock and the metadata: do they agree with each other and with the running environment?
 
 Owns what can be checked without a network and without building a second environment. The comparisons with installed
 packages run only where `examples/scripts/setup_env.sh` made the environment: a CUDA host brings its own.
 """
 
 import importlib.metadata
-import os
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 import zipfile
 from pathlib import Path
 
@@ -23,7 +21,6 @@ from packaging.version import Version
 import openrlhf_gtpo
 
 ROOT = Path(__file__).resolve().parent.parent
-SETUP_ENV = Path("examples/scripts/setup_env.sh")
 PROJECT = canonicalize_name("openrlhf-gtpo")
 
 # Required by a package's metadata, and left out of the lock: requirements/README.md says why.
@@ -176,121 +173,3 @@ def test_wheel_holds_every_module_and_nothing_beside_the_package(tmp_path):
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     sources = {str(p.relative_to(tmp_path)) for p in (tmp_path / "openrlhf_gtpo").rglob("*") if p.is_file()}
     assert packed == sources
-
-
-# --- examples/scripts/setup_env.sh ---
-
-
-@pytest.fixture
-def bare_project(tmp_path) -> Path:
-    """A copy of what the set-up script reads, without an environment."""
-    for name in ("setup.py", "requirements/cpu.lock", "openrlhf_gtpo/_version.py", str(SETUP_ENV)):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    return tmp_path
-
-
-def run_setup_env(root: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["/bin/bash", str(root / SETUP_ENV)],
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-
-
-def path_with_only(directory: Path, *programs: str) -> str:
-    """A PATH that has these programs, and basic tools, and no others."""
-    directory.mkdir()
-    for program in (
-        *"bash cat cut dirname df du awk find grep id ls mkdir rm sha256sum touch uname wc".split(),
-        *programs,
-    ):
-        found = shutil.which(program)
-        assert found is not None, program
-        (directory / program).symlink_to(found)
-    return str(directory)
-
-
-def assert_refused(result: subprocess.CompletedProcess[str], *parts: str) -> None:
-    assert result.returncode == 2, result.stderr
-    assert result.stderr.startswith("[setup] ") and result.stderr.count("\n") == 1, result.stderr
-    for part in parts:
-        assert part in result.stderr
-
-
-def test_venv_that_is_a_file_is_refused_and_kept(bare_project):
-    (bare_project / ".venv").write_text("a user's notes")
-    assert_refused(run_setup_env(bare_project), f"{bare_project}/.venv is not a directory")
-    assert (bare_project / ".venv").read_text() == "a user's notes"
-
-
-def test_directory_that_is_not_ours_is_refused_and_kept(bare_project):
-    (bare_project / ".venv").mkdir()
-    (bare_project / ".venv" / "notes").write_text("a user's notes")
-    assert_refused(run_setup_env(bare_project), f"{bare_project}/.venv holds something that this script did not make")
-    assert (bare_project / ".venv" / "notes").read_text() == "a user's notes"
-
-
-def test_users_own_virtual_environment_is_refused_and_kept(bare_project):
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare_project / ".venv")], check=True)
-    (site_packages,) = (bare_project / ".venv" / "lib").glob("python3.*/site-packages")
-    (site_packages / "theirs-1.0.dist-info").mkdir()
-    (site_packages / "theirs-1.0.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n"
-    )
-    assert_refused(run_setup_env(bare_project), "did not make")
-    assert (site_packages / "theirs-1.0.dist-info" / "METADATA").exists()
-
-
-def test_missing_python_is_one_sentence(bare_project):
-    path = path_with_only(bare_project / "bin", "flock")
-    assert_refused(run_setup_env(bare_project, PATH=path), "neither Python 3.11 nor 3.12 was found", "apt-get install")
-    assert not (bare_project / ".venv").exists()
-
-
-@made_by_setup_env
-def test_missing_compiler_is_one_sentence(bare_project):
-    path = path_with_only(bare_project / "bin", "flock", "python3.11")
-    assert_refused(run_setup_env(bare_project, PATH=path), "g++ was not found", "apt-get install g++")
-    assert not (bare_project / ".venv").exists()
-
-
-@made_by_setup_env
-def test_full_disk_is_one_sentence_and_a_broken_environment_gets_that_far(bare_project):
-    """A `.venv` whose interpreter is gone is taken for rebuilding; the disk check stops it here, before any download."""
-    (bare_project / ".venv" / "bin").mkdir(parents=True)
-    (bare_project / ".venv" / "pyvenv.cfg").write_text("home = /nowhere\n")
-    (bare_project / ".venv" / "bin" / "python").symlink_to("/nowhere/python3.11")
-    path = path_with_only(bare_project / "bin", "flock", "python3.11", "g++")
-    (bare_project / "bin" / "df").unlink()
-    (bare_project / "bin" / "df").write_text("#!/bin/bash\nprintf 'head\\nfs 9 9 1234 9%% /\\n'\n")
-    (bare_project / "bin" / "df").chmod(0o755)
-    assert_refused(run_setup_env(bare_project, PATH=path), "MB of free disk", "needs")
-
-
-@made_by_setup_env
-def test_second_run_is_quick_and_changes_nothing():
-    stamps = [ROOT / ".venv" / ".environment_stamp", ROOT / ".venv" / ".project_stamp"]
-    if not all(stamp.exists() for stamp in stamps):
-        pytest.skip(".venv was put together by hand: it has no stamps")
-    before = [stamp.stat().st_mtime_ns for stamp in stamps]
-    seconds = []
-    for _ in range(5):
-        started = time.monotonic()
-        result = run_setup_env(ROOT)
-        seconds.append(time.monotonic() - started)
-        assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-    # A tenth of a second on an idle machine; whatever it should not do again (start pip) takes longer every time.
-    assert min(seconds) < 2.0, seconds
-    assert [stamp.stat().st_mtime_ns for stamp in stamps] == before
-
-
-@made_by_setup_env
-def test_sourcing_activates_and_spares_the_callers_shell():
-    script = f'set +e; source "{ROOT / SETUP_ENV}"; false; echo "$VIRTUAL_ENV $- $(command -v python)"'
-    printed = subprocess.run(["/bin/bash", "-c", script], check=True, capture_output=True, text=True).stdout.split()
-    assert printed[0] == str(ROOT / ".venv") and "e" not in printed[1]
-    assert printed[2] == str(ROOT / ".venv" / "bin" / "python")

@@ -6,8 +6,10 @@
 #   bash examples/scripts/setup_env.sh --packages-only  without the project: the layer of an image that code does not change
 #
 # Linux x86-64, CPython 3.11 (or 3.12: see requirements/README.md), no CUDA. A second call finds the stamps below and
-# returns at once; a changed lock, a moved project, an interrupted or a broken .venv is rebuilt. Whatever the user can put
-# right ends in one sentence and exit code 2; a failed download or build ends with exit code 1 and pip's own words.
+# returns at once; a changed lock, a moved project or a broken .venv is rebuilt. A new environment is made beside the old
+# one, which stays as it is, and in use, until the new one is whole. A .venv that is a link, or that was made for another
+# checkout, is refused. Whatever the user can put right ends in one sentence and exit code 2; a failed download or build
+# ends with exit code 1 and pip's own words.
 
 if [[ "${BASH_SOURCE[0]}" != "$0" ]]; then
     # Sourced: the work runs in a process of its own, so that its `set -e` and its exits never reach the caller's shell.
@@ -19,15 +21,19 @@ fi
 
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 venv="$root/.venv"
+being_made="$root/.venv.being_made" # the new environment, until put_in_place
+replaced="$root/.venv.replaced"     # the old one, from there until it is deleted
+target="$venv"                      # what pip works on: .venv, or the environment that is being made
 lock="$root/requirements/cpu.lock"
-environment_stamp="$venv/.environment_stamp" # written last: its absence means an unfinished environment
-project_stamp="$venv/.project_stamp"
-our_mark="$venv/.made_by_setup_env" # written first: only a .venv that carries it, or that is of no use, is replaced
-pip_log="$venv/pip.log"
+environment_stamp=.environment_stamp # written last: its absence means an unfinished environment
+project_stamp=.project_stamp
+our_mark=.made_by_setup_env # written first: only a .venv that carries it, or that is of no use, is replaced
 torch_index="https://download.pytorch.org/whl/cpu"
-needed_mb=7500 # 4.6 GB of packages, and 1.2 GB of downloads twice: until they are unpacked, and in pip's cache
+# Beside the environment that it replaces: 4.6 GB of packages, and 1.2 GB of downloads twice, until they are unpacked and
+# in pip's cache.
+needed_mb=7500
 
 say() { printf '[setup] %s\n' "$*" >&2; }
 
@@ -51,24 +57,35 @@ wanted_environment() { printf '%s %s %s\n' "$(sha256sum <"$lock" | cut -c1-64)" 
 
 wanted_project() { cat "$root/setup.py" "$root/openrlhf_gtpo/_version.py" | sha256sum; }
 
-# The version of the interpreter in .venv, or nothing where it does not start.
-venv_version() { "$venv/bin/python" -I -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true; }
+# The version of an environment's interpreter, or nothing where it does not start.
+version_of() { "$1/bin/python" -I -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true; }
 
 environment_is_ready() {
-    local version
-    [[ -f "$environment_stamp" ]] || return 1
-    version="$(venv_version)"
-    [[ -n "$version" && "$(<"$environment_stamp")" == "$(wanted_environment "$version")" ]]
+    local stamp="$1/$environment_stamp" version
+    [[ -f "$stamp" ]] || return 1
+    version="$(version_of "$1")"
+    [[ -n "$version" && "$(<"$stamp")" == "$(wanted_environment "$version")" ]]
 }
 
-project_is_ready() { $packages_only || [[ -f "$project_stamp" && "$(<"$project_stamp")" == "$(wanted_project)" ]]; }
+project_is_ready() {
+    $packages_only || [[ -f "$1/$project_stamp" && "$(<"$1/$project_stamp")" == "$(wanted_project)" ]]
+}
+
+# The project's root that the stamp in .venv names, or nothing where there is no stamp.
+made_for() {
+    local stamp
+    [[ -f "$venv/$environment_stamp" ]] || return 0
+    stamp="$(<"$venv/$environment_stamp")"
+    stamp="${stamp#* }"
+    printf '%s' "${stamp% *}"
+}
 
 # Whether the directory .venv is ours to replace: made by this script, empty, or a virtual environment that does not
 # start or has nothing in it yet.
 may_be_replaced() {
-    [[ -f "$our_mark" || -z "$(ls -A "$venv/")" ]] && return
+    [[ -f "$venv/$our_mark" || -z "$(ls -A "$venv/")" ]] && return
     [[ -f "$venv/pyvenv.cfg" ]] || return
-    [[ -n "$(venv_version)" ]] || return 0
+    [[ -n "$(version_of "$venv")" ]] || return 0
     "$venv/bin/python" -I -c 'import importlib.metadata, sys
 sys.exit(bool({d.metadata["Name"] for d in importlib.metadata.distributions()} - {"pip", "setuptools", "wheel"}))'
 }
@@ -86,8 +103,6 @@ find_python() {
         done
     done
 }
-
-free_mb_of() { df -Pm "$1" | awk 'NR == 2 { print $4 }'; }
 
 check_host() {
     [[ "$(uname -sm)" == "Linux x86_64" ]] ||
@@ -111,29 +126,16 @@ sys.exit(not (pathlib.Path(sysconfig.get_paths()["include"]) / "Python.h").exist
             "(Debian: apt-get install libnuma1)."
 
     local free_mb
-    if [[ -d "$venv" ]]; then # what is about to be replaced makes room
-        free_mb=$(($(free_mb_of "$venv/") + $(du -sm "$venv/" | cut -f1)))
-    else
-        free_mb="$(free_mb_of "$root")"
-    fi
+    free_mb="$(df -Pm "$root" | awk 'NR == 2 { print $4 }')"
     ((free_mb >= needed_mb)) ||
         refuse "$root has ${free_mb} MB of free disk, and the environment needs ${needed_mb} MB: free some or move the project."
-}
-
-# Leaves .venv empty but for what marks it as ours to the next call, should this one be interrupted.
-empty_venv() {
-    [[ ! -d "$venv" || -z "$(ls -A "$venv/")" ]] || say "removing what an earlier set-up left in $venv"
-    mkdir -p "$venv"
-    touch "$our_mark"
-    rm -f "$environment_stamp" "$project_stamp"
-    find "$venv/" -mindepth 1 -maxdepth 1 ! -name "${our_mark##*/}" -exec rm -rf {} +
 }
 
 # Shows pip's progress in short on a terminal, and now and then elsewhere; everything goes to pip.log.
 show_progress() {
     local total="$1" count=0 line
     while IFS= read -r line; do
-        printf '%s\n' "$line" >>"$pip_log"
+        printf '%s\n' "$line" >>"$target/pip.log"
         case "$line" in
             Collecting\ *)
                 count=$((count + 1))
@@ -155,24 +157,25 @@ show_progress() {
 run_pip() {
     local total="$1" subcommand="$2"
     shift 2
-    "$venv/bin/python" -I -m pip "$subcommand" --no-deps --no-build-isolation --progress-bar off "$@" 2>&1 |
+    "$target/bin/python" -I -m pip "$subcommand" --no-deps --no-build-isolation --progress-bar off "$@" 2>&1 |
         show_progress "$total"
 }
 
 fail() {
-    grep -E '^ *(ERROR|error)' "$pip_log" | tail -n 2 >&2 || tail -n 10 "$pip_log" >&2
-    say "$* (all of its output: $pip_log); put that right and start again."
+    grep -E '^ *(ERROR|error)' "$target/pip.log" | tail -n 2 >&2 || tail -n 10 "$target/pip.log" >&2
+    say "$* (all of its output: $target/pip.log); put that right and start again."
     exit 1
 }
 
 locked() { grep -E "^($1)==" "$lock"; }
 
 make_environment() {
-    local started=$SECONDS version pins torch tools
+    local started=$SECONDS pins torch tools
     say "making $venv with $("$python" -V): about 1.2 GB to download, 4.6 GB on disk, a few minutes"
-    empty_venv
-    "$python" -m venv "$venv" || refuse "$python could not make a virtual environment in $venv."
-    export TMPDIR="$venv/tmp" # pip keeps its downloads here until they are unpacked; /tmp is small on many machines
+    mkdir "$target"
+    touch "$target/$our_mark"
+    "$python" -m venv "$target" || refuse "$python could not make a virtual environment in $target."
+    export TMPDIR="$target/tmp" # pip keeps its downloads here until they are unpacked; /tmp is small on many machines
     mkdir "$TMPDIR"
 
     pins="$TMPDIR/pins.txt"
@@ -193,24 +196,42 @@ make_environment() {
 
     rm -rf "$TMPDIR"
     unset TMPDIR
-    version="$(venv_version)"
-    wanted_environment "$version" >"$environment_stamp"
+    wanted_environment "$(version_of "$target")" >"$target/$environment_stamp"
     say "installed $(grep -c '==' "$lock") packages in $((SECONDS - started)) s"
 }
 
 make_project() {
-    rm -f "$project_stamp"
+    rm -f "$target/$project_stamp"
     # --no-index: nothing is fetched, so this also works without a network.
     run_pip 1 install --no-index -e "$root" || fail "pip could not install the project itself"
-    wanted_project >"$project_stamp"
+    wanted_project >"$target/$project_stamp"
 }
 
-if environment_is_ready && project_is_ready; then
+# The folder that a virtual environment was made in stands in its scripts and in pyvenv.cfg, and nowhere else that is
+# read. To write the final path there takes a moment; to make the new environment at its final path instead would leave
+# the user without one for the minutes that takes, and with half of one after an interruption.
+put_in_place() {
+    grep -rlIZF "${being_made##*/}" "$being_made/bin" "$being_made/pyvenv.cfg" |
+        xargs -0 sed -i 's/\.venv\.being_made/.venv/g'
+    [[ ! -d "$venv" ]] || mv -T "$venv" "$replaced"
+    mv -T "$being_made" "$venv"
+    rm -rf "$replaced"
+}
+
+if environment_is_ready "$venv" && project_is_ready "$venv" && [[ ! -e "$replaced" ]]; then
     exit 0
 fi
 
-if [[ (-e "$venv" || -L "$venv") && ! -d "$venv" ]]; then
+if [[ -L "$venv" ]]; then
+    refuse "$venv is a link to $(readlink "$venv"), which may be another checkout's environment: remove the link, and" \
+        "start again to have one made here."
+fi
+if [[ -e "$venv" && ! -d "$venv" ]]; then
     refuse "$venv is not a directory, and the environment goes there: move it away."
+fi
+other="$(made_for)"
+if [[ -n "$other" && -e "$other/.venv" && ! "$other" -ef "$root" ]]; then
+    refuse "$venv was made for $other, which still has an environment: if this one is a copy, remove it and start again."
 fi
 if [[ -d "$venv" ]] && ! may_be_replaced; then
     refuse "$venv holds something that this script did not make, and the environment goes there: move it away."
@@ -226,11 +247,21 @@ if ! flock -n 9; then
     flock 9
 fi
 
-if ! environment_is_ready; then
-    check_host
-    make_environment
+if [[ ! -e "$venv" && -d "$replaced" ]]; then # interrupted in the midst of put_in_place
+    mv -T "$replaced" "$venv"
 fi
-if ! project_is_ready; then
+rm -rf "$replaced"
+
+if ! environment_is_ready "$venv"; then
+    target="$being_made"
+    if ! environment_is_ready "$target"; then # else only the project is missing, or the last step
+        rm -rf "$target"
+        check_host
+        make_environment
+    fi
+    project_is_ready "$target" || make_project
+    put_in_place
+elif ! project_is_ready "$venv"; then
     make_project
 fi
 say "$venv is ready"

@@ -1,0 +1,319 @@
+"""examples/scripts/setup_env.sh: what it refuses, what it leaves alone, and what it replaces.
+
+Without a network: `host` has a Python that makes environments of a few files and whose pip only takes notes. Tests of a
+real interpreter run only where the script made the environment that pytest runs in.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SETUP_ENV = Path("examples/scripts/setup_env.sh")
+
+made_by_setup_env = pytest.mark.skipif(
+    Path(sys.prefix).resolve() != (ROOT / ".venv").resolve(),
+    reason="starts the interpreter of the environment that examples/scripts/setup_env.sh makes, and this is another one",
+)
+
+PYTHON = r"""#!/bin/bash
+# `-m venv` makes an environment whose interpreter is this file again; the checks of the host find what they look for.
+last="${@: -1}"
+case "$*" in
+    *_base_executable*) echo "$0" ;;
+    *"print("*) echo 3.11 ;;
+    *"-m venv "*)
+        mkdir -p "$last/bin"
+        cp "$0" "$last/bin/python"
+        echo "command = $*" >"$last/pyvenv.cfg"
+        printf 'VIRTUAL_ENV=%s\nPROMPT=%s\n' "$last" "${last##*/}" >"$last/bin/activate"
+        ;;
+    *"-m pip "*)
+        [[ "$*" != *"$PIP_FAILS_AT"* ]] || { echo "ERROR: no such package" && exit 1; }
+        [[ "$*" != *"$PIP_STOPS_AT"* ]] || { touch "${0%/*}/stopped" && sleep 600; }
+        printf '#!%s\n' "$0" >"${0%/*}/ray"
+        echo "Collecting $*"
+        ;;
+esac
+"""
+
+
+def add_project(root: Path) -> Path:
+    """A copy of what the set-up script reads, without an environment."""
+    for name in ("setup.py", "requirements/cpu.lock", "openrlhf_gtpo/_version.py", str(SETUP_ENV)):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
+    return root
+
+
+@pytest.fixture
+def bare_project(tmp_path) -> Path:
+    return add_project(tmp_path / "project")
+
+
+@pytest.fixture
+def host(tmp_path) -> dict[str, str]:
+    """Environment variables of a host that has everything, and on which nothing is downloaded."""
+    programs = {"python3.11": PYTHON, "g++": "#!/bin/bash\n", "df": disk(99999)}
+    (tmp_path / "host").mkdir()
+    for name, text in programs.items():
+        (tmp_path / "host" / name).write_text(text)
+        (tmp_path / "host" / name).chmod(0o755)
+    path = f"{tmp_path / 'host'}:{os.environ['PATH']}"
+    return {"PATH": path, "PIP_FAILS_AT": "nothing at all", "PIP_STOPS_AT": "nothing at all"}
+
+
+def disk(free_mb: int) -> str:
+    return f"#!/bin/bash\nprintf 'head\\nfs 9 9 {free_mb} 9%% /\\n'\n"
+
+
+def run_setup_env(root: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["/bin/bash", str(root / SETUP_ENV), *words],
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def assert_made(result: subprocess.CompletedProcess[str], root: Path) -> None:
+    """A whole environment whose files name its final path lies in .venv, and nothing lies beside it."""
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.endswith(f"[setup] {root}/.venv is ready\n")
+    venv = root / ".venv"
+    assert [path.name for path in sorted(root.glob(".venv*"))] == [".venv"]
+    assert (venv / "bin" / "ray").read_text() == f"#!{venv}/bin/python\n"
+    assert (venv / "bin" / "activate").read_text() == f"VIRTUAL_ENV={venv}\nPROMPT=.venv\n"
+    assert (venv / "pyvenv.cfg").read_text().endswith(f"-m venv {venv}\n")
+    assert "Collecting" in (venv / "pip.log").read_text() and not (venv / "tmp").exists()
+
+
+def assert_ready(root: Path, host: dict[str, str]) -> None:
+    again = run_setup_env(root, **{**host, "PIP_FAILS_AT": ""})
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+
+
+def files(directory: Path) -> dict[str, str]:
+    return {str(path.relative_to(directory)): path.read_text() for path in directory.rglob("*") if path.is_file()}
+
+
+def change_lock(root: Path) -> None:
+    with (root / "requirements" / "cpu.lock").open("a") as lock:
+        lock.write("one-more==1.0\n")
+
+
+def test_an_environment_is_made_once_and_names_its_final_path(bare_project, host):
+    assert_made(run_setup_env(bare_project, **host), bare_project)
+    assert_ready(bare_project, host)
+
+
+def test_packages_alone_are_made_first_and_the_project_is_added(bare_project, host):
+    assert_made(run_setup_env(bare_project, "--packages-only", **host), bare_project)
+    log = bare_project / ".venv" / "pip.log"
+    assert str(bare_project / "setup.py") not in log.read_text() and f"-e {bare_project}" not in log.read_text()
+    before = log.read_text()
+    assert_made(run_setup_env(bare_project, **host), bare_project)
+    added = log.read_text().removeprefix(before)
+    assert added.count("Collecting") == 1 and f"-e {bare_project}" in added
+
+
+def test_a_linked_environment_is_refused_and_its_checkout_keeps_it(bare_project, tmp_path, host):
+    assert run_setup_env(bare_project, **host).returncode == 0
+    before = files(bare_project / ".venv")
+    linking = add_project(tmp_path / "linking")
+    (linking / ".venv").symlink_to(bare_project / ".venv")
+    assert_refused(run_setup_env(linking, **host), f"is a link to {bare_project}/.venv", "remove the link")
+    assert files(bare_project / ".venv") == before and (linking / ".venv").is_symlink()
+    assert_ready(bare_project, host)
+
+
+def test_a_link_that_leads_nowhere_is_refused(bare_project, host):
+    (bare_project / ".venv").symlink_to("/nowhere")
+    assert_refused(run_setup_env(bare_project, **host), "is a link to /nowhere")
+
+
+def test_a_copy_of_another_checkouts_environment_is_refused_and_kept(bare_project, tmp_path, host):
+    assert run_setup_env(bare_project, **host).returncode == 0
+    copy = shutil.copytree(bare_project, tmp_path / "a copy")
+    before = files(copy)
+    assert_refused(run_setup_env(copy, **host), f"was made for {bare_project}, which still has", "remove it")
+    assert files(copy) == before
+
+
+def test_a_moved_project_gets_a_new_environment(bare_project, tmp_path, host):
+    assert run_setup_env(bare_project, **host).returncode == 0
+    moved = bare_project.rename(tmp_path / "moved & [renamed]")
+    assert_made(run_setup_env(moved, **host), moved)
+    assert_ready(moved, host)
+
+
+def test_a_checkout_that_is_reached_through_a_link_has_one_environment(bare_project, tmp_path, host):
+    assert run_setup_env(bare_project, **host).returncode == 0
+    (tmp_path / "link").symlink_to(bare_project)
+    assert_ready(tmp_path / "link", host)
+
+
+@pytest.mark.parametrize("step", ["download", "pins.txt", "--find-links", "-e "])
+def test_a_set_up_that_fails_leaves_the_old_environment_as_it_was(bare_project, host, step):
+    assert run_setup_env(bare_project, **host).returncode == 0
+    before = files(bare_project / ".venv")
+    change_lock(bare_project)
+    failed = run_setup_env(bare_project, **{**host, "PIP_FAILS_AT": step})
+    assert failed.returncode == 1
+    assert "ERROR: no such package" in failed.stderr
+    assert f"all of its output: {bare_project}/.venv.being_made/pip.log" in failed.stderr
+    assert files(bare_project / ".venv") == before
+    assert_made(run_setup_env(bare_project, **host), bare_project)
+    assert_ready(bare_project, host)
+
+
+def test_a_set_up_that_is_killed_leaves_the_old_environment_as_it_was(bare_project, host):
+    assert run_setup_env(bare_project, **host).returncode == 0
+    before = files(bare_project / ".venv")
+    change_lock(bare_project)
+    killed = subprocess.Popen(
+        ["/bin/bash", str(bare_project / SETUP_ENV)],
+        env={**os.environ, **host, "PIP_STOPS_AT": "pins.txt"},
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    reached = bare_project / ".venv.being_made" / "bin" / "stopped"
+    deadline = time.monotonic() + 60
+    while not reached.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert reached.exists() and files(bare_project / ".venv") == before
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    assert files(bare_project / ".venv") == before
+    assert_made(run_setup_env(bare_project, **host), bare_project)
+
+
+def test_a_set_up_that_is_killed_between_its_two_renames_is_mended(bare_project, host):
+    assert run_setup_env(bare_project, **host).returncode == 0
+    before = files(bare_project / ".venv")
+    (bare_project / ".venv").rename(bare_project / ".venv.replaced")
+    assert_made(run_setup_env(bare_project, **host), bare_project)  # the old one fits the lock: it is put back
+    assert files(bare_project / ".venv") == before
+    change_lock(bare_project)
+    assert run_setup_env(bare_project, **{**host, "PIP_FAILS_AT": "-e "}).returncode == 1
+    (bare_project / ".venv").rename(bare_project / ".venv.replaced")
+    # The new one is whole but for the project, so nothing else is fetched.
+    assert_made(run_setup_env(bare_project, **{**host, "PIP_FAILS_AT": "download"}), bare_project)
+
+
+def test_what_is_left_of_a_replaced_environment_is_removed(bare_project, host):
+    assert run_setup_env(bare_project, **host).returncode == 0
+    (bare_project / ".venv.replaced" / "lib").mkdir(parents=True)
+    assert_made(run_setup_env(bare_project, **host), bare_project)
+
+
+def test_the_disk_must_have_room_for_the_new_environment_beside_the_old_one(bare_project, tmp_path, host):
+    assert run_setup_env(bare_project, **host).returncode == 0
+    before = files(bare_project / ".venv")
+    change_lock(bare_project)
+    (tmp_path / "host" / "df").write_text(disk(7499))
+    assert_refused(run_setup_env(bare_project, **host), "has 7499 MB of free disk", "needs 7500 MB")
+    assert files(bare_project / ".venv") == before
+
+
+def path_with_only(directory: Path, *programs: str) -> str:
+    """A PATH that has these programs, and basic tools, and no others."""
+    directory.mkdir()
+    for program in (
+        *"bash cat cut dirname df awk find grep id ls mkdir rm sha256sum touch uname wc".split(),
+        *programs,
+    ):
+        found = shutil.which(program)
+        assert found is not None, program
+        (directory / program).symlink_to(found)
+    return str(directory)
+
+
+def assert_refused(result: subprocess.CompletedProcess[str], *parts: str) -> None:
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.startswith("[setup] ") and result.stderr.count("\n") == 1, result.stderr
+    for part in parts:
+        assert part in result.stderr
+
+
+def test_venv_that_is_a_file_is_refused_and_kept(bare_project):
+    (bare_project / ".venv").write_text("a user's notes")
+    assert_refused(run_setup_env(bare_project), f"{bare_project}/.venv is not a directory")
+    assert (bare_project / ".venv").read_text() == "a user's notes"
+
+
+def test_directory_that_is_not_ours_is_refused_and_kept(bare_project):
+    (bare_project / ".venv").mkdir()
+    (bare_project / ".venv" / "notes").write_text("a user's notes")
+    assert_refused(run_setup_env(bare_project), f"{bare_project}/.venv holds something that this script did not make")
+    assert (bare_project / ".venv" / "notes").read_text() == "a user's notes"
+
+
+def test_users_own_virtual_environment_is_refused_and_kept(bare_project):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare_project / ".venv")], check=True)
+    (site_packages,) = (bare_project / ".venv" / "lib").glob("python3.*/site-packages")
+    (site_packages / "theirs-1.0.dist-info").mkdir()
+    (site_packages / "theirs-1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n"
+    )
+    assert_refused(run_setup_env(bare_project), "did not make")
+    assert (site_packages / "theirs-1.0.dist-info" / "METADATA").exists()
+
+
+def test_missing_python_is_one_sentence(bare_project):
+    path = path_with_only(bare_project / "bin", "flock")
+    assert_refused(run_setup_env(bare_project, PATH=path), "neither Python 3.11 nor 3.12 was found", "apt-get install")
+    assert not (bare_project / ".venv").exists()
+
+
+@made_by_setup_env
+def test_missing_compiler_is_one_sentence(bare_project):
+    path = path_with_only(bare_project / "bin", "flock", "python3.11")
+    assert_refused(run_setup_env(bare_project, PATH=path), "g++ was not found", "apt-get install g++")
+    assert not (bare_project / ".venv").exists()
+
+
+@made_by_setup_env
+def test_full_disk_is_one_sentence_and_a_broken_environment_gets_that_far(bare_project):
+    """A `.venv` whose interpreter is gone is taken for rebuilding; the disk check stops it here, before any download."""
+    (bare_project / ".venv" / "bin").mkdir(parents=True)
+    (bare_project / ".venv" / "pyvenv.cfg").write_text("home = /nowhere\n")
+    (bare_project / ".venv" / "bin" / "python").symlink_to("/nowhere/python3.11")
+    path = path_with_only(bare_project / "bin", "flock", "python3.11", "g++")
+    (bare_project / "bin" / "df").unlink()
+    (bare_project / "bin" / "df").write_text(disk(1234))
+    (bare_project / "bin" / "df").chmod(0o755)
+    assert_refused(run_setup_env(bare_project, PATH=path), "MB of free disk", "needs")
+
+
+@made_by_setup_env
+def test_second_run_is_quick_and_changes_nothing():
+    stamps = [ROOT / ".venv" / ".environment_stamp", ROOT / ".venv" / ".project_stamp"]
+    if not all(stamp.exists() for stamp in stamps):
+        pytest.skip(".venv was put together by hand: it has no stamps")
+    before = [stamp.stat().st_mtime_ns for stamp in stamps]
+    seconds = []
+    for _ in range(5):
+        started = time.monotonic()
+        result = run_setup_env(ROOT)
+        seconds.append(time.monotonic() - started)
+        assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    # A tenth of a second on an idle machine; whatever it should not do again (start pip) takes longer every time.
+    assert min(seconds) < 2.0, seconds
+    assert [stamp.stat().st_mtime_ns for stamp in stamps] == before
+
+
+@made_by_setup_env
+def test_sourcing_activates_and_spares_the_callers_shell():
+    script = f'set +e; source "{ROOT / SETUP_ENV}"; false; echo "$VIRTUAL_ENV $- $(command -v python)"'
+    printed = subprocess.run(["/bin/bash", "-c", script], check=True, capture_output=True, text=True).stdout.split()
+    assert printed[0] == str(ROOT / ".venv") and "e" not in printed[1]
+    assert printed[2] == str(ROOT / ".venv" / "bin" / "python")
