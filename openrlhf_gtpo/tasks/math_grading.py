@@ -9,6 +9,7 @@ Knows math_verify only.
 import json
 import os
 import queue
+import re
 import subprocess
 import sys
 import threading
@@ -17,6 +18,10 @@ from typing import IO, Any
 
 SECONDS_PER_STEP = 5  # of Math-Verify's own limits: one for each extraction, one for each comparison
 SECONDS_IN_ALL = 60.0
+
+BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is no brace
+WITHOUT_BRACES = re.compile(r"[-+]?(?:\d|\\[a-zA-Z{])(?:(?!\\[\])])[^\s$])*")
 
 
 @dataclass(frozen=True)
@@ -98,9 +103,7 @@ class _Grader:
 
 
 def judge(response: str, answer: str) -> Grade:
-    r"""Math-Verify's judgement, in this thread, which must be its process's main one.
-
-    The last \boxed{...} of a response counts; without one its last formula or number.
+    r"""Math-Verify's judgement of `final_answer(response)`, in this thread, which must be its process's main one.
 
     Raises:
         ValueError: ``answer`` is no mathematical expression.
@@ -114,9 +117,41 @@ def judge(response: str, answer: str) -> Grade:
             "leaves such rows out"
         )
     targets = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
-    found = parse(response, targets, fallback_mode="no_fallback", parsing_timeout=SECONDS_PER_STEP)
+    found = parse(final_answer(response), targets, fallback_mode="no_fallback", parsing_timeout=SECONDS_PER_STEP)
     correct = bool(found) and verify(gold, found, timeout_seconds=SECONDS_PER_STEP)
     return Grade(correct=bool(correct), answered=bool(found))
+
+
+def final_answer(response: str) -> str:
+    r"""What of a response Math-Verify is to read: the last \boxed{...} or \fbox{...}, without one the whole text.
+
+    Only the last box counts, whatever stands before or after it: `x=\boxed{1}, y=\boxed{2}` answers 2, and an answer of
+    several parts goes into one box. Math-Verify itself would read boxes that are close together as a set. A box that is
+    empty (the instruction quoted) or is never closed (a response that was cut off, perhaps in the middle of a number) is
+    passed over, so that the one before it counts. `\boxed 4` without braces is a box where a number or command follows.
+
+    Of a text without a box, Math-Verify reads the last formula or number; formulas that only "and", "or" or a comma
+    joins are one set. The word "answer" is taken out, since Math-Verify prefers what follows it to what comes last.
+    """
+    for box in reversed(list(BOX.finditer(response))):
+        content, end = _box_content(response, box.end())
+        if content:
+            return f"\\boxed{{{content}}}"
+        response = response[: box.start()] + response[end:]
+    return re.sub("(?i)answer", "", response)
+
+
+def _box_content(text: str, start: int) -> tuple[str, int]:
+    """What is in the box whose argument begins at `start`, "" where there is nothing, and where the box ends."""
+    if text[start : start + 1] != "{":
+        bare = WITHOUT_BRACES.match(text, start)
+        return (bare[0].rstrip(".,;:"), bare.end()) if bare else ("", start)
+    depth = 0
+    for brace in BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return text[start + 1 : brace.start()].strip(), brace.end()
+    return "", len(text)
 
 
 def parse_answer(answer: str) -> list[Any]:

@@ -27,8 +27,9 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
         labels: the row's JSON label: `{"task": name, "entry": {"answer": ..., "metadata": ...}}`.
 
     Returns:
-        `rewards` (what training uses) and `scores` (what dynamic filtering uses), both the scorer's number in [0, 1],
-        and `extra_logs` with `no_answer`, 1.0 where no answer could be found in the response.
+        `rewards`, what training and evaluation use: the scorer's number in [0, 1], partial credit included; `scores`,
+        what OpenRLHF's dynamic filtering takes for right or wrong: 1.0 where that number is 1, else 0.0; and
+        `extra_logs` with `no_answer`, 1.0 where no answer could be found in the response.
 
     Raises:
         ValueError: not exactly one response, or a label this file did not write.
@@ -46,8 +47,8 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
             "pass --data.label_key label"
         ) from None
     answer = extract_answer(response_text(queries[0], prompts[0]), str(entry["answer"]))
-    score = float(_scorer(task)(answer=answer, entry=entry)) if answer else 0.0
-    return {"rewards": score, "scores": score, "extra_logs": {"no_answer": float(not answer)}}
+    reward = float(_scorer(task)(answer=answer, entry=entry)) if answer else 0.0
+    return {"rewards": reward, "scores": float(reward >= 1), "extra_logs": {"no_answer": float(not answer)}}
 
 
 def extract_answer(response: str, expected: str) -> str:

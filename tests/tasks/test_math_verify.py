@@ -7,7 +7,7 @@ import pytest
 
 from openrlhf_gtpo.cli.prepare import main
 from openrlhf_gtpo.tasks import math_grading, math_verify_reward
-from openrlhf_gtpo.tasks.math_grading import Grade, GraderPool, parse_answer
+from openrlhf_gtpo.tasks.math_grading import Grade, GraderPool, judge, parse_answer
 
 PROMPT = "<|im_start|>user\nWhat is half of one, not 7?<|im_end|>\n<|im_start|>assistant\n"
 
@@ -21,7 +21,7 @@ def pool():
     "response, answer, expected",
     [
         (r"so \boxed{\frac{1}{2}}", "0.5", Grade(True, True)),
-        (r"\boxed{34} then \boxed{5}", "34", Grade(False, True)),  # the last one counts
+        (r"\boxed{34}. No: after checking, the answer is \boxed{5}.", "5", Grade(True, True)),  # the last one counts
         (r"\boxed{34} or 5", "34", Grade(True, True)),  # what is boxed goes before what is not
         ("3 * 4 = 12.", "12", Grade(True, True)),
         ("3 * 4 = 13.", "12", Grade(False, True)),
@@ -36,6 +36,79 @@ def pool():
 )
 def test_a_response_is_judged_by_what_it_means(pool, response, answer, expected):
     assert pool.grade(response, answer) == expected
+
+
+RIGHT, WRONG, UNANSWERED = Grade(True, True), Grade(False, True), Grade(False, False)
+
+
+@pytest.mark.parametrize(
+    "response, expected",  # where the right answer is 4
+    [
+        # The model corrects itself.
+        (r"I think \boxed{3}. But after checking, the answer is \boxed{4}.", RIGHT),
+        (r"\boxed{3}. Wait, \boxed{4}", RIGHT),
+        (r"\boxed{3}, or rather \boxed{4}.", RIGHT),
+        (r"\boxed{3}\boxed{4}", RIGHT),
+        (r"First \boxed{1}, then \boxed{2}, then \boxed{3} and at last \boxed{4}.", RIGHT),
+        (r"So $x = \boxed{3}$. No, I forgot one: $x = \boxed{4}$.", RIGHT),
+        ("\\[\\boxed{3}\\]\nLet me check. Indeed\n\\[\n\\boxed{4}\n\\]", RIGHT),
+        (r"$\boxed{\frac{3}{2}}$ was wrong, so it is $\boxed{\frac{8}{2}}$", RIGHT),
+        (r"\fbox{3}, no, \fbox{4}", RIGHT),
+        (r"\boxed{3}, no, \fbox{4}", RIGHT),
+        (r"\boxed 3. Hmm, \boxed {4}", RIGHT),
+        (r"$\boxed{3}$, no, $\boxed 4$.", RIGHT),
+        (r"\(\boxed 3\), no, \(\boxed 4\), which is my answer.", RIGHT),
+        (r"\boxed{\{3\}} is a set, and the number is \boxed{4}", RIGHT),
+        (r"I put it into \boxed{}: \boxed{3}, no, \boxed{4}", RIGHT),
+        ("I get 3. No wait, it is 4.", RIGHT),
+        ("The answer is 3. No wait, it is 4.", RIGHT),
+        ("Final answer: 3. I made a mistake, 2 + 2 = 4.", RIGHT),
+        ("$x = 3$ looks right, but $x = 4$.", RIGHT),
+        ("The answer is $3$. On second thought: $4$.", RIGHT),
+        ("The final answer is $3$. I hope it is correct. Oh, it is $4$.", RIGHT),
+        # What stands around the last box is no answer.
+        (r"\boxed{4} for all 7 of them, in $9$ steps", RIGHT),
+        (r"\boxed{4}\text{ m}^2", RIGHT),
+        (r"x=\boxed{3}, y=\boxed{4}", RIGHT),
+        (r"\boxed{\boxed{4}}", RIGHT),
+        # Of several answers only the last one earns anything.
+        (r"\boxed{4} \boxed{3}", WRONG),
+        (r"\boxed{4}, no, \boxed{3}", WRONG),
+        (r"$\boxed{4}$ or $\boxed{3}$", WRONG),
+        (r"\boxed{4}. There is \boxed{\text{no solution}}", WRONG),
+        (r"\boxed{4, 3}", WRONG),
+        (r"\boxed{3 \text{ or } 4}", WRONG),
+        (r"\boxed{3}, or 4", WRONG),
+        ("The answer is 4. No wait, it is 3.", WRONG),
+        # A box that is empty, or that the end of the response cuts off, is passed over.
+        (r"It is \boxed{4}. I have put it into \boxed{} as asked, and \boxed shows it.", RIGHT),
+        (r"I shall put it into \boxed{}. It is 4.", RIGHT),
+        (r"It is \boxed{4}, that is \boxed{\frac{8}{2", RIGHT),
+        (r"2 + 2 = 4, so it is \boxed{x = 5", RIGHT),
+        (r"so it is \boxed{ 4", UNANSWERED),
+        (r"so it is \boxed{}", UNANSWERED),
+    ],
+)
+def test_the_last_answer_of_a_response_counts(response, expected):
+    assert judge(response, "4") == expected
+
+
+@pytest.mark.parametrize(
+    "boxed, answer",
+    [
+        (r"\left\{ 1, 2 \right\}", r"\{2, 1\}"),
+        ("(1, 2)", "(1,2)"),
+        (r"[0, \infty)", r"[0,\infty)"),
+        (r"(-1, 0] \cup \{3\}", r"(-1,0]\cup\{3\}"),
+        (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
+        (r"x = 1, y = 2", "x=1,y=2"),
+        (r"\sqrt{\frac{1}{\sqrt{16}}}", r"\frac{1}{2}"),
+        (r"\text{no solution}", r"\text{no solution}"),
+        (r"\text{(B)}", "B"),
+    ],
+)
+def test_one_box_may_hold_an_answer_of_any_form(boxed, answer):
+    assert judge(rf"First \boxed{{7}}, then $\boxed{{{boxed}}}$, in 3 steps.", answer) == RIGHT
 
 
 def test_many_threads_share_few_processes():

@@ -58,6 +58,15 @@ def test_what_openrlhf_reads_of_the_result():
     assert all(isinstance(result[key], float) for key in ("rewards", "scores"))
 
 
+@pytest.mark.parametrize(
+    "response, reward_number, score", [("12", 1.0, 1.0), ("112", pytest.approx(2 / 3), 0.0), ("13", 0.0, 0.0)]
+)
+def test_dynamic_filtering_sees_right_or_wrong_and_no_partial_credit(response, reward_number, score):
+    """It keeps the groups whose mean score lies between 0 and 1, so a group of near misses must have mean 0."""
+    result = reward.reward_func([PROMPT + response], [PROMPT], [LABEL])
+    assert (result["rewards"], result["scores"]) == (reward_number, score)
+
+
 def test_every_written_label_scores_its_own_answer(tmp_path):
     for task in ("products", "gcd", "chain_sum", "spell_backward"):
         out = write_task_files(task, tmp_path / task, 10, 5)
