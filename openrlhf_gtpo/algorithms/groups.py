@@ -38,24 +38,25 @@ def success(outcome: Tensor, threshold: float = 1.0) -> Tensor:
 
     Args:
         outcome: (B,) outcome rewards before any length penalty.
-        threshold: O+ are the rows with outcome >= threshold.
+        threshold: O+ are the rows with outcome >= threshold, in the outcome's own precision: a float32 reward of 0.9 is
+            not below 0.9, though it is when both are read as float64.
 
     Returns:
         (B,) bool.
     """
-    return outcome >= threshold
+    return outcome >= (outcome.new_tensor(threshold) if outcome.is_floating_point() else threshold)
 
 
 def split_rows(mask: Tensor, outcome: Tensor, group_ids: Tensor, threshold: float) -> Rows:
     """Sort the rows of a (B, T) batch into groups and polarities."""
-    outcome = outcome.detach().to(mask.device, torch.float64)
+    outcome = outcome.detach().to(mask.device)
     succeeded = success(outcome, threshold)
     groups, group = torch.unique(group_ids.to(mask.device, torch.int64), return_inverse=True)
     polar_groups, polar_group = torch.unique(2 * group + succeeded, return_inverse=True)
     size = torch.bincount(group, minlength=groups.numel())
     num_success = torch.bincount(group[succeeded], minlength=groups.numel())
     return Rows(
-        outcome=outcome,
+        outcome=outcome.double(),
         success=succeeded,
         length=mask.sum(-1),
         group=group,

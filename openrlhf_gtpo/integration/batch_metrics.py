@@ -21,11 +21,11 @@ def of_batch(
     threshold = 1.0 if credit is None else credit.config.success_threshold
     succeeded = success(batch.outcome, threshold)
     num_groups = int(batch.group_ids.max()) + 1
-    by_group = batch.outcome.view(num_groups, -1)
+    by_group = batch.outcome.float().view(num_groups, -1)
     succeeded_by_group = succeeded.view(num_groups, -1)
     uniform = succeeded_by_group.all(dim=-1) | ~succeeded_by_group.any(dim=-1)
     metrics = {
-        names.REWARD_MEAN: batch.outcome.mean().item(),
+        names.REWARD_MEAN: by_group.mean().item(),
         names.REWARD_MEAN_AT_G: by_group.mean(dim=-1).mean().item(),
         names.REWARD_BEST_AT_G: by_group.amax(dim=-1).mean().item(),
         names.GROUPS_UNIFORM: float(uniform.sum()),

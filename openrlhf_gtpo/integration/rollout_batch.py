@@ -16,7 +16,7 @@ class RolloutBatch:
     Attributes:
         order: (B,) sampling-order row of each row of the concatenated micro-batches (``Experience.index``).
         mask: (B, T) bool, True at action tokens.
-        outcome: (B,) float, the rewards before any length penalty.
+        outcome: (B,) the rewards before any length penalty, in the precision they came in, in which they are compared.
         group_ids: (B,) int, one per prompt.
         entropy, log_probs, kl, reference_log_probs: (B, T) float; entropy is None where the run does not capture it,
             and reference log-probs are where KL is not a loss.
@@ -45,7 +45,7 @@ class RolloutBatch:
             return _in_rows(tensors, order, width)
 
         reference = experiences[0].base_action_log_probs
-        outcome = torch.cat([e.rewards.float() for e in experiences])
+        outcome = torch.cat([e.rewards for e in experiences])
         prompts = [prompt for e in experiences for prompt in e.prompts]
         return cls(
             order=order,

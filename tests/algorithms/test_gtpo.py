@@ -150,6 +150,22 @@ def test_uniform_groups_have_no_advantage_unless_asked():
         assert shaped[mask].abs().max() > 0.5 and (shaped[~mask] == 0).all()
 
 
+@pytest.mark.parametrize("threshold", [0.7, 0.9, 0.95, 0.01])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_reward_at_the_threshold_is_a_success_in_its_own_precision(threshold, dtype):
+    """0.9 in float32 is below 0.9 in float64. Two right answers at the threshold, one above it, one wrong."""
+    entropy, mask = torch.rand(4, 6, generator=torch.Generator().manual_seed(0)), torch.ones(4, 6, dtype=torch.bool)
+    outcome = torch.tensor([1.0, threshold, threshold, 0.0], dtype=dtype)
+    config = GTPOConfig(success_threshold=threshold)
+    assert success(outcome, threshold).tolist() == [True, True, True, False]
+    rewards = gtpo_rewards(entropy, mask, outcome, torch.zeros(4).long(), config)
+    assert (rewards.positive[:3] > 0).all() and (rewards.negative[3] < 0).all()
+    assert (rewards.positive[3] == 0).all() and (rewards.negative[:3] == 0).all()
+    advantages = gtpo_advantages(entropy, mask, outcome, torch.zeros(4).long(), config)
+    assert advantages[3].max() < advantages[:3].min()
+    assert not success(outcome[1:3] * 0.98, threshold).any()
+
+
 def test_a_constant_reward_has_no_advantage():
     """Rounding must not be blown up by the 1e-9 that is added to a std of 0."""
     mask = torch.ones(4, 3001, dtype=torch.bool)
