@@ -60,6 +60,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="processes (GPUs) in all; more than one model needs make replicas of it, which share the rows (default: "
         "those of one model, or those that torchrun has started)",
     )
+    parser.add_argument(
+        "--trust_remote_code",
+        action="store_true",
+        help="run the Python code that the checkpoint brings (auto_map in its configuration files); without it such a "
+        "checkpoint is refused",
+    )
     megatron_flags.add_flags(parser)
     return parser
 
@@ -90,6 +96,7 @@ def _score(args: argparse.Namespace) -> None:
         dtype=args.dtype,
         temperature=args.temperature,
         max_tokens=args.max_tokens,
+        trust_remote_code=args.trust_remote_code,
     )
     rows = check(model, args.input, args.output, processes)
     score(model, rows, args.output, processes)

@@ -1,7 +1,8 @@
 """What can be known to fail before any engine starts: data, model, reward and modes, each refused in one sentence.
 
-Only runs with GTPO or GRPO-S are held to these rules; what upstream's own estimators do with such input is upstream's.
-The Megatron actor has rules of its own, in ``megatron_checks``.
+What fails, or does nothing, with every estimator is refused for all. Beyond that only runs with GTPO or GRPO-S are held to
+rules; what upstream's own estimators do with such input is upstream's. The Megatron actor has rules of its own, in
+``megatron_checks``.
 """
 
 import importlib.util
@@ -19,13 +20,50 @@ from openrlhf_gtpo.integration.flags import CONFIGS
 
 _TABLES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 
+# Where a checkpoint may name Python code of its own.
+_CONFIGURATIONS = (
+    "config.json",
+    "tokenizer_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
+
+
+def check_every_run(args: SimpleNamespace) -> None:
+    """Raise UsageError for the first thing that works with no estimator and no backend, and for code of a checkpoint's own
+    without ``--actor.trust_remote_code``: upstream's workers and vLLM would run it unasked."""
+    if args.ds.lora.rank > 0:
+        raise UsageError(
+            f"--ds.lora.rank {args.ds.lora.rank} wraps the weights that are sent to vLLM, which knows no weight by the "
+            "names they get and fails at the first transfer; leave it out to train all weights."
+        )
+    if args.ds.load_in_4bit:
+        raise UsageError(
+            "--ds.load_in_4bit packs the weights into bytes, which are not trained and which vLLM cannot load at the first "
+            "transfer; leave it out."
+        )
+    if not 0 < args.rollout.top_p <= 1:
+        raise UsageError(
+            f"--rollout.top_p {args.rollout.top_p:g} must be above 0 and at most 1; give 1 to sample from all."
+        )
+    if args.actor.trust_remote_code:
+        return
+    refuse_own_code(args.actor.model_name_or_path, "--actor.model_name_or_path", "--actor.trust_remote_code")
+    refuse_own_code(args.critic.model_name_or_path, "--critic.model_name_or_path", "--actor.trust_remote_code")
+    if not args.reward.remote_url:
+        refuse_own_code(args.reward.model_name_or_path, "--reward.model_name_or_path", "--actor.trust_remote_code")
+
 
 def check_inputs(args: SimpleNamespace) -> None:
-    """Raise UsageError for the first thing that cannot work."""
+    """Raise UsageError for the first thing that cannot work with this run's estimator."""
     if args.algo.advantage.estimator not in CONFIGS:
+        if args.train.async_enable:
+            _check_async(args)
         return
     _check_modes(args)
-    config = check_model(args.actor.model_name_or_path, "--actor.model_name_or_path")
+    trust = args.actor.trust_remote_code
+    config = check_model(args.actor.model_name_or_path, "--actor.model_name_or_path", trust)
     if hasattr(config, "vision_config"):
         raise UsageError(
             f"--actor.model_name_or_path {args.actor.model_name_or_path} is a vision-language model, whose image "
@@ -53,6 +91,19 @@ def check_cluster() -> None:
         ) from error
 
 
+def _check_async(args: SimpleNamespace) -> None:
+    """Refuse what this package's controller does: asynchronous training keeps upstream's."""
+    for given, flag, remedy in (
+        (args.logger.entropy_enable, "--logger.entropy_enable", "leave it out"),
+        (args.logger.metrics_path, "--logger.metrics_path", "give --logger.tensorboard_dir or --logger.wandb.key"),
+        (args.eval.before_training, "--eval.before_training", "leave it out, or give --eval.steps"),
+    ):
+        if given:
+            raise UsageError(
+                f"{flag} does not go with --train.async_enable, whose controller is OpenRLHF's; {remedy}."
+            )
+
+
 def _check_modes(args: SimpleNamespace) -> None:
     estimator = f"--algo.advantage.estimator {args.algo.advantage.estimator}"
     samples = args.rollout.n_samples_per_prompt
@@ -76,7 +127,12 @@ def _check_modes(args: SimpleNamespace) -> None:
             "positions have no entropy credit yet; use text prompts or one of OpenRLHF's own estimators."
         )
     buffer = args.reward.overlong_buffer_len
-    longest = args.rollout.max_new_tokens or args.data.max_len
+    longest = args.rollout.max_new_tokens
+    if buffer is not None and not longest:
+        raise UsageError(
+            f"--reward.overlong_buffer_len {buffer:g} counts back from the longest response, which nothing limits but "
+            "--data.max_len, the prompt included; give --rollout.max_new_tokens too."
+        )
     if buffer is not None and not 0 < buffer < longest:
         raise UsageError(
             f"--reward.overlong_buffer_len {buffer:g} must lie between 0 and the longest response ({longest} tokens)."
@@ -90,6 +146,11 @@ def _check_modes(args: SimpleNamespace) -> None:
         raise UsageError(
             f"--rollout.temperature {args.rollout.temperature:g} makes every response to a prompt the same and leaves "
             "the policy no entropy; give a value above 0."
+        )
+    if args.rollout.top_p != 1:
+        raise UsageError(
+            f"--rollout.top_p {args.rollout.top_p:g} does not go with {estimator}: it cuts the distribution that is sampled "
+            "from, and the entropies are those of the whole; leave it at 1."
         )
     coefficient = args.reward.stop_properly_penalty_coef
     if coefficient is not None and not coefficient <= 1:
@@ -111,8 +172,52 @@ def _check_loss(args: SimpleNamespace) -> None:
         raise UsageError(f"--actor.dual_clip or --algo.advantage.is_correction_*: {error}") from error
 
 
-def check_model(name: str | None, flag: str) -> Any:
+def refuse_own_code(name: str | None, flag: str, trust_flag: str) -> None:
+    """Refuse a checkpoint, a folder or a hub name, that brings Python code of its own. Nothing of it is run here, and a
+    checkpoint that cannot be read is left to whoever loads it.
+
+    Args:
+        flag: the one that names the checkpoint.
+        trust_flag: the one that allows its code.
+
+    Raises:
+        UsageError: one of its configuration files has an ``auto_map``.
+    """
+    from transformers.utils.hub import cached_files
+
+    auto_maps: list[Any] = []
+
+    def note(entry: dict[str, Any]) -> dict[str, Any]:
+        auto_maps.append(entry.get("auto_map"))
+        return entry
+
+    try:
+        files = cached_files(
+            name or "",
+            list(_CONFIGURATIONS),
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    except OSError:
+        return
+    for file in files or []:
+        try:
+            json.loads(Path(file).read_text(encoding="utf-8"), object_hook=note)
+        except (OSError, ValueError, RecursionError):
+            continue
+        if any(auto_maps):
+            raise UsageError(
+                f"{flag} {name} brings Python code of its own (auto_map in its {Path(file).name}), which every worker would "
+                f"run; read that code and give {trust_flag}, or choose a checkpoint without."
+            )
+
+
+def check_model(name: str | None, flag: str, trust_remote_code: bool = False) -> Any:
     """The configuration of the checkpoint that ``flag`` names.
+
+    Args:
+        trust_remote_code: run the code that it brings.
 
     Raises:
         UsageError: it is missing or cannot be read, or its weights are cut off.
@@ -130,7 +235,7 @@ def check_model(name: str | None, flag: str) -> Any:
     if path.is_dir() and not any(found for pattern in weights for found in path.glob(pattern)):
         raise UsageError(f"{flag} {name} has a config.json but no weights (*.safetensors or *.bin).")
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=True)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # a configuration's own class may raise anything
         raise UsageError(
             f"{flag} {name} is not a Hugging Face checkpoint that can be read: {_reason(error)}"
@@ -139,8 +244,11 @@ def check_model(name: str | None, flag: str) -> Any:
     return config
 
 
-def load_tokenizer(name: str, flag: str) -> Any:
+def load_tokenizer(name: str, flag: str, trust_remote_code: bool = False) -> Any:
     """The tokenizer of the checkpoint that ``flag`` names.
+
+    Args:
+        trust_remote_code: run the code that it brings.
 
     Raises:
         UsageError: it has none, or one that cannot be read.
@@ -148,7 +256,7 @@ def load_tokenizer(name: str, flag: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=True)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # a tokenizer's own class may raise anything
         raise UsageError(f"{flag} {name} has no tokenizer that can be read: {_reason(error)}") from error
 
@@ -186,7 +294,7 @@ def _check_reward(args: SimpleNamespace) -> None:
                 "--reward.model_name_or_path, or --train.agent_func_path."
             )
         for name in args.reward.model_name_or_path.split(","):
-            check_model(name, "--reward.model_name_or_path")
+            check_model(name, "--reward.model_name_or_path", args.actor.trust_remote_code)
         return
     for url in args.reward.remote_url:
         if url.endswith(".py"):
@@ -295,7 +403,8 @@ def _first_too_long(args: SimpleNamespace, table: Any, room: int, where: str) ->
     tokenizer."""
     from openrlhf.datasets.prompts_dataset import preprocess_data
 
-    tokenizer = load_tokenizer(args.actor.model_name_or_path, "--actor.model_name_or_path")
+    trust = args.actor.trust_remote_code
+    tokenizer = load_tokenizer(args.actor.model_name_or_path, "--actor.model_name_or_path", trust)
     template = tokenizer.apply_chat_template if args.data.apply_chat_template else None
     for row, data in enumerate(islice(table, args.data.max_samples)):
         try:

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import inspect
 import re
+import sys
 import typing
 from typing import Any
 
@@ -16,7 +17,8 @@ CONFIGS: dict[str, type] = {"gtpo": GTPOConfig, "grpo_s": GRPOSConfig}
 # OpenRLHF's name of the aggregation that divides by tokens, or by rows, of the whole optimizer step.
 AGGREGATION = {"token": "token-mean", "sequence": "seq-mean-token-mean"}
 
-# Whole algorithms from OpenRLHF's parts. A flag given on the command line wins over its preset's value.
+# Whole algorithms from OpenRLHF's parts. A flag given on the command line wins over its preset's value. Where they depart
+# from their papers: docs/algorithms.md.
 PRESETS: dict[str, dict[str, Any]] = {
     # DeepSeekMath, arXiv 2402.03300: KL loss with the k3 estimator, every response weighs the same.
     "grpo": {
@@ -26,13 +28,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         "algo.kl.estimator": "k3",
         "algo.kl.init_coef": 0.04,
     },
-    # arXiv 2503.14476: clip-higher, dynamic sampling, token-level loss, overlong penalty, no KL.
+    # arXiv 2503.14476: clip-higher, dynamic sampling, token-level loss, overlong penalty, no KL. Its rewards are -1 and 1; a
+    # group of 0 and 1 with half the penalty has the same advantages.
     "dapo": {
         "algo.advantage.estimator": "group_norm",
         "actor.eps_clip_low_high": [0.2, 0.28],
         "actor.loss_agg_mode": "token-mean",
         "algo.dynamic_filtering_enable": True,
         "algo.kl.init_coef": 0.0,
+        "reward.overlong_penalty_factor": 0.5,
     },
     # arXiv 2507.18071: sequence-level ratio with its narrow clip range, no KL.
     "gspo": {
@@ -60,6 +64,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     assert estimator.choices is not None
     estimator.choices = [*estimator.choices, *CONFIGS]
     estimator.help = f"{estimator.help}; gtpo (entropy-weighted tokens), grpo_s (entropy-weighted sequences)"
+    clip_range = parser._option_string_actions["--reward.clip_range"]
+    clip_range.help = f"{clip_range.help}; gtpo and grpo_s clip their advantages with it, and only where it is given"
 
     group = parser.add_argument_group("openrlhf_gtpo")
     group.add_argument(
@@ -67,7 +73,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=sorted(PRESETS),
         default=None,
         help="select a whole algorithm: its estimator, loss, clip range, KL, filtering and length penalty; "
-        "flags given beside it win",
+        "flags given beside it win. dapo is for rewards of 0 and 1 (for -1 and 1 add --reward.overlong_penalty_factor 1 "
+        "--algo.dynamic_filtering_range -1 1) and needs --rollout.max_new_tokens; grpo takes the mean of its KL over "
+        "tokens, the paper over each response first",
+    )
+    group.add_argument(
+        "--actor.trust_remote_code",
+        action="store_true",
+        default=False,
+        help="run the Python code that a checkpoint brings (auto_map in its configuration files), of actor, reward and "
+        "critic; without it such a checkpoint is refused",
     )
     group.add_argument(
         "--reward.overlong_form",
@@ -145,6 +160,7 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
     Raises:
         UsageError: a flag that contradicts the preset, the estimator's loss level or the actor's backend.
     """
+    clips = bool(given & {"actor.eps_clip", "actor.eps_clip_low_high"})  # OpenRLHF takes the first for both bounds
     bucket = getattr(args, "vllm.sync_bucket_mb")
     if bucket < 1:
         raise UsageError(f"--vllm.sync_bucket_mb {bucket} leaves no room for a weight; give at least 1.")
@@ -159,22 +175,79 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
                 f"--algo.preset {preset} brings its own estimator; drop --algo.advantage.estimator or the preset."
             )
         for destination, value in PRESETS[preset].items():
-            if destination not in given:
+            if destination not in given and not (clips and destination == "actor.eps_clip_low_high"):
                 setattr(args, destination, value)
         if preset == "dapo" and "reward.overlong_buffer_len" not in given:
-            longest = getattr(args, "rollout.max_new_tokens") or getattr(args, "data.max_len")
+            longest = getattr(args, "rollout.max_new_tokens")
+            if not longest:
+                raise UsageError(
+                    "--algo.preset dapo penalizes responses that come close to --rollout.max_new_tokens, which is missing; "
+                    "give it, or --reward.overlong_buffer_len to count back from --data.max_len."
+                )
             setattr(args, "reward.overlong_buffer_len", float(max(1, int(longest * _DAPO_BUFFER_SHARE))))
 
     estimator = getattr(args, "algo.advantage.estimator")
     if estimator in CONFIGS:
         _follow_loss_level(args, given, estimator)
-        if not given & {"actor.eps_clip", "actor.eps_clip_low_high"}:
+        if not clips:
             setattr(args, "actor.eps_clip_low_high", [0.2, 0.28])
+        if "reward.clip_range" not in given:
+            setattr(args, "reward.clip_range", None)  # OpenRLHF's ±10 is for rewards, and would cut shaped advantages
     megatron_flags.adjust(args, given)
+    warning = _without_effect(args, given)
+    if warning:
+        print(warning, file=sys.stderr)
+
+
+def _without_effect(args: argparse.Namespace, given: frozenset[str]) -> str | None:
+    """One line that names the flags that were ``given`` and that this run does not read; None where it reads all."""
+    estimator = getattr(args, "algo.advantage.estimator")
+    with_ray = getattr(args, "vllm.sync_with_ray")
+    reward_url = getattr(args, "reward.remote_url") or getattr(args, "train.agent_func_path")
+    reward_model = getattr(args, "reward.model_name_or_path") and not reward_url
+    # Where it holds, why, and how the flags begin that nothing reads then.
+    rules: list[tuple[bool, str, tuple[str, ...]]] = [
+        (
+            estimator in CONFIGS,
+            f"not read by {estimator}",
+            ("algo.advantage.no_std_norm", "algo.advantage.gamma", "algo.advantage.lambd"),
+        ),
+        (estimator != "gtpo", f"the estimator is {estimator}", ("algo.gtpo.",)),
+        (estimator != "grpo_s", f"the estimator is {estimator}", ("algo.grpo_s.",)),
+        (estimator not in CONFIGS, "only gtpo and grpo_s have a choice of it", ("reward.overlong_form",)),
+        (
+            estimator in CONFIGS and getattr(args, "reward.overlong_buffer_len") is None,
+            "there is no --reward.overlong_buffer_len",
+            ("reward.overlong_form", "reward.overlong_penalty_factor"),
+        ),
+        (
+            getattr(args, "actor.policy_loss_type") == "gspo",
+            "gspo always takes the mean over responses",
+            ("actor.loss_agg_mode",),
+        ),
+        (
+            getattr(args, "actor.backend") == "megatron",
+            "not read by the Megatron actor",
+            megatron_flags.NOT_READ + (() if reward_model else megatron_flags.READ_BY_REWARD_MODEL),
+        ),
+        (not getattr(args, "eval.dataset"), "there is no --eval.dataset", ("eval.before_training",)),
+        (
+            not with_ray and getattr(args, "vllm.sync_backend") != "nccl",
+            "GPUs use NCCL, a host without them gloo",
+            ("vllm.sync_backend",),
+        ),
+        (with_ray, "--vllm.sync_with_ray has no buckets", ("vllm.sync_bucket_mb",)),
+    ]
+    groups = []
+    for holds, reason, beginnings in rules:
+        unread = sorted(flag for flag in given if flag.startswith(beginnings)) if holds else []
+        if unread:
+            groups.append(f"{', '.join(f'--{flag}' for flag in unread)} ({reason})")
+    return f"These flags were given but have no effect here: {'; '.join(groups)}." if groups else None
 
 
 def _follow_loss_level(args: argparse.Namespace, given: frozenset[str], estimator: str) -> None:
-    """Sequence advantages go with a sequence loss, token advantages with a token loss (SPEC §5)."""
+    """Sequence advantages go with a sequence loss, token advantages with a token loss."""
     aggregation = AGGREGATION[LOSS_LEVEL[estimator]]
     chosen = getattr(args, "actor.loss_agg_mode")
     if "actor.loss_agg_mode" in given and chosen != aggregation:

@@ -24,7 +24,8 @@ def check_megatron(args: SimpleNamespace) -> None:
         return
     layout = layout_of(args)
     _check_modes(args, layout)
-    config = check_model(args.actor.model_name_or_path, "--actor.model_name_or_path")
+    trust = args.actor.trust_remote_code
+    config = check_model(args.actor.model_name_or_path, "--actor.model_name_or_path", trust)
     if hasattr(config, "vision_config"):
         raise UsageError(
             f"--actor.model_name_or_path {args.actor.model_name_or_path} is a vision-language model, which "
@@ -123,8 +124,6 @@ def _check_modes(args: SimpleNamespace, layout: Layout) -> None:
     for unwanted, flag, remedy in (
         (args.train.async_enable, "--train.async_enable", "leave it out"),
         (args.train.enable_ema, "--train.enable_ema", "leave it out"),
-        (args.ds.load_in_4bit, "--ds.load_in_4bit", "leave it out"),
-        (args.ds.lora.rank > 0, f"--ds.lora.rank {args.ds.lora.rank}", "leave it out to train all weights"),
         (
             args.ds.adam_offload,
             "--ds.adam_offload",

@@ -11,6 +11,33 @@ from openrlhf_gtpo.megatron.layout import SIZES, Layout, LayoutError
 
 _PREFIX = "megatron."
 
+# How OpenRLHF's flags begin that the actor on Megatron does not read: those of DeepSpeed, and of what is refused with it
+# (moving average, Muon, images).
+NOT_READ = (
+    "actor.freeze_visual_encoder",
+    "actor.gradient_checkpointing_reentrant",
+    "actor.muon.",
+    "ds.grad_accum_dtype",
+    "ds.lora.",
+    "ds.overlap_comm",
+    "ds.ring_attn_head_stride",
+    "ds.use_liger_kernel",
+    "ds.use_universal_ckpt",
+    "ds.zpg",
+    "ref.offload",
+    "train.ema_beta",
+)
+# Nor these, but a reward model beside it, which runs on DeepSpeed, does.
+READ_BY_REWARD_MODEL = (
+    "ds.attn_implementation",
+    "ds.deepcompile",
+    "ds.experts_implementation",
+    "ds.packing_samples",
+    "ds.value_head_prefix",
+    "ds.zero_stage",
+    "train.micro_batch_size",
+)
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add ``--actor.backend`` and ``--megatron.*``."""

@@ -83,13 +83,14 @@ def forward_flops(config: Any, lengths: Iterable[int], projected: int) -> int:
 
 
 def dense_config(model: str) -> Any | None:
-    """Transformers' configuration of a checkpoint; None where :func:`forward_flops` does not know its layers."""
+    """Transformers' configuration of a checkpoint; None where :func:`forward_flops` does not know its layers. Code that
+    the checkpoint brings is not run."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model, trust_remote_code=True)
     try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         check_architecture(config)
-    except LayoutError:
+    except ValueError:  # a LayoutError, or a configuration that only code of its own can read
         return None
     return None if getattr(config, "num_experts", None) else config
 

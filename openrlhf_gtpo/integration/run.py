@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.integration import cpu_run, flags, stop, upstream_parser
-from openrlhf_gtpo.integration.checks import check_cluster, check_inputs
+from openrlhf_gtpo.integration.checks import check_cluster, check_every_run, check_inputs
 from openrlhf_gtpo.integration.credit import entropy_credit
 from openrlhf_gtpo.integration.errors import StoppedOnRequest, TrainingStopped, UsageError
 from openrlhf_gtpo.integration.guard import check_openrlhf
@@ -23,7 +23,7 @@ _UPSTREAM_ENVIRONMENT = {
 
 
 def parse(argv: Sequence[str]) -> SimpleNamespace:
-    """Upstream's arguments and this package's for ``argv``, with an estimator's settings validated.
+    """Upstream's arguments and this package's for ``argv``, with what holds for every estimator and backend checked.
 
     Raises:
         UsageError: a flag or combination that cannot work.
@@ -32,6 +32,7 @@ def parse(argv: Sequence[str]) -> SimpleNamespace:
     platform.choose()
     args = upstream_parser.parse(argv, flags.add_flags, flags.adjust)
     entropy_credit(args)
+    check_every_run(args)
     if platform.chosen_platform() == "cpu":
         cpu_run.adapt(args)
     return args

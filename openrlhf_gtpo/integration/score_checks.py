@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.integration.checks import check_model
+from openrlhf_gtpo.integration.checks import check_model, refuse_own_code
 from openrlhf_gtpo.integration.errors import UsageError
 from openrlhf_gtpo.integration.score_models import ScoreModel
 from openrlhf_gtpo.integration.score_rows import RowFile
@@ -33,12 +33,15 @@ def check(model: ScoreModel, source: Path, target: Path, processes: int) -> RowF
         raise UsageError(f"--output {target}: there is no folder {target.parent}; make it first.")
     if not Path(model.folder).is_dir():
         raise UsageError(f"--model {model.folder} is no folder; download the checkpoint and give where it is.")
-    config = check_model(model.folder, "--model")
+    if not model.trust_remote_code:
+        refuse_own_code(model.folder, "--model", "--trust_remote_code")
+    config = check_model(model.folder, "--model", model.trust_remote_code)
     if hasattr(config, "vision_config"):
         raise UsageError(f"--model {model.folder} is a vision-language model; give a text model.")
     if model.backend == "megatron":
         _check_megatron(model, config, processes)
-    return RowFile(source, model.folder, config.vocab_size, getattr(config, "max_position_embeddings", None))
+    max_length = getattr(config, "max_position_embeddings", None)
+    return RowFile(source, model.folder, config.vocab_size, max_length, model.trust_remote_code)
 
 
 def _check_megatron(model: ScoreModel, config: object, processes: int) -> None:

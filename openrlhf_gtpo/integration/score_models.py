@@ -34,6 +34,7 @@ class ScoreModel:
         dtype: of weights and activations, bfloat16 or float32; log-probs and entropies are float32 in either case.
         temperature: of the policy, whose probabilities are softmax(logits / temperature).
         max_tokens: of a micro-batch.
+        trust_remote_code: run the Python code that the checkpoint brings.
     """
 
     folder: str
@@ -44,6 +45,7 @@ class ScoreModel:
     dtype: str = "bfloat16"
     temperature: float = 1.0
     max_tokens: int = 8192
+    trust_remote_code: bool = False
 
 
 class Forward(NamedTuple):
@@ -97,7 +99,7 @@ def _transformers(model: ScoreModel) -> Iterator[Forward]:
         transformers.logging.disable_progress_bar()
     device = torch.device(torch.cuda.current_device())
     causal_lm = transformers.AutoModelForCausalLM.from_pretrained(
-        model.folder, dtype=getattr(torch, model.dtype), trust_remote_code=True
+        model.folder, dtype=getattr(torch, model.dtype), trust_remote_code=model.trust_remote_code
     )
     causal_lm.config.use_cache = False
     actor = PolicyModel(causal_lm.to(device), temperature=model.temperature).eval()

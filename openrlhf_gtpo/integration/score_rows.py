@@ -43,12 +43,14 @@ class RowFile:
         model: folder of the tokenizer, which is loaded where a line holds text.
         vocab_size: token ids are below it.
         max_length: longest sequence in tokens; None where the model names no limit.
+        trust_remote_code: run the Python code that the tokenizer brings.
     """
 
     path: Path
     model: str
     vocab_size: int
     max_length: int | None
+    trust_remote_code: bool = False
 
     def rows(self) -> Iterator[Row]:
         """Raises UsageError at the first line that cannot be scored, with its number."""
@@ -58,7 +60,7 @@ class RowFile:
                 where = f"{self.path}:{number}"
                 entry = _entry(line, where)
                 if "tokens" not in entry and tokenizer is None:
-                    tokenizer = load_tokenizer(self.model, "--model")
+                    tokenizer = load_tokenizer(self.model, "--model", self.trust_remote_code)
                 tokens, first = (
                     _from_tokens(entry, where) if "tokens" in entry else _from_text(entry, tokenizer, where)
                 )

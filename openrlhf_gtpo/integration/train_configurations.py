@@ -146,7 +146,7 @@ def _check_measurable(args: SimpleNamespace, steps: int) -> None:
             "--train.async_enable lets the phases of different steps overlap, so that no phase has seconds of its own; "
             "leave it out."
         )
-    check_model(args.actor.model_name_or_path, "--actor.model_name_or_path")
+    check_model(args.actor.model_name_or_path, "--actor.model_name_or_path", args.actor.trust_remote_code)
     if not args.data.prompt_dataset:
         raise UsageError("--data.prompt_dataset is missing; give a data set.")
     rows = table_rows(args.data.prompt_dataset, args.data.prompt_split, "--data.prompt_dataset")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from command_lines import argv_of
 
-from openrlhf_gtpo.integration.checks import check_inputs
+from openrlhf_gtpo.integration.checks import check_every_run, check_inputs
+from openrlhf_gtpo.integration.model_shapes import dense_config
 from openrlhf_gtpo.integration.run import parse
 
 REWARD = "def reward_func(queries, prompts, labels):\n    return {'rewards': [1.0] * len(queries)}\n"
@@ -107,6 +108,11 @@ def test_upstreams_estimators_are_not_held_to_our_rules(command: dict[str, Any])
         ({"--train.async_enable": True}, "--train.async_enable does not go with"),
         ({"--data.max_images_per_prompt": 1}, "--data.max_images_per_prompt 1 does not go with"),
         ({"--reward.overlong_buffer_len": 16}, "--reward.overlong_buffer_len 16 must lie between"),
+        (
+            {"--reward.overlong_buffer_len": 8, "--rollout.max_new_tokens": None},
+            "--reward.overlong_buffer_len 8 counts back from the longest response",
+        ),
+        ({"--rollout.top_p": 0.9}, "--rollout.top_p 0.9 does not go with --algo.advantage.estimator gtpo"),
         ({"--reward.overlong_buffer_len": -1}, "--reward.overlong_buffer_len -1 must lie between"),
         ({"--reward.stop_properly_penalty_coef": 2}, "--reward.stop_properly_penalty_coef 2"),
         ({"--rollout.max_new_tokens": 64}, "--rollout.max_new_tokens 64 leaves no room for a prompt"),
@@ -125,6 +131,45 @@ def test_a_contradiction_in_the_command_line(
     refused: Callable[..., str], changes: dict[str, Any], message: str
 ) -> None:
     assert message in refused(changes)
+
+
+@pytest.mark.parametrize("estimator", ["gtpo", "group_norm"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--ds.lora.rank": 8}, "--ds.lora.rank 8 wraps the weights that are sent to vLLM"),
+        ({"--ds.load_in_4bit": True}, "--ds.load_in_4bit packs the weights"),
+        ({"--rollout.top_p": 0}, "--rollout.top_p 0 must be above 0 and at most 1"),
+        ({"--rollout.top_p": 1.5}, "--rollout.top_p 1.5 must be above 0"),
+    ],
+    ids=str,
+)
+def test_what_works_with_no_estimator(
+    refused: Callable[..., str], changes: dict[str, Any], message: str, estimator: str
+) -> None:
+    assert refused(changes | {"--algo.advantage.estimator": estimator}).startswith(message)
+
+
+def test_upstreams_estimators_may_sample_from_a_part_of_the_distribution(command: dict[str, Any]) -> None:
+    args = parse(argv_of(command | {"--algo.advantage.estimator": "group_norm", "--rollout.top_p": 0.9}))
+    check_every_run(args)
+    check_inputs(args)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "remedy"),
+    [
+        ("--logger.entropy_enable", True, "leave it out."),
+        ("--logger.metrics_path", "metrics.jsonl", "give --logger.tensorboard_dir or --logger.wandb.key."),
+        ("--eval.before_training", True, "leave it out, or give --eval.steps."),
+        ("--ckpt.stop_file", "stop", "leave one of them out."),
+    ],
+)
+def test_what_asynchronous_training_does_not_do(
+    refused: Callable[..., str], flag: str, value: Any, remedy: str
+) -> None:
+    message = refused({"--algo.advantage.estimator": "group_norm", "--train.async_enable": True, flag: value})
+    assert message.startswith(flag) and "--train.async_enable" in message and message.endswith(remedy)
 
 
 def test_a_value_that_belongs_to_no_flag(refused: Callable[..., str]) -> None:
@@ -199,6 +244,95 @@ def test_a_vision_language_model(refused: Callable[..., str], model: Path, tmp_p
     path = copy_model(model, tmp_path / "sees")
     (path / "config.json").write_text('{"model_type": "qwen2_vl", "vision_config": {}}')
     assert "is a vision-language model" in refused({"--actor.model_name_or_path": path})
+
+
+# ── A checkpoint with code of its own ──
+
+
+@pytest.fixture
+def with_code(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """A copy of the model of which one configuration file names a class in a file that leaves a mark when it is imported."""
+
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+    def make(file: str) -> Path:
+        path = copy_model(model, tmp_path / "with_code")
+        mark = f"open({str(tmp_path / 'mark')!r}, 'w').close()\n"
+        imports = "from transformers import LlamaConfig as C, PreTrainedTokenizerFast as T\n"
+        (path / "own.py").write_text(f"{imports}{mark}class Config(C): ...\nclass Tokenizer(T): ...\n")
+        named = {"AutoConfig": "own.Config"}
+        if file == "tokenizer_config.json":
+            named = {"AutoTokenizer": ["own.Tokenizer", "own.Tokenizer"]}
+        target = path / file
+        fields = json.loads(target.read_text()) if target.exists() else {}
+        target.write_text(json.dumps(fields | {"auto_map": named}))
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "processor_config.json"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"--algo.advantage.estimator": "group_norm"}, {"--actor.backend": "megatron"}]
+)
+def test_code_of_a_checkpoint_is_not_run_unasked(
+    refused: Callable[..., str], with_code: Callable[[str], Path], tmp_path: Path, changes: dict[str, Any], file: str
+) -> None:
+    path = with_code(file)
+    message = refused({"--actor.model_name_or_path": path} | changes)
+    assert message.startswith(
+        f"--actor.model_name_or_path {path} brings Python code of its own (auto_map in its {file})"
+    )
+    assert "give --actor.trust_remote_code" in message
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_of_a_checkpoint_is_run_where_the_flag_is_given(
+    command: dict[str, Any], with_code: Callable[[str], Path], tmp_path: Path, file: str
+) -> None:
+    trusted = {"--actor.model_name_or_path": with_code(file), "--actor.trust_remote_code": True}
+    # A prompt longer in bytes than there is room for has to be tokenised.
+    rows = table(tmp_path / "long.jsonl", [{"question": "é" * 30, "answer": ""}])
+    args = parse(argv_of(command | trusted | {"--data.prompt_dataset": rows}))
+    check_every_run(args)
+    check_inputs(args)
+    assert (tmp_path / "mark").exists()
+
+
+def test_code_of_every_model_that_is_named_is_looked_for(
+    refused: Callable[..., str], with_code: Callable[[str], Path]
+) -> None:
+    path = with_code("config.json")
+    reward = {"--reward.remote_url": None, "--reward.model_name_or_path": path}
+    assert refused(reward).startswith(f"--reward.model_name_or_path {path} brings Python code")
+    critic = {"--algo.advantage.estimator": "gae", "--critic.model_name_or_path": path}
+    assert refused(critic).startswith(f"--critic.model_name_or_path {path} brings Python code")
+
+
+def test_code_of_a_model_of_the_hub(
+    refused: Callable[..., str], with_code: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = tmp_path / "cache" / "models--someone--something"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    (cached / "snapshots").mkdir()
+    with_code("config.json").rename(cached / "snapshots" / ("0" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cached.parent))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    message = refused({"--actor.model_name_or_path": "someone/something"})
+    assert message.startswith("--actor.model_name_or_path someone/something brings Python code of its own")
+    assert not (tmp_path / "mark").exists()
+
+
+def test_counting_a_models_work_runs_no_code_of_its_own(with_code: Callable[[str], Path], tmp_path: Path) -> None:
+    path = with_code("config.json")
+    known = dense_config(str(path))
+    assert known is not None and known.model_type == "llama"
+    fields = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(fields | {"model_type": "own"}))
+    assert dense_config(str(path)) is None
+    assert not (tmp_path / "mark").exists()
 
 
 # ── The reward ──

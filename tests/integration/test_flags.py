@@ -7,14 +7,17 @@ from typing import Any
 
 import command_lines
 import pytest
+import torch
 from command_lines import BASE
+from rollouts import Rollout, arguments, in_sampling_order, maker
 
 from openrlhf_gtpo.algorithms import GRPOSConfig, GTPOConfig
 from openrlhf_gtpo.integration import flags, upstream_parser
 from openrlhf_gtpo.integration.credit import entropy_credit
 from openrlhf_gtpo.integration.errors import UsageError
+from openrlhf_gtpo.integration.experience_maker import EntropyExperienceMaker
 
-GROUP = [*BASE, "--rollout.n_samples_per_prompt", "8"]
+GROUP = [*BASE, "--rollout.n_samples_per_prompt", "8", "--rollout.max_new_tokens", "100"]
 
 
 def parse(*argv: str) -> dict[str, Any]:
@@ -49,13 +52,13 @@ def test_a_value_that_belongs_to_no_flag_is_named() -> None:
 
 
 def test_presets_select_whole_algorithms() -> None:
-    dapo = parse("--algo.preset", "dapo", "--rollout.max_new_tokens", "100")
+    dapo = parse("--algo.preset", "dapo")
     assert dapo["algo.advantage.estimator"] == "group_norm"
     assert dapo["actor.eps_clip_low_high"] == [0.2, 0.28]
     assert dapo["actor.loss_agg_mode"] == "token-mean"
     assert dapo["algo.dynamic_filtering_enable"] is True
     assert dapo["algo.kl.init_coef"] == 0
-    assert dapo["reward.overlong_buffer_len"] == 20
+    assert (dapo["reward.overlong_buffer_len"], dapo["reward.overlong_penalty_factor"]) == (20, 0.5)
 
     grpo = parse("--algo.preset", "grpo")
     assert grpo["algo.advantage.estimator"] == "group_norm"
@@ -81,12 +84,36 @@ def test_a_preset_sets_only_upstream_flags_and_leaves_the_rest_alone(preset: str
 def test_an_explicit_flag_wins_over_its_preset_also_with_upstreams_default_as_its_value() -> None:
     args = parse(
         *("--algo.preset", "dapo", "--actor.eps_clip_low_high", "0.1", "0.5", "--algo.kl.init_coef", "0.01"),
-        *("--reward.overlong_buffer_len", "7"),
+        *("--reward.overlong_buffer_len", "7", "--reward.overlong_penalty_factor", "1"),
     )
     assert args["actor.eps_clip_low_high"] == [0.1, 0.5]
     assert args["algo.kl.init_coef"] == 0.01
-    assert args["reward.overlong_buffer_len"] == 7
+    assert (args["reward.overlong_buffer_len"], args["reward.overlong_penalty_factor"]) == (7, 1)
     assert args["algo.dynamic_filtering_enable"] is True
+
+
+@pytest.mark.parametrize("preset", ["dapo", "gspo"])
+def test_a_clip_range_for_both_sides_wins_over_its_preset_too(preset: str) -> None:
+    chosen = ("--algo.preset", preset, "--actor.eps_clip", "0.1")
+    assert parse(*chosen)["actor.eps_clip_low_high"] == (0.1, 0.1)
+    assert parse(*chosen, "--actor.eps_clip_low_high", "0.2", "0.3")["actor.eps_clip_low_high"] == [0.2, 0.3]
+
+
+def test_the_presets_penalty_is_dapos_under_rewards_of_0_and_1() -> None:
+    """Normalized over a group, they are rewards of -1 and 1 with twice the penalty."""
+    factor = parse("--algo.preset", "dapo")["reward.overlong_penalty_factor"]
+    correct = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    penalty = torch.tensor([0.0, 0.0, 0.3, 1.0])  # of DAPO's own size
+    ours, papers = correct - factor * penalty, 2 * correct - 1 - penalty
+    torch.testing.assert_close((ours - ours.mean()) / ours.std(), (papers - papers.mean()) / papers.std())
+
+
+def test_dapos_penalty_needs_to_know_the_longest_response() -> None:
+    without = [*BASE, "--rollout.n_samples_per_prompt", "8", "--algo.preset", "dapo"]
+    with pytest.raises(UsageError, match=r"--rollout.max_new_tokens, which is missing; give it"):
+        upstream_parser.parse(without, flags.add_flags, flags.adjust)
+    args = upstream_parser.parse([*without, "--reward.overlong_buffer_len", "7"], flags.add_flags, flags.adjust)
+    assert args.reward.overlong_buffer_len == 7
 
 
 def test_a_preset_beside_an_estimator_is_refused() -> None:
@@ -114,6 +141,81 @@ def test_a_loss_level_that_does_not_fit_is_refused(estimator: str, wrong: str) -
     chosen = ("--algo.advantage.estimator", estimator)
     assert f"--actor.loss_agg_mode {wrong} does not fit" in refusal(*chosen, "--actor.loss_agg_mode", wrong)
     assert "--actor.policy_loss_type gspo does not fit" in refusal(*chosen, "--actor.policy_loss_type", "gspo")
+
+
+@pytest.mark.parametrize("estimator", ["gtpo", "grpo_s"])
+def test_a_range_of_rewards_clips_shaped_advantages_only_where_it_is_given(estimator: str) -> None:
+    chosen = ("--algo.advantage.estimator", estimator)
+    assert parse(*chosen)["reward.clip_range"] is None
+    assert parse(*chosen, "--reward.clip_range", "-10", "10")["reward.clip_range"] == [-10, 10]
+    assert parse("--algo.advantage.estimator", "group_norm")["reward.clip_range"] == (-10, 10)
+
+
+@pytest.mark.parametrize(("given", "largest"), [((), 14.31), (("--reward.clip_range", "-10", "10"), 10.0)])
+def test_the_advantage_of_a_short_lone_success_arrives(
+    given: tuple[str, ...], largest: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """300 tokens of a success among 15 failures of 4,096: sqrt(15 * 4096 / 300), every entropy being the same."""
+    lengths = torch.tensor([300] + [4096] * 15)
+    mask = torch.arange(4096) < lengths.unsqueeze(-1)
+    values = torch.ones(mask.shape)
+    outcome = (lengths == 300).float()
+    batch = Rollout(mask, outcome, torch.zeros(16).long(), values, -values, -values, values, lengths == 4096)
+    args = arguments("--algo.advantage.estimator", "gtpo", *given, samples=16)
+    made = maker(EntropyExperienceMaker, args, batch, monkeypatch).make_experience_batch(batch.samples())
+    assert in_sampling_order(made, "advantages", 4096).max().item() == pytest.approx(largest, abs=0.01)
+
+
+# ── Flags without effect ──
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (
+            "--algo.advantage.estimator gtpo --algo.advantage.gamma 1 --algo.advantage.lambd 0.9",
+            "--algo.advantage.gamma, --algo.advantage.lambd (not read by gtpo)",
+        ),
+        (
+            "--algo.advantage.estimator grpo_s --algo.advantage.no_std_norm",
+            "--algo.advantage.no_std_norm (not read by",
+        ),
+        ("--algo.advantage.estimator gtpo --algo.grpo_s.beta 1", "--algo.grpo_s.beta (the estimator is gtpo)"),
+        (
+            "--algo.preset gspo --no-algo.gtpo.shape_uniform_groups --reward.overlong_form as_printed",
+            "--algo.gtpo.shape_uniform_groups (the estimator is group_norm); --reward.overlong_form (only gtpo and",
+        ),
+        ("--algo.preset gspo --actor.loss_agg_mode token-mean", "--actor.loss_agg_mode (gspo always takes"),
+        (
+            "--algo.advantage.estimator gtpo --reward.overlong_penalty_factor 1",
+            "--reward.overlong_penalty_factor (there is no --reward.overlong_buffer_len)",
+        ),
+        ("--eval.before_training", "--eval.before_training (there is no --eval.dataset)"),
+        ("--vllm.sync_backend gloo", "--vllm.sync_backend (GPUs use NCCL"),
+        ("--vllm.sync_with_ray --vllm.sync_bucket_mb 1", "--vllm.sync_bucket_mb (--vllm.sync_with_ray has no"),
+    ],
+)
+def test_flags_that_nothing_reads_are_named_in_one_line(
+    argv: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parse(*argv.split())
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "no effect" in line]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("These flags were given but have no effect here: --") and named in warnings[0]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--algo.advantage.estimator gtpo --algo.gtpo.kappa 2 --reward.overlong_buffer_len 3 --reward.overlong_form continuous",
+        "--algo.advantage.estimator grpo_s --algo.grpo_s.beta1 1 --logger.entropy_enable --vllm.sync_backend nccl",
+        "--algo.advantage.estimator reinforce --algo.advantage.gamma 1 --algo.advantage.no_std_norm --ds.zero_stage 3",
+        "--algo.preset dapo --ref.offload --train.micro_batch_size 2",
+    ],
+)
+def test_flags_that_are_read_are_not_named(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parse(*argv.split())
+    assert "no effect" not in capsys.readouterr().err
 
 
 # ── Settings of the algorithms ──

@@ -7,7 +7,7 @@ import command_lines
 import pytest
 from command_lines import BASE
 
-from openrlhf_gtpo.integration import flags, upstream_parser
+from openrlhf_gtpo.integration import flags, megatron_flags, upstream_parser
 from openrlhf_gtpo.integration.errors import UsageError
 from openrlhf_gtpo.integration.megatron_flags import layout_of
 from openrlhf_gtpo.megatron.layout import SIZES, Layout
@@ -117,6 +117,32 @@ def test_an_unknown_backend_lists_the_known_ones() -> None:
 def test_deepspeeds_own_parallelism_is_refused(flag: str, remedy: str) -> None:
     assert refusal(*MEGATRON, flag, "2").endswith(f"with --actor.backend megatron give {remedy}.")
     assert getattr(args_of(flag, "2").ds, flag.removeprefix("--ds.")) == 2
+
+
+def test_every_flag_of_deepspeeds_is_read_or_named() -> None:
+    """What reads the others: the layout, offloading, or a refusal in ``megatron_checks`` and ``checks``."""
+    read = {"ds.tensor_parallel_size", "ds.ring_attn_size", "ds.enable_sleep"}
+    refused = {"ds.adam_offload", "ds.param_dtype", "ds.load_in_4bit"}
+    known = {action.dest for action in command_lines.value_flags(command_lines.parser(extended=False))}
+    named = megatron_flags.NOT_READ + megatron_flags.READ_BY_REWARD_MODEL
+    assert {name for name in known if name.startswith("ds.") and not name.startswith(named)} == read | refused
+    assert all(any(name.startswith(beginning) for name in known) for beginning in named)
+
+
+def test_flags_of_deepspeeds_are_named_where_nothing_runs_on_it(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = (*MEGATRON, "--ds.zero_stage", "3", "--ref.offload", "--train.micro_batch_size", "2")
+    args_of(*argv, "--rollout.micro_batch_size", "2")
+    assert capsys.readouterr().err.splitlines() == [
+        "These flags were given but have no effect here: --ds.zero_stage, --ref.offload, --train.micro_batch_size (not "
+        "read by the Megatron actor)."
+    ]
+    reward_model = ("--reward.model_name_or_path", "m")
+    args_of(*argv, *reward_model)  # which the function of GROUP replaces
+    assert "--ds.zero_stage" in capsys.readouterr().err
+    without_function = ["--vllm.num_engines", "1", "--rollout.n_samples_per_prompt", "8", *reward_model]
+    without_function += ["--algo.advantage.estimator", "group_norm", *argv]
+    upstream_parser.parse(without_function, flags.add_flags, flags.adjust)
+    assert "no effect here: --ref.offload (not" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--ds.enable_sleep", "--megatron.offload"])

@@ -4,6 +4,7 @@ command line that does not reach the engine. What the engine computes is tested 
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -206,6 +207,30 @@ def test_what_cannot_work_is_refused(
 ) -> None:
     changes = {flag: str(value).format(tmp=tmp_path) for flag, value in changes.items()}
     refuse(flags | changes, message.format(tmp=tmp_path), capsys)
+
+
+@pytest.mark.parametrize("backend", ["deepspeed", "megatron"])
+def test_code_of_the_checkpoint_is_not_run_unasked(
+    flags: dict[str, Any],
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "with_code"
+    shutil.copytree(model, folder)
+    mark = f"open({str(tmp_path / 'mark')!r}, 'w').close()\n"
+    (folder / "own.py").write_text(f"from transformers import LlamaConfig\n{mark}class Own(LlamaConfig): ...\n")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"auto_map": {"AutoConfig": "own.Own"}}))
+    chosen = flags | {"--model": folder, "--actor.backend": backend}
+    refuse(chosen, f"--model {folder} brings Python code of its own (auto_map in its config.json)", capsys)
+    assert not (tmp_path / "mark").exists()
+    flags["--input"].write_text("")
+    assert cli.main([*argv(chosen), "--trust_remote_code"]) == 0
+    assert (tmp_path / "mark").exists()
 
 
 def test_a_launch_of_another_size_is_refused(
