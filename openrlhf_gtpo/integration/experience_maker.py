@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+import numpy as np
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
@@ -32,6 +33,23 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         self.audit = Fp8Audit(self.args)
         self._entropies: list[torch.Tensor] | None = None
         self._exact: list[PolicyForward] | None = None
+
+    def split_rollout_samples(self, rollout_samples: list[Experience]) -> list[Experience]:
+        """As upstream's, in as many micro-batches for every replica of the policy: under ZeRO-3 and expert parallelism one
+        that has fewer would leave the others waiting. Fewer rows than replicas go one by one (see ``dispatch``)."""
+        layout = self.args.actor.num_nodes * self.args.actor.num_gpus_per_node
+        replicas = layout // (self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size)
+        if self.args.train.dynamic_batch_enable and len(rollout_samples) >= replicas:
+            return super().split_rollout_samples(rollout_samples)  # which sees to it
+        for row, sample in enumerate(rollout_samples):
+            sample.index = [row]
+        needed = -(-len(rollout_samples) // self.args.rollout.micro_batch_size)
+        count = min(len(rollout_samples), -(-needed // replicas) * replicas)
+        parts = np.array_split(np.arange(len(rollout_samples)), count)
+        return [
+            Experience.concat_experiences([rollout_samples[row] for row in part], self.tokenizer.pad_token_id)
+            for part in parts
+        ]
 
     def make_experience(self, samples_list: list[Experience]) -> list[Experience]:
         """As upstream's; the audit of FP8 says how the policy's forward is computed."""
@@ -98,7 +116,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         advantages = self.credit.advantages(batch.entropy, batch.mask, batch.outcome, batch.group_ids, penalty)
         if self.args.reward.clip_range:
             advantages = advantages.clamp(*self.args.reward.clip_range)
-        rewards = batch.outcome if penalty is None else batch.outcome + penalty
+        rewards = batch.outcome.float() if penalty is None else batch.outcome + penalty
         deviation = rewards.view(-1, self.args.rollout.n_samples_per_prompt).std(dim=-1)
         deviation = deviation.repeat_interleave(self.args.rollout.n_samples_per_prompt)
 
@@ -120,7 +138,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         reward = self.args.reward
         if reward.overlong_buffer_len is None and reward.stop_properly_penalty_coef is None:
             return None
-        rewards = batch.outcome.clone()
+        rewards = batch.outcome.float().clone()
         if reward.overlong_buffer_len is not None:
             hard = self.args.rollout.max_new_tokens or self.args.data.max_len
             soft = hard - reward.overlong_buffer_len

@@ -1,59 +1,109 @@
-"""The sequence-level policy loss inside OpenRLHF's, so that its dual clip, correction and normalisers stay in force."""
+"""GTPO's and GRPO-S's loss where OpenRLHF's trainers expect their own: the surrogate of ``algorithms``, weighted by
+OpenRLHF's train-rollout correction and divided by the counts of the whole optimizer step.
+"""
 
 from typing import Any
 
-import torch
 from openrlhf.models.loss import PolicyLoss
-from openrlhf.models.utils import masked_mean
+from torch import Tensor
 
-from openrlhf_gtpo.algorithms import sequence_ratio
+from openrlhf_gtpo.algorithms import policy_surrogate
 from openrlhf_gtpo.algorithms.config import Mean
+from openrlhf_gtpo.algorithms.losses import Level
 from openrlhf_gtpo.integration.errors import TrainingStopped
 
 
-class SequencePolicyLoss(PolicyLoss):
-    """GRPO-S (Eq. 6, 7, 18): one ratio per response, -min(w A, clip(w) A) per row, mean over the rows of the step.
+class CreditLoss(PolicyLoss):
+    """The loss of ``level`` (Eq. 4, 16 for tokens; Eq. 6, 7, 18 for sequences).
 
-    Upstream's token loss is handed log-probs whose ratio is the response's ŵ at every token. With its per-row mean that
-    is the sequence loss, and everything else upstream does with a loss applies unchanged.
+    Args:
+        level: ``token`` or ``sequence``.
+        ratio_mean: how a response's ratio is made of its tokens', at sequence level.
+        options: OpenRLHF's ``clip_eps_low``, ``clip_eps_high``, ``dual_clip`` and ``is_correction_*``, checked by it.
     """
 
-    def __init__(self, *, ratio_mean: Mean, **options: Any) -> None:
-        super().__init__(token_level_loss=False, policy_loss_type="ppo", **options)
-        self.ratio_mean = ratio_mean
+    def __init__(self, level: Level, ratio_mean: Mean = "arithmetic", **options: Any) -> None:
+        super().__init__(token_level_loss=level == "token", **options)
+        self.level, self.ratio_mean = level, ratio_mean
 
     def forward(  # type: ignore[override]
-        self, log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, **rest: Any
-    ) -> tuple:
-        """As upstream's: (B, T) log-probs and advantages, ``action_mask`` (B, T) by name.
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor,
+        rollout_log_probs: Tensor | None = None,
+        dp_size: int = 1,
+        batch_num_tokens: Tensor | None = None,
+        global_batch_size: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """This micro-batch's part of the loss of an optimizer step.
+
+        Args:
+            log_probs, old_log_probs, advantages, action_mask, rollout_log_probs: (B, T).
+            dp_size: replicas whose gradients are averaged rather than added up.
+            batch_num_tokens, global_batch_size: action tokens, and rows that have any, of the whole step over all
+                replicas; this micro-batch's own where they are None.
 
         Returns:
-            loss, clip ratio, approximate KL of the tokens, and upstream's two correction metrics.
+            the loss; what was clipped, and what the correction filtered: means over tokens, or (B,) for each row where
+            they are decided by the row; mean of -(log_probs - old_log_probs), and of the rollout's log-prob minus the
+            old one, over tokens. The correction's two are None without it.
+
+        Raises:
+            TrainingStopped: a log-prob or advantage that is not finite, before any backward pass.
         """
-        mask = rest["action_mask"].bool()
-        log_ratio = sequence_ratio(log_probs, old_log_probs, mask, self.ratio_mean).log()  # (B,)
-        loss, clip_ratio, _, *correction = super().forward(
-            old_log_probs + log_ratio.unsqueeze(-1), old_log_probs, advantages, **rest
-        )
-        return loss, clip_ratio, masked_mean(old_log_probs - log_probs.detach(), mask), *correction
+        mask = action_mask.bool()
+        try:
+            surrogate = policy_surrogate(
+                log_probs,
+                old_log_probs,
+                advantages,
+                mask,
+                level=self.level,
+                clip_low=self.clip_eps_low,
+                clip_high=self.clip_eps_high,
+                ratio_mean=self.ratio_mean,
+                dual_clip=self.dual_clip,
+            )
+        except ValueError as error:
+            raise TrainingStopped(
+                f"The policy loss of a micro-batch: {error} No weights were changed by it."
+            ) from error
+        loss, clipped, rollout_kl, filtered = surrogate.loss, surrogate.clipped.float(), None, None
+        if self.is_correction_level != "off":
+            assert rollout_log_probs is not None, "the rollout returned no log-probs to correct with"
+            weight, filtered = self._correction(old_log_probs, rollout_log_probs, mask)
+            loss = loss * (weight if self.level == "token" else _token_mean(weight, mask, dim=-1))
+            rollout_kl = _token_mean(rollout_log_probs - old_log_probs, mask)
+        if self.level == "token":
+            clipped = _token_mean(clipped, mask)
+        units = batch_num_tokens if self.level == "token" else global_batch_size
+        if units is None:
+            units = surrogate.unit_mask.sum()
+        return loss.sum() / units * dp_size, clipped, _token_mean(surrogate.approx_kl, mask), rollout_kl, filtered
+
+    def _correction(self, old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Upstream's weights (B, T) of the trainer's policy against the engine's, and what they filter: a mean over tokens,
+        or (B,) where whole responses are kept or dropped."""
+        low, high = self.is_correction_threshold
+        log_ratio = (old_log_probs - rollout_log_probs).where(mask, 0)
+        if self.is_correction_gating == "ratio":
+            statistic = log_ratio
+        else:  # a divergence of the sampled token's probability, which upstream keeps away from 0 and 1
+            p, q = (values.exp().clamp(1e-6, 1 - 1e-6) for values in (rollout_log_probs, old_log_probs))
+            both = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+            statistic = both if self.is_correction_gating == "binary_kl" else (p - q).abs()
+        if self.is_correction_level == "seq":
+            statistic = _token_mean(statistic, mask, dim=-1).unsqueeze(-1)
+        if self.is_correction_gating == "ratio":
+            statistic = statistic.exp()
+        kept = (statistic >= low) & (statistic <= high)
+        weight = statistic.clamp(low, high) if self.is_correction_mode == "clip" else log_ratio.exp().where(kept, 0)
+        dropped = (~kept).float()
+        return weight, dropped.squeeze(-1) if self.is_correction_level == "seq" else _token_mean(dropped, mask)
 
 
-class FinitePolicyLoss(torch.nn.Module):
-    """Stops the step on a loss that is not finite, before its backward pass: no weight changes after it."""
-
-    def __init__(self, loss: PolicyLoss) -> None:
-        super().__init__()
-        self.loss = loss
-
-    def forward(
-        self, log_probs: torch.Tensor, old_log_probs: torch.Tensor, advantages: torch.Tensor, **rest: Any
-    ) -> tuple:
-        """As the wrapped loss; raises TrainingStopped with the micro-batch's first bad row."""
-        result = self.loss(log_probs, old_log_probs, advantages, **rest)
-        if not torch.isfinite(result[0]):
-            rows = (~torch.isfinite(log_probs.detach()).all(dim=-1)).nonzero().flatten().tolist()
-            reason = "its log-probs are finite, but the loss overflows"
-            if rows:
-                reason = f"row {rows[0]} of the micro-batch has log-probs that are not finite"
-            raise TrainingStopped(f"The policy loss is {result[0].item()}: {reason}. No weights were changed by it.")
-        return result
+def _token_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean of (B, T) over action tokens: of all, or of each row with ``dim`` -1; 0 where there is none."""
+    return values.where(mask, 0).sum(dim=dim) / mask.sum(dim=dim).clamp_min(1)

@@ -1,6 +1,7 @@
 """OpenRLHF's actor trainer on Megatron: its replay buffer, losses and flags around Megatron's train step."""
 
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,10 @@ from openrlhf.models.utils import compute_approx_kl, masked_mean
 from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch
 from torch import Tensor
 
-from openrlhf_gtpo.integration.megatron_metrics import StepMetrics
 from openrlhf_gtpo.integration.micro_batches import fill
+from openrlhf_gtpo.integration.optimizer_steps import optimizer_steps
 from openrlhf_gtpo.integration.policy_actor import EntropyActorTrainer
+from openrlhf_gtpo.integration.step_metrics import StepMetrics
 from openrlhf_gtpo.integration.token_rows import token_batch
 from openrlhf_gtpo.megatron.host import device
 from openrlhf_gtpo.megatron.model import LoadedModel
@@ -47,34 +49,23 @@ class MegatronActorTrainer(EntropyActorTrainer):
 
     def ppo_train(self, kl_ctl: float) -> dict[str, float]:
         """Train on everything in the replay buffer; returns upstream's metrics, averaged over the replicas."""
-        metrics = StepMetrics()
-        report = None
-        for rows in self._optimizer_steps():
-            step = _StepLoss(self, rows, kl_ctl)
-            report = self.megatron.step(step.batches, step.loss, with_entropy=step.with_entropy)
-            for experience, kept in zip(step.experiences, report.kept, strict=bool(report.kept)):
-                metrics.add(experience, kept)
-        status = metrics.averages(is_reporter())
-        if report is not None:
-            status |= {"actor_lr": report.lr, "actor_grad_norm": report.grad_norm}
-        return status
-
-    def _optimizer_steps(self) -> Iterator[list[Experience]]:
-        """This replica's rows of each optimizer step; every replica has as many steps."""
+        metrics = StepMetrics(self.args)
         items = self.replay_buffer.items
-        rows_a_step = self.args.train.batch_size // self._data_group().size()
-        fewest = torch.tensor(len(items), device=device())
-        torch.distributed.all_reduce(fewest, op=torch.distributed.ReduceOp.MIN, group=self._data_group())
-        # A short buffer, from the end of the data, is one smaller step; without a row on some replica there is none.
-        steps = min(int(fewest), max(1, int(fewest) // rows_a_step))
-        if steps == 0:
-            return
         # The same order on every rank of a replica, and again after a resume.
         shuffle = np.random.default_rng([self.args.train.seed, self.megatron.steps])
-        for _ in range(self.max_epochs):
-            order = shuffle.permutation(len(items))
-            for part in np.array_split(order, steps):
-                yield [items[i] for i in part]
+        steps, report = 0, None
+        for rows in optimizer_steps(len(items), self.args, self._data_group(), device(), shuffle):
+            step = _StepLoss(self, [items[row] for row in rows], kl_ctl)
+            report = self.megatron.step(step.batches, step.loss, with_entropy=step.with_entropy)
+            steps += 1
+            for experience, kept in zip(step.experiences, report.kept, strict=bool(report.kept)):
+                metrics.add(
+                    _of_rows(experience) | kept, float(experience.action_mask.sum()), len(experience.action_mask)
+                )
+        status = metrics.averages(steps, is_reporter())
+        if report is not None:
+            status |= {"actor_lr": report.next_lr, "actor_grad_norm": report.grad_norm}
+        return status
 
     def _data_group(self) -> torch.distributed.ProcessGroup:
         return self.strategy.ds_device_mesh["dp"].get_group()
@@ -111,9 +102,10 @@ class _StepLoss:
             device=device(),
         )
         torch.distributed.all_reduce(counts, group=trainer._data_group())
-        self._totals = {"dp_size": 1, "batch_num_tokens": counts[0], "global_batch_size": counts[1]}
+        tokens, samples = counts.clamp_min(1)
+        self._totals = {"dp_size": 1, "batch_num_tokens": tokens, "global_batch_size": samples}
 
-    def loss(self, index: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, index: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         """This micro-batch's part of the step's loss, and its metrics."""
         experience = self.experiences[index]
         experience.to_device(log_probs.device)
@@ -126,21 +118,19 @@ class _StepLoss:
             rollout_log_probs=experience.rollout_log_probs,
             **self._totals,
         )
-        # Of the step's actions; metrics weigh by them.
-        share = float(mask.sum() / self._totals["batch_num_tokens"].clamp_min(1)) or 1.0
-        metrics = {"policy_loss": policy / share, "ppo_clip_ratio": clip_ratio, "ppo_kl": approx_kl}
+        metrics = {"policy_loss": policy, "ppo_clip_ratio": clip_ratio, "ppo_kl": approx_kl}
         if vllm_kl is not None:
             metrics |= {"vllm_kl": vllm_kl, "is_filter_ratio": filtered}
         total = policy
         if self.args.algo.kl.use_loss:
             kl, difference = self._kl(experience, log_probs)
             total = total + kl * self.kl_ctl
-            metrics |= {"kl": kl / share, "logprobs_diff": difference}
+            metrics |= {"kl": kl, "logprobs_diff": difference}
         if entropy is not None:
             bonus = aggregate_loss(entropy, mask, **self._totals)
             total = total - bonus * self.args.actor.entropy_coef
-            metrics["entropy_loss"] = bonus / share
-        return total, {name: float(value.detach()) for name, value in metrics.items()}
+            metrics["entropy_loss"] = bonus
+        return total, {name: value.detach() for name, value in metrics.items()}
 
     def _kl(self, experience: Experience, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         if self.args.algo.kl.init_coef <= 0:
@@ -154,3 +144,20 @@ class _StepLoss:
         )
         difference = masked_mean(log_probs.float() - experience.base_action_log_probs.float(), experience.action_mask)
         return aggregate_loss(kl, experience.action_mask, **self._totals), difference
+
+
+def _of_rows(experience: Experience) -> dict[str, Tensor]:
+    """What OpenRLHF logs of each row: tensors and lists of ``info``, and the outcome fields."""
+    found: dict[str, Tensor] = {}
+    for name, value in experience.info.items():
+        if isinstance(value, list):
+            found[name] = torch.tensor([float(one) for one in value])
+        elif isinstance(value, Tensor):
+            found[name] = value
+    for field in fields(Experience):
+        value = getattr(experience, field.name)
+        if field.name in {"rewards", "scores"} or not Experience.is_episode_tensor_field(field.name):
+            continue
+        if isinstance(value, Tensor) and field.name not in found:
+            found[field.name] = value
+    return found

@@ -15,11 +15,17 @@ def apply(backend: str = "deepspeed") -> None:
     from openrlhf.cli import train_ppo_ray
     from openrlhf.trainer import ppo_trainer
     from openrlhf.trainer.ray import vllm_engine
+    from openrlhf.utils import deepspeed
 
+    from openrlhf_gtpo.integration.critic_actor import CriticActor
+    from openrlhf_gtpo.integration.dispatch import ActorGroup
     from openrlhf_gtpo.integration.policy_actor import PolicyActor
     from openrlhf_gtpo.integration.rollout_actor import RolloutActor
+    from openrlhf_gtpo.integration.strategy import CpuStrategy, Strategy
     from openrlhf_gtpo.integration.trainer import Trainer
 
+    train_ppo_ray.RayActorGroup = ActorGroup
+    train_ppo_ray.CriticModelActor = CriticActor
     train_ppo_ray.PolicyModelActor = PolicyActor
     if backend == "megatron":
         from openrlhf_gtpo.integration.megatron_actor import MegatronPolicyActor, MegatronReferenceActor
@@ -28,9 +34,4 @@ def apply(backend: str = "deepspeed") -> None:
         train_ppo_ray.ReferenceModelActor = MegatronReferenceActor
     vllm_engine.RolloutRayActor = RolloutActor
     ppo_trainer.PPOTrainer = Trainer
-    if platform.chosen_platform() == "cpu":
-        from openrlhf.utils import deepspeed
-
-        from openrlhf_gtpo.integration.cpu_strategy import CpuDeepspeedStrategy
-
-        deepspeed.DeepspeedStrategy = CpuDeepspeedStrategy
+    deepspeed.DeepspeedStrategy = CpuStrategy if platform.chosen_platform() == "cpu" else Strategy

@@ -1,7 +1,8 @@
 """The Ray actor that holds the policy: old-policy forward with entropies, the estimator's loss, bucketed weight sync."""
 
 from collections.abc import Iterator
-from types import SimpleNamespace
+from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
 import deepspeed
@@ -12,12 +13,15 @@ from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 
 from openrlhf_gtpo import platform
+from openrlhf_gtpo.algorithms import LOSS_LEVEL
 from openrlhf_gtpo.integration.credit import captures_entropy, entropy_credit
 from openrlhf_gtpo.integration.errors import TrainingStopped
 from openrlhf_gtpo.integration.fp8_audit import PolicyForward
-from openrlhf_gtpo.integration.loss import FinitePolicyLoss, SequencePolicyLoss
+from openrlhf_gtpo.integration.loss import CreditLoss
+from openrlhf_gtpo.integration.optimizer_steps import WholeSteps
 from openrlhf_gtpo.integration.policy_model import PolicyModel
 from openrlhf_gtpo.integration.process_memory import ReportsPeakMemory
+from openrlhf_gtpo.integration.step_metrics import StepMetrics
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.rollout.arrivals import WeightSyncError
 from openrlhf_gtpo.rollout.buckets import ParameterMeta
@@ -29,21 +33,21 @@ _UpstreamPolicyActor: Any = ppo_actor.PolicyModelActor.__ray_metadata__.modified
 
 
 class EntropyActorTrainer(ActorPPOTrainer):
-    """Upstream's trainer with the loss of the estimator and a weight transfer in buckets."""
+    """Upstream's trainer with the loss of the estimator and a weight transfer in buckets; on either backend."""
 
     def __init__(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(strategy, *args, **kwargs)
         credit = entropy_credit(self.args)
-        if credit is not None and credit.name == "grpo_s":
-            self.actor_loss_fn = SequencePolicyLoss(
-                ratio_mean=credit.config.ratio_mean,  # type: ignore[union-attr]
+        if credit is not None:
+            correction = {n: v for n, v in vars(self.args.algo.advantage).items() if n.startswith("is_correction_")}
+            self.actor_loss_fn = CreditLoss(
+                LOSS_LEVEL[credit.name],
+                getattr(credit.config, "ratio_mean", "arithmetic"),
                 clip_eps_low=self.args.actor.eps_clip_low_high[0],
                 clip_eps_high=self.args.actor.eps_clip_low_high[1],
                 dual_clip=self.args.actor.dual_clip,
-                **_correction(self.args.algo.advantage),
+                **correction,
             )
-        if credit is not None:
-            self.actor_loss_fn = FinitePolicyLoss(self.actor_loss_fn)
 
     @property
     def _colocated(self) -> bool:
@@ -100,24 +104,49 @@ class EntropyActorTrainer(ActorPPOTrainer):
 
     def _weights_to_send(self) -> tuple[list[ParameterMeta], Iterator[torch.Tensor]]:
         """The model's parameters, and a full tensor of each, which all ranks have to gather together."""
-        parameters = self._parameters_to_send()
-        metas = [ParameterMeta(name, _full_shape(parameter)) for name, parameter in parameters]
-        return metas, self._full_tensors([parameter for _, parameter in parameters])
+        return self._metas, self._full_tensors()
+
+    @cached_property
+    def _metas(self) -> list[ParameterMeta]:
+        metas = []
+        for name, parameter in self._parameters_to_send():
+            shape = getattr(parameter, "ds_shape", None)  # ZeRO-3's
+            if shape is None:
+                with self._gathered(parameter):
+                    shape = parameter.shape
+            metas.append(ParameterMeta(name, tuple(shape)))
+        return metas
 
     def _parameters_to_send(self) -> list[tuple[str, torch.nn.Parameter]]:
         frozen_too = not getattr(self.actor, "is_vlm", False)
         return [(n, p) for n, p in self.actor.model.module.named_parameters() if p.requires_grad or frozen_too]
 
-    def _full_tensors(self, parameters: list[torch.nn.Parameter]) -> Iterator[torch.Tensor]:
-        for parameter in parameters:
-            if self.args.ds.tensor_parallel_size > 1:
-                gathered = deepspeed.module_inject.layers.GatherReplacedLayerParams(
-                    [parameter], self.actor.model.module, enabled=True
-                )
-            else:
-                gathered = deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id"))
-            with gathered:
+    def _full_tensors(self) -> Iterator[torch.Tensor]:
+        for _, parameter in self._parameters_to_send():
+            with self._gathered(parameter):
                 yield parameter.data
+
+    def _gathered(self, parameter: torch.nn.Parameter) -> AbstractContextManager:
+        """Within it the parameter is whole, of DeepSpeed's tensor parallelism or of ZeRO-3. Collective."""
+        if self.args.ds.tensor_parallel_size > 1:
+            return deepspeed.module_inject.layers.GatherReplacedLayerParams([parameter], self.actor.model.module)
+        return deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id"))
+
+
+class DeepspeedActorTrainer(WholeSteps, EntropyActorTrainer):
+    """Trains on DeepSpeed, a whole optimizer step at a time."""
+
+    def ppo_train(self, kl_ctl: float) -> dict[str, float]:
+        """Train on everything in the replay buffer; returns upstream's metrics, averaged over the replicas."""
+        metrics = StepMetrics(self.args, self.strategy.ds_device_mesh["dp"].size())
+        last: dict[str, float] = {}
+        for step, experience, rows in self.micro_batches(self.actor.model):
+            status = self.training_step(experience, kl_ctl, step)
+            values = status["metrics"]
+            last = {name: values.pop(name) for name in ("actor_lr", "actor_grad_norm") if name in values}
+            if rows:
+                metrics.add(values, status["num_action_tokens"], rows)
+        return metrics.averages(sum(self.replay_buffer.dynamic_optimizer_step), self.is_reporter()) | last
 
 
 class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: ignore[misc]
@@ -127,7 +156,7 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
         self, strategy: Any, pretrain: str, max_steps: int | None = None, vllm_engines: list[Any] | None = None
     ) -> None:
         """As upstream's, with this package's model and trainer in the place of its own."""
-        ppo_actor.ActorPPOTrainer = EntropyActorTrainer
+        ppo_actor.ActorPPOTrainer = DeepspeedActorTrainer
         if captures_entropy(strategy.args) or platform.chosen_platform() == "cpu":
             ppo_actor.Actor = PolicyModel
         super().init_model_from_pretrained(strategy, pretrain, max_steps=max_steps, vllm_engines=vllm_engines)
@@ -184,25 +213,8 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
 PolicyActor = ray.remote(num_gpus=1)(EntropyPolicyActor)
 
 
-def _correction(advantage: SimpleNamespace) -> dict:
-    """Upstream's train-rollout correction, by the names of its loss."""
-    return {
-        name: getattr(advantage, name)
-        for name in (
-            "is_correction_level",
-            "is_correction_mode",
-            "is_correction_gating",
-            "is_correction_threshold",
-        )
-    }
-
-
 def _all_gather_objects(mine: Any) -> list[Any]:
     """Every rank's ``mine``, in the order of ranks."""
     gathered: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, mine)
     return gathered
-
-
-def _full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -86,7 +86,6 @@ def _run(
     with_entropy: bool,
     forward_only: bool,
 ) -> list[Any]:
-    assert batches, "a schedule needs a micro-batch"
     config = loaded.config
     context = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
 
@@ -98,9 +97,12 @@ def _run(
             output = _Output(output)
         return output, partial(finish, index, packed) if index < len(batches) else _count_nothing
 
-    # Replicas that share experts wait for each other in every micro-batch, so those with fewer repeat a short one.
-    missing = _most_micro_batches(len(batches)) - len(batches) if config.expert_model_parallel_size > 1 else 0
-    work = [*batches, *[min(batches, key=lambda batch: batch.tokens)] * missing]
+    # A replica without a micro-batch reduces gradients with the others, and those that share experts wait for each other in
+    # every micro-batch: what is missing is filled up with a row of which nothing counts.
+    needed = max(1, len(batches))
+    if config.expert_model_parallel_size > 1:
+        needed = _most_micro_batches(needed)
+    work = [*batches, *[_company()] * (needed - len(batches))]
     with megatron_calls(), loaded.fp8.weights_kept() if loaded.fp8 else nullcontext():
         results = get_forward_backward_func()(
             forward_step_func=step,
@@ -122,6 +124,12 @@ class _Output(tuple):
     @property
     def device(self) -> torch.device:
         return self[0].device
+
+
+def _company() -> TokenBatch:
+    """Two tokens, the second an action."""
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    return TokenBatch(tokens, torch.ones_like(tokens), torch.ones(1, 1, dtype=torch.long))
 
 
 def _count_nothing(output: tuple[Tensor, Tensor | None], non_loss_data: bool = False) -> tuple[Tensor, Tensor, None]:

@@ -44,12 +44,12 @@ class StepReport:
 
     Fields:
         grad_norm: L2 norm of the whole gradient, before scaling.
-        lr: the learning rate that was used.
+        next_lr: the learning rate of the step to come.
         kept: what the loss callable gave back, one entry a micro-batch; empty on all but the last stage.
     """
 
     grad_norm: float
-    lr: float
+    next_lr: float
     kept: list[Any]
 
 
@@ -133,7 +133,7 @@ class Trainer:
         if self.lr_schedule is not None:
             self._schedule_carrier.step()
             self.lr_schedule.step()
-        return StepReport(norm, lr, kept)
+        return StepReport(norm, self._schedule_carrier.param_groups[0]["lr"], kept)
 
     @torch.no_grad()
     def exact_weight(self, parameter: torch.Tensor) -> torch.Tensor:

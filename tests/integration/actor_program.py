@@ -94,7 +94,8 @@ def _experience(batch: SimpleNamespace, old: torch.Tensor, args: SimpleNamespace
     generator = torch.Generator().manual_seed(batch.sequences.shape[1])
     mask = batch.action_mask
     rows = len(mask)
-    advantages = torch.randn(mask.shape, generator=generator) * mask
+    by_token = args.actor.loss_agg_mode == "token-mean"
+    advantages = torch.randn((rows, mask.shape[1] if by_token else 1), generator=generator) * mask
     reward = torch.rand(rows, generator=generator)
     return Experience(
         sequences=batch.sequences.clone(),

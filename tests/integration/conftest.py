@@ -14,10 +14,23 @@ import torch
 
 from openrlhf_gtpo import platform
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1] / "megatron")]
 torch.set_num_threads(1)
 os.environ.setdefault(platform.PLATFORM_VARIABLE, platform.detect())
 platform.activate()
+
+
+@pytest.fixture(scope="session")
+def actor_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model with a tokenizer, which upstream's actors want."""
+    from families import make_checkpoint
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    folder = make_checkpoint(tmp_path_factory.mktemp("model"), "llama", 64)
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(64)}, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1").save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture

@@ -244,6 +244,18 @@ def assert_penalised(estimator: str, experiences: list[Experience], batch: Rollo
     torch.testing.assert_close(infos, torch.cat([e.rewards for e in experiences]))
 
 
+def test_success_is_decided_in_the_precision_of_the_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward model's bfloat16 0.9 is below 0.9 once it is read as float32; metrics and shaping agree that it is none."""
+    batch = rollout(seed=9)
+    batch.outcome = (batch.outcome * 0.9).to(torch.bfloat16)
+    args = arguments("--algo.advantage.estimator", "gtpo", "--algo.gtpo.success_threshold", "0.9")
+    made, experiences = make(args, batch, monkeypatch)
+    right = (batch.outcome > 0.5)[:, None] & batch.mask
+    found = advantages(experiences, batch)
+    assert (found[right] >= 0).all() and (found[right] > 0).any() and (found[batch.mask & ~right] <= 0).all()
+    assert made.metrics["groups/uniform"] < made.metrics["groups/total"]
+
+
 # ── Reward clipping and the KL reward ──
 
 

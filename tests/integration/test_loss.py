@@ -1,4 +1,4 @@
-"""Would catch a policy loss inside OpenRLHF's trainer that is not the paper's: its ratio, clip, weights or normalisers."""
+"""The policy loss that trains is the paper's, inside OpenRLHF's trainer: its ratio, clip, weights and normalisers."""
 
 import math
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from openrlhf.models.loss import PolicyLoss
-from openrlhf.utils.loss_utils import _optimizer_step_loss_norm
 
 from openrlhf_gtpo.algorithms import policy_loss
+from openrlhf_gtpo.integration import loss as integration_loss
 from openrlhf_gtpo.integration.errors import TrainingStopped
-from openrlhf_gtpo.integration.loss import FinitePolicyLoss, SequencePolicyLoss
+from openrlhf_gtpo.integration.loss import CreditLoss
 
 LOW, HIGH = 0.2, 0.28
 MEANS = ("arithmetic", "geometric")
@@ -36,8 +36,8 @@ def batch(level: str = "sequence", seed: int = 0, rows: int = 7, width: int = 11
     }
 
 
-def sequence_loss(ratio_mean: str, **options: Any) -> SequencePolicyLoss:
-    return SequencePolicyLoss(ratio_mean=ratio_mean, clip_eps_low=LOW, clip_eps_high=HIGH, **options)
+def credit_loss(level: str = "sequence", ratio_mean: str = "arithmetic", **options: Any) -> CreditLoss:
+    return CreditLoss(level, ratio_mean, clip_eps_low=LOW, clip_eps_high=HIGH, **options)  # type: ignore[arg-type]
 
 
 def reference(data: dict[str, torch.Tensor], level: str, ratio_mean: str, **options: Any) -> Any:
@@ -46,11 +46,7 @@ def reference(data: dict[str, torch.Tensor], level: str, ratio_mean: str, **opti
         data["old_log_probs"],
         data["advantages"],
         data["action_mask"].bool(),
-        level=level,  # type: ignore[arg-type]
-        clip_low=LOW,
-        clip_high=HIGH,
-        ratio_mean=ratio_mean,  # type: ignore[arg-type]
-        **options,
+        **{"level": level, "clip_low": LOW, "clip_high": HIGH, "ratio_mean": ratio_mean} | options,  # type: ignore[arg-type]
     )
 
 
@@ -59,75 +55,92 @@ def gradient(loss: torch.Tensor, data: dict[str, torch.Tensor]) -> torch.Tensor:
     return result
 
 
-# ── Sequence level ──
+# ── Both levels ──
 
 
-@pytest.mark.parametrize("ratio_mean", MEANS)
+@pytest.mark.parametrize(("level", "ratio_mean"), [("token", "arithmetic"), *(("sequence", mean) for mean in MEANS)])
 @pytest.mark.parametrize("dual_clip", [None, 1.1])
 @pytest.mark.parametrize("seed", range(3))
-def test_it_is_the_papers_sequence_loss_forward_and_backward(
-    ratio_mean: str, dual_clip: float | None, seed: int
+def test_it_is_the_papers_loss_forward_and_backward(
+    level: str, ratio_mean: str, dual_clip: float | None, seed: int
 ) -> None:
-    data = batch(seed=seed)
-    loss, clip_ratio, approx_kl, vllm_kl, filtered = sequence_loss(ratio_mean, dual_clip=dual_clip)(**data)
-    expected = reference(data, "sequence", ratio_mean, dual_clip=dual_clip)
+    data = batch(level, seed=seed)
+    loss, clipped, approx_kl, vllm_kl, filtered = credit_loss(level, ratio_mean, dual_clip=dual_clip)(**data)
+    expected = reference(data, level, ratio_mean, dual_clip=dual_clip)
     torch.testing.assert_close(loss, expected.loss)
     torch.testing.assert_close(gradient(loss, data), gradient(expected.loss, data))
     torch.testing.assert_close(approx_kl, expected.approx_kl)
-    assert not approx_kl.requires_grad and vllm_kl is None and filtered is None
-    assert 0 < clip_ratio < 1
+    torch.testing.assert_close(clipped.mean(), expected.clip_fraction)
+    assert clipped.shape == (() if level == "token" else (len(data["log_probs"]),))
+    assert 0 < clipped.mean() < 1 and not approx_kl.requires_grad and vllm_kl is None and filtered is None
 
 
 def test_dual_clip_changes_the_loss_it_is_tested_with() -> None:
-    results = [sequence_loss("arithmetic", dual_clip=dual_clip)(**batch())[0] for dual_clip in (None, 1.1)]
-    assert results[0] != results[1]
+    for level in ("token", "sequence"):
+        results = [credit_loss(level, dual_clip=dual_clip)(**batch(level))[0] for dual_clip in (None, 1.1)]
+        assert results[0] != results[1]
+
+
+def test_whoever_changes_the_surrogate_changes_the_loss_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`policy_surrogate` is what docs/algorithms.md names as the place of the clipping."""
+    data = batch("token")
+    unclipped = credit_loss("token")
+    before = unclipped(**data)[0]
+    surrogate = integration_loss.policy_surrogate
+    monkeypatch.setattr(
+        integration_loss, "policy_surrogate", lambda *args, **options: surrogate(*args, **options | {"clip_low": 1.0})
+    )
+    after = unclipped(**data)[0]
+    assert before != after
+    assert after == reference(data, "token", "arithmetic", clip_low=1.0).loss
+
+
+@pytest.mark.parametrize("dual_clip", [None, 1.1])
+def test_the_token_loss_is_upstreams(dual_clip: float | None) -> None:
+    data = batch("token", seed=6)
+    expected = PolicyLoss(clip_eps_low=LOW, clip_eps_high=HIGH, dual_clip=dual_clip)(**data)
+    found = credit_loss("token", dual_clip=dual_clip)(**data)
+    torch.testing.assert_close(found[:3], expected[:3])
+    torch.testing.assert_close(gradient(found[0], data), gradient(expected[0], data))
 
 
 def test_the_geometric_ratio_is_upstreams_gspo() -> None:
     data = batch(seed=3)
     gspo = PolicyLoss(clip_eps_low=LOW, clip_eps_high=HIGH, policy_loss_type="gspo")
     expected = gspo(**data)
-    found = sequence_loss("geometric")(**data)
+    found = credit_loss("sequence", "geometric")(**data)
     torch.testing.assert_close(found[0], expected[0])
     torch.testing.assert_close(gradient(found[0], data), gradient(expected[0], data))
-    torch.testing.assert_close(found[1], expected[1])
     torch.testing.assert_close(found[2], expected[2])
 
 
 def test_a_row_without_action_tokens_does_not_count() -> None:
     data = batch(seed=4)
-    expected, *_ = sequence_loss("arithmetic")(**{name: values[1:] for name, values in data.items()})
+    expected, *_ = credit_loss()(**{name: values[1:] for name, values in data.items()})
     data["action_mask"][0] = 0
-    loss, *_ = sequence_loss("arithmetic")(**data)
+    loss, *_ = credit_loss()(**data)
     torch.testing.assert_close(loss, expected)
-    assert torch.isfinite(gradient(loss, data)).all() and (gradient_of_row_0(data) == 0).all()
+    assert torch.isfinite(gradient(loss, data)).all() and (gradient(credit_loss()(**data)[0], data)[0] == 0).all()
 
 
-def gradient_of_row_0(data: dict[str, torch.Tensor]) -> torch.Tensor:
-    return gradient(sequence_loss("arithmetic")(**data)[0], data)[0]
+@pytest.mark.parametrize("correction", [{}, {"is_correction_level": "token"}, {"is_correction_level": "seq"}], ids=str)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_micro_batch_without_action_tokens_adds_nothing(level: str, correction: dict[str, Any]) -> None:
+    data = batch(level, seed=4)
+    data["action_mask"][:] = 0
+    info = {"dp_size": 2, "batch_num_tokens": torch.tensor(5.0), "global_batch_size": torch.tensor(3.0)}
+    loss, *metrics = credit_loss(level, **correction)(**data, **info)
+    assert loss == 0 and (gradient(loss, data) == 0).all()
+    assert all(torch.isfinite(metric).all() for metric in metrics if metric is not None)
 
 
 def test_a_far_off_policy_row_stays_finite() -> None:
-    data = batch(seed=5)
-    data["log_probs"].data[0] += 500
-    data["log_probs"].data[1] -= 500
-    for ratio_mean in MEANS:
-        loss, *_ = sequence_loss(ratio_mean)(**data)
+    for level, ratio_mean in [("token", "arithmetic"), *(("sequence", mean) for mean in MEANS)]:
+        data = batch(level, seed=5)
+        data["log_probs"].data[0] += 500
+        data["log_probs"].data[1] -= 500
+        loss, *_ = credit_loss(level, ratio_mean)(**data)
         assert torch.isfinite(loss) and torch.isfinite(gradient(loss, data)).all()
-
-
-# ── Token level: upstream's own loss is the paper's ──
-
-
-@pytest.mark.parametrize("dual_clip", [None, 1.1])
-def test_upstreams_token_loss_is_the_papers(dual_clip: float | None) -> None:
-    data = batch("token", seed=6)
-    loss, clip_ratio, approx_kl, *_ = PolicyLoss(clip_eps_low=LOW, clip_eps_high=HIGH, dual_clip=dual_clip)(**data)
-    expected = reference(data, "token", "arithmetic", dual_clip=dual_clip)
-    torch.testing.assert_close(loss, expected.loss)
-    torch.testing.assert_close(gradient(loss, data), gradient(expected.loss, data))
-    torch.testing.assert_close(clip_ratio, expected.clip_fraction)
-    torch.testing.assert_close(approx_kl, expected.approx_kl)
 
 
 # ── Train-rollout correction, against a loop over floats ──
@@ -210,14 +223,15 @@ def test_train_rollout_correction_keeps_its_meaning_with_both_levels(
     correction: dict[str, Any], level: str, ratio_mean: str
 ) -> None:
     data = batch(level, seed=7)
-    if level == "token":
-        loss = PolicyLoss(clip_eps_low=LOW, clip_eps_high=HIGH, **correction)
-    else:
-        loss = sequence_loss(ratio_mean, **correction)
-    found, _, _, vllm_kl, filtered = loss(**data)
+    found, _, _, vllm_kl, filtered = credit_loss(level, ratio_mean, **correction)(**data)
     assert found.item() == pytest.approx(naive_loss(data, level, ratio_mean, correction), rel=1e-5)
     if correction["is_correction_level"] != "off":
-        assert 0 < filtered < 1, "nothing or everything is filtered: the test shows nothing"
+        of_upstream = PolicyLoss(clip_eps_low=LOW, clip_eps_high=HIGH, **correction)(**data)
+        torch.testing.assert_close(filtered.mean(), of_upstream[4])
+        assert filtered.dim() == (
+            correction["is_correction_level"] == "seq"
+        ), "a value for each row, or a mean over tokens"
+        assert 0 < filtered.mean() < 1, "nothing or everything is filtered: the test shows nothing"
         mask = data["action_mask"]
         difference = ((data["rollout_log_probs"] - data["old_log_probs"]) * mask).sum() / mask.sum()
         torch.testing.assert_close(vllm_kl, difference)
@@ -230,33 +244,28 @@ def test_train_rollout_correction_keeps_its_meaning_with_both_levels(
 @pytest.mark.parametrize(("level", "ratio_mean"), [("token", "arithmetic"), *(("sequence", m) for m in MEANS)])
 def test_micro_batches_sum_to_the_loss_of_the_whole_step(cuts: list[int], level: str, ratio_mean: str) -> None:
     data = batch(level, seed=8)
-    loss_fn = PolicyLoss(clip_eps_low=LOW, clip_eps_high=HIGH) if level == "token" else sequence_loss(ratio_mean)
+    loss_fn = credit_loss(level, ratio_mean)
     pieces = [dict(zip(data, values)) for values in zip(*(v.split(cuts) for v in data.values()))]
-    # Upstream's normalisers of one optimizer step; DeepSpeed divides every micro-batch's loss by their number.
-    info = _optimizer_step_loss_norm([piece["action_mask"] for piece in pieces], None, 1, len(cuts))
-    total = sum(loss_fn(**piece, **info)[0] / len(cuts) for piece in pieces)
+    # A quarter of the rows of the step are here; the gradients of 4 replicas are averaged.
+    tokens, rows = data["action_mask"].sum() * 4.0, torch.tensor(len(data["action_mask"]) * 4.0)
+    info = {"dp_size": 4, "batch_num_tokens": tokens, "global_batch_size": rows}
+    total = sum(loss_fn(**piece, **info)[0] for piece in pieces)
     expected = reference(data, level, ratio_mean).loss
     torch.testing.assert_close(total, expected)
     torch.testing.assert_close(gradient(total, data), gradient(expected, data))
 
 
-# ── A loss that is not finite ──
+# ── What is not finite ──
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_a_loss_that_is_not_finite_stops_before_its_backward_pass(level: str) -> None:
-    loss_fn = FinitePolicyLoss(PolicyLoss() if level == "token" else sequence_loss("arithmetic"))
-    data = batch(level, seed=9)
-    expected = loss_fn.loss(**data)
-    assert all(a is b or torch.equal(a, b) for a, b in zip(loss_fn(**data), expected))
-
-    broken = batch(level, seed=9)
-    broken["log_probs"].data[4, 2] = float("nan")
-    with pytest.raises(TrainingStopped, match=r"^The policy loss is nan: row 4 of the micro-batch .* No weights"):
-        loss_fn(**broken)
-
-    endless = batch(level, seed=9)
-    endless["advantages"] = endless["advantages"].clone()
-    endless["advantages"][1] = float("inf")
-    with pytest.raises(TrainingStopped, match="its log-probs are finite, but the loss overflows"):
-        loss_fn(**endless)
+@pytest.mark.parametrize("name", ["log_probs", "old_log_probs", "advantages"])
+def test_what_is_not_finite_stops_before_its_backward_pass(level: str, name: str) -> None:
+    for bad in (float("nan"), float("inf")):
+        data = batch(level, seed=9)
+        data[name] = data[name].detach().clone()
+        data[name][4, 2] = bad
+        with pytest.raises(
+            TrainingStopped, match=rf"^The policy loss of a micro-batch: {name} of row 4 is .* No weights"
+        ):
+            credit_loss(level)(**data)

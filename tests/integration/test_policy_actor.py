@@ -1,4 +1,4 @@
-"""Would catch a policy actor that answers without entropies, or trains an estimator with another one's loss."""
+"""The policy actor answers with entropies, and trains each estimator with its own loss."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,7 @@ from openrlhf.trainer.ray import ppo_actor
 from rollouts import arguments
 
 from openrlhf_gtpo.integration.experience_maker import PolicyForward
-from openrlhf_gtpo.integration.loss import FinitePolicyLoss, SequencePolicyLoss
+from openrlhf_gtpo.integration.loss import CreditLoss
 from openrlhf_gtpo.integration.policy_actor import EntropyActorTrainer, EntropyPolicyActor
 from openrlhf_gtpo.integration.policy_model import PolicyModel
 
@@ -71,9 +71,8 @@ def loss_of(monkeypatch: pytest.MonkeyPatch, *argv: str) -> torch.nn.Module:
 
 def test_the_loss_follows_the_estimator(monkeypatch: pytest.MonkeyPatch) -> None:
     gtpo = loss_of(monkeypatch, "--algo.advantage.estimator", "gtpo")
-    assert isinstance(gtpo, FinitePolicyLoss) and type(gtpo.loss) is PolicyLoss
-    assert gtpo.loss.token_level_loss and gtpo.loss.policy_loss_type == "ppo"
-    assert (gtpo.loss.clip_eps_low, gtpo.loss.clip_eps_high) == (0.2, 0.28)
+    assert isinstance(gtpo, CreditLoss) and gtpo.level == "token"
+    assert (gtpo.clip_eps_low, gtpo.clip_eps_high) == (0.2, 0.28)
 
     correction = (
         "--algo.advantage.is_correction_level",
@@ -84,9 +83,8 @@ def test_the_loss_follows_the_estimator(monkeypatch: pytest.MonkeyPatch) -> None
     )
     geometric = ("--algo.grpo_s.ratio_mean", "geometric", "--actor.dual_clip", "3", *correction)
     grpo_s = loss_of(monkeypatch, "--algo.advantage.estimator", "grpo_s", *geometric)
-    assert isinstance(grpo_s, FinitePolicyLoss) and isinstance(grpo_s.loss, SequencePolicyLoss)
-    assert not grpo_s.loss.token_level_loss and grpo_s.loss.ratio_mean == "geometric"
-    assert (grpo_s.loss.clip_eps_low, grpo_s.loss.clip_eps_high, grpo_s.loss.dual_clip) == (0.2, 0.28, 3)
-    assert (grpo_s.loss.is_correction_level, grpo_s.loss.is_correction_threshold) == ("seq", [0.9, 1.1])
+    assert isinstance(grpo_s, CreditLoss) and (grpo_s.level, grpo_s.ratio_mean) == ("sequence", "geometric")
+    assert (grpo_s.clip_eps_low, grpo_s.clip_eps_high, grpo_s.dual_clip) == (0.2, 0.28, 3)
+    assert (grpo_s.is_correction_level, grpo_s.is_correction_threshold) == ("seq", [0.9, 1.1])
 
     assert type(loss_of(monkeypatch, "--algo.advantage.estimator", "group_norm")) is PolicyLoss

@@ -44,7 +44,7 @@ def train(trainer: Trainer, steps: range) -> list[tuple[float, float, float]]:
         torch.distributed.all_gather_object(everyone, report.kept)
         losses = dict(pair for kept in everyone for pair in kept)
         assert len(losses) == len(MICRO_BATCHES)
-        reports.append((sum(losses[i] for i in sorted(losses)), report.grad_norm, report.lr))
+        reports.append((sum(losses[i] for i in sorted(losses)), report.grad_norm, report.next_lr))
     return reports
 
 

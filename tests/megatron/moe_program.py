@@ -52,12 +52,12 @@ def by_expert(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def uneven_log_probs(source: str, layout: Layout, micro_batches: list[list[list[int]]]) -> list[Any]:
-    """(B, A) each, of the first replica's one micro-batch, the second's two, and so on."""
+    """(B, A) each, of the second replica's one micro-batch, the third's two, and so on; the first has none."""
     from megatron.core import parallel_state
 
     with on(layout):
         model = load_model(source, ModelOptions(layout=layout, dtype=torch.float32))
         model.stage.eval()
-        mine = micro_batches[: parallel_state.get_data_parallel_rank() + 1]
+        mine = micro_batches[: parallel_state.get_data_parallel_rank()]
         batches = [all_actions(rows) for rows in mine]
         return [statistics.log_probs.numpy() for statistics in schedule.forward(model, batches)]

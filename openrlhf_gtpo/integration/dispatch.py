@@ -1,0 +1,30 @@
+"""Upstream's group of Ray actors, for batches that have fewer entries than there are replicas."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from openrlhf.trainer.ray.launcher import RayActorGroup
+
+
+class ActorGroup(RayActorGroup):
+    """Upstream's, which ends the run where the end of the data leaves a replica without an entry."""
+
+    def async_run_method_batch(self, method_name: str, **columns: Sequence[Any]) -> list[Any]:
+        """As upstream's; the results are those of the entries.
+
+        A replica without one computes a forward of the last entry, whose result nobody sees: under ZeRO-3 and expert
+        parallelism the others cannot compute theirs alone. Any other method is not called on it.
+        """
+        entries = len(next(iter(columns.values())))
+        replicas = len(self._actor_handlers) // self.duplicate_actors
+        if not 0 < entries < replicas:
+            return super().async_run_method_batch(method_name, **columns)
+        if method_name == "forward":
+            whole = {name: [*values, *[values[-1]] * (replicas - entries)] for name, values in columns.items()}
+            return super().async_run_method_batch(method_name, **whole)[: entries * self.duplicate_actors]
+        return [
+            actor.execute_batch.remote(
+                method_name, columns, rank // self.duplicate_actors, rank // self.duplicate_actors + 1
+            )
+            for rank, actor in enumerate(self._actor_handlers[: entries * self.duplicate_actors])
+        ]

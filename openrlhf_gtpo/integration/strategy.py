@@ -1,0 +1,64 @@
+"""OpenRLHF's DeepSpeed strategy: each backward pass says whether it ends an optimizer step, and a CPU host compiles nothing."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from openrlhf.utils.deepspeed import DeepspeedStrategy
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler
+
+
+class Strategy(DeepspeedStrategy):
+    """Upstream's, with gradient accumulation in the hands of the trainers (see ``optimizer_steps``)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # DeepSpeed is told 1 micro-batch a step, so that it divides no loss; the trainers say which one is the last.
+        self.use_dynamic_batch = True
+
+    def setup_dataloader(
+        self,
+        dataset: Any,
+        batch_size: int,
+        pin_memory: bool = False,
+        shuffle: bool = True,
+        *args: Any,
+        sampler: Any = None,
+        **kwargs: Any,
+    ) -> StatefulDataLoader:
+        """As upstream's; the process that draws the prompts, which nobody seeds, shuffles them by ``--train.seed``."""
+        if shuffle and sampler is None and not torch.distributed.is_initialized():
+            sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(self.seed))
+        return super().setup_dataloader(dataset, batch_size, pin_memory, shuffle, *args, sampler=sampler, **kwargs)
+
+    def setup_distributed(self, timeout: timedelta = timedelta(minutes=60)) -> None:
+        super().setup_distributed(timeout)
+        self.accumulated_gradient = 1
+
+    def get_ds_eval_config(self, *args: Any, **kwargs: Any) -> dict:
+        """As upstream's, without batch sizes, which DeepSpeed would hold against each other; nothing is trained."""
+        config = super().get_ds_eval_config(*args, **kwargs)
+        del config["train_batch_size"]
+        return config | {"train_micro_batch_size_per_gpu": 1}
+
+
+class CpuStrategy(Strategy):
+    """Adam is torch's, all-reduce is gloo's: DeepSpeed would build C++ extensions for both on first use.
+
+    The first run would wait a minute or more for g++, and fail without it.
+    """
+
+    def setup_distributed(self, timeout: timedelta = timedelta(minutes=60)) -> None:
+        """As upstream's, over gloo alone."""
+        import deepspeed.comm.torch
+
+        deepspeed.comm.torch.build_shm_op = lambda: None
+        super().setup_distributed(timeout)
+
+    def get_ds_train_config(self, *args: Any, **kwargs: Any) -> dict:
+        """As upstream's, with ``torch_adam`` on."""
+        config = super().get_ds_train_config(*args, **kwargs)
+        if config.get("optimizer", {}).get("type") == "AdamW":
+            config["optimizer"]["params"]["torch_adam"] = True
+        return config

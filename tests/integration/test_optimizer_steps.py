@@ -1,0 +1,183 @@
+"""One optimizer step is one gradient and one set of metrics, however its rows are split over micro-batches and replicas."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from openrlhf.trainer.ray.launcher import RayActorGroup
+from rank_pool import RankPool
+from steps_program import run_rounds
+from tp_program import sent_weights
+
+from openrlhf_gtpo.integration.dispatch import ActorGroup
+
+LENGTHS = [9, 4, 12, 2, 7, 1, 10, 8, 5, 3, 11, 6, 13, 2, 9, 4]
+# The second round is short, as the end of the data or a filter leaves it; the last leaves one of two replicas without a row.
+ROUNDS = [LENGTHS, LENGTHS[:12], LENGTHS, LENGTHS[:1]]
+COMMON = ["--train.batch_size", "16", "--actor.adam.lr", "0", "--critic.adam.lr", "0", "--algo.kl.init_coef", "0"]
+WHOLE = ["--train.micro_batch_size", "16"]
+THREES = ["--train.micro_batch_size", "3"]
+BY_TOKENS = ["--train.dynamic_batch_enable", "--train.max_tokens_per_gpu", "30"]
+CORRECTION = [
+    "--algo.advantage.is_correction_level",
+    "seq",
+    "--algo.advantage.is_correction_threshold",
+    "0.998",
+    "1.002",
+]
+ENTROPY = ["--actor.entropy_coef", "0.01"]
+ESTIMATORS = {
+    "gtpo": ["--algo.advantage.estimator", "gtpo", *ENTROPY, *CORRECTION],
+    "grpo_s": ["--algo.advantage.estimator", "grpo_s", *ENTROPY, *CORRECTION],
+    "grpo": ["--algo.preset", "grpo", *ENTROPY, "--algo.kl.init_coef", "0.1"],
+    "critic": ["--algo.advantage.estimator", "gae"],
+}
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    with RankPool(1) as one, RankPool(2) as two:
+        yield {1: one, 2: two}
+
+
+@pytest.fixture(scope="module")
+def whole(actor_model: str, pools: dict[int, RankPool]) -> dict[str, list[dict[str, float]]]:
+    """Each estimator's rounds in one process and one micro-batch."""
+    return {
+        name: pools[1].run(run_rounds, "deepspeed", actor_model, [*COMMON, *argv, *WHOLE], ROUNDS)[0]
+        for name, argv in ESTIMATORS.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "processes", "argv"),
+    [
+        ("gtpo", 1, BY_TOKENS),
+        ("gtpo", 2, THREES),
+        ("gtpo", 2, [*BY_TOKENS, "--ds.zero_stage", "1"]),
+        ("gtpo", 2, [*BY_TOKENS, "--actor.backend", "megatron"]),
+        ("grpo_s", 1, THREES),
+        ("grpo_s", 2, BY_TOKENS),
+        ("grpo_s", 2, [*BY_TOKENS, "--actor.backend", "megatron"]),
+        ("grpo", 2, BY_TOKENS),
+        ("grpo", 2, [*BY_TOKENS, "--ds.zero_stage", "3"]),
+        ("critic", 1, THREES),
+        ("critic", 2, BY_TOKENS),
+    ],
+    ids=str,
+)
+def test_a_step_does_not_depend_on_how_its_rows_are_split(
+    name: str,
+    processes: int,
+    argv: list[str],
+    actor_model: str,
+    pools: dict[int, RankPool],
+    whole: dict[str, Any],
+) -> None:
+    """Gradient norms and every metric, in bf16; the learning rate is 0, so that all rounds start from the same weights."""
+    backend = "megatron" if "megatron" in argv else "deepspeed"
+    for found in pools[processes].run(run_rounds, backend, actor_model, [*COMMON, *ESTIMATORS[name], *argv], ROUNDS):
+        for i, (ours, theirs) in enumerate(zip(found, whole[name], strict=True)):
+            assert set(ours) == set(theirs), i
+            for metric, value in theirs.items():
+                assert ours[metric] == pytest.approx(value, rel=0.012, abs=0.003), (i, metric)
+
+
+def test_the_rounds_can_tell(whole: dict[str, Any]) -> None:
+    """Something is filtered, and a short round is not a whole one."""
+    for name in ("gtpo", "grpo_s"):
+        assert 0 < whole[name][0]["is_filter_ratio"] < 1
+    for rounds in whole.values():
+        full, short, again, _ = (r.get("actor_grad_norm", r.get("critic_grad_norm")) for r in rounds)
+        assert again == pytest.approx(full, rel=0.01) and short != pytest.approx(full, rel=0.03)
+
+
+@pytest.mark.parametrize("argv", [THREES, BY_TOKENS], ids=["threes", "by tokens"])
+def test_several_steps_and_epochs_train_alike(argv: list[str], actor_model: str, pools: dict[int, RankPool]) -> None:
+    """Two epochs of two optimizer steps, at a learning rate that moves the second round's numbers."""
+    more = [
+        "--train.batch_size",
+        "8",
+        "--train.max_epochs",
+        "2",
+        "--actor.adam.lr",
+        "2e-4",
+        "--actor.lr_warmup_ratio",
+        "0",
+    ]
+    common = [*COMMON, *ESTIMATORS["gtpo"], *more]
+    by_tokens = "--train.dynamic_batch_enable" in argv
+    reference = [*BY_TOKENS[:1], "--train.max_tokens_per_gpu", "9999"] if by_tokens else WHOLE  # neither is shuffled
+    expected = pools[1].run(run_rounds, "deepspeed", actor_model, [*common, *reference], [LENGTHS] * 2)[0]
+    found = pools[1].run(run_rounds, "deepspeed", actor_model, [*common, *argv], [LENGTHS] * 2)[0]
+    assert abs(expected[1]["policy_loss"] - expected[0]["policy_loss"]) > 1e-3
+    for i in range(2):
+        for metric, value in expected[i].items():
+            assert found[i][metric] == pytest.approx(value, rel=0.05, abs=0.02), (i, metric)
+
+
+def test_deepspeeds_tensor_parallelism_sends_whole_weights(actor_model: str) -> None:
+    """What is announced for each parameter is what is sent, and what the checkpoint has. It stays on for a process's life."""
+    from transformers import AutoModelForCausalLM
+
+    whole = dict(AutoModelForCausalLM.from_pretrained(actor_model, dtype=torch.bfloat16).named_parameters())
+    with RankPool(2) as pool:
+        argv = ["--algo.advantage.estimator", "gtpo", "--algo.kl.init_coef", "0", "--ds.tensor_parallel_size", "2"]
+        for sent in pool.run(sent_weights, actor_model, argv):
+            assert set(sent) == set(whole)
+            for name, (shape, tensor) in sent.items():
+                assert shape == tuple(tensor.shape), name
+                assert torch.equal(tensor, whole[name]), name
+
+
+# ── Fewer entries than replicas ──
+
+
+class Handler:
+    """A Ray actor that answers with its rank and what it was given."""
+
+    def __init__(self, rank: int) -> None:
+        self.execute_batch = SimpleNamespace(
+            remote=lambda method, columns, start, end: (rank, columns["x"][start:end])
+        )
+
+
+@pytest.mark.parametrize("duplicates", [1, 2])
+def test_a_replica_without_an_entry(duplicates: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes part in a forward, whose results are those of the entries, and gets nothing to train on."""
+    from openrlhf.trainer.ray import launcher
+
+    monkeypatch.setattr(launcher, "ray", SimpleNamespace(put=lambda value: value))
+    group = object.__new__(ActorGroup)
+    group._actor_handlers = [Handler(rank) for rank in range(4 * duplicates)]
+    group.duplicate_actors = duplicates
+    for entries in (1, 3, 4, 8):
+        values = list(range(entries))
+        if entries < 4:
+            with pytest.raises(ValueError, match="Insufficient batch size"):
+                RayActorGroup.async_run_method_batch(group, "append", x=values)
+        for method in ("forward", "append"):
+            given = group.async_run_method_batch(method, x=values)
+            assert [x for _, part in given[::duplicates] for x in part] == values
+            assert [rank for rank, _ in given] == list(range(min(4, entries) * duplicates))
+
+
+def test_rows_are_dealt_evenly() -> None:
+    """As many micro-batches for each of 4 replicas, none above the size asked for; fewer rows than replicas one by one."""
+    from rollouts import arguments, maker, rollout
+
+    from openrlhf_gtpo.integration.experience_maker import EntropyExperienceMaker
+
+    args = arguments("--algo.advantage.estimator", "gtpo", "--rollout.micro_batch_size", "4")
+    args.actor.num_gpus_per_node = 4
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for prompts in (1, 2, 3, 5, 8):
+            batch = rollout(prompts=prompts, samples=3)
+            samples = maker(EntropyExperienceMaker, args, batch, monkeypatch).split_rollout_samples(batch.samples())
+            assert [row for one in samples for row in one.index] == list(range(3 * prompts))
+            assert len(samples) % 4 == 0 or len(samples) == 3 * prompts < 4
+            assert max(len(one.index) for one in samples) <= 4
+            np.testing.assert_equal([len(one.sequences) for one in samples], [len(one.index) for one in samples])
