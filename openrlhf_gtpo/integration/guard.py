@@ -48,17 +48,27 @@ RELIED_ON: dict[str, dict[str, tuple[str, ...] | None]] = {
         "RemoteExperienceMaker.make_experience": ("self", "samples_list"),
         "RemoteExperienceMaker.compute_advantages_and_returns": ("self", "experiences"),
         "RemoteExperienceMaker._flatten_results": ("self", "refs", "duplicate_factor"),
+        "RemoteExperienceMaker.split_rollout_samples": ("self", "rollout_samples"),
+    },
+    "openrlhf.trainer.ppo_utils.samples_generator": {
+        "SamplesGenerator._generate_vllm": ("self", "dataloader_iter", "num_prompts", "dynamic_filtering"),
+        "SamplesGenerator._dispatch_prompts_to_vllm": ("self", "prompts", "labels"),
+        "SamplesGenerator._process_response_into_experience": ("self", "response"),
+        "SamplesGenerator.generate_eval_samples": ("self",),
     },
     "openrlhf.trainer.ppo_utils.length_penalty": {
         "apply_stop_properly_penalty": ("experiences", "stop_properly_penalty_coef")
     },
     "openrlhf.trainer.ppo_trainer": {
+        "BasePPOTrainer.init_checkpoint_states": ("self",),
         "BasePPOTrainer.train_step": ("self", "rollout_samples", "global_step"),
         "BasePPOTrainer.save_logs_and_checkpoints": ("self", "global_step", "logs_dict", "client_states"),
         "PPOTrainer.evaluate": ("self", "global_step"),
         "PPOTrainer.fit": ("self", "global_step"),
     },
+    "openrlhf.trainer.ray.launcher": {"RayActorGroup.async_run_method_batch": ("self", "method_name")},
     "openrlhf.trainer.ray.ppo_actor": {
+        "ActorPPOTrainer.training_step": ("self", "experience", "kl_ctl", "step", "loss_batch_info"),
         "ActorPPOTrainer._init_vllm_sync_group": ("self", "backend"),
         "ActorPPOTrainer.broadcast_to_vllm": ("self",),
         "PolicyModelActor.forward": (
@@ -77,8 +87,23 @@ RELIED_ON: dict[str, dict[str, tuple[str, ...] | None]] = {
             "vllm_engines",
         ),
     },
+    "openrlhf.trainer.ray.ppo_critic": {
+        "CriticModelActor.init_model_from_pretrained": ("self", "strategy", "pretrain", "max_steps"),
+        "CriticPPOTrainer.training_step": ("self", "experience", "step", "loss_batch_info"),
+    },
     "openrlhf.trainer.ray.vllm_engine": {
         "RolloutRayActor.__init__": ("self",),
+        "RolloutRayActor.generate": ("self", "prompt_token_ids", "sampling_params", "multi_modal_data"),
+        "RolloutRayActor.generate_responses": (
+            "self",
+            "prompt",
+            "label",
+            "sampling_params",
+            "max_length",
+            "hf_tokenizer",
+            "num_samples",
+            "images",
+        ),
         "RolloutRayActor.get_num_unfinished_requests": ("self",),
         "create_vllm_engines": None,
     },
@@ -96,6 +121,23 @@ RELIED_ON: dict[str, dict[str, tuple[str, ...] | None]] = {
         ),
         "SingleTurnAgentExecutor._fetch_rewards_via_func": ("self", "queries_list", "prompts_list", "labels_list"),
         "SingleTurnAgentExecutor._fetch_rewards_via_http": ("self", "queries_list", "prompts_list", "labels_list"),
+    },
+    "openrlhf.utils.deepspeed.deepspeed": {
+        "DeepspeedStrategy.get_ds_eval_config": ("self", "offload"),
+        "DeepspeedStrategy.get_ds_train_config": ("self", "optim_dict"),
+        "DeepspeedStrategy.setup_dataloader": (
+            "self",
+            "replay_buffer",
+            "batch_size",
+            "pin_memory",
+            "shuffle",
+            "collate_fn",
+            "drop_last",
+            "sampler",
+            "consumed_samples",
+            "num_workers",
+        ),
+        "DeepspeedStrategy.setup_distributed": ("self", "timeout"),
     },
 }
 

@@ -13,6 +13,7 @@ from openrlhf_gtpo.integration import stop
 from openrlhf_gtpo.integration.checkpoint_disk import write_errors
 from openrlhf_gtpo.integration.errors import StoppedOnRequest
 from openrlhf_gtpo.integration.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.integration.samples_generator import OrderedSamplesGenerator
 from openrlhf_gtpo.integration.step_costs import StepCosts
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import MetricsWriter, is_number
@@ -30,6 +31,9 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.samples_generator = OrderedSamplesGenerator(
+            self.strategy, self.prompts_dataloader, self.eval_dataloader, self.tokenizer, self.vllm_engines
+        )
         self.experience_maker = EntropyExperienceMaker(
             self.actor_model_group,
             self.critic_model_group,
@@ -80,13 +84,14 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         return status, global_step
 
     def init_checkpoint_states(self) -> dict[str, Any]:
-        """As upstream's; an adaptive KL coefficient goes on from where it was.
+        """As upstream's; an adaptive KL coefficient and the seeds of responses go on from where they were.
 
         A run that died before its first checkpoint was whole leaves a folder without one, which upstream has no answer
         for: it starts anew.
         """
         states = super().init_checkpoint_states() or dict(_FRESH)
         self.kl_ctl.value = states.get(_KL_COEFFICIENT, self.kl_ctl.value)
+        self.samples_generator.dispatched = states["total_consumed_prompts"]
         return states
 
     def save_best_checkpoint(

@@ -65,6 +65,7 @@ def controller(args: SimpleNamespace) -> EntropyTrainer:
     trainer._latest_eval_metric_value = None
     trainer.costs = SimpleNamespace(begin=lambda: None, end=dict, response_tokens=1)
     trainer.experience_maker = SimpleNamespace(seconds={})
+    trainer.samples_generator = SimpleNamespace(dispatched=0)
     return trainer
 
 

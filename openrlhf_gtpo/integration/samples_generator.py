@@ -1,0 +1,76 @@
+"""Upstream's sampling of responses, with rows in the order of their prompts and, under full determinism, a seed for each.
+
+Upstream dispatches every prompt in a call of its own and takes responses as they come, so the order of a batch's rows
+depends on timing. Here each prompt travels with its number.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
+
+_TRAINING, _EVALUATION = 0, 1  # streams of seeds
+
+
+class NumberedLabel(NamedTuple):
+    """What a rollout actor gets in the place of a prompt's label, which upstream hands on unread.
+
+    Attributes:
+        label: the prompt's own.
+        number: of the prompt, in the order of dispatch.
+        seed: what the seeds of the prompt's requests are made from; None leaves sampling to the engine's generator.
+    """
+
+    label: Any
+    number: int
+    seed: tuple[int, ...] | None
+
+
+def request_seed(*key: int) -> int:
+    """A seed for one request, well spread over 32 bits however close to each other the keys are."""
+    return int(np.random.SeedSequence(key).generate_state(1)[0])
+
+
+class OrderedSamplesGenerator(SamplesGenerator):
+    """Upstream's, for engines that are ``RolloutActor``.
+
+    Attributes:
+        dispatched: prompts of training since the run began; a resumed run sets it to what its checkpoint has consumed.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.dispatched = 0
+        self._evaluated: int | None = None  # prompts of the evaluation that is going on
+
+    def generate_eval_samples(self, **generate_kwargs: Any) -> list[Experience]:
+        """As upstream's; under full determinism every evaluation has the same seeds, and training's do not move."""
+        self._evaluated = 0
+        try:
+            return super().generate_eval_samples(**generate_kwargs)
+        finally:
+            self._evaluated = None
+
+    def _generate_vllm(self, *args: Any, **kwargs: Any) -> tuple[list[Experience], int, bool]:
+        experiences, consumed, exhausted = super()._generate_vllm(*args, **kwargs)
+        experiences.sort(key=lambda experience: experience.index)  # stable: a prompt's responses stay as they are
+        return experiences, consumed, exhausted
+
+    def _dispatch_prompts_to_vllm(self, prompts: list[str], labels: list[Any], **kwargs: Any) -> list[Any]:
+        return super()._dispatch_prompts_to_vllm(prompts, [self._numbered(label) for label in labels], **kwargs)
+
+    def _numbered(self, label: Any) -> NumberedLabel:
+        if self._evaluated is None:
+            stream, number = _TRAINING, self.dispatched
+            self.dispatched += 1
+        else:
+            stream, number = _EVALUATION, self._evaluated
+            self._evaluated += 1
+        deterministic = self.args.train.full_determinism_enable
+        return NumberedLabel(label, number, (self.args.train.seed, stream, number) if deterministic else None)
+
+    def _process_response_into_experience(self, response: dict[str, Any], **generate_kwargs: Any) -> Experience:
+        experience = super()._process_response_into_experience(response, **generate_kwargs)
+        experience.index = [response["prompt_number"]]  # until the experience maker numbers rows
+        return experience
