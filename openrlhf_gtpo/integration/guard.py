@@ -55,6 +55,7 @@ RELIED_ON: dict[str, dict[str, tuple[str, ...] | None]] = {
         "SamplesGenerator._dispatch_prompts_to_vllm": ("self", "prompts", "labels"),
         "SamplesGenerator._process_response_into_experience": ("self", "response"),
         "SamplesGenerator.generate_eval_samples": ("self",),
+        "SamplesGenerator.generate_samples": ("self",),
     },
     "openrlhf.trainer.ppo_utils.length_penalty": {
         "apply_stop_properly_penalty": ("experiences", "stop_properly_penalty_coef")

@@ -44,6 +44,14 @@ class OrderedSamplesGenerator(SamplesGenerator):
         self.dispatched = 0
         self._evaluated: int | None = None  # prompts of the evaluation that is going on
 
+    def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Experience], float | None, int, bool]:
+        """As upstream's; the share of prompts that pass the filter, in percent, is one of prompts (upstream counts responses,
+        so that 8 to a prompt make it 800)."""
+        samples, passed, consumed, exhausted = super().generate_samples(**generate_kwargs)
+        if passed is not None:
+            passed /= self.args.rollout.n_samples_per_prompt
+        return samples, passed, consumed, exhausted
+
     def generate_eval_samples(self, **generate_kwargs: Any) -> list[Experience]:
         """As upstream's; under full determinism every evaluation has the same seeds, and training's do not move."""
         self._evaluated = 0

@@ -150,7 +150,7 @@ def _box_content(text: str, start: int) -> tuple[str, int]:
     for brace in BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return text[start + 1 : brace.start()].strip(), brace.end()
+            return text[start + 1 : brace.start()].strip().rstrip("."), brace.end()
     return "", len(text)
 
 

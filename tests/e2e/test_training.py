@@ -24,7 +24,7 @@ def test_sequence_credit_with_every_option_of_upstream(trainer_argv, tiny_model,
     assert run.steps
     for step in run.steps:  # a rollout that the data set's end leaves short is trained on too
         assert math.isfinite(step["policy_loss"]) and math.isfinite(step["kl"]) and "vllm_kl" in step
-        assert step["dynamic_filtering_pass_rate"] < 1000
+        assert 0 < step["dynamic_filtering_pass_rate"] <= 100
         # The scorer gives partial credit, the filter looks at right and wrong: groups are mixed, none is uniform. vLLM and the trainer agree on what was sampled.
         assert step[names.GROUPS_UNIFORM] == 0 and abs(step["vllm_kl"]) < 0.05
 

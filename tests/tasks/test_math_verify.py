@@ -47,6 +47,7 @@ RIGHT, WRONG, UNANSWERED = Grade(True, True), Grade(False, True), Grade(False, F
         # The model corrects itself.
         (r"I think \boxed{3}. But after checking, the answer is \boxed{4}.", RIGHT),
         (r"\boxed{3}. Wait, \boxed{4}", RIGHT),
+        (r"\boxed{3.} Wait, it is \boxed{4.}", RIGHT),
         (r"\boxed{3}, or rather \boxed{4}.", RIGHT),
         (r"\boxed{3}\boxed{4}", RIGHT),
         (r"First \boxed{1}, then \boxed{2}, then \boxed{3} and at last \boxed{4}.", RIGHT),
