@@ -5,7 +5,7 @@ Pure functions of torch tensors. This room must not know where rollouts come fro
 
 from .config import GRPOSConfig, GTPOConfig
 from .entropy_bonus import entropy_advantage_bonus
-from .error_budget import ErrorBudget, TokenValues, error_budget
+from .error_budget import ErrorBudget, error_budget
 from .forking_tokens import forking_token_mask
 from .groups import success
 from .grpo_s import grpo_s_advantages, grpo_s_rewards
@@ -31,7 +31,6 @@ __all__ = [
     "PolicyLossOutput",
     "ShapedRewards",
     "Surrogate",
-    "TokenValues",
     "check_loss_level",
     "entropy_advantage_bonus",
     "error_budget",

@@ -3,17 +3,11 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-
-class TokenValues(NamedTuple):
-    """One pass over a batch, (B, T) each: log-probs of the tokens and entropies (nats)."""
-
-    log_probs: Tensor
-    entropy: Tensor
+from openrlhf_gtpo.token_values import TokenValues
 
 
 @dataclass(frozen=True)

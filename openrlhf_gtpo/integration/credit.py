@@ -10,7 +10,6 @@ from openrlhf_gtpo.algorithms import (
     ErrorBudget,
     GRPOSConfig,
     GTPOConfig,
-    TokenValues,
     error_budget,
     grpo_s_advantages,
     grpo_s_shares,
@@ -19,6 +18,7 @@ from openrlhf_gtpo.algorithms import (
 )
 from openrlhf_gtpo.integration.errors import UsageError
 from openrlhf_gtpo.integration.flags import CONFIGS
+from openrlhf_gtpo.token_values import TokenValues
 
 
 @dataclass(frozen=True)

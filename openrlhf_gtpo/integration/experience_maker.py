@@ -9,12 +9,13 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.length_penalty import apply_stop_properly_penalty
 
-from openrlhf_gtpo.algorithms import TokenValues, length_penalty
+from openrlhf_gtpo.algorithms import length_penalty
 from openrlhf_gtpo.integration import batch_metrics
 from openrlhf_gtpo.integration.credit import captures_entropy, entropy_credit
-from openrlhf_gtpo.integration.fp8_audit import AuditedForward, Fp8Audit, PolicyForward
+from openrlhf_gtpo.integration.fp8_audit import AuditedForward, Fp8Audit
 from openrlhf_gtpo.integration.rollout_batch import RolloutBatch, in_sampling_order
 from openrlhf_gtpo.report import names
+from openrlhf_gtpo.token_values import TokenValues
 
 
 class EntropyExperienceMaker(RemoteExperienceMaker):
@@ -32,7 +33,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         self.seconds: dict[str, float] = {}
         self.audit = Fp8Audit(self.args)
         self._entropies: list[torch.Tensor] | None = None
-        self._exact: list[PolicyForward] | None = None
+        self._exact: list[TokenValues] | None = None
 
     def split_rollout_samples(self, rollout_samples: list[Experience]) -> list[Experience]:
         """As upstream's, in as many micro-batches for every replica of the policy: under ZeRO-3 and expert parallelism one
@@ -64,7 +65,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         if results and isinstance(results[0], AuditedForward):
             self._exact = [result.exact for result in results]
             results = [result.as_trained for result in results]
-        if results and isinstance(results[0], PolicyForward):
+        if results and isinstance(results[0], TokenValues):
             self._entropies = [result.entropy for result in results]
             return [result.log_probs for result in results]
         return results

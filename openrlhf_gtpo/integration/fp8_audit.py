@@ -10,26 +10,18 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import ray
-import torch
 
-from openrlhf_gtpo.algorithms import TokenValues
 from openrlhf_gtpo.integration.credit import EntropyCredit
 from openrlhf_gtpo.integration.rollout_batch import RolloutBatch
 from openrlhf_gtpo.report import names
-
-
-class PolicyForward(NamedTuple):
-    """What the policy's forward returns for one micro-batch where entropies are captured, (b, t) each."""
-
-    log_probs: torch.Tensor
-    entropy: torch.Tensor
+from openrlhf_gtpo.token_values import TokenValues
 
 
 class AuditedForward(NamedTuple):
-    """The same in an audit: the pass as it is trained, and one without FP8."""
+    """What the policy's forward returns in an audit: the pass as it is trained, and one without FP8."""
 
-    as_trained: PolicyForward
-    exact: PolicyForward
+    as_trained: TokenValues
+    exact: TokenValues
 
 
 class Precision(enum.Enum):

@@ -74,7 +74,7 @@ def compare(
     """
     import torch
 
-    from openrlhf_gtpo.algorithms import TokenValues
+    from openrlhf_gtpo.token_values import TokenValues
 
     outcome, group_ids = torch.tensor(credit.outcome), torch.tensor(credit.group_ids)
     exact, mask = _values(model, source, processes)

@@ -16,7 +16,7 @@ from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 from transformers import get_scheduler
 
 from openrlhf_gtpo.integration.credit import captures_entropy
-from openrlhf_gtpo.integration.fp8_audit import AuditedForward, PolicyForward, Precision
+from openrlhf_gtpo.integration.fp8_audit import AuditedForward, Precision
 from openrlhf_gtpo.integration.megatron_flags import fp8_of, layout_of
 from openrlhf_gtpo.integration.megatron_trainer import MegatronActorTrainer
 from openrlhf_gtpo.integration.process_memory import ReportsPeakMemory
@@ -30,6 +30,7 @@ from openrlhf_gtpo.megatron.overrides import parse_overrides
 from openrlhf_gtpo.megatron.token_batch import TokenBatch
 from openrlhf_gtpo.megatron.trainer import MakeSchedule, OptimizerOptions, Trainer
 from openrlhf_gtpo.report import names
+from openrlhf_gtpo.token_values import TokenValues
 
 # transformers' schedules that know a floor, which upstream gives as a share of the peak.
 _FLOORED = {"cosine_with_min_lr", "cosine_warmup_with_min_lr"}
@@ -65,9 +66,9 @@ class MegatronModelActor(BaseModelActor):
         return self._forward_all([TokenBatch(sequences, attention_mask, action_mask)])[0]
 
     def _forward_all(self, batches: list[TokenBatch]) -> list[Any]:
-        return [result.log_probs for result in self._statistics(batches)]
+        return [result.log_probs for result in self._values(batches)]
 
-    def _statistics(self, batches: list[TokenBatch]) -> list[schedule.Statistics]:
+    def _values(self, batches: list[TokenBatch]) -> list[TokenValues]:
         args = self.strategy.args
         budget = args.rollout.max_tokens_per_gpu or args.train.max_tokens_per_gpu
         repacked = Repacked(batches, budget)
@@ -110,18 +111,17 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
 
     def _policy_forward(self, batches: list[TokenBatch]) -> list[Any]:
         self.offload.restore(optimizer=False)
-        exact: list[schedule.Statistics] = []
+        exact: list[TokenValues] = []
         if self.precision is not Precision.AS_TRAINED:
             assert self.model.fp8 is not None
             with self.model.fp8.high_precision():
-                exact = self._statistics(batches)
-        results = exact if self.precision is Precision.HIGH else self._statistics(batches)
+                exact = self._values(batches)
+        results = exact if self.precision is Precision.HIGH else self._values(batches)
         if not captures_entropy(self.strategy.args):
             return [result.log_probs for result in results]
-        forward = [PolicyForward(*result) for result in results]
         if self.precision is not Precision.BOTH:
-            return forward
-        return [AuditedForward(one, PolicyForward(*other)) for one, other in zip(forward, exact, strict=True)]
+            return results
+        return [AuditedForward(*both) for both in zip(results, exact, strict=True)]
 
     def set_precision(self, precision: str) -> None:
         """Of the forward passes from now on; a value of :class:`Precision`."""

@@ -57,6 +57,9 @@ class WholeSteps:
 
     def micro_batches(self, engine: Any) -> Iterator[tuple[int, Experience, int]]:
         """For each backward pass on ``engine``: its number, the batch, and how many rows of it count."""
+        assert (
+            engine.gradient_accumulation_steps() == 1
+        ), "DeepSpeed divides losses that are divided already; see Strategy"
         args, buffer = self.strategy.args, self.replay_buffer
         group = self.strategy.ds_device_mesh["dp"].get_group()
         device = torch.device(torch.cuda.current_device())

@@ -16,7 +16,6 @@ from openrlhf_gtpo import platform
 from openrlhf_gtpo.algorithms import LOSS_LEVEL
 from openrlhf_gtpo.integration.credit import captures_entropy, entropy_credit
 from openrlhf_gtpo.integration.errors import TrainingStopped
-from openrlhf_gtpo.integration.fp8_audit import PolicyForward
 from openrlhf_gtpo.integration.loss import CreditLoss
 from openrlhf_gtpo.integration.optimizer_steps import WholeSteps
 from openrlhf_gtpo.integration.policy_model import PolicyModel
@@ -28,6 +27,7 @@ from openrlhf_gtpo.rollout.buckets import ParameterMeta
 from openrlhf_gtpo.rollout.colocated import ColocatedSender
 from openrlhf_gtpo.rollout.engine import Engine, ray_engine
 from openrlhf_gtpo.rollout.sender import WeightSender
+from openrlhf_gtpo.token_values import TokenValues
 
 _UpstreamPolicyActor: Any = ppo_actor.PolicyModelActor.__ray_metadata__.modified_class
 
@@ -168,8 +168,8 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
         attention_mask: torch.Tensor,
         packed_seq_lens: Any = None,
         mm_train_inputs_list: Any = None,
-    ) -> PolicyForward | torch.Tensor:
-        """(b, t) tokens of one micro-batch to :class:`PolicyForward` on the CPU, or to upstream's log-probs alone."""
+    ) -> TokenValues | torch.Tensor:
+        """(b, t) tokens of one micro-batch to :class:`TokenValues` on the CPU, or to upstream's log-probs alone."""
         with self.peaks.phase(names.OLD_LOG_PROBS):
             return self._forward(sequences, action_mask, attention_mask, packed_seq_lens, mm_train_inputs_list)
 
@@ -188,7 +188,7 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
         attention_mask: torch.Tensor,
         packed_seq_lens: Any,
         mm_train_inputs_list: Any,
-    ) -> PolicyForward | torch.Tensor:
+    ) -> TokenValues | torch.Tensor:
         if not captures_entropy(self.strategy.args):
             return super().forward(sequences, action_mask, attention_mask, packed_seq_lens, mm_train_inputs_list)
         device = torch.cuda.current_device()
@@ -204,7 +204,7 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
             )
         self.actor.train()
         entropy = output.entropy[:, -action_mask.shape[1] :]
-        return PolicyForward(log_probs.to("cpu"), (entropy * action_mask.to(device)).to("cpu"))
+        return TokenValues(log_probs.to("cpu"), (entropy * action_mask.to(device)).to("cpu"))
 
     def finish_checkpoint(self) -> None:
         """Nothing to wait for: DeepSpeed's checkpoints are whole when saving returns."""

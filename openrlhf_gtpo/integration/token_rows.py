@@ -7,8 +7,8 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from torch import Tensor
 
 from openrlhf_gtpo.integration.micro_batches import fill
-from openrlhf_gtpo.megatron.schedule import Statistics
 from openrlhf_gtpo.megatron.token_batch import TokenBatch, pad_right
+from openrlhf_gtpo.token_values import TokenValues
 
 
 def token_batch(experience: Experience) -> TokenBatch:
@@ -26,7 +26,7 @@ class Repacked:
         self._members = fill([tokens.numel() for tokens, _ in rows], max_tokens)
         self.micro_batches = [pad_right([rows[i] for i in members]) for members in self._members]
 
-    def restore(self, results: Sequence[Statistics]) -> list[Statistics]:
+    def restore(self, results: Sequence[TokenValues]) -> list[TokenValues]:
         """Results of :attr:`micro_batches` as (b, A) tensors of the batches that were given, in their order."""
         values: list[Tensor] = [torch.empty(0)] * len(self._actions)  # per row: (2, its actions)
         for members, result in zip(self._members, results, strict=True):
@@ -40,7 +40,7 @@ class Repacked:
             flat = torch.cat(values[first : first + len(mask)], dim=1)
             both = flat.new_zeros(2, *mask.shape)
             both[:, mask] = flat
-            restored.append(Statistics(both[0], both[1]))
+            restored.append(TokenValues(both[0], both[1]))
             first += len(mask)
         return restored
 

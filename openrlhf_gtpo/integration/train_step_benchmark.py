@@ -19,6 +19,7 @@ from openrlhf_gtpo.megatron.random_model import random_model
 from openrlhf_gtpo.megatron.trainer import OptimizerOptions, Trainer
 from openrlhf_gtpo.platform.memory import PeakMemory
 from openrlhf_gtpo.platform.timing import seconds_of
+from openrlhf_gtpo.token_values import TokenValues
 
 PHASES = ("old_policy", "advantages", "train")
 
@@ -103,7 +104,7 @@ class _Step:
         self._trainer = trainer
         self._batch = batch
         self._masks = [micro_batch.action_mask.bool() for micro_batch in batch.micro_batches]
-        self._old: list[schedule.Statistics] = []
+        self._old: list[TokenValues] = []
         self._advantages: list[Tensor] = []
         self.grad_norm = 0.0
 
@@ -112,7 +113,7 @@ class _Step:
 
     def advantages(self) -> None:
         advantages = gtpo_advantages(
-            _stacked([statistics.entropy for statistics in self._old]),
+            _stacked([values.entropy for values in self._old]),
             _stacked(self._masks),
             self._batch.outcome,
             self._batch.group_ids,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -14,30 +14,24 @@ from openrlhf_gtpo.megatron.host import device, megatron_calls
 from openrlhf_gtpo.megatron.model import LoadedModel
 from openrlhf_gtpo.megatron.packing import Packed, pack
 from openrlhf_gtpo.megatron.token_batch import TokenBatch
+from openrlhf_gtpo.token_values import TokenValues
 
 # (index of the micro-batch, log-probs (B, A), entropies (B, A) or None) to (scalar, what the caller wants back).
 # The scalars add up over micro-batches and data-parallel replicas: their sum is what is minimised.
 Loss = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Any]]
 
 
-class Statistics(NamedTuple):
-    """Of the actions of one micro-batch, (B, A) float32 each, 0 where there is none; on the CPU."""
-
-    log_probs: Tensor
-    entropy: Tensor
-
-
 @torch.no_grad()
-def forward(model: LoadedModel, batches: Sequence[TokenBatch]) -> list[Statistics]:
-    """Log-probs and entropies of every micro-batch, on every rank of the replica; the model is left in eval mode."""
+def forward(model: LoadedModel, batches: Sequence[TokenBatch]) -> list[TokenValues]:
+    """(B, A) float32 values of every micro-batch on the CPU of every rank of the replica; the model is left in eval mode."""
     if model.fp8 is not None and not model.fp8.calibrated:
         _calibrate(model, batches[:1])
     model.stage.eval()
 
-    def collect(index: int, packed: Packed, output: Any, non_loss_data: bool) -> Statistics:
+    def collect(index: int, packed: Packed, output: Any, non_loss_data: bool) -> TokenValues:
         assert non_loss_data
         log_probs, entropy = output
-        return Statistics(packed.place(log_probs), packed.place(entropy))
+        return TokenValues(packed.place(log_probs), packed.place(entropy))
 
     results = _run(model, model.stage, batches, collect, with_entropy=True, forward_only=True)
     return [_from_last_stage(batch, results[i] if results else None) for i, batch in enumerate(batches)]
@@ -145,16 +139,16 @@ def _most_micro_batches(mine: int) -> int:
     return int(most)
 
 
-def _from_last_stage(batch: TokenBatch, statistics: Statistics | None) -> Statistics:
+def _from_last_stage(batch: TokenBatch, values: TokenValues | None) -> TokenValues:
     """The last stage's result, on the CPU of every stage."""
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         shape = (2, *batch.action_mask.shape)
-        both = torch.stack(statistics) if statistics else torch.empty(shape, device=device())
+        both = torch.stack(values) if values else torch.empty(shape, device=device())
         torch.distributed.broadcast(
             both,
             src=parallel_state.get_pipeline_model_parallel_last_rank(),
             group=parallel_state.get_pipeline_model_parallel_group(),
         )
-        statistics = Statistics(both[0], both[1])
-    assert statistics is not None
-    return Statistics(statistics.log_probs.cpu(), statistics.entropy.cpu())
+        values = TokenValues(both[0], both[1])
+    assert values is not None
+    return TokenValues(values.log_probs.cpu(), values.entropy.cpu())

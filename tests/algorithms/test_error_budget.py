@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf_gtpo.algorithms import GRPOSConfig, GTPOConfig, TokenValues, error_budget, grpo_s_shares, gtpo_advantages
+from openrlhf_gtpo.algorithms import GRPOSConfig, GTPOConfig, error_budget, grpo_s_shares, gtpo_advantages
 from openrlhf_gtpo.algorithms.error_budget import rank_correlation
+from openrlhf_gtpo.token_values import TokenValues
 
 B, T, G = 8, 50, 4
 

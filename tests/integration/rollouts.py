@@ -11,7 +11,8 @@ from openrlhf.trainer.ppo_utils import experience_maker as upstream
 from openrlhf.trainer.ppo_utils.experience import Experience
 
 from openrlhf_gtpo.integration import flags, upstream_parser
-from openrlhf_gtpo.integration.experience_maker import EntropyExperienceMaker, PolicyForward
+from openrlhf_gtpo.integration.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.token_values import TokenValues
 
 PAD = 0
 
@@ -139,7 +140,7 @@ def maker(
         args.algo.advantage.estimator in flags.CONFIGS or args.logger.entropy_enable
     )
     if with_entropy:
-        policy = TableModel(ranks, duplicates, batch.log_probs, batch.entropy, result=PolicyForward)
+        policy = TableModel(ranks, duplicates, batch.log_probs, batch.entropy, result=TokenValues)
     else:
         policy = TableModel(ranks, duplicates, batch.log_probs)
     critic = TableModel(ranks, duplicates, batch.values) if args.algo.advantage.estimator == "gae" else None

@@ -10,11 +10,12 @@ import pytest
 import torch
 from rollouts import Rollout, arguments, in_sampling_order, maker, rollout
 
-from openrlhf_gtpo.algorithms import TokenValues, error_budget
+from openrlhf_gtpo.algorithms import error_budget
 from openrlhf_gtpo.integration import fp8_audit
 from openrlhf_gtpo.integration.experience_maker import EntropyExperienceMaker
-from openrlhf_gtpo.integration.fp8_audit import AuditedForward, PolicyForward, Precision
+from openrlhf_gtpo.integration.fp8_audit import AuditedForward, Precision
 from openrlhf_gtpo.report import names
+from openrlhf_gtpo.token_values import TokenValues
 
 FP8 = ("--actor.backend", "megatron", "--megatron.fp8", "emulated", "--algo.kl.init_coef", "0")
 SHUFFLED = ("--train.dynamic_batch_enable", "--rollout.max_tokens_per_gpu", "30")
@@ -40,11 +41,11 @@ class Policy:
             return model.async_run_method_batch(**dispatch)
 
         if self.precision is Precision.AS_TRAINED:
-            return answer(self.rough, PolicyForward)
-        exact = answer(self.exact, PolicyForward)
+            return answer(self.rough, TokenValues)
+        exact = answer(self.exact, TokenValues)
         if self.precision is Precision.HIGH:
             return exact
-        both = zip(answer(self.rough, PolicyForward), exact, strict=True)
+        both = zip(answer(self.rough, TokenValues), exact, strict=True)
         return [[AuditedForward(*pair) for pair in zip(*ranks, strict=True)] for ranks in both]
 
 

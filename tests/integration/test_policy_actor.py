@@ -10,10 +10,10 @@ from openrlhf.models.loss import PolicyLoss
 from openrlhf.trainer.ray import ppo_actor
 from rollouts import arguments
 
-from openrlhf_gtpo.integration.experience_maker import PolicyForward
 from openrlhf_gtpo.integration.loss import CreditLoss
 from openrlhf_gtpo.integration.policy_actor import EntropyActorTrainer, EntropyPolicyActor
 from openrlhf_gtpo.integration.policy_model import PolicyModel
+from openrlhf_gtpo.token_values import TokenValues
 
 TINY = {
     "vocab_size": 61,
@@ -51,7 +51,7 @@ def forward(kind: str, *argv: str) -> tuple[Any, torch.Tensor, transformers.PreT
 def test_a_forward_returns_log_probs_and_entropies(kind: str, argv: tuple[str, ...]) -> None:
     """Gemma2 goes through upstream's forward, whose output carries entropies in its own way."""
     answer, expected, model = forward(kind, "--algo.advantage.estimator", *argv)
-    assert isinstance(answer, PolicyForward)
+    assert isinstance(answer, TokenValues)
     torch.testing.assert_close(torch.stack(answer), expected, rtol=1e-4, atol=1e-5)
     assert not answer.log_probs.requires_grad and not answer.entropy.requires_grad
     assert model.training, "upstream's forward leaves the model ready to train"

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrlhf_gtpo.integration.token_rows import Repacked
-from openrlhf_gtpo.megatron.schedule import Statistics
 from openrlhf_gtpo.megatron.token_batch import TokenBatch
+from openrlhf_gtpo.token_values import TokenValues
 
 
 @st.composite
@@ -40,7 +40,7 @@ def test_every_value_comes_back_to_its_token(given_batches: list[TokenBatch], ma
         rows = len(micro_batch.sequences)
         assert micro_batch.tokens <= max_tokens or rows == 1
         values = micro_batch.sequences[:, -micro_batch.action_mask.shape[1] :] * micro_batch.action_mask
-        answers.append(Statistics(values.float(), -values.float()))
+        answers.append(TokenValues(values.float(), -values.float()))
     assert sum(m.tokens for m in repacked.micro_batches) == sum(b.tokens for b in given_batches)
     for batch, (log_probs, entropy) in zip(given_batches, repacked.restore(answers), strict=True):
         expected = (batch.sequences[:, -batch.action_mask.shape[1] :] * batch.action_mask).float()
