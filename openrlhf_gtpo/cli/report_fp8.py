@@ -66,7 +66,7 @@ def _run(args: argparse.Namespace) -> None:
     flags = {name.split(".")[1]: value for name, value in vars(args).items() if name.startswith("megatron.")}
     mode = flags.pop("fp8")
     if args.layers_in_bf16 < 0:
-        raise UsageError(f"--layers_in_bf16 {args.layers_in_bf16} is no number of layers; give at least 0.")
+        raise UsageError(f"Expected --layers_in_bf16 >= 0, got {args.layers_in_bf16}.")
     candidates = {recipe: Fp8Options(mode, recipe) for recipe in args.recipes}
     if args.layers_in_bf16:
         n = args.layers_in_bf16

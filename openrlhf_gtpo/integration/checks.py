@@ -412,7 +412,7 @@ def _first_too_long(args: SimpleNamespace, table: Any, room: int, where: str) ->
         except Exception as error:  # templates are programs
             raise UsageError(f"{where}: the prompt of row {row} cannot be made: {_reason(error)}") from error
         if not isinstance(prompt, str):
-            raise UsageError(f"{where}: the prompt of row {row} is no text but a {type(prompt).__name__}.")
+            raise UsageError(f"{where}: the prompt of row {row} is not text but a {type(prompt).__name__}.")
         if len(prompt.encode()) > room:
             length = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
             if length > room:

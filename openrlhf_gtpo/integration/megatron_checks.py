@@ -72,14 +72,14 @@ def _check_fp8(args: SimpleNamespace, config: Any, layout: Layout) -> None:
         )
     steps, gate = args.megatron.fp8_audit_steps, args.megatron.fp8_audit_gate
     if steps < 0:
-        raise UsageError(f"--megatron.fp8_audit_steps {steps} is no number of batches; give 0 for no audit.")
+        raise UsageError(f"Expected --megatron.fp8_audit_steps >= 0, got {steps}; 0 means no audit.")
     if steps and entropy_credit(args) is None:
         raise UsageError(
             f"--megatron.fp8_audit_steps {steps} compares entropy credit, which --algo.advantage.estimator "
             f"{args.algo.advantage.estimator} does not give; choose gtpo or grpo_s, or leave it out."
         )
     if gate is not None and not 0 <= gate <= 1:
-        raise UsageError(f"--megatron.fp8_audit_gate {gate:g} is no fraction; give a number from 0 to 1.")
+        raise UsageError(f"Expected --megatron.fp8_audit_gate from 0 to 1, got {gate:g}.")
     if gate is not None and not steps:
         raise UsageError(
             f"--megatron.fp8_audit_gate {gate:g} is read at audits; give --megatron.fp8_audit_steps N too."

@@ -14,7 +14,7 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
         output = await super().execute(prompt, label, *args, **kwargs)
         if self.reward_endpoints and output["reward"] is None:
             raise TrainingStopped(
-                f"The reward of a response could not be had from {self.reward_endpoints[0]}: it returned no 'rewards' "
+                f"Could not get the reward of a response from {self.reward_endpoints[0]}: it returned no 'rewards' "
                 f"or raised (its own message is in the log above). Prompt: {prompt!r}"
             )
         return output

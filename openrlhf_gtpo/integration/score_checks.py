@@ -24,15 +24,15 @@ def check(model: ScoreModel, source: Path, target: Path, processes: int) -> RowF
     if not (model.temperature > 0 and math.isfinite(model.temperature)):
         raise UsageError(f"--temperature {model.temperature:g} gives no probabilities; give a value above 0.")
     if processes < 1:
-        raise UsageError(f"--processes {processes} is no number of processes; give at least 1.")
+        raise UsageError(f"Expected --processes >= 1, got {processes}.")
     if not source.is_file():
         raise UsageError(f"--input {source} {'is a folder' if source.is_dir() else 'does not exist'}; give a file.")
     if target.is_dir():
         raise UsageError(f"--output {target} is a folder; name a file in it.")
     if not target.parent.is_dir():
-        raise UsageError(f"--output {target}: there is no folder {target.parent}; make it first.")
+        raise UsageError(f"--output {target}: the folder {target.parent} does not exist; create it first.")
     if not Path(model.folder).is_dir():
-        raise UsageError(f"--model {model.folder} is no folder; download the checkpoint and give where it is.")
+        raise UsageError(f"--model {model.folder} is not a folder; download the checkpoint and give the path to it.")
     if not model.trust_remote_code:
         refuse_own_code(model.folder, "--model", "--trust_remote_code")
     config = check_model(model.folder, "--model", model.trust_remote_code)

@@ -87,7 +87,7 @@ def _entry(line: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{where} is not JSON ({error}); {_FORMS}.") from error
     if not isinstance(entry, dict):
-        raise UsageError(f"{where} is no JSON object; {_FORMS}.")
+        raise UsageError(f"{where} is not a JSON object; {_FORMS}.")
     text = {"prompt", "response"} & entry.keys()
     if "tokens" in entry and text:
         raise UsageError(f"{where} has tokens and {' and '.join(sorted(text))}; give one of the two forms.")

@@ -74,7 +74,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"There is no checkpoint {folder}.")
     path = folder / MANIFEST
     if not path.is_file():
-        raise CheckpointError(f"{folder} is no checkpoint of the Megatron actor: it has no {MANIFEST}.")
+        raise CheckpointError(f"{folder} is not a checkpoint of the Megatron actor: it has no {MANIFEST}.")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         version, _, _ = manifest["format"], manifest["model"], manifest["files"]

@@ -45,7 +45,7 @@ def latest(folder: str | Path) -> str | None:
     if not _is_checkpoint(locate(folder, tag)):
         there = ", ".join(path.name for path in _checkpoints(folder))
         hint = f"write the name of one that is ({there}) into {folder / LATEST}" if there else "there is none at all"
-        raise CheckpointError(f"{folder / LATEST} names {tag!r}, which is no checkpoint there; {hint}.")
+        raise CheckpointError(f"{folder / LATEST} names {tag!r}, which is not a checkpoint there; {hint}.")
     return tag
 
 

@@ -58,7 +58,7 @@ class Layout:
         for name in SIZES:
             size = getattr(self, name)
             if size < 1:
-                raise LayoutError(f"--megatron.{name} {size} is no number of processes; give at least 1.")
+                raise LayoutError(f"Expected --megatron.{name} >= 1, got {size}.")
 
     @property
     def model_parallel_size(self) -> int:

@@ -38,7 +38,7 @@ def copy_side_files(source: str | Path, directory: Path, *, dtype: str | None = 
 
     Raises:
         OSError: a file cannot be read or written.
-        ValueError: the configuration is no JSON.
+        ValueError: the configuration is not JSON.
     """
     for path in sorted(local_folder(source).iterdir()):
         if path.is_file() and any(fnmatch(path.name, pattern) for pattern in PATTERNS):

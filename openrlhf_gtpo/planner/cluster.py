@@ -89,7 +89,7 @@ def parse_cluster(gpu: str, gpus: int, nodes: int | None = None, network_gbit: f
     if kind is None:
         raise PlanError(f"--gpu {gpu} is not known; the kinds are {', '.join(GPUS)}.")
     if gpus < 1:
-        raise PlanError(f"--gpus {gpus} is no number of GPUs; give at least 1.")
+        raise PlanError(f"Expected --gpus >= 1, got {gpus}.")
     if nodes is None:
         if gpus > _NODE and gpus % _NODE:
             raise PlanError(
@@ -97,7 +97,7 @@ def parse_cluster(gpu: str, gpus: int, nodes: int | None = None, network_gbit: f
             )
         nodes = -(-gpus // _NODE)
     if nodes < 1:
-        raise PlanError(f"--nodes {nodes} is no number of nodes; give at least 1.")
+        raise PlanError(f"Expected --nodes >= 1, got {nodes}.")
     if gpus % nodes:
         raise PlanError(
             f"--gpus {gpus} is the number in all nodes together, and --nodes {nodes} does not divide it; "

@@ -35,7 +35,7 @@ def read_model_config(source: str | Path) -> SimpleNamespace:
             "folder, or its config.json."
         ) from error
     except ValueError as error:
-        raise PlanError(f"--model {source}: {path} is no JSON ({error}).") from error
+        raise PlanError(f"--model {source}: {path} is not JSON ({error}).") from error
     return model_config(fields, str(source))
 
 

@@ -109,7 +109,7 @@ def run_processes(function: Callable[..., T], world_size: int, *args: Any) -> T:
         with _process_group(store=None):
             return function(*args)
     if world_size < 1:
-        raise LaunchError(f"{world_size} is no number of processes; give at least 1.")
+        raise LaunchError(f"Expected at least 1 process, got {world_size}.")
 
     import torch
 

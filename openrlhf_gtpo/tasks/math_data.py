@@ -42,7 +42,7 @@ class Counts:
     def __str__(self) -> str:
         return (
             f"{self.written} problems to train on, {self.held_out} held out; left out: {self.repeated} that were there "
-            f"before, {self.without_answer} whose answer is no mathematical expression"
+            f"before, {self.without_answer} whose answer is not a mathematical expression"
         )
 
 
@@ -50,7 +50,7 @@ def load_table(source: str, config: str | None = None, split: str = "train") -> 
     """The rows of a file, or of a data set on the Hugging Face hub.
 
     Raises:
-        ValueError: a file that is missing or cannot be read, or a data set that cannot be had.
+        ValueError: a file that is missing or cannot be read, or a data set that cannot be loaded.
     """
     import datasets
 

@@ -46,7 +46,7 @@ class GraderPool:
         """Whether ``response`` ends in something equal to ``answer``.
 
         Raises:
-            ValueError: ``answer`` is no mathematical expression.
+            ValueError: ``answer`` is not a mathematical expression.
         """
         grader = self._free.get()
         try:
@@ -106,14 +106,14 @@ def judge(response: str, answer: str) -> Grade:
     r"""Math-Verify's judgement of `final_answer(response)`, in this thread, which must be its process's main one.
 
     Raises:
-        ValueError: ``answer`` is no mathematical expression.
+        ValueError: ``answer`` is not a mathematical expression.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     gold = parse_answer(answer)
     if not gold:
         raise ValueError(
-            f"the answer {answer!r:.80} is no mathematical expression; `python3 -m openrlhf_gtpo.cli.prepare math` "
+            f"the answer {answer!r:.80} is not a mathematical expression; `python3 -m openrlhf_gtpo.cli.prepare math` "
             "leaves such rows out"
         )
     targets = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
@@ -155,7 +155,7 @@ def _box_content(text: str, start: int) -> tuple[str, int]:
 
 
 def parse_answer(answer: str) -> list[Any]:
-    """What Math-Verify reads from a data set's answer, LaTeX or plain; empty where it is no mathematical expression."""
+    """What Math-Verify reads from a data set's answer, LaTeX or plain; empty where it is not a mathematical expression."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     text = answer.strip()

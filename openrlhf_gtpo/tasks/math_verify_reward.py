@@ -27,7 +27,7 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
         answer was found in the response and where judging it was given up.
 
     Raises:
-        ValueError: not exactly one response, or a label that is no mathematical expression.
+        ValueError: not exactly one response, or a label that is not a mathematical expression.
     """
     if not len(queries) == len(prompts) == len(labels) == 1:
         raise ValueError(

@@ -74,7 +74,7 @@ def test_upstream_counts_replicas_by_the_layout() -> None:
 @pytest.mark.parametrize("name", SIZES)
 def test_a_size_below_one_is_refused_before_anything_divides_by_it(name: str) -> None:
     assert refusal(*MEGATRON, f"--megatron.{name}", "0") == (
-        f"--megatron.{name} 0 is no number of processes; give at least 1."
+        f"Expected --megatron.{name} >= 1, got 0."
     )
 
 

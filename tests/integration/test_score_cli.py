@@ -145,7 +145,7 @@ def test_an_input_without_lines_gives_an_output_without_lines(flags: dict[str, A
         ("", "in.jsonl:2 is not JSON"),
         ("\udcff", "in.jsonl:2 is not JSON"),
         ("[" * 100_000, "in.jsonl:2 is not JSON"),
-        ("[1, 2]", 'in.jsonl:2 is no JSON object; write {"tokens": [...]} or'),
+        ("[1, 2]", 'in.jsonl:2 is not a JSON object; write {"tokens": [...]} or'),
         ('{"id": 1}', "in.jsonl:2 has neither tokens nor a prompt with its response"),
         ('{"prompt": "two"}', "in.jsonl:2 has prompt and no response"),
         ('{"response": "two"}', "in.jsonl:2 has response and no prompt"),
@@ -172,16 +172,16 @@ def test_a_line_that_cannot_be_scored_is_named(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"--model": "absent"}, "--model absent is no folder; download the checkpoint"),
+        ({"--model": "absent"}, "--model absent is not a folder; download the checkpoint"),
         ({"--model": "{tmp}"}, "{tmp} is a folder without config.json"),
         ({"--input": "{tmp}/absent.jsonl"}, "--input {tmp}/absent.jsonl does not exist"),
         ({"--input": "{tmp}"}, "--input {tmp} is a folder; give a file"),
-        ({"--output": "{tmp}/absent/out"}, "--output {tmp}/absent/out: there is no folder {tmp}/absent"),
+        ({"--output": "{tmp}/absent/out"}, "--output {tmp}/absent/out: the folder {tmp}/absent does not exist"),
         ({"--output": "{tmp}"}, "--output {tmp} is a folder"),
         ({"--max_tokens": 0}, "--max_tokens 0 leaves no room for a token; give at least 1"),
         ({"--temperature": 0}, "--temperature 0 gives no probabilities"),
         ({"--temperature": "nan"}, "--temperature nan gives no probabilities"),
-        ({"--processes": 0}, "--processes 0 is no number of processes"),
+        ({"--processes": 0}, "Expected --processes >= 1, got 0."),
         ({"--megatron.tensor_model_parallel_size": 2}, "needs --actor.backend megatron"),
         (
             {"--actor.backend": "megatron", "--megatron.tensor_model_parallel_size": 3},
@@ -193,7 +193,7 @@ def test_a_line_that_cannot_be_scored_is_named(
         ),
         (
             {"--actor.backend": "megatron", "--megatron.pipeline_model_parallel_size": 0},
-            "--megatron.pipeline_model_parallel_size 0 is no number of processes",
+            "Expected --megatron.pipeline_model_parallel_size >= 1, got 0.",
         ),
         (
             {"--actor.backend": "megatron", "--megatron.override": "no_such_field=1"},

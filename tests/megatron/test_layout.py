@@ -66,7 +66,7 @@ def test_replicas_of_a_layout() -> None:
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("size", [0, -2])
 def test_a_size_below_one(name: str, size: int) -> None:
-    with pytest.raises(LayoutError, match=f"^--megatron.{name} {size} is no number of processes; give at least 1.$"):
+    with pytest.raises(LayoutError, match=f"^Expected --megatron.{name} >= 1, got {size}.$"):
         Layout(**{name: size})
 
 

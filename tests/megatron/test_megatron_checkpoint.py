@@ -160,7 +160,7 @@ DAMAGES = {
     "truncated": (_truncate, "is not whole: its file __0_0.distcp has"),
     "changed": (_change, "is damaged: its file __0_0.distcp has changed"),
     "manifest": (_truncate_manifest, "checkpoint.json cannot be read"),
-    "gone": (_delete_all, "latest names 'step3', which is no checkpoint there"),
+    "gone": (_delete_all, "latest names 'step3', which is not a checkpoint there"),
 }
 
 

@@ -45,8 +45,8 @@ def test_every_gpu_is_plausible() -> None:
     "words, sentence",
     [
         ("--gpus 8 --gpu rtx3090", f"--gpu rtx3090 is not known; the kinds are {', '.join(GPUS)}."),
-        ("--gpus 0", "--gpus 0 is no number of GPUs; give at least 1."),
-        ("--gpus 8 --nodes 0", "--nodes 0 is no number of nodes; give at least 1."),
+        ("--gpus 0", "Expected --gpus >= 1, got 0."),
+        ("--gpus 8 --nodes 0", "Expected --nodes >= 1, got 0."),
         (
             "--gpus 30 --nodes 4",
             "--gpus 30 is the number in all nodes together, and --nodes 4 does not divide it; give a multiple of 4.",
@@ -143,7 +143,7 @@ def test_a_configuration_of_a_folder_or_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "fields, part",
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[]", "this is no Hugging Face config.json (no model_type in it)."),
         (QWEN2 | {"model_type": "gpt2"}, "does not know the architecture 'gpt2'; it knows llama, mistral, qwen2"),
         (QWEN2 | {"hidden_size": None}, "its config.json has hidden_size None, and a model needs a whole number."),

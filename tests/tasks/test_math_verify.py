@@ -162,7 +162,7 @@ def test_the_reward_reads_the_response_and_not_the_prompt():
     assert none == {"rewards": 0.0, "scores": 0.0, "extra_logs": {"no_answer": 1.0, "grading_timed_out": 0.0}}
     with pytest.raises(ValueError, match="one response at a time"):
         math_verify_reward.reward_func(["a", "b"], ["a", "b"], ["1", "2"])
-    with pytest.raises(ValueError, match="is no mathematical expression"):
+    with pytest.raises(ValueError, match="is not a mathematical expression"):
         math_verify_reward.reward_func([PROMPT + "1"], [PROMPT], ["?"])
 
 
