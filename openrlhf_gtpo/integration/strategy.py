@@ -1,6 +1,7 @@
 """OpenRLHF's DeepSpeed strategy: each backward pass says whether it ends an optimizer step, and a CPU host compiles nothing."""
 
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -51,9 +52,8 @@ class CpuStrategy(Strategy):
 
     def setup_distributed(self, timeout: timedelta = timedelta(minutes=60)) -> None:
         """As upstream's, over gloo alone."""
-        import deepspeed.comm.torch
-
-        deepspeed.comm.torch.build_shm_op = lambda: None
+        # By its full name: the attribute `deepspeed.comm.torch` is torch, which that package imports from a module of its own.
+        vars(import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
         super().setup_distributed(timeout)
 
     def get_ds_train_config(self, *args: Any, **kwargs: Any) -> dict:

@@ -51,9 +51,9 @@ def _run_twice(argv: list[str], model: Path, folder: Path) -> Finished:
         assert _without_times(one) == _without_times(other)
     before = load_file(model / "model.safetensors")
     weights, again = (load_file(run.folder / "model" / "model.safetensors") for run in (first, second))
-    assert weights.keys() == again.keys() == before.keys()
+    assert weights.keys() == again.keys() >= before.keys()  # DeepSpeed's writes a tied head too
     assert all(torch.equal(weights[name], again[name]) for name in weights)
-    assert sum(not torch.equal(weights[name], before[name]) for name in weights) > len(weights) // 2
+    assert sum(not torch.equal(weights[name], before[name]) for name in before) > len(before) // 2
     return first
 
 

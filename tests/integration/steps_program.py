@@ -27,6 +27,10 @@ def run_rounds(backend: str, model: str, argv: list[str], rounds: list[list[int]
     critic = args.algo.advantage.estimator == "gae"
     trained = _start(_critic_class() if critic else _policy_class(backend), int(os.environ["WORLD_SIZE"]))
     trained.init_model_from_pretrained(strategy, model, max_steps=100)
+    if backend == "deepspeed":
+        from deepspeed.comm import comm
+
+        assert comm.cdb.shm_comm_op is None, "DeepSpeed compiled its all-reduce through shared memory"
     replicas = strategy.ds_device_mesh["dp"]
     found = []
     for lengths in rounds:

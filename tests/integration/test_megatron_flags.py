@@ -73,9 +73,7 @@ def test_upstream_counts_replicas_by_the_layout() -> None:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_size_below_one_is_refused_before_anything_divides_by_it(name: str) -> None:
-    assert refusal(*MEGATRON, f"--megatron.{name}", "0") == (
-        f"Expected --megatron.{name} >= 1, got 0."
-    )
+    assert refusal(*MEGATRON, f"--megatron.{name}", "0") == (f"Expected --megatron.{name} >= 1, got 0.")
 
 
 def test_switches_with_a_default_of_true_can_be_turned_off() -> None:

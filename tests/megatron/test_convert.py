@@ -77,7 +77,10 @@ def test_mistakes_are_one_sentence(source: Path, tmp_path: Path) -> None:
             ("hf-to-megatron", source, new, "--pipeline-model-parallel-size", 3),
             "--pipeline-model-parallel-size 3 does not divide this model's 4 layers; it can be 1, 2 or 4.",
         ),
-        (("hf-to-megatron", source, new, "--tensor-model-parallel-size", 0), "Expected --tensor-model-parallel-size >= 1, got 0."),
+        (
+            ("hf-to-megatron", source, new, "--tensor-model-parallel-size", 0),
+            "Expected --tensor-model-parallel-size >= 1, got 0.",
+        ),
         (("megatron-to-hf", tmp_path / "nowhere", new), f"There is no checkpoint {tmp_path / 'nowhere'}."),
         (("megatron-to-hf", source, new), "is not a checkpoint of the Megatron actor: it has no checkpoint.json."),
         (("megatron-to-hf", truncated, new), "is not whole: its file common.pt is missing"),
