@@ -56,4 +56,4 @@ if ((${#failed[@]} > 0)); then
 fi
 
 printf '== pytest\n'
-exec python -m pytest "$@"
+exec python -m pytest --durations=20 "$@"
