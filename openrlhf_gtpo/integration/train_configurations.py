@@ -105,8 +105,6 @@ def setup_of(args: SimpleNamespace) -> Setup:
     ref = 0 if not reference or shared or args.train.colocate_actor_ref else _size(args.ref)
     critic, reward = _critic_and_reward(args)
     models = actor + ref + critic + reward
-    # The weights' gradients are the adapters' alone, whose products are too small to count.
-    backward = 1 if args.ds.lora.rank > 0 else 2
     epochs = args.train.max_epochs
     fp8 = fp8_of(args) if args.actor.backend == "megatron" else None
     trained = f"fp8 ({fp8.mode}, {fp8.recipe})" if fp8 else "bf16"
@@ -121,7 +119,11 @@ def setup_of(args: SimpleNamespace) -> Setup:
             "train": actor + critic,
             "weight_sync": actor if shared else actor + engine,
         },
-        passes={"rollout": 1, "old_log_probs": 2 if reference else 1, "train": epochs * (1 + backward)},
+        passes={
+            "rollout": 1,
+            "old_log_probs": 2 if reference else 1,
+            "train": epochs * 3,
+        },  # forward, and both gradients
         epochs=epochs,
         precision={"rollout": "bf16", "old_log_probs": trained, "train": trained},
     )
