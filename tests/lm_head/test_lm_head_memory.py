@@ -18,7 +18,7 @@ def test_peak_memory_beyond_inputs_and_outputs_stays_within_the_budget():
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     # A few numbers a token and the allocator's rounding are beside the budget: 2 MiB at this size.
-    # Where the CPU has no bfloat16 products, oneDNN computes them in float32 copies of its own.
-    counted = [row for row in rows if row["dtype"] == "float32" or torch.cpu._is_avx512_bf16_supported()]
-    over = [row for row in counted if row["peak_mib"] > 1.1 * row["budget_mib"] + 2]
+    # Where the CPU has no bfloat16 products, oneDNN makes float32 copies for them.
+    room = {"float32": 1.1, "bfloat16": 1.1 if torch.cpu._is_avx512_bf16_supported() else 1.4}
+    over = [row for row in rows if row["peak_mib"] > room[row["dtype"]] * row["budget_mib"] + 2]
     assert rows and not over, over

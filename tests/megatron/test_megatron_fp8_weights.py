@@ -113,6 +113,7 @@ def test_switched_off_it_computes_in_bf16_with_what_fp8_has_left(
     layout = Layout(tensor_model_parallel_size=2)
     for answer in ranks.run(program.switched_off, wide, layout, both(recipe)[1], str(tmp_path / "hf"), ROWS):
         found, off, again, rounded = answer
-        # To the bit where the CPU has bfloat16 products; without them oneDNN's rounding depends on where a tensor lies.
-        rounding = max(np.abs(off - rounded).max(), np.abs(found - again).max())
-        assert rounding < 0.5 * np.abs(found - off).max(), (rounding, np.abs(found - off).max())
+        assert np.array_equal(found, again) and not np.array_equal(found, off)
+        # Where the CPU has no bfloat16 products, oneDNN's sums depend on where a tensor lies.
+        exact = torch.cpu._is_avx512_bf16_supported()
+        assert np.abs(off - rounded).max() <= (0 if exact else 0.1 * np.abs(found - off).max())
