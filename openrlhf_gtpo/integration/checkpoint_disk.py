@@ -36,7 +36,7 @@ def check_room(args: SimpleNamespace) -> None:
     if not writes_checkpoints(args) or parameters is None:
         return
     free = free_bytes(args.ckpt.path)
-    needed = checkpoint_bytes(parameters, trains_all=args.ds.lora.rank == 0)
+    needed = checkpoint_bytes(parameters)
     if free is not None and free < needed:
         raise UsageError(
             f"--ckpt.path {args.ckpt.path} is on a disk with {_gb(free)} free, and one checkpoint of "
@@ -44,9 +44,9 @@ def check_room(args: SimpleNamespace) -> None:
         )
 
 
-def checkpoint_bytes(parameters: int, *, trains_all: bool = True) -> int:
-    """Size of a checkpoint, from below: weights, and the optimizer's states where all weights are trained."""
-    return parameters * (_WEIGHT_BYTES + (_OPTIMIZER_BYTES if trains_all else 0))
+def checkpoint_bytes(parameters: int) -> int:
+    """Size of a checkpoint, from below: weights and the optimizer's states."""
+    return parameters * (_WEIGHT_BYTES + _OPTIMIZER_BYTES)
 
 
 def parameters_of(model: str | None) -> int | None:

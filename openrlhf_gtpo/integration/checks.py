@@ -49,10 +49,9 @@ def check_every_run(args: SimpleNamespace) -> None:
         )
     if args.actor.trust_remote_code:
         return
-    refuse_own_code(args.actor.model_name_or_path, "--actor.model_name_or_path", "--actor.trust_remote_code")
-    refuse_own_code(args.critic.model_name_or_path, "--critic.model_name_or_path", "--actor.trust_remote_code")
-    if not args.reward.remote_url:
-        refuse_own_code(args.reward.model_name_or_path, "--reward.model_name_or_path", "--actor.trust_remote_code")
+    for role in ("actor", "critic") if args.reward.remote_url else ("actor", "critic", "reward"):
+        name = getattr(args, role).model_name_or_path
+        refuse_own_code(name, f"--{role}.model_name_or_path", "--actor.trust_remote_code")
 
 
 def check_inputs(args: SimpleNamespace) -> None:
@@ -165,9 +164,10 @@ def _check_loss(args: SimpleNamespace) -> None:
     """Refuse what the constructor of upstream's loss would refuse, where no trainer holds a GPU yet."""
     from openrlhf.models.loss import PolicyLoss
 
-    correction = {n: v for n, v in vars(args.algo.advantage).items() if n.startswith("is_correction_")}
+    from openrlhf_gtpo.integration.loss import loss_options
+
     try:
-        PolicyLoss(dual_clip=args.actor.dual_clip, **correction)
+        PolicyLoss(**loss_options(args))
     except (AssertionError, ValueError) as error:
         raise UsageError(f"--actor.dual_clip or --algo.advantage.is_correction_*: {error}") from error
 

@@ -16,15 +16,15 @@ class ActorGroup(RayActorGroup):
         parallelism the others cannot compute theirs alone. Any other method is not called on it.
         """
         entries = len(next(iter(columns.values())))
-        replicas = len(self._actor_handlers) // self.duplicate_actors
+        ranks = self.duplicate_actors  # of a replica, which all get its entries
+        replicas = len(self._actor_handlers) // ranks
         if not 0 < entries < replicas:
             return super().async_run_method_batch(method_name, **columns)
         if method_name == "forward":
             whole = {name: [*values, *[values[-1]] * (replicas - entries)] for name, values in columns.items()}
-            return super().async_run_method_batch(method_name, **whole)[: entries * self.duplicate_actors]
+            return super().async_run_method_batch(method_name, **whole)[: entries * ranks]
         return [
-            actor.execute_batch.remote(
-                method_name, columns, rank // self.duplicate_actors, rank // self.duplicate_actors + 1
-            )
-            for rank, actor in enumerate(self._actor_handlers[: entries * self.duplicate_actors])
+            actor.execute_batch.remote(method_name, columns, entry, entry + 1)
+            for entry in range(entries)
+            for actor in self._actor_handlers[entry * ranks : (entry + 1) * ranks]
         ]

@@ -139,7 +139,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         reward = self.args.reward
         if reward.overlong_buffer_len is None and reward.stop_properly_penalty_coef is None:
             return None
-        rewards = batch.outcome.float().clone()
+        rewards = batch.outcome.to(torch.float32, copy=True)
         if reward.overlong_buffer_len is not None:
             hard = self.args.rollout.max_new_tokens or self.args.data.max_len
             soft = hard - reward.overlong_buffer_len

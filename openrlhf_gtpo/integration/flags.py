@@ -160,7 +160,8 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
     Raises:
         UsageError: a flag that contradicts the preset, the estimator's loss level or the actor's backend.
     """
-    clips = bool(given & {"actor.eps_clip", "actor.eps_clip_low_high"})  # OpenRLHF takes the first for both bounds
+    if "actor.eps_clip" in given:
+        given |= {"actor.eps_clip_low_high"}  # OpenRLHF takes the one for both bounds
     bucket = getattr(args, "vllm.sync_bucket_mb")
     if bucket < 1:
         raise UsageError(f"--vllm.sync_bucket_mb {bucket} leaves no room for a weight; give at least 1.")
@@ -175,7 +176,7 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
                 f"--algo.preset {preset} brings its own estimator; drop --algo.advantage.estimator or the preset."
             )
         for destination, value in PRESETS[preset].items():
-            if destination not in given and not (clips and destination == "actor.eps_clip_low_high"):
+            if destination not in given:
                 setattr(args, destination, value)
         if preset == "dapo" and "reward.overlong_buffer_len" not in given:
             longest = getattr(args, "rollout.max_new_tokens")
@@ -189,7 +190,7 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
     estimator = getattr(args, "algo.advantage.estimator")
     if estimator in CONFIGS:
         _follow_loss_level(args, given, estimator)
-        if not clips:
+        if "actor.eps_clip_low_high" not in given:
             setattr(args, "actor.eps_clip_low_high", [0.2, 0.28])
         if "reward.clip_range" not in given:
             setattr(args, "reward.clip_range", None)  # OpenRLHF's ±10 is for rewards, and would cut shaped advantages

@@ -2,6 +2,7 @@
 OpenRLHF's train-rollout correction and divided by the counts of the whole optimizer step.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 from openrlhf.models.loss import PolicyLoss
@@ -11,6 +12,15 @@ from openrlhf_gtpo.algorithms import policy_surrogate
 from openrlhf_gtpo.algorithms.config import Mean
 from openrlhf_gtpo.algorithms.losses import Level
 from openrlhf_gtpo.integration.errors import TrainingStopped
+
+
+def loss_options(args: SimpleNamespace) -> dict[str, Any]:
+    """OpenRLHF's options of :class:`CreditLoss` in a run's arguments."""
+    correction = {
+        name: value for name, value in vars(args.algo.advantage).items() if name.startswith("is_correction_")
+    }
+    low, high = args.actor.eps_clip_low_high
+    return {"clip_eps_low": low, "clip_eps_high": high, "dual_clip": args.actor.dual_clip, **correction}
 
 
 class CreditLoss(PolicyLoss):

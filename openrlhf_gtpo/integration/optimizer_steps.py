@@ -4,7 +4,7 @@ A rollout may be short (the end of the data, dynamic filtering) and its rows may
 optimizer steps all the same, and on DeepSpeed as many backward passes: one without a row keeps the others company.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_ba
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from openrlhf_gtpo.integration.micro_batches import fill
+from openrlhf_gtpo.integration.step_metrics import StepMetrics
 
 
 def optimizer_steps(
@@ -54,6 +55,24 @@ class WholeSteps:
         # Upstream's `training_step` asks the buffer's dynamic batches for the end of a step, and here all batches are such.
         train = SimpleNamespace(**vars(strategy.args.train) | {"dynamic_batch_enable": True})
         self.args = SimpleNamespace(**vars(strategy.args) | {"train": train})
+
+    def train(self, engine: Any, step: Callable[[Experience, int], dict[str, Any]]) -> dict[str, float]:
+        """Train on everything in the replay buffer, with ``step`` the forward and backward pass of a micro-batch on ``engine``.
+
+        Returns:
+            its metrics over all replicas (see ``StepMetrics``); of learning rate and gradient norm the last.
+        """
+        mesh = self.strategy.ds_device_mesh
+        metrics = StepMetrics(self.args, mesh["dp"].size())
+        last: dict[str, float] = {}
+        for number, experience, rows in self.micro_batches(engine):
+            values = step(experience, number)
+            last = {name: values.pop(name) for name in list(values) if name.endswith(("_lr", "_grad_norm"))}
+            if rows:
+                tensors = {name: torch.as_tensor(value) for name, value in values.items()}
+                metrics.add(tensors, float(experience.action_mask.sum()), rows)
+        reports = mesh["sp"].get_local_rank() == 0 and mesh["tp"].get_local_rank() == 0  # one rank of each replica
+        return metrics.averages(sum(self.replay_buffer.dynamic_optimizer_step), reports) | last
 
     def micro_batches(self, engine: Any) -> Iterator[tuple[int, Experience, int]]:
         """For each backward pass on ``engine``: its number, the batch, and how many rows of it count."""
@@ -98,11 +117,6 @@ class WholeSteps:
             return [items[i : i + size] for i in range(0, len(items), size)]
         budget = args.train.max_tokens_per_gpu * args.ds.ring_attn_size * args.ds.tensor_parallel_size
         return [[items[i] for i in part] for part in fill([int(item.total_length) for item in items], budget)]
-
-    def is_reporter(self) -> bool:
-        """True on one rank of each replica."""
-        mesh = self.strategy.ds_device_mesh
-        return mesh["sp"].get_local_rank() == 0 and mesh["tp"].get_local_rank() == 0
 
 
 def _no_actions() -> Experience:

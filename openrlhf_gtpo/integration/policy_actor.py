@@ -16,11 +16,10 @@ from openrlhf_gtpo import platform
 from openrlhf_gtpo.algorithms import LOSS_LEVEL
 from openrlhf_gtpo.integration.credit import captures_entropy, entropy_credit
 from openrlhf_gtpo.integration.errors import TrainingStopped
-from openrlhf_gtpo.integration.loss import CreditLoss
+from openrlhf_gtpo.integration.loss import CreditLoss, loss_options
 from openrlhf_gtpo.integration.optimizer_steps import WholeSteps
 from openrlhf_gtpo.integration.policy_model import PolicyModel
 from openrlhf_gtpo.integration.process_memory import ReportsPeakMemory
-from openrlhf_gtpo.integration.step_metrics import StepMetrics
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.rollout.arrivals import WeightSyncError
 from openrlhf_gtpo.rollout.buckets import ParameterMeta
@@ -39,14 +38,8 @@ class EntropyActorTrainer(ActorPPOTrainer):
         super().__init__(strategy, *args, **kwargs)
         credit = entropy_credit(self.args)
         if credit is not None:
-            correction = {n: v for n, v in vars(self.args.algo.advantage).items() if n.startswith("is_correction_")}
             self.actor_loss_fn = CreditLoss(
-                LOSS_LEVEL[credit.name],
-                getattr(credit.config, "ratio_mean", "arithmetic"),
-                clip_eps_low=self.args.actor.eps_clip_low_high[0],
-                clip_eps_high=self.args.actor.eps_clip_low_high[1],
-                dual_clip=self.args.actor.dual_clip,
-                **correction,
+                LOSS_LEVEL[credit.name], getattr(credit.config, "ratio_mean", "arithmetic"), **loss_options(self.args)
             )
 
     @property
@@ -137,16 +130,8 @@ class DeepspeedActorTrainer(WholeSteps, EntropyActorTrainer):
     """Trains on DeepSpeed, a whole optimizer step at a time."""
 
     def ppo_train(self, kl_ctl: float) -> dict[str, float]:
-        """Train on everything in the replay buffer; returns upstream's metrics, averaged over the replicas."""
-        metrics = StepMetrics(self.args, self.strategy.ds_device_mesh["dp"].size())
-        last: dict[str, float] = {}
-        for step, experience, rows in self.micro_batches(self.actor.model):
-            status = self.training_step(experience, kl_ctl, step)
-            values = status["metrics"]
-            last = {name: values.pop(name) for name in ("actor_lr", "actor_grad_norm") if name in values}
-            if rows:
-                metrics.add(values, status["num_action_tokens"], rows)
-        return metrics.averages(sum(self.replay_buffer.dynamic_optimizer_step), self.is_reporter()) | last
+        """Train on everything in the replay buffer; returns upstream's metrics."""
+        return self.train(self.actor.model, lambda batch, step: self.training_step(batch, kl_ctl, step)["metrics"])
 
 
 class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: ignore[misc]

@@ -35,7 +35,7 @@ class Strategy(DeepspeedStrategy):
 
     def setup_distributed(self, timeout: timedelta = timedelta(minutes=60)) -> None:
         super().setup_distributed(timeout)
-        self.accumulated_gradient = 1
+        self.accumulated_gradient = 1  # a moving average of the weights counts calls, and is called once a step
 
     def get_ds_eval_config(self, *args: Any, **kwargs: Any) -> dict:
         """As upstream's, without batch sizes, which DeepSpeed would hold against each other; nothing is trained."""

@@ -119,11 +119,8 @@ def setup_of(args: SimpleNamespace) -> Setup:
             "train": actor + critic,
             "weight_sync": actor if shared else actor + engine,
         },
-        passes={
-            "rollout": 1,
-            "old_log_probs": 2 if reference else 1,
-            "train": epochs * 3,
-        },  # forward, and both gradients
+        # Training: forward, and the gradients of inputs and of weights.
+        passes={"rollout": 1, "old_log_probs": 2 if reference else 1, "train": 3 * epochs},
         epochs=epochs,
         precision={"rollout": "bf16", "old_log_probs": trained, "train": trained},
     )
