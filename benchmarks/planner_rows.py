@@ -19,15 +19,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from openrlhf_gtpo.integration.precisions import BF16  # noqa: E402
-from openrlhf_gtpo.megatron.fp8_options import Fp8Options  # noqa: E402
-from openrlhf_gtpo.megatron.layout import Layout  # noqa: E402
+from openrlhf_gtpo.benchmarks.precisions import BF16  # noqa: E402
+from openrlhf_gtpo.megatron.fp8.options import Fp8Options  # noqa: E402
+from openrlhf_gtpo.megatron.parallel.layout import Layout  # noqa: E402
+from openrlhf_gtpo.model_shape import ModelShape  # noqa: E402
 from openrlhf_gtpo.planner.assumptions import Assumptions  # noqa: E402
 from openrlhf_gtpo.planner.cluster import GIB, GPUS, parse_cluster  # noqa: E402
 from openrlhf_gtpo.planner.layouts import Asked  # noqa: E402
 from openrlhf_gtpo.planner.plan import Request, candidates  # noqa: E402
 from openrlhf_gtpo.planner.rollout import Engines  # noqa: E402
-from openrlhf_gtpo.planner.shape import ModelShape  # noqa: E402
 from openrlhf_gtpo.planner.training_memory import Training, peak_bytes  # noqa: E402
 from openrlhf_gtpo.planner.training_speed import TrainingSpeed  # noqa: E402
 from openrlhf_gtpo.planner.workload import Workload  # noqa: E402

@@ -1,6 +1,5 @@
-"""Would catch a room that starts to know what it must not: cli -> integration -> {rollout, algorithms, lm_head}, never back.
-
-DESIGN's one rule keeps an OpenRLHF upgrade inside ``integration`` and lets the mathematics run anywhere.
+"""Would catch a room that starts to know what it must not: cli -> integration -> {weight_sync, algorithms, lm_head}, never
+back. That keeps an OpenRLHF upgrade inside ``integration`` and lets the mathematics run anywhere.
 """
 
 import ast
@@ -23,7 +22,7 @@ MAY_BRING_IN = {
     "algorithms": {"torch"},
     "lm_head": {"torch"},
     "megatron": {"torch", "megatron", "transformers", "mbridge", "transformer_engine"},
-    "rollout": {"torch", "ray", "vllm"},
+    "weight_sync": {"torch", "ray", "vllm"},
     "platform": {"torch"},
     "tasks": {"torch", "transformers", "datasets"},
     "report": set(),
@@ -36,16 +35,25 @@ MAY_KNOW = {
     "algorithms": set(),
     "lm_head": set(),
     "megatron": {"lm_head", "platform"},
-    "rollout": set(),
+    "weight_sync": set(),
     "platform": set(),
     "report": set(),
     "tasks": set(),
     "planner": {"lm_head", "megatron"},  # their arithmetic alone, which knows no torch either
-    "integration": {"algorithms", "lm_head", "megatron", "rollout", "platform", "report", "planner"},
+    "integration": {"algorithms", "lm_head", "megatron", "weight_sync", "platform", "report"},
+    "scoring": {"integration", "megatron", "platform"},
+    "benchmarks": {"integration", "algorithms", "megatron", "lm_head", "weight_sync", "platform", "report"},
     "launch": set(),
-    "cli": {"integration", "platform", "report", "tasks", "algorithms", "lm_head", "megatron", "planner", "launch"},
+    "cli": {"integration", "scoring", "benchmarks", "platform", "report", "tasks", "algorithms", "lm_head", "megatron"}
+    | {"planner", "launch"},
 }
-MAY_NAME_OPENRLHF = {"integration", "cli"}
+MAY_NAME_OPENRLHF = {"integration", "scoring", "benchmarks", "cli"}
+
+# Rooms within a room: each may know those before it, and none the files beside them.
+INNER = {
+    "megatron": ("parallel", "fp8", "model", "train", "checkpoint"),
+    "integration": ("credit", "command_line", "rollout", "actors", "controller"),
+}
 
 
 def rooms() -> list[str]:
@@ -94,8 +102,8 @@ def test_importing_a_room_brings_in_no_more_than_it_may(room: str) -> None:
     "module",
     [
         "openrlhf_gtpo",
-        "openrlhf_gtpo.megatron.layout",
-        "openrlhf_gtpo.megatron.overrides",
+        "openrlhf_gtpo.megatron.parallel.layout",
+        "openrlhf_gtpo.megatron.train.overrides",
         "openrlhf_gtpo.cli.plan",
     ],
 )
@@ -121,11 +129,24 @@ def test_a_room_names_only_rooms_below_it(room: str) -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize("room", INNER)
+def test_an_inner_room_names_only_those_before_it(room: str) -> None:
+    assert {path.parent.name for path in (PACKAGE / room).glob("*/__init__.py")} == set(INNER[room])
+    wrong = []
+    for place, inner in enumerate(INNER[room]):
+        for path in sorted((PACKAGE / room / inner).glob("*.py")):
+            for name, line in imported(path):
+                parts = name.split(".")
+                if parts[:2] == [PACKAGE.name, room] and parts[2] not in INNER[room][: place + 1]:
+                    wrong.append(f"{path.relative_to(PACKAGE)}:{line} {name}")
+    assert not wrong
+
+
 def test_the_walk_sees_imports_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "openrlhf_gtpo"
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", package)
-    (package / "rollout").mkdir(parents=True)
-    path = package / "rollout" / "module.py"
+    (package / "weight_sync").mkdir(parents=True)
+    path = package / "weight_sync" / "module.py"
     path.write_text(
         "import openrlhf.models\nfrom ..integration import run\nfrom . import buckets\n"
         "def f():\n    from openrlhf_gtpo import integration\n"
@@ -133,6 +154,6 @@ def test_the_walk_sees_imports_of_every_kind(tmp_path: Path, monkeypatch: pytest
     assert [name for name, _ in imported(path)] == [
         "openrlhf.models",
         "openrlhf_gtpo.integration.run",
-        "openrlhf_gtpo.rollout.buckets",
+        "openrlhf_gtpo.weight_sync.buckets",
         "openrlhf_gtpo.integration",
     ]

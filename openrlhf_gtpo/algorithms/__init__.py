@@ -6,15 +6,14 @@ Pure functions of torch tensors. This room must not know where rollouts come fro
 from .config import GRPOSConfig, GTPOConfig
 from .entropy_bonus import entropy_advantage_bonus
 from .error_budget import ErrorBudget, error_budget
+from .estimators import ESTIMATORS, LOSS_LEVEL, Estimator, check_loss_level
 from .forking_tokens import forking_token_mask
 from .groups import success
 from .grpo_s import grpo_s_advantages, grpo_s_rewards
 from .gtpo import gtpo_advantages, gtpo_rewards
 from .losses import (
-    LOSS_LEVEL,
     PolicyLossOutput,
     Surrogate,
-    check_loss_level,
     policy_loss,
     policy_surrogate,
     sequence_ratio,
@@ -24,8 +23,10 @@ from .rewards import ShapedRewards
 from .shares import grpo_s_shares, gtpo_shares, sequence_entropy
 
 __all__ = [
+    "ESTIMATORS",
     "LOSS_LEVEL",
     "ErrorBudget",
+    "Estimator",
     "GRPOSConfig",
     "GTPOConfig",
     "PolicyLossOutput",

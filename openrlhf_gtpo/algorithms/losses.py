@@ -16,9 +16,6 @@ from .config import Mean, check_choice, check_number
 
 Level = Literal["token", "sequence"]
 
-# The two levels are never mixed: which loss goes with which advantage.
-LOSS_LEVEL: dict[str, Level] = {"gtpo": "token", "grpo_s": "sequence"}
-
 # OpenRLHF bounds the log ratio like this before exp: far off-policy tokens give a huge but finite ratio, where an
 # infinite one would turn into NaN (inf * 0) in the loss or its gradient.
 MAX_LOG_RATIO = 20.0
@@ -40,17 +37,6 @@ class PolicyLossOutput(NamedTuple):
     loss: Tensor
     clip_fraction: Tensor
     approx_kl: Tensor
-
-
-def check_loss_level(estimator: str, level: str) -> None:
-    """Raise ValueError if a loss of ``level`` does not belong to the advantages of ``estimator``."""
-    check_choice("estimator", estimator, tuple(LOSS_LEVEL))
-    check_choice("level", level, get_args(Level))
-    if LOSS_LEVEL[estimator] != level:
-        raise ValueError(
-            f"level={level!r} does not fit estimator={estimator!r}: token and sequence level must not be mixed; "
-            f"use level={LOSS_LEVEL[estimator]!r}."
-        )
 
 
 def policy_surrogate(

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from openrlhf_gtpo.benchmarks.trainer_process import TrainerFailed
 from openrlhf_gtpo.cli import (
     benchmark_actor,
     benchmark_layers,
@@ -14,8 +15,7 @@ from openrlhf_gtpo.cli import (
     benchmark_train_step,
     benchmark_weight_sync,
 )
-from openrlhf_gtpo.integration.errors import UsageError
-from openrlhf_gtpo.integration.trainer_process import TrainerFailed
+from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.report.results import write_results
 
 
@@ -70,7 +70,7 @@ def _overhead(args: argparse.Namespace) -> None:
     argv = [str(word) for pair in flags.items() for word in pair]
     run.parse([*argv, "--algo.advantage.estimator", "group_norm"])  # guard and platform before upstream is imported
 
-    from openrlhf_gtpo.integration.overhead import VARIANTS, measure, ratio
+    from openrlhf_gtpo.benchmarks.overhead import VARIANTS, measure, ratio
 
     timings = measure(argv, args.prompt_tokens, args.response_tokens, args.repeat)
     print(f"{'variant':12} {'experience s':>13} {'train s':>9} {'step s':>8}   medians of {args.repeat} steps")

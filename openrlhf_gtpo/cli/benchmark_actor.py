@@ -78,7 +78,7 @@ def _run(args: argparse.Namespace) -> None:
         further=args.trainer_flags,
     )
 
-    from openrlhf_gtpo.integration.actor_benchmark import BACKENDS, measure
+    from openrlhf_gtpo.benchmarks.actor import BACKENDS, measure
 
     measured = measure(argv, args.prompt_tokens, args.response_tokens, args.repeat, args.seed)
     print(

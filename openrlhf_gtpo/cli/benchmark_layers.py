@@ -9,8 +9,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from openrlhf_gtpo.integration.errors import UsageError
-from openrlhf_gtpo.megatron.fp8_options import RECIPES
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.megatron.fp8.options import RECIPES
 from openrlhf_gtpo.report.results import write_results
 
 # Of a preset: weights, gradients and optimizer states of four precisions, 18 bytes a parameter, take at most 70 GB.
@@ -53,14 +53,14 @@ def _run(args: argparse.Namespace) -> None:
     if args.tokens < 1 or args.tokens % args.sequence_length:
         raise UsageError(f"--tokens {args.tokens} is no multiple of --sequence-length {args.sequence_length}.")
 
-    from openrlhf_gtpo.integration.model_shapes import read_shape
+    from openrlhf_gtpo.benchmarks.model_configs import read_shape
 
     layers = {name: args.layers if args.layers is not None else _LAYERS.get(name, 4) for name in args.shape}
     shapes = {name: read_shape(name, number) for name, number in layers.items()}
 
     from openrlhf_gtpo import platform
-    from openrlhf_gtpo.integration.layer_benchmark import Work, derived, measure
-    from openrlhf_gtpo.integration.precisions import precisions
+    from openrlhf_gtpo.benchmarks.layers import Work, derived, measure
+    from openrlhf_gtpo.benchmarks.precisions import precisions
     from openrlhf_gtpo.platform.processes import LaunchError, run_processes
 
     work = Work(args.tokens, args.sequence_length, args.micro_batches, args.matrix, args.recompute)

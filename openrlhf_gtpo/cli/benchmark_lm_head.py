@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from openrlhf_gtpo.integration.errors import UsageError
+from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.report.results import write_results
 
 _DEFAULT_SHAPE = "1024x896x151936"
@@ -56,8 +56,8 @@ def _run(args: argparse.Namespace) -> None:
         if ranks < 1 or any(vocabulary % ranks for _, _, vocabulary in shapes):
             raise UsageError(f"--tensor-parallel {ranks} does not divide every vocabulary of --shape.")
 
-    from openrlhf_gtpo.integration.lm_head_benchmark import PHASES, Shape, measure, ratios
-    from openrlhf_gtpo.integration.lm_head_ways import OURS, OURS_WITHOUT_ENTROPY
+    from openrlhf_gtpo.benchmarks.lm_head import PHASES, Shape, measure, ratios
+    from openrlhf_gtpo.benchmarks.lm_head_ways import OURS, OURS_WITHOUT_ENTROPY
     from openrlhf_gtpo.platform.processes import LaunchError, run_processes
 
     cases = []

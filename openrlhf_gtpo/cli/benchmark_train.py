@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from openrlhf_gtpo.integration.errors import UsageError
+from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.report.results import write_results
 from openrlhf_gtpo.report.step_phases import ratios, summary
 
@@ -67,13 +67,13 @@ def _run(args: argparse.Namespace) -> None:
         raise UsageError(f"--compare {args.compare[0]!r} is alone; give a second one, or put its flags behind --.")
 
     from openrlhf_gtpo import platform
-    from openrlhf_gtpo.integration.train_configurations import configurations, new_folder, split_compare
+    from openrlhf_gtpo.benchmarks.train_configurations import configurations, new_folder, split_compare
 
     compare = split_compare(args.compare) or {_ONE: []}
     chosen = configurations(args.trainer_flags, compare, args.warmup + args.steps)
     folder = new_folder(args.runs or Path("runs") / f"benchmark_train-{datetime.now():%Y%m%d-%H%M%S}")
 
-    from openrlhf_gtpo.integration.train_benchmark import measure
+    from openrlhf_gtpo.benchmarks.train import measure
 
     # A terminated benchmark ends its trainer, as an interrupted one does.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

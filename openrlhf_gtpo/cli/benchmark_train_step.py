@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_gtpo.cli.benchmark_actor import trainer_argv
-from openrlhf_gtpo.integration.errors import UsageError
-from openrlhf_gtpo.megatron.fp8_options import RECIPES
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.megatron.fp8.options import RECIPES
 from openrlhf_gtpo.report.results import write_results
 
 _DEEPSPEED = "deepspeed"
@@ -61,10 +61,10 @@ def _run(args: argparse.Namespace) -> None:
         raise UsageError("--samples is 1; an advantage compares at least 2 responses to a prompt.")
 
     from openrlhf_gtpo import platform
-    from openrlhf_gtpo.integration.model_shapes import read_shape
-    from openrlhf_gtpo.integration.precisions import BF16, precisions
-    from openrlhf_gtpo.integration.train_step_benchmark import PHASES, Work, measure
-    from openrlhf_gtpo.megatron.layout import LayoutError
+    from openrlhf_gtpo.benchmarks.model_configs import read_shape
+    from openrlhf_gtpo.benchmarks.precisions import BF16, precisions
+    from openrlhf_gtpo.benchmarks.train_step import PHASES, Work, measure
+    from openrlhf_gtpo.megatron.parallel.layout import LayoutError
     from openrlhf_gtpo.platform.processes import LaunchError, run_processes
 
     shape = read_shape(args.shape, args.layers)
@@ -96,7 +96,7 @@ def _run(args: argparse.Namespace) -> None:
 
 def _deepspeed(args: argparse.Namespace, shape: Any) -> dict[str, Any]:
     """As of a precision; the advantages are computed elsewhere, and are no phase of this actor."""
-    from openrlhf_gtpo.integration.random_checkpoint import write_random_checkpoint
+    from openrlhf_gtpo.benchmarks.random_checkpoint import write_random_checkpoint
 
     with tempfile.TemporaryDirectory() as folder:
         write_random_checkpoint(shape, Path(folder), args.seed)
@@ -109,7 +109,7 @@ def _deepspeed(args: argparse.Namespace, shape: Any) -> dict[str, Any]:
             micro_batch_size=args.micro_batch_size,
             max_tokens=args.max_tokens,
         )
-        from openrlhf_gtpo.integration import actor_benchmark
+        from openrlhf_gtpo.benchmarks import actor as actor_benchmark
 
         backends = (_DEEPSPEED,)
         side = actor_benchmark.measure(

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from openrlhf_gtpo.integration.errors import UsageError
+from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.report.results import write_results
 
 _TRANSPORTS = ("broadcast", "colocated")
@@ -63,7 +63,7 @@ def _run(args: argparse.Namespace) -> None:
     ):
         if wrong:
             raise UsageError(flag)
-    from openrlhf_gtpo.integration import weight_sync_benchmark as benchmark
+    from openrlhf_gtpo.benchmarks import weight_sync as benchmark
 
     parameters = _parameters(args)
     _check_gpus(args)
@@ -88,7 +88,7 @@ def _only_shapes(args: argparse.Namespace) -> bool:
 
 
 def _parameters(args: argparse.Namespace) -> Any:
-    from openrlhf_gtpo.integration.weight_sync_benchmark import llama_parameters, parameters_of
+    from openrlhf_gtpo.benchmarks.weight_sync import llama_parameters, parameters_of
 
     if args.shape is None:
         parameters = parameters_of(args.model)

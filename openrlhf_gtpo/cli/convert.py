@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from openrlhf_gtpo.megatron.checkpoint_files import SIDE_FILES, check_checkpoint
-from openrlhf_gtpo.megatron.checkpoint_folder import resolve
-from openrlhf_gtpo.megatron.layout import SIZES, Layout, LayoutError, check_layout
+from openrlhf_gtpo.megatron.checkpoint.files import SIDE_FILES, check_checkpoint
+from openrlhf_gtpo.megatron.checkpoint.folder import resolve
+from openrlhf_gtpo.megatron.parallel.layout import SIZES, Layout, LayoutError, check_layout
 from openrlhf_gtpo.platform import PLATFORM_VARIABLE
 from openrlhf_gtpo.platform.processes import ProcessFailed, is_first_process, run_processes
 
@@ -88,14 +88,14 @@ def _megatron_to_hf(args: argparse.Namespace) -> None:
 
 def hf_to_megatron(*args: Any) -> None:
     """In each process: megatron is imported there alone."""
-    from openrlhf_gtpo.megatron import convert
+    from openrlhf_gtpo.megatron.checkpoint import convert
 
     convert.hf_to_megatron(*args)
 
 
 def megatron_to_hf(*args: Any) -> None:
     """In each process: megatron is imported there alone."""
-    from openrlhf_gtpo.megatron import convert
+    from openrlhf_gtpo.megatron.checkpoint import convert
 
     convert.megatron_to_hf(*args)
 

@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
-from openrlhf_gtpo.integration.model_shapes import PRESETS
-from openrlhf_gtpo.megatron.fp8_options import RECIPES
+from openrlhf_gtpo.megatron.fp8.options import RECIPES
+from openrlhf_gtpo.model_shape import PRESETS
 from openrlhf_gtpo.planner import emit, table
 from openrlhf_gtpo.planner.activations import RECOMPUTE
 from openrlhf_gtpo.planner.assumptions import SOURCES, Assumptions

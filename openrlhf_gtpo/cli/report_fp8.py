@@ -16,8 +16,8 @@ _ESTIMATORS = ("gtpo", "grpo_s")
 
 def add(commands: Any) -> None:
     """Add the command to an argparse subparsers object."""
-    from openrlhf_gtpo.integration.megatron_flags import add_layout_flags
-    from openrlhf_gtpo.megatron.fp8_options import MODES, RECIPES
+    from openrlhf_gtpo.integration.command_line.megatron_flags import add_layout_flags
+    from openrlhf_gtpo.megatron.fp8.options import MODES, RECIPES
 
     parser = commands.add_parser(
         "fp8", help="what FP8 does to entropy credit: a table, a page with plots, JSON", description=__doc__
@@ -47,20 +47,20 @@ def add(commands: Any) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     from openrlhf_gtpo import platform
-    from openrlhf_gtpo.integration import megatron_flags
-    from openrlhf_gtpo.integration.errors import UsageError
-    from openrlhf_gtpo.megatron.fp8_options import Fp8Options
+    from openrlhf_gtpo.errors import UsageError
+    from openrlhf_gtpo.integration.command_line import megatron_flags
+    from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 
     platform.choose()
 
-    from openrlhf_gtpo.algorithms import GRPOSConfig, GTPOConfig
-    from openrlhf_gtpo.integration import score_checks
-    from openrlhf_gtpo.integration.credit import EntropyCredit
-    from openrlhf_gtpo.integration.fp8_report import compare, read_credit
-    from openrlhf_gtpo.integration.guard import check_openrlhf
-    from openrlhf_gtpo.integration.score_models import ScoreModel
+    from openrlhf_gtpo.algorithms import ESTIMATORS
+    from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
+    from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
     from openrlhf_gtpo.report.fp8_page import table, verdict, write_page
     from openrlhf_gtpo.report.results import write_results
+    from openrlhf_gtpo.scoring import checks as score_checks
+    from openrlhf_gtpo.scoring.fp8_report import compare, read_credit
+    from openrlhf_gtpo.scoring.models import ScoreModel
 
     check_openrlhf()
     flags = {name.split(".")[1]: value for name, value in vars(args).items() if name.startswith("megatron.")}
@@ -90,7 +90,7 @@ def _run(args: argparse.Namespace) -> None:
     for _ in source.rows():  # a line that is wrong is named before anything starts
         pass
     credit = read_credit(args.input)
-    estimator = EntropyCredit(args.estimator, GTPOConfig() if args.estimator == "gtpo" else GRPOSConfig())
+    estimator = EntropyCredit(args.estimator, ESTIMATORS[args.estimator].config())
     results = compare(model, source, processes, candidates, estimator, credit)
     write_results(page, args, results)
     about = (

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.integration import megatron_flags
-from openrlhf_gtpo.integration.errors import UsageError
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.integration.command_line import megatron_flags
 from openrlhf_gtpo.platform.processes import LaunchError, ProcessFailed, is_first_process, launched_world_size
 
 _DTYPES = ("bfloat16", "float32")
@@ -73,10 +73,10 @@ def build_parser() -> argparse.ArgumentParser:
 def _score(args: argparse.Namespace) -> None:
     platform.choose()
 
-    from openrlhf_gtpo.integration.guard import check_openrlhf
-    from openrlhf_gtpo.integration.score import score
-    from openrlhf_gtpo.integration.score_checks import check
-    from openrlhf_gtpo.integration.score_models import ScoreModel
+    from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
+    from openrlhf_gtpo.scoring.checks import check
+    from openrlhf_gtpo.scoring.models import ScoreModel
+    from openrlhf_gtpo.scoring.score import score
 
     check_openrlhf()
     megatron = SimpleNamespace(

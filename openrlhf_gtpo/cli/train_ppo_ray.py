@@ -3,9 +3,9 @@
 import sys
 from collections.abc import Sequence
 
-from openrlhf_gtpo.integration.errors import StoppedOnRequest, TrainingStopped, UsageError
+from openrlhf_gtpo.errors import StoppedOnRequest, TrainingStopped, UsageError
+from openrlhf_gtpo.integration.controller.stop import STOPPED_STATUS
 from openrlhf_gtpo.integration.run import train
-from openrlhf_gtpo.integration.stop import STOPPED_STATUS
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,18 +17,18 @@ def apply(backend: str = "deepspeed") -> None:
     from openrlhf.trainer.ray import vllm_engine
     from openrlhf.utils import deepspeed
 
-    from openrlhf_gtpo.integration.critic_actor import CriticActor
-    from openrlhf_gtpo.integration.dispatch import ActorGroup
-    from openrlhf_gtpo.integration.policy_actor import PolicyActor
-    from openrlhf_gtpo.integration.rollout_actor import RolloutActor
-    from openrlhf_gtpo.integration.strategy import CpuStrategy, Strategy
-    from openrlhf_gtpo.integration.trainer import Trainer
+    from openrlhf_gtpo.integration.actors.critic_actor import CriticActor
+    from openrlhf_gtpo.integration.actors.dispatch import ActorGroup
+    from openrlhf_gtpo.integration.actors.policy_actor import PolicyActor
+    from openrlhf_gtpo.integration.actors.strategy import CpuStrategy, Strategy
+    from openrlhf_gtpo.integration.controller.trainer import Trainer
+    from openrlhf_gtpo.integration.rollout.rollout_actor import RolloutActor
 
     train_ppo_ray.RayActorGroup = ActorGroup
     train_ppo_ray.CriticModelActor = CriticActor
     train_ppo_ray.PolicyModelActor = PolicyActor
     if backend == "megatron":
-        from openrlhf_gtpo.integration.megatron_actor import MegatronPolicyActor, MegatronReferenceActor
+        from openrlhf_gtpo.integration.actors.megatron_actor import MegatronPolicyActor, MegatronReferenceActor
 
         train_ppo_ray.PolicyModelActor = MegatronPolicyActor
         train_ppo_ray.ReferenceModelActor = MegatronReferenceActor

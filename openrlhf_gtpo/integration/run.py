@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.integration import cpu_run, flags, stop, upstream_parser
-from openrlhf_gtpo.integration.checks import check_cluster, check_every_run, check_inputs
-from openrlhf_gtpo.integration.credit import entropy_credit
-from openrlhf_gtpo.integration.errors import StoppedOnRequest, TrainingStopped, UsageError
-from openrlhf_gtpo.integration.guard import check_openrlhf
-from openrlhf_gtpo.integration.megatron_checks import check_megatron
+from openrlhf_gtpo.errors import StoppedOnRequest, TrainingStopped, UsageError
+from openrlhf_gtpo.integration.command_line import cpu_run, flags, upstream_parser
+from openrlhf_gtpo.integration.command_line.checks import check_cluster, check_every_run, check_inputs
+from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
+from openrlhf_gtpo.integration.command_line.megatron_checks import check_megatron
+from openrlhf_gtpo.integration.controller import stop
+from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
 
 # What upstream sets in its workers' environment, with upstream's defaults.
 _UPSTREAM_ENVIRONMENT = {
@@ -66,9 +67,9 @@ def train(argv: Sequence[str]) -> None:
     from openrlhf.cli import train_ppo_ray
 
     from openrlhf_gtpo.integration import patch
-    from openrlhf_gtpo.integration.checkpoint_disk import check_room, write_errors
-    from openrlhf_gtpo.integration.cluster_checks import check_nodes
-    from openrlhf_gtpo.integration.ray_errors import cause_of, raise_if_lost
+    from openrlhf_gtpo.integration.controller.checkpoint_disk import check_room, write_errors
+    from openrlhf_gtpo.integration.controller.cluster_checks import check_nodes
+    from openrlhf_gtpo.integration.controller.ray_errors import cause_of, raise_if_lost
 
     check_room(args)
 

@@ -2,7 +2,7 @@
 
 Two kinds of layers, which keep different things:
 
-- ``local``: the layers of ``megatron/layers.py``, which run where Transformer Engine is not installed. What autograd
+- ``local``: the layers of ``megatron/model/layers.py``, which run where Transformer Engine is not installed. What autograd
   keeps of them was listed operation by operation, and a test holds it to what is measured.
 - ``te``: Transformer Engine's fused modules on a CUDA device. From their sources (2.9 to 2.11), not measured.
 
@@ -12,8 +12,8 @@ heads, D a head's, I the MLP's, t the tensor-parallel size, and s = 1/t under se
 
 from dataclasses import dataclass
 
-from openrlhf_gtpo.megatron.fp8_options import Fp8Options
-from openrlhf_gtpo.planner.shape import ModelShape
+from openrlhf_gtpo.megatron.fp8.options import Fp8Options
+from openrlhf_gtpo.model_shape import ModelShape
 
 RECOMPUTE = ("none", "selective", "full")
 # Sequences shorter than this are attended to in float32 on a CPU; ``megatron.layers`` says why.

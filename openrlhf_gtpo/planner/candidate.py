@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from openrlhf_gtpo.megatron.fp8_options import RECIPES
+from openrlhf_gtpo.megatron.fp8.options import RECIPES
 from openrlhf_gtpo.planner.activations import RECOMPUTE
 from openrlhf_gtpo.planner.assumptions import Assumptions
 from openrlhf_gtpo.planner.cluster import Cluster

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from openrlhf_gtpo.megatron.fp8_options import CAPABILITY, RECIPES, Fp8Options, check_fp8
-from openrlhf_gtpo.megatron.layout import (
+from openrlhf_gtpo.megatron.fp8.options import CAPABILITY, RECIPES, Fp8Options, check_fp8
+from openrlhf_gtpo.megatron.parallel.layout import (
     Layout,
     LayoutError,
     check_layout,

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from openrlhf_gtpo.megatron.layout import LayoutError, check_architecture
+from openrlhf_gtpo.megatron.parallel.layout import LayoutError, check_architecture
 from openrlhf_gtpo.planner.errors import PlanError
 
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")

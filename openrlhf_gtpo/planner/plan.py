@@ -4,8 +4,9 @@ which something would."""
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
-from openrlhf_gtpo.megatron.fp8_options import Fp8Options
-from openrlhf_gtpo.megatron.layout import Layout
+from openrlhf_gtpo.megatron.fp8.options import Fp8Options
+from openrlhf_gtpo.megatron.parallel.layout import Layout
+from openrlhf_gtpo.model_shape import ModelShape
 from openrlhf_gtpo.planner.activations import RECOMPUTE
 from openrlhf_gtpo.planner.assumptions import Assumptions
 from openrlhf_gtpo.planner.candidate import Candidate
@@ -13,7 +14,6 @@ from openrlhf_gtpo.planner.cluster import Cluster
 from openrlhf_gtpo.planner.errors import PlanError
 from openrlhf_gtpo.planner.layouts import Asked, layouts, precisions, rollout_sizes
 from openrlhf_gtpo.planner.rollout import Engines
-from openrlhf_gtpo.planner.shape import ModelShape
 from openrlhf_gtpo.planner.training_memory import Training
 from openrlhf_gtpo.planner.workload import Workload
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, sqrt
 
+from openrlhf_gtpo.model_shape import ModelShape, decoder_flops, forward_flops
 from openrlhf_gtpo.planner.assumptions import Assumptions
 from openrlhf_gtpo.planner.cluster import Cluster
 from openrlhf_gtpo.planner.decoding import Stretch, decode
-from openrlhf_gtpo.planner.shape import ModelShape, decoder_flops, forward_flops
 from openrlhf_gtpo.planner.workload import Workload
 
 _GOLDEN = (sqrt(5) - 1) / 2

@@ -1,17 +1,17 @@
 """Memory of one rank of the Megatron actor over a train step: what it holds throughout, and the most beside that.
 
-The peak is the largest of a few moments, each listed from the code that makes it: ``megatron/model.py``,
-``megatron/layers.py``, ``lm_head/``, Megatron's DDP and optimizer. What the CUDA context, NCCL and the allocator's
+The peak is the largest of a few moments, each listed from the code that makes it: ``megatron/model/policy.py``,
+``megatron/model/layers.py``, ``lm_head/``, Megatron's DDP and optimizer. What the CUDA context, NCCL and the allocator's
 fragments take is added elsewhere (``candidate``).
 """
 
 from dataclasses import dataclass, replace
 
 from openrlhf_gtpo.lm_head import tiles
-from openrlhf_gtpo.megatron.fp8_options import Fp8Options
-from openrlhf_gtpo.megatron.layout import Layout
+from openrlhf_gtpo.megatron.fp8.options import Fp8Options
+from openrlhf_gtpo.megatron.parallel.layout import Layout
+from openrlhf_gtpo.model_shape import ModelShape
 from openrlhf_gtpo.planner.activations import LayerSetting, layer_bytes
-from openrlhf_gtpo.planner.shape import ModelShape
 
 CHUNK_BYTES = 256 * 2**20  # ModelOptions.chunk_bytes
 

@@ -7,10 +7,10 @@ pass, as the actor sets them up.
 import math
 from dataclasses import dataclass
 
+from openrlhf_gtpo.model_shape import decoder_flops, head_flops
 from openrlhf_gtpo.planner.activations import layer_bytes
 from openrlhf_gtpo.planner.assumptions import Assumptions
 from openrlhf_gtpo.planner.cluster import Cluster
-from openrlhf_gtpo.planner.shape import decoder_flops, head_flops
 from openrlhf_gtpo.planner.training_memory import Training
 from openrlhf_gtpo.planner.workload import Workload
 

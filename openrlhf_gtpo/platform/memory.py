@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -72,6 +73,25 @@ class PeakByPhase:
         if self._measurable:
             with contextlib.suppress(OSError):
                 self._peaks[name] = max(self._peaks.get(name, 0), _peak())
+
+
+class ReportsPeakMemory:
+    """Mixed into actors and vLLM's workers, of which a process has one object: a run's controller asks them for their peaks."""
+
+    @cached_property
+    def peaks(self) -> PeakByPhase:
+        """Of this process."""
+        return PeakByPhase()
+
+    def take_peak_memory(self, until_now: str | None = None) -> dict[str, int]:
+        """Phase to bytes, since this was last called.
+
+        Args:
+            until_now: the phase that this process has been in since then, where it cannot know that itself.
+        """
+        if until_now is not None:
+            self.peaks.until_now(until_now)
+        return self.peaks.take()
 
 
 def _begin_anew() -> None:

@@ -13,8 +13,8 @@ platform.activate()
 from openrlhf.trainer.ray import ppo_actor  # noqa: E402
 
 from openrlhf_gtpo.integration import patch  # noqa: E402
-from openrlhf_gtpo.integration.policy_actor import EntropyActorTrainer  # noqa: E402
-from openrlhf_gtpo.integration.policy_model import PolicyModel  # noqa: E402
+from openrlhf_gtpo.integration.actors.policy_actor import EntropyActorTrainer  # noqa: E402
+from openrlhf_gtpo.integration.actors.policy_model import PolicyModel  # noqa: E402
 
 patch.apply()
 # What the policy's worker process replaces when it loads its model.

@@ -14,8 +14,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from openrlhf_gtpo.integration import guard
-from openrlhf_gtpo.megatron.fp8_options import TRANSFORMER_ENGINE
+from openrlhf_gtpo.integration.command_line import guard
+from openrlhf_gtpo.megatron.fp8.options import TRANSFORMER_ENGINE
 
 # Where the two environments cannot agree: what asks for which.
 DIFFERENT = {

@@ -49,25 +49,10 @@ def test_a_reference_model_on_megatron_with_upstreams_estimator(trainer_argv, tm
     argv = [*trainer_argv, *MEGATRON, *TP2, "--actor.num_gpus_per_node", "2", "--ref.num_gpus_per_node", "2"]
     argv += ["--train.colocate_all", "--vllm.tensor_parallel_size", "1", "--vllm.num_engines", "2"]
     argv += ["--algo.preset", "grpo", "--algo.kl.init_coef", "0.1", "--megatron.offload"]
-    argv += ["--vllm.sync_checksum", "--vllm.enable_prefix_caching"]
+    argv += ["--vllm.sync_checksum", "--vllm.enable_prefix_caching", "--logger.entropy_enable"]
     run = finish(argv, tmp_path)
     assert run.code == 0, run.log[-4000:]
     first, second = run.steps
     assert first["kl"] == pytest.approx(0, abs=1e-6)  # the reference is the policy, until it is trained
     assert second["kl"] > 1e-4 and math.isfinite(second["policy_loss"])
-
-
-def test_fp8_is_audited_and_gated(trainer_argv, tmp_path) -> None:
-    """Two steps with delayed scales; at a gate of 0 the old-policy forward falls back as soon as a sign flips."""
-    argv = [*trainer_argv, *MEGATRON, *PP2, "--actor.num_gpus_per_node", "2", "--algo.advantage.estimator", "gtpo"]
-    argv += ["--megatron.fp8", "emulated", "--megatron.fp8_recipe", "delayed", "--megatron.offload"]
-    argv += ["--megatron.fp8_audit_steps", "1", "--megatron.fp8_audit_gate", "0", "--algo.gtpo.alpha2", "2"]
-    run = finish(argv, tmp_path)
-    assert run.code == 0, run.log[-4000:]
-    assert len(run.steps) == 2
-    for step in run.steps:
-        # Of the vocabulary's 6 nats; exactly 0 would be BF16 compared with itself, and 1 a pass without scales.
-        assert 1e-4 < step["fp8/entropy_error_mean"] < 0.2 and 1 < step["fp8/ratio_error"] < 1.2
-        assert step["fp8/share_rank_correlation"] > 0.5
-        assert step["fp8/old_policy_in_fp8"] == float(step["fp8/sign_flips"] == 0)
-        assert math.isfinite(step["policy_loss"]) and step[names.ENTROPY_ALL] > 0
+    assert all(step[names.ENTROPY_ALL] > 0 and names.SHARES_STD not in step for step in run.steps)

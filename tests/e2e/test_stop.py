@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from openrlhf_gtpo.integration.checkpoint_disk import checkpoint_bytes, parameters_of
+from openrlhf_gtpo.integration.controller.checkpoint_disk import checkpoint_bytes, parameters_of
 from tests.e2e.conftest import Finished, finish
 from tests.e2e.holding import Hold
 from tests.slurm_cluster import until
@@ -22,6 +22,7 @@ def test_sigusr1_saves_and_the_same_command_goes_on(trainer_argv, tiny_model, tm
     hold.after(1)
     argv = [*trainer_argv, "--algo.advantage.estimator", "gtpo", "--data.max_samples", "16"]
     argv += ["--reward.remote_url", str(hold.reward), "--ckpt.load_enable"]
+    argv += ["--train.colocate_all", "--vllm.enable_prefix_caching"]
     argv += ["--ckpt.best_metric_key", "none"]  # and --ckpt.save_steps -1: no checkpoint but that one
     # What a run leaves that died in its first checkpoint.
     (tmp_path / "checkpoints" / "_actor" / "global_step2").mkdir(parents=True)

@@ -16,7 +16,8 @@ def run_actor(backend: str, model: str, argv: list[str]) -> dict[str, Any]:
     from openrlhf.utils import get_strategy
     from rollouts import arguments
 
-    from openrlhf_gtpo.integration import cpu_run, patch
+    from openrlhf_gtpo.integration import patch
+    from openrlhf_gtpo.integration.command_line import cpu_run
 
     world_size = int(os.environ["WORLD_SIZE"])
     args = arguments(*argv, "--actor.model_name_or_path", model, "--actor.backend", backend)
@@ -37,7 +38,7 @@ def run_actor(backend: str, model: str, argv: list[str]) -> dict[str, Any]:
     second = policy.fit(0.1)
     after = [_log_probs(result) for result in _forward(policy, batches)]
     if backend == "megatron":
-        from openrlhf_gtpo.megatron import groups
+        from openrlhf_gtpo.megatron.parallel import groups
 
         groups.destroy()
     return {
@@ -50,10 +51,10 @@ def run_actor(backend: str, model: str, argv: list[str]) -> dict[str, Any]:
 
 def _policy_class(backend: str) -> Any:
     if backend == "megatron":
-        from openrlhf_gtpo.integration.megatron_actor import MegatronPolicy
+        from openrlhf_gtpo.integration.actors.megatron_actor import MegatronPolicy
 
         return MegatronPolicy
-    from openrlhf_gtpo.integration.policy_actor import EntropyPolicyActor
+    from openrlhf_gtpo.integration.actors.policy_actor import EntropyPolicyActor
 
     return EntropyPolicyActor
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from openrlhf_gtpo.integration import flags, upstream_parser
+from openrlhf_gtpo.integration.command_line import flags, upstream_parser
 
 # The least that upstream accepts: its default estimator (gae) wants a reward to copy its critic from.
 BASE = ("--reward.remote_url", "reward.py", "--vllm.num_engines", "1")

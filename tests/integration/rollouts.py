@@ -10,8 +10,9 @@ import torch
 from openrlhf.trainer.ppo_utils import experience_maker as upstream
 from openrlhf.trainer.ppo_utils.experience import Experience
 
-from openrlhf_gtpo.integration import flags, upstream_parser
-from openrlhf_gtpo.integration.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.algorithms import ESTIMATORS
+from openrlhf_gtpo.integration.command_line import flags, upstream_parser
+from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
 from openrlhf_gtpo.token_values import TokenValues
 
 PAD = 0
@@ -137,7 +138,7 @@ def maker(
     duplicates = args.ds.ring_attn_size * args.ds.tensor_parallel_size
     ranks = processes // duplicates
     with_entropy = kind is EntropyExperienceMaker and (
-        args.algo.advantage.estimator in flags.CONFIGS or args.logger.entropy_enable
+        args.algo.advantage.estimator in ESTIMATORS or args.logger.entropy_enable
     )
     if with_entropy:
         policy = TableModel(ranks, duplicates, batch.log_probs, batch.entropy, result=TokenValues)

@@ -16,7 +16,8 @@ def run_rounds(backend: str, model: str, argv: list[str], rounds: list[list[int]
     from openrlhf.utils import get_strategy
     from rollouts import arguments
 
-    from openrlhf_gtpo.integration import cpu_run, patch
+    from openrlhf_gtpo.integration import patch
+    from openrlhf_gtpo.integration.command_line import cpu_run
 
     args = arguments(*argv, "--actor.model_name_or_path", model, "--actor.backend", backend)
     args.actor.num_gpus_per_node = int(os.environ["WORLD_SIZE"])
@@ -41,14 +42,14 @@ def run_rounds(backend: str, model: str, argv: list[str], rounds: list[list[int]
             trained.append(_sample(int(row), batch, values, args))
         found.append(_numbers(trained.fit() if critic else trained.fit(0.1)))
     if backend == "megatron":
-        from openrlhf_gtpo.megatron import groups
+        from openrlhf_gtpo.megatron.parallel import groups
 
         groups.destroy()
     return found
 
 
 def _critic_class() -> Any:
-    from openrlhf_gtpo.integration.critic_actor import DeepspeedCriticActor
+    from openrlhf_gtpo.integration.actors.critic_actor import DeepspeedCriticActor
 
     return DeepspeedCriticActor
 

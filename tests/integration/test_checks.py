@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from command_lines import argv_of
 
-from openrlhf_gtpo.integration.checks import check_every_run, check_inputs
-from openrlhf_gtpo.integration.model_shapes import dense_config
+from openrlhf_gtpo.integration.command_line.checks import check_every_run, check_inputs
+from openrlhf_gtpo.integration.controller.step_costs import dense_shape
 from openrlhf_gtpo.integration.run import parse
 
 REWARD = "def reward_func(queries, prompts, labels):\n    return {'rewards': [1.0] * len(queries)}\n"
@@ -327,11 +327,11 @@ def test_code_of_a_model_of_the_hub(
 
 def test_counting_a_models_work_runs_no_code_of_its_own(with_code: Callable[[str], Path], tmp_path: Path) -> None:
     path = with_code("config.json")
-    known = dense_config(str(path))
+    known = dense_shape(str(path))
     assert known is not None and known.model_type == "llama"
     fields = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(fields | {"model_type": "own"}))
-    assert dense_config(str(path)) is None
+    assert dense_shape(str(path)) is None
     assert not (tmp_path / "mark").exists()
 
 

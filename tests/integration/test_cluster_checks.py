@@ -8,12 +8,22 @@ from typing import Any
 import pytest
 import ray
 
-from openrlhf_gtpo.integration import checkpoint_disk, cluster_checks
-from openrlhf_gtpo.integration.checkpoint_disk import check_room, checkpoint_bytes, parameters_of, write_errors
-from openrlhf_gtpo.integration.cluster_checks import check_gpus, check_nodes, check_shared_folder, look_for
-from openrlhf_gtpo.integration.errors import TrainingStopped, UsageError
-from openrlhf_gtpo.integration.ray_errors import raise_if_lost
-from openrlhf_gtpo.megatron.checkpoint_files import CheckpointWriteError
+from openrlhf_gtpo.errors import TrainingStopped, UsageError
+from openrlhf_gtpo.integration.controller import checkpoint_disk, cluster_checks
+from openrlhf_gtpo.integration.controller.checkpoint_disk import (
+    check_room,
+    checkpoint_bytes,
+    parameters_of,
+    write_errors,
+)
+from openrlhf_gtpo.integration.controller.cluster_checks import (
+    check_gpus,
+    check_nodes,
+    check_shared_folder,
+    look_for,
+)
+from openrlhf_gtpo.integration.controller.ray_errors import raise_if_lost
+from openrlhf_gtpo.megatron.checkpoint.files import CheckpointWriteError
 
 
 def run_of(actor: int, engines: int, colocated: bool = False) -> SimpleNamespace:

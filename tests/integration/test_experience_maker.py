@@ -18,8 +18,8 @@ from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from rollouts import PAD, Rollout, arguments, in_sampling_order, maker, rollout
 
 from openrlhf_gtpo.algorithms import GRPOSConfig, GTPOConfig, grpo_s_advantages, gtpo_advantages
-from openrlhf_gtpo.integration.errors import TrainingStopped
-from openrlhf_gtpo.integration.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
 from openrlhf_gtpo.report import names
 
 # How micro-batches are cut: in order, or balanced by length over the ranks (rows permuted, widths differ).

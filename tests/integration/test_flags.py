@@ -12,10 +12,10 @@ from command_lines import BASE
 from rollouts import Rollout, arguments, in_sampling_order, maker
 
 from openrlhf_gtpo.algorithms import GRPOSConfig, GTPOConfig
-from openrlhf_gtpo.integration import flags, upstream_parser
-from openrlhf_gtpo.integration.credit import entropy_credit
-from openrlhf_gtpo.integration.errors import UsageError
-from openrlhf_gtpo.integration.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.integration.command_line import flags, upstream_parser
+from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
+from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
 
 GROUP = [*BASE, "--rollout.n_samples_per_prompt", "8", "--rollout.max_new_tokens", "100"]
 

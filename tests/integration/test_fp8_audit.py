@@ -11,9 +11,9 @@ import torch
 from rollouts import Rollout, arguments, in_sampling_order, maker, rollout
 
 from openrlhf_gtpo.algorithms import error_budget
-from openrlhf_gtpo.integration import fp8_audit
-from openrlhf_gtpo.integration.experience_maker import EntropyExperienceMaker
-from openrlhf_gtpo.integration.fp8_audit import AuditedForward, Precision
+from openrlhf_gtpo.integration.credit import fp8_audit
+from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.integration.credit.fp8_audit import AuditedForward, Precision
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
 

@@ -11,12 +11,12 @@ import torch
 
 from openrlhf_gtpo.algorithms import GRPOSConfig, GTPOConfig
 from openrlhf_gtpo.cli.report import main
-from openrlhf_gtpo.integration import fp8_report
-from openrlhf_gtpo.integration.credit import EntropyCredit
-from openrlhf_gtpo.integration.fp8_report import QUANTILES, Credit, compare, read_credit
-from openrlhf_gtpo.integration.score_models import ScoreModel
-from openrlhf_gtpo.megatron.fp8_options import Fp8Options
+from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
+from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.report.fp8_page import table, verdict
+from openrlhf_gtpo.scoring import fp8_report
+from openrlhf_gtpo.scoring.fp8_report import QUANTILES, Credit, compare, read_credit
+from openrlhf_gtpo.scoring.models import ScoreModel
 
 LENGTHS = [5, 9, 4, 12, 7, 6]
 

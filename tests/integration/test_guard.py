@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf_gtpo.integration import guard
-from openrlhf_gtpo.integration.errors import UsageError
-from openrlhf_gtpo.integration.guard import RELIED_ON, SUPPORTED_VERSIONS, check_openrlhf
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.integration.command_line import guard
+from openrlhf_gtpo.integration.command_line.guard import RELIED_ON, SUPPORTED_VERSIONS, check_openrlhf
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -103,7 +103,7 @@ def test_every_signature_names_the_parameters_that_are_there() -> None:
 
 def test_the_check_needs_neither_torch_nor_openrlhf_itself() -> None:
     program = (
-        "import sys\nfrom openrlhf_gtpo.integration.guard import check_openrlhf\ncheck_openrlhf()\n"
+        "import sys\nfrom openrlhf_gtpo.integration.command_line.guard import check_openrlhf\ncheck_openrlhf()\n"
         "print(*{name.split('.')[0] for name in sys.modules})"
     )
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)

@@ -8,9 +8,9 @@ import torch
 from openrlhf.models.loss import PolicyLoss
 
 from openrlhf_gtpo.algorithms import policy_loss
-from openrlhf_gtpo.integration import loss as integration_loss
-from openrlhf_gtpo.integration.errors import TrainingStopped
-from openrlhf_gtpo.integration.loss import CreditLoss
+from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.integration.credit import loss as integration_loss
+from openrlhf_gtpo.integration.credit.loss import CreditLoss
 
 LOW, HIGH = 0.2, 0.28
 MEANS = ("arithmetic", "geometric")

@@ -9,9 +9,9 @@ import pytest
 from command_lines import argv_of
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.integration import cpu_run
-from openrlhf_gtpo.integration.errors import UsageError
-from openrlhf_gtpo.integration.megatron_checks import check_megatron
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.integration.command_line import cpu_run
+from openrlhf_gtpo.integration.command_line.megatron_checks import check_megatron
 from openrlhf_gtpo.integration.run import parse
 
 TP, PP, CP = (f"--megatron.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))

@@ -7,10 +7,10 @@ import command_lines
 import pytest
 from command_lines import BASE
 
-from openrlhf_gtpo.integration import flags, megatron_flags, upstream_parser
-from openrlhf_gtpo.integration.errors import UsageError
-from openrlhf_gtpo.integration.megatron_flags import layout_of
-from openrlhf_gtpo.megatron.layout import SIZES, Layout
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.integration.command_line import flags, megatron_flags, upstream_parser
+from openrlhf_gtpo.integration.command_line.megatron_flags import layout_of
+from openrlhf_gtpo.megatron.parallel.layout import SIZES, Layout
 
 GROUP = [*BASE, "--rollout.n_samples_per_prompt", "8", "--algo.advantage.estimator", "group_norm"]
 MEGATRON = ("--actor.backend", "megatron")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf_gtpo.integration.micro_batches import fill
+from openrlhf_gtpo.integration.actors.micro_batches import fill
 
 LENGTHS = st.lists(st.integers(1, 120), max_size=40)
 

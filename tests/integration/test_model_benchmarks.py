@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from openrlhf_gtpo.benchmarks.model_configs import read_shape
+from openrlhf_gtpo.benchmarks.precisions import BF16, fp8_options, precisions
+from openrlhf_gtpo.benchmarks.synthetic_batches import first_fit, step_batch
 from openrlhf_gtpo.cli import benchmark
-from openrlhf_gtpo.integration.model_shapes import PRESETS, decoder_flops, read_shape
-from openrlhf_gtpo.integration.precisions import BF16, fp8_options, precisions
-from openrlhf_gtpo.integration.synthetic_batches import first_fit, step_batch
+from openrlhf_gtpo.model_shape import PRESETS, ModelShape, decoder_flops
 
 # A Python that has none of these, however it is started: only its path finder knows where they are.
 WITHOUT = """
@@ -49,7 +50,7 @@ def test_layers(tmp_path: Path) -> None:
     (case,) = written["cases"]
     assert written["machine"]["versions"]["megatron-core"] and written["settings"]["repeat"] == "2"
     assert case["layers"] == "portable" and case["tokens"] == 256 and case["config"]["num_hidden_layers"] == 2
-    assert case["flops"]["forward"] == 2 * decoder_flops(read_shape("tiny"), [64, 64])
+    assert case["flops"]["forward"] == 2 * decoder_flops(ModelShape.of(read_shape("tiny")), [64, 64])
     assert case["flops"]["train_step"] == case["flops"]["forward_backward"] == 3 * case["flops"]["forward"]
     assert {name: one["fp8"] for name, one in case["measured"].items()} == {
         BF16: None,
@@ -100,13 +101,13 @@ def test_operations_by_hand() -> None:
     a_token = 256 * (256 + 128 + 128) + 256 * 256 + 256 * 512 * 3
     scores = (1 + 2 + 3) + (1 + 2 + 3 + 4 + 5)  # pairs of a token and one that it sees
     attention = scores * 64 * 4 * 2  # queries with keys, and weights with values
-    assert decoder_flops(read_shape("tiny"), [3, 5]) == 2 * 2 * (8 * a_token + attention)
+    assert decoder_flops(ModelShape.of(read_shape("tiny")), [3, 5]) == 2 * 2 * (8 * a_token + attention)
 
 
 def test_shapes_are_those_that_were_published() -> None:
     """Parameters of a decoder layer, in millions, from the sizes of Qwen2.5's checkpoints."""
     for name, millions in (("3b", 77.1), ("7b", 233.0), ("32b", 487.6)):
-        without_attention = decoder_flops(read_shape(name, 1), [1]) - 4 * read_shape(name).hidden_size
+        without_attention = decoder_flops(ModelShape.of(read_shape(name, 1)), [1]) - 4 * read_shape(name).hidden_size
         assert without_attention / 2e6 == pytest.approx(millions, abs=0.1)
     assert read_shape("32b").num_hidden_layers == 64 and read_shape("32b", 3).num_hidden_layers == 3
 

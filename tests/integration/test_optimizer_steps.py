@@ -12,7 +12,7 @@ from rank_pool import RankPool
 from steps_program import run_rounds
 from tp_program import sent_weights
 
-from openrlhf_gtpo.integration.dispatch import ActorGroup
+from openrlhf_gtpo.integration.actors.dispatch import ActorGroup
 
 LENGTHS = [9, 4, 12, 2, 7, 1, 10, 8, 5, 3, 11, 6, 13, 2, 9, 4]
 # The second round is short, as the end of the data or a filter leaves it; the last leaves one of two replicas without a row.
@@ -169,7 +169,7 @@ def test_rows_are_dealt_evenly() -> None:
     """As many micro-batches for each of 4 replicas, none above the size asked for; fewer rows than replicas one by one."""
     from rollouts import arguments, maker, rollout
 
-    from openrlhf_gtpo.integration.experience_maker import EntropyExperienceMaker
+    from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
 
     args = arguments("--algo.advantage.estimator", "gtpo", "--rollout.micro_batch_size", "4")
     args.actor.num_gpus_per_node = 4

@@ -10,9 +10,9 @@ from openrlhf.models.loss import PolicyLoss
 from openrlhf.trainer.ray import ppo_actor
 from rollouts import arguments
 
-from openrlhf_gtpo.integration.loss import CreditLoss
-from openrlhf_gtpo.integration.policy_actor import EntropyActorTrainer, EntropyPolicyActor
-from openrlhf_gtpo.integration.policy_model import PolicyModel
+from openrlhf_gtpo.integration.actors.policy_actor import EntropyActorTrainer, EntropyPolicyActor
+from openrlhf_gtpo.integration.actors.policy_model import PolicyModel
+from openrlhf_gtpo.integration.credit.loss import CreditLoss
 from openrlhf_gtpo.token_values import TokenValues
 
 TINY = {

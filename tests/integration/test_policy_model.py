@@ -12,7 +12,7 @@ import torch
 import transformers
 from openrlhf.models import Actor
 
-from openrlhf_gtpo.integration.policy_model import PolicyModel
+from openrlhf_gtpo.integration.actors.policy_model import PolicyModel
 
 VOCABULARY, TEMPERATURE = 97, 0.7
 TINY: dict[str, Any] = {

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from openrlhf_gtpo.integration.errors import TrainingStopped
-from openrlhf_gtpo.integration.rewards import StrictRewardExecutor
+from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.integration.rollout.rewards import StrictRewardExecutor
 
 
 class Tokenizer:

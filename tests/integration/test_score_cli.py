@@ -16,7 +16,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from openrlhf_gtpo.cli import score as cli
-from openrlhf_gtpo.integration.score_rows import RowFile
+from openrlhf_gtpo.scoring.rows import RowFile
 
 WORDS = ["?", "two", "three", "times", "is", "six", "and", "."]
 BOS = len(WORDS)

@@ -10,10 +10,11 @@ import torch
 from openrlhf.trainer.ppo_utils import samples_generator as upstream
 from openrlhf.utils.agent import AgentExecutorBase
 
-from openrlhf_gtpo.integration import rollout_actor, trainer
-from openrlhf_gtpo.integration.rollout_actor import StrictRolloutActor
-from openrlhf_gtpo.integration.samples_generator import OrderedSamplesGenerator
-from openrlhf_gtpo.integration.strategy import Strategy
+from openrlhf_gtpo.integration.actors.strategy import Strategy
+from openrlhf_gtpo.integration.controller import trainer
+from openrlhf_gtpo.integration.rollout import rollout_actor
+from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRolloutActor
+from openrlhf_gtpo.integration.rollout.samples_generator import OrderedSamplesGenerator
 
 PROMPTS = 40
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 
-from openrlhf_gtpo.integration import step_costs
-from openrlhf_gtpo.integration.model_shapes import decoder_flops, dense_config, forward_flops, read_shape
-from openrlhf_gtpo.integration.process_memory import ReportsPeakMemory
-from openrlhf_gtpo.integration.rollout_actor import StrictRolloutActor
-from openrlhf_gtpo.integration.step_costs import StepCosts
+from openrlhf_gtpo.benchmarks.model_configs import read_shape
+from openrlhf_gtpo.integration.controller import step_costs
+from openrlhf_gtpo.integration.controller.step_costs import StepCosts, dense_shape
+from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRolloutActor
+from openrlhf_gtpo.model_shape import ModelShape, decoder_flops, forward_flops
+from openrlhf_gtpo.platform.memory import ReportsPeakMemory
 from openrlhf_gtpo.report import names
 
 GIB = 2**30
@@ -25,9 +26,9 @@ class Remote:
         self.remote = answers.__getitem__
 
 
-def costs(monkeypatch: pytest.MonkeyPatch, config: Any) -> StepCosts:
+def costs(monkeypatch: pytest.MonkeyPatch, shape: ModelShape | None) -> StepCosts:
     monkeypatch.setattr(step_costs, "ray", SimpleNamespace(get=lambda value: value))
-    monkeypatch.setattr(step_costs, "dense_config", lambda name: config)
+    monkeypatch.setattr(step_costs, "dense_shape", lambda name: shape)
     engine = SimpleNamespace(
         take_peak_memory=Remote(
             {
@@ -52,7 +53,7 @@ def sample(prompt: int, response: int, pad: int = 0) -> Experience:
 
 
 def test_a_step_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = read_shape("tiny")
+    shape = ModelShape.of(read_shape("tiny"))
     step = costs(monkeypatch, shape)
     step.sampled([sample(3, 5), sample(2, 4, pad=7)])
     step.trained()
@@ -79,12 +80,13 @@ def test_only_dense_models_are_counted(tmp_path: Any) -> None:
     from transformers import AutoConfig, GPT2Config, Qwen3MoeConfig
 
     read_shape("tiny").save_pretrained(tmp_path)
-    config = dense_config(str(tmp_path))
-    assert forward_flops(config, [4], 2) == decoder_flops(read_shape("tiny"), [4]) + 2 * 256 * 512 * 2
+    shape = dense_shape(str(tmp_path))
+    assert shape == ModelShape.of(read_shape("tiny"))
+    assert forward_flops(shape, [4], 2) == decoder_flops(shape, [4]) + 2 * 256 * 512 * 2
     for other in (Qwen3MoeConfig(), GPT2Config()):
         other.save_pretrained(tmp_path)
         assert AutoConfig.from_pretrained(tmp_path).model_type == other.model_type
-        assert dense_config(str(tmp_path)) is None
+        assert dense_shape(str(tmp_path)) is None
 
 
 def test_an_engine_asks_its_workers() -> None:

@@ -11,9 +11,9 @@ import pytest
 import ray
 
 from openrlhf_gtpo.cli import train_ppo_ray
-from openrlhf_gtpo.integration import stop
-from openrlhf_gtpo.integration.errors import StoppedOnRequest, UsageError
-from openrlhf_gtpo.integration.trainer import EntropyTrainer, _UpstreamTrainer
+from openrlhf_gtpo.errors import StoppedOnRequest, UsageError
+from openrlhf_gtpo.integration.controller import stop
+from openrlhf_gtpo.integration.controller.trainer import EntropyTrainer, _UpstreamTrainer
 
 
 @pytest.fixture(autouse=True)
@@ -165,8 +165,8 @@ def test_its_status_is_not_that_of_a_failure(monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_both_actors_can_be_waited_for() -> None:
-    from openrlhf_gtpo.integration.megatron_actor import MegatronPolicy
-    from openrlhf_gtpo.integration.policy_actor import EntropyPolicyActor
+    from openrlhf_gtpo.integration.actors.megatron_actor import MegatronPolicy
+    from openrlhf_gtpo.integration.actors.policy_actor import EntropyPolicyActor
 
     finished: list[bool] = []
     checkpoints = SimpleNamespace(finish=lambda: finished.append(True))
@@ -177,7 +177,7 @@ def test_both_actors_can_be_waited_for() -> None:
 
 def test_the_driver_hands_the_request_on() -> None:
     """Out of a controller's task error, with the text that it had there."""
-    from openrlhf_gtpo.integration.ray_errors import cause_of
+    from openrlhf_gtpo.integration.controller.ray_errors import cause_of
 
     inner = ray.exceptions.RayTaskError("fit", "traceback", StoppedOnRequest("asked to")).as_instanceof_cause()
     outer = ray.exceptions.RayTaskError("train", "traceback", inner).as_instanceof_cause()

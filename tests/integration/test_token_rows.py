@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf_gtpo.integration.token_rows import Repacked
-from openrlhf_gtpo.megatron.token_batch import TokenBatch
+from openrlhf_gtpo.integration.actors.token_rows import Repacked
+from openrlhf_gtpo.megatron.model.token_batch import TokenBatch
 from openrlhf_gtpo.token_values import TokenValues
 
 

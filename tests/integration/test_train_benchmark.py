@@ -13,13 +13,14 @@ import pytest
 import torch
 from command_lines import argv_of
 
+from openrlhf_gtpo.benchmarks import train as train_benchmark
+from openrlhf_gtpo.benchmarks import trainer_process
+from openrlhf_gtpo.benchmarks.measured_rate import measured_rate
+from openrlhf_gtpo.benchmarks.train_configurations import setup_of, split_compare
+from openrlhf_gtpo.benchmarks.trainer_process import TrainerFailed, run_trainer
 from openrlhf_gtpo.cli import benchmark
-from openrlhf_gtpo.integration import train_benchmark, trainer_process
-from openrlhf_gtpo.integration.errors import UsageError
-from openrlhf_gtpo.integration.measured_rate import measured_rate
+from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.run import parse
-from openrlhf_gtpo.integration.train_configurations import setup_of, split_compare
-from openrlhf_gtpo.integration.trainer_process import TrainerFailed, run_trainer
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.step_phases import PHASES
 

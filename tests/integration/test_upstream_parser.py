@@ -119,7 +119,7 @@ def test_an_abbreviation_that_is_clear_upstream_is_clear_here() -> None:
 
 def upstream_like_parser() -> argparse.ArgumentParser:
     """This package's parser, as it is while a command line is parsed."""
-    from openrlhf_gtpo.integration import flags, upstream_parser
+    from openrlhf_gtpo.integration.command_line import flags, upstream_parser
 
     kept: list[argparse.ArgumentParser] = []
     upstream_parser.parse(BASE, lambda parser: (kept.append(parser), flags.add_flags(parser)), flags.adjust)

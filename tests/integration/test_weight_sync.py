@@ -14,9 +14,9 @@ import torch
 from openrlhf.trainer.ray import ppo_actor
 from rollouts import arguments
 
-from openrlhf_gtpo.integration.errors import TrainingStopped
-from openrlhf_gtpo.integration.policy_actor import EntropyActorTrainer
-from openrlhf_gtpo.rollout.process_engine import ProcessEngine
+from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.integration.actors.policy_actor import EntropyActorTrainer
+from openrlhf_gtpo.weight_sync.process_engine import ProcessEngine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rollout"))
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from openrlhf_gtpo.benchmarks.weight_sync import llama_parameters, parameters_of
 from openrlhf_gtpo.cli import benchmark
-from openrlhf_gtpo.integration.weight_sync_benchmark import llama_parameters, parameters_of
 
 
 def test_every_way_is_timed(tmp_path: Path) -> None:

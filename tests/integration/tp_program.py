@@ -11,7 +11,8 @@ def sent_weights(model: str, argv: list[str]) -> dict[str, tuple[tuple[int, ...]
     from openrlhf.utils import get_strategy
     from rollouts import arguments
 
-    from openrlhf_gtpo.integration import cpu_run, patch
+    from openrlhf_gtpo.integration import patch
+    from openrlhf_gtpo.integration.command_line import cpu_run
 
     world_size = int(os.environ["WORLD_SIZE"])
     args = arguments(*argv, "--actor.model_name_or_path", model)

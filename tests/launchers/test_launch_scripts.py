@@ -10,7 +10,7 @@ from launcher_runs import LAUNCHERS, ROOT, resolved, run_script
 
 from openrlhf_gtpo.cli import plan
 from openrlhf_gtpo.integration import run
-from openrlhf_gtpo.integration.megatron_flags import fp8_of, layout_of
+from openrlhf_gtpo.integration.command_line.megatron_flags import fp8_of, layout_of
 
 PAPER = {"gtpo": ("gtpo", {"alpha1": 1.0, "alpha2": 0.1}), "grpo_s": ("grpo_s", {"beta1": 1.0, "beta2": 0.1})}
 

@@ -7,11 +7,11 @@ import torch
 from families import ragged_rows
 from logits_program import all_actions, on
 
-from openrlhf_gtpo.megatron import checkpoint_writer
-from openrlhf_gtpo.megatron.checkpoint import Checkpoints
-from openrlhf_gtpo.megatron.layout import Layout
-from openrlhf_gtpo.megatron.model import LoadedModel, ModelOptions, load_model
-from openrlhf_gtpo.megatron.trainer import OptimizerOptions, Trainer
+from openrlhf_gtpo.megatron.checkpoint import writer as checkpoint_writer
+from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints
+from openrlhf_gtpo.megatron.model.policy import LoadedModel, ModelOptions, load_model
+from openrlhf_gtpo.megatron.parallel.layout import Layout
+from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
 
 MICRO_BATCHES = [[5, 9], [17], [3, 11], [8, 4]]
 TOKENS = sum(length - 1 for lengths in MICRO_BATCHES for length in lengths)

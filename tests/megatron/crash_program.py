@@ -15,9 +15,9 @@ def main(model: str, folder: str, tag: str, kill: bool) -> None:
     from checkpoint_program import make_trainer, train
     from logits_program import on
 
-    from openrlhf_gtpo.megatron import checkpoint_writer
-    from openrlhf_gtpo.megatron.checkpoint import Checkpoints
-    from openrlhf_gtpo.megatron.layout import Layout
+    from openrlhf_gtpo.megatron.checkpoint import writer as checkpoint_writer
+    from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints
+    from openrlhf_gtpo.megatron.parallel.layout import Layout
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
     with on(Layout()):

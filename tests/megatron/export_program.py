@@ -1,17 +1,19 @@
 """What the ranks run in the tests of conversion: a model to a Megatron checkpoint and back to Hugging Face."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from logits_program import on
 
-from openrlhf_gtpo.megatron import export
-from openrlhf_gtpo.megatron.checkpoint_load import load_checkpoint
-from openrlhf_gtpo.megatron.checkpoint_save import save_checkpoint
-from openrlhf_gtpo.megatron.layout import Layout
-from openrlhf_gtpo.megatron.model import ModelOptions, load_model
+from openrlhf_gtpo.megatron.checkpoint import export
+from openrlhf_gtpo.megatron.checkpoint.load import load_checkpoint
+from openrlhf_gtpo.megatron.checkpoint.save import save_checkpoint
+from openrlhf_gtpo.megatron.model.policy import ModelOptions, load_model
+from openrlhf_gtpo.megatron.parallel import groups
+from openrlhf_gtpo.megatron.parallel.layout import Layout
 
 SHARD_BYTES = 64 * 2**10
 
@@ -25,6 +27,14 @@ def round_trips(layout: Layout, models: list[tuple[str, str, str]]) -> None:
             model = load_model(source, options, with_weights=False)
             load_checkpoint(Path(folder) / "megatron", model)
             export.save_hf(model, Path(folder) / "megatron" / "hf", Path(folder) / "hf", shard_bytes=SHARD_BYTES)
+
+
+def alone(function: Callable, *args: Any) -> None:
+    """What a command runs in a process that nothing follows in."""
+    try:
+        function(*args)
+    finally:
+        groups.destroy()
 
 
 def failing_export(source: str, layout: Layout, folder: str) -> tuple[str, list[str]]:

@@ -7,15 +7,15 @@ import torch
 from checkpoint_program import train
 from logits_program import all_actions, on
 
-from openrlhf_gtpo.megatron import schedule
-from openrlhf_gtpo.megatron.checkpoint import Checkpoints
-from openrlhf_gtpo.megatron.fp8_linear import EmulatedLinear
-from openrlhf_gtpo.megatron.fp8_options import Fp8Options
-from openrlhf_gtpo.megatron.host import megatron_calls
-from openrlhf_gtpo.megatron.layout import Layout
-from openrlhf_gtpo.megatron.model import LoadedModel, ModelOptions, load_model
-from openrlhf_gtpo.megatron.offload import Offload
-from openrlhf_gtpo.megatron.trainer import OptimizerOptions, Trainer
+from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints
+from openrlhf_gtpo.megatron.fp8.linear import EmulatedLinear
+from openrlhf_gtpo.megatron.fp8.options import Fp8Options
+from openrlhf_gtpo.megatron.model.policy import LoadedModel, ModelOptions, load_model
+from openrlhf_gtpo.megatron.parallel.host import megatron_calls
+from openrlhf_gtpo.megatron.parallel.layout import Layout
+from openrlhf_gtpo.megatron.train import schedule
+from openrlhf_gtpo.megatron.train.offload import Offload
+from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
 
 
 def load(source: str, layout: Layout, fp8: Fp8Options | None, dtype: str = "float32", **overrides: Any) -> LoadedModel:

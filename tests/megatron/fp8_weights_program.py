@@ -9,14 +9,14 @@ from fp8_program import load, values
 from logits_program import on
 from safetensors.torch import load_file
 
-from openrlhf_gtpo.megatron import fp8_weights
-from openrlhf_gtpo.megatron.checkpoint import Checkpoints
-from openrlhf_gtpo.megatron.export import save_hf
-from openrlhf_gtpo.megatron.fp8_options import Fp8Options
-from openrlhf_gtpo.megatron.layout import Layout
-from openrlhf_gtpo.megatron.offload import Offload
-from openrlhf_gtpo.megatron.trainer import OptimizerOptions, Trainer
-from openrlhf_gtpo.megatron.weights import FullWeights
+from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints
+from openrlhf_gtpo.megatron.checkpoint.export import save_hf
+from openrlhf_gtpo.megatron.fp8 import weights as fp8_weights
+from openrlhf_gtpo.megatron.fp8.options import Fp8Options
+from openrlhf_gtpo.megatron.model.weights import FullWeights
+from openrlhf_gtpo.megatron.parallel.layout import Layout
+from openrlhf_gtpo.megatron.train.offload import Offload
+from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
 
 # Clipping multiplies by the norm of all gradients, whose last bit depends on the buffers that they lie in.
 OPTIONS = OptimizerOptions(lr=5e-3, max_norm=0.0)

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from families import padded
 
-from openrlhf_gtpo.megatron import groups, schedule
-from openrlhf_gtpo.megatron.layout import Layout
-from openrlhf_gtpo.megatron.model import LoadedModel, ModelOptions, load_model
-from openrlhf_gtpo.megatron.token_batch import TokenBatch
+from openrlhf_gtpo.megatron.model.policy import LoadedModel, ModelOptions, load_model
+from openrlhf_gtpo.megatron.model.token_batch import TokenBatch
+from openrlhf_gtpo.megatron.parallel import groups
+from openrlhf_gtpo.megatron.parallel.layout import Layout
+from openrlhf_gtpo.megatron.train import schedule
 
 
 @contextmanager
@@ -82,7 +83,7 @@ def log_probs_and_entropies(
 
 def full_weights(source: str, layout: Layout, dtype: str, buckets: list[int]) -> dict[str, Any]:
     """Name -> tensor as the weight transfer sees it, from every rank; the same with each size of ``buckets``."""
-    from openrlhf_gtpo.megatron.weights import FullWeights
+    from openrlhf_gtpo.megatron.model.weights import FullWeights
 
     with on(layout):
         model = load_model(source, ModelOptions(layout=layout, dtype=getattr(torch, dtype)))
@@ -99,7 +100,7 @@ def full_weights(source: str, layout: Layout, dtype: str, buckets: list[int]) ->
 def sft_losses(source: str, layout: Layout, rows: list[list[int]], steps: int) -> list[float]:
     """The mean negative log-probability of ``rows`` before each of ``steps`` optimizer steps; empty but on a last
     stage."""
-    from openrlhf_gtpo.megatron.trainer import OptimizerOptions, Trainer
+    from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
 
     with on(layout):
         model = load_model(source, ModelOptions(layout=layout, dtype=torch.float32))
@@ -128,8 +129,8 @@ def offloaded_twin(
     source: str, layout: Layout, dtype: str, distributed: bool, rows: list[list[int]]
 ) -> tuple[list[float], list[float], bool]:
     """Losses and norms of three steps, the same with offloading between them, and whether that freed memory."""
-    from openrlhf_gtpo.megatron.offload import Offload
-    from openrlhf_gtpo.megatron.trainer import OptimizerOptions, Trainer
+    from openrlhf_gtpo.megatron.train.offload import Offload
+    from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
 
     batch = all_actions(rows)
     freed = True

@@ -9,9 +9,9 @@ import torch
 from families import make_checkpoint
 from logits_program import all_actions, on
 
-from openrlhf_gtpo.megatron import schedule
-from openrlhf_gtpo.megatron.layout import Layout
-from openrlhf_gtpo.megatron.model import ModelOptions, load_model
+from openrlhf_gtpo.megatron.model.policy import ModelOptions, load_model
+from openrlhf_gtpo.megatron.parallel.layout import Layout
+from openrlhf_gtpo.megatron.train import schedule
 
 EXPERTS, CHOSEN, WIDTH = 8, 2, 48
 LAYOUTS = {

@@ -114,8 +114,8 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    import openrlhf_gtpo.megatron.checkpoint
-    import openrlhf_gtpo.megatron.export  # noqa: F401
+    import openrlhf_gtpo.megatron.checkpoint.checkpoints
+    import openrlhf_gtpo.megatron.checkpoint.export  # noqa: F401
 
     # Megatron collects garbage at every layout and every checkpoint; what is imported for good need not be visited.
     gc.collect()

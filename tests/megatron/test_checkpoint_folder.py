@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf_gtpo.megatron import checkpoint_folder
-from openrlhf_gtpo.megatron.checkpoint_files import CheckpointError, check_checkpoint, write_manifest
+from openrlhf_gtpo.megatron.checkpoint import folder as checkpoint_folder
+from openrlhf_gtpo.megatron.checkpoint.files import CheckpointError, check_checkpoint, write_manifest
 
 MODEL = {"model": {}, "dtype": "float32", "optimizer": True}
 
@@ -140,7 +140,7 @@ def test_weights_alone_do_not_resume_a_training_run(tmp_path: Path) -> None:
 
 def test_the_driver_asks_without_megatron_or_torch() -> None:
     program = (
-        "import openrlhf_gtpo.megatron.checkpoint_folder, sys; "
+        "import openrlhf_gtpo.megatron.checkpoint.folder, sys; "
         "print({'torch', 'megatron', 'transformers'} & {name.split('.')[0] for name in sys.modules})"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

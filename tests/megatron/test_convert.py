@@ -3,21 +3,47 @@ trace or a half-written folder.
 """
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from export_program import alone
 from families import make_checkpoint
+from rank_pool import RankPool
 from test_megatron_export import tensors
 
+from openrlhf_gtpo import platform
+from openrlhf_gtpo.cli import convert as cli
 
-def convert(*args: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "openrlhf_gtpo.cli.convert", *map(str, args)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
+
+@dataclass
+class Ended:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def convert(
+    ranks: RankPool, one_rank: RankPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Ended]:
+    """The command in this process, and its ranks in those that are there."""
+    pools = {4: ranks, 1: one_rank}
+
+    def run(function: Callable, count: int, *args: Any) -> None:
+        pools[count].run(alone, function, *args)
+
+    def ended(*args: Any) -> Ended:
+        code = cli.main([str(arg) for arg in args])
+        printed = capsys.readouterr()
+        return Ended(code, printed.out, printed.err)
+
+    monkeypatch.setattr(cli, "run_processes", run)
+    monkeypatch.setenv(platform.PLATFORM_VARIABLE, "cpu")
+    return ended
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +55,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_both_ways(source: Path, tmp_path: Path, dtype: str) -> None:
+def test_both_ways(convert: Callable[..., Ended], source: Path, tmp_path: Path, dtype: str) -> None:
     sizes = ["--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2]
     chosen = ["--dtype", dtype] if dtype != "float32" else []
     ended = convert("hf-to-megatron", source, tmp_path / "megatron", *sizes, *chosen)
@@ -53,8 +78,7 @@ def test_both_ways(source: Path, tmp_path: Path, dtype: str) -> None:
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == dtype
 
 
-@pytest.mark.slow
-def test_mistakes_are_one_sentence(source: Path, tmp_path: Path) -> None:
+def test_mistakes_are_one_sentence(convert: Callable[..., Ended], source: Path, tmp_path: Path) -> None:
     full, foreign, truncated = tmp_path / "full", tmp_path / "foreign", tmp_path / "truncated"
     for folder in (full, foreign, truncated):
         folder.mkdir()

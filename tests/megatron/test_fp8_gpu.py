@@ -11,7 +11,7 @@ import torch
 from test_fp8_linear import ALONE, make
 
 import openrlhf_gtpo.megatron  # noqa: F401  before Transformer Engine, for which it sets a variable
-from openrlhf_gtpo.megatron.fp8_quantize import (
+from openrlhf_gtpo.megatron.fp8.quantize import (
     COLUMNS,
     E4M3,
     E5M2,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from fp8_reference import scale, there_and_back
 
-from openrlhf_gtpo.megatron.fp8_linear import EmulatedLinear
-from openrlhf_gtpo.megatron.fp8_options import Fp8Options
-from openrlhf_gtpo.megatron.fp8_quantize import COLUMNS, ROWS, SQUARES
+from openrlhf_gtpo.megatron.fp8.linear import EmulatedLinear
+from openrlhf_gtpo.megatron.fp8.options import Fp8Options
+from openrlhf_gtpo.megatron.fp8.quantize import COLUMNS, ROWS, SQUARES
 
 ALONE: dict[str, Any] = {"sequence_parallel": False, "allreduce_dgrad": False, "tp_group": None}
 ROWS_, INNER, OUTER = 150, 140, 33  # none a multiple of 128

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from openrlhf_gtpo.megatron.fp8_options import MODES, RECIPES, Fp8Options, check_fp8, check_fp8_host
-from openrlhf_gtpo.megatron.layout import Layout, LayoutError
+from openrlhf_gtpo.megatron.fp8.options import MODES, RECIPES, Fp8Options, check_fp8, check_fp8_host
+from openrlhf_gtpo.megatron.parallel.layout import Layout, LayoutError
 
 HOPPER, ADA, AMPERE = (9, 0), (8, 9), (8, 0)
 
@@ -147,8 +147,8 @@ def test_scales_of_blocks_are_settled_before_transformer_engine_is_imported() ->
 
 
 def test_the_emulation_takes_the_portable_layers_where_transformer_engine_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    from openrlhf_gtpo.megatron import model as model_module
-    from openrlhf_gtpo.megatron.model import ModelOptions
+    from openrlhf_gtpo.megatron.model import policy as model_module
+    from openrlhf_gtpo.megatron.model.policy import ModelOptions
 
     monkeypatch.setattr(model_module, "has_transformer_engine", lambda: True)
     portable = [ModelOptions(fp8=fp8).fields()["portable_layers"] for fp8 in (None, *map(Fp8Options, MODES))]

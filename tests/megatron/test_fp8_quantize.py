@@ -9,7 +9,7 @@ from fp8_reference import FORMATS, numbers, rounded, there_and_back
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf_gtpo.megatron.fp8_quantize import (
+from openrlhf_gtpo.megatron.fp8.quantize import (
     COLUMNS,
     E4M3,
     E5M2,

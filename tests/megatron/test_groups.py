@@ -8,7 +8,7 @@ from logits_program import sft_losses, threads
 from moe_program import make_mixture
 from rank_pool import RankPool
 
-from openrlhf_gtpo.megatron.layout import Layout
+from openrlhf_gtpo.megatron.parallel.layout import Layout
 
 
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])

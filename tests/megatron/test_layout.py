@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_gtpo.megatron.layout import (
+from openrlhf_gtpo.megatron.parallel.layout import (
     SIZES,
     SUPPORTED_ARCHITECTURES,
     Layout,

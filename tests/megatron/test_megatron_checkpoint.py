@@ -17,9 +17,9 @@ from families import make_checkpoint
 from rank_pool import RankPool
 from transformers import AutoConfig
 
-from openrlhf_gtpo.megatron.checkpoint_files import CheckpointError, check_checkpoint
-from openrlhf_gtpo.megatron.checkpoint_folder import check_latest, latest
-from openrlhf_gtpo.megatron.layout import Layout
+from openrlhf_gtpo.megatron.checkpoint.files import CheckpointError, check_checkpoint
+from openrlhf_gtpo.megatron.checkpoint.folder import check_latest, latest
+from openrlhf_gtpo.megatron.parallel.layout import Layout
 
 SAVED_AT = Layout(tensor_model_parallel_size=2)
 RESUMED_AT = {

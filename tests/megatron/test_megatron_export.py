@@ -13,7 +13,7 @@ from rank_pool import RankPool
 from safetensors import safe_open
 from test_megatron_logits import LAYOUTS, MODELS
 
-from openrlhf_gtpo.megatron.layout import Layout
+from openrlhf_gtpo.megatron.parallel.layout import Layout
 
 IN_BFLOAT16 = ("llama", "qwen2-tied", "qwen3-tied")
 

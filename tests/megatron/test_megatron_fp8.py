@@ -14,8 +14,8 @@ from rank_pool import RankPool
 from test_fp8_linear import make, run
 from training_program import gradients
 
-from openrlhf_gtpo.megatron.fp8_options import RECIPES, Fp8Options
-from openrlhf_gtpo.megatron.layout import Layout
+from openrlhf_gtpo.megatron.fp8.options import RECIPES, Fp8Options
+from openrlhf_gtpo.megatron.parallel.layout import Layout
 
 ROWS = ragged_rows(151, [40, 150, 7], seed=4)
 BLOCKWISE = Fp8Options("emulated", "blockwise")

@@ -12,8 +12,8 @@ import torch
 from families import ragged_rows
 from rank_pool import RankPool
 
-from openrlhf_gtpo.megatron.fp8_options import Fp8Options
-from openrlhf_gtpo.megatron.layout import Layout
+from openrlhf_gtpo.megatron.fp8.options import Fp8Options
+from openrlhf_gtpo.megatron.parallel.layout import Layout
 
 ROWS = ragged_rows(151, [40, 150, 7], seed=4)
 RECIPES = ("tensorwise", "blockwise")  # of which scales come from the weights

@@ -18,12 +18,13 @@ from checkpoint_program import train
 from families import make_checkpoint, ragged_rows
 from logits_program import on
 
-from openrlhf_gtpo.megatron import fp8_weights, model
-from openrlhf_gtpo.megatron.checkpoint import Checkpoints
-from openrlhf_gtpo.megatron.fp8_options import RECIPES, Fp8Options
-from openrlhf_gtpo.megatron.layout import Layout
-from openrlhf_gtpo.megatron.offload import Offload
-from openrlhf_gtpo.megatron.trainer import OptimizerOptions, Trainer
+from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints
+from openrlhf_gtpo.megatron.fp8 import weights as fp8_weights
+from openrlhf_gtpo.megatron.fp8.options import RECIPES, Fp8Options
+from openrlhf_gtpo.megatron.model import policy as model
+from openrlhf_gtpo.megatron.parallel.layout import Layout
+from openrlhf_gtpo.megatron.train.offload import Offload
+from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,7 +12,7 @@ from logits_program import log_probs_and_entropies, offloaded_twin, sft_losses
 from rank_pool import RankPool
 from test_megatron_logits import LAYOUTS, MICRO_BATCHES
 
-from openrlhf_gtpo.megatron.layout import Layout
+from openrlhf_gtpo.megatron.parallel.layout import Layout
 
 TEMPERATURE = 0.7
 BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}

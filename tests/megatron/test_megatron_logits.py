@@ -11,7 +11,7 @@ from families import make_checkpoint, ragged_rows
 from logits_program import logits
 from rank_pool import RankPool
 
-from openrlhf_gtpo.megatron.layout import Layout
+from openrlhf_gtpo.megatron.parallel.layout import Layout
 
 LAYOUTS = {
     "TP1": Layout(),

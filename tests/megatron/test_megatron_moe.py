@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from test_megatron_training import ADAM, Reference, assert_close, steps_for
 from training_program import gradients, train
 
-from openrlhf_gtpo.megatron.layout import Layout
+from openrlhf_gtpo.megatron.parallel.layout import Layout
 
 MICRO_BATCHES = [[5, 1, 17, 9], [30], [3, 11], [8]]
 WITH_CONTEXT = {

@@ -12,7 +12,7 @@ from rank_pool import RankPool
 from test_megatron_logits import LAYOUTS
 from training_program import TEMPERATURE, batch_of, gradients, gtpo_loss, train
 
-from openrlhf_gtpo.megatron.layout import Layout
+from openrlhf_gtpo.megatron.parallel.layout import Layout
 
 LAYOUTS = LAYOUTS | {
     "CP2": Layout(context_parallel_size=2),

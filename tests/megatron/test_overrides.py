@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf_gtpo.megatron.overrides import _OWNED, OverrideError, parse_overrides
+from openrlhf_gtpo.megatron.train.overrides import _OWNED, OverrideError, parse_overrides
 
 
 def refusal(*words: str) -> str:

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_pool import RankPool
 
-from openrlhf_gtpo.integration import score
-from openrlhf_gtpo.integration.score_models import ScoreModel, fill_padded
-from openrlhf_gtpo.integration.score_rows import RowFile
-from openrlhf_gtpo.megatron.layout import Layout
+from openrlhf_gtpo.megatron.parallel.layout import Layout
+from openrlhf_gtpo.scoring import score
+from openrlhf_gtpo.scoring.models import ScoreModel, fill_padded
+from openrlhf_gtpo.scoring.rows import RowFile
 
 VOCABULARY, TEMPERATURE = 151, 0.7
 LENGTHS = [3, 1, 40, 17, 5, 2, 80, 6, 33, 9, 2, 64]

@@ -8,10 +8,10 @@ from families import padded
 from logits_program import on
 
 from openrlhf_gtpo.algorithms import policy_loss
-from openrlhf_gtpo.megatron.layout import Layout
-from openrlhf_gtpo.megatron.model import LoadedModel, ModelOptions, load_model
-from openrlhf_gtpo.megatron.token_batch import TokenBatch
-from openrlhf_gtpo.megatron.trainer import OptimizerOptions, Trainer
+from openrlhf_gtpo.megatron.model.policy import LoadedModel, ModelOptions, load_model
+from openrlhf_gtpo.megatron.model.token_batch import TokenBatch
+from openrlhf_gtpo.megatron.parallel.layout import Layout
+from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
 
 TEMPERATURE = 0.8
 ENTROPY_COEFFICIENT = 0.05
@@ -109,7 +109,7 @@ def _named(model: LoadedModel, of: Callable) -> dict[str, Any]:
     """Hugging Face names to full tensors of ``of(parameter)``, gathered over the shards."""
     import copy
 
-    from openrlhf_gtpo.megatron.host import megatron_calls
+    from openrlhf_gtpo.megatron.parallel.host import megatron_calls
 
     twin = copy.copy(model.stage)
     values = {name: of(parameter) for name, parameter in model.stage.named_parameters()}

@@ -13,11 +13,11 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 from training_program import batch_of, gtpo_loss
 
-from openrlhf_gtpo.megatron.layout import Layout
-from openrlhf_gtpo.megatron.model import ModelOptions
-from openrlhf_gtpo.megatron.offload import Offload
-from openrlhf_gtpo.megatron.random_model import random_model
-from openrlhf_gtpo.megatron.trainer import OptimizerOptions, Trainer
+from openrlhf_gtpo.megatron.model.policy import ModelOptions
+from openrlhf_gtpo.megatron.model.random_model import random_model
+from openrlhf_gtpo.megatron.parallel.layout import Layout
+from openrlhf_gtpo.megatron.train.offload import Offload
+from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
 
 _STEP = "planner: step"
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from openrlhf_gtpo.cli import plan
-from openrlhf_gtpo.integration.model_shapes import PRESETS
+from openrlhf_gtpo.model_shape import PRESETS
 from openrlhf_gtpo.planner.candidate import Candidate
 from openrlhf_gtpo.planner.cluster import parse_cluster
 from openrlhf_gtpo.planner.layouts import Asked
@@ -67,8 +67,8 @@ def test_the_best_fits_and_is_about_the_fastest() -> None:
 
 
 def test_every_candidate_is_legal_for_the_actor() -> None:
-    from openrlhf_gtpo.megatron.fp8_options import check_fp8
-    from openrlhf_gtpo.megatron.layout import check_layout
+    from openrlhf_gtpo.megatron.fp8.options import check_fp8
+    from openrlhf_gtpo.megatron.parallel.layout import check_layout
 
     asked = request("32b", 32)
     for candidate in candidates(asked):
@@ -231,7 +231,7 @@ def test_a_script_that_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_flags_of_the_script_are_the_trainer_s() -> None:
-    from openrlhf_gtpo.integration.megatron_flags import add_flags
+    from openrlhf_gtpo.integration.command_line.megatron_flags import add_flags
     from openrlhf_gtpo.planner.emit import _trainer_flags
 
     asked = Request(model_config(MOE, "moe"), parse_cluster("h100-80g", 16), WORK, Asked(tensor=2, expert=8))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf_gtpo.integration.model_shapes import PRESETS
+from openrlhf_gtpo.model_shape import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))

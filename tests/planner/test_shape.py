@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from openrlhf_gtpo.planner.shape import ModelShape, decoder_flops, forward_flops, head_flops
+from openrlhf_gtpo.model_shape import ModelShape, decoder_flops, forward_flops, head_flops
 
 COMMON = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
 COMMON |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64}
@@ -33,7 +33,7 @@ def test_parameters_are_those_of_transformers(family: str, tied: bool) -> None:
 
 @pytest.mark.parametrize("name, billions", [("7b", 7.616), ("32b", 32.764)])
 def test_published_sizes(name: str, billions: float) -> None:
-    from openrlhf_gtpo.integration.model_shapes import PRESETS
+    from openrlhf_gtpo.model_shape import PRESETS
 
     assert ModelShape.of(SimpleNamespace(**PRESETS[name])).parameters / 1e9 == pytest.approx(billions, abs=1e-3)
 

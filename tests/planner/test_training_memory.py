@@ -14,10 +14,10 @@ from families import ragged_rows
 from memory_program import measure
 from rank_pool import RankPool
 
-from openrlhf_gtpo.megatron.fp8_options import Fp8Options
-from openrlhf_gtpo.megatron.layout import Layout
+from openrlhf_gtpo.megatron.fp8.options import Fp8Options
+from openrlhf_gtpo.megatron.parallel.layout import Layout
+from openrlhf_gtpo.model_shape import ModelShape
 from openrlhf_gtpo.planner import activations, training_memory
-from openrlhf_gtpo.planner.shape import ModelShape
 from openrlhf_gtpo.planner.training_memory import Training, activation_bytes, held_bytes, peak_bytes, step_bytes
 
 MODEL: dict[str, Any] = {
@@ -139,8 +139,7 @@ def test_memory_is_what_is_measured(name: str, one_rank: RankPool, four_ranks: R
 
 
 def test_constants_are_the_actor_s() -> None:
-    from openrlhf_gtpo.megatron import layers
-    from openrlhf_gtpo.megatron.model import RECOMPUTE, ModelOptions
+    from openrlhf_gtpo.megatron.model.policy import RECOMPUTE, ModelOptions, layers
 
     assert activations.SHORT_ROW == layers._SHORT
     assert training_memory.CHUNK_BYTES == ModelOptions().chunk_bytes

@@ -8,10 +8,10 @@ import pytest
 import torch
 from weight_workers import SHAPES, assert_arrived, start_engine, weights
 
-from openrlhf_gtpo.rollout import colocated
-from openrlhf_gtpo.rollout.arrivals import WeightSyncError
-from openrlhf_gtpo.rollout.buckets import ParameterMeta
-from openrlhf_gtpo.rollout.colocated import ColocatedSender
+from openrlhf_gtpo.weight_sync import colocated
+from openrlhf_gtpo.weight_sync.arrivals import WeightSyncError
+from openrlhf_gtpo.weight_sync.buckets import ParameterMeta
+from openrlhf_gtpo.weight_sync.colocated import ColocatedSender
 
 PARAMETERS = [ParameterMeta(name, shape) for name, shape in SHAPES.items()]
 

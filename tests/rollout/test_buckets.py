@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf_gtpo.rollout.buckets import (
+from openrlhf_gtpo.weight_sync.buckets import (
     WIRE_DTYPE,
     ParameterMeta,
     from_wire,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from openrlhf_gtpo.rollout import checksum as module
-from openrlhf_gtpo.rollout.checksum import checksum
+from openrlhf_gtpo.weight_sync import checksum as module
+from openrlhf_gtpo.weight_sync.checksum import checksum
 
 
 def wrapped(value: int) -> int:

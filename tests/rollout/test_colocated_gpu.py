@@ -6,9 +6,9 @@ import pytest
 import torch
 from weight_workers import Worker
 
-from openrlhf_gtpo.rollout.buckets import ParameterMeta
-from openrlhf_gtpo.rollout.colocated import ColocatedSender
-from openrlhf_gtpo.rollout.process_engine import ProcessEngine
+from openrlhf_gtpo.weight_sync.buckets import ParameterMeta
+from openrlhf_gtpo.weight_sync.colocated import ColocatedSender
+from openrlhf_gtpo.weight_sync.process_engine import ProcessEngine
 
 pytestmark = [
     pytest.mark.gpu,

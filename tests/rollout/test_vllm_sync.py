@@ -73,7 +73,7 @@ class WithoutRayWorkers:
 
     @staticmethod
     def options(**options: Any) -> Any:
-        from openrlhf_gtpo.integration.rollout_actor import RolloutActor
+        from openrlhf_gtpo.integration.rollout.rollout_actor import RolloutActor
 
         def start(**kwargs: Any) -> Any:
             kwargs |= {"distributed_executor_backend": "mp", "bundle_indices": None}
@@ -89,7 +89,7 @@ class Synced:
         from openrlhf.trainer.ray import vllm_engine
         from transformers import AutoModelForCausalLM
 
-        from openrlhf_gtpo.integration.rollout_actor import RolloutActor
+        from openrlhf_gtpo.integration.rollout.rollout_actor import RolloutActor
 
         self.workers = workers
         actor: Any = RolloutActor if workers == 1 else WithoutRayWorkers
@@ -128,10 +128,10 @@ class Synced:
         """With checksums, so that what did not arrive, or was not loaded, raises."""
         import ray
 
-        from openrlhf_gtpo.rollout.buckets import ParameterMeta
-        from openrlhf_gtpo.rollout.colocated import ColocatedSender
-        from openrlhf_gtpo.rollout.engine import ray_engine
-        from openrlhf_gtpo.rollout.sender import WeightSender
+        from openrlhf_gtpo.weight_sync.buckets import ParameterMeta
+        from openrlhf_gtpo.weight_sync.colocated import ColocatedSender
+        from openrlhf_gtpo.weight_sync.engine import ray_engine
+        from openrlhf_gtpo.weight_sync.sender import WeightSender
 
         engines, device = [ray_engine(self.engine)], torch.device("cpu")
         if transport == "colocated":
@@ -214,7 +214,7 @@ def test_no_prefix_of_older_weights_survives(synced: Synced, transport: str) -> 
 
 @pytest.mark.parametrize("transport", ["broadcast", "colocated"])
 def test_a_parameter_that_is_not_sent_is_named(synced: Synced, transport: str) -> None:
-    from openrlhf_gtpo.rollout.arrivals import WeightSyncError
+    from openrlhf_gtpo.weight_sync.arrivals import WeightSyncError
 
     weights = synced.perturbed(30)
     layer = "model.layers.1."

@@ -9,10 +9,10 @@ import pytest
 import torch
 from weight_workers import SHAPES, assert_arrived, start_engine, weights
 
-from openrlhf_gtpo.rollout.arrivals import WeightSyncError
-from openrlhf_gtpo.rollout.buckets import ParameterMeta
-from openrlhf_gtpo.rollout.process_engine import ProcessEngine
-from openrlhf_gtpo.rollout.sender import WeightSender
+from openrlhf_gtpo.weight_sync.arrivals import WeightSyncError
+from openrlhf_gtpo.weight_sync.buckets import ParameterMeta
+from openrlhf_gtpo.weight_sync.process_engine import ProcessEngine
+from openrlhf_gtpo.weight_sync.sender import WeightSender
 
 PARAMETERS = [ParameterMeta(name, shape) for name, shape in SHAPES.items()]
 

@@ -1,0 +1,59 @@
+"""The estimators by name: a new one is a file with its mathematics, and its lines here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from torch import Tensor
+
+from .config import GRPOSConfig, GTPOConfig, check_choice
+from .grpo_s import grpo_s_advantages
+from .gtpo import gtpo_advantages
+from .losses import Level
+from .shares import grpo_s_shares, gtpo_shares
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """What a training step asks of an estimator; shapes and errors are those of its functions.
+
+    Fields:
+        summary: who is paid, for a command line's help.
+        config: a dataclass of settings that checks itself; each field is a flag ``--algo.NAME.FIELD``.
+        level: of the loss that its advantages go with.
+        advantages: of entropy, mask, outcome, group_ids, config and length_penalty; (B, T).
+        shares: of entropy, mask, outcome, group_ids and config; (N,), one for each action token or each response.
+    """
+
+    summary: str
+    config: type
+    level: Level
+    advantages: Callable[..., Tensor]
+    shares: Callable[..., Tensor]
+
+
+def _shares_of_tokens(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, config: Any) -> Tensor:
+    positive, negative = gtpo_shares(entropy, mask, outcome, group_ids, config)
+    return (positive + negative)[mask]
+
+
+ESTIMATORS = {
+    "gtpo": Estimator("entropy-weighted tokens", GTPOConfig, "token", gtpo_advantages, _shares_of_tokens),
+    "grpo_s": Estimator("entropy-weighted sequences", GRPOSConfig, "sequence", grpo_s_advantages, grpo_s_shares),
+}
+
+# The two levels are never mixed: which loss goes with which advantage.
+LOSS_LEVEL: dict[str, Level] = {name: estimator.level for name, estimator in ESTIMATORS.items()}
+
+
+def check_loss_level(estimator: str, level: str) -> None:
+    """Raise ValueError if a loss of ``level`` does not belong to the advantages of ``estimator``."""
+    check_choice("estimator", estimator, tuple(LOSS_LEVEL))
+    check_choice("level", level, get_args(Level))
+    if LOSS_LEVEL[estimator] != level:
+        raise ValueError(
+            f"level={level!r} does not fit estimator={estimator!r}: token and sequence level must not be mixed; "
+            f"use level={LOSS_LEVEL[estimator]!r}."
+        )

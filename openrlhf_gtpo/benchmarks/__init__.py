@@ -1,0 +1,1 @@
+"""What measures: one file a question. Only the command line knows it."""

@@ -1,0 +1,1 @@
+"""What holds a model and trains it: policy and critic, on DeepSpeed or Megatron-core."""

@@ -1,0 +1,245 @@
+"""The Ray actors that hold the policy and the reference model on Megatron-core, with upstream's methods."""
+
+import math
+import os
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+import torch
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ray.launcher import BaseModelActor
+from openrlhf.utils import get_tokenizer
+from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
+from transformers import get_scheduler
+
+from openrlhf_gtpo.integration.actors.megatron_trainer import MegatronActorTrainer
+from openrlhf_gtpo.integration.actors.token_rows import Repacked
+from openrlhf_gtpo.integration.command_line.megatron_flags import fp8_of, layout_of
+from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy
+from openrlhf_gtpo.integration.credit.fp8_audit import AuditedForward, Precision
+from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints
+from openrlhf_gtpo.megatron.checkpoint.export import save_hf
+from openrlhf_gtpo.megatron.model.policy import LoadedModel, ModelOptions, load_model
+from openrlhf_gtpo.megatron.model.token_batch import TokenBatch
+from openrlhf_gtpo.megatron.parallel import groups
+from openrlhf_gtpo.megatron.train import schedule
+from openrlhf_gtpo.megatron.train.offload import Offload
+from openrlhf_gtpo.megatron.train.overrides import parse_overrides
+from openrlhf_gtpo.megatron.train.trainer import MakeSchedule, OptimizerOptions, Trainer
+from openrlhf_gtpo.platform.memory import ReportsPeakMemory
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.token_values import TokenValues
+
+# transformers' schedules that know a floor, which upstream gives as a share of the peak.
+_FLOORED = {"cosine_with_min_lr", "cosine_warmup_with_min_lr"}
+
+
+class MegatronModelActor(BaseModelActor):
+    """One rank of a model on Megatron: its groups, its part of the weights, and the forward of a whole dispatch."""
+
+    model: LoadedModel
+    trains = False
+
+    def _load(self, strategy: Any, source: str) -> None:
+        args = strategy.args
+        layout = layout_of(args)
+        if layout.tensor_model_parallel_size * layout.context_parallel_size > 1:
+            # What Megatron overlaps communication and products by: kernels start in the order in which they were launched.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        self._setup_distributed(strategy)
+        groups.initialize(layout, args.train.seed)
+        self.model = load_model(source, _model_options(args), for_training=self.trains)
+
+    def execute_batch(self, method_name: str, all_data: dict[str, list], start_idx: int, end_idx: int) -> list[Any]:
+        """As upstream's; a forward takes its micro-batches from all that was dispatched, not one entry at a time."""
+        if method_name != "forward":
+            return super().execute_batch(method_name, all_data, start_idx, end_idx)
+        columns = [all_data[name][start_idx:end_idx] for name in ("sequences", "attention_mask", "action_mask")]
+        return self._forward_all([TokenBatch(*entry) for entry in zip(*columns, strict=True)])
+
+    def forward(
+        self, sequences: torch.Tensor, action_mask: torch.Tensor, attention_mask: torch.Tensor, **unused: Any
+    ) -> Any:
+        """(b, t) tokens of one micro-batch to (b, a) values on the CPU, on every rank of the replica."""
+        return self._forward_all([TokenBatch(sequences, attention_mask, action_mask)])[0]
+
+    def _forward_all(self, batches: list[TokenBatch]) -> list[Any]:
+        return [result.log_probs for result in self._values(batches)]
+
+    def _values(self, batches: list[TokenBatch]) -> list[TokenValues]:
+        args = self.strategy.args
+        budget = args.rollout.max_tokens_per_gpu or args.train.max_tokens_per_gpu
+        repacked = Repacked(batches, budget)
+        return repacked.restore(schedule.forward(self.model, repacked.micro_batches))
+
+
+class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
+    """The policy: what upstream's ``PolicyModelActor`` does, on Megatron."""
+
+    trains = True
+    precision = Precision.AS_TRAINED
+
+    def init_model_from_pretrained(
+        self, strategy: Any, pretrain: str, max_steps: int | None = None, vllm_engines: list[Any] | None = None
+    ) -> None:
+        """Load ``pretrain``, or the newest checkpoint where ``--ckpt.load_enable`` finds one, and join the engines."""
+        args = strategy.args
+        self._load(strategy, pretrain)
+        self.tokenizer = get_tokenizer(pretrain, None, "left", strategy, use_fast=not args.data.disable_fast_tokenizer)
+        self.megatron = Trainer(self.model, _optimizer_options(args), _schedule(args, max_steps or 1))
+        self.offload = Offload(self.megatron)
+        self.checkpoints = Checkpoints(
+            os.path.join(args.ckpt.path, "_actor"),
+            asynchronous=args.megatron.async_save,
+            max_num=args.ckpt.max_num,
+            max_mem_gb=args.ckpt.max_mem,
+            hf_source=pretrain,
+        )
+        self.source = pretrain
+        self.checkpoint_states: dict[str, Any] = {}
+        if args.ckpt.load_enable and self.checkpoints.latest() is not None:
+            strategy.print(f"Loading the checkpoint {self.checkpoints.latest()} of {args.ckpt.path}/_actor")
+            self.checkpoint_states = self.checkpoints.load(self.megatron)
+        self.trainer = MegatronActorTrainer(strategy, self.model, self.megatron, vllm_engines)
+        self._rest()
+
+    def _forward_all(self, batches: list[TokenBatch]) -> list[Any]:
+        with self.peaks.phase(names.OLD_LOG_PROBS):
+            return self._policy_forward(batches)
+
+    def _policy_forward(self, batches: list[TokenBatch]) -> list[Any]:
+        self.offload.restore(optimizer=False)
+        exact: list[TokenValues] = []
+        if self.precision is not Precision.AS_TRAINED:
+            assert self.model.fp8 is not None
+            with self.model.fp8.high_precision():
+                exact = self._values(batches)
+        results = exact if self.precision is Precision.HIGH else self._values(batches)
+        if not captures_entropy(self.strategy.args):
+            return [result.log_probs for result in results]
+        if self.precision is not Precision.BOTH:
+            return results
+        return [AuditedForward(*both) for both in zip(results, exact, strict=True)]
+
+    def set_precision(self, precision: str) -> None:
+        """Of the forward passes from now on; a value of :class:`Precision`."""
+        self.precision = Precision(precision)
+
+    def append(self, experience: Experience) -> None:
+        """Add the rows of one micro-batch to this replica's replay buffer."""
+        self.trainer.replay_buffer.append(experience)
+
+    def fit(self, kl_ctl: float = 0) -> dict[str, float]:
+        """Train on the replay buffer and empty it; returns the metrics, the same on every rank."""
+        with self.peaks.phase(names.PPO_TRAIN):
+            self.offload.restore()
+            self.checkpoints.poll()
+            status = self.trainer.ppo_train(kl_ctl)
+            self.trainer.replay_buffer.clear()
+        return status
+
+    def broadcast_to_vllm(self) -> None:
+        """See ``MegatronActorTrainer``."""
+        with self.peaks.phase(names.BROADCAST):
+            self.offload.restore(optimizer=False)
+            self.trainer.broadcast_to_vllm()
+        if self.strategy.args.megatron.offload:
+            self.offload.parameters()  # the engines generate next
+
+    def reload_states(self) -> None:
+        """Bring back what :meth:`offload_states` moved."""
+        self.offload.restore()
+
+    def offload_states(self) -> None:
+        """Move gradients and optimizer states to the host."""
+        self.offload.optimizer()
+
+    def get_checkpoint_states(self) -> dict[str, Any]:
+        """The controller's state in the checkpoint that was loaded; empty without one."""
+        return self.checkpoint_states
+
+    def save_checkpoint(
+        self, tag: str, client_states: dict | None = None, metric_value: Any = None, metric_key: Any = None
+    ) -> None:
+        """Save the training state under ``tag``, and a Hugging Face checkpoint where ``--ckpt.save_hf`` asks for it."""
+        args = self.strategy.args
+        self.offload.restore()
+        if not args.ckpt.disable_ds:
+            self.checkpoints.save(
+                tag, self.megatron, client_states or {}, metric_value=metric_value, metric_key=metric_key
+            )
+        if args.ckpt.save_hf:
+            self._save_hf(os.path.join(args.ckpt.path, f"{tag}_hf"))
+        torch_dist_barrier_and_cuda_sync()
+        self._rest()
+
+    def finish_checkpoint(self) -> None:
+        """Wait until the last checkpoint is whole, which an asynchronous save writes while training goes on."""
+        self.checkpoints.finish()
+
+    def save_model(self) -> None:
+        """Write the trained policy as a Hugging Face checkpoint to ``--ckpt.output_dir``."""
+        self.offload.restore(optimizer=self.model.options.fp8_primary_weights)  # which then has the exact weights
+        self.checkpoints.finish()
+        self._save_hf(self.strategy.args.ckpt.output_dir)
+
+    def _save_hf(self, directory: str) -> None:
+        save_hf(self.megatron, self.source, directory)
+        if torch.distributed.get_rank() == 0:
+            self.tokenizer.save_pretrained(directory)
+        torch_dist_barrier_and_cuda_sync()
+
+    def _rest(self) -> None:
+        if self.strategy.args.megatron.offload:
+            self.offload.optimizer()
+
+
+class MegatronReference(MegatronModelActor):
+    """The frozen model that KL is measured from: what upstream's ``ReferenceModelActor`` does, on Megatron."""
+
+    def init_model_from_pretrained(self, strategy: Any, pretrain: str) -> None:
+        """Load ``pretrain``."""
+        self._load(strategy, pretrain)
+        self.model.stage.requires_grad_(False)
+
+
+MegatronPolicyActor = ray.remote(num_gpus=1)(MegatronPolicy)
+MegatronReferenceActor = ray.remote(num_gpus=1)(MegatronReference)
+
+
+def _model_options(args: SimpleNamespace) -> ModelOptions:
+    return ModelOptions(
+        layout=layout_of(args),
+        dtype=torch.bfloat16,
+        temperature=args.rollout.temperature,
+        recompute=args.megatron.recompute,
+        overrides=parse_overrides(args.megatron.override),
+        fp8=fp8_of(args),
+    )
+
+
+def _optimizer_options(args: SimpleNamespace) -> OptimizerOptions:
+    adam = args.actor.adam
+    return OptimizerOptions(
+        lr=adam.lr,
+        betas=tuple(adam.betas),
+        eps=adam.eps,
+        weight_decay=adam.weight_decay,
+        max_norm=args.actor.max_norm,
+        distributed=args.megatron.use_distributed_optimizer,
+    )
+
+
+def _schedule(args: SimpleNamespace, steps: int) -> MakeSchedule:
+    name = args.actor.lr_scheduler
+    make: Callable = partial(
+        get_scheduler,
+        name,
+        num_warmup_steps=math.ceil(steps * args.actor.lr_warmup_ratio),
+        num_training_steps=steps,
+        scheduler_specific_kwargs={"min_lr_rate": args.actor.min_lr_ratio} if name in _FLOORED else {},
+    )
+    return make

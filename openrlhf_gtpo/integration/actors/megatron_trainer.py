@@ -1,0 +1,163 @@
+"""OpenRLHF's actor trainer on Megatron: its replay buffer, losses and flags around Megatron's train step."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from openrlhf.models import aggregate_loss
+from openrlhf.models.utils import compute_approx_kl, masked_mean
+from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch
+from torch import Tensor
+
+from openrlhf_gtpo.integration.actors.micro_batches import fill
+from openrlhf_gtpo.integration.actors.optimizer_steps import optimizer_steps
+from openrlhf_gtpo.integration.actors.policy_actor import EntropyActorTrainer
+from openrlhf_gtpo.integration.actors.step_metrics import StepMetrics
+from openrlhf_gtpo.integration.actors.token_rows import token_batch
+from openrlhf_gtpo.megatron.model.policy import LoadedModel
+from openrlhf_gtpo.megatron.model.weights import FullWeights
+from openrlhf_gtpo.megatron.parallel.host import device
+from openrlhf_gtpo.megatron.parallel.placement import is_first_replica, is_reporter
+from openrlhf_gtpo.megatron.train.trainer import Trainer
+from openrlhf_gtpo.weight_sync.buckets import ParameterMeta
+
+
+class MegatronActorTrainer(EntropyActorTrainer):
+    """Holds the replay buffer of this replica and trains ``model`` on it.
+
+    Upstream's flags keep their meaning: ``--train.batch_size`` rows an optimizer step over all replicas,
+    ``--train.max_epochs`` passes, its policy loss, KL loss and entropy bonus. Micro-batches are filled by
+    ``--train.max_tokens_per_gpu``.
+    """
+
+    def __init__(self, strategy: Any, model: LoadedModel, trainer: Trainer, vllm_engines: list[Any] | None) -> None:
+        super().__init__(
+            strategy,
+            model,
+            None,  # no moving average of the weights
+            None,
+            None,
+            micro_train_batch_size=strategy.args.train.micro_batch_size,
+            vllm_engines=vllm_engines,
+        )
+        self.model = model
+        self.megatron = trainer
+
+    def ppo_train(self, kl_ctl: float) -> dict[str, float]:
+        """Train on everything in the replay buffer; returns upstream's metrics, averaged over the replicas."""
+        metrics = StepMetrics(self.args)
+        items = self.replay_buffer.items
+        # The same order on every rank of a replica, and again after a resume.
+        shuffle = np.random.default_rng([self.args.train.seed, self.megatron.steps])
+        steps, report = 0, None
+        for rows in optimizer_steps(len(items), self.args, self._data_group(), device(), shuffle):
+            step = _StepLoss(self, [items[row] for row in rows], kl_ctl)
+            report = self.megatron.step(step.batches, step.loss, with_entropy=step.with_entropy)
+            steps += 1
+            for experience, kept in zip(step.experiences, report.kept, strict=bool(report.kept)):
+                metrics.add(
+                    _of_rows(experience) | kept, float(experience.action_mask.sum()), len(experience.action_mask)
+                )
+        status = metrics.averages(steps, is_reporter())
+        if report is not None:
+            status |= {"actor_lr": report.next_lr, "actor_grad_norm": report.grad_norm}
+        return status
+
+    def _data_group(self) -> torch.distributed.ProcessGroup:
+        return self.strategy.ds_device_mesh["dp"].get_group()
+
+    @cached_property
+    def _weights(self) -> FullWeights:
+        return FullWeights(self.model, self.args.vllm.sync_bucket_mb * 2**20)
+
+    def _send(self) -> None:
+        # Another replica has the same weights, and serves the engines on its own GPUs alone.
+        if self._colocated or is_first_replica():
+            super()._send()
+
+    def _weights_to_send(self) -> tuple[list[ParameterMeta], Iterator[Tensor]]:
+        parameters = [ParameterMeta(name, tuple(shape)) for name, shape in self._weights.shapes]
+        return parameters, (tensor for _, tensor in self._weights.tensors())
+
+
+class _StepLoss:
+    """The micro-batches of one optimizer step and their loss: a sum over micro-batches and replicas."""
+
+    def __init__(self, trainer: MegatronActorTrainer, rows: list[Experience], kl_ctl: float) -> None:
+        self.args: SimpleNamespace = trainer.args
+        self.kl_ctl = kl_ctl
+        self.policy_loss = trainer.actor_loss_fn
+        lengths = [int(row.total_length) for row in rows]
+        members = fill(lengths, self.args.train.max_tokens_per_gpu)
+        self.experiences = [make_experience_batch([rows[i] for i in part], True) for part in members]
+        self.batches = [token_batch(experience) for experience in self.experiences]
+        self.with_entropy = self.args.actor.entropy_coef is not None
+        masks = [experience.action_mask for experience in self.experiences]
+        counts = torch.tensor(
+            [float(sum(mask.sum() for mask in masks)), float(sum(mask.any(-1).sum() for mask in masks))],
+            device=device(),
+        )
+        torch.distributed.all_reduce(counts, group=trainer._data_group())
+        tokens, samples = counts.clamp_min(1)
+        self._totals = {"dp_size": 1, "batch_num_tokens": tokens, "global_batch_size": samples}
+
+    def loss(self, index: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """This micro-batch's part of the step's loss, and its metrics."""
+        experience = self.experiences[index]
+        experience.to_device(log_probs.device)
+        mask = experience.action_mask
+        policy, clip_ratio, approx_kl, vllm_kl, filtered = self.policy_loss(
+            log_probs,
+            experience.action_log_probs,
+            experience.advantages,
+            action_mask=mask,
+            rollout_log_probs=experience.rollout_log_probs,
+            **self._totals,
+        )
+        metrics = {"policy_loss": policy, "ppo_clip_ratio": clip_ratio, "ppo_kl": approx_kl}
+        if vllm_kl is not None:
+            metrics |= {"vllm_kl": vllm_kl, "is_filter_ratio": filtered}
+        total = policy
+        if self.args.algo.kl.use_loss:
+            kl, difference = self._kl(experience, log_probs)
+            total = total + kl * self.kl_ctl
+            metrics |= {"kl": kl, "logprobs_diff": difference}
+        if entropy is not None:
+            bonus = aggregate_loss(entropy, mask, **self._totals)
+            total = total - bonus * self.args.actor.entropy_coef
+            metrics["entropy_loss"] = bonus
+        return total, {name: value.detach() for name, value in metrics.items()}
+
+    def _kl(self, experience: Experience, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        if self.args.algo.kl.init_coef <= 0:
+            return log_probs.new_zeros(()), log_probs.new_zeros(())
+        kl = compute_approx_kl(
+            log_probs,
+            experience.base_action_log_probs,
+            log_probs_old=experience.action_log_probs,
+            kl_estimator=self.args.algo.kl.estimator,
+            unbiased_gradient=self.args.algo.kl.unbiased_gradient,
+        )
+        difference = masked_mean(log_probs.float() - experience.base_action_log_probs.float(), experience.action_mask)
+        return aggregate_loss(kl, experience.action_mask, **self._totals), difference
+
+
+def _of_rows(experience: Experience) -> dict[str, Tensor]:
+    """What OpenRLHF logs of each row: tensors and lists of ``info``, and the outcome fields."""
+    found: dict[str, Tensor] = {}
+    for name, value in experience.info.items():
+        if isinstance(value, list):
+            found[name] = torch.tensor([float(one) for one in value])
+        elif isinstance(value, Tensor):
+            found[name] = value
+    for field in fields(Experience):
+        value = getattr(experience, field.name)
+        if field.name in {"rewards", "scores"} or not Experience.is_episode_tensor_field(field.name):
+            continue
+        if isinstance(value, Tensor) and field.name not in found:
+            found[field.name] = value
+    return found

@@ -1,0 +1,128 @@
+"""From a replay buffer to whole optimizer steps: which rows, in which micro-batches, and which of them is the last.
+
+A rollout may be short (the end of the data, dynamic filtering) and its rows may be dealt unevenly. Every replica makes as many
+optimizer steps all the same, and on DeepSpeed as many backward passes: one without a row keeps the others company.
+"""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch
+from torch.distributed import ProcessGroup, ReduceOp, all_reduce
+
+from openrlhf_gtpo.integration.actors.micro_batches import fill
+from openrlhf_gtpo.integration.actors.step_metrics import StepMetrics
+
+
+def optimizer_steps(
+    num_rows: int,
+    args: SimpleNamespace,
+    group: ProcessGroup,
+    device: torch.device,
+    shuffle: np.random.Generator | None,
+) -> Iterator[np.ndarray]:
+    """The rows of this replica in each optimizer step of a training phase, ``--train.max_epochs`` times all of them.
+
+    Args:
+        num_rows: that this replica holds.
+        group: of the replicas; collective over it.
+        shuffle: draws the order of each epoch; None keeps the rows in theirs.
+    """
+    total = torch.tensor(num_rows, device=device)
+    all_reduce(total, group=group)
+    # What a batch is short of, or what is left over, makes its steps smaller or larger, and not one more.
+    steps = max(1, int(total) // args.train.batch_size)
+    for _ in range(args.train.max_epochs if total else 0):
+        yield from np.array_split(shuffle.permutation(num_rows) if shuffle else np.arange(num_rows), steps)
+
+
+class WholeSteps:
+    """Mixed into OpenRLHF's trainers on DeepSpeed: the engine is told which backward pass ends an optimizer step.
+
+    Left to itself DeepSpeed counts: with dynamic batches OpenRLHF tells it 1 micro-batch a step, and ZeRO 1 and 2 then keep
+    the last one's gradient alone; with fixed ones a short rollout shifts the count for the rest of the run. Both seen in
+    OpenRLHF 0.11.2 with DeepSpeed 0.19.6.
+    """
+
+    strategy: Any
+    replay_buffer: Any
+
+    def __init__(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(strategy, *args, **kwargs)  # type: ignore[call-arg]
+        # Upstream's `training_step` asks the buffer's dynamic batches for the end of a step, and here all batches are such.
+        train = SimpleNamespace(**vars(strategy.args.train) | {"dynamic_batch_enable": True})
+        self.args = SimpleNamespace(**vars(strategy.args) | {"train": train})
+
+    def train(self, engine: Any, step: Callable[[Experience, int], dict[str, Any]]) -> dict[str, float]:
+        """Train on everything in the replay buffer, with ``step`` the forward and backward pass of a micro-batch on ``engine``.
+
+        Returns:
+            its metrics over all replicas (see ``StepMetrics``); of learning rate and gradient norm the last.
+        """
+        mesh = self.strategy.ds_device_mesh
+        metrics = StepMetrics(self.args, mesh["dp"].size())
+        last: dict[str, float] = {}
+        for number, experience, rows in self.micro_batches(engine):
+            values = step(experience, number)
+            last = {name: values.pop(name) for name in list(values) if name.endswith(("_lr", "_grad_norm"))}
+            if rows:
+                tensors = {name: torch.as_tensor(value) for name, value in values.items()}
+                metrics.add(tensors, float(experience.action_mask.sum()), rows)
+        reports = mesh["sp"].get_local_rank() == 0 and mesh["tp"].get_local_rank() == 0  # one rank of each replica
+        return metrics.averages(sum(self.replay_buffer.dynamic_optimizer_step), reports) | last
+
+    def micro_batches(self, engine: Any) -> Iterator[tuple[int, Experience, int]]:
+        """For each backward pass on ``engine``: its number, the batch, and how many rows of it count."""
+        assert (
+            engine.gradient_accumulation_steps() == 1
+        ), "DeepSpeed divides losses that are divided already; see Strategy"
+        args, buffer = self.strategy.args, self.replay_buffer
+        group = self.strategy.ds_device_mesh["dp"].get_group()
+        device = torch.device(torch.cuda.current_device())
+        # The same order on every rank of a replica, and again after a resume. Dynamic batches come sorted to be balanced.
+        seed = [args.train.seed, engine.global_steps]
+        shuffle = None if args.train.dynamic_batch_enable else np.random.default_rng(seed)
+        buffer.dynamic_optimizer_step, buffer.dynamic_sample_loss_scale = [], []
+        buffer.dynamic_batch_num_tokens, buffer.dynamic_global_batch_size = [], []
+        for rows in optimizer_steps(len(buffer.items), args, group, device, shuffle):
+            items = [buffer.items[row] for row in rows]
+            parts = self._split(items)
+            masks = [item.action_mask for item in items]
+            counts = torch.tensor(
+                [float(sum(m.sum() for m in masks)), float(sum(m.any() for m in masks))], device=device
+            )
+            all_reduce(counts, group=group)
+            most = torch.tensor(len(parts), device=device)
+            all_reduce(most, op=ReduceOp.MAX, group=group)
+            tokens, samples = counts.clamp_min(1).tolist()
+            parts += [[]] * (int(most) - len(parts))
+            for place, part in enumerate(parts):
+                last = place + 1 == len(parts)
+                buffer.dynamic_optimizer_step.append(int(last))
+                buffer.dynamic_sample_loss_scale.append(len(part) / max(1, len(items)))
+                buffer.dynamic_batch_num_tokens.append(tokens)
+                buffer.dynamic_global_batch_size.append(samples)
+                engine.set_gradient_accumulation_boundary(last)
+                batch = make_experience_batch(part, args.ds.packing_samples) if part else _no_actions()
+                yield len(buffer.dynamic_optimizer_step) - 1, batch.to_device(device), len(part)
+
+    def _split(self, items: list[Experience]) -> list[list[Experience]]:
+        """Micro-batches by number of tokens with dynamic batches, by number of rows otherwise."""
+        args = self.strategy.args
+        if not args.train.dynamic_batch_enable:
+            size = args.train.micro_batch_size
+            return [items[i : i + size] for i in range(0, len(items), size)]
+        budget = args.train.max_tokens_per_gpu * args.ds.ring_attn_size * args.ds.tensor_parallel_size
+        return [[items[i] for i in part] for part in fill([int(item.total_length) for item in items], budget)]
+
+
+def _no_actions() -> Experience:
+    """A row of two tokens that no loss counts."""
+    nothing = {name: torch.zeros(1, 1) for name in ("action_log_probs", "base_action_log_probs", "rollout_log_probs")}
+    nothing |= {name: torch.zeros(1, 1) for name in ("values", "returns", "advantages")}
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    mask = torch.zeros(1, 1, dtype=torch.long)
+    return Experience(sequences=tokens, attention_mask=torch.ones_like(tokens), action_mask=mask, **nothing)

@@ -1,0 +1,204 @@
+"""The Ray actor that holds the policy: old-policy forward with entropies, the estimator's loss, bucketed weight sync."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Any
+
+import deepspeed
+import ray
+import torch
+from openrlhf.trainer.ray import ppo_actor
+from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
+
+from openrlhf_gtpo import platform
+from openrlhf_gtpo.algorithms.config import Mean
+from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.integration.actors.optimizer_steps import WholeSteps
+from openrlhf_gtpo.integration.actors.policy_model import PolicyModel
+from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy, entropy_credit
+from openrlhf_gtpo.integration.credit.loss import CreditLoss, loss_options
+from openrlhf_gtpo.platform.memory import ReportsPeakMemory
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.token_values import TokenValues
+from openrlhf_gtpo.weight_sync.arrivals import WeightSyncError
+from openrlhf_gtpo.weight_sync.buckets import ParameterMeta
+from openrlhf_gtpo.weight_sync.colocated import ColocatedSender
+from openrlhf_gtpo.weight_sync.engine import Engine, ray_engine
+from openrlhf_gtpo.weight_sync.sender import WeightSender
+
+_UpstreamPolicyActor: Any = ppo_actor.PolicyModelActor.__ray_metadata__.modified_class
+
+
+class EntropyActorTrainer(ActorPPOTrainer):
+    """Upstream's trainer with the loss of the estimator and a weight transfer in buckets; on either backend."""
+
+    def __init__(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(strategy, *args, **kwargs)
+        credit = entropy_credit(self.args)
+        if credit is not None:
+            ratio_mean: Mean = getattr(credit.config, "ratio_mean", "arithmetic")
+            self.actor_loss_fn = CreditLoss(credit.estimator.level, ratio_mean, **loss_options(self.args))
+
+    @property
+    def _colocated(self) -> bool:
+        """The engines share this trainer's GPUs: upstream's condition for CUDA IPC, but whatever the backend."""
+        return self.args.train.colocate_all and not self.args.train.async_enable
+
+    def _init_vllm_sync_group(self, backend: str) -> None:
+        if self.args.vllm.sync_with_ray:
+            super()._init_vllm_sync_group(backend)
+        elif not self._colocated:
+            self._broadcaster = WeightSender(
+                self._engines(),
+                self.args.vllm.tensor_parallel_size,
+                ray.util.get_node_ip_address(),
+                torch.device(torch.cuda.current_device()),
+                self.args.vllm.sync_bucket_mb * 2**20,
+                self.args.vllm.sync_checksum,
+            )
+
+    def broadcast_to_vllm(self) -> None:
+        """Send every parameter that upstream would, in buckets; with Ray's transfer, as upstream does.
+
+        Raises:
+            TrainingStopped: an engine did not get what was sent.
+        """
+        if self.args.vllm.sync_with_ray:
+            super().broadcast_to_vllm()
+            return
+        torch.cuda.empty_cache()
+        try:
+            self._send()
+        except WeightSyncError as error:
+            raise TrainingStopped(str(error)) from error
+        torch.cuda.empty_cache()
+        torch_dist_barrier_and_cuda_sync()
+
+    def _send(self) -> None:
+        parameters, tensors = self._weights_to_send()
+        if self._colocated:
+            engines = self._engines() if torch.distributed.get_rank() == 0 else []
+            device = torch.device(torch.cuda.current_device())
+            bucket_bytes = self.args.vllm.sync_bucket_mb * 2**20
+            ColocatedSender(engines, _all_gather_objects, device, bucket_bytes, self.args.vllm.sync_checksum).send(
+                parameters, tensors
+            )
+        elif torch.distributed.get_rank() == 0:
+            self._broadcaster.send(parameters, tensors)
+        else:
+            for _ in tensors:  # the other ranks take part in gathering
+                pass
+
+    def _engines(self) -> list[Engine]:
+        return [ray_engine(engine) for engine in self.vllm_engines]
+
+    def _weights_to_send(self) -> tuple[list[ParameterMeta], Iterator[torch.Tensor]]:
+        """The model's parameters, and a full tensor of each, which all ranks have to gather together."""
+        return self._metas, self._full_tensors()
+
+    @cached_property
+    def _metas(self) -> list[ParameterMeta]:
+        metas = []
+        for name, parameter in self._parameters_to_send():
+            shape = getattr(parameter, "ds_shape", None)  # ZeRO-3's
+            if shape is None:
+                with self._gathered(parameter):
+                    shape = parameter.shape
+            metas.append(ParameterMeta(name, tuple(shape)))
+        return metas
+
+    def _parameters_to_send(self) -> list[tuple[str, torch.nn.Parameter]]:
+        frozen_too = not getattr(self.actor, "is_vlm", False)
+        return [(n, p) for n, p in self.actor.model.module.named_parameters() if p.requires_grad or frozen_too]
+
+    def _full_tensors(self) -> Iterator[torch.Tensor]:
+        for _, parameter in self._parameters_to_send():
+            with self._gathered(parameter):
+                yield parameter.data
+
+    def _gathered(self, parameter: torch.nn.Parameter) -> AbstractContextManager:
+        """Within it the parameter is whole, of DeepSpeed's tensor parallelism or of ZeRO-3. Collective."""
+        if self.args.ds.tensor_parallel_size > 1:
+            return deepspeed.module_inject.layers.GatherReplacedLayerParams([parameter], self.actor.model.module)
+        return deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id"))
+
+
+class DeepspeedActorTrainer(WholeSteps, EntropyActorTrainer):
+    """Trains on DeepSpeed, a whole optimizer step at a time."""
+
+    def ppo_train(self, kl_ctl: float) -> dict[str, float]:
+        """Train on everything in the replay buffer; returns upstream's metrics."""
+        return self.train(self.actor.model, lambda batch, step: self.training_step(batch, kl_ctl, step)["metrics"])
+
+
+class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: ignore[misc]
+    """Upstream's policy actor whose forward returns entropies with the log-probs when the run captures them."""
+
+    def init_model_from_pretrained(
+        self, strategy: Any, pretrain: str, max_steps: int | None = None, vllm_engines: list[Any] | None = None
+    ) -> None:
+        """As upstream's, with this package's model and trainer in the place of its own."""
+        ppo_actor.ActorPPOTrainer = DeepspeedActorTrainer
+        if captures_entropy(strategy.args) or platform.chosen_platform() == "cpu":
+            ppo_actor.Actor = PolicyModel
+        super().init_model_from_pretrained(strategy, pretrain, max_steps=max_steps, vllm_engines=vllm_engines)
+
+    def forward(
+        self,
+        sequences: torch.Tensor,
+        action_mask: torch.Tensor,
+        attention_mask: torch.Tensor,
+        packed_seq_lens: Any = None,
+        mm_train_inputs_list: Any = None,
+    ) -> TokenValues | torch.Tensor:
+        """(b, t) tokens of one micro-batch to :class:`TokenValues` on the CPU, or to upstream's log-probs alone."""
+        with self.peaks.phase(names.OLD_LOG_PROBS):
+            return self._forward(sequences, action_mask, attention_mask, packed_seq_lens, mm_train_inputs_list)
+
+    def fit(self, kl_ctl: float = 0) -> dict[str, float]:
+        with self.peaks.phase(names.PPO_TRAIN):
+            return super().fit(kl_ctl)
+
+    def broadcast_to_vllm(self) -> None:
+        with self.peaks.phase(names.BROADCAST):
+            super().broadcast_to_vllm()
+
+    def _forward(
+        self,
+        sequences: torch.Tensor,
+        action_mask: torch.Tensor,
+        attention_mask: torch.Tensor,
+        packed_seq_lens: Any,
+        mm_train_inputs_list: Any,
+    ) -> TokenValues | torch.Tensor:
+        if not captures_entropy(self.strategy.args):
+            return super().forward(sequences, action_mask, attention_mask, packed_seq_lens, mm_train_inputs_list)
+        device = torch.cuda.current_device()
+        self.actor.eval()
+        with torch.no_grad():
+            log_probs, output = self.actor(
+                sequences.to(device),
+                action_mask.to(device),
+                attention_mask.to(device),
+                return_output=True,
+                ring_attn_group=self.strategy.ring_attn_group,
+                return_entropy=True,
+            )
+        self.actor.train()
+        entropy = output.entropy[:, -action_mask.shape[1] :]
+        return TokenValues(log_probs.to("cpu"), (entropy * action_mask.to(device)).to("cpu"))
+
+    def finish_checkpoint(self) -> None:
+        """Nothing to wait for: DeepSpeed's checkpoints are whole when saving returns."""
+
+
+PolicyActor = ray.remote(num_gpus=1)(EntropyPolicyActor)
+
+
+def _all_gather_objects(mine: Any) -> list[Any]:
+    """Every rank's ``mine``, in the order of ranks."""
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, mine)
+    return gathered

@@ -1,0 +1,267 @@
+"""The flags that this package adds to OpenRLHF's command line, and the defaults that an algorithm brings with it."""
+
+import argparse
+import dataclasses
+import inspect
+import re
+import sys
+import typing
+from typing import Any
+
+from openrlhf_gtpo.algorithms import ESTIMATORS, GTPOConfig
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.integration.command_line import megatron_flags
+
+# OpenRLHF's name of the aggregation that divides by tokens, or by rows, of the whole optimizer step.
+AGGREGATION = {"token": "token-mean", "sequence": "seq-mean-token-mean"}
+
+# Whole algorithms from OpenRLHF's parts. A flag given on the command line wins over its preset's value. Where they depart
+# from their papers: docs/algorithms.md.
+PRESETS: dict[str, dict[str, Any]] = {
+    # DeepSeekMath, arXiv 2402.03300: KL loss with the k3 estimator, every response weighs the same.
+    "grpo": {
+        "algo.advantage.estimator": "group_norm",
+        "actor.loss_agg_mode": "seq-mean-token-mean",
+        "algo.kl.use_loss": True,
+        "algo.kl.estimator": "k3",
+        "algo.kl.init_coef": 0.04,
+    },
+    # arXiv 2503.14476: clip-higher, dynamic sampling, token-level loss, overlong penalty, no KL. Its rewards are -1 and 1; a
+    # group of 0 and 1 with half the penalty has the same advantages.
+    "dapo": {
+        "algo.advantage.estimator": "group_norm",
+        "actor.eps_clip_low_high": [0.2, 0.28],
+        "actor.loss_agg_mode": "token-mean",
+        "algo.dynamic_filtering_enable": True,
+        "algo.kl.init_coef": 0.0,
+        "reward.overlong_penalty_factor": 0.5,
+    },
+    # arXiv 2507.18071: sequence-level ratio with its narrow clip range, no KL.
+    "gspo": {
+        "algo.advantage.estimator": "group_norm",
+        "actor.policy_loss_type": "gspo",
+        "actor.loss_agg_mode": "seq-mean-token-mean",
+        "actor.eps_clip_low_high": [3e-4, 4e-4],
+        "algo.kl.init_coef": 0.0,
+    },
+}
+
+# What --vllm.sync_checksum cannot vouch for.
+_NOT_PROVEN = {
+    "vllm.sync_with_ray": "whose transfer is OpenRLHF's own",
+    "actor.freeze_visual_encoder": "with which only a part of the model is sent",
+}
+
+# DAPO's buffer as a share of the longest response (4096 of 20480 tokens).
+_DAPO_BUFFER_SHARE = 0.2
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add this package's flags, and its estimators to the choices of ``--algo.advantage.estimator``."""
+    estimator = parser._option_string_actions["--algo.advantage.estimator"]
+    assert estimator.choices is not None
+    estimator.choices = [*estimator.choices, *ESTIMATORS]
+    ours = (f"{name} ({one.summary})" for name, one in ESTIMATORS.items())
+    estimator.help = f"{estimator.help}; {', '.join(ours)}"
+    clip_range = parser._option_string_actions["--reward.clip_range"]
+    clip_range.help = f"{clip_range.help}; gtpo and grpo_s clip their advantages with it, and only where it is given"
+
+    group = parser.add_argument_group("openrlhf_gtpo")
+    group.add_argument(
+        "--algo.preset",
+        choices=sorted(PRESETS),
+        default=None,
+        help="select a whole algorithm: its estimator, loss, clip range, KL, filtering and length penalty; "
+        "flags given beside it win. dapo is for rewards of 0 and 1 (for -1 and 1 add --reward.overlong_penalty_factor 1 "
+        "--algo.dynamic_filtering_range -1 1) and needs --rollout.max_new_tokens; grpo takes the mean of its KL over "
+        "tokens, the paper over each response first",
+    )
+    group.add_argument(
+        "--actor.trust_remote_code",
+        action="store_true",
+        default=False,
+        help="run the Python code that a checkpoint brings (auto_map in its configuration files), of actor, reward and "
+        "critic; without it such a checkpoint is refused",
+    )
+    group.add_argument(
+        "--reward.overlong_form",
+        choices=["continuous", "as_printed"],
+        default="continuous",
+        help="shape of the overlong penalty for gtpo and grpo_s: DAPO's continuous one, or the paper's as printed",
+    )
+    group.add_argument(
+        "--eval.before_training",
+        action="store_true",
+        default=False,
+        help="evaluate --eval.dataset once before the first step",
+    )
+    group.add_argument(
+        "--ckpt.stop_file",
+        default=None,
+        help="when this file appears, save a checkpoint after the step in progress and exit with status 75 (default: "
+        "'stop' in --ckpt.path, where one that is left from an earlier run does not count)",
+    )
+    group.add_argument(
+        "--logger.metrics_path", default=None, help="append every step's metrics to this JSON-lines file"
+    )
+    group.add_argument(
+        "--logger.entropy_enable",
+        action="store_true",
+        default=False,
+        help="log policy entropies with the other estimators too (gtpo and grpo_s always do)",
+    )
+    group.add_argument(
+        "--vllm.sync_bucket_mb", type=int, default=256, help="size of one bucket of the weight transfer, in MiB"
+    )
+    group.add_argument(
+        "--vllm.sync_checksum",
+        action="store_true",
+        default=False,
+        help="prove after every weight transfer that each parameter reached every engine; stop the run where one did not",
+    )
+    for name, one in ESTIMATORS.items():
+        _add_config_flags(parser.add_argument_group(f"openrlhf_gtpo {name}"), f"--algo.{name}.", one.config)
+    megatron_flags.add_flags(parser)
+
+
+def _add_config_flags(group: argparse._ArgumentGroup, prefix: str, config: type) -> None:
+    types = typing.get_type_hints(config)
+    # GRPOSConfig refers to GTPOConfig for what the two share.
+    shared = field_descriptions(GTPOConfig)
+    descriptions = {
+        name: shared[name] if text.startswith("as in ") else text for name, text in field_descriptions(config).items()
+    }
+    for field in dataclasses.fields(config):
+        kind = types[field.name]
+        options: dict[str, Any] = {"default": field.default, "help": descriptions.get(field.name)}
+        if typing.get_origin(kind) is typing.Literal:
+            options["choices"] = typing.get_args(kind)
+        elif kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["type"] = kind
+        group.add_argument(prefix + field.name, **options)
+
+
+def field_descriptions(config: type) -> dict[str, str]:
+    """Field name -> its description under ``Fields:`` in the docstring of a configuration class."""
+    documented = inspect.cleandoc(config.__doc__ or "").partition("Fields:\n")[2].partition("\n\n")[0]
+    descriptions: dict[str, str] = {}
+    for names, text in re.findall(r"^    (\w[\w, ]*): (.*(?:\n        .*)*)", documented, re.MULTILINE):
+        for name in names.split(", "):
+            descriptions[name] = " ".join(text.replace("``", "").replace("%", "%%").split())
+    return descriptions
+
+
+def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
+    """Fill in what the chosen preset or estimator implies, for destinations not in ``given``.
+
+    Raises:
+        UsageError: a flag that contradicts the preset, the estimator's loss level or the actor's backend.
+    """
+    if "actor.eps_clip" in given:
+        given |= {"actor.eps_clip_low_high"}  # OpenRLHF takes the one for both bounds
+    bucket = getattr(args, "vllm.sync_bucket_mb")
+    if bucket < 1:
+        raise UsageError(f"--vllm.sync_bucket_mb {bucket} leaves no room for a weight; give at least 1.")
+    if getattr(args, "vllm.sync_checksum"):
+        for flag, why in _NOT_PROVEN.items():
+            if getattr(args, flag):
+                raise UsageError(f"--vllm.sync_checksum does not go with --{flag}, {why}; leave one of them out.")
+    preset = getattr(args, "algo.preset")
+    if preset is not None:
+        if "algo.advantage.estimator" in given:
+            raise UsageError(
+                f"--algo.preset {preset} brings its own estimator; drop --algo.advantage.estimator or the preset."
+            )
+        for destination, value in PRESETS[preset].items():
+            if destination not in given:
+                setattr(args, destination, value)
+        if preset == "dapo" and "reward.overlong_buffer_len" not in given:
+            longest = getattr(args, "rollout.max_new_tokens")
+            if not longest:
+                raise UsageError(
+                    "--algo.preset dapo penalizes responses that come close to --rollout.max_new_tokens, which is missing; "
+                    "give it, or --reward.overlong_buffer_len to count back from --data.max_len."
+                )
+            setattr(args, "reward.overlong_buffer_len", float(max(1, int(longest * _DAPO_BUFFER_SHARE))))
+
+    estimator = getattr(args, "algo.advantage.estimator")
+    if estimator in ESTIMATORS:
+        _follow_loss_level(args, given, estimator)
+        if "actor.eps_clip_low_high" not in given:
+            setattr(args, "actor.eps_clip_low_high", [0.2, 0.28])
+        if "reward.clip_range" not in given:
+            setattr(args, "reward.clip_range", None)  # OpenRLHF's ±10 is for rewards, and would cut shaped advantages
+    megatron_flags.adjust(args, given)
+    warning = _without_effect(args, given)
+    if warning:
+        print(warning, file=sys.stderr)
+
+
+def _without_effect(args: argparse.Namespace, given: frozenset[str]) -> str | None:
+    """One line that names the flags that were ``given`` and that this run does not read; None where it reads all."""
+    estimator = getattr(args, "algo.advantage.estimator")
+    with_ray = getattr(args, "vllm.sync_with_ray")
+    reward_url = getattr(args, "reward.remote_url") or getattr(args, "train.agent_func_path")
+    reward_model = getattr(args, "reward.model_name_or_path") and not reward_url
+    # Where it holds, why, and how the flags begin that nothing reads then.
+    rules: list[tuple[bool, str, tuple[str, ...]]] = [
+        (
+            estimator in ESTIMATORS,
+            f"not read by {estimator}",
+            ("algo.advantage.no_std_norm", "algo.advantage.gamma", "algo.advantage.lambd"),
+        ),
+        *((estimator != name, f"the estimator is {estimator}", (f"algo.{name}.",)) for name in ESTIMATORS),
+        (estimator not in ESTIMATORS, "only gtpo and grpo_s have a choice of it", ("reward.overlong_form",)),
+        (
+            estimator in ESTIMATORS and getattr(args, "reward.overlong_buffer_len") is None,
+            "there is no --reward.overlong_buffer_len",
+            ("reward.overlong_form", "reward.overlong_penalty_factor"),
+        ),
+        (
+            getattr(args, "actor.policy_loss_type") == "gspo",
+            "gspo always takes the mean over responses",
+            ("actor.loss_agg_mode",),
+        ),
+        (
+            getattr(args, "actor.backend") == "megatron",
+            "not read by the Megatron actor",
+            megatron_flags.NOT_READ + (() if reward_model else megatron_flags.READ_BY_REWARD_MODEL),
+        ),
+        (not getattr(args, "eval.dataset"), "there is no --eval.dataset", ("eval.before_training",)),
+        (
+            not with_ray and getattr(args, "vllm.sync_backend") != "nccl",
+            "GPUs use NCCL, a host without them gloo",
+            ("vllm.sync_backend",),
+        ),
+        (with_ray, "--vllm.sync_with_ray has no buckets", ("vllm.sync_bucket_mb",)),
+    ]
+    groups = []
+    for holds, reason, beginnings in rules:
+        unread = sorted(flag for flag in given if flag.startswith(beginnings)) if holds else []
+        if unread:
+            groups.append(f"{', '.join(f'--{flag}' for flag in unread)} ({reason})")
+    return f"These flags were given but have no effect here: {'; '.join(groups)}." if groups else None
+
+
+def _follow_loss_level(args: argparse.Namespace, given: frozenset[str], estimator: str) -> None:
+    """Sequence advantages go with a sequence loss, token advantages with a token loss."""
+    aggregation = AGGREGATION[ESTIMATORS[estimator].level]
+    chosen = getattr(args, "actor.loss_agg_mode")
+    if "actor.loss_agg_mode" in given and chosen != aggregation:
+        raise UsageError(
+            f"--actor.loss_agg_mode {chosen} does not fit --algo.advantage.estimator {estimator}, whose advantages "
+            f"are per {ESTIMATORS[estimator].level}; leave it out or give {aggregation}."
+        )
+    if getattr(args, "actor.policy_loss_type") != "ppo":
+        remedy = (
+            "--algo.grpo_s.ratio_mean geometric is GSPO's ratio"
+            if estimator == "grpo_s"
+            else "use --algo.advantage.estimator grpo_s with --algo.grpo_s.ratio_mean geometric for GSPO's ratio"
+        )
+        raise UsageError(
+            f"--actor.policy_loss_type gspo does not fit --algo.advantage.estimator {estimator}, which brings its "
+            f"own loss; leave it out ({remedy})."
+        )
+    setattr(args, "actor.loss_agg_mode", aggregation)

@@ -1,0 +1,105 @@
+"""What can be known to fail once the Ray cluster of a run is there, before anything is loaded onto it."""
+
+import os
+import time
+import uuid
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.integration.controller.checkpoint_disk import writes_checkpoints
+
+_PATIENCE = 10.0  # seconds until a network file system shows a new file to other hosts
+_LOOK_LIMIT = 300.0  # seconds for a node to start a process and look
+
+
+def check_nodes(args: SimpleNamespace) -> None:
+    """Refuse a cluster with too few GPUs, and a folder that is to hold checkpoints and that its nodes do not share.
+
+    Raises:
+        UsageError: with the nodes in question.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    check_gpus(args, nodes)
+    if len(nodes) > 1 and writes_checkpoints(args):
+        check_shared_folder(args.ckpt.path, nodes)
+
+
+def check_gpus(args: SimpleNamespace, nodes: list[dict[str, Any]]) -> None:
+    """Refuse fewer GPUs than the run places on them, for which Ray would wait for ever."""
+    there = {_name(node): int(node["Resources"].get("GPU", 0)) for node in nodes}
+    needed = least_gpus(args)
+    if sum(there.values()) < needed:
+        raise UsageError(
+            f"The run needs {needed} GPUs, and the Ray cluster has {sum(there.values())} "
+            f"({', '.join(f'{name}: {count}' for name, count in there.items())}); add nodes, or lower "
+            "--actor.num_nodes, --actor.num_gpus_per_node or --vllm.num_engines."
+        )
+
+
+def least_gpus(args: SimpleNamespace) -> int:
+    """GPUs that actor and engines ask Ray for; other models may ask for more."""
+    actor = args.actor.num_nodes * args.actor.num_gpus_per_node
+    engines = (args.vllm.num_engines or 0) * args.vllm.tensor_parallel_size
+    shared = args.train.colocate_all and not args.train.async_enable
+    return max(actor, engines) if shared else actor + engines
+
+
+def check_shared_folder(folder: str, nodes: list[dict[str, Any]]) -> None:
+    """Refuse a folder that is not the same, or not writable, on every node: each looks for a file of this process's."""
+    path = Path(folder).absolute()
+    token = path / f".shared-{uuid.uuid4().hex}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        token.write_text(token.name)
+    except OSError as error:
+        raise UsageError(f"--ckpt.path {path} cannot be written to: {error.strerror}.") from error
+    try:
+        answers = {_name(node): _look_from(node, token) for node in nodes}
+        for name, answer in answers.items():
+            complaint = _answer(answer)
+            if complaint:
+                raise UsageError(
+                    f"--ckpt.path {path} {complaint} on node {name}, and all {len(nodes)} nodes must read and write "
+                    "the same folder; give one on a shared file system (NFS, Lustre, …)."
+                )
+    finally:
+        token.unlink(missing_ok=True)
+
+
+def _look_from(node: dict[str, Any], token: Path) -> Any:
+    there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    look = ray.remote(num_cpus=0, max_retries=0)(look_for)
+    return look.options(scheduling_strategy=there).remote(str(token), _PATIENCE)
+
+
+def _answer(reference: Any) -> str | None:
+    try:
+        return ray.get(reference, timeout=_LOOK_LIMIT)
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        return f"could not be looked for ({' '.join(str(error).split())[:200]})"
+
+
+def look_for(token: str, patience: float) -> str | None:
+    """What is wrong with the folder of ``token`` where this runs; None where the file is there and others can be."""
+    path = Path(token)
+    deadline = time.monotonic() + patience
+    while not _holds_itself(path):
+        if time.monotonic() > deadline:
+            return "is another folder" if path.parent.is_dir() else "does not exist"
+        time.sleep(0.5)
+    return None if os.access(path.parent, os.W_OK) else "is not writable"
+
+
+def _holds_itself(path: Path) -> bool:
+    try:
+        return path.read_text() == path.name
+    except OSError:
+        return False
+
+
+def _name(node: dict[str, Any]) -> str:
+    return str(node.get("NodeName") or node["NodeManagerAddress"])

@@ -1,0 +1,90 @@
+"""What each step of a run took: seconds of the clock, real tokens, floating-point operations, and peak memory.
+
+Always on: a step costs a pass over the rows' lengths, and three small questions to the actors and engines.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+from openrlhf.trainer.ppo_utils.experience import Experience
+
+from openrlhf_gtpo.megatron.parallel.layout import check_architecture
+from openrlhf_gtpo.model_shape import ModelShape, forward_flops
+from openrlhf_gtpo.report import names
+
+Peaks = dict[str, int]  # phase to bytes, of one process
+
+
+class StepCosts:
+    """Of the step that is under way; the controller says where it is.
+
+    Args:
+        args: the run's arguments.
+        actors: group of the policy's actors.
+        engines: the rollout actors.
+
+    Attributes:
+        response_tokens: of this step.
+    """
+
+    def __init__(self, args: SimpleNamespace, actors: Any, engines: Sequence[Any] | None) -> None:
+        self._shape = dense_shape(args.actor.model_name_or_path)
+        self._actors = actors
+        self._engines = engines or []
+        self._costs: dict[str, float] = {}
+        self.response_tokens = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """A step starts now; what lies between the end of one and this belongs to none."""
+        self._begun = time.perf_counter()
+
+    def sampled(self, samples: Sequence[Experience]) -> None:
+        """The rollout has ended and gave ``samples``, unpadded rows."""
+        lengths = [int(length) for sample in samples for length in sample.attention_mask.sum(dim=-1)]
+        self.response_tokens = sum(int(sample.action_mask.sum()) for sample in samples)
+        self._costs = {
+            names.TOKENS_PROMPT: sum(lengths) - self.response_tokens,
+            names.TOKENS_RESPONSE: self.response_tokens,
+        }
+        if self._shape is not None:
+            self._costs[names.FLOPS_FORWARD] = float(forward_flops(self._shape, lengths, self.response_tokens))
+        self._costs |= _largest("engine", self._engine_peaks(names.GENERATION))
+
+    def trained(self) -> None:
+        """The new weights have reached the engines."""
+        self._costs |= _largest("engine", self._engine_peaks(names.BROADCAST))
+        self._costs |= _largest("actor", ray.get(self._actors.async_run_method(method_name="take_peak_memory")))
+
+    def end(self) -> dict[str, float]:
+        """The step ends now; its metrics."""
+        return self._costs | {names.TIMING_STEP_WALL: time.perf_counter() - self._begun}
+
+    def _engine_peaks(self, phase: str) -> list[Peaks]:
+        answers = ray.get([engine.take_peak_memory.remote(phase) for engine in self._engines])
+        return [worker for answer in answers for worker in answer]
+
+
+def dense_shape(model: str) -> ModelShape | None:
+    """Of a checkpoint; None where :func:`forward_flops` does not know its layers. Code that it brings is not run."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        check_architecture(config)
+    except ValueError:  # a LayoutError, or a configuration that only code of its own can read
+        return None
+    return None if getattr(config, "num_experts", None) else ModelShape.of(config)
+
+
+def _largest(process: str, peaks: Iterable[Peaks]) -> dict[str, float]:
+    """Metrics of the process that took most in each phase."""
+    found: dict[str, float] = {}
+    for each in peaks:
+        for phase, size in each.items():
+            name = names.peak_memory(process, phase)
+            found[name] = max(found.get(name, 0.0), size / 2**30)
+    return found

@@ -1,0 +1,154 @@
+"""The single controller: upstream's trainer with the metrics of entropy credit, an evaluation before training, and an
+end on request.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import ray
+from openrlhf.trainer import ppo_trainer
+
+from openrlhf_gtpo.errors import StoppedOnRequest
+from openrlhf_gtpo.integration.controller import stop
+from openrlhf_gtpo.integration.controller.checkpoint_disk import write_errors
+from openrlhf_gtpo.integration.controller.step_costs import StepCosts
+from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.integration.rollout.samples_generator import OrderedSamplesGenerator
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.metrics import MetricsWriter, is_number
+
+_KL_COEFFICIENT = "kl_coefficient"  # in a checkpoint's client states, which upstream leaves it out of
+
+# What upstream starts from without a checkpoint.
+_FRESH = {"episode": 0, "global_step": 0, "total_consumed_prompts": 0, "data_loader_state_dict": {}}
+
+_UpstreamTrainer: Any = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
+
+
+class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
+    """Upstream's controller; what it logs goes to TensorBoard and W&B through upstream, and to ``metrics.jsonl``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.samples_generator = OrderedSamplesGenerator(
+            self.strategy, self.prompts_dataloader, self.eval_dataloader, self.tokenizer, self.vllm_engines
+        )
+        self.experience_maker = EntropyExperienceMaker(
+            self.actor_model_group,
+            self.critic_model_group,
+            self.reward_model_group,
+            self.reference_model_group,
+            self.kl_ctl,
+            self.strategy,
+            self.tokenizer,
+        )
+        path = self.args.logger.metrics_path
+        self.metrics_writer = MetricsWriter(path) if path else None
+        self.costs = StepCosts(self.args, self.actor_model_group, self.vllm_engines)
+
+    def fit(self, global_step: int = 0) -> None:
+        """As upstream's, after one evaluation where ``--eval.before_training`` asks for it.
+
+        Raises:
+            StoppedOnRequest: the run was asked to stop; its last step's checkpoint is written.
+        """
+        if stop.requested(self.args):
+            stop.honour(self.args)
+            raise StoppedOnRequest("asked to, before its first step; there is nothing new to save.")
+        if self.args.eval.before_training and self.eval_dataloader is not None:
+            resuming = self.init_checkpoint_states()["global_step"] > 0
+            if not resuming:
+                generation = self.generate_kwargs | {
+                    "temperature": self.args.eval.temperature,
+                    "n_samples_per_prompt": self.args.eval.n_samples_per_prompt,
+                }
+                self.evaluate(0, **generation)
+        self.costs.begin()
+        try:
+            super().fit(global_step)
+        except StoppedOnRequest:
+            for tracker in (self.wandb_logger, self.tensorboard_logger):
+                if tracker:
+                    tracker.close()
+            raise
+
+    def train_step(self, rollout_samples: list[Any], global_step: int) -> tuple[dict[str, Any], int]:
+        self.costs.sampled(rollout_samples)
+        with write_errors(self.args.ckpt):  # an asynchronous save of an earlier step may end in this one
+            status, global_step = super().train_step(rollout_samples, global_step)
+        self.costs.trained()
+        status.update(self.experience_maker.metrics)
+        if "ppo_clip_ratio" in status:
+            status[names.CLIP_FRACTION] = status["ppo_clip_ratio"]
+        return status, global_step
+
+    def init_checkpoint_states(self) -> dict[str, Any]:
+        """As upstream's; an adaptive KL coefficient and the seeds of responses go on from where they were.
+
+        A run that died before its first checkpoint was whole leaves a folder without one, which upstream has no answer
+        for: it starts anew.
+        """
+        states = super().init_checkpoint_states() or dict(_FRESH)
+        self.kl_ctl.value = states.get(_KL_COEFFICIENT, self.kl_ctl.value)
+        self.samples_generator.dispatched = states["total_consumed_prompts"]
+        return states
+
+    def save_best_checkpoint(
+        self, eval_metrics: dict[str, Any], global_step: int, client_states: dict[str, Any] | None = None
+    ) -> None:
+        with write_errors(self.args.ckpt, f"best_global_step{global_step}"):
+            super().save_best_checkpoint(eval_metrics, global_step, self._with_kl(client_states))
+        self.costs.begin()
+
+    def _with_kl(self, client_states: dict[str, Any] | None) -> dict[str, Any]:
+        return (client_states or {}) | {_KL_COEFFICIENT: self.kl_ctl.value}
+
+    def save_logs_and_checkpoints(
+        self, global_step: int, logs_dict: dict[str, Any] | None = None, client_states: dict[str, Any] | None = None
+    ) -> None:
+        # Not earlier: upstream adds up everything that is called timing.
+        logs = dict(logs_dict or {}) | self.costs.end() | self.experience_maker.seconds
+        for phase in names.PHASES:
+            if logs.get(names.timing(phase)):
+                logs[names.tokens_per_second(phase)] = self.costs.response_tokens / logs[names.timing(phase)]
+        if self.metrics_writer:
+            numbers = {name: value for name, value in logs.items() if is_number(value)}
+            self.metrics_writer.write(names.KIND_TRAIN, global_step, numbers)
+        stopping = stop.requested(self.args)
+        with write_errors(self.args.ckpt, f"global_step{global_step}"):
+            with self._save_at_every_step() if stopping else nullcontext():
+                super().save_logs_and_checkpoints(global_step, logs, self._with_kl(client_states))
+            if stopping:
+                ray.get(self.actor_model_group.async_run_method(method_name="finish_checkpoint"))
+        if stopping:
+            stop.honour(self.args)
+            raise StoppedOnRequest(self._what_a_stop_left(global_step))
+        self.costs.begin()
+
+    @contextmanager
+    def _save_at_every_step(self) -> Iterator[None]:
+        """Upstream saves where the step divides by this."""
+        save_steps, self.args.ckpt.save_steps = self.args.ckpt.save_steps, 1
+        try:
+            yield
+        finally:
+            self.args.ckpt.save_steps = save_steps
+
+    def _what_a_stop_left(self, global_step: int) -> str:
+        if self.args.ckpt.disable_ds:
+            return f"asked to, after step {global_step}; --ckpt.disable_ds leaves no checkpoint to go on from."
+        return (
+            f"asked to, after step {global_step}, which is saved in {self.args.ckpt.path}; the same command with "
+            "--ckpt.load_enable goes on from there."
+        )
+
+    def evaluate(self, global_step: int, **generate_kwargs: Any) -> dict[str, float]:
+        logs = super().evaluate(global_step, **generate_kwargs)
+        if self.metrics_writer:
+            self.metrics_writer.write(names.KIND_EVAL, global_step, logs)
+        self.costs.begin()
+        return logs
+
+
+Trainer = ray.remote(EntropyTrainer)

@@ -1,0 +1,1 @@
+"""From a rollout with entropies to advantages, metrics and the loss."""

@@ -1,0 +1,80 @@
+"""The estimator that a run uses: its configuration from the arguments, and its advantages of a batch."""
+
+import dataclasses
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from openrlhf_gtpo.algorithms import ESTIMATORS, ErrorBudget, Estimator, error_budget
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.token_values import TokenValues
+
+
+@dataclass(frozen=True)
+class EntropyCredit:
+    """An estimator of this package, by name, with its settings."""
+
+    name: str
+    config: Any
+
+    @property
+    def estimator(self) -> Estimator:
+        return ESTIMATORS[self.name]
+
+    def advantages(
+        self,
+        entropy: torch.Tensor,
+        mask: torch.Tensor,
+        outcome: torch.Tensor,
+        group_ids: torch.Tensor,
+        length_penalty: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """(B, T) advantages of a whole rollout batch; see ``gtpo_advantages`` and ``grpo_s_advantages``."""
+        return self.estimator.advantages(entropy, mask, outcome, group_ids, self.config, length_penalty)
+
+    def shares(
+        self, entropy: torch.Tensor, mask: torch.Tensor, outcome: torch.Tensor, group_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """(N,) entropy shares: of all action tokens for GTPO, of all responses for GRPO-S."""
+        return self.estimator.shares(entropy, mask, outcome, group_ids, self.config)
+
+    def error_budget(
+        self,
+        exact: TokenValues,
+        rough: TokenValues,
+        mask: torch.Tensor,
+        outcome: torch.Tensor,
+        group_ids: torch.Tensor,
+    ) -> ErrorBudget:
+        """What ``rough`` does to this credit of a batch; see ``algorithms.error_budget``."""
+        return error_budget(
+            exact,
+            rough,
+            mask,
+            lambda entropy: self.shares(entropy, mask, outcome, group_ids),
+            lambda entropy: self.advantages(entropy, mask, outcome, group_ids, None),
+        )
+
+
+def entropy_credit(args: SimpleNamespace) -> EntropyCredit | None:
+    """The entropy-weighted estimator that ``args`` selects, or None where upstream's own estimators do the work.
+
+    Raises:
+        UsageError: settings that the paper's rules refuse; the message names the flag.
+    """
+    name = args.algo.advantage.estimator
+    if name not in ESTIMATORS:
+        return None
+    config = ESTIMATORS[name].config
+    values = {field.name: getattr(getattr(args.algo, name), field.name) for field in dataclasses.fields(config)}
+    try:
+        return EntropyCredit(name, config(**values))
+    except ValueError as error:
+        raise UsageError(f"--algo.{name}.*: {error}") from error
+
+
+def captures_entropy(args: SimpleNamespace) -> bool:
+    """Whether the old-policy forward of this run returns entropies."""
+    return args.algo.advantage.estimator in ESTIMATORS or args.logger.entropy_enable

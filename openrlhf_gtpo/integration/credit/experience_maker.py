@@ -1,0 +1,163 @@
+"""Upstream's experience maker with entropies carried from the old-policy forward to the advantages."""
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+from openrlhf.trainer.ppo_utils.length_penalty import apply_stop_properly_penalty
+
+from openrlhf_gtpo.algorithms import length_penalty
+from openrlhf_gtpo.integration.credit import batch_metrics
+from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy, entropy_credit
+from openrlhf_gtpo.integration.credit.fp8_audit import AuditedForward, Fp8Audit
+from openrlhf_gtpo.integration.credit.rollout_batch import RolloutBatch, in_sampling_order
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.token_values import TokenValues
+
+
+class EntropyExperienceMaker(RemoteExperienceMaker):
+    """Shapes with GTPO or GRPO-S where one is selected, with upstream's estimators otherwise.
+
+    Attributes:
+        metrics: of the last batch, flat names to numbers (see ``batch_metrics``).
+        seconds: of the last batch's forward passes and of its shaping, by their metrics' names.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.credit = entropy_credit(self.args)
+        self.metrics: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
+        self.audit = Fp8Audit(self.args)
+        self._entropies: list[torch.Tensor] | None = None
+        self._exact: list[TokenValues] | None = None
+
+    def split_rollout_samples(self, rollout_samples: list[Experience]) -> list[Experience]:
+        """As upstream's, in as many micro-batches for every replica of the policy: under ZeRO-3 and expert parallelism one
+        that has fewer would leave the others waiting. Fewer rows than replicas go one by one (see ``dispatch``)."""
+        layout = self.args.actor.num_nodes * self.args.actor.num_gpus_per_node
+        replicas = layout // (self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size)
+        if self.args.train.dynamic_batch_enable and len(rollout_samples) >= replicas:
+            return super().split_rollout_samples(rollout_samples)  # which sees to it
+        for row, sample in enumerate(rollout_samples):
+            sample.index = [row]
+        needed = -(-len(rollout_samples) // self.args.rollout.micro_batch_size)
+        count = min(len(rollout_samples), -(-needed // replicas) * replicas)
+        parts = np.array_split(np.arange(len(rollout_samples)), count)
+        return [
+            Experience.concat_experiences([rollout_samples[row] for row in part], self.tokenizer.pad_token_id)
+            for part in parts
+        ]
+
+    def make_experience(self, samples_list: list[Experience]) -> list[Experience]:
+        """As upstream's; the audit of FP8 says how the policy's forward is computed."""
+        started = time.perf_counter()
+        self.audit.before_batch(self.actor_model_group)
+        experiences = super().make_experience(samples_list)
+        self.seconds = {names.TIMING_OLD_LOG_PROBS: time.perf_counter() - started}
+        return experiences
+
+    def _flatten_results(self, refs: Any, duplicate_factor: int) -> list[Any]:
+        results = super()._flatten_results(refs, duplicate_factor)
+        if results and isinstance(results[0], AuditedForward):
+            self._exact = [result.exact for result in results]
+            results = [result.as_trained for result in results]
+        if results and isinstance(results[0], TokenValues):
+            self._entropies = [result.entropy for result in results]
+            return [result.log_probs for result in results]
+        return results
+
+    @torch.no_grad()
+    def compute_advantages_and_returns(self, experiences: list[Experience]) -> list[Experience]:
+        """As upstream's, whose duties beside advantages it keeps: penalties, returns, ``info`` and freeing ``kl``.
+
+        Raises:
+            TrainingStopped: GTPO or GRPO-S would shape a reward, log-prob or entropy that is not finite.
+        """
+        started = time.perf_counter()
+        experiences = self._compute_advantages_and_returns(experiences)
+        self.seconds[names.TIMING_ADVANTAGES] = time.perf_counter() - started
+        return experiences
+
+    def _compute_advantages_and_returns(self, experiences: list[Experience]) -> list[Experience]:
+        assert self._entropies is not None or not captures_entropy(self.args), "the policy returned no entropies"
+        batch = RolloutBatch.gather(experiences, self._entropies, self.args.rollout.n_samples_per_prompt)
+        self._entropies = None
+        audit = {}
+        if self.credit is None:
+            experiences = super().compute_advantages_and_returns(experiences)
+        else:
+            batch.check_finite()
+            audit = self._audit(batch, experiences)
+            self._shape(batch, experiences)
+        self.metrics = batch_metrics.of_batch(batch, [e.advantages for e in experiences], experiences, self.credit)
+        self.metrics |= audit
+        return experiences
+
+    def _audit(self, batch: RolloutBatch, experiences: list[Experience]) -> dict[str, float]:
+        """Metrics of an audit, where the batch has one; it takes the exact values where the gate wants them."""
+        exact, self._exact = self._exact, None
+        if exact is None:
+            return {}
+        assert self.credit is not None
+        rows = TokenValues(*(batch.in_rows(values) for values in zip(*exact, strict=True)))
+        metrics = self.audit.compare(batch, rows, self.credit)
+        if self.audit.in_high_precision:
+            batch.log_probs, batch.entropy = rows
+            for experience, values in zip(experiences, exact, strict=True):
+                experience.action_log_probs = values.log_probs
+        return metrics
+
+    def _shape(self, batch: RolloutBatch, experiences: list[Experience]) -> None:
+        assert self.credit is not None and batch.entropy is not None
+        penalty = self._length_penalty(batch, experiences)
+        advantages = self.credit.advantages(batch.entropy, batch.mask, batch.outcome, batch.group_ids, penalty)
+        if self.args.reward.clip_range:
+            advantages = advantages.clamp(*self.args.reward.clip_range)
+        rewards = batch.outcome.float() if penalty is None else batch.outcome + penalty
+        deviation = rewards.view(-1, self.args.rollout.n_samples_per_prompt).std(dim=-1)
+        deviation = deviation.repeat_interleave(self.args.rollout.n_samples_per_prompt)
+
+        shaped = batch.scatter(advantages, experiences)
+        for experience, values, std in zip(experiences, shaped, batch.split(deviation, experiences), strict=True):
+            values = values + self._kl_return(experience)
+            experience.advantages = values * experience.action_mask
+            experience.returns = experience.advantages.clone()
+            experience.info["group_reward_std"] = std
+            tokens = experience.action_mask.sum(dim=-1).clamp_min(1)
+            experience.info["return"] = experience.advantages.sum(dim=-1) / tokens
+            experience.kl = None
+
+    def _length_penalty(self, batch: RolloutBatch, experiences: list[Experience]) -> torch.Tensor | None:
+        """(B,) what the length penalties add to the outcomes, in sampling order (SPEC §6); logged rewards follow.
+
+        The overlong penalty counts action tokens, where upstream's counts the span from the first to the last one.
+        """
+        reward = self.args.reward
+        if reward.overlong_buffer_len is None and reward.stop_properly_penalty_coef is None:
+            return None
+        rewards = batch.outcome.to(torch.float32, copy=True)
+        if reward.overlong_buffer_len is not None:
+            hard = self.args.rollout.max_new_tokens or self.args.data.max_len
+            soft = hard - reward.overlong_buffer_len
+            lengths = batch.mask.sum(dim=-1)
+            rewards += reward.overlong_penalty_factor * length_penalty(lengths, soft, hard, reward.overlong_form)
+        for experience, penalised in zip(experiences, batch.split(rewards, experiences), strict=True):
+            experience.rewards = penalised.clone()
+        if reward.stop_properly_penalty_coef is not None:
+            apply_stop_properly_penalty(experiences, reward.stop_properly_penalty_coef)
+        for experience in experiences:
+            experience.info["reward"] = experience.rewards.clone()
+        return in_sampling_order(torch.cat([e.rewards for e in experiences]), batch.order) - batch.outcome
+
+    def _kl_return(self, experience: Experience) -> torch.Tensor:
+        """(b, t) the return of upstream's KL reward: its sum from a token on, or over the whole response where the
+        estimator gives one advantage per sequence. Zero where KL is a loss or off."""
+        kl_reward = -max(self.kl_ctl.value, 0.0) * experience.kl.float() * experience.action_mask
+        from_here = kl_reward.flip(-1).cumsum(-1).flip(-1)
+        if self.credit is not None and self.credit.estimator.level == "sequence":
+            return from_here[:, :1].expand_as(from_here)
+        return from_here

@@ -1,0 +1,108 @@
+"""The Ray actor around a vLLM engine, with the bucketed weight transfer, rewards that must arrive, and requests whose
+samples do not depend on timing.
+
+vLLM samples from one generator for all requests, and on CPU the last bits of a matrix product depend on its rows: which
+requests share a forward pass decides what each of them says. Under full determinism a request therefore has a seed of its
+own, and on CPU the engine to itself: its response follows from the weights, the prompt and the seed, whatever else waits
+(a filtered prompt's replacement, an agent's next turn) and on however many engines.
+"""
+
+import asyncio
+from contextvars import ContextVar
+from copy import copy
+from typing import Any
+
+import ray
+from openrlhf.trainer.ray import vllm_engine
+from openrlhf.utils.agent import SingleTurnAgentExecutor
+
+from openrlhf_gtpo import platform
+from openrlhf_gtpo.integration.rollout.rewards import StrictRewardExecutor
+from openrlhf_gtpo.integration.rollout.samples_generator import NumberedLabel, request_seed
+from openrlhf_gtpo.weight_sync.arrivals import Receipt
+from openrlhf_gtpo.weight_sync.buckets import WireBucket
+
+_UpstreamRolloutActor: Any = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class
+
+WORKER_EXTENSION = "openrlhf_gtpo.integration.rollout.worker_extension.WorkerExtension"
+
+_ALONE = {
+    "max_num_seqs": 1,
+    "enable_prefix_caching": False,  # the first response to a prompt would be computed otherwise than the next
+    "enable_chunked_prefill": False,  # vLLM 0.29 cannot rewind a CPU generator between the chunks of a long prompt
+}
+
+# The sample that the current task makes; an agent may hand on sampling parameters of its own, without a seed.
+_sample_seed: ContextVar[tuple[int, ...] | None] = ContextVar("_sample_seed", default=None)
+
+
+class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
+    """Upstream's rollout actor; its vLLM workers also know how to receive buckets."""
+
+    executor: Any
+
+    async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
+        kwargs["worker_extension_cls"] = WORKER_EXTENSION
+        if kwargs.get("full_determinism") and platform.chosen_platform() == "cpu":
+            kwargs |= _ALONE
+        await super().__init__(*args, **kwargs)
+        if type(self.executor) is SingleTurnAgentExecutor:
+            self.executor = StrictRewardExecutor(self.executor.reward_endpoints)
+
+    async def generate_responses(
+        self, prompt: str, label: Any, *args: Any, num_samples: int = 1, **kwargs: Any
+    ) -> list[dict[str, Any]]:
+        """As upstream's; responses to a numbered prompt carry its number as ``prompt_number``."""
+        respond = super().generate_responses
+        if not isinstance(label, NumberedLabel):  # upstream's asynchronous trainer
+            return await respond(prompt, label, *args, num_samples=num_samples, **kwargs)
+
+        async def sample(index: int) -> dict[str, Any]:
+            _sample_seed.set(label.seed and (*label.seed, index))
+            [response] = await respond(prompt, label.label, *args, num_samples=1, **kwargs)
+            return response | {"prompt_number": label.number}
+
+        return await asyncio.gather(*(sample(index) for index in range(num_samples)))
+
+    async def generate(self, prompt_token_ids: list[int], sampling_params: Any, multi_modal_data: Any = None) -> Any:
+        """As upstream's; every turn of a seeded sample, told apart by its length, has a seed of its own."""
+        key = _sample_seed.get()
+        if key is not None:
+            sampling_params = copy(sampling_params)
+            sampling_params.seed = request_seed(*key, len(prompt_token_ids))
+        return await super().generate(prompt_token_ids, sampling_params, multi_modal_data)
+
+    async def join_weight_group(self, *args: Any) -> list[None]:
+        """See ``WeightReceiver.join_weight_group``; one result per worker, here as below."""
+        return await self.llm.collective_rpc("join_weight_group", args=args)
+
+    async def receive_weights(self, buckets: list[WireBucket], prove: bool) -> list[Receipt | None]:
+        """See ``WeightReceiver.receive_weights``."""
+        receipts = await self.llm.collective_rpc("receive_weights", args=(buckets, prove))
+        await self._forget_prefixes()
+        return receipts
+
+    async def receive_bucket(
+        self, bucket: WireBucket, handles: dict[str, bytes], index: int, count: int, prove: bool
+    ) -> list[Receipt | None]:
+        """See ``WeightReceiver.receive_bucket``."""
+        receipts = await self.llm.collective_rpc("receive_bucket", args=(bucket, handles, index, count, prove))
+        if index + 1 == count:
+            await self._forget_prefixes()
+        return receipts
+
+    async def take_peak_memory(self, phase: str) -> list[dict[str, int]]:
+        """See ``ReportsPeakMemory``."""
+        return await self.llm.collective_rpc("take_peak_memory", args=(phase,))
+
+    async def _forget_prefixes(self) -> None:
+        """Drop the keys and values that older weights left for prompts to come.
+
+        While requests are paused in their middle (partial rollouts) vLLM keeps the cache, says so in its log, and they
+        go on with it.
+        """
+        if self.kwargs["enable_prefix_caching"] and not await self.llm.reset_prefix_cache():
+            assert self.get_num_unfinished_requests(), "vLLM kept prefixes of the old weights without a request"
+
+
+RolloutActor = ray.remote(StrictRolloutActor)

@@ -1,0 +1,1 @@
+"""FP8: options, Transformer Engine's contexts, and an emulation for every host."""

@@ -1,0 +1,185 @@
+"""What ``--megatron.fp8*`` may ask for, and of which model and host. Pure arithmetic, asked before anything starts.
+
+Alignments and supports are Transformer Engine's (2.11: ``assert_dim_for_fp8_exec``, ``Float8BlockQuantizer.is_quantizable``,
+``check_recipe_support``).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from openrlhf_gtpo.megatron.parallel.layout import Layout, LayoutError, legal_tensor_parallel_sizes
+
+MODES = ("hybrid", "e4m3", "emulated")
+RECIPES = ("delayed", "tensorwise", "blockwise")
+BLOCK = 128  # side of a scaled block
+TRANSFORMER_ENGINE = ((2, 9), (2, 12))  # that megatron-core 0.16.1 works with: from the first, below the second
+CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0)}
+_CUDA = {"delayed": (12, 1), "tensorwise": (12, 1), "blockwise": (12, 9)}
+
+
+@dataclass(frozen=True)
+class Fp8Options:
+    """FP8 products in the decoder's linear layers; embedding, LM head, norms and attention stay as they are.
+
+    Fields:
+        mode: ``hybrid`` (E4M3 forward, E5M2 for gradients) or ``e4m3`` through Transformer Engine, or ``emulated``: the same
+            rounding in torch, on any host; it is hybrid, but E4M3 throughout for ``blockwise``.
+        recipe: where scales come from: earlier steps (``delayed``), the tensor itself (``tensorwise``), or its blocks
+            (``blockwise``: 1 × 128 of activations and gradients, 128 × 128 of weights).
+        layers_at_start_in_bf16, layers_at_end_in_bf16: decoder layers left out.
+        primary_weights: devices hold these layers' weights in FP8 alone; the optimizer's float32 shards are the originals.
+    """
+
+    mode: str
+    recipe: str = "blockwise"
+    layers_at_start_in_bf16: int = 0
+    layers_at_end_in_bf16: int = 0
+    primary_weights: bool = False
+
+    @property
+    def emulated(self) -> bool:
+        """Without Transformer Engine."""
+        return self.mode == "emulated"
+
+    @property
+    def gradients_in_e5m2(self) -> bool:
+        """Or in E4M3, as everything else."""
+        return self.mode == "hybrid" or (self.emulated and self.recipe != "blockwise")
+
+    @property
+    def alignment(self) -> int:
+        """Tokens on a rank come in multiples of it."""
+        return BLOCK if self.recipe == "blockwise" else 16
+
+    def fields(self) -> dict[str, Any]:
+        """TransformerConfig fields of Transformer Engine's modes; none for the emulation, which Megatron knows nothing of."""
+        if self.emulated:
+            return {}
+        in_bf16 = self.layers_at_start_in_bf16 + self.layers_at_end_in_bf16 > 0
+        return {
+            "fp8": self.mode,
+            "fp8_recipe": self.recipe,
+            "fp8_param": self.primary_weights,
+            # Replicas differ in their number of micro-batches, so none may wait for another's amax.
+            "tp_only_amax_red": True,
+            "first_last_layers_bf16": in_bf16,
+            "num_layers_at_start_in_bf16": self.layers_at_start_in_bf16,
+            "num_layers_at_end_in_bf16": self.layers_at_end_in_bf16,
+        }
+
+    def covers(self, layer: int, num_layers: int) -> bool:
+        """Whether the decoder layer ``layer`` (from 0, over all stages) computes in FP8."""
+        return self.layers_at_start_in_bf16 <= layer < num_layers - self.layers_at_end_in_bf16
+
+
+def check_fp8(options: Fp8Options, hf_config: Any, layout: Layout, *, cuda: bool) -> None:
+    """Refuse what cannot run in FP8.
+
+    Raises:
+        LayoutError: the first thing that cannot work, with what would.
+    """
+    if not options.emulated and not cuda:
+        raise LayoutError(
+            f"--megatron.fp8 {options.mode} needs a CUDA device of compute capability 8.9 or above, and this host has "
+            "none; --megatron.fp8 emulated gives FP8's numbers (not its speed) on any host."
+        )
+    if hf_config.model_type == "qwen3_moe":
+        raise LayoutError(
+            f"--megatron.fp8 {options.mode} does not cover the experts of {hf_config.model_type}; leave it out."
+        )
+    if options.primary_weights and options.recipe == "delayed":
+        raise LayoutError(
+            "--megatron.fp8_param cannot have --megatron.fp8_recipe delayed, whose scales know nothing of the weights when "
+            "they are read; take tensorwise or blockwise."
+        )
+    _check_bf16_layers(options, hf_config.num_hidden_layers, layout)
+    if not options.emulated:
+        _check_widths(options, hf_config, layout)
+
+
+def check_fp8_host(
+    options: Fp8Options,
+    capability: tuple[int, int],
+    cuda: tuple[int, int],
+    transformer_engine: tuple[int, int] | None,
+) -> None:
+    """Refuse a recipe of Transformer Engine that this device or build does not have.
+
+    Args:
+        capability: of the device, such as (9, 0).
+        cuda: version that torch was built with.
+        transformer_engine: its version, None where it is not installed.
+
+    Raises:
+        LayoutError: what is missing, and which recipes run here.
+    """
+    asked = f"--megatron.fp8 {options.mode} --megatron.fp8_recipe {options.recipe}"
+    oldest, first_unknown = TRANSFORMER_ENGINE
+    wanted = f"Transformer Engine from {_version(oldest)} to below {_version(first_unknown)}"
+    if transformer_engine is None:
+        raise LayoutError(f"{asked} needs {wanted}, and none is installed; --megatron.fp8 emulated needs none.")
+    if not oldest <= transformer_engine < first_unknown:
+        raise LayoutError(f"{asked} needs {wanted}, and {_version(transformer_engine)} is installed.")
+    possible = [recipe for recipe in RECIPES if capability >= CAPABILITY[recipe] and cuda >= _CUDA[recipe]]
+    if options.recipe not in possible:
+        others = f"the recipes that run here are: {', '.join(possible)}" if possible else "no recipe runs here"
+        raise LayoutError(
+            f"{asked} needs compute capability {_version(CAPABILITY[options.recipe])} and torch built with CUDA "
+            f"{_version(_CUDA[options.recipe])} or above, and this device has {_version(capability)} and this torch "
+            f"{_version(cuda)}; {others}."
+        )
+
+
+def _check_bf16_layers(options: Fp8Options, layers: int, layout: Layout) -> None:
+    start, end = options.layers_at_start_in_bf16, options.layers_at_end_in_bf16
+    most = layers // layout.pipeline_model_parallel_size
+    for name, number in (("start", start), ("end", end)):
+        if not 0 <= number <= most:
+            raise LayoutError(
+                f"--megatron.num_layers_at_{name}_in_bf16 {number} is not between 0 and the {most} layers of a pipeline stage."
+            )
+    if start + end >= layers:
+        raise LayoutError(
+            f"--megatron.num_layers_at_start_in_bf16 {start} and --megatron.num_layers_at_end_in_bf16 {end} leave none "
+            f"of this model's {layers} layers in FP8; leave --megatron.fp8 out."
+        )
+    if options.recipe == "delayed" and start + end > 0 and not options.emulated:
+        raise LayoutError(
+            "--megatron.fp8_recipe delayed cannot leave layers in BF16 (Transformer Engine reduces its scales over all "
+            "of them); take tensorwise or blockwise."
+        )
+
+
+def _check_widths(options: Fp8Options, hf_config: Any, layout: Layout) -> None:
+    """Both sides of every sharded matrix come in multiples of the alignment."""
+
+    def unfit(size: int) -> list[tuple[str, int]]:
+        heads = hf_config.num_attention_heads
+        width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
+        groups = getattr(hf_config, "num_key_value_heads", None) or heads
+        widths = [
+            ("hidden_size", hf_config.hidden_size),
+            ("the width of all heads on a rank", heads * width // size),
+            ("the width of query, key and value heads on a rank", (heads + 2 * groups) * width // size),
+            ("the MLP's columns on a rank", hf_config.intermediate_size // size),
+        ]
+        return [(what, number) for what, number in widths if number % options.alignment]
+
+    wrong = unfit(layout.tensor_model_parallel_size)
+    if not wrong:
+        return
+    what, number = wrong[0]
+    legal = [size for size in legal_tensor_parallel_sizes(hf_config) if not unfit(size)]
+    remedy = (
+        f"--megatron.tensor_model_parallel_size can be {', '.join(map(str, legal))}"
+        if legal
+        else "no tensor-parallel size gives that; take another recipe or --megatron.fp8 emulated"
+    )
+    raise LayoutError(
+        f"--megatron.fp8_recipe {options.recipe} multiplies in multiples of {options.alignment}, and {what} is {number} at "
+        f"--megatron.tensor_model_parallel_size {layout.tensor_model_parallel_size}; {remedy}."
+    )
+
+
+def _version(numbers: tuple[int, int]) -> str:
+    return ".".join(map(str, numbers))

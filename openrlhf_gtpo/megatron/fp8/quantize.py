@@ -1,0 +1,142 @@
+"""Values to FP8 and back, on any device: Transformer Engine's arithmetic of scales, in torch.
+
+A scale is float32 and multiplies before the rounding (to nearest, ties to even, saturating); values come back multiplied by
+its inverse. Scales are not rounded to powers of two (``NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1`` in Transformer Engine).
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from openrlhf_gtpo.megatron.fp8.options import BLOCK
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_LARGEST_FLOAT = torch.finfo(torch.float32).max
+
+
+ROWS, COLUMNS, SQUARES = (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
+_CHUNK = 2**18  # elements worked on at once, so that float32 temporaries stay in a CPU's cache
+
+
+class Quantized(NamedTuple):
+    """A matrix in FP8.
+
+    Fields:
+        data: (M, N) float8.
+        scale: what the values were multiplied by: () for the whole, or (⌈M / m⌉, ⌈N / n⌉) for blocks of m × n.
+        block: (m, n); None for the whole.
+    """
+
+    data: Tensor
+    scale: Tensor
+    block: tuple[int, int] | None = None
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(M, N), the product of number and inverse scale rounded to ``dtype``."""
+        out = torch.empty(self.data.shape, dtype=dtype, device=self.data.device)
+        numbers = torch.arange(256, dtype=torch.uint8, device=out.device).view(self.data.dtype).float()
+        inverse = self.scale.reciprocal()
+        if self.block is None:
+            numbers = (numbers * inverse).to(dtype)
+        for rows in _chunks(self.data):
+            # Looking numbers up is several times faster on a CPU than torch's conversion, and the same.
+            codes = self.data[rows].contiguous().view(torch.uint8).flatten().int()
+            found = numbers.index_select(0, codes).view(-1, out.shape[1])
+            out[rows] = found if self.block is None else found.mul_(_spread(inverse, self.block, rows, out.shape[1]))
+        return out
+
+
+def scale_of(amax: Tensor, dtype: torch.dtype, *, largest: float = _LARGEST_FLOAT) -> Tensor:
+    """The scale that maps ``amax`` (any shape, float32) onto the largest number of ``dtype``.
+
+    1 where ``amax`` is 0 or not finite; ``largest`` where the quotient overflows.
+    """
+    # A quotient of two tensors is rounded once; of a number and a tensor torch rounds the reciprocal and the product.
+    scale = torch.full_like(amax, torch.finfo(dtype).max) / amax
+    scale = torch.where(scale.isinf(), largest, scale)
+    return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
+
+
+def amax_of(values: Tensor) -> Tensor:
+    """() largest magnitude, float32; 0 of nothing."""
+    if not values.numel():
+        return torch.zeros((), device=values.device)
+    low, high = values.aminmax()
+    return torch.maximum(-low, high).float()
+
+
+def quantize(values: Tensor, dtype: torch.dtype, scale: Tensor) -> Quantized:
+    """(M, N) values with one scale; beyond the largest number they saturate."""
+    data = torch.empty(values.shape, dtype=dtype, device=values.device)
+    for rows in _chunks(values):
+        data[rows] = _round(values[rows].float() * scale, dtype)
+    return Quantized(data, scale)
+
+
+def grid(shape: Sequence[int], block: tuple[int, int]) -> list[int]:
+    """Blocks of a matrix along its two sides; those at the right and lower edge may be smaller."""
+    return [-(-size // side) for size, side in zip(shape, block, strict=True)]
+
+
+def amax_of_blocks(values: Tensor, block: tuple[int, int]) -> Tensor:
+    """(⌈M / m⌉, ⌈N / n⌉) largest magnitudes of (M, N) values, float32."""
+    found = torch.zeros(grid(values.shape, block), device=values.device)
+    for rows in _chunks(values):
+        found[_blocks_of(rows, block)] = _amax_of_tiles(values[rows].float(), block)
+    return found
+
+
+def scale_of_blocks(amax: Tensor, dtype: torch.dtype, of: torch.dtype) -> Tensor:
+    """Scales of blocks of values that were ``of`` that type."""
+    # Transformer Engine's kernels take the input's largest number where a quotient overflows.
+    return scale_of(amax, dtype, largest=torch.finfo(of).max)
+
+
+def quantize_blocks(
+    values: Tensor, dtype: torch.dtype, block: tuple[int, int], scale: Tensor | None = None
+) -> Quantized:
+    """(M, N) values with a scale for each block: their own, or ``scale``."""
+    data = torch.empty(values.shape, dtype=dtype, device=values.device)
+    given = scale is not None
+    if scale is None:
+        scale = torch.ones(grid(values.shape, block), device=data.device)
+    for rows in _chunks(values):
+        exact = values[rows].float()
+        if not given:
+            scale[_blocks_of(rows, block)] = scale_of_blocks(_amax_of_tiles(exact, block), dtype, values.dtype)
+        data[rows] = _round(exact * _spread(scale, block, rows, exact.shape[1]), dtype)
+    return Quantized(data, scale, block)
+
+
+def _amax_of_tiles(values: Tensor, block: tuple[int, int]) -> Tensor:
+    padded = F.pad(values, (0, -values.shape[1] % block[1], 0, -values.shape[0] % block[0]))
+    tiled = padded.view(padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1])
+    return tiled.abs().amax(dim=(1, 3))
+
+
+def _blocks_of(rows: slice, block: tuple[int, int]) -> slice:
+    return slice(rows.start // block[0], -(-rows.stop // block[0]))
+
+
+def _round(values: Tensor, dtype: torch.dtype) -> Tensor:
+    limit = torch.finfo(dtype).max
+    return values.clamp_(-limit, limit).to(dtype)
+
+
+def _chunks(values: Tensor) -> Iterator[slice]:
+    """Rows of a matrix in blocks that no scaled block is cut by; none of a matrix without columns."""
+    height, width = values.shape
+    step = max(BLOCK, _CHUNK // max(width, 1) // BLOCK * BLOCK)
+    return (slice(start, min(start + step, height)) for start in range(0, height if width else 0, step))
+
+
+def _spread(scale: Tensor, block: tuple[int, int], rows: slice, width: int) -> Tensor:
+    """A number for each block to one for each place of ``rows``; of blocks one wide it is a view that broadcasts."""
+    scale = scale[_blocks_of(rows, block)]
+    for dim, size in enumerate((rows.stop - rows.start, width)):
+        if block[dim] > 1:
+            scale = scale.repeat_interleave(block[dim], dim).narrow(dim, 0, size)
+    return scale

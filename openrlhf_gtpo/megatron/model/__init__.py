@@ -1,0 +1,1 @@
+"""The policy on its ranks: its layers, its weights under Hugging Face's names, its packed input."""

@@ -1,0 +1,151 @@
+"""mbridge's conversion between Hugging Face checkpoints and Megatron parameters, adapted to transformers 5.
+
+mbridge 0.15.1 knows the names and layouts of each architecture; what is added here is what its models read from the
+configuration, the layers of a host without Transformer Engine, and tied heads under pipeline parallelism.
+"""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from mbridge.core.bridge import _MODEL_REGISTRY
+from mbridge.models.llama import LLaMABridge
+from mbridge.models.qwen2 import Qwen2Bridge
+from mbridge.models.qwen3 import Qwen3Bridge
+from mbridge.models.qwen3moe import Qwen3MoEBridge
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from transformers import AutoConfig, PretrainedConfig
+
+from openrlhf_gtpo.megatron.parallel.layout import Layout
+from openrlhf_gtpo.model_shape import VOCABULARY_MULTIPLE
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EXPERTS = ".mlp.experts.linear_fc"  # in Megatron's names of experts' weights, and of nothing else
+
+
+def read_config(source: str | Path) -> PretrainedConfig:
+    """The checkpoint's configuration with the fields that mbridge reads where transformers 5 has moved them."""
+    config = copy.deepcopy(AutoConfig.from_pretrained(source))
+    rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    theta = rope.get("rope_theta", getattr(config, "rope_theta", None))
+    config.rope_theta = 10000.0 if theta is None else theta
+    config.rope = rope
+    if getattr(config, "head_dim", None) is None:
+        config.head_dim = config.hidden_size // config.num_attention_heads
+    return config
+
+
+@dataclass
+class PolicyConfig(TransformerConfig):
+    """Megatron's configuration, and what this package adds to it.
+
+    Fields:
+        token_multiple: packed tokens of a micro-batch on a rank come to a multiple of it.
+        portable_layers: this package's own, which Transformer Engine's replace where they are there.
+    """
+
+    token_multiple: int = 1
+    portable_layers: bool = True
+
+
+class _AdaptedBridge:
+    """What every architecture's bridge has in common here; mixed in before mbridge's class."""
+
+    TransformerConfigClass = PolicyConfig
+    hf_config: Any
+    mpu: Any
+    config: Any
+
+    def _adjust_mapping_for_shared_weights(self) -> None:
+        # A copy of its own: mbridge changes the class's table, which the next model of the process would inherit.
+        self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)  # type: ignore[has-type]
+        if self.hf_config.tie_word_embeddings:
+            self._DIRECT_MAPPING["output_layer.weight"] = _EMBEDDING
+
+    def _get_hf_shared_weight_keys(self) -> list[str]:
+        return [_EMBEDDING] if self.hf_config.tie_word_embeddings else []
+
+    def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+        if not self.config.portable_layers:
+            return super()._get_transformer_layer_spec(vp_stage)  # type: ignore[misc]
+        from openrlhf_gtpo.megatron.model.layers import portable_layer_spec
+
+        return portable_layer_spec(self.config, vp_stage)
+
+    def _get_gptmodel_args(self) -> dict[str, Any]:
+        rope = self.hf_config.rope
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        options: dict[str, Any] = {}
+        if kind == "linear":
+            options["seq_len_interpolation_factor"] = rope["factor"]
+        elif kind == "llama3":
+            options |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+        return {
+            "vocab_size": self.hf_config.vocab_size,
+            "max_sequence_length": self.hf_config.max_position_embeddings,
+            "position_embedding_type": "rope",
+            "rotary_base": self.hf_config.rope_theta,
+        } | options
+
+
+class _Llama(_AdaptedBridge, LLaMABridge):
+    def _build_config(self) -> Any:
+        return self._build_base_config(add_qkv_bias=getattr(self.hf_config, "attention_bias", False))
+
+
+class _Mistral(_Llama):
+    """Llama's names and layout; its sliding window must be off."""
+
+
+class _Qwen2(_AdaptedBridge, Qwen2Bridge):
+    pass
+
+
+class _Qwen3(_AdaptedBridge, Qwen3Bridge):
+    pass
+
+
+class _Qwen3Moe(_AdaptedBridge, Qwen3MoEBridge):
+    """Routes as Transformers and vLLM do: logits in the model's dtype, their softmax in float32, no balancing loss."""
+
+    def _build_config(self) -> Any:
+        return self._build_base_config(
+            qk_layernorm=True,
+            num_moe_experts=self.hf_config.num_experts,
+            moe_ffn_hidden_size=self.hf_config.moe_intermediate_size,
+            moe_grouped_gemm=True,
+            moe_router_topk=self.hf_config.num_experts_per_tok,
+            moe_router_load_balancing_type="none",
+            # The softmax over the chosen experts is that over all of them, normalised again.
+            moe_router_pre_softmax=not self.hf_config.norm_topk_prob,
+        )
+
+
+_BRIDGES: dict[str, Any] = {
+    "llama": _Llama,
+    "mistral": _Mistral,
+    "qwen2": _Qwen2,
+    "qwen3": _Qwen3,
+    "qwen3_moe": _Qwen3Moe,
+}
+
+
+def make_bridge(config: PretrainedConfig, layout: Layout, dtype: torch.dtype, fields: dict[str, Any]) -> Any:
+    """mbridge's bridge for ``config`` (from :func:`read_config`) on the groups of ``layout``, which exist already.
+
+    Args:
+        fields: TransformerConfig fields that win over what the bridge derives.
+    """
+    assert parallel_state.get_tensor_model_parallel_world_size() == layout.tensor_model_parallel_size
+    bridge = _BRIDGES[config.model_type](
+        config, dtype=dtype, make_vocab_size_divisible_by=VOCABULARY_MULTIPLE * layout.tensor_model_parallel_size
+    )
+    bridge.set_extra_args(**fields)
+    return bridge
+
+
+assert set(_BRIDGES) - {"mistral"} <= set(_MODEL_REGISTRY)

@@ -1,0 +1,214 @@
+"""A causal language model on Megatron-core whose last stage gives log-probs and entropies, never logits."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+)
+from torch import Tensor
+
+from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
+from openrlhf_gtpo.megatron.fp8 import weights as fp8_weights
+from openrlhf_gtpo.megatron.fp8.emulated_weight import emulate
+from openrlhf_gtpo.megatron.fp8.fp8 import Fp8, check_host, portable_linears
+from openrlhf_gtpo.megatron.fp8.options import Fp8Options
+from openrlhf_gtpo.megatron.model.bridge import EXPERTS, make_bridge, read_config
+from openrlhf_gtpo.megatron.model.packing import Packed
+from openrlhf_gtpo.megatron.parallel import groups
+from openrlhf_gtpo.megatron.parallel.context import gather_actions
+from openrlhf_gtpo.megatron.parallel.host import device, has_transformer_engine, megatron_calls, on_cuda
+from openrlhf_gtpo.megatron.parallel.layout import Layout
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a checkpoint becomes a model.
+
+    Fields:
+        layout: the parallel sizes.
+        dtype: of parameters and activations, bfloat16 or float32.
+        temperature: of the policy; log-probs and entropies are those of softmax(logits / temperature).
+        recompute: activations computed again in the backward pass: none, those of attention (selective), or whole
+            layers (full).
+        overrides: TransformerConfig fields that win.
+        fp8: products in FP8; None for none.
+        chunk_bytes: temporary memory of the LM head.
+    """
+
+    layout: Layout = Layout()
+    dtype: torch.dtype = torch.bfloat16
+    temperature: float = 1.0
+    recompute: str = "none"
+    overrides: dict[str, Any] = field(default_factory=dict)
+    fp8: Fp8Options | None = None
+    chunk_bytes: int = 256 * 2**20
+
+    @property
+    def fp8_primary_weights(self) -> bool:
+        """Whether the decoder's matrices are in FP8 alone, and the optimizer alone has them exactly."""
+        return self.fp8 is not None and self.fp8.primary_weights
+
+    def fields(self) -> dict[str, Any]:
+        """The TransformerConfig fields that these options set."""
+        recompute: dict[str, Any] = {}
+        if self.recompute == "full":
+            recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        elif self.recompute == "selective":
+            recompute = {"recompute_granularity": "selective"}
+        # The emulation of FP8 takes place in the portable layers.
+        fused = has_transformer_engine() and not (self.fp8 and self.fp8.emulated)
+        ranks = self.layout.tensor_model_parallel_size if self.layout.sequence_parallel else 1
+        return {
+            "sequence_parallel": ranks > 1,
+            "token_multiple": ranks * (self.fp8.alignment if self.fp8 else 1),
+            "portable_layers": not fused,
+            "params_dtype": self.dtype,
+            "pipeline_dtype": self.dtype,
+            "bf16": self.dtype is torch.bfloat16,
+            "use_cpu_initialization": not on_cuda(),
+            # The checkpoint's weights replace them; initialisation still marks which parameters are shards.
+            "init_method": _leave,
+            "output_layer_init_method": _leave,
+            "embedding_init_method": _leave,
+            "masked_softmax_fusion": fused,
+            "bias_activation_fusion": fused,
+            "bias_dropout_fusion": fused,
+            "apply_rope_fusion": fused,
+            "gradient_accumulation_fusion": False,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            # A loss callable's values add up over micro-batches and replicas: nothing is divided behind its back.
+            "calculate_per_token_loss": True,
+            **recompute,
+            **(self.fp8.fields() if self.fp8 else {}),
+            **self.overrides,
+        }
+
+
+def _leave(tensor: Tensor) -> Tensor:
+    """An initialisation that leaves the memory as it is."""
+    return tensor
+
+
+class PolicyGPTModel(GPTModel):
+    """Megatron's GPT model; its last stage applies the head to the places that predict an action."""
+
+    temperature: float
+    real_vocab_size: int
+    chunk_bytes: int
+
+    def forward(self, packed: Packed, *, with_entropy: bool = True) -> Any:  # type: ignore[override]
+        """A micro-batch to (log-probs (N,), entropies (N,) or None) of its actions, float32, on the last stage; to
+        hidden states on the others."""
+        hidden = super().forward(packed.tokens, packed.position_ids, None, packed_seq_params=packed.params)
+        return self._log_probs(hidden, packed, with_entropy) if self.post_process else hidden
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+    def _log_probs(self, hidden: Tensor, packed: Packed, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        if self.config.sequence_parallel:
+            # The head's backward already sums the gradient over the group, so each rank only keeps its own part.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        log_probs, entropy = linear_log_prob_and_entropy(
+            hidden.squeeze(1)[packed.predicts],
+            weight,
+            packed.labels,
+            temperature=self.temperature,
+            vocab_size=self.real_vocab_size,
+            group=parallel_state.get_tensor_model_parallel_group(),
+            chunk_bytes=self.chunk_bytes,
+            with_entropy=with_entropy,
+            # A tied weight also gets the embedding's gradient, which Megatron would then take for added.
+            accumulate_into_main_grad=not tied and hasattr(weight, "main_grad"),
+        )
+        if packed.mine is None:
+            return log_probs, entropy
+        return gather_actions(log_probs, packed.mine), (
+            None if entropy is None else gather_actions(entropy, packed.mine)
+        )
+
+
+@dataclass
+class LoadedModel:
+    """This rank's stage of a model, and the bridge that knows its Hugging Face names."""
+
+    stage: PolicyGPTModel
+    bridge: Any
+    options: ModelOptions
+    fp8: Fp8 | None = None
+
+    @property
+    def config(self) -> Any:
+        """Megatron's TransformerConfig."""
+        return self.stage.config
+
+
+def load_model(
+    source: str | Path, options: ModelOptions, *, with_weights: bool = True, for_training: bool = True
+) -> LoadedModel:
+    """This rank's part of the checkpoint in ``source``, on the groups that ``groups.initialize`` made.
+
+    Weights are streamed a tensor at a time; no rank holds the whole model.
+
+    Args:
+        with_weights: False leaves the parameters unset, for a checkpoint that is loaded afterwards.
+        for_training: False for a model that only runs forward, of which FP8 primary weights keep less.
+
+    Raises:
+        LayoutError: this process's device cannot do the FP8 that is asked for.
+    """
+    if options.fp8 is not None:
+        check_host(options.fp8)
+    config = read_config(source)
+    # The cache of this method keeps embeddings, and each of those a group.
+    groups.at_destroy(RotaryEmbedding.forward.cache_clear)
+    with megatron_calls():
+        bridge = make_bridge(config, options.layout, options.dtype, options.fields())
+        with torch.set_grad_enabled(for_training):  # by which Transformer Engine's FP8 weights tell
+            stage = _build_stage(bridge, options).to(device())
+        if options.fp8 and options.fp8.emulated and options.fp8.primary_weights:
+            emulate(portable_linears(stage, options.fp8), options.fp8.recipe)
+        if with_weights:
+            with torch.no_grad(), fp8_weights.loading(stage, for_training=for_training):
+                bridge.load_weights([stage], str(source), memory_efficient=True)
+        # After the weights, as mbridge takes every buffer for one that a checkpoint has.
+        fp8 = Fp8(options.fp8, stage) if options.fp8 else None
+    return LoadedModel(stage, bridge, options, fp8)
+
+
+def _build_stage(bridge: Any, options: ModelOptions) -> PolicyGPTModel:
+    arguments = bridge._get_gptmodel_args()
+    bridge.vocab_size = arguments["vocab_size"]
+    multiple = bridge.make_vocab_size_divisible_by
+    bridge.padded_vocab_size = -(-bridge.vocab_size // multiple) * multiple
+    stage = PolicyGPTModel(
+        config=bridge.config,
+        transformer_layer_spec=bridge._get_transformer_layer_spec(),
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=bridge.hf_config.tie_word_embeddings,
+        **(arguments | {"vocab_size": bridge.padded_vocab_size}),
+    )
+    stage.temperature = options.temperature
+    stage.real_vocab_size = bridge.vocab_size
+    stage.chunk_bytes = options.chunk_bytes
+    for name, parameter in stage.named_parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        if EXPERTS in name:
+            # Under EP, data-parallel ranks hold different experts: Megatron gives what is marked so gradient buffers and
+            # an optimizer of its own, reduced over those that hold the same. Without EP it would not; a checkpoint of
+            # one could then not be read with the other.
+            parameter.allreduce = False
+    return stage

@@ -1,0 +1,184 @@
+"""A sharded model as (Hugging Face name, full tensor) pairs, gathered over TP, EP and PP a bucket at a time."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from openrlhf_gtpo.megatron.fp8.weights import in_high_precision
+from openrlhf_gtpo.megatron.model.bridge import EXPERTS
+from openrlhf_gtpo.megatron.model.policy import LoadedModel
+from openrlhf_gtpo.megatron.parallel.host import device
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """One Megatron parameter of a pipeline stage, and what other ranks have in its place.
+
+    Fields:
+        local_name: within its stage.
+        names: within the whole model; of an expert, those that each expert-parallel rank has in this place.
+        shape: of the shard.
+        partition_dim: along which TP shards it; None where every tensor-parallel rank has all of it.
+        hf: Hugging Face names and full shapes that they all become.
+    """
+
+    stage: int
+    local_name: str
+    names: tuple[str, ...]
+    shape: torch.Size
+    partition_dim: int | None
+    hf: tuple[tuple[str, torch.Size], ...]
+
+    @property
+    def is_expert(self) -> bool:
+        return EXPERTS in self.local_name
+
+    @property
+    def is_shared(self) -> bool:
+        """True where ranks have different values."""
+        return self.partition_dim is not None or len(self.names) > 1
+
+    @property
+    def full_numel(self) -> int:
+        return sum(shape.numel() for _, shape in self.hf)
+
+
+class FullWeights:
+    """The whole model for everyone who asks on every rank of a replica, in the order and names of Hugging Face.
+
+    A tied head is not repeated. Collective: all ranks of a replica make it, and iterate over it, together; with experts
+    shared among replicas, all ranks of those.
+
+    Args:
+        bucket_bytes: about how much is gathered at once; a larger parameter is a bucket of its own.
+        read: a parameter's values on this rank; FP8 primary weights as they are multiplied with, unless it says otherwise.
+    """
+
+    def __init__(
+        self, model: LoadedModel, bucket_bytes: int, read: Callable[[Tensor], Tensor] = in_high_precision
+    ) -> None:
+        self._model = model
+        self._read = read
+        self._parameters = dict(model.stage.named_parameters())
+        self._tp = parallel_state.get_tensor_model_parallel_group()
+        # TP's ranks within EP's. Experts are sharded over TP as everything else is.
+        self._experts = parallel_state.get_expert_tensor_and_model_parallel_group()
+        self._pp = parallel_state.get_pipeline_model_parallel_group()
+        self._buckets = list(self._cut(self._plan(), bucket_bytes))
+
+    @property
+    def shapes(self) -> list[tuple[str, torch.Size]]:
+        """Names and full shapes, in the order of :meth:`tensors`."""
+        return [entry for bucket in self._buckets for parameter in bucket for entry in parameter.hf]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor) in the model's dtype; a tensor is valid until the next but one bucket is gathered."""
+        for bucket in self._buckets:
+            flat = self._gather(bucket)
+            entries = [entry for parameter in bucket for entry in parameter.hf]
+            pieces = flat.split([shape.numel() for _, shape in entries])
+            for (name, shape), piece in zip(entries, pieces, strict=True):
+                yield name, piece.view(shape)
+
+    def _plan(self) -> list[_Parameter]:
+        """All stages' parameters, the first stage's first."""
+        names = self._model.bridge._weight_name_mapping_mcore_local_to_global(self._model.stage, consider_ep=False)
+        mine = [self._describe(name, names[name], parameter) for name, parameter in self._parameters.items()]
+        stages: list[Any] = [None] * self._pp.size()
+        torch.distributed.all_gather_object(stages, mine, group=self._pp)
+        seen: set[str] = set()
+        plan = []
+        for parameter in (parameter for stage in stages for parameter in stage):
+            if not {name for name, _ in parameter.hf} <= seen:  # a tied head comes again from the last stage
+                plan.append(parameter)
+                seen.update(name for name, _ in parameter.hf)
+        return plan
+
+    def _describe(self, local_name: str, name: str, parameter: Tensor) -> _Parameter:
+        sharded = bool(getattr(parameter, "tensor_model_parallel", False)) and self._tp.size() > 1
+        described = _Parameter(
+            stage=parallel_state.get_pipeline_model_parallel_rank(),
+            local_name=local_name,
+            names=self._expert_names(name) if EXPERTS in name else (name,),
+            shape=parameter.shape,
+            partition_dim=parameter.partition_dim if sharded else None,  # type: ignore[attr-defined]
+            hf=(),
+        )
+        count = len(described.names) * (self._tp.size() if sharded else 1)
+        shards = [torch.empty(parameter.shape, device="meta") for _ in range(count)]
+        return replace(described, hf=tuple((n, tensor.shape) for n, tensor in self._convert(described, shards)))
+
+    def _expert_names(self, name: str) -> tuple[str, ...]:
+        """A local expert's name on this rank to those of the experts in its place on every expert-parallel rank."""
+        ranks = parallel_state.get_expert_model_parallel_world_size()
+        local_experts = self._model.config.num_moe_experts // ranks
+        prefix, local = name.split(".weight")
+        return tuple(f"{prefix}.weight{rank * local_experts + int(local)}" for rank in range(ranks))
+
+    def _convert(self, parameter: _Parameter, shards: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Shards, TP's ranks within EP's, to Hugging Face tensors."""
+        bridge = self._model.bridge
+        each = len(shards) // len(parameter.names)
+        for i, name in enumerate(parameter.names):
+            merged = shards[i * each]
+            if each > 1:
+                like = SimpleNamespace(tensor_model_parallel=True, partition_dim=parameter.partition_dim)
+                merged = bridge._weight_merge_across_tp(name, shards[i * each : (i + 1) * each], like)
+            yield from zip(*bridge._weight_to_hf_format(name, merged), strict=True)
+
+    def _cut(self, plan: list[_Parameter], bucket_bytes: int) -> Iterator[list[_Parameter]]:
+        """Consecutive parameters of one stage, at most ``bucket_bytes`` in full."""
+        bucket: list[_Parameter] = []
+        size = 0
+        for parameter in plan:
+            bytes_ = parameter.full_numel * self._model.options.dtype.itemsize
+            if bucket and (size + bytes_ > bucket_bytes or parameter.stage != bucket[0].stage):
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(parameter)
+            size += bytes_
+        if bucket:
+            yield bucket
+
+    @torch.no_grad()
+    def _gather(self, bucket: list[_Parameter]) -> Tensor:
+        """The bucket's full tensors in one flat buffer, on every rank of the replica."""
+        full = torch.empty(sum(p.full_numel for p in bucket), dtype=self._model.options.dtype, device=device())
+        if bucket[0].stage == parallel_state.get_pipeline_model_parallel_rank():
+            parts: list[Tensor] = []
+            for parameter, shards in zip(bucket, self._shards(bucket), strict=True):
+                parts += [part.reshape(-1) for _, part in self._convert(parameter, shards)]
+            torch.cat(parts, out=full)
+        if self._pp.size() > 1:
+            source = torch.distributed.get_global_rank(self._pp, bucket[0].stage)
+            torch.distributed.broadcast(full, src=source, group=self._pp)
+        return full
+
+    def _shards(self, bucket: list[_Parameter]) -> Iterator[list[Tensor]]:
+        """Every rank's part of each parameter, or the parameter alone where all ranks have the same."""
+        dense = self._all_gather([p for p in bucket if p.is_shared and not p.is_expert], self._tp)
+        experts = self._all_gather([p for p in bucket if p.is_shared and p.is_expert], self._experts)
+        for parameter in bucket:
+            if parameter.is_shared:
+                yield next(experts if parameter.is_expert else dense)
+            else:
+                yield [self._read(self._parameters[parameter.local_name])]
+
+    def _all_gather(
+        self, parameters: list[_Parameter], group: torch.distributed.ProcessGroup
+    ) -> Iterator[list[Tensor]]:
+        """Of each parameter what every rank of ``group`` has, in one collective."""
+        if not parameters:
+            return
+        mine = (self._read(self._parameters[parameter.local_name]) for parameter in parameters)
+        flat = torch.cat([shard.reshape(-1) for shard in mine])
+        gathered = [torch.empty_like(flat) for _ in range(group.size())]
+        torch.distributed.all_gather(gathered, flat, group=group)
+        ranks = [one.split([parameter.shape.numel() for parameter in parameters]) for one in gathered]
+        for parameter, parts in zip(parameters, zip(*ranks, strict=True), strict=True):
+            yield [part.view(parameter.shape) for part in parts]

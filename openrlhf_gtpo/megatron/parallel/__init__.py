@@ -1,0 +1,1 @@
+"""Ranks: layouts, process groups, and hosts without CUDA."""

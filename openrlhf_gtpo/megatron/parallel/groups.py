@@ -1,0 +1,84 @@
+"""Megatron's process groups for a layout, with the ranks of one model replica consecutive.
+
+OpenRLHF hands each replica's batch to as many consecutive ranks as a replica has, so the data-parallel dimension is the
+outermost one (Megatron's own order puts pipeline stages outside it). Experts are shared among the context-parallel ranks
+of a replica and then among consecutive replicas; both dimensions lie outside the pipeline's, whose groups attention and
+experts have in common.
+"""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+
+from openrlhf_gtpo.megatron.parallel import cpu_host
+from openrlhf_gtpo.megatron.parallel.host import megatron_calls, on_cuda
+from openrlhf_gtpo.megatron.parallel.layout import Layout
+
+
+class _Order(str):
+    """An order of dimensions that Megatron takes for one with pipeline stages outermost.
+
+    From others Megatron 0.16.1 wants equal data-parallel sizes of attention and experts, so that their pipeline groups
+    are the same. It compares those groups right after, and with pp inside cp and ep they are, whatever the sizes.
+    """
+
+    def endswith(self, *args: Any) -> bool:
+        return True
+
+
+ORDER = _Order("tp-pp-cp-ep-dp")
+
+# Megatron forgets most of its groups without closing them.
+_made: list[torch.distributed.ProcessGroup] = []
+_releases: list[Callable[[], Any]] = []
+
+
+def initialize(layout: Layout, seed: int) -> None:
+    """Create the groups of ``layout`` over the default process group, and seed Megatron's random states.
+
+    Raises:
+        ValueError: Megatron's groups exist already; ``destroy`` them first.
+    """
+    if parallel_state.model_parallel_is_initialized():
+        raise ValueError("Megatron's process groups exist already in this process; destroy them first.")
+    assert torch.distributed.is_initialized(), "torch.distributed comes first"
+    if not on_cuda():
+        cpu_host.activate()
+    gc.collect()  # models of an earlier layout keep its groups' threads alive through reference cycles
+    before = set(_all_groups())
+    with megatron_calls():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor_model_parallel_size,
+            pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+            context_parallel_size=layout.context_parallel_size,
+            expert_model_parallel_size=layout.expert_model_parallel_size,
+            order=ORDER,
+        )
+    _made.extend(group for group in _all_groups() if group not in before)
+    torch.manual_seed(seed)
+    if on_cuda():
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def at_destroy(release: Callable[[], Any]) -> None:
+    """Have ``release`` called when the groups are destroyed, to let go of what would keep their threads alive."""
+    _releases.append(release)
+
+
+def destroy() -> None:
+    """Remove Megatron's groups and close their connections, so that another layout can be made in these processes."""
+    while _releases:
+        _releases.pop()()
+    parallel_state.destroy_model_parallel()
+    open_still = set(_all_groups())  # Megatron closes a few
+    while _made:
+        group = _made.pop()
+        if group in open_still:
+            torch.distributed.destroy_process_group(group)
+
+
+def _all_groups() -> list[torch.distributed.ProcessGroup]:
+    return list(torch.distributed.distributed_c10d._world.pg_map)

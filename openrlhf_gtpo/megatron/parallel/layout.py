@@ -1,0 +1,286 @@
+"""How many processes share a model, and which numbers a model allows. Pure arithmetic over its configuration.
+
+The driver and its command lines ask here before anything starts, so this module knows neither torch nor megatron nor
+transformers.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # Hugging Face's model_type
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
+
+
+SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+_TP, _PP, _CP, _EP = (f"--megatron.{name}" for name in SIZES)
+
+# Megatron's RotaryEmbedding takes Llama 3's factor and fixes the rest of its scaling.
+_LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+
+
+class LayoutError(ValueError):
+    """A layout that the model or the host does not allow, or a model that the Megatron actor does not know."""
+
+
+class WorldSizeError(LayoutError):
+    """A number of processes that the layout does not divide."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Processes of each parallel dimension of one model replica; data parallelism is what is left of the world.
+
+    Fields:
+        tensor_model_parallel_size: shares of every matrix (TP).
+        pipeline_model_parallel_size: stages of consecutive layers (PP).
+        context_parallel_size: shares of every sequence (CP).
+        expert_model_parallel_size: shares of the experts (EP), taken from the data-parallel processes.
+        sequence_parallel: shard activations between the matrices over TP too; means nothing at TP 1.
+
+    Raises:
+        LayoutError: a size below 1.
+    """
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        for name in SIZES:
+            size = getattr(self, name)
+            if size < 1:
+                raise LayoutError(f"Expected --megatron.{name} >= 1, got {size}.")
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Processes of one model replica: TP × PP × CP."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Model replicas among ``world_size`` processes.
+
+        Raises:
+            WorldSizeError: the replicas do not come out even, or there is none.
+        """
+        if world_size < 1 or world_size % self.model_parallel_size:
+            raise WorldSizeError(
+                f"{_count(world_size, 'process', 'processes')} cannot be split into model replicas of "
+                f"{self.model_parallel_size} ({self._factors()}); give a multiple of {self.model_parallel_size}."
+            )
+        return world_size // self.model_parallel_size
+
+    def _factors(self) -> str:
+        sizes = [(_TP, self.tensor_model_parallel_size), (_PP, self.pipeline_model_parallel_size)]
+        sizes += [(_CP, self.context_parallel_size)] if self.context_parallel_size > 1 else []
+        return " × ".join(f"{flag} {size}" for flag, size in sizes)
+
+
+def check_layout(hf_config: Any, layout: Layout, world_size: int, *, cuda: bool) -> None:
+    """Refuse what cannot run, before a process starts.
+
+    Args:
+        hf_config: the checkpoint's configuration, as ``transformers`` reads it.
+        layout: the parallel sizes asked for.
+        world_size: processes (GPUs) that the model gets.
+        cuda: whether they have CUDA devices.
+
+    Raises:
+        LayoutError: the first thing that cannot work, in one sentence with the flag, the model's number and what is
+            legal; a :class:`WorldSizeError` where the sizes fit the model but not ``world_size``.
+    """
+    check_architecture(hf_config)
+    _check_tensor_parallel(hf_config, layout)
+    _check_pipeline_parallel(hf_config, layout)
+    if layout.context_parallel_size > 1 and not cuda:
+        raise LayoutError(
+            f"{_CP} {layout.context_parallel_size} needs the attention of Transformer Engine, which runs on CUDA "
+            "alone, and this host has none; leave it at 1."
+        )
+    _check_world_size(hf_config, layout, world_size)
+    _check_experts(hf_config, layout, layout.data_parallel_size(world_size))
+
+
+def legal_tensor_parallel_sizes(hf_config: Any) -> list[int]:
+    """TP sizes that divide the model's attention heads, key-value heads and MLP widths, ascending."""
+    return _divisors(math.gcd(*(number for _, number in _sharded_over_tensor_parallel(hf_config))))
+
+
+def legal_pipeline_parallel_sizes(hf_config: Any) -> list[int]:
+    """PP sizes that give every stage the same number of layers, ascending."""
+    return _divisors(hf_config.num_hidden_layers)
+
+
+def legal_layouts(hf_config: Any, world_size: int, context_parallel_size: int = 1) -> list[tuple[int, int]]:
+    """(TP, PP) that the model allows and whose replicas come out even among ``world_size`` processes, ascending."""
+    return [
+        (tensor, pipeline)
+        for tensor in legal_tensor_parallel_sizes(hf_config)
+        for pipeline in legal_pipeline_parallel_sizes(hf_config)
+        if world_size % (tensor * pipeline * context_parallel_size) == 0
+    ]
+
+
+def check_architecture(hf_config: Any) -> None:
+    """Refuse a model whose mathematics the Megatron actor would not reproduce.
+
+    Raises:
+        LayoutError: an architecture, attention, rotary embedding or storage format outside of what is supported.
+    """
+    kind = hf_config.model_type
+    if kind not in SUPPORTED_ARCHITECTURES:
+        raise LayoutError(
+            f"--actor.backend megatron does not know the architecture {kind!r}; it knows "
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}, and --actor.backend deepspeed runs the others."
+        )
+    if getattr(hf_config, "quantization_config", None) is not None:
+        raise LayoutError(
+            "--actor.backend megatron trains in full precision, and this checkpoint is quantized "
+            "(quantization_config); give the checkpoint that it was made from."
+        )
+    window = _sliding_window(hf_config)
+    if window is not None:
+        raise LayoutError(
+            f"--actor.backend megatron has no sliding-window attention, which this {kind} model uses over {window} "
+            f"of its {hf_config.max_position_embeddings} positions; use --actor.backend deepspeed."
+        )
+    _check_rope(hf_config)
+    if _experts(hf_config) and hf_config.num_experts_per_tok == 1 and hf_config.norm_topk_prob:
+        raise LayoutError(
+            f"--actor.backend megatron does not train this {kind} model, whose router learns nothing: it gives each token "
+            "one expert (num_experts_per_tok 1) with the weight 1 (norm_topk_prob); use --actor.backend deepspeed."
+        )
+    for name, wanted in _assumed(hf_config).items():
+        value = getattr(hf_config, name, wanted)
+        if value != wanted:
+            raise LayoutError(
+                f"--actor.backend megatron builds {kind} models with {name} {wanted!r}, and this one has {value!r}; "
+                "use --actor.backend deepspeed."
+            )
+
+
+def _assumed(hf_config: Any) -> dict[str, Any]:
+    """Configuration entries whose other values the converted model has no place for."""
+    assumed: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    if hf_config.model_type == "qwen3_moe":
+        assumed |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    return assumed
+
+
+def _sliding_window(hf_config: Any) -> int | None:
+    """The window in tokens where attention does not always see every earlier position."""
+    window = getattr(hf_config, "sliding_window", None)
+    if window is None or not getattr(hf_config, "use_sliding_window", True):
+        return None
+    layers = getattr(hf_config, "layer_types", None)
+    if window >= hf_config.max_position_embeddings or (layers and "sliding_attention" not in layers):
+        return None
+    return window
+
+
+def _check_rope(hf_config: Any) -> None:
+    # transformers 5 says rope_parameters, earlier checkpoints rope_scaling; "type" is the oldest spelling.
+    rope = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type")) or "default"
+    if kind not in SUPPORTED_ROPE_TYPES:
+        raise LayoutError(
+            f"--actor.backend megatron does not know the rotary embedding {kind!r} of this model (rope_type); it knows "
+            f"{', '.join(SUPPORTED_ROPE_TYPES)}."
+        )
+    for name, wanted in _LLAMA3_ROPE.items() if kind == "llama3" else ():
+        if rope.get(name, wanted) != wanted:
+            raise LayoutError(
+                f"--actor.backend megatron knows the rotary embedding llama3 with {name} {wanted} alone, and this "
+                f"model has {rope[name]}; use --actor.backend deepspeed."
+            )
+
+
+def _sharded_over_tensor_parallel(hf_config: Any) -> list[tuple[str, int]]:
+    """What TP must divide, and the model's number of each."""
+    heads = hf_config.num_attention_heads
+    groups = getattr(hf_config, "num_key_value_heads", None) or heads
+    sharded = [("attention heads", heads), ("key-value heads", groups)]
+    if _experts(hf_config):
+        return [*sharded, ("columns in an expert (moe_intermediate_size)", hf_config.moe_intermediate_size)]
+    return [*sharded, ("columns in the MLP (intermediate_size)", hf_config.intermediate_size)]
+
+
+def _check_tensor_parallel(hf_config: Any, layout: Layout) -> None:
+    size = layout.tensor_model_parallel_size
+    for what, number in _sharded_over_tensor_parallel(hf_config):
+        if number % size:
+            raise LayoutError(
+                f"{_TP} {size} does not divide this model's {number} {what}; it can be "
+                f"{_either(legal_tensor_parallel_sizes(hf_config))}."
+            )
+
+
+def _check_pipeline_parallel(hf_config: Any, layout: Layout) -> None:
+    size, layers = layout.pipeline_model_parallel_size, hf_config.num_hidden_layers
+    if layers % size:
+        raise LayoutError(
+            f"{_PP} {size} does not divide this model's {layers} layers; it can be "
+            f"{_either(legal_pipeline_parallel_sizes(hf_config))}."
+        )
+
+
+def _check_world_size(hf_config: Any, layout: Layout, world_size: int) -> None:
+    try:
+        layout.data_parallel_size(world_size)
+    except WorldSizeError as error:
+        legal = legal_layouts(hf_config, world_size, layout.context_parallel_size) if world_size > 0 else []
+        if not legal:
+            raise
+        by_tensor: dict[int, list[int]] = {}
+        for tensor, pipeline in legal:
+            by_tensor.setdefault(tensor, []).append(pipeline)
+        choices = "; ".join(f"TP {tensor} with PP {_either(sizes)}" for tensor, sizes in by_tensor.items())
+        raise WorldSizeError(f"{str(error)[:-1]}, or with {world_size} choose {choices}.") from None
+
+
+def _check_experts(hf_config: Any, layout: Layout, data_parallel_size: int) -> None:
+    size, experts = layout.expert_model_parallel_size, _experts(hf_config)
+    if experts and layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
+        raise LayoutError(
+            f"{_TP} {layout.tensor_model_parallel_size} with a mixture of experts needs --megatron.sequence_parallel, "
+            "without which Megatron does not train one; add it."
+        )
+    if size == 1:
+        return
+    if not experts:
+        raise LayoutError(
+            f"{_EP} {size} needs experts, and this {hf_config.model_type} model has none; leave it at 1."
+        )
+    if experts % size or data_parallel_size % size:
+        raise LayoutError(
+            f"{_EP} {size} must divide this model's {experts} experts and the data-parallel size "
+            f"{data_parallel_size}; it can be {_either(_divisors(math.gcd(experts, data_parallel_size)))}."
+        )
+
+
+def _experts(hf_config: Any) -> int:
+    """The model's experts in each layer, 0 for a dense one."""
+    if hf_config.model_type != "qwen3_moe":
+        return 0
+    return getattr(hf_config, "num_experts", None) or getattr(hf_config, "num_local_experts", None) or 0
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _either(sizes: list[int]) -> str:
+    """1, 2 or 4."""
+    *most, last = map(str, sizes)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"

@@ -1,0 +1,1 @@
+"""A training step: schedule, optimizer, offload."""

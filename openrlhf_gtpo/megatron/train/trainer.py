@@ -1,0 +1,177 @@
+"""Megatron's gradient buffers, optimizer and learning-rate schedule around one model: a train step."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+
+from openrlhf_gtpo.megatron.fp8.weights import is_fp8
+from openrlhf_gtpo.megatron.model.policy import LoadedModel
+from openrlhf_gtpo.megatron.model.token_batch import TokenBatch
+from openrlhf_gtpo.megatron.parallel import groups
+from openrlhf_gtpo.megatron.parallel.host import device, megatron_calls
+from openrlhf_gtpo.megatron.train import schedule
+
+# A torch optimizer, of which only the learning rate counts, to its schedule.
+MakeSchedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """AdamW's settings; biases and norms are not decayed.
+
+    Fields:
+        lr: peak learning rate.
+        betas, eps, weight_decay: as AdamW's.
+        max_norm: gradients are scaled to at most this L2 norm; 0 leaves them.
+        distributed: shard optimizer states and gradients over the data-parallel ranks.
+    """
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_norm: float = 1.0
+    distributed: bool = True
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Of one optimizer step.
+
+    Fields:
+        grad_norm: L2 norm of the whole gradient, before scaling.
+        next_lr: the learning rate of the step to come.
+        kept: what the loss callable gave back, one entry a micro-batch; empty on all but the last stage.
+    """
+
+    grad_norm: float
+    next_lr: float
+    kept: list[Any]
+
+
+class Trainer:
+    """Trains ``model`` in place.
+
+    Args:
+        make_schedule: None keeps the learning rate.
+    """
+
+    def __init__(self, model: LoadedModel, options: OptimizerOptions, make_schedule: MakeSchedule | None = None):
+        self.model = model
+        self.options = options
+        config = model.config
+        fp8 = model.options.fp8
+        with megatron_calls():
+            self.ddp = DistributedDataParallel(
+                config=config,
+                ddp_config=DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True,
+                    use_distributed_optimizer=options.distributed,
+                    fp8_param_gather=model.options.fp8_primary_weights,
+                ),
+                module=model.stage,
+            )
+            # Its backward hooks hold it, and it the groups, from autograd's nodes, through which Python's collector does
+            # not see.
+            groups.at_destroy(vars(self.ddp).clear)
+            optimizer_config = OptimizerConfig(
+                optimizer="adam",
+                lr=options.lr,
+                weight_decay=options.weight_decay,
+                adam_beta1=options.betas[0],
+                adam_beta2=options.betas[1],
+                adam_eps=options.eps,
+                clip_grad=options.max_norm,
+                bf16=model.options.dtype is torch.bfloat16,
+                params_dtype=model.options.dtype,
+                fp8_recipe=None if fp8 is None else fp8.recipe,
+                use_distributed_optimizer=options.distributed,
+            )
+            self.optimizer = get_megatron_optimizer(
+                optimizer_config, [self.ddp], get_standard_config_overrides(optimizer_config)
+            )
+        config.finalize_model_grads_func = _finalize
+        config.no_sync_func = self.ddp.no_sync
+        # The schedule works on an optimizer of its own, whose learning rate is handed on before each step.
+        self._schedule_carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=options.lr)
+        self.lr_schedule = make_schedule(self._schedule_carrier) if make_schedule else None
+        self.steps = 0  # optimizer steps so far, those before a resume included
+
+    def step(self, batches: Sequence[TokenBatch], loss: schedule.Loss, *, with_entropy: bool = False) -> StepReport:
+        """One optimizer step over all ``batches`` of this replica.
+
+        Args:
+            loss: see :data:`openrlhf_gtpo.megatron.train.schedule.Loss`.
+            with_entropy: hand the loss differentiable entropies too.
+
+        Raises:
+            FloatingPointError: the gradient is not finite; no weight has changed.
+        """
+        lr = self._schedule_carrier.param_groups[0]["lr"]
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+            # Megatron leaves it to its scheduler to multiply by the 0 of biases and norms.
+            group["weight_decay"] = self.options.weight_decay * group.get("wd_mult", 1.0)
+        self.ddp.train()
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        kept = schedule.forward_backward(self.model, self.ddp, batches, loss, with_entropy=with_entropy)
+        with megatron_calls():
+            if self.model.fp8 is not None:
+                self.model.fp8.update_scales(after_step=True)
+            self.optimizer.prepare_grads()
+            norm = float(self.optimizer.get_grad_norm())
+            if not math.isfinite(norm):
+                raise FloatingPointError(f"The gradient's norm is {norm}; no weights were changed.")
+            updated, _, _ = self.optimizer.step()
+        assert updated, "without a loss scale there is no step to skip"
+        self.steps += 1
+        if self.lr_schedule is not None:
+            self._schedule_carrier.step()
+            self.lr_schedule.step()
+        return StepReport(norm, self._schedule_carrier.param_groups[0]["lr"], kept)
+
+    @torch.no_grad()
+    def exact_weight(self, parameter: torch.Tensor) -> torch.Tensor:
+        """One of this rank's parameters in its high precision, without gradient. Of an FP8 primary weight it is what the
+        replicas' float32 shards say, and the call is collective over them."""
+        if not is_fp8(parameter):
+            return parameter.detach()
+        whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device())
+        for part in self.optimizer.chained_optimizers:
+            for weight, shard, start in zip(*part._get_fp8_params_and_shard_fp32_from_fp8(), strict=True):
+                if weight is parameter:
+                    if shard is not None:
+                        whole.view(-1)[start : start + shard.numel()].copy_(shard)
+                    torch.distributed.all_reduce(whole, group=part.data_parallel_group)
+                    return whole
+        raise AssertionError("an FP8 weight that no optimizer trains")
+
+    def schedule_state(self) -> dict[str, Any]:
+        """Where the learning-rate schedule and FP8's scales stand, for :meth:`load_schedule_state`."""
+        fp8 = self.model.fp8
+        return {
+            "fp8_calibrated": fp8.options.recipe if fp8 is not None and fp8.calibrated else None,
+            "steps": self.steps,
+            "lr_schedule": None if self.lr_schedule is None else self.lr_schedule.state_dict(),
+            "lr_carrier": self._schedule_carrier.state_dict(),
+        }
+
+    def load_schedule_state(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`schedule_state` gave."""
+        self.steps = state["steps"]
+        if self.model.fp8 is not None and state.get("fp8_calibrated") == self.model.fp8.options.recipe:
+            self.model.fp8.calibrated = True
+        self._schedule_carrier.load_state_dict(state["lr_carrier"])
+        if self.lr_schedule is not None:
+            self.lr_schedule.load_state_dict(state["lr_schedule"])
+
+
+def _finalize(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
+    """Megatron's reduction of gradients without its division by the number of tokens: the loss has its own."""
+    finalize_model_grads(model, None, **options)

@@ -1,0 +1,180 @@
+"""A decoder-only model as numbers: its parameters by part and by rank, and the arithmetic that it does.
+
+Owns the one formula for floating-point operations and the one count of parameters; both are of the model that the
+Megatron actor builds (see ``megatron/model/policy.py`` and ``megatron/model/bridge.py``), not of an idealised one.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+VOCABULARY_MULTIPLE = 128  # rows of embedding and head on each rank come in multiples of it, as Megatron pads them
+
+_QWEN2_5 = {
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "attention_dropout": 0.0,
+}
+
+
+def _qwen2_5(hidden: int, mlp: int, layers: int, heads: int, groups: int, vocabulary: int, tied: bool) -> dict:
+    return _QWEN2_5 | {
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+    }
+
+
+# Qwen2.5's published configurations; every width of ``tiny`` is a multiple of 128 too, so that FP8 takes it.
+PRESETS = {
+    "tiny": _qwen2_5(256, 512, 2, 4, 2, 512, False),
+    "3b": _qwen2_5(2048, 11008, 36, 16, 2, 151936, True),
+    "7b": _qwen2_5(3584, 18944, 28, 28, 4, 152064, False),
+    "32b": _qwen2_5(5120, 27648, 64, 40, 8, 152064, False),
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a llama, mistral, qwen2, qwen3 or qwen3_moe model.
+
+    Fields:
+        hidden_size: H.
+        intermediate_size: columns of the MLP, of one expert where there are experts.
+        num_attention_heads, num_key_value_heads, head_dim: of attention.
+        vocab_size: real entries.
+        tied: the head's matrix is the embedding's.
+        qkv_bias: query, key and value have biases.
+        qk_norm: query and key are normalised head by head.
+        num_experts, experts_per_token: 0 for a dense model.
+    """
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    tied: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+
+    @classmethod
+    def of(cls, config: Any) -> "ModelShape":
+        """From a Hugging Face configuration, or any object with the fields of its ``config.json``."""
+        kind = config.model_type
+        heads = config.num_attention_heads
+        moe = kind == "qwen3_moe"
+        experts = (getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)) if moe else 0
+        return cls(
+            model_type=kind,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.moe_intermediate_size if experts else config.intermediate_size,
+            num_layers=config.num_hidden_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vocab_size=config.vocab_size,
+            tied=bool(getattr(config, "tie_word_embeddings", False)),
+            qkv_bias=kind == "qwen2",
+            qk_norm=kind in ("qwen3", "qwen3_moe"),
+            num_experts=experts or 0,
+            experts_per_token=config.num_experts_per_tok if experts else 0,
+        )
+
+    @property
+    def query_width(self) -> int:
+        """Columns of all query heads."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_value_width(self) -> int:
+        """Columns of all key heads, and as many of all value heads."""
+        return self.num_key_value_heads * self.head_dim
+
+    @property
+    def parameters(self) -> int:
+        """Of the checkpoint: the vocabulary is not padded, a tied head counts once."""
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
+        return self.num_layers * sum(self.layer_parameters().values()) + embeddings + self.hidden_size
+
+    def layer_parameters(self, tensor: int = 1, expert: int = 1) -> dict[str, int]:
+        """Parameters of one decoder layer on one rank, by part.
+
+        Args:
+            tensor, expert: parallel sizes. Experts are shards over TP too.
+        """
+        hidden, query, key_value = self.hidden_size, self.query_width, self.key_value_width
+        attention = hidden * (query + 2 * key_value) + query * hidden
+        attention += (query + 2 * key_value) if self.qkv_bias else 0
+        mlp = 3 * hidden * self.intermediate_size
+        parts = {
+            "attention": attention // tensor,
+            "norms": 2 * hidden + (2 * self.head_dim if self.qk_norm else 0),
+        }
+        if not self.num_experts:
+            return parts | {"mlp": mlp // tensor}
+        return parts | {"router": hidden * self.num_experts, "experts": self.num_experts // expert * mlp // tensor}
+
+    def padded_vocab_size(self, tensor: int = 1) -> int:
+        """Rows of embedding and head over all ranks."""
+        multiple = VOCABULARY_MULTIPLE * tensor
+        return -(-self.vocab_size // multiple) * multiple
+
+    def embedding_parameters(self, tensor: int = 1) -> int:
+        """Of the embedding on one rank, and as many of the head."""
+        return self.padded_vocab_size(tensor) // tensor * self.hidden_size
+
+    def stage_parameters(self, stage: int, *, tensor: int = 1, pipeline: int = 1, expert: int = 1) -> dict[str, int]:
+        """Parameters on one rank of pipeline stage ``stage`` (from 0), by part.
+
+        A tied head is the embedding itself where both are on one stage, and a copy where they are not.
+        """
+        layers = self.num_layers // pipeline
+        parts = {name: layers * count for name, count in self.layer_parameters(tensor, expert).items()}
+        first, last = stage == 0, stage == pipeline - 1
+        parts["embedding"] = self.embedding_parameters(tensor) if first else 0
+        parts["head"] = self.embedding_parameters(tensor) if last and not (self.tied and first) else 0
+        parts["norms"] += self.hidden_size if last else 0
+        return parts
+
+
+def decoder_flops(shape: ModelShape, lengths: Iterable[int]) -> int:
+    """Floating-point operations of the decoder layers' products in one forward pass over sequences of these lengths.
+
+    A multiplication and an addition are two. Of attention's products only what the causal mask keeps counts; norms,
+    biases, rotary embedding, softmax and activation functions do not count, nor do embedding and head. Of experts, those
+    that a token is given to count, and so does the router. A backward pass has twice as many; activations that are
+    computed again add nothing.
+    """
+    lengths = list(lengths)
+    hidden, query = shape.hidden_size, shape.query_width
+    mlp = 3 * hidden * shape.intermediate_size
+    if shape.num_experts:
+        mlp = shape.experts_per_token * mlp + hidden * shape.num_experts
+    parameters = hidden * (query + 2 * shape.key_value_width) + query * hidden + mlp
+    pairs = sum(length * (length + 1) // 2 for length in lengths)
+    return shape.num_layers * (2 * sum(lengths) * parameters + 2 * 2 * pairs * query)
+
+
+def head_flops(shape: ModelShape, tokens: int) -> int:
+    """Of the LM head's product in one forward pass over the tokens that it is applied to; padded columns do not count."""
+    return 2 * tokens * shape.hidden_size * shape.vocab_size
+
+
+def forward_flops(shape: ModelShape, lengths: Iterable[int], response_tokens: int) -> int:
+    """Of the whole model: :func:`decoder_flops` over all tokens and :func:`head_flops` over those of responses, since
+    the actor applies its head to the places that predict an action alone."""
+    return decoder_flops(shape, lengths) + head_flops(shape, response_tokens)

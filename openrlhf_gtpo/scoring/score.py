@@ -1,0 +1,128 @@
+"""Per-token log-probs and entropies of given sequences, without training: the engine of ``cli.score``.
+
+The input is checked whole before a process starts. Then rank 0 reads it a block at a time, every model replica scores
+its share of the block's micro-batches, and rank 0 writes the block.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.megatron.model.token_batch import TokenBatch
+from openrlhf_gtpo.platform.processes import is_first_process, run_processes
+from openrlhf_gtpo.scoring.models import Forward, ScoreModel, Scores, load, pad
+from openrlhf_gtpo.scoring.rows import Row, RowFile
+
+BLOCK_ROWS = 1024  # held in memory at once, and what micro-batches are filled from
+
+
+def score(model: ScoreModel, source: RowFile, target: Path, processes: int) -> None:
+    """Write a JSON line with ``log_probs`` and ``entropies`` for every line of ``source``, in its order.
+
+    ``target`` appears when it is complete; one that is there before is replaced.
+
+    Args:
+        processes: world size; model replicas come out even.
+
+    Raises:
+        UsageError: a line that cannot be scored, or a target that cannot be written; no process has started.
+        LaunchError, ProcessFailed: see :func:`openrlhf_gtpo.platform.processes.run_processes`.
+    """
+    total = sum(1 for _ in source.rows())
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            unfinished.touch()
+        except OSError as error:
+            raise UsageError(f"--output {target} cannot be written: {error.strerror}.") from error
+        if total:
+            run_processes(score_rank, processes, model, source, unfinished, total)
+        if is_first_process():
+            unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def score_rank(model: ScoreModel, source: RowFile, target: Path, total: int) -> None:
+    """What each rank does; rank 0 reads and writes."""
+    import torch.distributed as dist
+    from tqdm import tqdm
+
+    first = dist.get_rank() == 0
+    rows = source.rows() if first else iter(())
+    with load(model) as forward, target.open("w") if first else nullcontext() as file:
+        # disable=None: silent where stderr is no terminal
+        with tqdm(total=total, unit="row", desc="score", disable=None if first else True) as progress:
+            while True:
+                block = [list(islice(rows, BLOCK_ROWS))]
+                dist.broadcast_object_list(block)
+                if not block[0]:
+                    return
+                scores = _score_block(forward, block[0])
+                if file is not None:
+                    file.writelines(_lines(source, block[0], scores))
+                    progress.update(len(block[0]))
+
+
+def _score_block(forward: Forward, rows: list[Row]) -> dict[int, Any]:
+    """Index of a row to its (2, scored tokens) float32 log-probs and entropies; whole on rank 0 alone.
+
+    Rows without a token to score have no entry.
+    """
+    import torch.distributed as dist
+
+    some = [i for i, row in enumerate(rows) if row.scored]
+    if not some:
+        return {}
+    micro_batches = [[some[i] for i in batch] for batch in forward.fill([len(rows[i].tokens) for i in some])]
+    replica, place = divmod(dist.get_rank(), forward.replica_size)
+    own = _share(micro_batches, replica, dist.get_world_size() // forward.replica_size)
+    batches = [pad([rows[i] for i in batch]) for batch in own]
+    results = forward.run(batches)
+    found: dict[int, Any] = {}
+    if place == 0:
+        for members, batch, result in zip(own, batches, results, strict=True):
+            found.update(_by_row(members, batch, result))
+    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(found, everyone)
+    return {row: scores for part in everyone or () for row, scores in part.items()}
+
+
+def _share(micro_batches: list[list[int]], replica: int, replicas: int) -> list[list[int]]:
+    """The micro-batches of one replica, as many as of any other.
+
+    Where they do not come out even, a replica that would wait for the others repeats one: experts that are shared among
+    replicas need all of them at every step.
+    """
+    steps = math.ceil(len(micro_batches) / replicas)
+    return [micro_batches[(step * replicas + replica) % len(micro_batches)] for step in range(steps)]
+
+
+def _by_row(members: list[int], batch: TokenBatch, scores: Scores) -> Iterator[tuple[int, Any]]:
+    log_probs, entropies = (values.numpy() for values in scores)
+    actions = batch.action_mask.bool().numpy()
+    for i, row in enumerate(members):
+        yield row, (log_probs[i][actions[i]], entropies[i][actions[i]])
+
+
+def _lines(source: RowFile, rows: list[Row], scores: dict[int, Any]) -> Iterator[str]:
+    for i, row in enumerate(rows):
+        log_probs, entropies = (_numbers(values) for values in scores.get(i, ((), ())))
+        assert len(log_probs) == len(entropies) == row.scored
+        if not all(map(math.isfinite, log_probs + entropies)):
+            raise UsageError(
+                f"{source.path}:{row.line}: the model gives values that are not finite; look at its weights, or give "
+                "--dtype float32."
+            )
+        yield json.dumps({**row.kept, "log_probs": log_probs, "entropies": entropies}) + "\n"
+
+
+def _numbers(values: Any) -> list[float]:
+    """Float32 values with as many digits as it takes to read the same float32 back."""
+    return [float(str(value)) for value in values]

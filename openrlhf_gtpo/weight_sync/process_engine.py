@@ -1,0 +1,121 @@
+"""An engine without vLLM and Ray: processes that each hold a plain torch model and load it by name, for the transfer alone."""
+
+import multiprocessing
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from openrlhf_gtpo.weight_sync.buckets import WIRE_DTYPE
+from openrlhf_gtpo.weight_sync.receiver import WeightReceiver
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class PlainModel(torch.nn.Module):
+    """Parameters of the given names and shapes, and nothing to compute with them."""
+
+    def __init__(self, shapes: Shapes, device: torch.device) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            *path, leaf = name.split(".")
+            owner: torch.nn.Module = self
+            for part in path:
+                if part not in owner._modules:
+                    owner.add_module(part, torch.nn.Module())
+                owner = owner.get_submodule(part)
+            weight = torch.zeros(shape, dtype=WIRE_DTYPE, device=device)
+            owner.register_parameter(leaf, torch.nn.Parameter(weight, requires_grad=False))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Copy every tensor into the parameter of its name; returns the names."""
+        parameters = dict(self.named_parameters())
+        loaded = set()
+        for name, tensor in weights:
+            parameters[name].copy_(tensor)
+            loaded.add(name)
+        return loaded
+
+
+class PlainRunner:
+    """What a receiver asks of vLLM's model runner."""
+
+    def __init__(self, model: PlainModel) -> None:
+        self.model = model
+
+    def get_model(self) -> PlainModel:
+        return self.model
+
+    def reload_weights(self, weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load the whole model."""
+        self.model.load_weights(weights_iterator)
+
+
+class PlainWorker(WeightReceiver):
+    """One process of a :class:`ProcessEngine`."""
+
+    def __init__(self, rank: int, shapes: Shapes, device: torch.device) -> None:
+        self._rank = rank
+        self.device = device
+        self.model_runner = PlainRunner(PlainModel(shapes, device))
+
+    def _rank_in_engine(self) -> int:
+        return self._rank
+
+
+class ProcessEngine:
+    """``len(devices)`` workers; calls run one after the other, on all of them. Ends with :meth:`close`.
+
+    Args:
+        shapes: name to full shape of the model's parameters.
+        devices: where each worker's model lives.
+        worker: what each process makes of its rank, the shapes and its device.
+    """
+
+    def __init__(self, shapes: Shapes, devices: list[torch.device], worker: type[PlainWorker] = PlainWorker) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._calls = ThreadPoolExecutor(1)
+        self._pipes: list[Any] = []
+        self.processes: list[Any] = []
+        for rank, device in enumerate(devices):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, worker, rank, dict(shapes), device), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    def __call__(self, method: str, *args: Any) -> "Future[list[Any]]":
+        return self._calls.submit(self._call, method, args)
+
+    def _call(self, method: str, args: tuple) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((method, args))
+        answers = [pipe.recv() for pipe in self._pipes]
+        for _, error in answers:
+            if error is not None:
+                raise RuntimeError(error)
+        return [result for result, _ in answers]
+
+    def close(self) -> None:
+        """End the processes, whatever they do."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self._calls.shutdown(wait=False, cancel_futures=True)
+
+
+def _serve(pipe: Any, worker: type[PlainWorker], rank: int, shapes: Shapes, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    receiver = worker(rank, shapes, device)
+    while True:
+        try:
+            method, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((getattr(receiver, method)(*args), None))
+        except Exception as error:
+            pipe.send((None, f"{type(error).__name__}: {error}"))
