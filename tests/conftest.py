@@ -20,6 +20,13 @@ for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "TTY_COMPATIBLE", "CO
     os.environ.pop(name, None)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What runs on a pool of ranks is slow: the ranks have to start."""
+    for item in items:
+        if {"ranks", "one_rank", "four_ranks", "pools"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("slow")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_ray_is_left() -> Iterator[None]:
     """A Ray that a module leaves up would be every later test's; and where a later test ends its processes, Ray ends this

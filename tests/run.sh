@@ -2,11 +2,17 @@
 # Every check of this project: the environment, the linters, then pytest.
 #
 #   bash tests/run.sh                          everything
+#   bash tests/run.sh --quick                  no engine, no process that imports torch again: two minutes
 #   bash tests/run.sh -k gtpo tests/algorithms arguments go to pytest
-#   bash tests/run.sh -m "not slow"
 #
 # All linters run before any failure stops the run, and pytest's summary is the last line.
 set -euo pipefail
+
+quick=()
+if [[ "${1:-}" == --quick ]]; then
+    quick=(-m "not slow and not e2e")
+    shift
+fi
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=examples/scripts/setup_env.sh
@@ -56,4 +62,4 @@ if ((${#failed[@]} > 0)); then
 fi
 
 printf '== pytest\n'
-exec python -m pytest --durations=20 "$@"
+exec python -m pytest --durations=20 "${quick[@]}" "$@"

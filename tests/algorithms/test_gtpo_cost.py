@@ -41,6 +41,7 @@ print(json.dumps({"seconds": min(seconds), "extra": (peak() - before) / (entropy
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads peak memory from Linux's /proc")
 def test_time_and_memory_of_a_full_batch():
     run = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=300)

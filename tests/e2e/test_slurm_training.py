@@ -68,7 +68,7 @@ def test_a_job_is_stopped_then_loses_a_node_and_ends_with_every_step(
     argv += ["--ckpt.best_metric_key", "none", "--actor.adam.lr", "1e-4"]
     launcher = tmp_path / "launcher.sh"
     launcher.write_text(LAUNCHER.format(argv=shlex.join(argv)))
-    job = submit(cluster, tmp_path, launcher, **QUIET)
+    job = submit(cluster, tmp_path, launcher, MAX_REQUEUES="1", **QUIET)  # a request to stop does not count
 
     until(lambda: _steps(tmp_path) or job.ended(), 600, "the first step")
     assert _steps(tmp_path), job.everything

@@ -22,7 +22,9 @@ def test_sigusr1_saves_and_the_same_command_goes_on(trainer_argv, tiny_model, tm
     hold.after(1)
     argv = [*trainer_argv, "--algo.advantage.estimator", "gtpo", "--data.max_samples", "16"]
     argv += ["--reward.remote_url", str(hold.reward), "--ckpt.load_enable"]
-    argv += ["--train.colocate_all", "--vllm.enable_prefix_caching"]
+    argv += ["--train.colocate_all", "--vllm.enable_prefix_caching", "--vllm.sync_checksum"]
+    # At 1e-3 the policy may soon want to end at once, which OpenRLHF does not let the engine do: see test_megatron.py.
+    argv += ["--algo.advantage.is_correction_level", "token", "--actor.adam.lr", "3e-4"]
     argv += ["--ckpt.best_metric_key", "none"]  # and --ckpt.save_steps -1: no checkpoint but that one
     # What a run leaves that died in its first checkpoint.
     (tmp_path / "checkpoints" / "_actor" / "global_step2").mkdir(parents=True)
@@ -60,3 +62,5 @@ def test_sigusr1_saves_and_the_same_command_goes_on(trainer_argv, tiny_model, tm
     resumed = finish(argv, tmp_path)
     assert resumed.code == 0, resumed.log[-4000:]
     assert [step["step"] for step in resumed.steps] == [1, 2, 3, 4]
+    # vLLM and the trainer agree on what was sampled, before the stop and after it.
+    assert all(abs(step["vllm_kl"]) < 0.05 for step in resumed.steps)

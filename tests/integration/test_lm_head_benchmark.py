@@ -9,6 +9,7 @@ import pytest
 from openrlhf_gtpo.cli import benchmark
 
 
+@pytest.mark.slow
 def test_every_way_gives_the_same_numbers(tmp_path: Path) -> None:
     output, plot = tmp_path / "made" / "lm_head.json", tmp_path / "made" / "lm_head.png"
     words = "lm-head --shape 40x32x1000 --dtype float32 --tensor-parallel 1 2 --repeat 2"

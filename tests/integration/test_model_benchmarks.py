@@ -45,6 +45,7 @@ def measured_alone(words: str, folder: Path) -> dict[str, Any]:
     return json.loads(output.read_text())
 
 
+@pytest.mark.slow
 def test_layers(tmp_path: Path) -> None:
     written = measured_alone(f"{LAYERS} --recipes delayed blockwise", tmp_path)
     (case,) = written["cases"]
@@ -70,6 +71,7 @@ def test_layers(tmp_path: Path) -> None:
             )
 
 
+@pytest.mark.slow
 def test_a_train_step(tmp_path: Path) -> None:
     written = measured_alone(f"{STEP} --recipes blockwise --fp8-param", tmp_path)
     assert written["absent"] == {"deepspeed": "not installed: openrlhf, deepspeed, ray"}
@@ -91,6 +93,7 @@ def test_a_train_step(tmp_path: Path) -> None:
     assert whole["times_bf16"] == pytest.approx(faster)
 
 
+@pytest.mark.slow
 def test_the_lm_head(tmp_path: Path) -> None:
     (case,) = measured_alone(LM_HEAD, tmp_path)["cases"]
     assert case["absent"]["openrlhf"] == "not installed" and "openrlhf_gtpo" in case["measured"]
@@ -175,5 +178,6 @@ def test_a_mistake_is_one_sentence(words: str, sentence: str, capsys: pytest.Cap
     assert message == f"benchmark {words.split()[0]}: {sentence}\n"
 
 
+@pytest.mark.slow
 def test_the_weight_transfer_needs_neither_vllm_nor_ray(tmp_path: Path) -> None:
     assert measured_alone(SYNC, tmp_path)["machine"]["versions"]["torch"]

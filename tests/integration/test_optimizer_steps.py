@@ -119,6 +119,7 @@ def test_several_steps_and_epochs_train_alike(argv: list[str], actor_model: str,
             assert found[i][metric] == pytest.approx(value, rel=0.05, abs=0.02), (i, metric)
 
 
+@pytest.mark.slow
 def test_deepspeeds_tensor_parallelism_sends_whole_weights(actor_model: str) -> None:
     """What is announced for each parameter is what is sent, and what the checkpoint has. It stays on for a process's life."""
     from transformers import AutoModelForCausalLM

@@ -284,6 +284,7 @@ def test_the_real_trainer_is_what_is_started(tmp_path: Path) -> None:
         run_trainer("one", ["--no.such", "1"], tmp_path / "run", steps=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_a_rate_is_of_all_processes(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -18,7 +18,7 @@ from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.actors.policy_actor import EntropyActorTrainer
 from openrlhf_gtpo.weight_sync.process_engine import ProcessEngine
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rollout"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "weight_sync"))
 
 from weight_workers import Worker  # noqa: E402
 

@@ -14,6 +14,7 @@ from openrlhf_gtpo.benchmarks.weight_sync import llama_parameters, parameters_of
 from openrlhf_gtpo.cli import benchmark
 
 
+@pytest.mark.slow
 def test_every_way_is_timed(tmp_path: Path) -> None:
     output = tmp_path / "made" / "weight_sync.json"
     words = "weight-sync --receiver process --shape 2x64x96x200 --bucket-mb 0 1 --repeat 2"
@@ -28,6 +29,7 @@ def test_every_way_is_timed(tmp_path: Path) -> None:
         assert len(seconds) == 2 and all(math.isfinite(one) and one > 0 for one in seconds)
 
 
+@pytest.mark.slow
 def test_the_colocated_transport_alone_needs_neither_vllm_nor_ray() -> None:
     program = (
         "import sys\n"

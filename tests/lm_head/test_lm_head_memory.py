@@ -10,6 +10,7 @@ import pytest
 import torch
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads peak memory from Linux's /proc")
 def test_peak_memory_beyond_inputs_and_outputs_stays_within_the_budget():
     program = Path(__file__).with_name("lm_head_memory.py")

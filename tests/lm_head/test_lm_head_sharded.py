@@ -13,7 +13,8 @@ from openrlhf_gtpo.lm_head.sweeps import token_statistics
 from openrlhf_gtpo.lm_head.tiles import Tile
 
 
-@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 8])
 def test_tensor_parallel_ranks(world_size, tmp_path):
     """What the ranks check is in `lm_head_ranks`; a failure there is raised here with its traceback.
 

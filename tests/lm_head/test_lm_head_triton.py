@@ -13,6 +13,7 @@ from lm_head_reference import make_case
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_the_triton_kernels():
     """Triton decides when it is imported whether it interprets, hence a process of its own."""

@@ -61,7 +61,16 @@ def test_training_goes_on_bit_for_bit_at_the_same_layout(written: tuple, how: st
     assert {(answer["before"], answer["latest"]) for answer in before} == {(None, "step3")}
 
 
-@pytest.mark.parametrize("name", RESUMED_AT)
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        *(("llama", name) for name in RESUMED_AT),
+        ("qwen2-tied-bf16", "TP2xPP2-SP"),
+        ("qwen3-plain-optimizer", "TP4"),
+        ("mistral-plain-optimizer-bf16", "DP4"),
+    ],
+    indirect=["written"],
+)
 def test_training_goes_on_at_another_layout(written: tuple, name: str, ranks: RankPool) -> None:
     other, folder, before, dtype, distributed = written
     after = ranks.run(program.resume, other, RESUMED_AT[name], str(folder / "now"), dtype, distributed)
@@ -108,6 +117,7 @@ def test_a_failed_save_is_reported_and_leaves_the_previous_one(model: Path, tmp_
         assert at_last == ("step3", ["latest", "step0", "step3"])
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_while_it_writes_leaves_the_previous_one(model: Path, tmp_path: Path) -> None:
     def run(*args: str) -> subprocess.CompletedProcess:
         command = [sys.executable, str(Path(__file__).with_name("crash_program.py")), str(model), str(tmp_path), *args]

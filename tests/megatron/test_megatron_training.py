@@ -40,6 +40,14 @@ def steps_for(vocab_size: int) -> list[list[tuple[list, list]]]:
     ]
 
 
+# Every layout with one model, the others where most is cut at once.
+CASES = [("llama", name, recompute) for name in LAYOUTS for recompute in ("none", "full")]
+CASES += [("llama", "TP2xPP2-SP", "selective")]
+for _model in ("qwen2-tied", "qwen3"):
+    CASES += [(_model, "TP4-SP", "none"), (_model, "TP2xPP2-SP", "full")]
+    CASES += [(_model, "CP2xTP2-SP", "full"), (_model, "CP2xPP2", "none")]
+
+
 @pytest.fixture(scope="module", params=MODELS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     family, vocab_size, fields = MODELS[request.param]
@@ -100,9 +108,7 @@ def assert_close(found: dict[str, np.ndarray], exact: dict[str, np.ndarray], bou
         assert np.abs(found[name] - value).max() <= bound * np.abs(value).max(), name
 
 
-@pytest.mark.parametrize(
-    "name, recompute", [*((name, kind) for name in LAYOUTS for kind in ("none", "full")), ("TP2xPP2-SP", "selective")]
-)
+@pytest.mark.parametrize(("checkpoint", "name", "recompute"), CASES, indirect=["checkpoint"])
 def test_gradients_are_those_of_transformers(checkpoint: tuple, name: str, recompute: str, ranks: RankPool) -> None:
     source, vocab_size = checkpoint
     steps = steps_for(vocab_size)

@@ -8,18 +8,18 @@ import torch
 from families import make_checkpoint
 from logits_program import full_weights
 from rank_pool import RankPool
-from test_megatron_logits import LAYOUTS, MODELS
+from test_megatron_logits import CASES, LAYOUTS, MODELS
 
 BUCKETS = [1, 30_000, 2**30]  # bytes: a parameter each, some of a stage, a stage
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module")
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family, vocab_size, fields = MODELS[request.param]
     return make_checkpoint(tmp_path_factory.mktemp(request.param), family, vocab_size, **fields)
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if not name.endswith("SP")])
+@pytest.mark.parametrize(("checkpoint", "name"), CASES, indirect=["checkpoint"])
 def test_every_rank_gets_the_checkpoint(checkpoint: Path, name: str, ranks: RankPool) -> None:
     from safetensors.torch import load_file
 

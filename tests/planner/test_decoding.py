@@ -34,6 +34,7 @@ ROLLOUTS = [
 ]
 
 
+@pytest.mark.slow
 def test_rows_of_every_step_are_those_of_vllm() -> None:
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-W", "ignore", str(PROGRAM), json.dumps(ROLLOUTS)]

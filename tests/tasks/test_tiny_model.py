@@ -9,6 +9,8 @@ from openrlhf_gtpo.tasks import tiny_model  # noqa: E402
 from openrlhf_gtpo.tasks.reasoning_gym_data import SMALL_CONFIGS, PromptForm, draw_entries  # noqa: E402
 from openrlhf_gtpo.tasks.reasoning_gym_reward import extract_answer  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
