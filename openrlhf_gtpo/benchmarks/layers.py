@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from openrlhf_gtpo.benchmarks.precisions import BF16
+from openrlhf_gtpo.benchmarks.rates import SquareProduct, seconds_of
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.model.policy import ModelOptions
@@ -23,9 +24,7 @@ from openrlhf_gtpo.megatron.parallel.layout import Layout, LayoutError
 from openrlhf_gtpo.megatron.train import schedule
 from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
 from openrlhf_gtpo.model_shape import ModelShape, decoder_flops
-from openrlhf_gtpo.platform.matrix_product import SquareProduct
 from openrlhf_gtpo.platform.memory import PeakMemory
-from openrlhf_gtpo.platform.timing import seconds_of
 
 PHASES = {"forward": 1, "forward_backward": 3, "train_step": 3}  # and their products, forward passes' as the unit
 VOCABULARY = 1024

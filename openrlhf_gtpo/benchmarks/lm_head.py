@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from openrlhf_gtpo.benchmarks.lm_head_ways import PRODUCT, Outputs, Problem, Way, Ways
+from openrlhf_gtpo.benchmarks.rates import seconds_of
 from openrlhf_gtpo.platform.memory import PeakMemory
-from openrlhf_gtpo.platform.timing import seconds_of
 
 TEMPERATURE = 0.8
 COMPARED_TOKENS = 64  # with float64

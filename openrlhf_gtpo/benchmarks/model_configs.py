@@ -1,8 +1,10 @@
-"""Configurations of the models that benchmarks build with random weights."""
+"""Configurations of the models that benchmarks build with random weights, and checkpoints of such."""
 
 import json
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.parallel.layout import LayoutError, check_architecture
@@ -51,3 +53,14 @@ def _read(name: str) -> dict[str, Any]:
             f"{name!r} is neither {', '.join(PRESETS)} nor a Hugging Face config.json or a folder with one."
         )
     return fields
+
+
+def write_random_checkpoint(config: Any, folder: Path, seed: int) -> None:
+    """Write bfloat16 weights of a model of ``config`` (two bytes a parameter) and a tokenizer of two tokens."""
+    from tokenizers import Tokenizer, models
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<end>": 1}, unk_token="<pad>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>").save_pretrained(folder)

@@ -21,7 +21,7 @@ from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.utils import get_strategy
 from openrlhf.utils.utils import get_tokenizer
 
-from openrlhf_gtpo.benchmarks.synthetic_lengths import uniform_lengths
+from openrlhf_gtpo.benchmarks.synthetic import uniform_lengths
 from openrlhf_gtpo.benchmarks.synthetic_rollout import rollout
 from openrlhf_gtpo.integration import run
 from openrlhf_gtpo.integration.actors.policy_actor import PolicyActor

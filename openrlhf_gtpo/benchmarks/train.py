@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from openrlhf_gtpo.benchmarks.measured_rate import measured_rate
+from openrlhf_gtpo.benchmarks.rates import measured_rate
 from openrlhf_gtpo.benchmarks.train_configurations import Configuration
 from openrlhf_gtpo.benchmarks.trainer_process import TrainerFailed, run_trainer
 from openrlhf_gtpo.report.step_phases import MissingMetrics, measured_steps, of_run

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from openrlhf_gtpo.algorithms import GTPOConfig, gtpo_advantages, policy_surrogate
-from openrlhf_gtpo.benchmarks.synthetic_batches import StepBatch, step_batch
+from openrlhf_gtpo.benchmarks.rates import seconds_of
+from openrlhf_gtpo.benchmarks.synthetic import StepBatch, step_batch
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.model.policy import ModelOptions
@@ -19,7 +20,6 @@ from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.megatron.train import schedule
 from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
 from openrlhf_gtpo.platform.memory import PeakMemory
-from openrlhf_gtpo.platform.timing import seconds_of
 from openrlhf_gtpo.token_values import TokenValues
 
 PHASES = ("old_policy", "advantages", "train")

@@ -96,7 +96,7 @@ def _run(args: argparse.Namespace) -> None:
 
 def _deepspeed(args: argparse.Namespace, shape: Any) -> dict[str, Any]:
     """As of a precision; the advantages are computed elsewhere, and are no phase of this actor."""
-    from openrlhf_gtpo.benchmarks.random_checkpoint import write_random_checkpoint
+    from openrlhf_gtpo.benchmarks.model_configs import write_random_checkpoint
 
     with tempfile.TemporaryDirectory() as folder:
         write_random_checkpoint(shape, Path(folder), args.seed)

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
+from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.fp8.options import RECIPES
 from openrlhf_gtpo.model_shape import PRESETS
 from openrlhf_gtpo.planner import emit, table
@@ -20,7 +21,6 @@ from openrlhf_gtpo.planner.activations import RECOMPUTE
 from openrlhf_gtpo.planner.assumptions import SOURCES, Assumptions
 from openrlhf_gtpo.planner.candidate import PLACEMENTS
 from openrlhf_gtpo.planner.cluster import GIB, GPUS, parse_cluster
-from openrlhf_gtpo.planner.errors import PlanError
 from openrlhf_gtpo.planner.layouts import Asked
 from openrlhf_gtpo.planner.model_config import model_config, read_model_config
 from openrlhf_gtpo.planner.plan import Request, candidates, smallest_cluster
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(words)
     try:
         _plan(args, words)
-    except PlanError as error:
+    except UsageError as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
     return 0
@@ -159,7 +159,7 @@ def _plan(args: argparse.Namespace, words: list[str]) -> None:
     else:
         _print(args, request, found)
     if not best.fits:
-        raise PlanError(_nowhere(args, request, found))
+        raise UsageError(_nowhere(args, request, found))
     if args.emit is not None:
         job = emit.Job(_HUB.get(args.model, args.model), emit.command_of(words), args.algorithm)
         args.emit.parent.mkdir(parents=True, exist_ok=True)
@@ -173,14 +173,14 @@ def _request(args: argparse.Namespace) -> Request:
     for flag in ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "top"):
         value = getattr(args, flag)
         if value is not None and value < 1:
-            raise PlanError(f"--{flag.replace('_', '-')} {value} must be at least 1.")
+            raise UsageError(f"--{flag.replace('_', '-')} {value} must be at least 1.")
     for given, flag in ((args.fp8_recipe, f"--fp8-recipe {args.fp8_recipe}"), (args.fp8_param, "--fp8-param")):
         if args.fp8 == "off" and given:
-            raise PlanError(f"{flag} needs FP8, and --fp8 is off; leave one of them out.")
+            raise UsageError(f"{flag} needs FP8, and --fp8 is off; leave one of them out.")
     if args.rollout_gpus is not None and args.placement != "split":
-        raise PlanError("--rollout-gpus needs --placement split; colocated engines run on all GPUs.")
+        raise UsageError("--rollout-gpus needs --placement split; colocated engines run on all GPUs.")
     if args.vllm_gpu_memory is not None and not 0 < args.vllm_gpu_memory < 1:
-        raise PlanError(
+        raise UsageError(
             f"--vllm-gpu-memory {args.vllm_gpu_memory:g} is a share of the memory; give one between 0 and 1."
         )
     return Request(

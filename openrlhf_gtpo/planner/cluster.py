@@ -6,7 +6,7 @@ Memory is what the driver reports of it.
 
 from dataclasses import dataclass, replace
 
-from openrlhf_gtpo.planner.errors import PlanError
+from openrlhf_gtpo.errors import UsageError
 
 _TERA, _GIGA, GIB = 1e12, 1e9, 2**30
 MOST_PER_NODE = 16
@@ -83,31 +83,31 @@ def parse_cluster(gpu: str, gpus: int, nodes: int | None = None, network_gbit: f
         network_gbit: Gbit/s of each GPU to other nodes.
 
     Raises:
-        PlanError: a GPU that is not in the table, or numbers that make no cluster.
+        UsageError: a GPU that is not in the table, or numbers that make no cluster.
     """
     kind = GPUS.get(gpu.lower())
     if kind is None:
-        raise PlanError(f"--gpu {gpu} is not known; the kinds are {', '.join(GPUS)}.")
+        raise UsageError(f"--gpu {gpu} is not known; the kinds are {', '.join(GPUS)}.")
     if gpus < 1:
-        raise PlanError(f"Expected --gpus >= 1, got {gpus}.")
+        raise UsageError(f"Expected --gpus >= 1, got {gpus}.")
     if nodes is None:
         if gpus > _NODE and gpus % _NODE:
-            raise PlanError(
+            raise UsageError(
                 f"--gpus {gpus} makes no whole nodes of {_NODE}; give --nodes too, or a multiple of {_NODE}."
             )
         nodes = -(-gpus // _NODE)
     if nodes < 1:
-        raise PlanError(f"Expected --nodes >= 1, got {nodes}.")
+        raise UsageError(f"Expected --nodes >= 1, got {nodes}.")
     if gpus % nodes:
-        raise PlanError(
+        raise UsageError(
             f"--gpus {gpus} is the number in all nodes together, and --nodes {nodes} does not divide it; "
             f"give a multiple of {nodes}."
         )
     if gpus // nodes > MOST_PER_NODE:
-        raise PlanError(
+        raise UsageError(
             f"--gpus {gpus} on --nodes {nodes} makes {gpus // nodes} in a node, and no node has more than {MOST_PER_NODE}; "
             f"give at least --nodes {-(-gpus // MOST_PER_NODE)}."
         )
     if not network_gbit > 0:
-        raise PlanError(f"--network-gbit {network_gbit:g} is no bandwidth; give Gbit/s for each GPU, such as 400.")
+        raise UsageError(f"--network-gbit {network_gbit:g} is no bandwidth; give Gbit/s for each GPU, such as 400.")
     return Cluster(kind, gpus, nodes, network_gbit * 1e9 / 8)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.fp8.options import CAPABILITY, RECIPES, Fp8Options, check_fp8
 from openrlhf_gtpo.megatron.parallel.layout import (
     Layout,
@@ -14,7 +15,6 @@ from openrlhf_gtpo.megatron.parallel.layout import (
     legal_tensor_parallel_sizes,
 )
 from openrlhf_gtpo.planner.cluster import Cluster
-from openrlhf_gtpo.planner.errors import PlanError
 from openrlhf_gtpo.planner.workload import Workload
 
 _MOST_CONTEXT, _MOST_EXPERT = 8, 64
@@ -47,7 +47,7 @@ def layouts(config: SimpleNamespace, cluster: Cluster, asked: Asked, workload: W
     TP stays within a node: its collectives run in every layer.
 
     Raises:
-        PlanError: a size that was asked for is not legal, or none is; the message has the rule.
+        UsageError: a size that was asked for is not legal, or none is; the message has the rule.
     """
     tensors = [asked.tensor] if asked.tensor else legal_tensor_parallel_sizes(config)
     pipelines = [asked.pipeline] if asked.pipeline else legal_pipeline_parallel_sizes(config)
@@ -60,10 +60,10 @@ def layouts(config: SimpleNamespace, cluster: Cluster, asked: Asked, workload: W
                 for expert in experts:
                     try:
                         found.append(_layout(config, cluster, workload, (tensor, pipeline, context, expert)))
-                    except (LayoutError, PlanError) as error:
+                    except (LayoutError, UsageError) as error:
                         refusals.append(str(error))
     if not found:
-        raise PlanError(_as_planner_flags(refusals[0]))
+        raise UsageError(_as_planner_flags(refusals[0]))
     return found
 
 
@@ -71,13 +71,13 @@ def _layout(config: SimpleNamespace, cluster: Cluster, workload: Workload, sizes
     layout = Layout(*sizes, sequence_parallel=sizes[0] > 1)
     check_layout(config, layout, cluster.gpus, cuda=True)
     if sizes[0] > cluster.gpus_per_node:
-        raise PlanError(
+        raise UsageError(
             f"--tensor-parallel {sizes[0]} is more than the {cluster.gpus_per_node} GPUs of a node, and its collectives run "
             f"in every layer; give at most {cluster.gpus_per_node}."
         )
     replicas = layout.data_parallel_size(cluster.gpus)
     if workload.batch % replicas:
-        raise PlanError(
+        raise UsageError(
             f"{replicas} replicas (TP {sizes[0]} × PP {sizes[1]} × CP {sizes[2]} on {cluster.gpus} GPUs) do not divide the "
             f"{workload.batch} responses of an optimizer step; give larger parallel sizes or another --train-batch."
         )
@@ -88,7 +88,7 @@ def precisions(config: SimpleNamespace, cluster: Cluster, layout: Layout, asked:
     """bfloat16 (None) and FP8 recipes that the GPU and the widths allow.
 
     Raises:
-        PlanError: the precision that was asked for is not legal.
+        UsageError: the precision that was asked for is not legal.
     """
     if asked.fp8 == "off" or (asked.fp8 is None and asked.fp8_recipe is None and not asked.fp8_param):
         yield None
@@ -102,22 +102,22 @@ def precisions(config: SimpleNamespace, cluster: Cluster, layout: Layout, asked:
         options = Fp8Options(mode, recipe, primary_weights=asked.fp8_param)
         try:
             if cluster.gpu.fp8 is None or cluster.gpu.capability < CAPABILITY[recipe]:
-                raise PlanError(f"--fp8 {mode} with the recipe {recipe} is not for {cluster.gpu.name}; leave it out.")
+                raise UsageError(f"--fp8 {mode} with the recipe {recipe} is not for {cluster.gpu.name}; leave it out.")
             check_fp8(options, config, layout, cuda=True)
-        except (LayoutError, PlanError) as error:
+        except (LayoutError, UsageError) as error:
             refusal = refusal or str(error)
             continue
         legal = True
         yield options
     if not legal and (asked.fp8 or asked.fp8_recipe or asked.fp8_param):
-        raise PlanError(_as_planner_flags(str(refusal)))
+        raise UsageError(_as_planner_flags(str(refusal)))
 
 
 def rollout_sizes(config: SimpleNamespace, cluster: Cluster, gpus: int, asked: Asked) -> list[int]:
     """Tensor-parallel sizes of vLLM's engines on ``gpus`` GPUs.
 
     Raises:
-        PlanError: the size that was asked for does not divide the heads, the GPUs or a node.
+        UsageError: the size that was asked for does not divide the heads, the GPUs or a node.
     """
     heads = config.num_attention_heads
     most = cluster.gpus_per_node
@@ -129,7 +129,7 @@ def rollout_sizes(config: SimpleNamespace, cluster: Cluster, gpus: int, asked: A
     if asked.vllm_tensor is None:
         return legal
     if asked.vllm_tensor not in legal:
-        raise PlanError(
+        raise UsageError(
             f"--vllm-tensor-parallel {asked.vllm_tensor} must divide the {heads} attention heads, the {gpus} GPUs of the rollout "
             f"and the {most} of a node; it can be {', '.join(map(str, legal))}."
         )

@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.parallel.layout import LayoutError, check_architecture
-from openrlhf_gtpo.planner.errors import PlanError
 
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 # Of transformers' configuration classes, where a published config.json may leave a field out and it matters here.
@@ -23,19 +23,19 @@ def read_model_config(source: str | Path) -> SimpleNamespace:
     """The fields of ``source``: a ``config.json``, or a folder with one.
 
     Raises:
-        PlanError: there is none, or it is of a model that the Megatron actor does not train.
+        UsageError: there is none, or it is of a model that the Megatron actor does not train.
     """
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     try:
         fields = json.loads(path.read_text())
     except OSError as error:
-        raise PlanError(
+        raise UsageError(
             f"--model {source}: there is no config.json to read ({error.strerror}); give a Hugging Face checkpoint's "
             "folder, or its config.json."
         ) from error
     except ValueError as error:
-        raise PlanError(f"--model {source}: {path} is not JSON ({error}).") from error
+        raise UsageError(f"--model {source}: {path} is not JSON ({error}).") from error
     return model_config(fields, str(source))
 
 
@@ -46,22 +46,22 @@ def model_config(fields: Any, source: str) -> SimpleNamespace:
         source: what messages call it.
 
     Raises:
-        PlanError: see :func:`read_model_config`.
+        UsageError: see :func:`read_model_config`.
     """
     if not isinstance(fields, dict) or "model_type" not in fields:
-        raise PlanError(f"--model {source}: this is no Hugging Face config.json (no model_type in it).")
+        raise UsageError(f"--model {source}: this is no Hugging Face config.json (no model_type in it).")
     fields = _DEFAULTS.get(fields["model_type"], {}) | fields
     config = SimpleNamespace(**fields)
     try:
         # A window is compared with the number of positions.
         check_architecture(SimpleNamespace(**({"max_position_embeddings": math.inf} | fields)))
     except LayoutError as error:
-        raise PlanError(f"--model {source}: {error}") from error
+        raise UsageError(f"--model {source}: {error}") from error
     needed = (*_NEEDED, "num_experts", "moe_intermediate_size") if config.model_type == "qwen3_moe" else _NEEDED
     for name in needed:
         value = fields.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise PlanError(
+            raise UsageError(
                 f"--model {source}: its config.json has {name} {value!r}, and a model needs a whole number."
             )
     return config

@@ -4,6 +4,7 @@ which something would."""
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.model_shape import ModelShape
@@ -11,7 +12,6 @@ from openrlhf_gtpo.planner.activations import RECOMPUTE
 from openrlhf_gtpo.planner.assumptions import Assumptions
 from openrlhf_gtpo.planner.candidate import Candidate
 from openrlhf_gtpo.planner.cluster import Cluster
-from openrlhf_gtpo.planner.errors import PlanError
 from openrlhf_gtpo.planner.layouts import Asked, layouts, precisions, rollout_sizes
 from openrlhf_gtpo.planner.rollout import Engines
 from openrlhf_gtpo.planner.training_memory import Training
@@ -50,11 +50,11 @@ def candidates(request: Request) -> list[Candidate]:
     Of the engines' sizes the fastest that fits is taken for each.
 
     Raises:
-        PlanError: nothing is legal; the message has the rule that is broken.
+        UsageError: nothing is legal; the message has the rule that is broken.
     """
     _check_lengths(request)
     found: list[Candidate] = []
-    refusal: PlanError | None = None
+    refusal: UsageError | None = None
     for training_gpus, rollout_gpus in _divisions(request):
         cluster = request.cluster.of(training_gpus)
         try:
@@ -62,13 +62,13 @@ def candidates(request: Request) -> list[Candidate]:
             for layout in layouts(request.config, cluster, request.asked, request.workload):
                 try:
                     options = list(precisions(request.config, cluster, layout, request.asked))
-                except PlanError as error:
+                except UsageError as error:
                     refusal = refusal or error
                     continue
                 for fp8 in options:
                     for recompute in (request.asked.recompute,) if request.asked.recompute else RECOMPUTE:
                         found.append(_candidate(request, cluster, engines, layout, fp8, recompute))
-        except PlanError as error:
+        except UsageError as error:
             refusal = refusal or error
     if not found:
         assert refusal is not None
@@ -79,7 +79,7 @@ def candidates(request: Request) -> list[Candidate]:
 def _check_lengths(request: Request) -> None:
     most, work = getattr(request.config, "max_position_embeddings", None), request.workload
     if most is not None and work.row_length > most:
-        raise PlanError(
+        raise UsageError(
             f"--prompt-length {work.prompt_length} and --response-length {work.response_length} make rows of {work.row_length} "
             f"tokens, and this model has {most} positions (max_position_embeddings); give shorter ones."
         )
@@ -112,13 +112,13 @@ def _divisions(request: Request) -> list[tuple[int, int]]:
         return [(total, total)]
     if request.rollout_gpus is not None:
         if not 1 <= request.rollout_gpus < total:
-            raise PlanError(
+            raise UsageError(
                 f"--rollout-gpus {request.rollout_gpus} leaves none of the {total} GPUs to train on, or none to roll out on; "
                 f"give 1 to {total - 1}."
             )
         return [(total - request.rollout_gpus, request.rollout_gpus)]
     if total < 2:
-        raise PlanError(
+        raise UsageError(
             "--placement split needs at least 2 GPUs, one to train and one to roll out on; take colocated."
         )
     node = request.cluster.gpus_per_node
@@ -151,7 +151,7 @@ def smallest_cluster(request: Request) -> tuple[Cluster, Candidate] | None:
         larger = replace(cluster, gpus=size, nodes=max(1, size // node))
         try:
             best = candidates(replace(request, cluster=larger, rollout_gpus=None))[0]
-        except PlanError:
+        except UsageError:
             continue
         if best.fits:
             return larger, best

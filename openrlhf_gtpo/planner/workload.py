@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import NormalDist
 
-from openrlhf_gtpo.planner.errors import PlanError
+from openrlhf_gtpo.errors import UsageError
 
 # Of log-lengths; the longest of some hundred responses is then about ten times the median, as in runs of reasoning models.
 TAIL = 0.9
@@ -50,17 +50,17 @@ class Workload:
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise PlanError(
+                raise UsageError(
                     f"--{name.replace('_', '-').replace('max-tokens', 'max-tokens-per-gpu')} {value} must be at least 1."
                 )
         for name, most in (("mean_prompt", self.prompt_length), ("mean_response", self.response_length)):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= most:
-                raise PlanError(
+                raise UsageError(
                     f"--{name.replace('_', '-')} {value:g} must be between 1 and --{name[5:]}-length {most}."
                 )
         if self.rows % self.batch:
-            raise PlanError(
+            raise UsageError(
                 f"--train-batch {self.batch} does not divide the {self.rows} responses of a step "
                 f"(--prompts-per-step {self.prompts_per_step} × --samples-per-prompt {self.samples_per_prompt})."
             )

@@ -15,7 +15,7 @@ import pytest
 
 from openrlhf_gtpo.benchmarks.model_configs import read_shape
 from openrlhf_gtpo.benchmarks.precisions import BF16, fp8_options, precisions
-from openrlhf_gtpo.benchmarks.synthetic_batches import first_fit, step_batch
+from openrlhf_gtpo.benchmarks.synthetic import first_fit, step_batch
 from openrlhf_gtpo.cli import benchmark
 from openrlhf_gtpo.model_shape import PRESETS, ModelShape, decoder_flops
 

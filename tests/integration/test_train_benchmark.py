@@ -15,7 +15,7 @@ from command_lines import argv_of
 
 from openrlhf_gtpo.benchmarks import train as train_benchmark
 from openrlhf_gtpo.benchmarks import trainer_process
-from openrlhf_gtpo.benchmarks.measured_rate import measured_rate
+from openrlhf_gtpo.benchmarks.rates import measured_rate
 from openrlhf_gtpo.benchmarks.train_configurations import setup_of, split_compare
 from openrlhf_gtpo.benchmarks.trainer_process import TrainerFailed, run_trainer
 from openrlhf_gtpo.cli import benchmark

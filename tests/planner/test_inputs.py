@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from openrlhf_gtpo.cli import plan
+from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.planner.cluster import GIB, GPUS, parse_cluster
-from openrlhf_gtpo.planner.errors import PlanError
 from openrlhf_gtpo.planner.model_config import read_model_config
 from openrlhf_gtpo.planner.workload import Workload
 
@@ -157,13 +157,13 @@ def test_a_configuration_of_a_folder_or_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_configuration_that_cannot_be_planned_for(tmp_path: Path, fields: Any, part: str) -> None:
-    with pytest.raises(PlanError) as raised:
+    with pytest.raises(UsageError) as raised:
         read_model_config(write(tmp_path, fields))
     assert str(raised.value).startswith(f"--model {tmp_path}: ") and part in str(raised.value)
 
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="there is no config.json to read .* give a Hugging Face checkpoint's folder"):
+    with pytest.raises(UsageError, match="there is no config.json to read .* give a Hugging Face checkpoint's folder"):
         read_model_config(tmp_path / "absent")
 
 

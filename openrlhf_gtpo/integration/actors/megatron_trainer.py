@@ -20,8 +20,8 @@ from openrlhf_gtpo.integration.actors.step_metrics import StepMetrics
 from openrlhf_gtpo.integration.actors.token_rows import token_batch
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.model.weights import FullWeights
+from openrlhf_gtpo.megatron.parallel.groups import is_first_replica, is_reporter
 from openrlhf_gtpo.megatron.parallel.host import device
-from openrlhf_gtpo.megatron.parallel.placement import is_first_replica, is_reporter
 from openrlhf_gtpo.megatron.train.trainer import Trainer
 from openrlhf_gtpo.weight_sync.buckets import ParameterMeta
 

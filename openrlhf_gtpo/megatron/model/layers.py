@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -22,8 +23,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from openrlhf_gtpo.megatron.model.context_attention import attend
 from openrlhf_gtpo.megatron.model.expert_layers import portable_experts
+from openrlhf_gtpo.megatron.parallel.context import chunks_of_rank
 
 # Tokens below which torch's attention on a CPU is faster in float32: its bfloat16 backward pass is made for long rows
 # (16 sequences of 84 to 247 tokens: 37 against 54 ms, one of 2048: 241 against 178 ms, two cores).
@@ -136,3 +137,31 @@ def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
     weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
     weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return weight
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    scale: float | None,
+    group: torch.distributed.ProcessGroup,
+) -> Tensor:
+    """This rank's (P / CP, heads, D) of queries against everyone's keys and values, which are gathered; (P / CP, heads * D).
+
+    For hosts without Transformer Engine, and the yardstick of its ring: simple, and as large in memory as the whole row.
+
+    Args:
+        lengths: (S,) of all sequences in full.
+    """
+    order = torch.cat([chunks_of_rank(lengths, group.size(), rank) for rank in range(group.size())])
+    back = order.argsort()
+    # Its backward sums what every rank's queries gave to these keys and values.
+    keys, values = (gather_from_sequence_parallel_region(t.contiguous(), group=group)[back] for t in (key, value))
+    mine = chunks_of_rank(lengths, group.size(), group.rank())
+    sequence = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    everywhere = torch.arange(len(sequence), device=lengths.device)
+    visible = (sequence[mine][:, None] == sequence) & (mine[:, None] >= everywhere)
+    q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, keys, values))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=q.size(1) != k.size(1))
+    return out.squeeze(0).transpose(0, 1).reshape(query.size(0), -1)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openrlhf_gtpo.benchmarks.synthetic_lengths import long_tailed_lengths
 from openrlhf_gtpo.megatron.model.token_batch import TokenBatch, pad_right
 
 
@@ -59,3 +58,21 @@ def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         parts[place].append(row)
         room[place] -= lengths[row]
     return parts
+
+
+# Of log-lengths. The longest of some hundred responses is then about ten times the median, as in runs of reasoning
+# models.
+_TAIL = 0.9
+
+
+def uniform_lengths(rows: int, longest: int, seed: int) -> Tensor:
+    """(B,) response lengths, all from half of ``longest`` to ``longest`` alike."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(longest // 2, longest + 1, (rows,), generator=generator)
+
+
+def long_tailed_lengths(rows: int, longest: int, seed: int) -> Tensor:
+    """(B,) response lengths, log-normal with median ``longest / 6`` and cut off at ``longest``, as by a token limit."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = longest / 6 * (_TAIL * torch.randn(rows, generator=generator)).exp()
+    return lengths.round().clamp(1, longest).long()
