@@ -44,7 +44,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--repeat", type=int, default=7, help="timed calls of each way (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write everything measured to this JSON file")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the times over the product's to this PNG file")
+    parser.add_argument(
+        "--png", "--plot", type=Path, metavar="FILE", help="draw the times over the product's to this PNG file"
+    )
     parser.set_defaults(run=_run)
 
 
@@ -85,10 +87,10 @@ def _run(args: argparse.Namespace) -> None:
                 _print(case, args.repeat)
     if args.output:
         write_results(args.output, args, {"cases": cases})
-    if args.plot:
+    if args.png:
         from openrlhf_gtpo.report.lm_head_plot import plot_lm_head
 
-        print(f"wrote {plot_lm_head(cases, args.plot)}")
+        print(f"wrote {plot_lm_head(cases, args.png)}")
 
 
 def _parse(text: str) -> tuple[int, int, int]:

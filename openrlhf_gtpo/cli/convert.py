@@ -13,7 +13,7 @@ from typing import Any
 
 from openrlhf_gtpo.megatron.checkpoint.files import SIDE_FILES, check_checkpoint
 from openrlhf_gtpo.megatron.checkpoint.folder import resolve
-from openrlhf_gtpo.megatron.parallel.layout import SIZES, Layout, LayoutError, check_layout
+from openrlhf_gtpo.megatron.parallel.layout import Layout, LayoutError, check_layout
 from openrlhf_gtpo.platform import PLATFORM_VARIABLE
 from openrlhf_gtpo.platform.processes import ProcessFailed, is_first_process, run_processes
 
@@ -43,10 +43,10 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     to_megatron = commands.add_parser("hf-to-megatron", help="a Hugging Face folder to a checkpoint of weights")
-    to_megatron.add_argument(
-        "--tensor-model-parallel-size", type=int, default=1, metavar="N", help="TP of the writers"
-    )
-    to_megatron.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="N", help="their PP")
+    for kind, meaning in (("tensor", "TP of the writers"), ("pipeline", "their PP")):
+        to_megatron.add_argument(
+            f"--{kind}-parallel", f"--{kind}-model-parallel-size", type=int, default=1, metavar="N", help=meaning
+        )
     to_megatron.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as in SRC)")
     to_megatron.set_defaults(run=_hf_to_megatron)
 
@@ -68,7 +68,7 @@ def _hf_to_megatron(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.source} has no *.safetensors files, the one weight format that is read.")
     config = _read_config(args.source)
     try:
-        layout = Layout(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+        layout = Layout(args.tensor_parallel, args.pipeline_parallel)
         check_layout(config, layout, layout.model_parallel_size, cuda=False)
     except LayoutError as error:
         raise ValueError(_with_own_flags(str(error))) from None
@@ -125,8 +125,8 @@ def _own_dtype(source: Path, config: Any) -> str:
 
 
 def _with_own_flags(message: str) -> str:
-    for name in SIZES:
-        message = message.replace(f"--megatron.{name}", f"--{name.replace('_', '-')}")
+    for kind in ("tensor", "pipeline"):
+        message = message.replace(f"--megatron.{kind}_model_parallel_size", f"--{kind}-parallel")
     return message
 
 

@@ -39,7 +39,12 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--temperature", type=float, default=1.0, help="of the policy (default: %(default)s)")
     parser.add_argument(
-        "--max_tokens", type=int, default=8192, metavar="N", help="of a micro-batch (default: %(default)s)"
+        "--max-tokens",
+        "--max_tokens",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="of a micro-batch (default: %(default)s)",
     )
     add_layout_flags(parser.add_argument_group("layout"))
     parser.set_defaults(run=_run)

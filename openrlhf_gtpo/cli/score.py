@@ -51,7 +51,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=_DTYPES, default=_DTYPES[0], help="of the model (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the policy (default: %(default)s)")
     parser.add_argument(
-        "--max_tokens", type=int, default=8192, metavar="N", help="of a micro-batch (default: %(default)s)"
+        "--max-tokens",
+        "--max_tokens",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="of a micro-batch (default: %(default)s)",
     )
     parser.add_argument(
         "--processes",
@@ -61,6 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
         "those of one model, or those that torchrun has started)",
     )
     parser.add_argument(
+        "--trust-remote-code",
         "--trust_remote_code",
         action="store_true",
         help="run the Python code that the checkpoint brings (auto_map in its configuration files); without it such a "

@@ -20,7 +20,7 @@ def check(model: ScoreModel, source: Path, target: Path, processes: int) -> RowF
         UsageError: the first thing that cannot work.
     """
     if model.max_tokens < 1:
-        raise UsageError(f"--max_tokens {model.max_tokens} leaves no room for a token; give at least 1.")
+        raise UsageError(f"--max-tokens {model.max_tokens} leaves no room for a token; give at least 1.")
     if not (model.temperature > 0 and math.isfinite(model.temperature)):
         raise UsageError(f"--temperature {model.temperature:g} gives no probabilities; give a value above 0.")
     if processes < 1:
@@ -34,7 +34,7 @@ def check(model: ScoreModel, source: Path, target: Path, processes: int) -> RowF
     if not Path(model.folder).is_dir():
         raise UsageError(f"--model {model.folder} is not a folder; download the checkpoint and give the path to it.")
     if not model.trust_remote_code:
-        refuse_own_code(model.folder, "--model", "--trust_remote_code")
+        refuse_own_code(model.folder, "--model", "--trust-remote-code")
     config = check_model(model.folder, "--model", model.trust_remote_code)
     if hasattr(config, "vision_config"):
         raise UsageError(f"--model {model.folder} is a vision-language model; give a text model.")

@@ -13,7 +13,7 @@ from openrlhf_gtpo.cli import benchmark
 def test_every_way_gives_the_same_numbers(tmp_path: Path) -> None:
     output, plot = tmp_path / "made" / "lm_head.json", tmp_path / "made" / "lm_head.png"
     words = "lm-head --shape 40x32x1000 --dtype float32 --tensor-parallel 1 2 --repeat 2"
-    assert benchmark.main([*words.split(), "--output", str(output), "--plot", str(plot)]) == 0
+    assert benchmark.main([*words.split(), "--output", str(output), "--png", str(plot)]) == 0
     assert plot.stat().st_size > 10_000
     written = json.loads(output.read_text())
     assert written["machine"]["versions"]["torch"] and written["settings"]["repeat"] == "2"

@@ -86,7 +86,7 @@ def test_both_backends_from_the_command_line(model: Path, tmp_path: Path) -> Non
     source = tmp_path / "in.jsonl"
     tokens, text = {"tokens": [1, 3, 2, 4, 5, 7]}, {"id": 7, "prompt": "two times three is", "response": "six ."}
     source.write_text("".join(json.dumps(entry) + "\n" for entry in (tokens, {"tokens": [4]}, text)))
-    flags = {"--model": model, "--input": source, "--dtype": "float32", "--temperature": 0.5, "--max_tokens": 7}
+    flags = {"--model": model, "--input": source, "--dtype": "float32", "--temperature": 0.5, "--max-tokens": 7}
     megatron = {"--actor.backend": "megatron", "--megatron.tensor_model_parallel_size": 2}
     torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "-m"]
     results = []
@@ -178,7 +178,7 @@ def test_a_line_that_cannot_be_scored_is_named(
         ({"--input": "{tmp}"}, "--input {tmp} is a folder; give a file"),
         ({"--output": "{tmp}/absent/out"}, "--output {tmp}/absent/out: the folder {tmp}/absent does not exist"),
         ({"--output": "{tmp}"}, "--output {tmp} is a folder"),
-        ({"--max_tokens": 0}, "--max_tokens 0 leaves no room for a token; give at least 1"),
+        ({"--max_tokens": 0}, "--max-tokens 0 leaves no room for a token; give at least 1"),
         ({"--temperature": 0}, "--temperature 0 gives no probabilities"),
         ({"--temperature": "nan"}, "--temperature nan gives no probabilities"),
         ({"--processes": 0}, "Expected --processes >= 1, got 0."),
@@ -229,7 +229,7 @@ def test_code_of_the_checkpoint_is_not_run_unasked(
     refuse(chosen, f"--model {folder} brings Python code of its own (auto_map in its config.json)", capsys)
     assert not (tmp_path / "mark").exists()
     flags["--input"].write_text("")
-    assert cli.main([*argv(chosen), "--trust_remote_code"]) == 0
+    assert cli.main([*argv(chosen), "--trust-remote-code"]) == 0
     assert (tmp_path / "mark").exists()
 
 

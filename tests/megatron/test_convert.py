@@ -57,7 +57,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_both_ways(convert: Callable[..., Ended], source: Path, tmp_path: Path, dtype: str) -> None:
-    sizes = ["--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2]
+    sizes = ["--tensor-parallel", 2, "--pipeline-model-parallel-size", 2]  # the second as it was spelled before
     chosen = ["--dtype", dtype] if dtype != "float32" else []
     ended = convert("hf-to-megatron", source, tmp_path / "megatron", *sizes, *chosen)
     assert ended.returncode == 0, ended.stderr
@@ -94,16 +94,16 @@ def test_mistakes_are_one_sentence(convert: Callable[..., Ended], source: Path, 
         (("hf-to-megatron", source, full / "something"), "is a file; name a new folder."),
         (("hf-to-megatron", foreign, new), "does not know the architecture 'gpt2'"),
         (
-            ("hf-to-megatron", source, new, "--tensor-model-parallel-size", 3),
-            "--tensor-model-parallel-size 3 does not divide this model's 8 attention heads; it can be 1, 2 or 4.",
+            ("hf-to-megatron", source, new, "--tensor-parallel", 3),
+            "--tensor-parallel 3 does not divide this model's 8 attention heads; it can be 1, 2 or 4.",
         ),
         (
-            ("hf-to-megatron", source, new, "--pipeline-model-parallel-size", 3),
-            "--pipeline-model-parallel-size 3 does not divide this model's 4 layers; it can be 1, 2 or 4.",
+            ("hf-to-megatron", source, new, "--pipeline-parallel", 3),
+            "--pipeline-parallel 3 does not divide this model's 4 layers; it can be 1, 2 or 4.",
         ),
         (
-            ("hf-to-megatron", source, new, "--tensor-model-parallel-size", 0),
-            "Expected --tensor-model-parallel-size >= 1, got 0.",
+            ("hf-to-megatron", source, new, "--tensor-parallel", 0),
+            "Expected --tensor-parallel >= 1, got 0.",
         ),
         (("megatron-to-hf", tmp_path / "nowhere", new), f"There is no checkpoint {tmp_path / 'nowhere'}."),
         (("megatron-to-hf", source, new), "is not a checkpoint of the Megatron actor: it has no checkpoint.json."),
