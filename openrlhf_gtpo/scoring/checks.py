@@ -7,7 +7,7 @@ from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line.checks import check_model, refuse_own_code
 from openrlhf_gtpo.megatron.fp8.options import check_fp8
-from openrlhf_gtpo.megatron.parallel.layout import LayoutError, WorldSizeError, check_layout
+from openrlhf_gtpo.megatron.parallel.layout import LayoutError, ModelError, WorldSizeError, check_layout
 from openrlhf_gtpo.megatron.train.overrides import OverrideError, parse_overrides
 from openrlhf_gtpo.scoring.models import ScoreModel
 from openrlhf_gtpo.scoring.rows import RowFile
@@ -57,5 +57,7 @@ def _check_megatron(model: ScoreModel, config: object, processes: int) -> None:
             check_fp8(model.fp8, config, model.layout, cuda=cuda)
     except WorldSizeError as error:
         raise UsageError(f"--processes {processes}: {error}") from error
+    except ModelError as error:
+        raise UsageError(f"--actor.backend megatron: {error}") from error
     except (LayoutError, OverrideError) as error:
         raise UsageError(str(error)) from error

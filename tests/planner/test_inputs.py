@@ -160,6 +160,7 @@ def test_a_configuration_that_cannot_be_planned_for(tmp_path: Path, fields: Any,
     with pytest.raises(UsageError) as raised:
         read_model_config(write(tmp_path, fields))
     assert str(raised.value).startswith(f"--model {tmp_path}: ") and part in str(raised.value)
+    assert "--actor" not in str(raised.value)  # which the planner has not
 
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:

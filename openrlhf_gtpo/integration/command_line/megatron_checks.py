@@ -12,7 +12,7 @@ from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.megatron.checkpoint.files import CheckpointError
 from openrlhf_gtpo.megatron.checkpoint.folder import check_latest
 from openrlhf_gtpo.megatron.fp8.options import check_fp8
-from openrlhf_gtpo.megatron.parallel.layout import Layout, LayoutError, WorldSizeError, check_layout
+from openrlhf_gtpo.megatron.parallel.layout import Layout, LayoutError, ModelError, WorldSizeError, check_layout
 from openrlhf_gtpo.megatron.train.overrides import OverrideError, parse_overrides
 
 _BACKEND = "--actor.backend megatron"
@@ -53,6 +53,8 @@ def _check_layout(config: Any, layout: Layout, section: SimpleNamespace, name: s
         raise UsageError(
             f"--{name}.num_nodes {section.num_nodes} × --{name}.num_gpus_per_node {section.num_gpus_per_node}: {error}"
         ) from error
+    except ModelError as error:
+        raise UsageError(f"{_BACKEND}: {error}") from error
     except LayoutError as error:
         raise UsageError(str(error)) from error
 

@@ -28,6 +28,10 @@ class LayoutError(ValueError):
     """A layout that the model or the host does not allow, or a model that the Megatron actor does not know."""
 
 
+class ModelError(LayoutError):
+    """A model that this actor does not train, at any layout."""
+
+
 class WorldSizeError(LayoutError):
     """A number of processes that the layout does not divide."""
 
@@ -132,37 +136,37 @@ def check_architecture(hf_config: Any) -> None:
     """Refuse a model whose mathematics the Megatron actor would not reproduce.
 
     Raises:
-        LayoutError: an architecture, attention, rotary embedding or storage format outside of what is supported.
+        ModelError: an architecture, attention, rotary embedding or storage format outside of what is supported.
     """
     kind = hf_config.model_type
     if kind not in SUPPORTED_ARCHITECTURES:
-        raise LayoutError(
-            f"--actor.backend megatron does not know the architecture {kind!r}; it knows "
-            f"{', '.join(SUPPORTED_ARCHITECTURES)}, and --actor.backend deepspeed runs the others."
+        raise ModelError(
+            f"the Megatron actor does not know the architecture {kind!r}; it knows "
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}, and the DeepSpeed actor runs the others."
         )
     if getattr(hf_config, "quantization_config", None) is not None:
-        raise LayoutError(
-            "--actor.backend megatron trains in full precision, and this checkpoint is quantized "
+        raise ModelError(
+            "the Megatron actor trains in full precision, and this checkpoint is quantized "
             "(quantization_config); give the checkpoint that it was made from."
         )
     window = _sliding_window(hf_config)
     if window is not None:
-        raise LayoutError(
-            f"--actor.backend megatron has no sliding-window attention, which this {kind} model uses over {window} "
-            f"of its {hf_config.max_position_embeddings} positions; use --actor.backend deepspeed."
+        raise ModelError(
+            f"the Megatron actor has no sliding-window attention, which this {kind} model uses over {window} "
+            f"of its {hf_config.max_position_embeddings} positions; take the DeepSpeed actor."
         )
     _check_rope(hf_config)
     if _experts(hf_config) and hf_config.num_experts_per_tok == 1 and hf_config.norm_topk_prob:
-        raise LayoutError(
-            f"--actor.backend megatron does not train this {kind} model, whose router learns nothing: it gives each token "
-            "one expert (num_experts_per_tok 1) with the weight 1 (norm_topk_prob); use --actor.backend deepspeed."
+        raise ModelError(
+            f"the Megatron actor does not train this {kind} model, whose router learns nothing: it gives each token "
+            "one expert (num_experts_per_tok 1) with the weight 1 (norm_topk_prob); take the DeepSpeed actor."
         )
     for name, wanted in _assumed(hf_config).items():
         value = getattr(hf_config, name, wanted)
         if value != wanted:
-            raise LayoutError(
-                f"--actor.backend megatron builds {kind} models with {name} {wanted!r}, and this one has {value!r}; "
-                "use --actor.backend deepspeed."
+            raise ModelError(
+                f"the Megatron actor builds {kind} models with {name} {wanted!r}, and this one has {value!r}; "
+                "take the DeepSpeed actor."
             )
 
 
@@ -190,15 +194,15 @@ def _check_rope(hf_config: Any) -> None:
     rope = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
     kind = rope.get("rope_type", rope.get("type")) or "default"
     if kind not in SUPPORTED_ROPE_TYPES:
-        raise LayoutError(
-            f"--actor.backend megatron does not know the rotary embedding {kind!r} of this model (rope_type); it knows "
+        raise ModelError(
+            f"the Megatron actor does not know the rotary embedding {kind!r} of this model (rope_type); it knows "
             f"{', '.join(SUPPORTED_ROPE_TYPES)}."
         )
     for name, wanted in _LLAMA3_ROPE.items() if kind == "llama3" else ():
         if rope.get(name, wanted) != wanted:
-            raise LayoutError(
-                f"--actor.backend megatron knows the rotary embedding llama3 with {name} {wanted} alone, and this "
-                f"model has {rope[name]}; use --actor.backend deepspeed."
+            raise ModelError(
+                f"the Megatron actor knows the rotary embedding llama3 with {name} {wanted} alone, and this "
+                f"model has {rope[name]}; take the DeepSpeed actor."
             )
 
 
