@@ -46,8 +46,7 @@ def test_tp2_pp2_trains_what_the_engine_samples_from_and_resumes_at_another_layo
 
 
 def test_a_reference_model_on_megatron_with_upstreams_estimator(trainer_argv, tmp_path) -> None:
-    argv = [*trainer_argv, *MEGATRON, *TP2, "--actor.num_gpus_per_node", "2", "--ref.num_gpus_per_node", "2"]
-    argv += ["--train.colocate_all", "--vllm.tensor_parallel_size", "1", "--vllm.num_engines", "2"]
+    argv = [*trainer_argv, *MEGATRON, "--ref.num_gpus_per_node", "1", "--train.colocate_all"]
     argv += ["--algo.preset", "grpo", "--algo.kl.init_coef", "0.1", "--megatron.offload"]
     argv += ["--vllm.sync_checksum", "--vllm.enable_prefix_caching", "--logger.entropy_enable"]
     run = finish(argv, tmp_path)
