@@ -128,7 +128,7 @@ def measured_and_planned(case: Case, pool: RankPool) -> list[tuple[dict[str, flo
 
 
 # benchmarks/planner_memory.py measures all of them.
-OF_SEEN = ("one-full", "one-selective-short", "DP4-replicated", "TP2-SP-DP2", "PP2-DP2", "PP4-selective")
+OF_SEEN = ("one-full", "one-selective-short", "TP2-SP-DP2", "PP4-selective")
 
 
 @pytest.mark.parametrize("name", [*OF_SEEN, *UNSEEN])
