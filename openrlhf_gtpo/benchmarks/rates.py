@@ -15,6 +15,9 @@ import torch
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.platform.processes import run_processes
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_PRODUCTS = 10
+
 
 def seconds_of(run: Callable[[], Any]) -> float:
     """Wall-clock seconds of ``run()``, what it has queued on a CUDA device included and nothing queued before it."""
@@ -28,9 +31,6 @@ def seconds_of(run: Callable[[], Any]) -> float:
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-_PRODUCTS = 10
 
 
 class SquareProduct:
@@ -58,9 +58,6 @@ class SquareProduct:
     def _multiply(self, times: int) -> None:
         for _ in range(times):
             torch.mm(self._left, self._right, out=self._out)
-
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def measured_rate(gpus: int, side: int, dtype: str) -> float:

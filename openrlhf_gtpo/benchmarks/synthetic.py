@@ -8,6 +8,10 @@ from torch import Tensor
 
 from openrlhf_gtpo.megatron.model.token_batch import TokenBatch, pad_right
 
+# Of log-lengths. The longest of some hundred responses is then about ten times the median, as in runs of reasoning
+# models.
+_TAIL = 0.9
+
 
 @dataclass(frozen=True)
 class StepBatch:
@@ -58,11 +62,6 @@ def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         parts[place].append(row)
         room[place] -= lengths[row]
     return parts
-
-
-# Of log-lengths. The longest of some hundred responses is then about ten times the median, as in runs of reasoning
-# models.
-_TAIL = 0.9
 
 
 def uniform_lengths(rows: int, longest: int, seed: int) -> Tensor:

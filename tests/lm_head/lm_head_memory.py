@@ -16,13 +16,9 @@ TOKENS, WIDTH, COLUMNS = 32768, 64, 4096
 MIB = 2**20
 # (dtype, what it does, budget in MiB). 10 MiB is less than a float32 d_hidden of 8 MiB leaves room for, and turns follow.
 CASES = [
-    ("bfloat16", "forward", 64),
-    ("bfloat16", "log_prob", 64),
-    ("bfloat16", "both", 10),
-    ("bfloat16", "main_grad", 10),
-    ("float32", "both", 64),
-    ("float32", "both", 10),
-    ("float32", "main_grad", 10),
+    (dtype, what, budget)
+    for dtype in ("bfloat16", "float32")
+    for what, budget in (("forward", 64), ("log_prob", 64), ("both", 64), ("both", 10), ("main_grad", 10))
 ]
 
 

@@ -14,7 +14,7 @@ from openrlhf_gtpo.lm_head.tiles import Tile
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 8])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_tensor_parallel_ranks(world_size, tmp_path):
     """What the ranks check is in `lm_head_ranks`; a failure there is raised here with its traceback.
 

@@ -37,3 +37,4 @@ def test_a_failure_is_told_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyP
         assert pool.run(_sum_of_ranks) == [1.0, 1.0]
         with pytest.raises(AssertionError, match="^rank 1:\nno answer"):
             pool.run(_end_on_second)
+        assert pool.run(_sum_of_ranks) == [1.0, 1.0]
