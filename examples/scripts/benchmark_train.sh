@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Measures real training steps of another launcher: seconds, tokens/s/GPU and share of each phase, MFU, idle time, memory.
+# Measures real training steps: seconds, tokens/s/GPU and share of each phase, MFU, idle time, memory.
 #
-#   bash examples/scripts/benchmark_train.sh                                   train_gtpo_colocated.sh as it stands
-#   MEASURE=train_gtpo_split.sh bash examples/scripts/benchmark_train.sh       another launcher, or a path to one
+#   bash examples/scripts/benchmark_train.sh                                   train.sh gtpo_colocated as it stands
+#   MEASURE=gtpo_split bash examples/scripts/benchmark_train.sh                another preset, or a script of the planner's
 #   COMPARE='bf16=; fp8=--megatron.fp8 hybrid' bash examples/scripts/benchmark_train.sh         configurations in turns
 #   COMPARE='tp4=--megatron.tensor_model_parallel_size 4; tp8=--megatron.tensor_model_parallel_size 8' bash …
 #   LAUNCHER=examples/scripts/benchmark_train.sh sbatch examples/scripts/train_gtpo_slurm.sh    on a SLURM cluster
 #
-# --dry-run, --cpu, --submit URL, -- FLAGS and the variables (MODEL, DATA, TENSOR_PARALLEL, …) are those of the launcher
-# that is measured. Results: $OUTPUT/train.json and $OUTPUT/train.png; logs and metrics: $OUTPUT/runs-TIME.
+# --dry-run, --cpu, --submit URL, -- FLAGS and the variables (MODEL, DATA, TENSOR_PARALLEL, …) are those of train.sh.
+# Results: $OUTPUT/train.json and $OUTPUT/train.png; logs and metrics: $OUTPUT/runs-TIME.
 set -euo pipefail
 
-MEASURE="${MEASURE:-train_gtpo_colocated.sh}"
+MEASURE="${MEASURE:-gtpo_colocated}"
 COMPARE="${COMPARE:-}"                 # NAME=FLAGS of each configuration, a ; or a new line between two; ratios are over the first
 STEPS="${STEPS:-3}"                    # counted steps of a run
 WARMUP="${WARMUP:-1}"                  # steps before them
@@ -25,11 +25,6 @@ for variable in STEPS WARMUP REPEAT; do
         exit 2
     }
 done
-[[ "$MEASURE" == */* ]] || MEASURE="$here/$MEASURE"
-[[ -f "$MEASURE" ]] || {
-    printf 'benchmark_train: MEASURE=%s is not there; choose one of: %s.\n' "$MEASURE" "$(cd "$here" && echo train_*.sh)" >&2
-    exit 2
-}
 OUTPUT="$(realpath -m "$OUTPUT")"
 program=(openrlhf_gtpo.cli.benchmark train --steps "$STEPS" --warmup "$WARMUP" --repeat "$REPEAT"
     --runs "$OUTPUT/runs-$(date +%Y%m%d-%H%M%S)" --output "$OUTPUT/train.json" --png "$OUTPUT/train.png")
@@ -42,5 +37,15 @@ program+=(--)
 # To the launcher it is the size of the data: what a CPU run makes, and all that there is otherwise.
 [[ " $* " == *" --cpu "* ]] && STEPS=$((WARMUP + STEPS)) || STEPS=''
 # In this shell, so that it runs the program above with its flags.
-# shellcheck source=examples/scripts/train_gtpo_colocated.sh
-source "$MEASURE"
+if [[ -f "$MEASURE" ]]; then
+    # shellcheck source=/dev/null
+    source "$(realpath "$MEASURE")"
+fi
+preset="${MEASURE#train_}" # train_PRESET.sh: its name in version 0.1
+[[ -f "$here/presets/${preset%.sh}.sh" ]] || {
+    printf "benchmark_train: MEASURE is '%s'; it must be a preset or a script: %s.\n" "$MEASURE" \
+        "$(cd "$here/presets" && echo *.sh | sed 's/\.sh//g')" >&2
+    exit 2
+}
+# shellcheck source=examples/scripts/train.sh
+source "$here/train.sh" "${preset%.sh}" "$@"

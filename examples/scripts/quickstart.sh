@@ -12,14 +12,13 @@
 #
 # What follows -- goes to the trainer as it is. Results: DIR/metrics.jsonl, DIR/curves.png, DIR/model; the log is
 # DIR/train.log. Made once and kept in .cache/quickstart: the converted model and the task's files.
-set -euo pipefail
 
+set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 cd "$root"
 
 estimator=gtpo steps='' seed=1 task='' task_config='' model='' reward='' output='' smoke=false
 backend=deepspeed tensor_parallel=1 pipeline_parallel=1
-usage() { sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 refuse() {
     printf 'quickstart: %s\n' "$*" >&2
     exit 2
@@ -35,7 +34,7 @@ while (($# > 0)); do
             shift
             ;;
         --help | -h)
-            usage
+            sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
             exit 0
             ;;
         --)
@@ -60,13 +59,12 @@ export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 
 if $smoke; then
-    kind=smoke steps="${steps:-3}" prompts=8 samples=4 micro_batch=32 max_new_tokens=8 learning_rate=1e-4
-    questions=75 held_out=24 eval_samples=4
+    kind=smoke steps="${steps:-3}" prompts=8 samples=4 max_new_tokens=8 learning_rate=1e-4
+    eval_samples=4 maker=tiny-model cached=tiny-model
 else
-    kind=quickstart steps="${steps:-10}" prompts=16 samples=8 micro_batch=32 max_new_tokens=32 learning_rate=2e-5
-    questions=75 held_out=24 eval_samples=16
+    kind=quickstart steps="${steps:-10}" prompts=16 samples=8 max_new_tokens=32 learning_rate=2e-5
+    eval_samples=16 maker=smollm2 cached=smollm2-135m-instruct
 fi
-cache="$root/.cache/quickstart"
 name="$kind-$estimator-${task:-products}"
 [[ "$backend" == deepspeed ]] || name="$name-megatron-tp$tensor_parallel-pp$pipeline_parallel"
 output="${output:-runs/$name-seed$seed}"
@@ -75,20 +73,16 @@ output="$(cd "$output" && pwd)"
 [[ ! -e "$output/metrics.jsonl" ]] || refuse "$output holds an earlier run; give --output another folder or remove it."
 
 if [[ -z "$model" ]]; then
-    if $smoke; then
-        model="$cache/tiny-model"
-        python3 -m openrlhf_gtpo.cli.prepare tiny-model --output "$model" >/dev/null
-    else
-        model="$cache/smollm2-135m-instruct"
-        python3 -m openrlhf_gtpo.cli.prepare smollm2 --output "$model" >/dev/null
-    fi
+    model="$root/.cache/quickstart/$cached"
+    python3 -m openrlhf_gtpo.cli.prepare "$maker" --output "$model" >/dev/null
 fi
 data="$output/data"
+question_args=(--train-size 75 --eval-size 24)
 if [[ -z "$task" ]]; then
-    question_args=(--preset "$kind" --train-size "$questions" --eval-size "$held_out")
+    question_args+=(--preset "$kind")
     task=products
 else
-    question_args=(--task "$task" --train-size 75 --eval-size 24)
+    question_args+=(--task "$task")
 fi
 [[ -z "$task_config" ]] || question_args+=(--task-config "$task_config")
 python3 -m openrlhf_gtpo.cli.prepare task "${question_args[@]}" --train-rows "$((steps * prompts))" --output "$data" >/dev/null
@@ -107,7 +101,7 @@ rollout_args=(
     --rollout.batch_size "$prompts"
     --rollout.n_samples_per_prompt "$samples"
     --rollout.max_new_tokens "$max_new_tokens"
-    --rollout.micro_batch_size "$micro_batch"
+    --rollout.micro_batch_size 32
     --vllm.num_engines 1
     --vllm.tensor_parallel_size 1
 )
@@ -120,7 +114,7 @@ train_args=(
     --algo.advantage.estimator "$estimator"
     --algo.kl.init_coef 0
     --train.batch_size "$((prompts * samples))"
-    --train.micro_batch_size "$micro_batch"
+    --train.micro_batch_size 32
     --train.seed "$seed"
 )
 if [[ "$backend" == megatron ]]; then

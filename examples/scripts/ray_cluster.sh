@@ -52,27 +52,23 @@ find_addresses() {
 
 # step_words NODE WORDS…   fills step: WORDS as one step on one node, in the container where there is one
 step_words() {
-    local node="$1"
-    shift
     # shellcheck disable=SC2016  # expanded on the node
     # Steps share the node's cores, memory and GPUs: Ray deals them out.
-    step=(srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" --cpu-bind=none --input=none
-        ${container_flags[@]+"${container_flags[@]}"} ${container_words[@]+"${container_words[@]}"}
-        bash -c 'eval "${SETUP:-}"; exec "$@"' step "$@")
-}
-
-on() {
-    local -a step
-    step_words "$@"
-    exec "${step[@]}"
+    step=(srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" --cpu-bind=none --input=none
+        "${container_flags[@]}" "${container_words[@]}" bash -c 'eval "${SETUP:-}"; exec "$@"' step "${@:2}")
 }
 
 # show_step NODE COMMAND
 show_step() {
-    local -a step
     step_words "$1"
     printf '%q ' "${step[@]}"
     printf '\\\n    %s\n' "$2"
+}
+
+# start LOG NODE COMMAND   a step in the background; its process is $!
+start() {
+    step_words "$2" bash -c "exec $3"
+    "${step[@]}" >>"$1" 2>&1 &
 }
 
 # The command of names[$1].
@@ -86,17 +82,12 @@ node_command() {
     words+=(--name "${names[$1]}" --address "${addresses[$1]}" --token "$token" --logs "$logs/${names[$1]}-ray" --temporary "$NODE_TMP")
     local -a flags
     read -ra flags <<<"$RAY_FLAGS"
-    printf '%q ' "${words[@]}" -- ${flags[@]+"${flags[@]}"}
+    printf '%q ' "${words[@]}" -- "${flags[@]}"
 }
 
 wait_command() {
     printf '%q ' python3 -m openrlhf_gtpo.cli.ray_cluster wait --dashboard "$dashboard" --token "$token" \
         --timeout "$JOIN_TIMEOUT" --nodes "${names[@]}"
-}
-
-# start LOG NODE COMMAND   a step in the background; its process is $!
-start() {
-    on "$2" bash -c "exec $3" >>"$1" 2>&1 &
 }
 
 running() { [[ -n "$1" ]] && kill -0 "$1" 2>/dev/null; }
@@ -109,7 +100,6 @@ nap() {
 
 # Until the process $1 ends, or something happens that ends the job.
 attend() {
-    local i
     while running "$1"; do
         ! $cancelled || return 0
         if $stopping; then
@@ -119,9 +109,7 @@ attend() {
                 return 0
             }
         fi
-        for i in "${!pids[@]}"; do
-            running "${pids[i]}" || lose_ray "${names[i]}"
-        done
+        find_lost
         [[ -z "$lost" ]] || return 0
         nap 1
     done
@@ -135,9 +123,15 @@ lose() {
     [[ -z "$trainer" ]] || printf '%s\n' "$1" >>"$losses"
 }
 
-lose_ray() {
-    lose "$1" "Ray on the node $1 has ended; $logs/$1.log says why. Its last lines:"
-    tail -n 5 "$logs/$1.log" >&2 || true
+# Loses the nodes whose Ray has ended.
+find_lost() {
+    local i
+    for i in "${!pids[@]}"; do
+        if ! running "${pids[i]}"; then
+            lose "${names[i]}" "Ray on the node ${names[i]} has ended; $logs/${names[i]}.log says why. Its last lines:"
+            tail -n 5 "$logs/${names[i]}.log" >&2 || true
+        fi
+    done
 }
 
 # Sets status; and lost, stopping and cancelled where that is why it ended.
@@ -184,18 +178,13 @@ on_stop() {
     ! $stopping || return 0
     stopping=true
     # The end of the job's time, less what the tear-down takes; without one, an hour.
-    local left
-    left="$(seconds_left)"
+    local end left=3600
+    # sbatch hands the user's SLURM_TIME_FORMAT to the job, and date reads the standard one alone.
+    end="$(SLURM_TIME_FORMAT=standard squeue --noheader --jobs "$SLURM_JOB_ID" --format %e 2>/dev/null || true)"
+    ! end="$(date -d "${end:-no limit}" +%s 2>/dev/null)" || left=$((end - $(date +%s)))
     stop_deadline=$((SECONDS + (left > 120 ? left - 60 : left / 2)))
     say "SIGUSR1: a checkpoint after this step, then back into the queue ($left s left)."
     touch "$stop_file"
-}
-
-seconds_left() {
-    squeue --noheader --jobs "$SLURM_JOB_ID" --format %L 2>/dev/null | awk -F'[-:]' '
-        !/^[0-9:-]+$/ { print 3600; found = 1; exit }
-        { n = $NF + 60 * $(NF - 1); if (NF > 2) n += 3600 * $(NF - 2); if (NF > 3) n += 86400 * $(NF - 3); print n; found = 1 }
-        END { if (!found) print 3600 }'
 }
 
 # Why training failed: its own words, and whether a node is gone.
@@ -209,9 +198,7 @@ explain() {
         return 0
     fi
     nap 3 # Ray looks after its processes once a second
-    for i in "${!pids[@]}"; do
-        running "${pids[i]}" || lose_ray "${names[i]}"
-    done
+    find_lost
     [[ -z "$lost" ]] || return 0
     # A node that has lost its power ends nothing here: SLURM, too, finds that out minutes later.
     for i in "${!names[@]}"; do
@@ -227,7 +214,7 @@ tear_down() {
     trap '' USR1 TERM INT
     while :; do
         left=false
-        for pid in "$waiter" "$trainer" ${pids[@]+"${pids[@]}"}; do ! running "$pid" || left=true; done
+        for pid in "$waiter" "$trainer" "${pids[@]}"; do ! running "$pid" || left=true; done
         $left || break
         if ((SECONDS >= deadline)); then
             [[ "$number" == TERM ]] || break

@@ -7,8 +7,8 @@
 #
 # Linux x86-64, CPython 3.11 (or 3.12: see requirements/README.md), no CUDA. A second call finds the stamps below and
 # returns at once; a changed lock, a moved project or a broken .venv is rebuilt. A new environment is made beside the old
-# one, which stays as it is, and in use, until the new one is whole. A .venv that is a link, or that was made for another
-# checkout, is refused. Whatever the user can put right ends in one sentence and exit code 2; a failed download or build
+# one, which stays as it is, and in use, until the new one is whole. A .venv that is a link, or that this script did not
+# make, is refused. Whatever the user can put right ends in one sentence and exit code 2; a failed download or build
 # ends with exit code 1 and pip's own words.
 
 if [[ "${BASH_SOURCE[0]}" != "$0" ]]; then
@@ -29,7 +29,7 @@ target="$venv"                      # what pip works on: .venv, or the environme
 lock="$root/requirements/cpu.lock"
 environment_stamp=.environment_stamp # written last: its absence means an unfinished environment
 project_stamp=.project_stamp
-our_mark=.made_by_setup_env # written first: only a .venv that carries it, or that is of no use, is replaced
+our_mark=.made_by_setup_env # written first: only a .venv that carries it, or is empty, is replaced
 torch_index="https://download.pytorch.org/whl/cpu"
 # Beside the environment that it replaces: 4.6 GB of packages, and 1.2 GB of downloads twice, until they are unpacked and
 # in pip's cache.
@@ -71,25 +71,6 @@ project_is_ready() {
     $packages_only || [[ -f "$1/$project_stamp" && "$(<"$1/$project_stamp")" == "$(wanted_project)" ]]
 }
 
-# The project's root that the stamp in .venv names, or nothing where there is no stamp.
-made_for() {
-    local stamp
-    [[ -f "$venv/$environment_stamp" ]] || return 0
-    stamp="$(<"$venv/$environment_stamp")"
-    stamp="${stamp#* }"
-    printf '%s' "${stamp% *}"
-}
-
-# Whether the directory .venv is ours to replace: made by this script, empty, or a virtual environment that does not
-# start or has nothing in it yet.
-may_be_replaced() {
-    [[ -f "$venv/$our_mark" || -z "$(ls -A "$venv/")" ]] && return
-    [[ -f "$venv/pyvenv.cfg" ]] || return
-    [[ -n "$(version_of "$venv")" ]] || return 0
-    "$venv/bin/python" -I -c 'import importlib.metadata, sys
-sys.exit(bool({d.metadata["Name"] for d in importlib.metadata.distributions()} - {"pip", "setuptools", "wheel"}))'
-}
-
 # The path of a CPython 3.11, or else 3.12, outside any virtual environment: `python3.11` may be .venv's own, which is to
 # be replaced, or a version manager's shim that does not start.
 find_python() {
@@ -111,9 +92,6 @@ check_host() {
     python="$(find_python)"
     [[ -n "$python" ]] || refuse "neither Python 3.11 nor 3.12 was found on PATH: install one" \
         "(Debian 12: apt-get install python3 python3-venv python3-dev)."
-    "$python" -I -c 'import ensurepip, venv' 2>/dev/null ||
-        refuse "$python has no venv module: install it (Debian: apt-get install python3-venv)."
-
     # DeepSpeed compiles its CPU optimizer on first use, and pycosat comes as source.
     command -v g++ >/dev/null ||
         refuse "g++ was not found, and DeepSpeed compiles its CPU optimizer with it: install it (Debian: apt-get install g++)."
@@ -131,34 +109,22 @@ sys.exit(not (pathlib.Path(sysconfig.get_paths()["include"]) / "Python.h").exist
         refuse "$root has ${free_mb} MB of free disk, and the environment needs ${needed_mb} MB: free some or move the project."
 }
 
-# Shows pip's progress in short on a terminal, and now and then elsewhere; everything goes to pip.log.
+# Keeps pip's output in pip.log and says how far it is. TOTAL is how many packages to expect.
 show_progress() {
     local total="$1" count=0 line
     while IFS= read -r line; do
         printf '%s\n' "$line" >>"$target/pip.log"
         case "$line" in
-            Collecting\ *)
-                count=$((count + 1))
-                line="${line#Collecting }"
-                if [[ -t 2 ]]; then
-                    printf '\r\033[K[setup] %d/%d %s' "$count" "$total" "${line%% *}" >&2
-                elif ((count % 50 == 0)); then
-                    say "$count/$total ${line%% *}"
-                fi
-                ;;
-            Building\ wheels*) [[ ! -t 2 ]] || printf '\r\033[K[setup] building the packages that come as source' >&2 ;;
-            Installing\ collected*) [[ ! -t 2 ]] || printf '\r\033[K[setup] unpacking' >&2 ;;
+            Collecting\ *) ((++count % 25)) || say "$count/$total packages" ;;
+            Building\ wheels*) ((total < 25)) || say "building the packages that come as source" ;;
+            Installing\ collected*) ((total < 25)) || say "unpacking" ;;
         esac
     done
-    [[ ! -t 2 ]] || printf '\r\033[K' >&2
 }
 
-# run_pip TOTAL SUBCOMMAND ARGUMENTS...   TOTAL is how many packages to expect
+# run_pip TOTAL SUBCOMMAND ARGUMENTS…
 run_pip() {
-    local total="$1" subcommand="$2"
-    shift 2
-    "$target/bin/python" -I -m pip "$subcommand" --no-deps --no-build-isolation --progress-bar off "$@" 2>&1 |
-        show_progress "$total"
+    "$target/bin/python" -I -m pip "$2" --no-deps --no-build-isolation --progress-bar off "${@:3}" 2>&1 | show_progress "$1"
 }
 
 fail() {
@@ -174,7 +140,7 @@ make_environment() {
     say "making $venv with $("$python" -V): about 1.2 GB to download, 4.6 GB on disk, a few minutes"
     mkdir "$target"
     touch "$target/$our_mark"
-    "$python" -m venv "$target" || refuse "$python could not make a virtual environment in $target."
+    "$python" -m venv "$target" || refuse "$python could not make a virtual environment (Debian: apt-get install python3-venv)."
     export TMPDIR="$target/tmp" # pip keeps its downloads here until they are unpacked; /tmp is small on many machines
     mkdir "$TMPDIR"
 
@@ -226,22 +192,14 @@ if [[ -L "$venv" ]]; then
     refuse "$venv is a link to $(readlink "$venv"), which may be another checkout's environment: remove the link, and" \
         "start again to have one made here."
 fi
-if [[ -e "$venv" && ! -d "$venv" ]]; then
-    refuse "$venv is not a directory, and the environment goes there: move it away."
-fi
-other="$(made_for)"
-if [[ -n "$other" && -e "$other/.venv" && ! "$other" -ef "$root" ]]; then
-    refuse "$venv was made for $other, which still has an environment: if this one is a copy, remove it and start again."
-fi
-if [[ -d "$venv" ]] && ! may_be_replaced; then
-    refuse "$venv holds something that this script did not make, and the environment goes there: move it away."
-fi
-if [[ ! -w "$root" || (-d "$venv" && ! -w "$venv") ]]; then
-    refuse "$root and its .venv must be writable, and this user ($(id -un)) may not write there."
+if [[ -e "$venv" && ! -f "$venv/$our_mark" ]] && [[ ! -d "$venv" || -n "$(ls -A "$venv")" ]]; then
+    refuse "$venv was not made by this script, and the environment goes there: move it away."
 fi
 
 command -v flock >/dev/null || refuse "flock was not found: install it (Debian: apt-get install util-linux)."
-exec 9>"$root/.setup_env.lock"
+if [[ -d "$venv" && ! -w "$venv" ]] || ! { exec 9>"$root/.setup_env.lock"; } 2>/dev/null; then
+    refuse "$root and its .venv must be writable, and this user ($(id -un)) may not write there."
+fi
 if ! flock -n 9; then
     say "another set-up of $venv is at work; waiting for it"
     flock 9

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Trains on several nodes of a SLURM cluster: a Ray cluster over the job's nodes, then one of the train_*.sh scripts on it.
+# Trains on several nodes of a SLURM cluster: a Ray cluster over the job's nodes, then train.sh with a preset on it.
 #
 #   sbatch examples/scripts/train_gtpo_slurm.sh                     from the project's root, after editing this header
-#   LAUNCHER=examples/scripts/train_grpo_s_colocated.sh NODES=2 sbatch --nodes=2 examples/scripts/train_gtpo_slurm.sh
+#   LAUNCHER=grpo_s_colocated NODES=2 sbatch --nodes=2 examples/scripts/train_gtpo_slurm.sh
 #   sbatch examples/scripts/train_gtpo_slurm.sh -- --actor.adam.lr 5e-7      what follows -- goes to the trainer
 #   bash examples/scripts/train_gtpo_slurm.sh --dry-run             print every command, start nothing; on any host
 #
@@ -24,10 +24,11 @@
 ##SBATCH --partition=…
 # @900: seconds before the end; more than one step and the writing of a checkpoint take.
 
-# What runs, from the project's root. A launcher's own variables (MODEL, STEPS, NODES, …) come from the environment too.
-LAUNCHER="${LAUNCHER:-examples/scripts/train_gtpo_32b.sh}"
+# What runs: a preset of train.sh, or a script (benchmark_train.sh, the planner's), from the project's root. Its own
+# variables (MODEL, STEPS, NODES, …) come from the environment too.
+LAUNCHER="${LAUNCHER:-gtpo_32b}"
 LAUNCHER_FLAGS="${LAUNCHER_FLAGS:-}"           # such as --cpu
-OUTPUT="${OUTPUT:-runs/$(basename "$LAUNCHER" .sh)}" # on a disk that all nodes share; checkpoints, metrics, logs
+OUTPUT="${OUTPUT:-}"                           # on a disk that all nodes share; nothing: in runs/, named after LAUNCHER
 # Where it runs: bare, after these words of shell on each node …
 SETUP="${SETUP:-}"                             # such as: module load cuda; source /shared/venv/bin/activate
 # … or in a container: pyxis:IMAGE (srun --container-image) or apptainer:IMAGE.
@@ -64,22 +65,25 @@ while (($# > 0)); do
     esac
     shift
 done
-trainer_flags=("$@")
-read -ra launcher_flags <<<"$LAUNCHER_FLAGS"
-
 # SLURM runs a copy of this file in a folder of its own.
 root="${ROOT:-${SLURM_SUBMIT_DIR:-$(pwd)}}"
 [[ -f "$root/examples/scripts/ray_cluster.sh" ]] ||
     refuse "$root is not the project's root; call sbatch from there, or set ROOT to it."
 cd "$root"
-[[ -f "$LAUNCHER" ]] ||
-    refuse "LAUNCHER=$LAUNCHER is not there; choose one of: $(echo examples/scripts/train_*.sh)."
+launcher=(bash "$LAUNCHER")
+if [[ -f "examples/scripts/presets/$LAUNCHER.sh" ]]; then
+    launcher=(bash examples/scripts/train.sh "$LAUNCHER")
+    LAUNCHER="train_$LAUNCHER"
+elif [[ ! -f "$LAUNCHER" ]]; then
+    refuse "LAUNCHER=$LAUNCHER is neither a script nor one of: $(cd examples/scripts/presets && echo *.sh | sed 's/\.sh//g')."
+fi
+read -ra launcher_flags <<<"$LAUNCHER_FLAGS"
 for number in "JOIN_TIMEOUT=$JOIN_TIMEOUT" "MAX_REQUEUES=$MAX_REQUEUES" "PORT=${PORT:-1}"; do
     [[ "${number#*=}" =~ ^[0-9]+$ ]] || refuse "$number is not a number."
 done
 # shellcheck source=examples/scripts/ray_cluster.sh
 source examples/scripts/ray_cluster.sh
-OUTPUT="$(realpath -m "$OUTPUT")"
+OUTPUT="$(realpath -m "${OUTPUT:-runs/$(basename "$LAUNCHER" .sh)}")"
 export OUTPUT
 choose_container "$CONTAINER" "$root,$OUTPUT${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
 
@@ -98,8 +102,8 @@ logs="$OUTPUT/slurm/$SLURM_JOB_ID-$attempt"
 losses="$OUTPUT/slurm/$SLURM_JOB_ID-lost"
 token="$logs/ray_token"
 stop_file="$logs/stop" # one for each attempt: what stopped the last one must not stop this one
-training=(bash "$LAUNCHER" --submit "$dashboard" ${launcher_flags[@]+"${launcher_flags[@]}"}
-    -- --ckpt.load_enable --ckpt.stop_file "$stop_file" ${trainer_flags[@]+"${trainer_flags[@]}"})
+flags=("${launcher_flags[@]}" -- --ckpt.load_enable --ckpt.stop_file "$stop_file" "$@")
+training=("${launcher[@]}" --submit "$dashboard" "${flags[@]}")
 export SETUP PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 [[ -z "$INTERFACE" ]] || export NCCL_SOCKET_IFNAME="$INTERFACE" GLOO_SOCKET_IFNAME="$INTERFACE"
 
@@ -108,7 +112,7 @@ if $dry_run; then
     show_step HEAD "$(wait_command)"
     show_step HEAD "$(printf '%q ' "${training[@]}")"
     say "and the launcher itself:"
-    exec bash "$LAUNCHER" --dry-run ${launcher_flags[@]+"${launcher_flags[@]}"} -- "${training[@]:$((${#launcher_flags[@]} + 5))}"
+    exec "${launcher[@]}" --dry-run "${flags[@]}"
 fi
 
 mkdir -p "$logs" || refuse "OUTPUT=$OUTPUT cannot be made."

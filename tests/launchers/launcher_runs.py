@@ -7,18 +7,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "scripts"
-LAUNCHERS = sorted(path.name for path in SCRIPTS.glob("train_*.sh") if not path.stem.endswith("_slurm"))
+PRESETS = sorted(path.stem for path in (SCRIPTS / "presets").glob("*.sh"))
 
 
-def run_script(script: str, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_script(script: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """What becomes of one of them."""
     clean = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "VIRTUAL_ENV")}
-    command = ["bash", str(SCRIPTS / script), *flags]
+    command = ["bash", str(SCRIPTS / script), *words]
     return subprocess.run(command, capture_output=True, text=True, env=clean | environment, cwd="/", timeout=60)
 
 
-def resolved(script: str, *flags: str, **environment: str) -> list[str]:
+def resolved(script: str, *words: str, **environment: str) -> list[str]:
     """The words of the command that it resolves to."""
-    done = run_script(script, "--dry-run", *flags, **environment)
+    preset, flags = (words[:1], words[1:]) if script == "train.sh" else ((), words)
+    done = run_script(script, *preset, "--dry-run", *flags, **environment)
     assert done.returncode == 0, done.stderr
     return shlex.split(done.stdout.replace("\\\n", " "))

@@ -1,31 +1,41 @@
-"""Would catch a launcher whose flags are lost or split when it is measured, or that trains instead."""
+"""A preset or script is measured with all of its own flags."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher_runs import LAUNCHERS, resolved, run_script
+from launcher_runs import SCRIPTS, resolved, run_script
 
-from openrlhf_gtpo.cli import benchmark, benchmark_train
+from openrlhf_gtpo.cli import benchmark
 
 
 def _asked(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """What the benchmark's own parser makes of the command."""
     asked: list[Any] = []
-    monkeypatch.setattr(benchmark_train, "_run", asked.append)
+    monkeypatch.setattr(benchmark, "run", asked.append)
     assert benchmark.main(words[words.index("openrlhf_gtpo.cli.benchmark") + 1 :]) == 0
     (args,) = asked
     return args
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_every_launcher_is_measured_with_its_own_flags(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("preset", ["gtpo_32b", "gtpo_split", "dapo_colocated"])
+def test_a_preset_is_measured_with_its_own_flags(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--", "--train.seed", "7"]
-    own = resolved(launcher, *flags, OUTPUT="/tmp/out")
-    args = _asked(resolved("benchmark_train.sh", *flags, MEASURE=launcher, OUTPUT="/tmp/out"), monkeypatch)
+    own = resolved("train.sh", preset, *flags, OUTPUT="/tmp/out")
+    args = _asked(resolved("benchmark_train.sh", *flags, MEASURE=preset, OUTPUT="/tmp/out"), monkeypatch)
     assert args.trainer_flags == own[own.index("openrlhf_gtpo.cli.train_ppo_ray") + 1 :]
     assert args.trainer_flags[-2:] == ["--train.seed", "7"] and not args.compare
     assert (args.steps, args.warmup, args.repeat) == (3, 1, 3)
+
+
+@pytest.mark.parametrize("measured", ["planned.sh", "train_gtpo_split.sh"])
+def test_a_script_is_measured_too(measured: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that sources train.sh, as the planner's do, and the name of a launcher of version 0.1."""
+    (tmp_path / "planned.sh").write_text(f'source {SCRIPTS}/train.sh gtpo_split "$@"\n')
+    script = str(tmp_path / measured) if (tmp_path / measured).exists() else measured
+    own = resolved("train.sh", "gtpo_split", OUTPUT="/tmp/out")
+    args = _asked(resolved("benchmark_train.sh", MEASURE=script, OUTPUT="/tmp/out"), monkeypatch)
+    assert args.trainer_flags == own[own.index("openrlhf_gtpo.cli.train_ppo_ray") + 1 :]
 
 
 def test_configurations_and_places_reach_the_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -42,9 +52,7 @@ def test_configurations_and_places_reach_the_benchmark(monkeypatch: pytest.Monke
 
 
 def test_a_run_without_a_gpu_has_data_for_all_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = _asked(
-        resolved("benchmark_train.sh", "--cpu", STEPS="2", WARMUP="3", MEASURE="train_gtpo_split.sh"), monkeypatch
-    )
+    args = _asked(resolved("benchmark_train.sh", "--cpu", STEPS="2", WARMUP="3", MEASURE="gtpo_split"), monkeypatch)
     flags = args.trainer_flags
     samples, prompts = (int(flags[flags.index(f) + 1]) for f in ("--data.max_samples", "--rollout.batch_size"))
     assert samples == 5 * prompts
@@ -56,11 +64,7 @@ def test_a_run_without_a_gpu_has_data_for_all_of_its_steps(monkeypatch: pytest.M
         (["--steps", "3"], {}, "unknown flag --steps"),
         (["--submit"], {}, "--submit needs the address"),
         ([], {"REPEAT": "many"}, "REPEAT is 'many'; it must be a number."),
-        (
-            [],
-            {"MEASURE": "train_nothing.sh"},
-            "train_nothing.sh is not there; choose one of: train_dapo_colocated.sh ",
-        ),
+        ([], {"MEASURE": "train_nothing.sh"}, "MEASURE is 'train_nothing.sh'; it must be a preset or a script: dapo_"),
         ([], {"TENSOR_PARALLEL": "two"}, "TENSOR_PARALLEL is 'two'; it must be a positive number."),
     ],
 )

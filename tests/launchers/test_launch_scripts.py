@@ -1,12 +1,14 @@
-"""The train_*.sh scripts against the trainer's real parser, and the paper's settings in what comes out."""
+"""Every preset of train.sh against the trainer's real parser, and the paper's settings in what comes out."""
 
+import functools
+import re
 import shlex
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from launcher_runs import LAUNCHERS, ROOT, resolved, run_script
+from launcher_runs import PRESETS, ROOT, SCRIPTS, resolved, run_script
 
 from openrlhf_gtpo.cli import plan
 from openrlhf_gtpo.integration import run
@@ -15,32 +17,45 @@ from openrlhf_gtpo.integration.command_line.megatron_flags import fp8_of, layout
 PAPER = {"gtpo": ("gtpo", {"alpha1": 1.0, "alpha2": 0.1}), "grpo_s": ("grpo_s", {"beta1": 1.0, "beta2": 0.1})}
 
 
-def _arguments(script: str, *flags: str, **environment: str) -> SimpleNamespace:
-    command = resolved(script, *flags, **environment)
+def _arguments(preset: str, *flags: str, **environment: str) -> SimpleNamespace:
+    command = resolved("train.sh", preset, *flags, **environment)
     return run.parse(command[command.index("openrlhf_gtpo.cli.train_ppo_ray") + 1 :])
 
 
-def test_there_are_the_scripts_that_the_readme_names() -> None:
-    assert {
-        "train_gtpo_colocated.sh",
-        "train_gtpo_split.sh",
-        "train_gtpo_32b.sh",
-        "train_gtpo_one_gpu.sh",
-        "train_grpo_s_colocated.sh",
-        "train_grpo_s_split.sh",
-        "train_dapo_colocated.sh",
-        "train_grpo_colocated.sh",
-    } <= set(LAUNCHERS)
+_parsed = functools.cache(_arguments)  # for tests that only look
 
 
-@pytest.mark.parametrize("script", LAUNCHERS)
-def test_every_script_parses_to_the_papers_settings(script: str) -> None:
-    args = _arguments(script)
+def test_there_are_the_presets_that_the_documents_name() -> None:
+    gtpo = ["gtpo_32b", "gtpo_colocated", "gtpo_one_gpu", "gtpo_split"]
+    assert PRESETS == ["dapo_colocated", "grpo_colocated", "grpo_s_colocated", "grpo_s_split", *gtpo]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_a_comment_and_assignments_that_the_environment_overrides(preset: str) -> None:
+    known = set(re.findall(r"^([A-Z0-9_]+)=", (SCRIPTS / "train.sh").read_text(), re.MULTILINE))
+    lines = (SCRIPTS / "presets" / f"{preset}.sh").read_text().splitlines()
+    code = [line for line in lines if not line.startswith("#")]
+    assert code
+    for line in code:
+        assigned = re.fullmatch(r'([A-Z0-9_]+)="\$\{\1:?-[^"{}]+\}"( # .*)?', line)
+        assert assigned is not None and assigned[1] in known, line
+
+
+def test_the_names_of_the_last_release_are_links() -> None:
+    links = [path for path in SCRIPTS.glob("train_*.sh") if path.is_symlink()]
+    assert sorted(link.name for link in links) == [f"train_{preset}.sh" for preset in PRESETS]
+    assert {link.readlink() for link in links} == {Path("train.sh")}
+    assert resolved("train_gtpo_32b.sh", "--cpu") == resolved("train.sh", "gtpo_32b", "--cpu")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_parses_to_the_papers_settings(preset: str) -> None:
+    args = _parsed(preset)
     assert (args.rollout.n_samples_per_prompt, args.train.batch_size, args.actor.adam.lr) == (16, 128, 1e-6)
     assert (args.data.max_len, args.rollout.max_new_tokens, args.rollout.temperature) == (6144, 4096, 1.0)
     assert args.actor.eps_clip_low_high == [0.2, 0.28]
     assert args.algo.kl.init_coef == 0 and args.ckpt.load_enable and args.ckpt.save_steps > 0
-    algorithm = next(name for name in ("grpo_s", "gtpo", "dapo", "grpo") if f"train_{name}_" in script)
+    algorithm = next(name for name in ("grpo_s", "gtpo", "dapo", "grpo") if preset.startswith(f"{name}_"))
     estimator, weights = PAPER.get(algorithm, ("group_norm", {}))
     assert args.algo.advantage.estimator == estimator
     assert weights.items() <= (vars(vars(args.algo)[estimator]).items() if weights else {}.items())
@@ -48,28 +63,25 @@ def test_every_script_parses_to_the_papers_settings(script: str) -> None:
     assert args.algo.dynamic_filtering_enable == (algorithm == "dapo")
 
 
-@pytest.mark.parametrize("script", LAUNCHERS)
+@pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("flags", [(), ("--cpu",)], ids=["gpu", "cpu"])
-def test_every_layout_fits_the_gpus_that_it_asks_for(script: str, flags: tuple[str, ...]) -> None:
-    args = _arguments(script, *flags)
+def test_every_layout_fits_the_gpus_that_it_asks_for(preset: str, flags: tuple[str, ...]) -> None:
+    args = _parsed(preset, *flags)
     gpus = args.actor.num_nodes * args.actor.num_gpus_per_node
     assert gpus % layout_of(args).model_parallel_size == 0
     engines = args.vllm.num_engines * args.vllm.tensor_parallel_size
     if args.train.colocate_all:
         assert engines == gpus and args.megatron.offload
     else:
-        assert "split" in script and (flags or gpus + engines == 8)
+        assert "split" in preset and (flags or gpus + engines == 8)
     assert args.train.batch_size % (gpus // layout_of(args).model_parallel_size) == 0
     assert (args.rollout.batch_size * args.rollout.n_samples_per_prompt) % args.train.batch_size == 0
 
 
-def test_the_32b_script_is_the_papers_cluster() -> None:
-    args = _arguments("train_gtpo_32b.sh")
-    assert (args.actor.num_nodes, args.actor.num_gpus_per_node, layout_of(args).tensor_model_parallel_size) == (
-        4,
-        8,
-        8,
-    )
+def test_the_32b_preset_is_the_papers_cluster() -> None:
+    args = _parsed("gtpo_32b")
+    layout = layout_of(args)
+    assert (args.actor.num_nodes, args.actor.num_gpus_per_node, layout.tensor_model_parallel_size) == (4, 8, 8)
     fp8 = fp8_of(args)
     assert fp8 is not None and (fp8.mode, fp8.recipe) == ("hybrid", "blockwise")
     assert args.megatron.fp8_audit_steps == 20
@@ -77,28 +89,31 @@ def test_the_32b_script_is_the_papers_cluster() -> None:
 
 @pytest.mark.parametrize("algorithm", ["gtpo", "grpo_s", "grpo", "dapo", "gspo"])
 def test_a_comparison_is_one_word(algorithm: str) -> None:
-    theirs = run_script("train_gtpo_colocated.sh", "--dry-run", ALGORITHM=algorithm).stdout.splitlines()
-    ours = run_script("train_gtpo_colocated.sh", "--dry-run").stdout.splitlines()
+    theirs = run_script("train.sh", "gtpo_colocated", "--dry-run", ALGORITHM=algorithm).stdout.splitlines()
+    ours = run_script("train.sh", "gtpo_colocated", "--dry-run").stdout.splitlines()
     different = [number for number, lines in enumerate(zip(ours, theirs, strict=True)) if lines[0] != lines[1]]
     assert different == ([] if algorithm == "gtpo" else [1])  # the algorithm's group alone
-    assert _arguments("train_gtpo_colocated.sh", ALGORITHM=algorithm).algo.kl.init_coef == 0
+    assert _arguments("gtpo_colocated", ALGORITHM=algorithm).algo.kl.init_coef == 0
 
 
-def test_a_script_of_an_algorithm_is_that_one_word() -> None:
-    named = resolved("train_grpo_s_split.sh", OUTPUT="/tmp/run")
-    assert named == resolved("train_gtpo_split.sh", ALGORITHM="grpo_s", OUTPUT="/tmp/run")
+@pytest.mark.parametrize("preset", ["grpo_s_colocated", "grpo_s_split", "grpo_colocated", "dapo_colocated"])
+def test_a_preset_of_another_algorithm_is_that_one_word(preset: str) -> None:
+    algorithm, placement = preset.rsplit("_", 1)
+    named = resolved("train.sh", preset, OUTPUT="/tmp/run")
+    assert named == resolved("train.sh", f"gtpo_{placement}", ALGORITHM=algorithm, OUTPUT="/tmp/run")
 
 
 def test_the_environment_and_flags_of_the_trainer_win() -> None:
-    args = _arguments("train_gtpo_colocated.sh", "--", "--train.seed", "7", MODEL="my/model", STEPS="5", EVAL_DATA="")
+    args = _arguments("gtpo_colocated", "--", "--train.seed", "7", MODEL="my/model", STEPS="5", EVAL_DATA="")
     assert (args.train.seed, args.actor.model_name_or_path, args.data.max_samples) == (7, "my/model", 5 * 128)
     assert not args.eval.dataset
+    assert fp8_of(_arguments("gtpo_32b", FP8="")) is None and fp8_of(_parsed("gtpo_32b")) is not None
 
 
 def test_what_a_cluster_runs_has_absolute_paths(tmp_path: Path) -> None:
     data = tmp_path / "train data.jsonl"
     data.touch()
-    command = resolved("train_gtpo_32b.sh", "--submit", "http://127.0.0.1:8265", DATA=str(data), OUTPUT="runs/x")
+    command = resolved("train.sh", "gtpo_32b", "--submit", "http://127.0.0.1:8265", DATA=str(data), OUTPUT="runs/x")
     assert command[:6] == ["ray", "job", "submit", "--address", "http://127.0.0.1:8265", "--"]
     assert command[command.index("--data.prompt_dataset") + 1] == str(data)
     assert command[command.index("--ckpt.path") + 1] == "/runs/x/checkpoints"
@@ -118,22 +133,31 @@ def test_what_a_cluster_runs_has_absolute_paths(tmp_path: Path) -> None:
         (
             [],
             {"DATA": "missing.jsonl"},
-            "DATA=missing.jsonl is not there; the header of train_gtpo_colocated.sh says how it is made.",
+            "DATA=missing.jsonl is not there; bash examples/scripts/train.sh --help says how it is made.",
         ),
         ([], {"DATA": "hub/data", "OUTPUT": "/proc/none"}, "OUTPUT=/proc/none cannot be made."),
     ],
 )
 def test_a_mistake_is_one_sentence(flags: list[str], environment: dict[str, str], message: str) -> None:
-    done = run_script("train_gtpo_colocated.sh", *flags, **environment)
+    done = run_script("train.sh", "gtpo_colocated", *flags, **environment)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("train_gtpo_colocated: ") and message in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("script", LAUNCHERS)
-def test_help_is_the_header(script: str) -> None:
-    done = run_script(script, "--help")
+@pytest.mark.parametrize(("words", "got"), [([], ""), (["gtpo"], "gtpo"), (["--cpu"], "")], ids=str)
+def test_without_a_preset_their_names_are_told(words: list[str], got: str) -> None:
+    done = run_script("train.sh", *words)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == f"train: expected the name of a preset, one of: {' '.join(PRESETS)}; got '{got}'.\n"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_help_is_the_presets_comment_and_the_scripts(preset: str) -> None:
+    done = run_script("train.sh", preset, "--help")
     assert done.returncode == 0 and "Paper:" in done.stdout and "Techniques:" in done.stdout
-    assert "set -e" not in done.stdout and f"examples/scripts/{script}" in done.stdout
+    assert "set -e" not in done.stdout and "shellcheck" not in done.stdout
+    assert f"examples/scripts/train.sh {preset}" in done.stdout and "--dry-run" in done.stdout
+    assert done.stdout.endswith(run_script("train.sh", "--help").stdout)
 
 
 @pytest.mark.parametrize("placement", ["colocated", "split"])

@@ -1,0 +1,14 @@
+# shellcheck shell=bash disable=SC2034
+# GRPO-S on one node of 8 GPUs, 4 that train and 4 that sample: Qwen2.5-7B, mathematics.
+#
+# Paper:      GTPO and GRPO-S: Token and Sequence-Level Reward Shaping with Policy Entropy, arXiv 2508.04349
+# Techniques: those of grpo_s_colocated in the placement of gtpo_split
+#
+#   bash examples/scripts/train.sh grpo_s_split
+ALGORITHM="${ALGORITHM:-grpo_s}"
+PLACEMENT="${PLACEMENT:-split}"
+GPUS_PER_NODE="${GPUS_PER_NODE:-4}" # of training
+TENSOR_PARALLEL="${TENSOR_PARALLEL:-4}"
+VLLM_ENGINES="${VLLM_ENGINES:-4}"
+VLLM_TENSOR_PARALLEL="${VLLM_TENSOR_PARALLEL:-1}"
+VLLM_GPU_MEMORY="${VLLM_GPU_MEMORY:-0.9}"

@@ -1,0 +1,244 @@
+#!/usr/bin/env bash
+# Trains with the settings of one of the files in examples/scripts/presets.
+#
+#   bash examples/scripts/train.sh PRESET [--dry-run] [--cpu] [--submit URL] [--help] [-- FLAGS]
+#
+#   --dry-run       print the resolved command, an argument group a line, and start nothing
+#   --cpu           the same run in small, for a host without a GPU
+#   --submit URL    hand the run to a Ray cluster, `ray job submit --address URL`, instead of starting a Ray here
+#   --help          what the preset says of itself, then this
+#   -- FLAGS        flags of the trainer, which come last and win
+#
+# The environment wins over the preset, and the preset over the defaults below, which name every variable:
+#   STEPS=20 MODEL=Qwen/Qwen2.5-14B bash examples/scripts/train.sh gtpo_colocated
+#   ALGORITHM=grpo bash examples/scripts/train.sh gtpo_split      # a baseline, all else equal
+# The presets' data, made once:
+#   python3 -m openrlhf_gtpo.cli.prepare math --source BytedTsinghua-SIA/DAPO-Math-17k --problem-key prompt \
+#       --answer-key reward_model.ground_truth --eval-size 256 --output data/dapo_math
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+name="$(basename "$0" .sh)" # where benchmark_train.sh or a script of the planner's sources this one, theirs
+
+refuse() {
+    printf '%s: %s\n' "$name" "$*" >&2
+    exit 2
+}
+
+# train_PRESET.sh, the scripts of version 0.1, are links to this file.
+preset="$(basename "${BASH_SOURCE[0]}" .sh)"
+preset="${preset#train_}"
+if [[ "$preset" == train && "${1:--}" != -* ]]; then
+    preset="$1"
+    shift
+fi
+presets="$root/examples/scripts/presets"
+preset_file="$presets/$preset.sh"
+[[ "$name" != train || ! -f "$preset_file" ]] || name="train_$preset"
+
+cpu=false dry_run=false submit=''
+while (($# > 0)); do
+    case "$1" in
+        --cpu) cpu=true ;;
+        --dry-run) dry_run=true ;;
+        --submit)
+            (($# > 1)) || refuse "--submit needs the address of a Ray cluster's dashboard, such as http://127.0.0.1:8265."
+            submit="$2"
+            shift
+            ;;
+        --help | -h)
+            for file in "$preset_file" "$0"; do
+                [[ ! -f "$file" ]] || sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$file"
+            done
+            exit 0
+            ;;
+        --)
+            shift
+            break
+            ;;
+        *) refuse "unknown flag $1; known: --cpu --dry-run --submit --help, and -- before flags of the trainer." ;;
+    esac
+    shift
+done
+
+[[ -f "$preset_file" ]] || refuse "expected the name of a preset, one of: $(cd "$presets" && echo *.sh | sed 's/\.sh//g'); got '${preset#train}'."
+# shellcheck source=examples/scripts/presets/gtpo_colocated.sh
+source "$preset_file"
+ALGORITHM="${ALGORITHM:-gtpo}"         # gtpo, grpo_s, grpo, dapo, gspo
+PLACEMENT="${PLACEMENT:-colocated}"    # colocated, split
+
+MODEL="${MODEL:-Qwen/Qwen2.5-7B}"      # a name on the Hugging Face hub, or a folder
+DATA="${DATA:-data/dapo_math/train.jsonl}"
+EVAL_DATA="${EVAL_DATA-data/dapo_math/eval.jsonl}" # empty: no evaluation
+EVAL_STEPS="${EVAL_STEPS:-20}"
+REWARD="${REWARD:-$root/openrlhf_gtpo/tasks/math_verify_reward.py}" # or your own file, or a server's URL
+OUTPUT="${OUTPUT:-$root/runs/$name$(! $cpu || printf -- -cpu)}"
+STEPS="${STEPS:-}"                     # batches of prompts (dynamic sampling may spend several on a step); empty: one pass over the data
+SAVE_STEPS="${SAVE_STEPS:-20}"
+
+NODES="${NODES:-1}"                    # of training
+GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
+TENSOR_PARALLEL="${TENSOR_PARALLEL:-2}"
+PIPELINE_PARALLEL="${PIPELINE_PARALLEL:-1}"
+CONTEXT_PARALLEL="${CONTEXT_PARALLEL:-1}"
+FP8="${FP8:-}"                         # hybrid: FP8 products on Hopper; empty: BF16
+FP8_RECIPE="${FP8_RECIPE:-blockwise}"  # delayed, tensorwise
+FP8_PARAM="${FP8_PARAM:-}"             # 1: the decoder's weights in FP8 alone, which takes half their memory (not delayed)
+FP8_AUDIT_STEPS="${FP8_AUDIT_STEPS:-0}" # every N-th batch is compared with BF16; 0: never
+RECOMPUTE="${RECOMPUTE:-selective}"    # none is faster and needs more memory, full the other way round
+MAX_TOKENS_PER_GPU="${MAX_TOKENS_PER_GPU:-12288}"
+VLLM_ENGINES="${VLLM_ENGINES:-4}"      # colocated: engines × their tensor parallelism = all GPUs
+VLLM_TENSOR_PARALLEL="${VLLM_TENSOR_PARALLEL:-2}"
+VLLM_GPU_MEMORY="${VLLM_GPU_MEMORY:-0.6}"
+
+SAMPLES_PER_PROMPT="${SAMPLES_PER_PROMPT:-16}" # G
+PROMPTS_PER_STEP="${PROMPTS_PER_STEP:-128}"
+TRAIN_BATCH="${TRAIN_BATCH:-128}"      # responses an optimizer step; 2048 makes one on-policy update of each rollout
+PROMPT_LENGTH="${PROMPT_LENGTH:-2048}"
+RESPONSE_LENGTH="${RESPONSE_LENGTH:-4096}"
+LEARNING_RATE="${LEARNING_RATE:-1e-6}"
+
+for variable in NODES GPUS_PER_NODE TENSOR_PARALLEL PIPELINE_PARALLEL CONTEXT_PARALLEL VLLM_ENGINES VLLM_TENSOR_PARALLEL \
+    SAMPLES_PER_PROMPT PROMPTS_PER_STEP TRAIN_BATCH PROMPT_LENGTH RESPONSE_LENGTH MAX_TOKENS_PER_GPU EVAL_STEPS; do
+    [[ "${!variable}" =~ ^[1-9][0-9]*$ ]] || refuse "$variable is '${!variable}'; it must be a positive number."
+done
+[[ "$STEPS" =~ ^([1-9][0-9]*)?$ ]] || refuse "STEPS is '$STEPS'; it must be a positive number, or empty for one pass over the data."
+[[ "$SAVE_STEPS" =~ ^(-1|[1-9][0-9]*)$ ]] || refuse "SAVE_STEPS is '$SAVE_STEPS'; it must be a positive number, or -1 for never."
+[[ "$PLACEMENT" == colocated || "$PLACEMENT" == split ]] || refuse "PLACEMENT is '$PLACEMENT'; it must be colocated or split."
+OUTPUT="$(realpath -m "$OUTPUT")"
+
+if $cpu; then
+    # Two cores run this in a minute or two: a 2-layer model made on the spot (or CPU_MODEL=DIR), one-digit products,
+    # Math-Verify as the reward. Algorithm, placement, backend and kind of layout stay: tensor and pipeline parallelism
+    # and nodes become at most 2, context parallelism 1 (CUDA only), FP8 is emulated, and colocated engines are as many as
+    # training processes; a split run has one.
+    ((TENSOR_PARALLEL <= 2)) || TENSOR_PARALLEL=2
+    ((PIPELINE_PARALLEL <= 2)) || PIPELINE_PARALLEL=2
+    CONTEXT_PARALLEL=1 processes="$((TENSOR_PARALLEL * PIPELINE_PARALLEL))"
+    NODES="$((NODES > 1 && processes > 1 ? 2 : 1))"
+    GPUS_PER_NODE="$((processes / NODES))"
+    VLLM_TENSOR_PARALLEL=1 VLLM_ENGINES=1 VLLM_GPU_MEMORY=0.2
+    [[ "$PLACEMENT" == split ]] || VLLM_ENGINES="$processes"
+    [[ -z "$FP8" ]] || FP8=emulated
+    STEPS="${STEPS:-3}" EVAL_STEPS="${STEPS:-3}"
+    SAMPLES_PER_PROMPT=4 PROMPTS_PER_STEP=8 TRAIN_BATCH=16 PROMPT_LENGTH=56 RESPONSE_LENGTH=8 MAX_TOKENS_PER_GPU=2048
+    LEARNING_RATE=1e-4
+    MODEL="${CPU_MODEL:-$root/.cache/quickstart/tiny-model}"
+    rows="$((STEPS * PROMPTS_PER_STEP))"
+    task="$OUTPUT/data/$rows-prompts" # another STEPS asks for others
+    DATA="$task/train.jsonl" EVAL_DATA="$task/eval.jsonl"
+    export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+    export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+    if ! $dry_run; then
+        # shellcheck source=examples/scripts/setup_env.sh
+        source "$root/examples/scripts/setup_env.sh"
+        [[ -n "${CPU_MODEL:-}" ]] || python3 -m openrlhf_gtpo.cli.prepare tiny-model --output "$MODEL" >/dev/null
+        python3 -m openrlhf_gtpo.cli.prepare task --preset smoke --label answer --train-size 75 --eval-size 24 \
+            --train-rows "$rows" --output "$task" >/dev/null
+    fi
+fi
+
+case "$ALGORITHM" in
+    # --algo.gtpo.variant v1|v1_clipped|v2, --algo.gtpo.compare response|group, --algo.grpo_s.ratio_mean geometric, …
+    gtpo) algorithm_args=(--algo.advantage.estimator gtpo --algo.kl.init_coef 0 --algo.gtpo.alpha1 1.0 --algo.gtpo.alpha2 0.1) ;;
+    grpo_s) algorithm_args=(--algo.advantage.estimator grpo_s --algo.kl.init_coef 0 --algo.grpo_s.beta1 1.0 --algo.grpo_s.beta2 0.1) ;;
+    dapo | gspo) algorithm_args=(--algo.preset "$ALGORITHM") ;;
+    # No KL term here, as with the others: one needs --algo.kl.init_coef 0.04 and GPUs for the reference model, --ref.*
+    grpo) algorithm_args=(--algo.preset grpo --algo.kl.init_coef 0) ;;
+    *) refuse "ALGORITHM is '$ALGORITHM'; it must be gtpo, grpo_s, grpo, dapo or gspo." ;;
+esac
+[[ "$ALGORITHM" == gspo ]] || algorithm_args+=(--actor.eps_clip_low_high 0.2 0.28) # GSPO's range belongs to its ratio
+
+# A job of a Ray cluster starts in a folder of the cluster's own.
+absolute() { if [[ -e "$1" ]]; then realpath "$1"; else printf '%s' "$1"; fi; }
+model_args=(
+    --actor.model_name_or_path "$(absolute "$MODEL")"
+    --actor.adam.lr "$LEARNING_RATE"
+    --actor.lr_scheduler constant
+    --actor.lr_warmup_ratio 0 # OpenRLHF's warm-up spends the first step at learning rate 0
+)
+data_args=(
+    --data.prompt_dataset "$(absolute "$DATA")"
+    --data.input_key input
+    --data.label_key label
+    --data.apply_chat_template
+    --data.max_len "$((PROMPT_LENGTH + RESPONSE_LENGTH))"
+    --reward.remote_url "$(absolute "$REWARD")"
+)
+[[ -z "$STEPS" ]] || data_args+=(--data.max_samples "$((STEPS * PROMPTS_PER_STEP))")
+# --train.num_episodes 3                 several passes over the data
+# --train.agent_func_path AGENT.py       multi-turn, in place of --reward.remote_url
+# --reward.overlong_buffer_len 1024      DAPO's length penalty (the dapo preset brings it)
+rollout_args=(
+    --rollout.batch_size "$PROMPTS_PER_STEP"
+    --rollout.n_samples_per_prompt "$SAMPLES_PER_PROMPT"
+    --rollout.max_new_tokens "$RESPONSE_LENGTH"
+    --rollout.temperature 1.0
+    --vllm.num_engines "$VLLM_ENGINES"
+    --vllm.tensor_parallel_size "$VLLM_TENSOR_PARALLEL"
+    --vllm.gpu_memory_utilization "$VLLM_GPU_MEMORY"
+    --vllm.enable_prefix_caching
+)
+# --vllm.sync_bucket_mb 1024             larger buckets of the weight transfer
+# --vllm.sync_checksum                   prove that every weight arrived
+train_args=(
+    --train.batch_size "$TRAIN_BATCH"
+    --train.max_epochs 1
+    --train.max_tokens_per_gpu "$MAX_TOKENS_PER_GPU"
+    --actor.num_nodes "$NODES"
+    --actor.num_gpus_per_node "$GPUS_PER_NODE"
+    --actor.backend megatron
+    --megatron.tensor_model_parallel_size "$TENSOR_PARALLEL"
+    --megatron.pipeline_model_parallel_size "$PIPELINE_PARALLEL"
+    --megatron.context_parallel_size "$CONTEXT_PARALLEL"
+    --megatron.recompute "$RECOMPUTE"
+)
+# --megatron.override FIELD=VALUE        any field of Megatron's TransformerConfig
+((TENSOR_PARALLEL == 1)) || train_args+=(--megatron.sequence_parallel)
+if [[ -n "$FP8" ]]; then
+    train_args+=(--megatron.fp8 "$FP8" --megatron.fp8_recipe "$FP8_RECIPE")
+    case "$ALGORITHM" in gtpo | grpo_s) train_args+=(--megatron.fp8_audit_steps "$FP8_AUDIT_STEPS") ;; esac
+fi
+[[ -z "$FP8_PARAM" ]] || train_args+=(--megatron.fp8_param)
+# --megatron.fp8_audit_gate 0.02         old-policy forward in BF16 while FP8 changes more signs of advantages than this
+placement_args=()
+if [[ "$PLACEMENT" == colocated ]]; then
+    # Trainer and engines share the GPUs and take turns: while one works, the other's memory is given back.
+    placement_args+=(--train.colocate_all --vllm.enable_sleep --megatron.offload)
+fi
+log_args=(
+    --logger.metrics_path "$OUTPUT/metrics.jsonl"
+    --logger.tensorboard_dir "$OUTPUT/tensorboard"
+    --logger.entropy_enable # the baselines' entropies too
+    --ckpt.output_dir "$OUTPUT/model"
+    --ckpt.path "$OUTPUT/checkpoints"
+    --ckpt.save_steps "$SAVE_STEPS"
+    --ckpt.max_num 2
+    --ckpt.load_enable # goes on from the newest checkpoint, where there is one
+    --ckpt.best_metric_key none
+)
+# --logger.wandb.key KEY --logger.wandb.project NAME
+if [[ -n "$EVAL_DATA" ]]; then
+    log_args+=(--eval.dataset "$(absolute "$EVAL_DATA")" --eval.steps "$EVAL_STEPS" --eval.before_training)
+    log_args+=(--eval.n_samples_per_prompt 4 --eval.temperature 1.0)
+fi
+
+# benchmark_train.sh has set the program: the benchmark, up to the trainer's flags.
+command=("$(command -v python3 || printf python3)" -m "${program[@]:-openrlhf_gtpo.cli.train_ppo_ray}")
+[[ -z "$submit" ]] || command=(ray job submit --address "$submit" -- "${command[@]}")
+
+if $dry_run; then
+    printf -v line ' %q' "${command[@]}"
+    for group in algorithm_args model_args data_args rollout_args train_args placement_args log_args; do
+        declare -n words="$group"
+        ((${#words[@]} == 0)) || line+="$(printf ' \\\n  ' && printf ' %q' "${words[@]}")"
+    done
+    (($# == 0)) || line+="$(printf ' \\\n  ' && printf ' %q' "$@")"
+    printf '%s\n' "${line:1}"
+    exit 0
+fi
+
+[[ -e "$DATA" || ! "$DATA" =~ \.(jsonl|json|csv|parquet)$ ]] || refuse "DATA=$DATA is not there; bash examples/scripts/train.sh --help says how it is made."
+mkdir -p "$OUTPUT" 2>/dev/null || refuse "OUTPUT=$OUTPUT cannot be made."
+exec "${command[@]}" "${algorithm_args[@]}" "${model_args[@]}" "${data_args[@]}" "${rollout_args[@]}" "${train_args[@]}" \
+    "${placement_args[@]}" "${log_args[@]}" "$@"
