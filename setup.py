@@ -32,7 +32,8 @@ def read_long_description() -> str:
 setup(
     name="openrlhf-gtpo",
     version=read_version(),
-    description="GTPO and GRPO-S (entropy-weighted token and sequence rewards) for OpenRLHF, with a Megatron-core actor",
+    description="GTPO and GRPO-S (entropy-weighted token and sequence rewards) for OpenRLHF, "
+    "with a Megatron-core actor",
     long_description=read_long_description(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

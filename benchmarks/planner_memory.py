@@ -15,7 +15,7 @@ sys.path[:0] = [str(_ROOT / "tests" / "megatron"), str(_ROOT / "tests" / "planne
 from rank_pool import RankPool  # noqa: E402
 from test_training_memory import SEEN, UNSEEN, measured_and_planned  # noqa: E402
 
-from openrlhf_gtpo.report.results import write_results  # noqa: E402
+from openrlhf_gtpo.benchmarks.harness import write_results  # noqa: E402
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 """The planner against published measurements, and against this project's own on a GPU.
 
-    python3 benchmarks/planner_rows.py                                    the table of docs/planner.md
+    python3 benchmarks/planner_rows.py                                    the table of docs/results/planner.md
     python3 benchmarks/planner_rows.py --measured benchmarks/results/gpu/*.json
 
-The second reads what ``cli.benchmark train-step --output`` wrote on one CUDA device, and prints memory and time beside the
+The second reads what ``cli.benchmark train-step --output`` wrote on one GPU, and prints memory and time beside the
 planner's. Needs neither a GPU nor a network.
 """
 
@@ -19,14 +19,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from openrlhf_gtpo.benchmarks.precisions import BF16  # noqa: E402
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options  # noqa: E402
 from openrlhf_gtpo.megatron.parallel.layout import Layout  # noqa: E402
 from openrlhf_gtpo.model_shape import ModelShape  # noqa: E402
 from openrlhf_gtpo.planner.assumptions import Assumptions  # noqa: E402
 from openrlhf_gtpo.planner.cluster import GIB, GPUS, parse_cluster  # noqa: E402
-from openrlhf_gtpo.planner.layouts import Asked  # noqa: E402
-from openrlhf_gtpo.planner.plan import Request, candidates  # noqa: E402
+from openrlhf_gtpo.planner.plan import Asked, Request, candidates  # noqa: E402
 from openrlhf_gtpo.planner.rollout import Engines  # noqa: E402
 from openrlhf_gtpo.planner.training_memory import Training, peak_bytes  # noqa: E402
 from openrlhf_gtpo.planner.training_speed import TrainingSpeed  # noqa: E402
@@ -73,7 +71,7 @@ class Row:
 
 
 def rows() -> Iterator[Row]:
-    """In the order of docs/planner.md."""
+    """In the order of docs/results/planner.md."""
     yield from _pre_training()
     yield from _inference()
     yield from _reinforcement_learning()
@@ -92,10 +90,9 @@ def _pre_training() -> Iterator[Row]:
     ]
     for name, published, fixes, model, gpus, sizes, batch, precision, interleaved in pre_trainings:
         layout = Layout(*sizes, sequence_parallel=sizes[0] > 1)
-        work = Workload(1, 8191, 1, 8191, samples_per_prompt=1, prompts_per_step=batch, max_tokens=8192)
+        work = Workload(1, 8191, 1, 8191, samples_per_prompt=1, prompts_per_step=batch, max_tokens_per_gpu=8192)
         training = Training(_shape(model), layout, layout.data_parallel_size(gpus), 8192, 8191, fp8=precision)
-        speed = TrainingSpeed(training, parse_cluster("h100-80g", gpus), work, Assumptions())
-        speed.interleaved = interleaved
+        speed = TrainingSpeed(training, parse_cluster("h100-80g", gpus), work, Assumptions(), interleaved)
         rate = speed.flops() / sum(speed.optimizer_step().values()) / gpus / 1e12
         yield Row(name, "TFLOP/s/GPU", published, rate, fixes)
 
@@ -117,7 +114,7 @@ def _inference() -> Iterator[Row]:
 
 
 def _reinforcement_learning() -> Iterator[Row]:
-    """NeMo-RL's recipes: 64 prompts of 32 responses, 512 in an optimizer step, 4096 tokens in a row and in a micro-batch,
+    """NeMo-RL's recipes: 64 prompts of 32 responses, 512 in an optimizer step, 4096 tokens in a row and a micro-batch,
     a reference model. Mean lengths are those that its page gives."""
     runs: list[tuple] = [
         ("NeMo-RL, Llama 3.1 8B, 16 H100, PP2, recompute", 1581, LLAMA_8B, 16, (1, 2), 1, "full", 132, 1060),
@@ -125,7 +122,7 @@ def _reinforcement_learning() -> Iterator[Row]:
     ]
     for name, published, model, gpus, (tensor, pipeline), engine, recompute, prompt, response in runs:
         work = Workload(
-            2 * prompt, 4096 - 2 * prompt, prompt, response, 32, 64, train_batch=512, max_tokens=4096, kl=True
+            2 * prompt, 4096 - 2 * prompt, prompt, response, 32, 64, train_batch=512, max_tokens_per_gpu=4096, kl=True
         )
         asked = Asked(tensor, pipeline, 1, fp8="off", recompute=recompute, vllm_tensor=engine)
         request = Request(SimpleNamespace(**model), parse_cluster("h100-80g", gpus), work, asked, vllm_memory=0.6)
@@ -142,7 +139,7 @@ def against_measured(results: dict[str, Any]) -> Iterator[Row]:
     Raises:
         ValueError: it was measured without one of them, or on a GPU that the planner does not know.
     """
-    machine, measured, settings = results["machine"], results["measured"][BF16], results["settings"]
+    machine, measured, settings = results["machine"], results["measured"]["bf16"], results["settings"]
     gpu = next((kind for kind in GPUS if any(_is(kind, name) for name in machine["gpus"])), None)
     if gpu is None or "transformer-engine" not in machine["versions"]:
         raise ValueError(
@@ -151,7 +148,7 @@ def against_measured(results: dict[str, Any]) -> Iterator[Row]:
     prompt, most = int(settings["prompt_tokens"]), int(settings["response_tokens"])
     prompts, samples = int(settings["prompts"]), int(settings["samples"])
     response = statistics.mean(measured["tokens"]) / (prompts * samples) - prompt
-    work = Workload(prompt, most, prompt, response, samples, prompts, max_tokens=int(settings["max_tokens"]))
+    work = Workload(prompt, most, prompt, response, samples, prompts, max_tokens_per_gpu=int(settings["max_tokens"]))
     tokens = work.micro_batch_tokens
     training = Training(
         shape=ModelShape.of(SimpleNamespace(**results["config"])),

@@ -3,7 +3,7 @@
     python3 benchmarks/sample_rollouts.py --model .cache/quickstart/smollm2-135m-instruct --data DATA/train.jsonl \
         --output rollouts.jsonl --prompts 32 --samples 8
 
-DATA comes from `python3 -m openrlhf_gtpo.cli.prepare task`. vLLM samples at temperature 1; rewards are reasoning-gym's.
+DATA is from `python3 -m openrlhf_gtpo.cli.prepare task`. vLLM samples at temperature 1; rewards are reasoning-gym's.
 """
 
 import argparse

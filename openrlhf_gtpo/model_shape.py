@@ -1,28 +1,25 @@
-"""A decoder-only model as numbers: its parameters by part and by rank, and the arithmetic that it does.
+"""A decoder-only model as numbers: its ``config.json``, its parameters by part and rank, and the arithmetic it does.
 
-Owns the one formula for floating-point operations and the one count of parameters; both are of the model that the
-Megatron actor builds (see ``megatron/model/policy.py`` and ``megatron/model/bridge.py``), not of an idealised one.
+Owns the one reader of ``config.json``, the one formula for floating-point operations and the one count of parameters;
+both are of the model the Megatron actor builds (``megatron/model/policy.py`` and ``bridge.py``), not an ideal one.
 """
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from openrlhf_gtpo.errors import UsageError
 
 VOCABULARY_MULTIPLE = 128  # rows of embedding and head on each rank come in multiples of it, as Megatron pads them
 
-_QWEN2_5 = {
-    "model_type": "qwen2",
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "max_position_embeddings": 32768,
-    "use_sliding_window": False,
-    "attention_dropout": 0.0,
-}
 
-
-def _qwen2_5(hidden: int, mlp: int, layers: int, heads: int, groups: int, vocabulary: int, tied: bool) -> dict:
-    return _QWEN2_5 | {
+def _qwen2_5(
+    hidden: int, mlp: int, layers: int, heads: int, groups: int, vocabulary: int, tied: bool
+) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2",
         "hidden_size": hidden,
         "intermediate_size": mlp,
         "num_hidden_layers": layers,
@@ -30,6 +27,12 @@ def _qwen2_5(hidden: int, mlp: int, layers: int, heads: int, groups: int, vocabu
         "num_key_value_heads": groups,
         "vocab_size": vocabulary,
         "tie_word_embeddings": tied,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 32768,
+        "use_sliding_window": False,
+        "attention_dropout": 0.0,
     }
 
 
@@ -40,6 +43,40 @@ PRESETS = {
     "7b": _qwen2_5(3584, 18944, 28, 28, 4, 152064, False),
     "32b": _qwen2_5(5120, 27648, 64, 40, 8, 152064, False),
 }
+# Of transformers' configuration classes, where a published config.json may leave a field out and it matters here.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"use_sliding_window": False, "head_dim": 128},
+    "qwen3_moe": {"use_sliding_window": False, "norm_topk_prob": False, "num_experts_per_tok": 8},
+}
+
+
+def read_config(source: str | Path) -> dict[str, Any]:
+    """Fields of a model's ``config.json``, without transformers but with the defaults of its configuration class.
+
+    Args:
+        source: a name in :data:`PRESETS`, a ``config.json``, or a folder with one.
+
+    Raises:
+        UsageError: it is none of them.
+    """
+    if source in PRESETS:
+        return dict(PRESETS[str(source)])
+    path = Path(source)
+    try:
+        fields = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        if isinstance(fields, dict) and "model_type" in fields:
+            return _DEFAULTS.get(fields["model_type"], {}) | fields
+        reason = "it has no model_type"
+    except OSError as error:
+        reason = str(error.strerror)
+    except ValueError as error:
+        reason = f"it is not JSON: {error}"
+    raise UsageError(
+        f"{str(source)!r} is neither {', '.join(PRESETS)} nor a Hugging Face config.json or a folder with one "
+        f"({reason})."
+    )
 
 
 @dataclass(frozen=True)
@@ -53,7 +90,7 @@ class ModelShape:
         vocab_size: real entries.
         tied: the head's matrix is the embedding's.
         qkv_bias: query, key and value have biases.
-        qk_norm: query and key are normalised head by head.
+        qk_norm: query and key are normalized head by head.
         num_experts, experts_per_token: 0 for a dense model.
     """
 
@@ -73,25 +110,34 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any) -> "ModelShape":
-        """From a Hugging Face configuration, or any object with the fields of its ``config.json``."""
-        kind = config.model_type
-        heads = config.num_attention_heads
+        """From a Hugging Face configuration, or any object with the fields of its ``config.json``.
+
+        Raises:
+            UsageError: a size is missing or no whole number.
+        """
+
+        def size(*names: str) -> int:
+            value = next((found for name in names if (found := getattr(config, name, None)) is not None), None)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UsageError(f"Expected a whole number {names[0]} >= 1 in its config.json, got {value!r}.")
+            return value
+
+        kind, heads = config.model_type, size("num_attention_heads")
         moe = kind == "qwen3_moe"
-        experts = (getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)) if moe else 0
         return cls(
             model_type=kind,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.moe_intermediate_size if experts else config.intermediate_size,
-            num_layers=config.num_hidden_layers,
+            hidden_size=size("hidden_size"),
+            intermediate_size=size("moe_intermediate_size" if moe else "intermediate_size"),
+            num_layers=size("num_hidden_layers"),
             num_attention_heads=heads,
             num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            vocab_size=config.vocab_size,
+            vocab_size=size("vocab_size"),
             tied=bool(getattr(config, "tie_word_embeddings", False)),
             qkv_bias=kind == "qwen2",
             qk_norm=kind in ("qwen3", "qwen3_moe"),
-            num_experts=experts or 0,
-            experts_per_token=config.num_experts_per_tok if experts else 0,
+            num_experts=size("num_experts", "num_local_experts") if moe else 0,  # the latter since transformers 5
+            experts_per_token=size("num_experts_per_tok") if moe else 0,
         )
 
     @property
@@ -155,7 +201,7 @@ def decoder_flops(shape: ModelShape, lengths: Iterable[int]) -> int:
     """Floating-point operations of the decoder layers' products in one forward pass over sequences of these lengths.
 
     A multiplication and an addition are two. Of attention's products only what the causal mask keeps counts; norms,
-    biases, rotary embedding, softmax and activation functions do not count, nor do embedding and head. Of experts, those
+    biases, rotary embedding, softmax and activation functions do not count, nor embedding and head. Of experts, those
     that a token is given to count, and so does the router. A backward pass has twice as many; activations that are
     computed again add nothing.
     """
@@ -170,7 +216,7 @@ def decoder_flops(shape: ModelShape, lengths: Iterable[int]) -> int:
 
 
 def head_flops(shape: ModelShape, tokens: int) -> int:
-    """Of the LM head's product in one forward pass over the tokens that it is applied to; padded columns do not count."""
+    """Of the LM head's product in a forward pass over the tokens it is applied to; padded columns do not count."""
     return 2 * tokens * shape.hidden_size * shape.vocab_size
 
 

@@ -21,16 +21,16 @@ for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "TTY_COMPATIBLE", "CO
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What runs on a pool of ranks is slow: the ranks have to start."""
+    """What runs on a pool of ranks, or in a process of its own that imports torch, is slow."""
     for item in items:
-        if {"ranks", "one_rank", "four_ranks", "pools"} & set(getattr(item, "fixturenames", ())):
+        if {"ranks", "one_rank", "four_ranks", "pools", "fresh"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_ray_is_left() -> Iterator[None]:
-    """A Ray that a module leaves up would be every later test's; and where a later test ends its processes, Ray ends this
-    one a minute after, with status 1 and without a word."""
+    """A Ray that a module leaves up would serve every later test; and when one of those ends its processes, Ray ends
+    this one a minute later, with status 1 and without a word."""
     yield
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():

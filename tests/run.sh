@@ -26,7 +26,7 @@ export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 project_files() {
     if git rev-parse --is-inside-work-tree >/dev/null 2>&1; then
         git ls-files -co --exclude-standard --deduplicate -- "$@" | while IFS= read -r file; do
-            [[ ! -f "$file" ]] || printf '%s\n' "$file" # deleted, and not yet committed so
+            [[ -L "$file" || ! -f "$file" ]] || printf '%s\n' "$file" # no links, and nothing deleted but not yet committed so
         done
     else
         local pattern

@@ -1,6 +1,6 @@
 """A real SLURM on this machine: munged, slurmctld and two slurmd, with all of their files in one folder.
 
-The nodes are called n1 and n2 and have the addresses 127.0.0.2 and 127.0.0.3, so that what runs on them can use one port
+The nodes n1 and n2 have the addresses 127.0.0.2 and 127.0.0.3, so that what runs on them can use one port
 on both, as on two hosts. No cgroups, no accounting; any user may run it.
 """
 

@@ -51,7 +51,7 @@ def read_lock() -> dict[NormalizedName, Version]:
 
 
 def installed_distributions() -> dict[NormalizedName, importlib.metadata.Distribution]:
-    """What lies in this environment's own site-packages; sys.path may lead elsewhere, to setuptools' vendored ones too."""
+    """What is in this environment's own site-packages; sys.path may also lead to setuptools' vendored ones."""
     site_packages = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
     return {canonicalize_name(d.metadata["Name"]): d for d in importlib.metadata.distributions(path=site_packages)}
 
@@ -70,7 +70,7 @@ def setup_py_requirements() -> list[Requirement]:
         "def show(**kw):\n"
         "    print('\\n'.join(kw['install_requires'] + sum(kw['extras_require'].values(), [])))\n"
         "setuptools.setup = show\n"
-        "exec(compile(open('setup.py').read(), 'setup.py', 'exec'), {'__file__': 'setup.py', '__name__': '__main__'})\n"
+        "exec(compile(open('setup.py').read(), 'setup.py', 'exec'), dict(__file__='setup.py', __name__='__main__'))\n"
     )
     printed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return [Requirement(line) for line in printed.splitlines()]

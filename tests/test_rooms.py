@@ -1,4 +1,4 @@
-"""Would catch a room that starts to know what it must not: cli -> integration -> {weight_sync, algorithms, lm_head}, never
+"""Would catch a room that knows what it must not: cli -> integration -> {weight_sync, algorithms, lm_head}, never
 back. That keeps an OpenRLHF upgrade inside ``integration`` and lets the mathematics run anywhere.
 """
 
@@ -84,6 +84,7 @@ def test_every_room_has_its_rule() -> None:
     assert set(rooms()) <= set(MAY_KNOW)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", MAY_BRING_IN)
 def test_importing_a_room_brings_in_no_more_than_it_may(room: str) -> None:
     program = (
@@ -103,7 +104,7 @@ def test_importing_a_room_brings_in_no_more_than_it_may(room: str) -> None:
     [
         "openrlhf_gtpo",
         "openrlhf_gtpo.megatron.parallel.layout",
-        "openrlhf_gtpo.megatron.train.overrides",
+        "openrlhf_gtpo.integration.command_line.megatron_overrides",
         "openrlhf_gtpo.cli.plan",
     ],
 )

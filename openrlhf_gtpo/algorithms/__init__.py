@@ -3,14 +3,12 @@
 Pure functions of torch tensors. This room must not know where rollouts come from, who trains, or OpenRLHF.
 """
 
-from .config import GRPOSConfig, GTPOConfig
-from .entropy_bonus import entropy_advantage_bonus
+from .baselines import entropy_advantage_bonus, forking_token_mask
 from .error_budget import ErrorBudget, error_budget
 from .estimators import ESTIMATORS, LOSS_LEVEL, Estimator, check_loss_level
-from .forking_tokens import forking_token_mask
 from .groups import success
-from .grpo_s import grpo_s_advantages, grpo_s_rewards
-from .gtpo import gtpo_advantages, gtpo_rewards
+from .grpo_s import GRPOSConfig, grpo_s_advantages, grpo_s_rewards, grpo_s_shares, sequence_entropy
+from .gtpo import GTPOConfig, gtpo_advantages, gtpo_rewards, gtpo_shares
 from .losses import (
     PolicyLossOutput,
     Surrogate,
@@ -18,9 +16,7 @@ from .losses import (
     policy_surrogate,
     sequence_ratio,
 )
-from .overlong import length_penalty
-from .rewards import ShapedRewards
-from .shares import grpo_s_shares, gtpo_shares, sequence_entropy
+from .rewards import ShapedRewards, length_penalty
 
 __all__ = [
     "ESTIMATORS",

@@ -75,21 +75,21 @@ def error_budget(
 def rank_correlation(x: Tensor, y: Tensor) -> float:
     """Spearman's coefficient of (N,) values, equal values sharing their mean rank; 1 where neither varies, 0 where one
     alone does."""
-    x_ranks, y_ranks = (_ranks(values) for values in (x, y))
-    x_spread, y_spread = (ranks.std(correction=0).item() for ranks in (x_ranks, y_ranks))
+    x_ranks, y_ranks = _ranks(x), _ranks(y)
+    x_spread, y_spread = x_ranks.std(correction=0).item(), y_ranks.std(correction=0).item()
     if x_spread == 0 or y_spread == 0:
         return float(x_spread == y_spread)
     return (x_ranks * y_ranks).mean().item() / (x_spread * y_spread)
 
 
 def _ranks(values: Tensor) -> Tensor:
-    """(N,) float64 around a mean of 0."""
+    """(N,) float64 ranks around a mean of 0, equal values sharing theirs."""
     _, place, count = values.unique(return_inverse=True, return_counts=True)
     last = count.cumsum(0)
     ranks = (last - (count - 1) / 2.0).double()[place]
-    return ranks - ranks.mean() if ranks.numel() else ranks
+    return ranks - ranks.mean()
 
 
 def _quantile(values: Tensor, q: float) -> float:
-    """Of (N,) values, an element of them; torch's own stops at 16 million."""
+    """The q-quantile of (N,) values, one of them; ``torch.quantile`` stops at 16 million."""
     return values.kthvalue(max(1, math.ceil(q * values.numel()))).values.item()

@@ -1,18 +1,14 @@
-"""The estimators by name: a new one is a file with its mathematics, and its lines here."""
-
-from __future__ import annotations
+"""The estimators by name: a new one is a file with its settings and mathematics, and its line in ``ESTIMATORS``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 from torch import Tensor
 
-from .config import GRPOSConfig, GTPOConfig, check_choice
-from .grpo_s import grpo_s_advantages
-from .gtpo import gtpo_advantages
+from . import grpo_s, gtpo
+from .config import check_choice
 from .losses import Level
-from .shares import grpo_s_shares, gtpo_shares
 
 
 @dataclass(frozen=True)
@@ -21,7 +17,8 @@ class Estimator:
 
     Fields:
         summary: who is paid, for a command line's help.
-        config: a dataclass of settings that checks itself; each field is a flag ``--algo.NAME.FIELD``.
+        config: a dataclass of settings that checks itself; each field is a flag ``--algo.NAME.FIELD``. It has a
+            ``success_threshold``; a ``ratio_mean``, where it has one, is the sequence-level loss's.
         level: of the loss that its advantages go with.
         advantages: of entropy, mask, outcome, group_ids, config and length_penalty; (B, T).
         shares: of entropy, mask, outcome, group_ids and config; (N,), one for each action token or each response.
@@ -34,14 +31,13 @@ class Estimator:
     shares: Callable[..., Tensor]
 
 
-def _shares_of_tokens(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, config: Any) -> Tensor:
-    positive, negative = gtpo_shares(entropy, mask, outcome, group_ids, config)
-    return (positive + negative)[mask]
-
-
 ESTIMATORS = {
-    "gtpo": Estimator("entropy-weighted tokens", GTPOConfig, "token", gtpo_advantages, _shares_of_tokens),
-    "grpo_s": Estimator("entropy-weighted sequences", GRPOSConfig, "sequence", grpo_s_advantages, grpo_s_shares),
+    "gtpo": Estimator(
+        "entropy-weighted tokens", gtpo.GTPOConfig, "token", gtpo.gtpo_advantages, gtpo.shares_of_tokens
+    ),
+    "grpo_s": Estimator(
+        "entropy-weighted sequences", grpo_s.GRPOSConfig, "sequence", grpo_s.grpo_s_advantages, grpo_s.grpo_s_shares
+    ),
 }
 
 # The two levels are never mixed: which loss goes with which advantage.

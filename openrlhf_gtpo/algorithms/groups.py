@@ -1,22 +1,26 @@
-"""Which rows belong together: groups, the split of a group into O+ and O-, and chunks of rows.
+"""Rows, the groups that they form, and the mean and std that a row's rewards are normalized with.
 
-Owns everything that is known per row before an entropy is read. Rows of a group need not be adjacent, groups may
-differ in size, and group ids are arbitrary integers.
+Owns everything that is known per row: the split of a group into O+ and O-, and over which rows statistics are taken.
+Rows of a group need not be adjacent, groups may differ in size, and group ids are any integers. Knows no entropies.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .checks import check_batch
+from .config import NormaliseOver, Scope
 
 # Work on a (B, T) batch runs over slices of whole rows of about this many elements, so that its float64 and int64
 # temporaries are small and stay in cache. Below 2**15 elements torch runs an operation on the calling thread: no
 # barrier per operation, which on a machine whose cores are busy (rollout engines, other ranks) cost a hundred times
 # more than the second core gained.
 CHUNK_ELEMENTS = 2**15 - 1
+
+STD_EPS = 1e-9  # added to the std, as OpenRLHF's group_norm does
 
 
 @dataclass(frozen=True)
@@ -26,10 +30,10 @@ class Rows:
     outcome: Tensor  # (B,) float64
     success: Tensor  # (B,) bool, True for O+
     length: Tensor  # (B,) int64, number of action tokens
-    group: Tensor  # (B,) int64 in [0, num_groups)
+    group: Tensor  # (B,) int64, from 0 without a gap
     polar_group: Tensor  # (B,) int64 in [0, num_polar_groups): the O+ or the O- of a group
     uniform: Tensor  # (B,) bool, True where all rows of the group succeed or all fail
-    num_groups: int
+    group_ids: Tensor  # (B,) int64, as they were given
     num_polar_groups: int
 
 
@@ -38,7 +42,7 @@ def success(outcome: Tensor, threshold: float = 1.0) -> Tensor:
 
     Args:
         outcome: (B,) outcome rewards before any length penalty.
-        threshold: O+ are the rows with outcome >= threshold, in the outcome's own precision: a float32 reward of 0.9 is
+        threshold: O+ has the rows with outcome >= threshold, in the outcome's precision: a float32 reward of 0.9 is
             not below 0.9, though it is when both are read as float64.
 
     Returns:
@@ -47,11 +51,16 @@ def success(outcome: Tensor, threshold: float = 1.0) -> Tensor:
     return outcome >= (outcome.new_tensor(threshold) if outcome.is_floating_point() else threshold)
 
 
-def split_rows(mask: Tensor, outcome: Tensor, group_ids: Tensor, threshold: float) -> Rows:
-    """Sort the rows of a (B, T) batch into groups and polarities."""
-    outcome = outcome.detach().to(mask.device)
+def split_rows(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, threshold: float) -> Rows:
+    """Sort the rows of a (B, T) batch into groups and polarities.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or an outcome that is not finite, with the row.
+    """
+    check_batch(entropy, mask, outcome, group_ids)
+    outcome, group_ids = outcome.detach().to(mask.device), group_ids.to(mask.device, torch.int64)
     succeeded = success(outcome, threshold)
-    groups, group = torch.unique(group_ids.to(mask.device, torch.int64), return_inverse=True)
+    groups, group = torch.unique(group_ids, return_inverse=True)
     polar_groups, polar_group = torch.unique(2 * group + succeeded, return_inverse=True)
     size = torch.bincount(group, minlength=groups.numel())
     num_success = torch.bincount(group[succeeded], minlength=groups.numel())
@@ -62,20 +71,9 @@ def split_rows(mask: Tensor, outcome: Tensor, group_ids: Tensor, threshold: floa
         group=group,
         polar_group=polar_group,
         uniform=((num_success == 0) | (num_success == size))[group],
-        num_groups=groups.numel(),
+        group_ids=group_ids,
         num_polar_groups=polar_groups.numel(),
     )
-
-
-def check_group_sizes(rows: Rows, group_ids: Tensor) -> None:
-    """Refuse a group of a single row, which has nothing to be normalised against."""
-    alone = torch.bincount(rows.group, minlength=rows.num_groups)[rows.group] < 2
-    if alone.any():
-        row = int(alone.nonzero()[0])
-        raise ValueError(
-            f"group_ids: group {group_ids[row].item()} has only row {row}, but scope='group' normalises over the rows "
-            "of a group; sample at least 2 responses per prompt or use scope='batch'."
-        )
 
 
 def row_chunks(num_rows: int, num_columns: int) -> Iterator[slice]:
@@ -83,3 +81,72 @@ def row_chunks(num_rows: int, num_columns: int) -> Iterator[slice]:
     step = max(1, CHUNK_ELEMENTS // max(1, num_columns))
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))
+
+
+def sum_by(values: Tensor, key: Tensor, num_keys: int) -> Tensor:
+    """(B,) sums of ``values`` over the rows with the same key, given back to each of those rows."""
+    return values.new_zeros(num_keys).scatter_add_(0, key, values)[key]
+
+
+def output_dtype(entropy: Tensor) -> torch.dtype:
+    """float32, or float64 where the entropies are."""
+    return torch.promote_types(entropy.dtype, torch.float32)
+
+
+class RowMoments(NamedTuple):
+    """(B,) float64 each: number of values in the row, their mean, their sum of squared deviations from it."""
+
+    num_values: Tensor
+    mean: Tensor
+    squares: Tensor
+
+
+def mean_and_std(
+    moments: RowMoments, rows: Rows, *, two_sets: bool, scope: Scope, over: NormaliseOver
+) -> tuple[Tensor, Tensor]:
+    """The mean and std that each row's rewards are normalized with (Eq. 3, 8, 14, 15, 19; rev. Eq. 6).
+
+    Moments of rows are merged as Chan et al. do, so that groups of any number of tokens keep their digits. The std is
+    the unbiased one; a set with fewer than two values has std 0. Uniform groups count too, in the batch as well.
+
+    Args:
+        moments: of a row's reward in its own set: r+ for rows of O+, r- for rows of O-, or the only reward of a row.
+        two_sets: whether O+ and O- are normalized as two sets (Eq. 14, 15, 19) instead of one (Eq. 3, 8).
+        scope: rows that make a set: those of the group, or of the batch.
+        over: whether each of the two sets has zeros for the rows of the other polarity, or is of one polarity alone.
+
+    Returns:
+        mean and std, (B,) float64 each, without ``STD_EPS``.
+
+    Raises:
+        ValueError: a group of one row under ``scope="group"``.
+    """
+    if scope == "group":
+        alone = torch.bincount(rows.group)[rows.group] < 2
+        if alone.any():
+            row = int(alone.nonzero()[0])
+            raise ValueError(
+                f"group_ids: group {rows.group_ids[row].item()} has only row {row}, but scope='group' normalizes over "
+                "the rows of a group; sample at least 2 responses per prompt or use scope='batch'."
+            )
+    everyone = rows.group if scope == "group" else torch.zeros_like(rows.group)
+    if not two_sets:
+        return _merge(moments, everyone)
+    if over == "polarity":
+        return _merge(moments, rows.polar_group if scope == "group" else rows.success.long())
+    # A row of O- is all zeros in the set of r+, and a row of O+ in that of r-; those zeros count.
+    positive, negative = (
+        _merge(RowMoments(moments.num_values, moments.mean * own, moments.squares * own), everyone)
+        for own in (rows.success, ~rows.success)
+    )
+    mean, std = (torch.where(rows.success, *pair) for pair in zip(positive, negative, strict=True))
+    return mean, std
+
+
+def _merge(moments: RowMoments, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased std over all values of the rows that share a key, given back to each row."""
+    num_keys = key.numel() + 1  # keys are below the number of rows, but for the two polarities of a batch of one row
+    count = sum_by(moments.num_values, key, num_keys)
+    mean = sum_by(moments.num_values * moments.mean, key, num_keys) / count.clamp_min(1)
+    squares = sum_by(moments.squares + moments.num_values * (moments.mean - mean).square(), key, num_keys)
+    return mean, (squares / (count - 1).clamp_min(1)).sqrt()

@@ -1,20 +1,61 @@
-"""GRPO-S: one reward per response, shaped by its mean entropy (arXiv 2508.04349).
+"""GRPO-S (arXiv 2508.04349): one reward per response, shaped by its mean entropy.
 
-Owns the sequence reward formulas; to try another, change :func:`positive_sequence_reward` or
-:func:`negative_sequence_reward`. Knows nothing of the loss; it must be the sequence-level one.
+From the top: settings, reward formulas, entropy shares, rewards, advantages. To try another sequence reward, change
+:func:`positive_sequence_reward` or :func:`negative_sequence_reward`. The loss must be the sequence-level one.
 """
 
-from __future__ import annotations
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .checks import check_batch, check_row_vector
-from .config import GRPOSConfig
-from .groups import Rows, check_group_sizes, split_rows
-from .normalise import STD_EPS, RowMoments, mean_and_std
+from .checks import check_finite, check_rows
+from .config import Mean, NormaliseOver, Scope, check_choices, check_number
+from .groups import STD_EPS, RowMoments, Rows, mean_and_std, output_dtype, row_chunks, split_rows, sum_by
 from .rewards import ShapedRewards
-from .shares import output_dtype, sequence_entropy, sequence_shares
+
+
+@dataclass(frozen=True)
+class GRPOSConfig:
+    """Sequence-level GRPO (GRPO-S): one reward per response.
+
+    Fields:
+        variant: ``v1`` (Eq. 5; GRPO itself when ``beta`` is 0), ``v2`` (Eq. 17) or ``v3`` (rev. Eq. 9).
+        beta: weight of the entropy share on O+ in ``v1`` and ``v2``.
+        beta1, beta2: weights of outcome and entropy share in ``v3``.
+        entropy_mean: the mean over a response's tokens that makes its entropy.
+        ratio_mean: the mean over a response's tokens that makes its importance ratio (geometric is GSPO's);
+            hand it to ``policy_loss``.
+        success_threshold, normalise_over, scope, shape_uniform_groups, entropy_eps: as in :class:`GTPOConfig`.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    variant: Literal["v1", "v2", "v3"] = "v3"
+    beta: float = 0.1
+    beta1: float = 1.0
+    beta2: float = 0.1
+    success_threshold: float = 1.0
+    entropy_mean: Mean = "arithmetic"
+    ratio_mean: Mean = "arithmetic"
+    normalise_over: NormaliseOver = "zero_filled"
+    scope: Scope = "group"
+    shape_uniform_groups: bool = False
+    entropy_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        for name in ("beta", "beta1", "beta2"):
+            check_number(name, getattr(self, name), at_least=0)
+        check_number("success_threshold", self.success_threshold)
+        check_number("entropy_eps", self.entropy_eps, above=0)
+
+    @property
+    def two_sets(self) -> bool:
+        """Whether O+ and O- are normalized as two sets (Eq. 19) instead of one (Eq. 8)."""
+        return self.variant in ("v2", "v3")
 
 
 def positive_sequence_reward(share: Tensor, outcome: Tensor, config: GRPOSConfig) -> Tensor:
@@ -34,10 +75,62 @@ def negative_sequence_reward(share: Tensor, config: GRPOSConfig) -> Tensor:
 
 
 @torch.no_grad()
+def sequence_entropy(entropy: Tensor, mask: Tensor, mean: Mean = "arithmetic", entropy_eps: float = 1e-6) -> Tensor:
+    """The mean entropy of each response: H-hat of Eq. 5.
+
+    Args:
+        entropy: (B, T) nats. mask: (B, T) bool.
+        mean: ``arithmetic``, or ``geometric`` in log space.
+
+    Returns:
+        (B,) float64 nats, each >= ``entropy_eps``; a row without action tokens has ``entropy_eps``.
+    """
+    total = torch.zeros(len(entropy), dtype=torch.float64, device=entropy.device)
+    for chunk in row_chunks(*entropy.shape):
+        check_finite("entropy", entropy[chunk], mask[chunk], chunk.start)
+        tokens = entropy[chunk].to(torch.float64, copy=True).clamp_min_(entropy_eps)
+        if mean == "geometric":
+            tokens.log_()
+        total[chunk] = tokens.masked_fill_(~mask[chunk], 0).sum(-1)
+    length = mask.sum(-1)
+    per_row = total / length.clamp_min(1)
+    if mean == "geometric":
+        per_row.exp_()
+    return torch.where(length > 0, per_row, entropy_eps)
+
+
+def _shares(entropy: Tensor, mask: Tensor, rows: Rows, config: GRPOSConfig) -> Tensor:
+    """(B,) float64: H-hat over its mean in O+, 1 / H-hat over its mean in O- (Eq. 5, 17).
+
+    A row without action tokens has no entropy: it is left out of the means and gets the neutral share 1. (Read as
+    H-hat = entropy_eps it would take the whole share of its O-.)
+    """
+    per_row = sequence_entropy(entropy.detach(), mask, config.entropy_mean, config.entropy_eps)
+    alive = rows.length > 0
+    weight = torch.where(rows.success, per_row, per_row.reciprocal())
+    total = sum_by(weight * alive, rows.polar_group, rows.num_polar_groups)
+    count = sum_by(alive.double(), rows.polar_group, rows.num_polar_groups)
+    return torch.where(alive, weight / total.where(alive, 1) * count, 1)
+
+
+@torch.no_grad()
+def grpo_s_shares(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, config: GRPOSConfig) -> Tensor:
+    """The entropy shares that GRPO-S's rewards are made of (Eq. 5, 17).
+
+    Takes and raises what :func:`grpo_s_rewards` does.
+
+    Returns:
+        (B,) float64; over the rows of an O+ or O- their mean is 1.
+    """
+    rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold)
+    return _shares(entropy, mask, rows, config)
+
+
+@torch.no_grad()
 def grpo_s_rewards(
     entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, config: GRPOSConfig
 ) -> ShapedRewards:
-    """Sequence rewards before normalisation.
+    """Sequence rewards before normalization.
 
     Args:
         entropy: (B, T) entropy of the old policy at each token, in nats; never backpropagated, read only in the mask.
@@ -53,8 +146,7 @@ def grpo_s_rewards(
     Raises:
         ValueError: shapes or dtypes that do not fit, or a NaN or infinity, with the row.
     """
-    check_batch(entropy, mask, outcome, group_ids)
-    rows = split_rows(mask, outcome, group_ids, config.success_threshold)
+    rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold)
     reward = _own_reward(entropy, mask, rows, config).to(output_dtype(entropy))
     # The reward of a one-set variant is 0 on O- already.
     return ShapedRewards(reward * rows.success, reward * ~rows.success)
@@ -83,16 +175,13 @@ def grpo_s_advantages(
     Raises:
         ValueError: as :func:`grpo_s_rewards`, and a group of one row under ``scope="group"``.
     """
-    check_batch(entropy, mask, outcome, group_ids)
-    rows = split_rows(mask, outcome, group_ids, config.success_threshold)
-    if config.scope == "group":
-        check_group_sizes(rows, group_ids)
+    rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold)
     reward = _own_reward(entropy, mask, rows, config)
     if length_penalty is not None:
-        check_row_vector("length_penalty", length_penalty, entropy.shape[0])
+        check_rows("length_penalty", length_penalty, len(entropy))
         reward = reward + length_penalty.detach().to(reward)
-    moments = RowMoments(torch.ones_like(reward), reward, torch.zeros_like(reward))
-    mean, std = mean_and_std(moments, rows, config)
+    moments = RowMoments(torch.ones_like(reward), reward, torch.zeros_like(reward))  # a row is one value
+    mean, std = mean_and_std(moments, rows, two_sets=config.two_sets, scope=config.scope, over=config.normalise_over)
     if config.variant == "v1" and config.beta == 0:
         # This is GRPO. OpenRLHF's group_norm takes the difference and the quotient in the precision of the rewards,
         # and rounding at the same places makes the two agree bit for bit.
@@ -105,8 +194,7 @@ def grpo_s_advantages(
 
 def _own_reward(entropy: Tensor, mask: Tensor, rows: Rows, config: GRPOSConfig) -> Tensor:
     """A row's reward in its own set, (B,) float64."""
-    per_row_entropy = sequence_entropy(entropy.detach(), mask, config.entropy_mean, config.entropy_eps)
-    share = sequence_shares(per_row_entropy, rows)
+    share = _shares(entropy, mask, rows, config)
     return torch.where(
         rows.success,
         positive_sequence_reward(share, rows.outcome, config),

@@ -1,22 +1,100 @@
-"""GTPO: one reward and one advantage per action token (arXiv 2508.04349).
+"""GTPO (arXiv 2508.04349): one reward and one advantage per action token.
 
-Owns the token reward formulas; to try another, change :func:`positive_token_reward` or
-:func:`negative_token_reward`. Knows nothing of the loss; it must be the token-level one.
+From the top: settings, reward formulas, entropy shares, rewards, advantages. To try another token reward, change
+:func:`positive_token_reward` or :func:`negative_token_reward`. The loss must be the token-level one.
 
-Departs from the paper in one default: zeros of the other polarity count in the mean and std (see ``GTPOConfig``).
+Departs from the paper in one default: zeros of the other polarity count in the mean and std (``normalise_over``).
 """
 
-from __future__ import annotations
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .checks import check_batch, check_row_vector
-from .config import GTPOConfig
-from .groups import Rows, check_group_sizes, row_chunks, split_rows
-from .normalise import STD_EPS, RowMoments, mean_and_std, token_moments
+from .checks import check_finite, check_rows
+from .config import Mean, NormaliseOver, Scope, check_choices, check_number
+from .groups import STD_EPS, RowMoments, Rows, mean_and_std, output_dtype, row_chunks, split_rows, sum_by
 from .rewards import ShapedRewards
-from .shares import TokenShares, output_dtype
+
+
+@dataclass(frozen=True)
+class GTPOConfig:
+    """Group Token Policy Optimization: one reward per action token.
+
+    ``alpha1`` and ``alpha2`` default by variant: 1 and 0.1 for ``v3`` (rev. Eq. 3, 5), 0.9 and 0.1 for
+    ``v1_clipped`` and ``v2``, where Eq. 11 wants them to sum to 1 (giving one of them there sets the other).
+
+    Fields:
+        variant: ``v1`` (Eq. 2), ``v1_clipped`` (Eq. 11, 12), ``v2`` (Eq. 13) or ``v3`` (rev. Eq. 3, 5).
+        alpha: weight of the entropy share in ``v1``.
+        alpha1, alpha2: weights of outcome and entropy share in the other variants.
+        kappa: ``v1_clipped`` and ``v2`` clip the token reward to [1, alpha1 + alpha1 / kappa]; > 1.
+        success_threshold: rows with outcome >= this form O+, the others O-.
+        compare: what a token's entropy is compared with: the tokens at the same ``position`` of the other
+            responses, the same ``response``, or the whole ``group``.
+        entropy_mean: the mean in the share's denominator.
+        normalise_over: for the two-set variants ``v2`` and ``v3``: over all tokens with the other polarity as
+            zeros (``zero_filled``) or over the rows of one ``polarity`` alone. No effect on ``v1``, ``v1_clipped``.
+        scope: rows over which mean and std are taken: the ``group`` or the ``batch``.
+        shape_uniform_groups: keep advantages of groups whose rows all succeed or all fail (else they are 0).
+        entropy_eps: entropies are clamped from below at this many nats before anything is computed from them.
+
+    Raises:
+        ValueError: a setting out of range, or alpha1 + alpha2 != 1, or alpha1 + alpha1 / kappa < 1 where it matters.
+    """
+
+    variant: Literal["v1", "v1_clipped", "v2", "v3"] = "v3"
+    alpha: float = 0.1
+    alpha1: float = None  # type: ignore[assignment]  # a float after construction; the default depends on variant
+    alpha2: float = None  # type: ignore[assignment]
+    kappa: float = 2.0
+    success_threshold: float = 1.0
+    compare: Literal["position", "response", "group"] = "position"
+    entropy_mean: Mean = "arithmetic"
+    normalise_over: NormaliseOver = "zero_filled"
+    scope: Scope = "group"
+    shape_uniform_groups: bool = False
+    entropy_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        clips = self.variant in ("v1_clipped", "v2")
+        given = {name: getattr(self, name) for name in ("alpha1", "alpha2") if getattr(self, name) is not None}
+        for name, value in given.items():
+            check_number(name, value, at_least=0, at_most=1 if clips else math.inf)
+        filled = {"alpha1": 0.9 if clips else 1.0, "alpha2": 0.1, **given}
+        if clips and len(given) == 1:
+            filled["alpha2" if "alpha1" in given else "alpha1"] = 1 - sum(given.values())
+        for name, value in filled.items():
+            object.__setattr__(self, name, value)
+        check_number("alpha", self.alpha, at_least=0)
+        check_number("kappa", self.kappa, above=1)
+        check_number("success_threshold", self.success_threshold)
+        check_number("entropy_eps", self.entropy_eps, above=0)
+        if clips:
+            self._check_clip()
+
+    @property
+    def two_sets(self) -> bool:
+        """Whether O+ and O- are normalized as two sets (Eq. 14, 15) instead of one (Eq. 3)."""
+        return self.variant in ("v2", "v3")
+
+    def _check_clip(self) -> None:
+        total, upper = self.alpha1 + self.alpha2, self.alpha1 + self.alpha1 / self.kappa
+        if not math.isclose(total, 1, abs_tol=1e-9):
+            raise ValueError(
+                f"alpha1={self.alpha1:g}, alpha2={self.alpha2:g} sum to {total:g}, but variant={self.variant!r} needs "
+                "alpha1 + alpha2 = 1 (Eq. 11); give only one of them and the other follows."
+            )
+        if upper < 1 - 1e-9:
+            raise ValueError(
+                f"alpha1={self.alpha1:g}, kappa={self.kappa:g} give alpha1 + alpha1/kappa = {upper:g} < 1, but "
+                f"variant={self.variant!r} clips to [1, alpha1 + alpha1/kappa] (Eq. 11) and so needs "
+                "alpha1 + alpha1/kappa >= 1; raise alpha1 or lower kappa."
+            )
 
 
 def positive_token_reward(share: Tensor, outcome: Tensor, config: GTPOConfig) -> Tensor:
@@ -38,11 +116,90 @@ def negative_token_reward(share: Tensor, config: GTPOConfig) -> Tensor:
     return -config.alpha1 - config.alpha2 * share
 
 
+class TokenShares:
+    """share_{i,t} of a batch (Eq. 2, 13): how uncertain a token was beside others of its polarity, by slices of rows.
+
+    A token of O+ has weight H, one of O- 1/H, in float64, with H detached and clamped from below at ``entropy_eps``;
+    its share is its weight over the mean weight of what it is compared with. Position t counts action tokens, not
+    columns. Where tokens are compared at the same position the mean weights are kept in a table of (O+ and O- of every
+    group, positions), so that no (B, T) float64 tensor is ever held.
+    """
+
+    def __init__(self, entropy: Tensor, mask: Tensor, rows: Rows, config: GTPOConfig) -> None:
+        self.entropy, self.mask, self.rows, self.config = entropy.detach(), mask, rows, config
+        num_rows, num_columns = entropy.shape
+        self.width = num_columns + 1  # positions 1..T; 0 is "before the first action token" and never counts
+        by_position = config.compare == "position"
+        size = rows.num_polar_groups * self.width if by_position else num_rows
+        sums = torch.zeros(size, dtype=torch.float64, device=entropy.device)
+        count = torch.zeros(size, dtype=torch.int32, device=entropy.device)
+        for chunk in row_chunks(num_rows, num_columns):
+            check_finite("entropy", self.entropy[chunk], mask[chunk], chunk.start)
+            weight = self._weight(chunk)
+            if config.entropy_mean == "geometric":
+                weight.log_()
+            weight.masked_fill_(~mask[chunk], 0)
+            if by_position:
+                key = self._key(chunk).reshape(-1)
+                sums.scatter_add_(0, key, weight.reshape(-1))
+                count.scatter_add_(0, key, mask[chunk].int().reshape(-1))
+            else:
+                sums[chunk], count[chunk] = weight.sum(-1), rows.length[chunk].int()
+        if config.compare == "group":
+            sums, count = (sum_by(values, rows.polar_group, rows.num_polar_groups) for values in (sums, count))
+        empty = count == 0
+        self.mean = sums.div_(count.clamp_min_(1))
+        if config.entropy_mean == "geometric":
+            self.mean.exp_()
+        self.mean.masked_fill_(empty, 1)
+
+    def __call__(self, chunk: slice) -> Tensor:
+        """(rows of ``chunk``, T) float64, 0 where the mask is False."""
+        weight = self._weight(chunk)
+        weight /= self.mean.take(self._key(chunk))
+        return weight.masked_fill_(~self.mask[chunk], 0)
+
+    def _weight(self, chunk: slice) -> Tensor:
+        entropy = self.entropy[chunk].to(torch.float64, copy=True).clamp_min_(self.config.entropy_eps)
+        entropy.masked_fill_(~self.mask[chunk], 1)  # padding may hold anything, NaN included
+        return torch.where(self.rows.success[chunk, None], entropy, entropy.reciprocal())
+
+    def _key(self, chunk: slice) -> Tensor:
+        """Where ``self.mean`` has what a token is compared with: (R, T) its place in the table, or (R, 1) its row."""
+        if self.config.compare != "position":
+            return torch.arange(chunk.start, chunk.stop, device=self.mask.device)[:, None]
+        key = self.mask[chunk].cumsum(-1)
+        key += self.rows.polar_group[chunk, None] * self.width
+        return key
+
+
+@torch.no_grad()
+def gtpo_shares(
+    entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, config: GTPOConfig
+) -> tuple[Tensor, Tensor]:
+    """The entropy shares that GTPO's rewards are made of, for metrics and plots.
+
+    Takes and raises what :func:`gtpo_rewards` does.
+
+    Returns:
+        share+ and share- (Eq. 2, 13), (B, T) each: share+ is 0 on rows of O-, share- on rows of O+, both outside the
+        mask. With the arithmetic mean their mean over what is compared is 1.
+    """
+    rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold)
+    return _by_polarity(TokenShares(entropy, mask, rows, config), rows, entropy)
+
+
+def shares_of_tokens(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, config: GTPOConfig) -> Tensor:
+    """(N,) the shares of all action tokens, row by row; see :func:`gtpo_shares`."""
+    positive, negative = gtpo_shares(entropy, mask, outcome, group_ids, config)
+    return (positive + negative)[mask]
+
+
 @torch.no_grad()
 def gtpo_rewards(
     entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, config: GTPOConfig
 ) -> ShapedRewards:
-    """Token rewards before normalisation.
+    """Token rewards before normalization.
 
     Args:
         entropy: (B, T) entropy of the old policy at each token, in nats; never backpropagated, read only in the mask.
@@ -57,17 +214,10 @@ def gtpo_rewards(
     Raises:
         ValueError: shapes or dtypes that do not fit, or a NaN or infinity, with the row.
     """
-    check_batch(entropy, mask, outcome, group_ids)
-    rows = split_rows(mask, outcome, group_ids, config.success_threshold)
+    rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold)
     shares = TokenShares(entropy, mask, rows, config)
-    positive = torch.zeros_like(entropy, dtype=output_dtype(entropy))
-    negative = torch.zeros_like(positive)
-    for chunk in row_chunks(*entropy.shape):
-        reward, succeeded = _own_reward(shares, rows, chunk, config), rows.success[chunk, None]
-        # The reward of a one-set variant is 0 on O- already.
-        positive[chunk] = reward * succeeded
-        negative[chunk] = reward * ~succeeded
-    return ShapedRewards(positive, negative)
+    # The reward of a one-set variant is 0 on O- already.
+    return ShapedRewards(*_by_polarity(lambda chunk: _own_reward(shares, chunk), rows, entropy))
 
 
 @torch.no_grad()
@@ -79,7 +229,7 @@ def gtpo_advantages(
     config: GTPOConfig,
     length_penalty: Tensor | None = None,
 ) -> Tensor:
-    """Token advantages: shaped rewards, normalised (Eq. 3; Eq. 14, 15; rev. Eq. 6).
+    """Token advantages: shaped rewards, normalized (Eq. 3; Eq. 14, 15; rev. Eq. 6).
 
     Args:
         entropy, mask, outcome, group_ids, config: as for :func:`gtpo_rewards`.
@@ -94,43 +244,52 @@ def gtpo_advantages(
     Raises:
         ValueError: as :func:`gtpo_rewards`, and a group of one row under ``scope="group"``.
     """
-    check_batch(entropy, mask, outcome, group_ids)
+    rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold)
     if length_penalty is not None:
-        check_row_vector("length_penalty", length_penalty, entropy.shape[0])
+        check_rows("length_penalty", length_penalty, len(entropy))
         length_penalty = length_penalty.detach().to(mask.device, torch.float64)
-    rows = split_rows(mask, outcome, group_ids, config.success_threshold)
-    if config.scope == "group":
-        check_group_sizes(rows, group_ids)
     shares = TokenShares(entropy, mask, rows, config)
 
     # Rewards are computed twice rather than kept in float64: that costs less than the memory it saves.
-    per_row = torch.zeros(3, entropy.shape[0], dtype=torch.float64, device=entropy.device)
+    per_row = torch.zeros(3, len(entropy), dtype=torch.float64, device=entropy.device)
     for chunk in row_chunks(*entropy.shape):
-        reward = _own_reward(shares, rows, chunk, config, length_penalty)
-        per_row[:, chunk] = torch.stack(token_moments(reward, mask[chunk]))
-    mean, std = mean_and_std(RowMoments(*per_row), rows, config)
+        reward, count = _own_reward(shares, chunk, length_penalty), rows.length[chunk].double()
+        mean = reward.sum(-1) / count.clamp_min(1)
+        squares = (reward - mean[:, None]).square_().masked_fill_(~mask[chunk], 0).sum(-1)
+        per_row[:, chunk] = torch.stack([count, mean, squares])
+    mean, std = mean_and_std(
+        RowMoments(*per_row), rows, two_sets=config.two_sets, scope=config.scope, over=config.normalise_over
+    )
 
     scale = 1 / (std + STD_EPS)
     if not config.shape_uniform_groups:
         scale.masked_fill_(rows.uniform, 0)
     advantages = torch.empty_like(entropy, dtype=output_dtype(entropy))
     for chunk in row_chunks(*entropy.shape):
-        reward = _own_reward(shares, rows, chunk, config, length_penalty)
+        reward = _own_reward(shares, chunk, length_penalty)
         reward.sub_(mean[chunk, None]).mul_(scale[chunk, None])
         advantages[chunk] = reward.masked_fill_(~mask[chunk], 0)
     return advantages
 
 
-def _own_reward(
-    shares: TokenShares, rows: Rows, chunk: slice, config: GTPOConfig, length_penalty: Tensor | None = None
-) -> Tensor:
+def _own_reward(shares: TokenShares, chunk: slice, length_penalty: Tensor | None = None) -> Tensor:
     """A row's reward in its own set, (R, T) float64, 0 where the mask is False."""
-    share, succeeded = shares(chunk), rows.success[chunk, None]
+    share, rows, config = shares(chunk), shares.rows, shares.config
     reward = torch.where(
-        succeeded,
+        rows.success[chunk, None],
         positive_token_reward(share, rows.outcome[chunk, None], config),
         negative_token_reward(share, config),
     )
     if length_penalty is not None:
         reward += length_penalty[chunk, None]
     return reward.masked_fill_(~shares.mask[chunk], 0)
+
+
+def _by_polarity(values: Callable[[slice], Tensor], rows: Rows, entropy: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, T) ``values`` of the rows of O+, and of the rows of O-, 0 elsewhere, in the output's dtype."""
+    positive = torch.zeros_like(entropy, dtype=output_dtype(entropy))
+    negative = torch.zeros_like(positive)
+    for chunk in row_chunks(*entropy.shape):
+        both, succeeded = values(chunk), rows.success[chunk, None]
+        positive[chunk], negative[chunk] = both * succeeded, both * ~succeeded
+    return positive, negative

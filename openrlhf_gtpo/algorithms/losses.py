@@ -1,17 +1,15 @@
 """The clipped policy losses: one term per token for GTPO, one per response for GRPO-S (Eq. 4, 7, 16, 18).
 
-Owns the surrogate, unreduced so that a trainer can weight it and divide by the counts of its whole optimizer step, and
-its plain mean over one batch. Knows no entropies and no rewards.
+:func:`policy_surrogate` is unreduced, so that a trainer can weight it and divide by the counts of its whole optimizer
+step; :func:`policy_loss` is its plain mean over one batch. Knows no entropies and no rewards.
 """
 
-from __future__ import annotations
-
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from .checks import check_finite_tokens, check_mask, check_matrix
+from .checks import check_finite, check_tokens
 from .config import Mean, check_choice, check_number
 
 Level = Literal["token", "sequence"]
@@ -68,27 +66,23 @@ def policy_surrogate(
         ValueError: shapes, dtypes or settings that do not fit, a NaN or infinity (with the row), or sequence level
             with advantages that differ within a row.
     """
-    _check_settings(level, clip_low, clip_high, ratio_mean, dual_clip)
-    check_matrix("log_probs", log_probs)
-    check_mask(mask, like=log_probs, name="log_probs")
-    for name, values in (("log_probs", log_probs), ("old_log_probs", old_log_probs), ("advantages", advantages)):
-        if values.shape != log_probs.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(values.shape)}, but log_probs has shape {tuple(log_probs.shape)}; "
-                "they must be the same."
-            )
-        check_finite_tokens(name, values.detach(), mask)
+    check_choice("level", level, get_args(Level))
+    check_choice("ratio_mean", ratio_mean, get_args(Mean))
+    check_number("clip_low", clip_low, at_least=0, at_most=1)
+    check_number("clip_high", clip_high, at_least=0)
+    if dual_clip is not None:
+        check_number("dual_clip", dual_clip, above=1)
+    tensors = {"log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages}
+    check_tokens(mask, **tensors)
+    for name, values in tensors.items():
+        check_finite(name, values.detach(), mask)
 
-    dtype = torch.promote_types(log_probs.dtype, torch.float32)
-    log_ratio = (log_probs.to(dtype) - old_log_probs.detach().to(dtype)).where(mask, 0)
-    advantages = advantages.detach().to(dtype).where(mask, 0)
-    approx_kl = -log_ratio.detach()
+    log_ratio = _log_ratio(log_probs, old_log_probs, mask)
+    advantages = advantages.detach().to(log_ratio.dtype).where(mask, 0)
     if level == "token":
         ratio, unit_mask = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), mask
     else:
-        length = mask.sum(-1)
-        unit_mask = length > 0
-        ratio = _sequence_ratio(log_ratio, mask, length, ratio_mean)
+        ratio, unit_mask = sequence_ratio(log_probs, old_log_probs, mask, ratio_mean), mask.any(-1)
         advantages = _sequence_advantage(advantages, mask)
 
     unclipped = ratio * advantages
@@ -96,7 +90,7 @@ def policy_surrogate(
     objective = torch.min(unclipped, clipped)
     if dual_clip is not None:
         objective = torch.where(advantages < 0, torch.max(objective, dual_clip * advantages), objective)
-    return Surrogate(-objective, unit_mask, clipped.detach() < unclipped.detach(), ratio.detach(), approx_kl)
+    return Surrogate(-objective, unit_mask, clipped.detach() < unclipped.detach(), ratio.detach(), -log_ratio.detach())
 
 
 def policy_loss(
@@ -121,17 +115,13 @@ def policy_loss(
         clipped surrogate was strictly the smaller one; ``approx_kl``, the mean of -(log_probs - old_log_probs) over
         action tokens.
     """
-    surrogate = policy_surrogate(
-        log_probs,
-        old_log_probs,
-        advantages,
-        mask,
-        level=level,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        ratio_mean=ratio_mean,
-        dual_clip=dual_clip,
-    )
+    settings: dict[str, Any] = {
+        "clip_low": clip_low,
+        "clip_high": clip_high,
+        "ratio_mean": ratio_mean,
+        "dual_clip": dual_clip,
+    }
+    surrogate = policy_surrogate(log_probs, old_log_probs, advantages, mask, level=level, **settings)
     num_units = surrogate.unit_mask.sum().clamp_min(1)
     return PolicyLossOutput(
         loss=surrogate.loss.sum() / num_units,
@@ -152,18 +142,18 @@ def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, ratio
         ValueError: an unknown ``ratio_mean``.
     """
     check_choice("ratio_mean", ratio_mean, get_args(Mean))
-    dtype = torch.promote_types(log_probs.dtype, torch.float32)
-    log_ratio = (log_probs.to(dtype) - old_log_probs.detach().to(dtype)).where(mask, 0)
-    return _sequence_ratio(log_ratio, mask, mask.sum(-1), ratio_mean)
-
-
-def _sequence_ratio(log_ratio: Tensor, mask: Tensor, length: Tensor, ratio_mean: Mean) -> Tensor:
-    """(B,) mean ratio of each row, 1 for a row without action tokens. ``log_ratio`` is 0 outside the mask."""
+    log_ratio, length = _log_ratio(log_probs, old_log_probs, mask), mask.sum(-1)
     if ratio_mean == "geometric":
         mean = log_ratio.sum(-1) / length.clamp_min(1)
         return mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().where(mask, 0)
     return (ratio.sum(-1) / length.clamp_min(1)).where(length > 0, 1)
+
+
+def _log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """(B, T) log w in at least float32, 0 outside the mask."""
+    dtype = torch.promote_types(log_probs.dtype, torch.float32)
+    return (log_probs.to(dtype) - old_log_probs.detach().to(dtype)).where(mask, 0)
 
 
 def _sequence_advantage(advantages: Tensor, mask: Tensor) -> Tensor:
@@ -180,12 +170,3 @@ def _sequence_advantage(advantages: Tensor, mask: Tensor) -> Tensor:
             "level='sequence' takes one advantage per row; use level='token' or sequence-level advantages."
         )
     return highest.where(mask.any(-1), 0)
-
-
-def _check_settings(level: str, clip_low: float, clip_high: float, ratio_mean: str, dual_clip: float | None) -> None:
-    check_choice("level", level, get_args(Level))
-    check_choice("ratio_mean", ratio_mean, get_args(Mean))
-    check_number("clip_low", clip_low, at_least=0, at_most=1)
-    check_number("clip_high", clip_high, at_least=0)
-    if dual_clip is not None:
-        check_number("dual_clip", dual_clip, above=1)

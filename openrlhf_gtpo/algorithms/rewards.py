@@ -1,17 +1,17 @@
-"""The pair of rewards that shaping gives back.
+"""Rewards before normalization: the pair that shaping returns, and the penalty R(i) on long responses."""
 
-Owns the type that GTPO and GRPO-S share. Knows neither.
-"""
+from typing import Literal, NamedTuple, get_args
 
-from __future__ import annotations
-
-from typing import NamedTuple
-
+import torch
 from torch import Tensor
+
+from .config import check_choice
+
+LengthPenaltyForm = Literal["continuous", "as_printed"]
 
 
 class ShapedRewards(NamedTuple):
-    """Rewards before normalisation: (B, T) for GTPO, (B,) for GRPO-S.
+    """Rewards before normalization: (B, T) for GTPO, (B,) for GRPO-S.
 
     Two-set variants: ``positive`` is r+ (0 on rows of O-) and ``negative`` is r- (0 on rows of O+).
     One-set variants (``v1``, ``v1_clipped``): ``positive`` is the reward of every row, ``negative`` is 0.
@@ -19,3 +19,38 @@ class ShapedRewards(NamedTuple):
 
     positive: Tensor
     negative: Tensor
+
+
+def length_penalty(
+    lengths: Tensor, soft_limit: int, hard_limit: int, form: LengthPenaltyForm = "continuous"
+) -> Tensor:
+    """R(i) of each response (§4.5.1; DAPO's overlong penalty, arXiv 2503.14476), added to rewards after shaping.
+
+    With L = ``soft_limit``, L2 = ``hard_limit`` and L1 = L2 - L: 0 up to L, -1 beyond L2, and in between
+    (L - |o|) / L1 (``continuous``), or (L - |o|) / L2 as the paper prints it, which jumps at L2 (``as_printed``).
+
+    Args:
+        lengths: (B,) int, action tokens per response.
+
+    Returns:
+        (B,) float32 in [-1, 0].
+
+    Raises:
+        ValueError: an unknown form, lengths that are not integers >= 0, or not 0 <= soft_limit < hard_limit.
+    """
+    check_choice("form", form, get_args(LengthPenaltyForm))
+    if not 0 <= soft_limit < hard_limit:
+        raise ValueError(
+            f"soft_limit={soft_limit}, hard_limit={hard_limit} leave no room for a penalty; "
+            "use 0 <= soft_limit < hard_limit."
+        )
+    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+        raise ValueError(f"lengths has dtype {lengths.dtype}, but lengths are counts of tokens; use torch.int64.")
+    if lengths.dim() != 1:
+        raise ValueError(f"lengths has shape {tuple(lengths.shape)}, but it must be (B,): one length per row.")
+    if (lengths < 0).any():
+        row = int((lengths < 0).nonzero()[0])
+        raise ValueError(f"lengths of row {row} is {lengths[row].item()}, but a length cannot be negative; use >= 0.")
+    width = hard_limit - soft_limit if form == "continuous" else hard_limit
+    slope = (soft_limit - lengths.double()) / width
+    return torch.where(lengths > hard_limit, -1.0, slope.clamp_max(0)).float()

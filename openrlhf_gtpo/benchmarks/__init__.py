@@ -1,1 +1,1 @@
-"""What measures: one file a question. Only the command line knows it."""
+"""What measures: one harness, and one file a question. Only the command line imports it."""

@@ -1,125 +1,184 @@
-"""The DeepSpeed actor against the Megatron actor: the same ragged batches, in turn, in one run.
+"""The DeepSpeed actor against the Megatron actor, on the same ragged batches.
 
 Both are real Ray actors of one process. Real tokens are counted, prompts included; padding never is.
 """
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController
 from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.utils import get_strategy
 from openrlhf.utils.utils import get_tokenizer
+from torch import Tensor
+from transformers import AutoConfig
 
+from openrlhf_gtpo.benchmarks.harness import Measured, measure, print_table, ratios, spread, write_results
 from openrlhf_gtpo.benchmarks.synthetic import long_tailed_lengths
-from openrlhf_gtpo.benchmarks.synthetic_rollout import rollout
-from openrlhf_gtpo.integration import run
-from openrlhf_gtpo.integration.actors.megatron_actor import MegatronPolicy
-from openrlhf_gtpo.integration.actors.policy_actor import EntropyPolicyActor
+from openrlhf_gtpo.integration import patch
+from openrlhf_gtpo.integration import run as trainer
+from openrlhf_gtpo.integration.actors.policy_actor import PolicyActor
+from openrlhf_gtpo.integration.command_line.host import start_ray
 from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
-from openrlhf_gtpo.platform.memory import ReportsPeakMemory
 
-BACKENDS = ("deepspeed", "megatron")
-
-
-class _PeakMemory(ReportsPeakMemory):
-    _most = 0
-
-    def peak_bytes(self) -> int:
-        """The most memory this process has held: of its GPU, or on a CPU host resident in all."""
-        self._most = max([self._most, *self.take_peak_memory(until_now="between").values()])
-        return self._most
+_PHASES = ("forward", "train")
 
 
-class _DeepSpeed(_PeakMemory, EntropyPolicyActor):  # type: ignore[misc]
-    pass
+def run(args: argparse.Namespace) -> None:
+    """Measure both actors, and print and write the results."""
+    from openrlhf_gtpo.integration.actors.megatron_actor import MegatronPolicyActor  # ``overhead`` needs no Megatron
+
+    step = argparse.Namespace(**vars(args), prompts=args.rows // 2, samples=2)
+    backends = {"deepspeed": PolicyActor, "megatron": MegatronPolicyActor}
+    measured = measure_actors(step, backends, args.trainer_flags)
+    rows = []
+    for backend, one in measured.items():
+        speeds = (statistics.median(ratios(one.about["tokens"], one.seconds[phase])) for phase in _PHASES)
+        rows.append((backend, *(f"{speed:,.0f}" for speed in speeds), f"{one.about['peak_bytes'] / 2**30:.2f}"))
+    faster = {phase: spread(measured["deepspeed"].over(measured["megatron"], phase)) for phase in _PHASES}
+    print_table(
+        f"medians of {args.repeat} batches",
+        ("backend", "forward tok/s", "train tok/s", "peak GiB"),
+        rows,
+        (
+            f"{phase}: megatron is {median:.2f}x as fast as deepspeed (from {low:.2f} to {high:.2f}, batch by batch)"
+            for phase, (low, median, high) in faster.items()
+        ),
+    )
+    if args.output:
+        sides = {name: {**one.seconds, **one.about} for name, one in measured.items()}
+        write_results(args.output, args, {"measured": sides, "ratios": faster})
 
 
-class _Megatron(_PeakMemory, MegatronPolicy):
-    pass
-
-
-@dataclass
-class Measured:
-    """Of one backend.
-
-    Fields:
-        forward, train: seconds of each repetition.
-        tokens: real tokens of each repetition's batch.
-        loaded_bytes, peak_bytes: memory of the process after loading, and at most.
-    """
-
-    forward: list[float] = field(default_factory=list)
-    train: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    loaded_bytes: int = 0
-    peak_bytes: int = 0
-
-
-class _Side:
-    def __init__(self, backend: str, argv: Sequence[str]) -> None:
-        args = run.parse([*argv, "--actor.backend", backend])
-        strategy = get_strategy(args)
-        actor = ray.remote(num_gpus=1)(_Megatron if backend == "megatron" else _DeepSpeed)
-        self.group = RayActorGroup(1, 1, actor, pg=None, num_gpus_per_actor=1)
-        ray.get(self.group.async_init_model_from_pretrained(strategy, args.actor.model_name_or_path, 1000, None))
-        tokenizer = get_tokenizer(args.actor.model_name_or_path, None, "left", strategy)
-        controller = FixedKLController(0.0)
-        self.maker = EntropyExperienceMaker(self.group, None, None, None, controller, strategy, tokenizer)
-        self.measured = Measured(loaded_bytes=self._peak())
-
-    def step(self, samples: list[Experience], counted: bool) -> None:
-        parts = self.maker.split_rollout_samples(samples)
-        columns = {name: [getattr(part, name) for part in parts] for name in _COLUMNS}
-        started = time.perf_counter()
-        ray.get(self.group.async_run_method_batch(method_name="forward", **columns))
-        forward = time.perf_counter() - started
-        experiences = self.maker.make_experience_batch(samples)  # a forward again, as training needs its results
-        ray.get(self.group.async_run_method_batch(method_name="append", experience=experiences))
-        started = time.perf_counter()
-        ray.get(self.group.async_run_method(method_name="fit", kl_ctl=0.0))
-        train = time.perf_counter() - started
-        if counted:
-            self.measured.forward.append(forward)
-            self.measured.train.append(train)
-            self.measured.tokens.append(sum(int(sample.total_length) for sample in samples))
-        self.measured.peak_bytes = self._peak()
-
-    def _peak(self) -> int:
-        return int(ray.get(self.group.async_run_method(method_name="peak_bytes"))[0])
-
-
-_COLUMNS = ("sequences", "action_mask", "attention_mask")
-
-
-def measure(
-    argv: Sequence[str],
-    prompt_tokens: int,
-    response_tokens: int,
-    repeat: int,
-    seed: int,
-    backends: Sequence[str] = BACKENDS,
+def measure_actors(
+    args: argparse.Namespace, backends: Mapping[str, Any], trainer_flags: Sequence[str] = ()
 ) -> dict[str, Measured]:
-    """Time ``repeat`` batches with each backend, in alternating order, after one that is not counted.
+    """Seconds of ``forward`` and ``train``; known beside them: ``tokens`` (real ones of each repetition's batch),
+    ``loaded_bytes`` and ``peak_bytes`` (memory of the process after loading, and at most).
 
     Args:
-        argv: the trainer's flags that they share.
-        prompt_tokens, response_tokens: length of prompts, and the limit of responses.
+        args: the sizes of a step, and ``repeat`` and ``seed``.
+        backends: name to Ray actor.
+        trainer_flags: further flags of the trainer.
     """
-    args: SimpleNamespace = run.parse([*argv, "--actor.backend", "deepspeed"])
-    rows = args.rollout.batch_size * args.rollout.n_samples_per_prompt
-    run.start_ray(args, gpus=len(backends))
+    argv = trainer_argv(args, {"--train.max_tokens_per_gpu": args.max_tokens, "--vllm.num_engines": 1})
+    argv += ["--algo.advantage.estimator", "gtpo", *trainer_flags]  # the engine is counted, not started
+    rows = args.prompts * args.samples
+    tokens: list[int] = []
+    patch.apply()  # its DeepSpeed strategy, which divides no loss
+    start_ray(trainer.parse(argv), gpus=len(backends))
     try:
-        sides: dict[str, Any] = {backend: _Side(backend, argv) for backend in backends}
-        for repetition in range(repeat + 1):
-            lengths = long_tailed_lengths(rows, response_tokens, seed + repetition)
-            for backend in backends if repetition % 2 else reversed(backends):
-                sides[backend].step(rollout(args, prompt_tokens, lengths, seed + repetition), repetition > 0)
-        return {backend: side.measured for backend, side in sides.items()}
+        policies = {
+            name: Policy([*argv, "--actor.backend", name], actor, EntropyExperienceMaker)
+            for name, actor in backends.items()
+        }
+        loaded = {name: policy.peak_bytes() for name, policy in policies.items()}
+
+        def new_round(repetition: int) -> None:
+            lengths = long_tailed_lengths(rows, args.response_tokens, args.seed + repetition)
+            tokens.append(int(lengths.sum()) + rows * args.prompt_tokens)
+            for policy in policies.values():
+                policy.samples = rollout(policy.args, args.prompt_tokens, lengths, args.seed + repetition)
+
+        phases = {
+            name: {"forward": policy.forward, "between": policy.make_experience, "train": policy.fit}
+            for name, policy in policies.items()
+        }
+        measured = measure(phases, args.repeat, new_round=new_round)
+        for name, one in measured.items():
+            del one.seconds["between"]  # a forward again, as training needs its results
+            peak = max(loaded[name], policies[name].peak_bytes())
+            one.about = {"tokens": tokens[1:], "loaded_bytes": loaded[name], "peak_bytes": peak}
+        return measured
     finally:
         ray.shutdown()
+
+
+def trainer_argv(args: argparse.Namespace, further: Mapping[str, Any]) -> list[str]:
+    """Flags of a trainer of ``args.model`` whose step has ``args.prompts`` x ``args.samples`` rows."""
+    flags = {
+        "--actor.model_name_or_path": args.model,
+        "--actor.num_gpus_per_node": 1,
+        "--rollout.batch_size": args.prompts,
+        "--rollout.n_samples_per_prompt": args.samples,
+        "--rollout.micro_batch_size": args.micro_batch_size,
+        "--train.batch_size": args.prompts * args.samples,
+        "--train.micro_batch_size": args.micro_batch_size,
+        "--data.max_len": args.prompt_tokens + args.response_tokens,
+        "--algo.kl.init_coef": 0,
+        "--reward.remote_url": "none",
+        **further,
+    }
+    return [str(word) for pair in flags.items() for word in pair]
+
+
+class Policy:
+    """A policy as a group of one Ray actor, with the experience maker that goes with it, and the rows it is given."""
+
+    samples: list[Experience]
+
+    def __init__(self, argv: Sequence[str], actor: Any, maker: Any) -> None:
+        self.args = trainer.parse(argv)
+        model = self.args.actor.model_name_or_path
+        strategy = get_strategy(self.args)
+        self._group = RayActorGroup(1, 1, actor, pg=None, num_gpus_per_actor=1)
+        ray.get(self._group.async_init_model_from_pretrained(strategy, model, 1000, None))
+        tokenizer = get_tokenizer(model, None, "left", strategy)
+        self._maker = maker(self._group, None, None, None, FixedKLController(0.0), strategy, tokenizer)
+
+    def forward(self) -> None:
+        parts = self._maker.split_rollout_samples(self.samples)
+        names = ("sequences", "action_mask", "attention_mask")
+        columns = {name: [getattr(part, name) for part in parts] for name in names}
+        ray.get(self._group.async_run_method_batch(method_name="forward", **columns))
+
+    def experience(self) -> None:
+        self._made = self._maker.make_experience_batch(self.samples)
+
+    def append(self) -> None:
+        ray.get(self._group.async_run_method_batch(method_name="append", experience=self._made))
+
+    def make_experience(self) -> None:
+        self.experience()
+        self.append()
+
+    def fit(self) -> None:
+        ray.get(self._group.async_run_method(method_name="fit", kl_ctl=0.0))
+
+    def peak_bytes(self) -> int:
+        """Most memory that its process has held since the last call: on its GPU, or resident in all on a CPU host."""
+        (peaks,) = ray.get(self._group.async_run_method(method_name="take_peak_memory", until_now="between"))
+        return max(peaks.values(), default=0)
+
+
+def rollout(args: Any, prompt_tokens: int, lengths: Tensor, seed: int) -> list[Experience]:
+    """Rows of random tokens, one experience each, half of every group successful: only their lengths matter."""
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = AutoConfig.from_pretrained(args.actor.model_name_or_path).vocab_size
+    samples = []
+    for row, length in enumerate(lengths.tolist()):
+        total = prompt_tokens + length
+        mask = torch.zeros(1, total - 1, dtype=torch.long)
+        mask[:, prompt_tokens - 1 :] = 1
+        reward = torch.tensor([float(row % 2)])
+        samples.append(
+            Experience(
+                sequences=torch.randint(0, vocabulary, (1, total), generator=generator),
+                attention_mask=torch.ones(1, total, dtype=torch.long),
+                action_mask=mask,
+                rewards=reward,
+                scores=reward.clone(),
+                prompts=[""],
+                labels=[""],
+                response_length=torch.tensor([length]),
+                total_length=torch.tensor([float(total)]),
+                truncated=torch.tensor([False]),
+                info={"reward": reward.clone()},
+            )
+        )
+    return samples

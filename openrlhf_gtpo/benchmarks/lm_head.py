@@ -1,15 +1,19 @@
-"""Times the ways of ``lm_head_ways`` side by side in one run, in turns, on the same inputs."""
+"""Log-probs and entropies from hidden states: the ways of ``lm_head_ways`` side by side on the same inputs."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import argparse
+import re
+import statistics
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from openrlhf_gtpo.benchmarks.lm_head_ways import PRODUCT, Outputs, Problem, Way, Ways
-from openrlhf_gtpo.benchmarks.rates import seconds_of
+from openrlhf_gtpo.benchmarks.harness import Measured, measure, print_table, write_results
+from openrlhf_gtpo.benchmarks.lm_head_ways import OURS, OURS_WITHOUT_ENTROPY, PRODUCT, Outputs, Phase, Problem, ways
+from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.platform.memory import PeakMemory
+from openrlhf_gtpo.platform.processes import run_processes
 
 TEMPERATURE = 0.8
 COMPARED_TOKENS = 64  # with float64
@@ -17,82 +21,88 @@ LOGIT_SCALE = 3.0  # standard deviation of the logits: entropies like those of a
 PHASES = ("forward", "forward_backward")
 
 
-@dataclass(frozen=True)
-class Shape:
-    """T tokens, hidden width H, V columns of the vocabulary over all ranks, and the inputs' dtype."""
+def run(args: argparse.Namespace) -> None:
+    """Measure every shape with every dtype and tensor-parallel size, and print, write and draw the results."""
+    shapes = []
+    for text in args.shape:
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", text):
+            raise UsageError(f"--shape {text!r} is not TxHxV, such as 1024x896x151936.")
+        shapes.append(dict(zip(("tokens", "width", "vocabulary"), map(int, text.split("x")), strict=True)))
+    for ranks in args.tensor_parallel:
+        if any(shape["vocabulary"] % ranks for shape in shapes):
+            raise UsageError(f"--tensor-parallel {ranks} does not divide every vocabulary of --shape.")
+    cases = []
+    for ranks in args.tensor_parallel:
+        for dtype in args.dtype:
+            for sizes in shapes:
+                shape = {**sizes, "dtype": dtype}
+                measured, absent = run_processes(measure_ways, ranks, shape, args.repeat, args.seed)
+                on, off = measured[OURS], measured[OURS_WITHOUT_ENTROPY]
+                case = {
+                    "shape": shape,
+                    "tensor_parallel": ranks,
+                    "measured": {name: one.as_json() for name, one in measured.items()},
+                    "over_product": {
+                        name: {phase: one.over(measured[PRODUCT], phase) for phase in PHASES}
+                        for name, one in measured.items()
+                    },
+                    "entropy_on_over_off": {phase: on.over(off, phase) for phase in PHASES},
+                    "absent": absent,
+                }
+                cases.append(case)
+                _print(case, args.repeat)
+    if args.output:
+        write_results(args.output, args, {"cases": cases})
+    if args.png:
+        from openrlhf_gtpo.report.benchmark_plots import plot_lm_head
 
-    tokens: int
-    width: int
-    vocabulary: int
-    dtype: str
+        print(f"wrote {plot_lm_head(cases, args.png)}")
 
 
-@dataclass
-class Measured:
-    """Of one way.
+def measure_ways(shape: dict[str, Any], repeat: int, seed: int) -> tuple[dict[str, Measured], dict[str, str]]:
+    """In every rank of the default group, which shards the vocabulary: measurements by name; why others are absent.
 
-    Fields:
-        seconds: phase to the seconds of each repetition.
-        extra_bytes: phase to the peak beyond inputs, outputs and gradients; None where it cannot be told.
-        log_prob_error, entropy_error: greatest difference from float64, in nats; None where there is nothing to compare.
-        failure: phase to why there is no number.
-    """
+    A first round, in which memory and errors are measured, is not timed. What is known of a way beside its seconds:
+    ``extra_bytes``: phase to the peak beyond inputs, outputs and gradients, None where it cannot be told;
+    ``log_prob_error``, ``entropy_error``: greatest difference from float64, in nats, None where there is nothing to
+    compare; ``failure``: phase to why there is no number.
 
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    extra_bytes: dict[str, int | None] = field(default_factory=dict)
-    log_prob_error: float | None = None
-    entropy_error: float | None = None
-    failure: dict[str, str] = field(default_factory=dict)
-
-
-def measure(shape: Shape, repeat: int, seed: int) -> dict[str, Any]:
-    """In every rank of the default group, which shards the vocabulary: a measurement by name, and why others are absent.
-
-    Repetitions alternate the order of the ways. A first one, in which memory and errors are measured, is not timed.
+    Args:
+        shape: ``tokens`` T, hidden ``width`` H, ``vocabulary`` columns V over all ranks, and the inputs' ``dtype``.
     """
     ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     problem, whole = _problem(shape, seed, ranks, rank)
     exact = _exact(problem.hidden, whole, problem.labels)
     del whole
-    cuda = problem.hidden.is_cuda
-    ways = Ways(cuda=cuda, sharded=ranks > 1)
-    found = ways.all()
-    measured = {name: Measured() for name in found}
+    found, absent = ways(cuda=problem.hidden.is_cuda, sharded=ranks > 1)
+    sides: dict[str, dict[str, Any]] = {name: {} for name in found}
+    about: dict[str, dict[str, Any]] = {}
     for name, way in found.items():
-        for phase in PHASES:
-            _probe(phase, way, problem, exact, measured[name])
-    names = list(found)
-    for repetition in range(repeat):
-        for phase in PHASES:
-            for name in names[repetition % len(names) :] + names[: repetition % len(names)]:
-                if phase not in measured[name].failure:
-                    seconds = _timed(getattr(found[name], phase), problem)
-                    measured[name].seconds.setdefault(phase, []).append(seconds)
-    return {"measured": measured, "absent": ways.absent}
+        about[name] = {"extra_bytes": {}, "log_prob_error": None, "entropy_error": None, "failure": {}}
+        for phase, call in zip(PHASES, way, strict=True):
+            _probe(phase, call, problem, exact, about[name])
+            if phase not in about[name]["failure"]:
+                sides[name][phase] = partial(call, problem)
+    measured = measure(sides, repeat, warm_up=0, before_each=problem.drop_gradients)
+    for name, one in measured.items():
+        one.about = about[name]
+    return measured, absent
 
 
-def ratios(measured: dict[str, Measured], phase: str, name: str, base: str = PRODUCT) -> list[float]:
-    """Seconds of ``name`` over those of ``base``, repetition by repetition."""
-    pairs: Sequence[list[float]] = [measured[way].seconds.get(phase, []) for way in (name, base)]
-    return [one / other for one, other in zip(*pairs, strict=True)] if all(pairs) else []
-
-
-def _problem(shape: Shape, seed: int, ranks: int, rank: int) -> tuple[Problem, Tensor]:
+def _problem(shape: dict[str, Any], seed: int, ranks: int, rank: int) -> tuple[Problem, Tensor]:
     """This rank's share, and the whole weight."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     generator = torch.Generator(device).manual_seed(seed)
-    dtype = getattr(torch, shape.dtype)
+    tokens, width, vocabulary, dtype = shape["tokens"], shape["width"], shape["vocabulary"], shape["dtype"]
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator, device=device, dtype=dtype)
+        return torch.randn(*size, generator=generator, device=device, dtype=getattr(torch, dtype))
 
-    hidden = normal(shape.tokens, shape.width) * (LOGIT_SCALE / shape.width**0.5)
-    whole = normal(shape.vocabulary, shape.width)
-    labels = torch.randint(shape.vocabulary, (shape.tokens,), generator=generator, device=device)
-    columns = shape.vocabulary // ranks
-    mine = whole[rank * columns : (rank + 1) * columns] if ranks > 1 else whole
+    hidden = normal(tokens, width) * (LOGIT_SCALE / width**0.5)
+    whole = normal(vocabulary, width)
+    labels = torch.randint(vocabulary, (tokens,), generator=generator, device=device)
+    weight = whole.chunk(ranks)[rank].clone() if ranks > 1 else whole
     group = torch.distributed.group.WORLD if ranks > 1 else None
-    weight = mine.clone() if ranks > 1 else mine
     return Problem(hidden.requires_grad_(), weight.requires_grad_(), labels, TEMPERATURE, group), whole
 
 
@@ -105,35 +115,49 @@ def _exact(hidden: Tensor, weight: Tensor, labels: Tensor) -> Outputs:
     return log_p.gather(1, labels[: len(some), None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
 
 
-def _probe(phase: str, way: Way, problem: Problem, exact: Outputs, into: Measured) -> None:
+def _probe(phase: str, call: Phase, problem: Problem, exact: Outputs, about: dict[str, Any]) -> None:
     """Memory and errors of one call, which also warms up."""
-    problem.hidden.grad = problem.weight.grad = None
-    getattr(way, phase)(_first_tokens(problem))  # what a process allocates once: compiled kernels, workspaces
-    problem.hidden.grad = problem.weight.grad = None
+    problem.drop_gradients()
+    call(problem.first_tokens(8))  # what a process allocates once: compiled kernels, workspaces
+    problem.drop_gradients()
     memory = PeakMemory()
     try:
-        outputs = getattr(way, phase)(problem)
+        outputs = call(problem)
     except torch.OutOfMemoryError as error:
-        into.failure[phase] = f"out of memory: {str(error).splitlines()[0]}"
+        about["failure"][phase] = f"out of memory: {str(error).splitlines()[0]}"
         return
     peak = memory.beyond()
-    gradients = [tensor.grad for tensor in (problem.hidden, problem.weight) if tensor.grad is not None]
-    kept = [tensor for tensor in (*(outputs or ()), *gradients) if tensor is not None]
-    into.extra_bytes[phase] = None if peak is None else peak - sum(tensor.nbytes for tensor in kept)
+    kept = [tensor for tensor in (*(outputs or ()), problem.hidden.grad, problem.weight.grad) if tensor is not None]
+    about["extra_bytes"][phase] = None if peak is None else peak - sum(tensor.nbytes for tensor in kept)
     if outputs is not None and phase == "forward":
-        errors = [
-            None if mine is None or truth is None else float((mine[: len(truth)].double() - truth).abs().max())
-            for mine, truth in zip(outputs, exact, strict=True)
-        ]
-        into.log_prob_error, into.entropy_error = errors
+        for name, mine, truth in zip(("log_prob_error", "entropy_error"), outputs, exact, strict=True):
+            if mine is not None and truth is not None:
+                about[name] = float((mine[: len(truth)].double() - truth).abs().max())
 
 
-def _first_tokens(problem: Problem) -> Problem:
-    hidden = problem.hidden.detach()[:8].clone().requires_grad_()
-    return Problem(hidden, problem.weight, problem.labels[:8], problem.temperature, problem.group)
-
-
-def _timed(run: Callable[[Problem], Any], problem: Problem) -> float:
-    problem.hidden.grad = problem.weight.grad = None
-    torch.distributed.barrier()
-    return seconds_of(lambda: run(problem))
+def _print(case: dict[str, Any], repeat: int) -> None:
+    rows = []
+    for name, one in case["measured"].items():
+        cells = [name]
+        for phase in PHASES:
+            if phase in one["failure"]:
+                cells += ["no memory", "", ""]
+                continue
+            extra = one["extra_bytes"][phase]
+            cells.append(f"{statistics.median(one['seconds'][phase]) * 1e3:.1f}")
+            cells.append(f"{statistics.median(case['over_product'][name][phase]):.2f}")
+            cells.append("?" if extra is None else f"{extra / 2**20:.0f}")
+        errors = one["log_prob_error"], one["entropy_error"]
+        rows.append([*cells, *("" if error is None else f"{error:.1e}" for error in errors)])
+    costs = {phase: ratios for phase, ratios in case["entropy_on_over_off"].items() if ratios}
+    texts = (f"{phase.replace('_', ' + ')} {statistics.median(ratios):.3f}" for phase, ratios in costs.items())
+    notes = [f"ours with entropy over ours without: {', '.join(texts)}"]
+    notes += [f"{name} is absent: {reason}" for name, reason in case["absent"].items()]
+    shape = case["shape"]
+    print_table(
+        f"T {shape['tokens']}, H {shape['width']}, V {shape['vocabulary']}, {shape['dtype']}, TP "
+        f"{case['tensor_parallel']}; medians of {repeat} calls, product = 1; extra memory in MiB; errors in nats",
+        ("way", "forward ms", "x", "MiB", "fwd+bwd ms", "x", "MiB", "log-prob", "entropy"),
+        rows,
+        notes,
+    )

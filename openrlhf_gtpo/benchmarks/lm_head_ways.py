@@ -1,16 +1,14 @@
-"""Ways from hidden states to log-probs and entropies, for ``cli.benchmark lm-head``: the bare product, upstream's, other
-libraries' where they are installed, and this package's."""
+"""Ways from hidden states to log-probs and entropies: the bare product, upstream's, other libraries' where they are
+installed, and this package's."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
-
-Outputs = tuple[Tensor, Tensor | None]  # log-probs (T,) and entropies (T,)
 
 PRODUCT = "product"
 OURS = "openrlhf_gtpo"
@@ -28,133 +26,110 @@ class Problem:
     temperature: float
     group: torch.distributed.ProcessGroup | None
 
+    def first_tokens(self, tokens: int) -> "Problem":
+        hidden = self.hidden.detach()[:tokens].clone().requires_grad_()
+        return replace(self, hidden=hidden, labels=self.labels[:tokens])
 
-@dataclass(frozen=True)
-class Way:
-    """One way.
-
-    Fields:
-        forward: log-probs and entropies; None where it gives neither (the bare product).
-        forward_backward: both, and gradients of the log-probs' sum in ``hidden.grad`` and ``weight.grad``.
-        has_entropy: whether it gives entropies.
-    """
-
-    forward: Callable[[Problem], Outputs | None]
-    forward_backward: Callable[[Problem], Outputs | None]
-    has_entropy: bool = True
+    def drop_gradients(self) -> None:
+        self.hidden.grad = self.weight.grad = None
 
 
-@dataclass
-class Ways:
-    """The ways that can run here, the bare product first, and why others cannot.
+Outputs = tuple[Tensor, Tensor | None]  # log-probs (T,) and entropies (T,)
+Run = Callable[[Problem], Outputs]
+Phase = Callable[[Problem], Outputs | None]  # None of the bare product, which gives neither
+# A forward pass, and a forward and backward pass that leaves gradients of the log-probs' sum in ``hidden.grad`` and
+# ``weight.grad``.
+Way = tuple[Phase, Phase]
+
+
+def ways(*, cuda: bool, sharded: bool) -> tuple[dict[str, Way], dict[str, str]]:
+    """The ways that can run here by name, the bare product first, and why others cannot.
 
     Args:
         cuda: whether the problems are on a CUDA device.
         sharded: whether the vocabulary is.
     """
-
-    cuda: bool
-    sharded: bool
-    absent: dict[str, str] = field(default_factory=dict)
-
-    def all(self) -> dict[str, Way]:
-        """Name to way; fills ``absent``."""
-        product = _Product()
-        found = {
-            PRODUCT: Way(product.one, product.four),
-            "openrlhf": self._installed("openrlhf", "openrlhf", self._openrlhf),
-            "liger": self._installed("liger", "liger_kernel", self._liger),
-            "verl": self._installed("verl", "verl", self._verl),
-            OURS: _differentiable(_ours),
-            OURS_WITHOUT_ENTROPY: _differentiable(_ours_without_entropy, has_entropy=False),
-        }
-        return {name: way for name, way in found.items() if way is not None}
-
-    def _installed(self, name: str, module: str, load: Callable[[], Callable[[Problem], Outputs]]) -> Way | None:
+    product = _Product()
+    found: dict[str, Way] = {PRODUCT: (product.one, product.four)}
+    absent = {}
+    others = {"openrlhf": ("openrlhf", _openrlhf), "liger": ("liger_kernel", _liger), "verl": ("verl", _verl)}
+    for name, (module, load) in others.items():
         if importlib.util.find_spec(module) is None:
-            self.absent[name] = "not installed"
-            return None
+            absent[name] = "not installed"
+            continue
         try:
-            return _differentiable(load())
+            found[name] = _differentiable(load(cuda, sharded))
         except (ImportError, NotImplementedError) as error:
-            self.absent[name] = str(error)
-            return None
-
-    def _openrlhf(self) -> Callable[[Problem], Outputs]:
-        if self.sharded:
-            raise NotImplementedError("knows no tensor parallelism")
-        return _openrlhf
-
-    def _liger(self) -> Callable[[Problem], Outputs]:
-        from liger_kernel import ops
-
-        if self.sharded and not self.cuda:
-            raise NotImplementedError("its tensor parallelism needs CUDA")
-
-        def run(problem: Problem) -> Outputs:
-            tensors = problem.hidden, problem.weight, problem.labels
-            if self.sharded:
-                nll, entropy = ops.LigerFusedLinearScaledCrossEntropyTPFunction.apply(
-                    *tensors, problem.group, problem.temperature, return_entropy=True
-                )
-            else:
-                nll, entropy = ops.LigerFusedLinearScaledCrossEntropyFunction.apply(
-                    *tensors, problem.temperature, return_entropy=True
-                )
-            return -nll, entropy
-
-        return run
-
-    def _verl(self) -> Callable[[Problem], Outputs]:
-        if self.cuda:
-            from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
-
-            return lambda p: linear_cross_entropy(p.hidden, p.weight, p.labels, p.temperature, "none", p.group)
-        if self.sharded:
-            raise NotImplementedError("its kernels need CUDA, and the rest knows no tensor parallelism")
-        from verl.utils.experimental.torch_functional import FusedLinearForPPO
-
-        module = FusedLinearForPPO()
-        return lambda p: module(p.hidden, p.weight, p.labels, p.temperature)
+            absent[name] = str(error)
+    found[OURS] = _differentiable(_ours(with_entropy=True))
+    found[OURS_WITHOUT_ENTROPY] = _differentiable(_ours(with_entropy=False))
+    return found, absent
 
 
-def _differentiable(run: Callable[[Problem], Outputs], *, has_entropy: bool = True) -> Way:
+def _differentiable(run: Run) -> Way:
     @torch.no_grad()
     def forward(problem: Problem) -> Outputs:
         return run(problem)
 
     def forward_backward(problem: Problem) -> Outputs:
-        problem.hidden.grad = problem.weight.grad = None
+        problem.drop_gradients()
         outputs = run(problem)
         outputs[0].sum().backward()
         return outputs
 
-    return Way(forward, forward_backward, has_entropy)
+    return forward, forward_backward
 
 
-def _ours(problem: Problem, *, with_entropy: bool = True) -> Outputs:
-    return linear_log_prob_and_entropy(
-        problem.hidden,
-        problem.weight,
-        problem.labels,
-        temperature=problem.temperature,
-        group=problem.group,
-        with_entropy=with_entropy,
+def _ours(*, with_entropy: bool) -> Run:
+    return lambda p: linear_log_prob_and_entropy(
+        p.hidden, p.weight, p.labels, temperature=p.temperature, group=p.group, with_entropy=with_entropy
     )
 
 
-def _ours_without_entropy(problem: Problem) -> Outputs:
-    return _ours(problem, with_entropy=False)
-
-
-def _openrlhf(problem: Problem) -> Outputs:
-    """What upstream's ``Actor.forward`` does with logits. Its entropy needs no gradient here, which spares it memory."""
+def _openrlhf(cuda: bool, sharded: bool) -> Run:
+    """What upstream's ``Actor.forward`` does with logits. Its entropy needs no gradient here, which saves memory."""
+    if sharded:
+        raise NotImplementedError("knows no tensor parallelism")
     from openrlhf.models.utils import compute_entropy, log_probs_from_logits
 
-    logits = (problem.hidden @ problem.weight.t()).to(torch.float32)
-    log_probs = log_probs_from_logits(logits, problem.labels, temperature=problem.temperature)
-    with torch.no_grad():
-        return log_probs, compute_entropy(logits)
+    def run(problem: Problem) -> Outputs:
+        logits = (problem.hidden @ problem.weight.t()).to(torch.float32)
+        log_probs = log_probs_from_logits(logits, problem.labels, temperature=problem.temperature)
+        with torch.no_grad():
+            return log_probs, compute_entropy(logits)
+
+    return run
+
+
+def _liger(cuda: bool, sharded: bool) -> Run:
+    from liger_kernel import ops
+
+    if sharded and not cuda:
+        raise NotImplementedError("its tensor parallelism needs CUDA")
+
+    kind = "TPFunction" if sharded else "Function"
+    function = getattr(ops, f"LigerFusedLinearScaledCrossEntropy{kind}")
+
+    def run(problem: Problem) -> Outputs:
+        group = (problem.group,) if sharded else ()
+        tensors = problem.hidden, problem.weight, problem.labels
+        nll, entropy = function.apply(*tensors, *group, problem.temperature, return_entropy=True)
+        return -nll, entropy
+
+    return run
+
+
+def _verl(cuda: bool, sharded: bool) -> Run:
+    if cuda:
+        from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+        return lambda p: linear_cross_entropy(p.hidden, p.weight, p.labels, p.temperature, "none", p.group)
+    if sharded:
+        raise NotImplementedError("its kernels need CUDA, and the rest knows no tensor parallelism")
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
+    module = FusedLinearForPPO()
+    return lambda p: module(p.hidden, p.weight, p.labels, p.temperature)
 
 
 class _Product:
@@ -171,7 +146,7 @@ class _Product:
 
     @torch.no_grad()
     def four(self, problem: Problem) -> None:
-        """The logits, the logits again, and the two products with their gradient: what no way that keeps none can avoid."""
+        """The logits twice, and the two products with their gradient: what no way that keeps no logits can avoid."""
         d_hidden = self._place("hidden", problem.hidden, problem.hidden.shape)
         d_weight = self._place("weight", problem.weight, problem.weight.shape)
         start = 0

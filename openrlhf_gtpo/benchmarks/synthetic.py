@@ -1,77 +1,94 @@
-"""The batches of a GTPO step for benchmarks, made without OpenRLHF: random tokens in rows of long-tailed lengths."""
+"""What benchmarks make up: models with random weights, the precisions they are measured in, and response lengths."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from openrlhf_gtpo.megatron.model.token_batch import TokenBatch, pad_right
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.megatron.fp8.options import Fp8Options, check_fp8
+from openrlhf_gtpo.megatron.parallel.layout import Layout, LayoutError, check_architecture
+from openrlhf_gtpo.model_shape import read_config
 
-# Of log-lengths. The longest of some hundred responses is then about ten times the median, as in runs of reasoning
-# models.
+BF16 = "bf16"
+# Standard deviation of log-lengths: the longest of some hundred responses is about ten times the median, as in runs
+# of reasoning models.
 _TAIL = 0.9
 
 
-@dataclass(frozen=True)
-class StepBatch:
-    """All rows of one train step.
+def read_shape(name: str, layers: int | None = None) -> Any:
+    """Transformers' configuration of the model ``name``: a preset, a ``config.json``, or a folder with one.
 
-    Fields:
-        micro_batches: of at most as many tokens as were asked for, a longer row alone.
-        outcome: (B,) 1 or 0, half of each in every group; rows in the order of the micro-batches.
-        group_ids: (B,).
-        tokens: real ones, prompts included.
+    Args:
+        layers: how many decoder layers it gets; None for its own number.
+
+    Raises:
+        UsageError: no such preset or file, or an architecture whose layers the Megatron actor or
+            :func:`openrlhf_gtpo.model_shape.decoder_flops` does not know.
     """
+    from transformers import AutoConfig
 
-    micro_batches: list[TokenBatch]
-    outcome: Tensor
-    group_ids: Tensor
-    tokens: int
-
-
-def step_batch(
-    prompts: int, samples: int, prompt_tokens: int, response_tokens: int, max_tokens: int, vocabulary: int, seed: int
-) -> StepBatch:
-    """``prompts`` groups of ``samples`` responses of at most ``response_tokens`` tokens each."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for length in long_tailed_lengths(prompts * samples, response_tokens, seed).tolist():
-        tokens = torch.randint(vocabulary, (prompt_tokens + length,), generator=generator)
-        rows.append((tokens, torch.arange(len(tokens)) >= prompt_tokens))
-    members = first_fit([len(tokens) for tokens, _ in rows], max_tokens)
-    order = torch.tensor([row for part in members for row in part])
-    return StepBatch(
-        micro_batches=[pad_right([rows[i] for i in part]) for part in members],
-        outcome=(order % 2).float(),
-        group_ids=order // samples,
-        tokens=sum(len(tokens) for tokens, _ in rows),
-    )
+    fields = read_config(name)
+    if layers is not None:
+        fields["num_hidden_layers"] = layers
+        fields.pop("layer_types", None)  # one entry a layer; Transformers fills it in again
+    try:
+        config = AutoConfig.for_model(**fields)
+        check_architecture(config)
+    except (LayoutError, ValueError, TypeError) as error:
+        raise UsageError(f"{name}: {error}") from error
+    if getattr(config, "num_experts", None):
+        raise UsageError(f"{name}: {config.model_type} is a mixture of experts; only dense models are measured here.")
+    return config
 
 
-def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices into ``lengths``, the longest first, each in the first micro-batch with room; a longer row alone."""
-    parts: list[list[int]] = []
-    room: list[int] = []
-    for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        place = next((i for i, free in enumerate(room) if free >= lengths[row]), None)
-        if place is None:
-            parts.append([])
-            room.append(max_tokens)
-            place = len(parts) - 1
-        parts[place].append(row)
-        room[place] -= lengths[row]
-    return parts
+def write_random_checkpoint(config: Any, folder: Path, seed: int) -> None:
+    """Write bfloat16 weights of a model of ``config`` (two bytes a parameter) and a tokenizer of two tokens."""
+    from tokenizers import Tokenizer, models
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<end>": 1}, unk_token="<pad>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>").save_pretrained(folder)
 
 
-def uniform_lengths(rows: int, longest: int, seed: int) -> Tensor:
-    """(B,) response lengths, all from half of ``longest`` to ``longest`` alike."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(longest // 2, longest + 1, (rows,), generator=generator)
+def fp8_options(recipe: str, *, cuda: bool) -> Fp8Options:
+    """Transformer Engine's on a CUDA host: E4M3 throughout for ``blockwise``, as is its default, and hybrid for the
+    others; elsewhere their emulation, which has the same formats."""
+    if not cuda:
+        return Fp8Options("emulated", recipe)
+    return Fp8Options("e4m3" if recipe == "blockwise" else "hybrid", recipe)
+
+
+def precisions(
+    recipes: Sequence[str], config: Any, *, cuda: bool, primary_weights: bool = False
+) -> tuple[dict[str, Fp8Options | None], dict[str, str]]:
+    """Name to options, :data:`BF16` first, and why recipes that the model's widths rule out are absent.
+
+    Args:
+        config: the model's configuration, as Transformers has it.
+        primary_weights: each recipe with FP8 primary weights too, where it can have them.
+    """
+    found: dict[str, Fp8Options | None] = {BF16: None}
+    absent = {}
+    wanted = {recipe: fp8_options(recipe, cuda=cuda) for recipe in recipes}
+    if primary_weights:
+        wanted |= {f"{name}, FP8 weights": replace(fp8, primary_weights=True) for name, fp8 in wanted.items()}
+    for name, fp8 in wanted.items():
+        try:
+            check_fp8(fp8, config, Layout(), cuda=cuda)
+            found[name] = fp8
+        except LayoutError as error:
+            absent[name] = str(error)
+    return found, absent
 
 
 def long_tailed_lengths(rows: int, longest: int, seed: int) -> Tensor:
-    """(B,) response lengths, log-normal with median ``longest / 6`` and cut off at ``longest``, as by a token limit."""
+    """(B,) response lengths, log-normal with median ``longest / 6``, cut off at ``longest`` as by a token limit."""
     generator = torch.Generator().manual_seed(seed)
     lengths = longest / 6 * (_TAIL * torch.randn(rows, generator=generator)).exp()
     return lengths.round().clamp(1, longest).long()

@@ -1,59 +1,272 @@
-"""Runs configurations of the trainer in turns, a process each time, and puts what they took side by side."""
+"""Real training steps by phase: the trainer itself, one process a run, of one configuration or of several in turns."""
 
-from collections.abc import Callable, Sequence
+import argparse
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from openrlhf_gtpo.benchmarks.rates import measured_rate
-from openrlhf_gtpo.benchmarks.train_configurations import Configuration
-from openrlhf_gtpo.benchmarks.trainer_process import TrainerFailed, run_trainer
-from openrlhf_gtpo.report.step_phases import MissingMetrics, measured_steps, of_run
+import torch
+
+from openrlhf_gtpo import platform
+from openrlhf_gtpo.benchmarks.harness import SquareProduct, measure, print_table, write_results
+from openrlhf_gtpo.benchmarks.train_configurations import Configuration, configurations, split_compare
+from openrlhf_gtpo.errors import TrainingStopped, UsageError
+from openrlhf_gtpo.platform.processes import run_processes
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.metrics import read_metrics
+from openrlhf_gtpo.report.step_phases import (
+    COUNTED,
+    IDLE,
+    STEP,
+    MissingMetrics,
+    measured_steps,
+    of_run,
+    ratios,
+    summary,
+)
+
+COMMAND = (sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_MATRIX = {"cuda": 8192, "cpu": 2048}
+_POLL_SECONDS = 0.5
+_SECONDS_TO_END = 120  # for Ray to end engines and actors
+_LAST_LINES = 20
 
 
-def measure(
-    configurations: Sequence[Configuration],
-    steps: int,
-    warmup: int,
-    repeat: int,
-    matrix: int,
-    folder: Path,
-    tell: Callable[[str], None],
-) -> dict[str, Any]:
-    """Run every configuration ``repeat`` times, in an order that turns round each time.
+def run(args: argparse.Namespace) -> None:
+    """Check every configuration, run them, and print, write and draw the results.
 
-    Args:
-        steps, warmup: of a run, counted and not; the first step starts engines' caches and compiles.
-        matrix: side of the product that MFU is over, measured after every round.
-        folder: for metrics and logs.
-        tell: is told what happens.
+    Raises:
+        UsageError: a configuration that cannot work, or that has other work than the first; before any run.
+        TrainingStopped: a run did not make its steps.
+    """
+    if len(args.compare) == 1:
+        raise UsageError(f"--compare {args.compare[0]!r} is alone; give a second one, or put its flags behind --.")
+    compare = split_compare(args.compare) or {"this": []}
+    chosen = configurations(args.trainer_flags, compare, args.warmup + args.steps)
+    folder = _new_folder(args.runs or Path("runs") / f"benchmark_train-{datetime.now():%Y%m%d-%H%M%S}")
+    # A terminated benchmark ends its trainer, as an interrupted one does.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    results = measure_runs(chosen, args, folder)
+    print_phases(results)
+    if args.output:
+        write_results(args.output, args, results)
+    if args.png:
+        from openrlhf_gtpo.report.benchmark_plots import plot_step_phases
+
+        print(plot_step_phases(results, args.png))
+    _tell(f"logs and metrics: {folder}")
+
+
+def measure_runs(chosen: Sequence[Configuration], args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run every configuration ``args.repeat`` times, another one first each time.
 
     Returns:
         ``configurations``: name to ``flags``, ``setup``, and ``runs`` with the ``rows`` of metrics and what
-        ``step_phases.of_run`` made of them; ``matrix``: ``side``, ``dtype``, and ``flops_per_second`` of each round, by
-        number of GPUs.
+        ``step_phases.of_run`` made of them; ``matrix``: ``side``, ``dtype``, and ``flops_per_second`` of the product
+        that MFU is over, measured after every round, by number of GPUs; ``summary`` and ``ratios`` of the runs.
+    """
+    side, dtype = args.matrix or _MATRIX[platform.detect()], chosen[0].dtype
+    rates: dict[int, list[float]] = {one.setup.gpus: [] for one in chosen}
+    runs: dict[str, list[dict[str, Any]]] = {one.name: [] for one in chosen}
+
+    def train(one: Configuration) -> None:
+        number = len(runs[one.name]) + 1
+        name, place = f"{one.name}, run {number} of {args.repeat}", folder / f"{one.name}-{number}"
+        _tell(name)
+        rows = run_trainer(name, one.argv, place, args.warmup + args.steps)
+        try:
+            counted = measured_steps(rows, args.warmup, args.steps)
+        except MissingMetrics as error:
+            raise TrainingStopped(f"{name}: {error}; the whole log: {place / 'train.log'}") from error
+        runs[one.name].append({"rows": counted, **of_run(counted, one.setup)})
+
+    def multiply() -> None:
+        for gpus, rounds in rates.items():
+            rounds.append(measured_rate(gpus, side, dtype))
+
+    sides: dict[str, Any] = {one.name: {"train": partial(train, one)} for one in chosen}
+    measure(sides | {"": {"product": multiply}}, args.repeat, warm_up=0)
+    medians = {gpus: statistics.median(rounds) for gpus, rounds in rates.items()}
+    return {
+        "configurations": {
+            one.name: {"flags": one.argv, "setup": asdict(one.setup), "runs": runs[one.name]} for one in chosen
+        },
+        "matrix": {"side": side, "dtype": dtype, "flops_per_second": rates},
+        "summary": {one.name: summary(runs[one.name], medians[one.setup.gpus]) for one in chosen},
+        "ratios": {one.name: ratios(runs[chosen[0].name], runs[one.name]) for one in chosen[1:]},
+    }
+
+
+def run_trainer(name: str, argv: Sequence[str], folder: Path, steps: int) -> list[dict[str, Any]]:
+    """Train with ``argv`` for ``steps`` steps, without evaluating or saving anything, and return the metrics' lines.
+
+    Args:
+        name: of the run, for messages.
+        argv: the trainer's flags.
+        folder: for ``metrics.jsonl`` and ``train.log``, new; every node of a cluster must see it.
+        steps: after which the trainer is ended; no model or checkpoint is left behind.
 
     Raises:
-        TrainerFailed: a run did not make its steps.
+        TrainingStopped: it ended by itself, with fewer steps; the message has its last words and where the log is.
     """
-    measured: dict[str, Any] = {
-        one.name: {"flags": one.argv, "setup": asdict(one.setup), "runs": []} for one in configurations
-    }
-    rates: dict[int, list[float]] = {one.setup.gpus: [] for one in configurations}
-    for repetition in range(repeat):
-        for one in configurations if repetition % 2 == 0 else configurations[::-1]:
-            name = f"{one.name}, run {repetition + 1} of {repeat}"
-            tell(name)
-            place = folder / f"{one.name}-{repetition + 1}"
-            rows = run_trainer(name, one.argv, place, warmup + steps)
+    folder.mkdir(parents=True)
+    metrics, log = folder / "metrics.jsonl", folder / "train.log"
+    weights = {"--ckpt.path": folder / "checkpoints", "--ckpt.output_dir": folder / "model"}
+    own = {"--logger.metrics_path": metrics, **weights, "--ckpt.save_steps": -1, "--eval.steps": -1}
+    command = [*COMMAND, *(word for word in argv if word != "--eval.before_training")]
+    command += [str(word) for pair in own.items() for word in pair]
+    # This package, wherever the benchmark was started from.
+    paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        try:
+            while True:
+                ended = process.poll() is not None  # before reading, so that the last line is read too
+                try:
+                    rows = read_metrics(metrics)
+                except ValueError:  # not there yet, or nothing whole in it yet
+                    rows = []
+                made = sum(row["kind"] == names.KIND_TRAIN for row in rows)
+                if made >= steps:
+                    return rows
+                if ended:
+                    code = process.returncode
+                    raise TrainingStopped(
+                        f"{name} ended with exit code {code} after {made} of {steps} steps; the whole log: {log}"
+                        f"{_guess(code, rows, folder)}. Its last words:\n{_last_words(log)}"
+                    )
+                time.sleep(_POLL_SECONDS)
+        finally:
+            process.terminate()
             try:
-                counted = measured_steps(rows, warmup, steps)
-            except MissingMetrics as error:
-                raise TrainerFailed(f"{name}: {error}; the whole log: {place / 'train.log'}") from error
-            measured[one.name]["runs"].append({"rows": counted, **of_run(counted, one.setup)})
-        for gpus, rounds in rates.items():
-            rounds.append(measured_rate(gpus, matrix, configurations[0].dtype))
-    return {
-        "configurations": measured,
-        "matrix": {"side": matrix, "dtype": configurations[0].dtype, "flops_per_second": rates},
-    }
+                process.wait(_SECONDS_TO_END)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            for place in weights.values():  # of a run that came to its own end, or was asked to stop
+                shutil.rmtree(place, ignore_errors=True)
+
+
+def _guess(code: int, rows: Sequence[Any], folder: Path) -> str:
+    if code != 0:
+        return ""
+    return " (its data may be used up)" if rows else f" ({folder} has to be a folder that every node sees)"
+
+
+def _last_words(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    said = [line for line in lines if line.startswith("train_ppo_ray")] or lines[-_LAST_LINES:]
+    return "\n".join(f"  {line}" for line in said)
+
+
+def measured_rate(gpus: int, side: int, dtype: str) -> float:
+    """FLOP/s of all ``gpus`` together, each multiplying (side, side) matrices of ``dtype`` ("bf16" or "fp16").
+
+    GPUs are taken to be alike, so one is measured; the processes that stand for GPUs on a CPU host share its cores,
+    and are measured together. Nothing else may use them. With RAY_ADDRESS the cluster measures, elsewhere this host.
+    """
+    measured = 1 if platform.detect() == "cuda" else gpus
+    if os.environ.get("RAY_ADDRESS"):
+        rate = _rate_on_cluster(measured, side, dtype)
+    else:
+        rate = run_processes(_rate_of_all, measured, side, dtype)
+    return rate * gpus / measured
+
+
+def _rate_of_all(side: int, dtype: str) -> float:
+    """In each rank of the default group: the sum of the ranks' rates, measured at the same time."""
+    product = SquareProduct(side, DTYPES[dtype])
+    torch.distributed.barrier()
+    rates: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(rates, product.rate())
+    return sum(rates)
+
+
+def _rate_on_cluster(processes: int, side: int, dtype: str) -> float:
+    import ray
+
+    ray.init()
+    try:
+        product = ray.remote(num_gpus=1)(SquareProduct)
+        made = [product.remote(side, DTYPES[dtype]) for _ in range(processes)]
+        ray.get([one.__ray_ready__.remote() for one in made])
+        return sum(ray.get([one.rate.remote() for one in made]))
+    finally:
+        ray.shutdown()
+
+
+def _new_folder(path: Path) -> Path:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise UsageError(f"--runs {path} holds files already; give a new folder.")
+    except OSError as error:
+        raise UsageError(f"--runs {path} cannot be made: {error.strerror}.") from error
+    return path.resolve()
+
+
+def print_phases(results: Mapping[str, Any]) -> None:
+    """Print ``results``, what ``--output`` writes: a table of each configuration, and of the ratios."""
+    for name, measured in results["configurations"].items():
+        setup, runs, medians = measured["setup"], measured["runs"], results["summary"][name]
+        peaks = (f"{k.replace('/', ' in ').replace('_', ' ')} {v:.2f}" for k, v in medians["peak_memory_gib"].items())
+        print_table(
+            f"{name}: {setup['gpus']} GPUs, {len(runs)} runs of {len(runs[0]['rows'])} steps, medians of the runs",
+            ("phase", "seconds", "share", "tokens/s/GPU", "MFU", "precision", "tokens are"),
+            list(_phase_rows(setup, medians)),
+            [f"peak memory of a process, GiB: {', '.join(peaks) or 'not known here'}"],
+        )
+    if results["ratios"]:
+        rows = []
+        for phase in COUNTED:
+            cells = [one.get(phase) for one in results["ratios"].values()]
+            if any(cells):
+                texts = ("-" if cell is None else "{1:.2f} ({0:.2f} to {2:.2f})".format(*cell) for cell in cells)
+                rows.append((phase.replace("_", " "), *texts))
+        base = next(iter(results["configurations"]))
+        title = f"tokens/s/GPU, times {base}'s: median (lowest to highest)"
+        print_table(title, ("phase", *results["ratios"]), rows)
+    product = results["matrix"]
+    for gpus, rounds in product["flops_per_second"].items():
+        print(
+            f"MFU is over the {product['dtype']} product of {product['side']} x {product['side']} matrices on {gpus} "
+            f"GPUs or the processes that stand for them: {min(rounds) / 1e12:.3g} to {max(rounds) / 1e12:.3g} TFLOP/s."
+        )
+
+
+def _phase_rows(setup: Mapping[str, Any], medians: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+    for phase, numbers in medians["phases"].items():
+        if phase == STEP:
+            idle = medians[IDLE]
+            gpu_time = f"GPU time idle: {idle['gpu_share']:.1%}"
+            yield "idle (in no phase)", _seconds(idle["seconds"]), f"{idle['share']:.1%}", "", "", "", gpu_time
+        speed, mfu = numbers["tokens_per_second_per_gpu"], numbers["mfu"]
+        yield (
+            phase.replace("_", " "),
+            _seconds(numbers["seconds"]),
+            f"{numbers['share']:.1%}",
+            "-" if speed is None else f"{speed:,.0f}",
+            f"{mfu:.1%}" if mfu else "-",
+            setup["precision"].get(phase, ""),
+            COUNTED[phase],
+        )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}"
+
+
+def _tell(text: str) -> None:
+    print(f"[benchmark train] {text}", file=sys.stderr, flush=True)

@@ -1,140 +1,217 @@
-"""Times whole GTPO train steps of one model with random weights on Megatron: the old policy's log-probs and entropies, the
-advantages, and an optimizer step on the token-level policy loss.
+"""Whole GTPO train steps of one model with random weights: the old policy's log-probs and entropies, the advantages,
+and an optimizer step on the token-level policy loss; on Megatron in bfloat16 and FP8, and on the DeepSpeed actor.
 """
 
-from dataclasses import dataclass, field
+import argparse
+import importlib.util
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from openrlhf_gtpo import platform
 from openrlhf_gtpo.algorithms import GTPOConfig, gtpo_advantages, policy_surrogate
-from openrlhf_gtpo.benchmarks.rates import seconds_of
-from openrlhf_gtpo.benchmarks.synthetic import StepBatch, step_batch
+from openrlhf_gtpo.benchmarks.harness import Measured, measure, median_and_range, print_table, ratios, write_results
+from openrlhf_gtpo.benchmarks.synthetic import (
+    BF16,
+    long_tailed_lengths,
+    precisions,
+    read_shape,
+    write_random_checkpoint,
+)
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.model.policy import ModelOptions
 from openrlhf_gtpo.megatron.model.random_model import random_model
 from openrlhf_gtpo.megatron.parallel import groups
-from openrlhf_gtpo.megatron.parallel.layout import Layout
+from openrlhf_gtpo.megatron.parallel.layout import Layout, LayoutError
 from openrlhf_gtpo.megatron.train import schedule
 from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
 from openrlhf_gtpo.platform.memory import PeakMemory
-from openrlhf_gtpo.token_values import TokenValues
+from openrlhf_gtpo.platform.processes import run_processes
+from openrlhf_gtpo.token_values import place
 
-PHASES = ("old_policy", "advantages", "train")
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one step does.
-
-    Fields:
-        prompts, samples: groups, and responses to each.
-        prompt_tokens, response_tokens: length of prompts, and the limit of responses, whose median is a sixth of it.
-        max_tokens: of a micro-batch.
-        recompute: see ``ModelOptions``.
-    """
-
-    prompts: int
-    samples: int
-    prompt_tokens: int
-    response_tokens: int
-    max_tokens: int
-    recompute: str = "none"
+_DEEPSPEED = "deepspeed"
 
 
-@dataclass
-class Measured:
-    """Of one precision.
+def run(args: argparse.Namespace) -> None:
+    """Measure every precision in a process of its own, then DeepSpeed, and print and write the results."""
+    shape = read_shape(args.shape, args.layers)
+    chosen, absent = precisions(args.recipes, shape, cuda=platform.detect() == "cuda", primary_weights=args.fp8_param)
+    measured: dict[str, Any] = {}
+    for name, fp8 in chosen.items():
+        try:
+            measured[name] = run_processes(measure_precision, 1, args, shape, fp8).as_json()
+        except (LayoutError, UsageError) as error:
+            if name == BF16:  # what all others are compared with
+                raise
+            absent[name] = str(error)
+    missing = [name for name in ("openrlhf", "deepspeed", "ray") if importlib.util.find_spec(name) is None]
+    if missing:
+        absent[_DEEPSPEED] = f"not installed: {', '.join(missing)}"
+    elif not args.deepspeed:
+        absent[_DEEPSPEED] = "--no-deepspeed"
+    else:
+        measured[_DEEPSPEED] = _deepspeed(args, shape)
+    derived = _derived(measured)
+    print_table(
+        f"{args.shape}: medians of {args.repeat} steps of {args.prompts} x {args.samples} responses, real tokens",
+        ("precision", "phase", "tokens/s", "x bf16"),
+        [
+            (
+                name,
+                phase,
+                f"{statistics.median(numbers['tokens_per_second']):,.0f}",
+                median_and_range(numbers["times_bf16"]),
+            )
+            for name, phases in derived.items()
+            for phase, numbers in phases.items()
+        ],
+        (f"{name} is absent: {reason}" for name, reason in absent.items()),
+    )
+    if args.output:
+        results = {"config": shape.to_dict(), "measured": measured, "derived": derived, "absent": absent}
+        write_results(args.output, args, results)
 
-    Fields:
-        seconds: phase to the seconds of each step.
-        tokens: real tokens of each step, prompts included.
-        grad_norms: of each step.
-        peak_bytes: most memory of parameters, gradients, optimizer states and activations; None where it cannot be told.
-    """
 
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
-    tokens: list[int] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-    peak_bytes: int | None = None
+def measure_precision(args: argparse.Namespace, config: Any, fp8: Fp8Options | None) -> Measured:
+    """In the one rank of the default group: steps after one that is not counted. The same seed gives every precision
+    the same weights and batches.
 
-
-def measure(config: Any, fp8: Fp8Options | None, work: Work, repeat: int, seed: int) -> Measured:
-    """In the one rank of the default group: ``repeat`` steps after one that is not counted. The same seed gives every
-    precision the same weights and batches.
+    What is known beside the seconds: ``tokens`` (real ones of each step, prompts included), ``grad_norms``, and
+    ``peak_bytes`` of parameters, gradients, optimizer states and activations, None where it cannot be told.
 
     Raises:
         LayoutError: this process's device cannot do the FP8 that is asked for.
         UsageError: the model does not fit into the device's memory.
     """
-    groups.initialize(Layout(), seed)
-    measured = Measured()
+    groups.initialize(Layout(), args.seed)
     memory = PeakMemory()
     try:
-        options = ModelOptions(fp8=fp8, recompute=work.recompute)
-        trainer = Trainer(random_model(config.to_dict(), options, seed), OptimizerOptions())
-        for repetition in range(repeat + 1):
-            batch = step_batch(
-                work.prompts,
-                work.samples,
-                work.prompt_tokens,
-                work.response_tokens,
-                work.max_tokens,
-                config.vocab_size,
-                seed + repetition,
-            )
-            step = _Step(trainer, batch)
-            seconds = {phase: seconds_of(getattr(step, phase)) for phase in PHASES}
-            if repetition > 0:
-                for phase in PHASES:
-                    measured.seconds[phase].append(seconds[phase])
-                measured.tokens.append(batch.tokens)
-                measured.grad_norms.append(step.grad_norm)
+        model = random_model(config.to_dict(), ModelOptions(fp8=fp8, recompute=args.recompute), args.seed)
+        step = Step(Trainer(model, OptimizerOptions()), args, config.vocab_size)
+        phases = {"old_policy": step.old_policy, "advantages": step.advantages, "train": step.train}
+        measured = measure({"": phases}, args.repeat, new_round=step.new_batch)[""]
     except torch.OutOfMemoryError as error:
         raise UsageError("out of memory; give fewer --layers or --max-tokens, or --recompute full.") from error
-    measured.peak_bytes = memory.beyond()
+    measured.about = {"tokens": step.tokens[1:], "grad_norms": step.grad_norms[1:], "peak_bytes": memory.beyond()}
     return measured
 
 
-class _Step:
-    """One step; its phases are called in the order of :data:`PHASES`."""
+class Step:
+    """One step on Megatron; its phases are called in the order ``old_policy``, ``advantages``, ``train``.
 
-    def __init__(self, trainer: Trainer, batch: StepBatch) -> None:
-        self._trainer = trainer
-        self._batch = batch
-        self._masks = [micro_batch.action_mask.bool() for micro_batch in batch.micro_batches]
-        self._old: list[TokenValues] = []
-        self._advantages: list[Tensor] = []
-        self.grad_norm = 0.0
+    Fields:
+        micro_batches: of at most ``args.max_tokens`` tokens, a longer row alone.
+        outcome: (B,) 1 or 0, half of each in every group; rows in the order of the micro-batches.
+        group_ids: (B,).
+        tokens, grad_norms: of each step; tokens are real ones, prompts included.
+    """
+
+    def __init__(self, trainer: Trainer, args: argparse.Namespace, vocabulary: int) -> None:
+        self._trainer, self._args, self._vocabulary = trainer, args, vocabulary
+        self.tokens: list[int] = []
+        self.grad_norms: list[float] = []
+
+    def new_batch(self, repetition: int) -> None:
+        """``prompts`` groups of ``samples`` responses, whose median length is a sixth of ``response_tokens``."""
+        args, seed = self._args, self._args.seed + repetition
+        generator = torch.Generator().manual_seed(seed)
+        rows = []
+        for length in long_tailed_lengths(args.prompts * args.samples, args.response_tokens, seed).tolist():
+            tokens = torch.randint(self._vocabulary, (args.prompt_tokens + length,), generator=generator)
+            rows.append((tokens, torch.arange(len(tokens)) >= args.prompt_tokens))
+        members = first_fit([len(tokens) for tokens, _ in rows], args.max_tokens)
+        order = torch.tensor([row for part in members for row in part])
+        self.micro_batches = [[rows[i] for i in part] for part in members]
+        self.outcome, self.group_ids = (order % 2).float(), order // args.samples
+        self.tokens.append(sum(len(tokens) for tokens, _ in rows))
+        actions = [[marks[1:] for _, marks in micro_batch] for micro_batch in self.micro_batches]
+        self._masks = [pad_sequence(part, batch_first=True) for part in actions]  # (b, A) each
 
     def old_policy(self) -> None:
-        self._old = schedule.forward(self._trainer.model, self._batch.micro_batches)
+        self._old = schedule.forward(self._trainer.model, self.micro_batches)
 
     def advantages(self) -> None:
+        entropy = [place(values.entropy, mask) for values, mask in zip(self._old, self._masks, strict=True)]
         advantages = gtpo_advantages(
-            _stacked([values.entropy for values in self._old]),
-            _stacked(self._masks),
-            self._batch.outcome,
-            self._batch.group_ids,
-            GTPOConfig(),
+            _stacked(entropy), _stacked(self._masks), self.outcome, self.group_ids, GTPOConfig()
         )
         parts = advantages.split([len(mask) for mask in self._masks])
-        self._advantages = [part[:, : mask.shape[1]] for part, mask in zip(parts, self._masks, strict=True)]
+        self._advantages = [part[:, : mask.shape[1]][mask] for part, mask in zip(parts, self._masks, strict=True)]
 
     def train(self) -> None:
         actions = sum(int(mask.sum()) for mask in self._masks)
 
         def loss(index: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, None]:
-            given = (self._old[index].log_probs, self._advantages[index], self._masks[index])
-            surrogate = policy_surrogate(log_probs, *(t.to(log_probs.device) for t in given), level="token")
+            old, advantages = self._old[index].log_probs, self._advantages[index]
+            given = (old, advantages, torch.ones_like(old, dtype=torch.bool))
+            of_rows = (values.to(log_probs.device)[None] for values in (log_probs, *given))
+            surrogate = policy_surrogate(*of_rows, level="token")
             return surrogate.loss.sum() / actions, None
 
-        self.grad_norm = self._trainer.step(self._batch.micro_batches, loss).grad_norm
+        self.grad_norms.append(self._trainer.step(self.micro_batches, loss).grad_norm)
+
+
+def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Indices into ``lengths``, the longest first, each in the first micro-batch with room; a longer row alone.
+
+    The trainer's own ``fill`` balances with OpenRLHF's code, which this benchmark has to do without.
+    """
+    parts: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fits = (part for part in parts if sum(lengths[i] for i in part) + lengths[row] <= max_tokens)
+        part = next(fits, None)
+        if part is None:
+            parts.append([row])
+        else:
+            part.append(row)
+    return parts
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:
     """(b, A) tensors of different widths, which begin at the same column, as one (B, longest A), 0 at their ends."""
     longest = max(part.shape[1] for part in parts)
     return torch.cat([torch.nn.functional.pad(part, (0, longest - part.shape[1])) for part in parts])
+
+
+def _deepspeed(args: argparse.Namespace, shape: Any) -> dict[str, Any]:
+    """As of a precision; the advantages are computed elsewhere, and are no phase of this actor."""
+    from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
+
+    check_openrlhf()
+    platform.choose()
+
+    from openrlhf_gtpo.benchmarks.actor import measure_actors
+    from openrlhf_gtpo.integration.actors.policy_actor import PolicyActor
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_random_checkpoint(shape, Path(folder), args.seed)
+        actor_args = argparse.Namespace(**(vars(args) | {"model": folder}))
+        side = measure_actors(actor_args, {_DEEPSPEED: PolicyActor})[_DEEPSPEED]
+    return {
+        "seconds": {"old_policy": side.seconds["forward"], "train": side.seconds["train"]},
+        "tokens": side.about["tokens"],
+        "peak_bytes": side.about["peak_bytes"],
+    }
+
+
+def _derived(measured: dict[str, Any]) -> dict[str, Any]:
+    """Of each precision and phase, and of the whole ``step``: tokens/s of each step, and how many times as fast as
+    bfloat16 on Megatron."""
+    found: dict[str, Any] = {}
+    for name, one in measured.items():
+        phases = {**one["seconds"], "step": [sum(parts) for parts in zip(*one["seconds"].values(), strict=True)]}
+        found[name] = {
+            phase: {"tokens_per_second": ratios(one["tokens"], seconds)} for phase, seconds in phases.items()
+        }
+    for phases in found.values():
+        for phase, numbers in phases.items():
+            bf16 = found[BF16][phase]["tokens_per_second"]
+            numbers["times_bf16"] = ratios(numbers["tokens_per_second"], bf16)
+    return found

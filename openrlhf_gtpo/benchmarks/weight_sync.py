@@ -1,31 +1,34 @@
-"""Times whole weight syncs into one engine, every way in turn, beside a device copy of the same bytes.
+"""Whole weight syncs into one engine, every way in turn, beside a device copy of the same bytes.
 
 The engine is vLLM's, or a process with a plain model where neither vLLM nor Ray is installed.
 """
 
+import argparse
 import json
-import time
+import re
+import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
-from openrlhf_gtpo.weight_sync.buckets import WIRE_DTYPE, ParameterMeta, numel
-from openrlhf_gtpo.weight_sync.colocated import ColocatedSender
-from openrlhf_gtpo.weight_sync.engine import Engine, ray_engine
+from openrlhf_gtpo.benchmarks.harness import Measured, measure, median_and_range, print_table, ratios, write_results
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.weight_sync.buckets import WIRE_DTYPE, ParameterMeta, TensorBuckets, numel
 from openrlhf_gtpo.weight_sync.process_engine import ProcessEngine
-from openrlhf_gtpo.weight_sync.sender import WeightSender
+from openrlhf_gtpo.weight_sync.sender import ColocatedSender, Engine, WeightSender, ray_engine
+
+COPY = "device copy"
+_SYNC = "sync"
 
 
-@dataclass
-class Case:
-    """One way to sync, and the seconds of each repetition.
+class Case(NamedTuple):
+    """One way to sync.
 
     Fields:
         bucket_mb: MiB; 0 makes every parameter a bucket of its own.
@@ -35,18 +38,63 @@ class Case:
     transport: str
     bucket_mb: int
     checksum: bool = False
-    seconds: list[float] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        bucket = f"{self.bucket_mb} MiB" if self.bucket_mb else "a parameter"
+        return f"{self.transport}, {bucket}{', checksum' if self.checksum else ''}"
 
 
-def measure(
+def run(args: argparse.Namespace) -> None:
+    """Measure every bucket size with every transport, and print and write the results."""
+    if (args.model is None) == (args.shape is None):
+        raise UsageError("Give one of --model and --shape.")
+    if args.shape is not None and args.receiver == "vllm":
+        raise UsageError("--shape has no weights for vLLM to load; give --receiver process, or --model.")
+    if args.shape is None:
+        parameters = parameters_of(args.model)
+    elif re.fullmatch(r"[1-9]\d*(x[1-9]\d*){3}", args.shape):
+        parameters = llama_parameters(*map(int, args.shape.split("x")))
+    else:
+        raise UsageError(f"--shape {args.shape!r} is not LxHxIxV, such as 32x4096x14336x128256.")
+    if not parameters:
+        raise UsageError(f"--model {args.model} has no *.safetensors.")
+    _check_gpus(args)
+    cases = [Case(transport, size) for transport in args.transport for size in args.bucket_mb]
+    cases += [Case(transport, args.bucket_mb[-1], checksum=True) for transport in args.transport]
+    receiver: AbstractContextManager[Engine]
+    if args.receiver == "process":  # on the first GPUs, or on the CPU
+        devices = [
+            torch.device("cuda", i) if torch.cuda.is_available() else torch.device("cpu") for i in range(args.workers)
+        ]
+        receiver = closing(ProcessEngine({p.name: p.shape for p in parameters}, devices))
+    else:
+        receiver = vllm_engine(args.model, args.workers)
+    with receiver as engine:
+        measured = measure_syncs(parameters, engine, args.workers, cases, args.repeat)
+    seconds = {name: one.seconds[_SYNC] for name, one in measured.items()}
+    size = numel(parameters) * WIRE_DTYPE.itemsize
+    rows = []
+    for name, times in seconds.items():
+        share = statistics.median(ratios(seconds[COPY], times))
+        rate = median_and_range(size / 1e9 / one for one in times)
+        rows.append((name, f"{statistics.median(times) * 1e3:.1f}", rate, f"{share:.4f}"))
+    print_table(
+        f"{len(parameters)} parameters, {size / 1e9:.3f} GB; medians of {args.repeat} syncs, copy = 1",
+        ("way", "ms", "GB/s", "of the copy"),
+        rows,
+    )
+    if args.output:
+        results = {"bytes": size, "parameters": len(parameters), "copy_seconds": seconds[COPY]}
+        results["cases"] = [{**case._asdict(), "seconds": seconds[str(case)]} for case in cases]
+        write_results(args.output, args, results)
+
+
+def measure_syncs(
     parameters: Sequence[ParameterMeta], engine: Engine, workers: int, cases: list[Case], repeat: int
-) -> list[float]:
-    """Time every case ``repeat`` times, in rotating order, after a sync of each that is not counted.
+) -> dict[str, Measured]:
+    """Of the device copy, and of every case by its words.
 
     On GPUs all cases have one transport: a colocated trainer is on the engine's GPU, another on the last.
-
-    Returns:
-        Seconds of the device copy, once a repetition.
     """
     transports = {case.transport for case in cases}
     device = torch.device("cpu")
@@ -56,31 +104,34 @@ def measure(
         torch.cuda.set_device(device)
     senders: dict[str, Any] = {}
     if "colocated" in transports:  # of one trainer process: what it gathers from all is its own
-        senders["colocated"] = ColocatedSender([engine], lambda mine: [mine], device, 1, False)
+        senders["colocated"] = ColocatedSender([engine], lambda mine: [mine], device, False)
     if "broadcast" in transports:
-        senders["broadcast"] = WeightSender([engine], workers, "127.0.0.1", device, 1, False)
+        senders["broadcast"] = WeightSender([engine], workers, "127.0.0.1", device, False)
     weights = [torch.randn(p.shape, device=device).to(WIRE_DTYPE) for p in parameters]
     flat, copy = (torch.zeros(numel(parameters), dtype=WIRE_DTYPE, device=device) for _ in range(2))
-    copies = []
-    for repetition in range(repeat + 1):
-        started = _now()
-        copy.copy_(flat)
-        copies.append(_now() - started)
-        turn = repetition % len(cases)
-        for case in cases[turn:] + cases[:turn]:
-            sender = senders[case.transport]
-            sender.bucket_bytes, sender.prove = case.bucket_mb * 2**20 or 1, case.checksum
-            started = _now()
-            sender.send(parameters, iter(weights))
-            if repetition:
-                case.seconds.append(_now() - started)
-    return copies[1:]
+
+    def sync(case: Case) -> None:
+        sender = senders[case.transport]
+        sender.prove = case.checksum
+        sender.send(TensorBuckets(parameters, iter(weights), case.bucket_mb * 2**20 or 1))
+
+    sides: dict[str, Any] = {COPY: partial(copy.copy_, flat)} | {str(case): partial(sync, case) for case in cases}
+    return measure({name: {_SYNC: call} for name, call in sides.items()}, repeat)
 
 
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+def _check_gpus(args: argparse.Namespace) -> None:
+    gpus = torch.cuda.device_count()
+    if gpus and "broadcast" in args.transport and gpus <= args.workers:
+        raise UsageError(
+            f"--transport broadcast needs a GPU for the trainer beside those of {args.workers} workers, and this host "
+            f"has {gpus}; give --transport colocated."
+        )
+    if gpus and len(args.transport) > 1:
+        raise UsageError("On GPUs the transports need the trainer on different ones; give one --transport at a time.")
+    if gpus and "colocated" in args.transport and args.workers > 1:
+        raise UsageError(
+            f"--transport colocated has one trainer process, on one GPU; --workers {args.workers} need more."
+        )
 
 
 def parameters_of(model: Path) -> list[ParameterMeta]:
@@ -108,29 +159,20 @@ def llama_parameters(layers: int, hidden: int, intermediate: int, vocabulary: in
 
 
 @contextmanager
-def process_engine(parameters: Sequence[ParameterMeta], workers: int) -> Iterator[Engine]:
-    """Workers with a plain model, on the first GPUs or on the CPU."""
-    devices = [torch.device("cuda", i) if torch.cuda.is_available() else torch.device("cpu") for i in range(workers)]
-    engine = ProcessEngine({p.name: p.shape for p in parameters}, devices)
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
-@contextmanager
 def vllm_engine(model: Path, workers: int) -> Iterator[Engine]:
     """vLLM as a run starts it, in a Ray of its own."""
+    from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
+
     check_openrlhf()
     platform.choose()
 
     import ray
     from openrlhf.trainer.ray import vllm_engine as upstream
 
-    from openrlhf_gtpo.integration import run
+    from openrlhf_gtpo.integration.command_line.host import start_ray
     from openrlhf_gtpo.integration.rollout.rollout_actor import RolloutActor
 
-    run.start_ray(SimpleNamespace(actor=SimpleNamespace(num_nodes=1, num_gpus_per_node=1)), gpus=workers)
+    start_ray(SimpleNamespace(actor=SimpleNamespace(num_nodes=1, num_gpus_per_node=1)), gpus=workers)
     try:
         group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * workers)
         ray.get(group.ready())

@@ -7,17 +7,18 @@ memory, on hosts with GPUs too. Parse, check, call; nothing else.
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from openrlhf_gtpo.megatron.checkpoint.files import SIDE_FILES, check_checkpoint
-from openrlhf_gtpo.megatron.checkpoint.folder import resolve
+from openrlhf_gtpo.megatron.checkpoint.folder import SIDE_FILES, CheckpointWriteError, check_checkpoint, resolve
 from openrlhf_gtpo.megatron.parallel.layout import Layout, LayoutError, check_layout
 from openrlhf_gtpo.platform import PLATFORM_VARIABLE
 from openrlhf_gtpo.platform.processes import ProcessFailed, is_first_process, run_processes
 
 DTYPES = ("bfloat16", "float32")
+FLAGS = {"tensor_model_parallel_size": "--tensor-parallel", "pipeline_model_parallel_size": "--pipeline-parallel"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,15 +64,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _hf_to_megatron(args: argparse.Namespace) -> None:
     if not (args.source / "config.json").is_file():
-        raise ValueError(f"{args.source} is no Hugging Face model: it has no config.json.")
+        raise ValueError(f"{args.source} is not a Hugging Face model: it has no config.json.")
     if not any(args.source.glob("*.safetensors")):
-        raise ValueError(f"{args.source} has no *.safetensors files, the one weight format that is read.")
+        raise ValueError(f"{args.source} has no *.safetensors files, the only weight format that is read.")
     config = _read_config(args.source)
     try:
         layout = Layout(args.tensor_parallel, args.pipeline_parallel)
         check_layout(config, layout, layout.model_parallel_size, cuda=False)
     except LayoutError as error:
-        raise ValueError(_with_own_flags(str(error))) from None
+        raise ValueError(error.with_flags(lambda name: FLAGS.get(name, name))) from None
     dtype = args.dtype or _own_dtype(args.source, config)
     run_processes(
         hf_to_megatron, layout.model_parallel_size, str(args.source), str(args.destination.resolve()), layout, dtype
@@ -86,18 +87,44 @@ def _megatron_to_hf(args: argparse.Namespace) -> None:
     run_processes(megatron_to_hf, 1, str(source.resolve()), str(args.destination.resolve()), dtype)
 
 
-def hf_to_megatron(*args: Any) -> None:
-    """In each process: megatron is imported there alone."""
-    from openrlhf_gtpo.megatron.checkpoint import convert
+def hf_to_megatron(source: str, destination: str, layout: Layout, dtype: str) -> None:
+    """In each process, which alone imports megatron: load ``source`` at ``layout``, write a checkpoint of weights."""
+    import torch
 
-    convert.hf_to_megatron(*args)
+    from openrlhf_gtpo.megatron.checkpoint.checkpoints import save_checkpoint
+    from openrlhf_gtpo.megatron.model.policy import ModelOptions, load_model
+    from openrlhf_gtpo.megatron.parallel import groups
+
+    groups.initialize(layout, seed=0)
+    model = load_model(source, ModelOptions(layout=layout, dtype=getattr(torch, dtype)), for_training=False)
+    with _write_errors():
+        save_checkpoint(Path(destination), model, hf_source=source)
 
 
-def megatron_to_hf(*args: Any) -> None:
-    """In each process: megatron is imported there alone."""
-    from openrlhf_gtpo.megatron.checkpoint import convert
+def megatron_to_hf(source: str, destination: str, dtype: str) -> None:
+    """Load the weights of the checkpoint ``source`` in one process and write them as a Hugging Face folder."""
+    import torch
 
-    convert.megatron_to_hf(*args)
+    from openrlhf_gtpo.megatron.checkpoint.checkpoints import load_checkpoint
+    from openrlhf_gtpo.megatron.checkpoint.export import save_hf
+    from openrlhf_gtpo.megatron.model.policy import ModelOptions, load_model
+    from openrlhf_gtpo.megatron.parallel import groups
+
+    groups.initialize(Layout(), seed=0)
+    side_files = Path(source) / SIDE_FILES
+    model = load_model(side_files, ModelOptions(dtype=getattr(torch, dtype)), with_weights=False)
+    load_checkpoint(Path(source), model)
+    with _write_errors():
+        save_hf(model, side_files, destination)
+
+
+@contextmanager
+def _write_errors() -> Iterator[None]:
+    """What a process cannot write as a ValueError, which :func:`run_processes` hands on without a stack trace."""
+    try:
+        yield
+    except CheckpointWriteError as error:
+        raise ValueError(str(error)) from error
 
 
 def _check_destination(path: Path) -> None:
@@ -120,14 +147,10 @@ def _read_config(source: Path) -> Any:
 def _own_dtype(source: Path, config: Any) -> str:
     dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
-        raise ValueError(f"{source} is in {dtype}, which is not trained in; choose --dtype {' or '.join(DTYPES)}.")
+        raise ValueError(
+            f"{source} is in {dtype}, in which no model is trained; choose --dtype {' or '.join(DTYPES)}."
+        )
     return dtype
-
-
-def _with_own_flags(message: str) -> str:
-    for kind in ("tensor", "pipeline"):
-        message = message.replace(f"--megatron.{kind}_model_parallel_size", f"--{kind}-parallel")
-    return message
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`python3 -m openrlhf_gtpo.cli.prepare {smollm2,tiny-model,task,math} --output DIR`: models, tasks and data sets.
 
-Each command is done once: a second call with the same settings returns at once. Parse, check, call; nothing else.
+A second call with the same settings returns at once.
 """
 
 import argparse
@@ -8,9 +8,8 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from openrlhf_gtpo.tasks.math_data import INSTRUCTION, Columns, load_table, write_math_files
+from openrlhf_gtpo.tasks.math_data import INSTRUCTION, load_table, write_math_files
 from openrlhf_gtpo.tasks.reasoning_gym_data import PRESETS, write_task_files
 
 
@@ -127,41 +126,35 @@ def _task(args: argparse.Namespace) -> Path:
     names = ("task", "instruction", "system", "question_form", "examples")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.task_config is not None:
-        given["task_config"] = _task_config(args.task_config)
+        problem = "is not a JSON object"
+        try:
+            given["task_config"] = json.loads(args.task_config)
+        except ValueError as error:
+            problem = f"is not JSON ({error})"
+        if not isinstance(given.get("task_config"), dict):
+            raise ValueError(f"--task-config {args.task_config!r} {problem}: write it as '{{\"max_digits\": 2}}'")
     settings = {**PRESETS.get(args.preset, {}), **given}
     if "task" not in settings:
         raise ValueError(f"name a task with --task, or a preset ({', '.join(sorted(PRESETS))}) with --preset")
-    return write_task_files(
-        output_dir=args.output,
-        train_size=args.train_size,
-        eval_size=args.eval_size,
-        seed=args.seed,
-        train_rows=args.train_rows,
-        label=args.label,
-        **settings,
-    )
+    sizes = (args.train_size, args.eval_size, args.seed)
+    task, output = settings.pop("task"), args.output
+    return write_task_files(task, output, *sizes, train_rows=args.train_rows, label=args.label, **settings)
 
 
 def _math(args: argparse.Namespace) -> Path:
-    columns = Columns(args.problem_key, args.answer_key, args.answer_after)
-    table = load_table(args.source, args.config, args.split)
     directory, counts = write_math_files(
-        table, args.output, columns, args.instruction, args.system, args.eval_size, args.seed
+        load_table(args.source, args.config, args.split),
+        args.output,
+        problem_key=args.problem_key,
+        answer_key=args.answer_key,
+        answer_after=args.answer_after,
+        instruction=args.instruction,
+        system=args.system,
+        eval_size=args.eval_size,
+        seed=args.seed,
     )
     print(counts, file=sys.stderr)
     return directory
-
-
-def _task_config(text: str) -> dict[str, Any]:
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise ValueError(
-            f"--task-config {text!r} is not JSON ({error}): write it as '{{\"max_digits\": 2}}'"
-        ) from None
-    if not isinstance(config, dict):
-        raise ValueError(f"--task-config {text!r} is not a JSON object: write it as '{{\"max_digits\": 2}}'")
-    return config
 
 
 if __name__ == "__main__":

@@ -20,39 +20,31 @@ _PORT = 6379
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: of Ray, or 1 where the cluster is not whole in time, 2 for a mistake in the command line."""
+    """The exit status: of Ray, or 1 where the cluster is not complete in time, 2 for a mistake in the command line."""
     words = list(sys.argv[1:] if argv is None else argv)
-    more = words[words.index("--") + 1 :] if "--" in words else []
-    args = _parser().parse_args(words[: len(words) - len(more) - 1] if "--" in words else words)
-    if args.command == "wait":
-        return _wait(args)
-    if args.token is not None:
-        if args.command == "head":
-            make_token(args.token)
-        elif not args.token.is_file():
-            print(
-                f"ray_cluster: --token {args.token} is not there; the head makes it, on a shared disk.",
-                file=sys.stderr,
-            )
-            return 2
-    head = args.head if args.command == "worker" else None
-    port = args.port if args.command == "head" else _PORT
-    node = Node(args.name, args.address, head, port, args.temporary, more)
+    end = words.index("--") if "--" in words else len(words)
+    args, more = _parser().parse_args(words[:end]), words[end + 1 :]
     try:
-        return run_node(node, args.token, args.logs)
+        if args.command == "wait":
+            wait_for_nodes(Dashboard(args.dashboard, args.token), args.nodes, args.timeout)
+            return 0
+        if args.token is not None and args.command == "head":
+            make_token(args.token)
+        elif args.token is not None and not args.token.is_file():
+            return _say(f"--token {args.token} is not there; the head makes it, on a shared disk.", 2)
+        return run_node(
+            Node(args.name, args.address, args.head, args.port, args.temporary, more), args.token, args.logs
+        )
+    except NotJoined as error:
+        return _say(str(error), 1)
     except FileNotFoundError as error:
         hint = "activate the environment that has Ray" if error.filename == "ray" else "make it, or name another"
-        print(f"ray_cluster: {error.filename} is not there; {hint}.", file=sys.stderr)
-        return 2
+        return _say(f"{error.filename} is not there; {hint}.", 2)
 
 
-def _wait(args: argparse.Namespace) -> int:
-    try:
-        wait_for_nodes(Dashboard(args.dashboard, args.token), args.nodes, args.timeout)
-    except NotJoined as error:
-        print(f"ray_cluster: {error}", file=sys.stderr)
-        return 1
-    return 0
+def _say(sentence: str, status: int) -> int:
+    print(f"ray_cluster: {sentence}", file=sys.stderr)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,8 +53,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     head = commands.add_parser("head", help="this host as the head")
+    head.set_defaults(head=None)
     head.add_argument("--port", type=int, default=_PORT, help="for the other nodes; the dashboard has the next one")
     worker = commands.add_parser("worker", help="this host as another node")
+    worker.set_defaults(port=_PORT)
     worker.add_argument("--head", required=True, help="IP:PORT of the head")
     for node in (head, worker):
         node.add_argument("--address", required=True, help="of this host, as the other hosts reach it")

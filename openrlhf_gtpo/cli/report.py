@@ -1,21 +1,34 @@
-"""`python3 -m openrlhf_gtpo.cli.report {run,compare,watch,fp8}`: what a training run did, as a table, a PNG and markdown.
+"""`python3 -m openrlhf_gtpo.cli.report {run,compare,watch,fp8}`: what a training run did, as table, PNG and markdown.
 
-Reads the metrics files that training writes; `fp8` takes responses and a model. Parse, check, call; nothing else.
+Reads the metrics files that training writes; `fp8` takes responses and a model.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from openrlhf_gtpo.cli import report_fp8
+from openrlhf_gtpo import platform
+from openrlhf_gtpo.cli.score import add_input_flags, nested
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.integration.command_line import megatron_flags
+from openrlhf_gtpo.megatron.fp8.options import MODES, RECIPES
 from openrlhf_gtpo.platform.processes import ProcessFailed
 from openrlhf_gtpo.report.metrics import read_metrics
 
+_ESTIMATORS = ("gtpo", "grpo_s")
+_FP8 = """What FP8 does to entropies, shares and advantages of given responses, without training.
+
+Scores the same responses without FP8 and with each recipe on the Megatron actor, shapes their rewards both ways, and
+compares. Input, a JSON object on each line: {"prompt": ..., "response": ..., "reward": NUMBER} or {"tokens": [...],
+"group": NAME, "reward": NUMBER}; lines with the same prompt or group are a group.
+"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command; 0, 2 after one sentence on stderr where the input cannot be used, or 1 where a process failed."""
+    """Run one sub-command; 0, 2 after a sentence on stderr if the input is unusable, or 1 where a process failed."""
     args = build_parser().parse_args(argv)
     try:
         args.run(args)
@@ -51,7 +64,24 @@ def build_parser() -> argparse.ArgumentParser:
     watch.add_argument("--steps", type=int, required=True, help="training steps of the whole run")
     watch.add_argument("--pid", type=int, required=True, help="the training process; watching ends with it")
     watch.set_defaults(run=_watch)
-    report_fp8.add(commands)
+
+    fp8 = commands.add_parser(
+        "fp8", help="what FP8 does to entropy credit: a table, a page with plots, JSON", description=_FP8
+    )
+    add_input_flags(fp8)
+    fp8.add_argument("--output", required=True, type=Path, metavar="DIR", help="gets fp8.md, fp8.png and fp8.json")
+    fp8.add_argument("--estimator", choices=_ESTIMATORS, default=_ESTIMATORS[0], help="(default: %(default)s)")
+    fp8.add_argument("--megatron.fp8", choices=MODES, default="emulated", help="(default: %(default)s)")
+    fp8.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="(default: all of them)")
+    fp8.add_argument(
+        "--layers_in_bf16",
+        type=int,
+        default=0,
+        metavar="N",
+        help="compare tensorwise and blockwise also with the first N and the last N layers left in BF16",
+    )
+    megatron_flags.add_layout_flags(fp8.add_argument_group("layout"))
+    fp8.set_defaults(run=_fp8)
     return parser
 
 
@@ -90,6 +120,44 @@ def _watch(args: argparse.Namespace) -> None:
     from openrlhf_gtpo.report.watch import watch
 
     watch(args.metrics, args.steps, args.pid)
+
+
+def _fp8(args: argparse.Namespace) -> None:
+    platform.choose()
+
+    from openrlhf_gtpo.algorithms import ESTIMATORS
+    from openrlhf_gtpo.benchmarks.harness import write_results
+    from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
+    from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
+    from openrlhf_gtpo.report.fp8_page import table, verdict, write_page
+    from openrlhf_gtpo.scoring.fp8_report import compare, fp8_candidates, read_credit
+    from openrlhf_gtpo.scoring.inputs import ScoreModel, check
+
+    check_openrlhf()
+    if args.layers_in_bf16 < 0:
+        raise UsageError(f"Expected --layers_in_bf16 >= 0, got {args.layers_in_bf16}.")
+    mode = getattr(args, "megatron.fp8")
+    candidates = fp8_candidates(mode, args.recipes, args.layers_in_bf16)
+    layout = megatron_flags.layout_of(nested(args))
+    model = ScoreModel(args.model, "megatron", layout, temperature=args.temperature, max_tokens=args.max_tokens)
+    args.output.mkdir(parents=True, exist_ok=True)
+    page = args.output / "fp8.json"
+    processes = layout.model_parallel_size
+    for fp8 in candidates.values():
+        source = check(replace(model, fp8=fp8), args.input, page, processes)
+    for _ in source.rows():  # a line that is wrong is named before anything starts
+        pass
+    outcome, group_ids = read_credit(args.input)
+    estimator = EntropyCredit(args.estimator, ESTIMATORS[args.estimator].config())
+    results = compare(model, source, processes, candidates, estimator, outcome, group_ids)
+    write_results(page, args, results)
+    about = (
+        f"{results['rows']} responses with {results['tokens']} tokens, credited by {args.estimator}; each recipe "
+        f"(`--megatron.fp8 {mode}`) against the same model in BF16."
+    )
+    print(table(results))
+    print(verdict(results))
+    print(write_page(results, args.output, about))
 
 
 if __name__ == "__main__":

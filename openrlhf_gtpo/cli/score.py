@@ -2,8 +2,8 @@
 
 Writes the log-prob and the entropy (nats, of the whole vocabulary) of every token of given sequences, with either
 backend at any layout; it starts its own processes, or runs in those of torchrun. Input, a JSON object on each line:
-{"tokens": [...]}, of which all but the first are scored, or {"prompt": "...", "response": "..."}, of which the response
-is; an "id" is repeated in the output. Text is tokenised as it is: the prompt's tokens, then the response's, without
+{"tokens": [...]}, where all but the first are scored, or {"prompt": "...", "response": "..."}, where the response
+is; an "id" is repeated in the output. Text is tokenized as it is: the prompt's tokens, then the response's, without
 special tokens or chat template. Output, in the same order: {"log_probs": [...], "entropies": [...]}. Flags that only
 training reads (recompute, offload, optimizer, checkpoints) change nothing.
 """
@@ -28,9 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
-        if getattr(args, "actor.backend") != "megatron":
-            megatron_flags.refuse_stray(given)
-        megatron_flags.refuse_fp8_alone(args, given)
+        megatron_flags.refuse_stray(args, given)
         _score(args)
     except (UsageError, LaunchError, ProcessFailed) as error:
         if is_first_process():
@@ -45,19 +43,9 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", required=True, metavar="DIR", help="folder of a Hugging Face checkpoint")
-    parser.add_argument("--input", required=True, type=Path, metavar="FILE", help="JSON lines")
+    add_input_flags(parser)
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="appears when it is complete")
     parser.add_argument("--dtype", choices=_DTYPES, default=_DTYPES[0], help="of the model (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of the policy (default: %(default)s)")
-    parser.add_argument(
-        "--max-tokens",
-        "--max_tokens",
-        type=int,
-        default=8192,
-        metavar="N",
-        help="of a micro-batch (default: %(default)s)",
-    )
     parser.add_argument(
         "--processes",
         type=int,
@@ -76,19 +64,38 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def add_input_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that ``report fp8`` has too."""
+    parser.add_argument("--model", required=True, metavar="DIR", help="folder of a Hugging Face checkpoint")
+    parser.add_argument("--input", required=True, type=Path, metavar="FILE", help="JSON lines")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the policy (default: %(default)s)")
+    parser.add_argument(
+        "--max-tokens",
+        "--max_tokens",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="of a micro-batch (default: %(default)s)",
+    )
+
+
+def nested(args: argparse.Namespace) -> SimpleNamespace:
+    """``--megatron.*`` as the namespace that ``megatron_flags`` reads."""
+    flags = {
+        name.removeprefix("megatron."): value for name, value in vars(args).items() if name.startswith("megatron.")
+    }
+    return SimpleNamespace(megatron=SimpleNamespace(**flags))
+
+
 def _score(args: argparse.Namespace) -> None:
     platform.choose()
 
     from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
-    from openrlhf_gtpo.scoring.checks import check
-    from openrlhf_gtpo.scoring.models import ScoreModel
+    from openrlhf_gtpo.scoring.inputs import ScoreModel, check
     from openrlhf_gtpo.scoring.score import score
 
     check_openrlhf()
-    megatron = SimpleNamespace(
-        **{name.split(".")[1]: value for name, value in vars(args).items() if name.startswith("megatron.")}
-    )
-    flags = SimpleNamespace(megatron=megatron)
+    flags = nested(args)
     layout = megatron_flags.layout_of(flags)
     processes = args.processes
     if processes is None:
@@ -97,15 +104,14 @@ def _score(args: argparse.Namespace) -> None:
         folder=args.model,
         backend=getattr(args, "actor.backend"),
         layout=layout,
-        overrides=tuple(megatron.override),
+        overrides=tuple(flags.megatron.override),
         fp8=megatron_flags.fp8_of(flags),
         dtype=args.dtype,
         temperature=args.temperature,
         max_tokens=args.max_tokens,
         trust_remote_code=args.trust_remote_code,
     )
-    rows = check(model, args.input, args.output, processes)
-    score(model, rows, args.output, processes)
+    score(model, check(model, args.input, args.output, processes), args.output, processes)
 
 
 if __name__ == "__main__":

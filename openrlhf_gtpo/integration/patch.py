@@ -17,9 +17,8 @@ def apply(backend: str = "deepspeed") -> None:
     from openrlhf.trainer.ray import vllm_engine
     from openrlhf.utils import deepspeed
 
-    from openrlhf_gtpo.integration.actors.critic_actor import CriticActor
     from openrlhf_gtpo.integration.actors.dispatch import ActorGroup
-    from openrlhf_gtpo.integration.actors.policy_actor import PolicyActor
+    from openrlhf_gtpo.integration.actors.policy_actor import CriticActor, PolicyActor
     from openrlhf_gtpo.integration.actors.strategy import CpuStrategy, Strategy
     from openrlhf_gtpo.integration.controller.trainer import Trainer
     from openrlhf_gtpo.integration.rollout.rollout_actor import RolloutActor

@@ -9,17 +9,17 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from types import FrameType
+
+import psutil  # vLLM and DeepSpeed depend on it
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def run_and_clear(command: Sequence[str], environment: Mapping[str, str], *, patience: float = 10.0) -> int:
-    """Run ``command`` to its end, which SIGTERM, SIGINT and SIGHUP to this process bring about, then end its descendants.
+    """Run ``command`` until it ends, or SIGTERM, SIGINT or SIGHUP to this process ends it, then end its descendants.
 
     Args:
         command: program and arguments.
@@ -33,12 +33,8 @@ def run_and_clear(command: Sequence[str], environment: Mapping[str, str], *, pat
         OSError: the program cannot be started.
     """
     received: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
     _adopt_orphans(True)
-    before = {number: signal.signal(number, note) for number in _FORWARDED}
+    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in _FORWARDED}
     try:
         child = subprocess.Popen(command, env=dict(environment))
         asked = None
@@ -51,7 +47,7 @@ def run_and_clear(command: Sequence[str], environment: Mapping[str, str], *, pat
             _reap(except_for=child.pid)
             with suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=1.0 if asked is None else 0.2)
-        end_descendants(os.getpid(), patience=patience)
+        _end_descendants(patience)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -65,53 +61,28 @@ def _adopt_orphans(yes: bool) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-def end_descendants(pid: int, *, patience: float) -> None:
-    """End all descendants of the process ``pid``, which is this one: SIGTERM, and SIGKILL to what is left."""
+def _end_descendants(patience: float) -> None:
+    """End all descendants of this process: SIGTERM, and SIGKILL to what is left after ``patience`` seconds."""
     deadline = time.monotonic() + patience
-    _send(descendants(pid), signal.SIGTERM)
+    this = psutil.Process()
+    for process in this.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
     while True:
         _reap()
-        left = descendants(pid)
+        left = this.children(recursive=True)
         if not left:
             return
         if time.monotonic() > deadline:
-            _send(left, signal.SIGKILL)
+            for process in left:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
         time.sleep(0.1)
-
-
-def descendants(pid: int) -> list[int]:
-    """Processes whose parent is ``pid``, or one of these."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                # The name, in parentheses, may hold anything.
-                parent = int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
-            except (OSError, IndexError):
-                continue  # it has just ended
-            children.setdefault(parent, []).append(int(entry.name))
-    found, pending = [], [pid]
-    while pending:
-        for child in children.get(pending.pop(), []):
-            found.append(child)
-            pending.append(child)
-    return found
-
-
-def _send(pids: Iterable[int], number: int) -> None:
-    for pid in pids:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            continue
 
 
 def _reap(except_for: int | None = None) -> None:
     """Collect adopted orphans that have ended; ``except_for`` is waited for by whoever started it."""
-    for pid in descendants(os.getpid()):
-        if pid == except_for:
-            continue
-        try:
-            os.waitpid(pid, os.WNOHANG)
-        except ChildProcessError:  # a grandchild
-            continue
+    for process in psutil.Process().children():
+        if process.pid != except_for:
+            with suppress(ChildProcessError):
+                os.waitpid(process.pid, os.WNOHANG)

@@ -5,14 +5,14 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from openrlhf_gtpo.launch.process_tree import run_and_clear
 
-_AUTH = {"RAY_AUTH_MODE": "token"}
-# Ray's Prometheus servers listen on every interface and know no token. Those of its head cannot be switched off, but they
-# do not start on a port that is none (Ray 2.55 logs that and goes on).
+# Ray's Prometheus servers listen on all interfaces and ask for no token. Those of its head cannot be switched off, but
+# they do not start on an invalid port (Ray 2.55 logs that and goes on).
 _NO_METRICS_SERVERS = {
     "RAY_enable_metrics_collection": "0",
     "DASHBOARD_METRIC_PORT": "65536",
@@ -22,14 +22,14 @@ _NO_METRICS_SERVERS = {
 
 @dataclass(frozen=True)
 class Node:
-    """What `ray start` is told.
+    """A node as `ray start` is told of it.
 
     Fields:
         name: in messages and in Ray's lists.
         address: of this host, as the others reach it.
         head: HOST:PORT of the cluster's head; None where this is it.
         port: of the head for the other nodes; the dashboard has the next one, Ray's clients the one after.
-        temporary: folder on a disk of this host for Ray's files, in one of their own there; short, for the Unix sockets.
+        temporary: folder on a disk of this host, where Ray's files get one of their own; short, for Unix sockets.
         more: flags of `ray start`, which come last and win.
     """
 
@@ -42,26 +42,22 @@ class Node:
 
     def command(self, folder: Path) -> list[str]:
         """`ray start` with its flags and files in ``folder``. Its dashboard listens on the loopback alone."""
-        flags = [f"--node-ip-address={self.address}", f"--node-name={self.name}", f"--temp-dir={folder}"]
+        command = ["ray", "start", "--block", f"--node-ip-address={self.address}", f"--node-name={self.name}"]
+        command += [f"--temp-dir={folder}"]
         # Fixed ports would meet those of another cluster on the same host.
-        flags += ["--dashboard-agent-listen-port=0", "--min-worker-port=0", "--max-worker-port=0"]
+        command += ["--dashboard-agent-listen-port=0", "--min-worker-port=0", "--max-worker-port=0"]
         if self.head is None:
-            flags += ["--head", f"--port={self.port}", "--dashboard-host=127.0.0.1"]
-            flags += [f"--dashboard-port={self.port + 1}", f"--ray-client-server-port={self.port + 2}"]
-            flags += ["--disable-usage-stats"]
+            command += ["--head", f"--port={self.port}", "--dashboard-host=127.0.0.1", "--disable-usage-stats"]
+            command += [f"--dashboard-port={self.port + 1}", f"--ray-client-server-port={self.port + 2}"]
         else:
-            flags += [f"--address={self.head}"]
-        return ["ray", "start", "--block", *flags, *self.more]
+            command += [f"--address={self.head}"]
+        return [*command, *self.more]
 
 
 def make_token(path: Path) -> None:
-    """Write a new secret that only this user can read; one that is there stays."""
+    """Write a new secret that only this user can read, unless there is one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return
-    with os.fdopen(descriptor, "w", encoding="ascii") as stream:
+    with suppress(FileExistsError), open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
         stream.write(secrets.token_hex(32))
 
 
@@ -69,11 +65,11 @@ def with_token(environment: Mapping[str, str], token: Path | None) -> dict[str, 
     """``environment`` in which Ray, which listens on every interface, answers only those who know the token."""
     if token is None:
         return dict(environment)
-    return {**environment, **_AUTH, "RAY_AUTH_TOKEN_PATH": str(token)}
+    return {**environment, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
 
 
 def run_node(node: Node, token: Path | None, logs: Path | None) -> int:
-    """Be this node until Ray or a signal ends it; the exit status.
+    """Run this node until Ray or a signal ends it; returns the exit status.
 
     Args:
         token: the cluster's secret; None leaves the cluster open.

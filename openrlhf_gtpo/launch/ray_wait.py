@@ -1,10 +1,10 @@
-"""Waits until every node of a Ray cluster has joined and the cluster takes jobs, through its dashboard's HTTP."""
+"""Waits until every node of a Ray cluster has joined and the cluster takes jobs, by its dashboard's HTTP interface."""
 
 import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ _PAUSE = 1.0  # seconds between two looks
 
 
 class NotJoined(RuntimeError):
-    """The cluster is not whole in time; the message names what is missing."""
+    """The cluster was not complete in time; the message names what is missing."""
 
 
 class Dashboard:
-    """Of a cluster's head.
+    """The dashboard of a cluster's head.
 
     Args:
         url: such as http://127.0.0.1:8265.
@@ -29,7 +29,7 @@ class Dashboard:
         self._token = token
 
     def alive(self) -> set[str]:
-        """Names of the nodes that are up; none where the head does not answer yet."""
+        """Names of the nodes that are up; empty where the head does not answer yet."""
         try:
             answer = self._ask("/api/v0/nodes?limit=10000")
             nodes = answer["data"]["result"]["result"]
@@ -38,7 +38,7 @@ class Dashboard:
         return {node["node_name"] for node in nodes if node["state"] == "ALIVE"}
 
     def runs_a_job(self) -> str | None:
-        """Submit a job that does nothing; None once one has succeeded, or what is in the way."""
+        """Submit a job that does nothing: None where it has succeeded, else what is in the way."""
         try:
             job = self._ask("/api/jobs/", {"entrypoint": "true"})["submission_id"]
             while True:
@@ -63,32 +63,24 @@ class Dashboard:
             return json.load(response)
 
 
-def wait_for_nodes(dashboard: Dashboard, names: Iterable[str], seconds: float) -> None:
+def wait_for_nodes(dashboard: Dashboard, names: Sequence[str], seconds: float) -> None:
     """Return once all of ``names`` have joined and a job has run.
 
     Raises:
         NotJoined: not within ``seconds``.
     """
-    expected = list(names)
-    started = time.monotonic()
-    while True:
-        alive = dashboard.alive()
-        missing = [name for name in expected if name not in alive]
-        if not missing:
-            break
-        if time.monotonic() - started > seconds:
-            raise NotJoined(_who(missing, len(expected), bool(alive), seconds))
+    deadline = time.monotonic() + seconds
+    while missing := set(names) - (alive := dashboard.alive()):
+        if time.monotonic() > deadline:
+            if not alive:
+                raise NotJoined(f"After {seconds:g} s the head of the Ray cluster does not answer; its log says why.")
+            raise NotJoined(
+                f"After {seconds:g} s {len(missing)} of {len(names)} nodes have not joined the Ray cluster: "
+                f"{', '.join(sorted(missing, key=names.index))}; their logs say why. "
+                "Often the head's address cannot be reached from there."
+            )
         time.sleep(_PAUSE)
     while (obstacle := dashboard.runs_a_job()) is not None:
-        if time.monotonic() - started > seconds:
-            raise NotJoined(f"All {len(expected)} nodes joined, but after {seconds:g} s Ray takes no job: {obstacle}")
+        if time.monotonic() > deadline:
+            raise NotJoined(f"All {len(names)} nodes joined, but after {seconds:g} s Ray takes no job: {obstacle}")
         time.sleep(_PAUSE)
-
-
-def _who(missing: list[str], count: int, head_answers: bool, seconds: float) -> str:
-    if not head_answers:
-        return f"After {seconds:g} s the head of the Ray cluster does not answer; its log says why."
-    return (
-        f"After {seconds:g} s {len(missing)} of {count} nodes have not joined the Ray cluster: {', '.join(missing)}; "
-        "their logs say why. Often the head's address cannot be reached from there."
-    )

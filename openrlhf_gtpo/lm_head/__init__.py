@@ -2,14 +2,11 @@
 
 | file | owns |
 |---|---|
-| `function` | the public function, its checks, its autograd |
-| `implementations` | which of `portable` and `kernels` works on tiles |
-| `projection` | the forward and the backward pass over a shard, and the plan of the latter |
-| `sweeps` | their loops over tiles, the products, the sums of gradients |
+| `function` | the public function, its checks, the choice of `portable` or `kernels`, its autograd |
+| `projection` | the forward and the backward pass over a shard: plan, loops over tiles, products, sums of gradients |
 | `portable` | the work on one tile, in torch |
 | `kernels` | the same, in Triton |
-| `gradient` | the gradient of a logit in closed form |
-| `statistics` | the online softmax arithmetic |
+| `softmax` | the online softmax arithmetic, and the gradient of a logit in closed form |
 | `shard` | which columns a rank has, and every collective |
 | `tiles` | how large a tile may be |
 

@@ -1,20 +1,24 @@
 """Hidden states and the LM head's weight in, log-probability and entropy of every token out; never the logits.
 
-Owns the function other rooms call, what it refuses, and its autograd. Knows nothing of how it is computed: that is
-`projection`.
+Owns the function other rooms call, what it refuses, which implementation works for it, and its autograd. How it is
+computed is in `projection`.
 """
 
+import importlib.util
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .implementations import Implementation, choose
-from .projection import Settings, backward, forward
+from .portable import PortableTile
+from .projection import Settings, TileWork, backward, forward
 from .shard import VocabularyShard
+from .softmax import LogitGradient
+
+Implementation = Literal["auto", "portable", "triton"]
 
 
 def linear_log_prob_and_entropy(
@@ -52,7 +56,7 @@ def linear_log_prob_and_entropy(
         accumulate_into_main_grad: add the gradient of `weight` to `weight.main_grad` instead of returning it, and set
             `weight.grad_added_to_main_grad`, as megatron-core's LinearWithGradAccumulationAndAsyncCommunication does
             under `gradient_accumulation_fusion`.
-        implementation: "triton" where logits are worked on by Triton kernels, "portable" where by torch. "auto" is Triton
+        implementation: "triton" works on logits in Triton kernels, "portable" in torch. "auto" is Triton
             on CUDA if it is installed. float64 is always portable.
 
     Returns:
@@ -69,7 +73,7 @@ def linear_log_prob_and_entropy(
     if needs_main_grad and getattr(weight, "main_grad", None) is None:
         raise ValueError("accumulate_into_main_grad needs weight.main_grad, which Megatron's DDP makes; it is not set")
     shard = VocabularyShard.describe(labels, weight.size(0), vocab_size, group)
-    work = choose(implementation, hidden)
+    work = _choose(implementation, hidden)
     settings = Settings(float(temperature), shard, chunk_bytes, with_entropy, accumulate_into_main_grad, work)
     settings.check_budget(hidden)
     return _LinearLogProbAndEntropy.apply(hidden, weight, bias, labels, settings)
@@ -98,32 +102,46 @@ def _check(
         raise ValueError(f"vocab_size must be at least 1, but it is {vocab_size}")
 
 
+def _choose(implementation: Implementation, hidden: Tensor) -> type[TileWork]:
+    """The class that works on tiles of logits of `hidden`."""
+    if implementation not in ("auto", "portable", "triton"):
+        raise ValueError(f"implementation must be auto, portable or triton, but it is {implementation!r}")
+    has_triton = importlib.util.find_spec("triton") is not None
+    if implementation == "portable" or hidden.dtype == torch.float64:
+        return PortableTile
+    if implementation == "auto" and not (hidden.is_cuda and has_triton):
+        return PortableTile
+    if not has_triton:
+        raise ValueError("implementation is triton, and the package triton is not installed")
+    if not hidden.is_cuda:
+        from triton import knobs
+
+        if not knobs.runtime.interpret:
+            raise ValueError(
+                f"implementation is triton, but hidden is on {hidden.device}: its kernels need a CUDA device, or "
+                "TRITON_INTERPRET=1"
+            )
+    from .kernels import TritonTile
+
+    return TritonTile
+
+
 class _LinearLogProbAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings
     ) -> tuple[Tensor, Tensor | None]:
         labels = labels.long() - settings.shard.offset
-        log_prob, entropy, normaliser = forward(hidden, weight, bias, labels, settings)
+        log_prob, entropy, normalizer = forward(hidden, weight, bias, labels, settings)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy)
+        ctx.save_for_backward(hidden, weight, bias, labels, normalizer, entropy)
         return log_prob, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, normaliser, entropy = ctx.saved_tensors
-        grads = backward(
-            hidden,
-            weight,
-            bias,
-            labels,
-            normaliser,
-            entropy,
-            grad_log_prob,
-            grad_entropy,
-            ctx.settings,
-            ctx.needs_input_grad[:3],
-        )
+        hidden, weight, bias, labels, normalizer, entropy = ctx.saved_tensors
+        gradient = LogitGradient.of(grad_log_prob, grad_entropy, entropy, normalizer, ctx.settings.temperature)
+        grads = backward(hidden, weight, bias, labels, gradient, ctx.settings, ctx.needs_input_grad[:3])
         return *grads, None, None

@@ -1,8 +1,8 @@
-"""The work on one tile of logits in Triton, for CUDA: one kernel reads a tile once and has all statistics, another turns
+"""The work on one tile of logits in Triton, for CUDA: one kernel reads a tile once for all statistics, another turns
 it into its gradient in place. On a CPU they run under `TRITON_INTERPRET=1`, which is how they are tested there.
 
 The product stays cuBLAS's: at H of thousands it is all but a few per cent of the time, and a tile of the budget's size
-costs one write and one read of memory. A row of a tile is one program, so that no statistic is shared between programs.
+costs one write and one read of memory. A row of a tile is one program, so no statistic is shared between programs.
 """
 
 import torch
@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gradient import LogitGradient
-from .statistics import LOWEST_EXPONENT, TokenStatistics
+from .softmax import LOWEST_EXPONENT, LogitGradient, TokenStatistics
 from .tiles import Tile, fused_bytes_per_logit
 
 _LOWEST = tl.constexpr(LOWEST_EXPONENT)
@@ -63,7 +62,7 @@ class TritonTile:
             product,
             bias,
             labels,
-            of.normaliser,
+            of.normalizer,
             of.label_grad,
             of.level,
             of.slope,
@@ -134,7 +133,7 @@ def _gradient(  # type: ignore[no-untyped-def]
     logits,
     bias,
     labels,
-    normaliser,
+    normalizer,
     label_grad,
     level,
     slope,
@@ -152,7 +151,7 @@ def _gradient(  # type: ignore[no-untyped-def]
     x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         x += tl.load(bias + column, mask=inside, other=0.0)
-    z = tl.maximum((x - tl.load(normaliser + row)) * bits_per_logit, _LOWEST)
+    z = tl.maximum((x - tl.load(normalizer + row)) * bits_per_logit, _LOWEST)
     factor = tl.load(level + row)
     if WITH_SLOPE:
         factor += tl.load(slope + row) * z

@@ -6,9 +6,7 @@ The passes are in place and over tiles that stay in cache (see `tiles`).
 import torch
 from torch import Tensor
 
-from .gradient import LogitGradient
-from .statistics import LOWEST_EXPONENT, TokenStatistics
-from .sweeps import accumulation_dtype
+from .softmax import LOWEST_EXPONENT, LogitGradient, TokenStatistics, accumulation_dtype
 from .tiles import Tile, portable_bytes_per_logit
 
 
@@ -47,7 +45,7 @@ class PortableTile:
         self, product: Tensor, bias: Tensor | None, labels: Tensor, of: LogitGradient, bias_sum: Tensor | None
     ) -> Tensor:
         z = self._logits(product, bias)
-        _exponents_(z, of.normaliser, of.bits_per_logit, may_be_infinite=of.slope is not None)
+        _exponents_(z, of.normalizer, of.bits_per_logit, may_be_infinite=of.slope is not None)
         p = torch.exp2(z, out=self._beside(z))
         if of.slope is None:
             grad = p.mul_(-of.level.unsqueeze(1))

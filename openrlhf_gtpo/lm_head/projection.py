@@ -1,22 +1,54 @@
-"""The forward and the backward pass over one shard of the vocabulary, and what the shards then share.
+"""The forward and the backward pass over one shard of the vocabulary, tile by tile, and what the shards then share.
 
-Owns the settings of a call and the plan of the backward pass: which sweeps over the logits it takes to stay within the
-budget, and which implementation does the work on a tile. Knows no autograd.
+Owns the settings of a call, the plan of the backward pass (which sweeps over the logits it takes to stay within the
+budget), the loops, the products and the sums of gradients. What is done to a tile of logits between the products is a
+`TileWork`: `portable` in torch, `kernels` in Triton. Knows no autograd.
+
+Products are taken in the inputs' dtype, everything after them in `accumulation_dtype`. Tiles follow Flash Attention
+(arXiv 2205.14135) and Cut Cross-Entropy (arXiv 2411.09009).
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from . import tiles
-from .gradient import LogitGradient
-from .portable import PortableTile
 from .shard import VocabularyShard
-from .sweeps import Gradients, TileWork, accumulation_dtype, spans, sweep, token_statistics
+from .softmax import LogitGradient, TokenStatistics, accumulation_dtype
+
+
+class TileWork(Protocol):
+    """An implementation's memory for one tile, reused by all tiles of a sweep, and what it does with logits there.
+
+    A tile is (t, v). Its labels (t,) are columns of the tile; those outside [0, v) are not among them. The bias (v,)
+    is in the accumulation dtype.
+    """
+
+    def __init__(self, tile: tiles.Tile, like: Tensor, second: bool) -> None:
+        """`like` has the dtype and device of the inputs; `second`: an entropy, or its gradient, is asked for."""
+
+    @staticmethod
+    def bytes_per_logit(item: int, wide: int, second: bool) -> int:
+        """That this memory takes; `item` and `wide` are the sizes of an input's and an accumulator's element."""
+
+    def product(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """hidden (t, H) x weight (v, H), in the dtype of the inputs; what is there before is lost."""
+
+    def absorb(
+        self, product: Tensor, bias: Tensor | None, labels: Tensor, total: TokenStatistics, bits_per_logit: float
+    ) -> None:
+        """Add the columns of the tile to `total`."""
+
+    def gradient(
+        self, product: Tensor, bias: Tensor | None, labels: Tensor, of: LogitGradient, bias_sum: Tensor | None
+    ) -> Tensor:
+        """The gradient of the logits in the dtype of the inputs, in the product's memory; `bias_sum` (v,) gets its sum
+        over the tokens."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +60,7 @@ class Settings:
     chunk_bytes: int
     with_entropy: bool
     accumulate_into_main_grad: bool
-    work: type[TileWork] = PortableTile
-
-    @property
-    def bits_per_logit(self) -> float:
-        """c = log2(e) / temperature."""
-        return 1 / (math.log(2) * self.temperature)
+    work: type[TileWork]
 
     @property
     def accumulator_bytes(self) -> int:
@@ -41,8 +68,9 @@ class Settings:
         return int(self.chunk_bytes * tiles.ACCUMULATOR_SHARE)
 
     def forward_tile(self, hidden: Tensor) -> tiles.Tile:
-        needed = partial(tiles.forward_bytes, per_logit=self._bytes_per_logit(hidden, self.with_entropy))
+        per_logit = self.work.bytes_per_logit(*_item_sizes(hidden), self.with_entropy)
         on_cpu = hidden.device.type == "cpu"
+        needed = partial(tiles.forward_bytes, per_logit=per_logit)
         return tiles.choose_tile(hidden.size(0), self.shard.columns, self.chunk_bytes, on_cpu, needed)
 
     def backward_tile(
@@ -53,7 +81,7 @@ class Settings:
         on_cpu = hidden.device.type == "cpu"
         needed = partial(
             tiles.backward_bytes,
-            per_logit=self._bytes_per_logit(hidden, entropy_grad),
+            per_logit=self.work.bytes_per_logit(item, wide, entropy_grad),
             width=hidden.size(1),
             item=item,
             wide=wide,
@@ -61,9 +89,6 @@ class Settings:
             direct_from=tokens if direct else None,
         )
         return tiles.choose_tile(tokens, self.shard.columns, self.chunk_bytes - accumulator_bytes, on_cpu, needed)
-
-    def _bytes_per_logit(self, hidden: Tensor, second: bool) -> int:
-        return self.work.bytes_per_logit(*_item_sizes(hidden), second)
 
     def check_budget(self, hidden: Tensor) -> None:
         """Raises ValueError where no tile would fit, in the forward pass already and on every rank."""
@@ -75,11 +100,21 @@ def _item_sizes(hidden: Tensor) -> tuple[int, int]:
     return hidden.element_size(), accumulation_dtype(hidden.dtype).itemsize
 
 
+def spans(length: int, step: int) -> Iterator[slice]:
+    """Slices of at most `step` that cover range(length)."""
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))
+
+
 def forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: Settings
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """log_prob (T,), entropy (T,) or None, and the normaliser (T,) that the backward pass needs. `labels` are local."""
-    shard, bits_per_logit = settings.shard, settings.bits_per_logit
+    """log_prob (T,), entropy (T,) or None, and the normalizer (T,) that the backward pass needs.
+
+    `hidden` (T, H), `weight` (V_local, H), `bias` (V_local,). `labels` (T,) are local: one outside [0, columns)
+    belongs to another shard.
+    """
+    shard, bits_per_logit = settings.shard, 1 / (math.log(2) * settings.temperature)
     statistics = token_statistics(
         settings.work,
         hidden,
@@ -92,7 +127,45 @@ def forward(
     )
     statistics = shard.merged(statistics, bits_per_logit)
     entropy = statistics.entropy(shard.vocab_size) if settings.with_entropy else None
-    return statistics.log_prob(settings.temperature), entropy, statistics.normaliser(bits_per_logit)
+    return statistics.log_prob(settings.temperature), entropy, statistics.normalizer(bits_per_logit)
+
+
+def token_statistics(
+    work: type[TileWork],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    bits_per_logit: float,
+    tile: tiles.Tile,
+    with_entropy: bool,
+) -> TokenStatistics:
+    """Statistics of `hidden` (T, H) over the columns of `weight` (V, H); `bias` (V,), `labels` (T,) of this shard."""
+    wide = accumulation_dtype(hidden.dtype)
+    memory = work(tile, hidden, with_entropy)
+    bias = None if bias is None else bias.to(wide)
+    total = TokenStatistics.empty(hidden.size(0), wide, hidden.device, with_entropy)
+    for tokens in spans(hidden.size(0), tile.tokens):
+        for columns in spans(weight.size(0), tile.columns):
+            product = memory.product(hidden[tokens], weight[columns])
+            tile_bias = None if bias is None else bias[columns]
+            memory.absorb(product, tile_bias, labels[tokens] - columns.start, total.rows(tokens), bits_per_logit)
+    return total
+
+
+@dataclass
+class Gradients:
+    """Where a sweep puts its results, each None where it is not wanted.
+
+    `hidden` (T, H) in the accumulation dtype and `bias` (V,) likewise are added to. `weight` (V, H) of any dtype is
+    added to, or written where `weight_is_fresh` (its contents are then undefined before).
+    """
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    weight_is_fresh: bool
 
 
 def backward(
@@ -100,18 +173,13 @@ def backward(
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
-    normaliser: Tensor,
-    entropy: Tensor | None,
-    grad_log_prob: Tensor | None,
-    grad_entropy: Tensor | None,
+    gradient: LogitGradient,
     settings: Settings,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden (T, H), weight (V_local, H) and bias (V_local,), each None where `needs` says so."""
     needs_hidden, needs_weight, needs_bias = needs
-    shard, wide = settings.shard, normaliser.dtype
-    gradient = LogitGradient.of(grad_log_prob, grad_entropy, entropy, normaliser, settings.temperature)
-
+    shard, wide = settings.shard, gradient.normalizer.dtype
     d_hidden = torch.empty_like(hidden) if needs_hidden else None
     d_bias = torch.zeros(weight.size(0), dtype=wide, device=weight.device) if needs_bias else None
     into_main_grad = needs_weight and settings.accumulate_into_main_grad
@@ -176,9 +244,9 @@ class Sweep(NamedTuple):
 def plan_sweeps(hidden: Tensor, d_weight: Tensor | None, needs_hidden: bool, settings: Settings) -> list[Sweep]:
     """The passes over the logits that the backward pass takes.
 
-    One, with a float32 accumulator of d_hidden (T, H), wherever that leaves room for tiles (T * H <= 50 M at the default
+    One, with a float32 accumulator of d_hidden (T, H), where that leaves room for tiles (T * H <= 50 M at the default
     budget). Beyond that, tokens are taken in turns if d_weight is float32 and can itself be added to (Megatron's main
-    gradient). If it is not, rounding it after every turn would lose what it was to gain, so d_hidden takes turns of its
+    gradient). If it is not, rounding it after each turn would lose what it was to gain, so d_hidden takes turns of its
     own and d_weight one pass: five products instead of four, and still exact.
 
     Ranks of one group get the same plan, since it depends on nothing that differs between them.
@@ -199,6 +267,66 @@ def plan_sweeps(hidden: Tensor, d_weight: Tensor | None, needs_hidden: bool, set
     if needs_weight and not turns_add_weight:
         sweeps.append(Sweep(everything, False, True, False))
     return sweeps
+
+
+def sweep(
+    work: type[TileWork],
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    gradient: LogitGradient,
+    out: Gradients,
+    tile: tiles.Tile,
+) -> None:
+    """Compute every logit of `hidden` (T, H) x `weight` (V, H) again and add its share to the gradients in `out`.
+
+    Columns are the outer loop, so that a tile of the weight's gradient is complete, and leaves the accumulation dtype,
+    once.
+    """
+    wide = accumulation_dtype(hidden.dtype)
+    memory = work(tile, hidden, gradient.slope is not None)
+    bias = None if bias is None else bias.to(wide)
+    # Where a tile of the weight's gradient gets a single product, that goes straight to its place.
+    direct = out.weight is not None and out.weight_is_fresh and out.weight.dtype == hidden.dtype
+    direct = direct and tile.tokens >= hidden.size(0)
+    for columns in spans(weight.size(0), tile.columns):
+        weight_tile = weight[columns]
+        place = None if out.weight is None else out.weight[columns]
+        weight_sum: Tensor | None = None
+        if place is not None and not direct:
+            weight_sum = place if place.dtype == wide else torch.empty(place.shape, dtype=wide, device=place.device)
+            if out.weight_is_fresh or weight_sum is not place:
+                weight_sum.zero_()
+        for tokens in spans(hidden.size(0), tile.tokens):
+            grad = memory.gradient(
+                memory.product(hidden[tokens], weight_tile),
+                None if bias is None else bias[columns],
+                labels[tokens] - columns.start,
+                gradient.rows(tokens),
+                None if out.bias is None else out.bias[columns],
+            )
+            if out.hidden is not None:
+                add_product_(out.hidden[tokens], grad, weight_tile)
+            if weight_sum is not None:
+                add_product_(weight_sum, grad.t(), hidden[tokens])
+            elif place is not None:
+                torch.mm(grad.t(), hidden[tokens], out=place)
+        if place is not None and weight_sum is not None and weight_sum is not place:
+            if out.weight_is_fresh:
+                place.copy_(weight_sum)
+            else:
+                place.add_(weight_sum)
+
+
+def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, where `total` may be wider than the factors."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:  # cuBLAS adds to a wider matrix, without a partial product of its own
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(torch.mm(left, right))
 
 
 def _mark_added_to_main_grad(weight: Tensor) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 Owns every collective of this room and the checks of what must agree between ranks. Knows nothing of products.
 
-The shards may have any sizes, none included; they follow each other in rank order, as Megatron lays them out (there all
+The shards may have any size, 0 included; they follow each other in rank order, as Megatron lays them out (there all
 are equal, and the last ones end in padding).
 """
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .statistics import TokenStatistics
+from .softmax import TokenStatistics
 
 
 @dataclass(frozen=True)

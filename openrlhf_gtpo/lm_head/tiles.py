@@ -1,15 +1,15 @@
 """How many tokens and columns are worked on at a time, given a budget of bytes.
 
-Owns the accounting of temporaries: `forward_bytes` and `backward_bytes` say what `sweeps` keeps alive for one tile, term
-by term, and must be changed together with it. Knows no tensors.
+Owns the accounting of temporaries: `forward_bytes` and `backward_bytes` say what `projection` keeps alive for a tile,
+term by term, and must be changed together with it. Knows no tensors.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# On CPU a tile that stays in the last-level cache makes the passes over the logits nearly free: each then costs 0.04 to
+# On CPU a tile that stays in the last-level cache makes the passes over the logits nearly free: each costs 0.04 to
 # 0.13 ns a logit, where the product costs 3.6 ns (H = 896, bfloat16, one AVX-512 core, 32 MiB of cache). Half as many
-# columns cost more calls and twice as many more cache. Elsewhere a tile is as large as the budget allows, because there
+# columns cost more calls and twice as many more cache. Elsewhere a tile is as large as the budget allows, since there
 # a small one costs kernel launches.
 CPU_TILE = (1024, 2048)
 DEVICE_TILE = (8192, 1 << 20)
@@ -55,10 +55,10 @@ def backward_bytes(
 ) -> int:
     """Bytes alive for one backward tile of hidden width `width`.
 
-    Where the inputs (`item` bytes an element) are narrower than the arithmetic (`wide`), the weight has an accumulator;
-    and unless products add to a wide matrix in place, each partial gradient exists twice more while it is added: as the
-    product in the input dtype, and widened by the addition. A tile of `direct_from` tokens, which are all there are, needs
-    no accumulator of the weight: its product goes straight to its place.
+    If the inputs (`item` bytes an element) are narrower than the arithmetic (`wide`), the weight has an accumulator;
+    and unless products add to a wide matrix in place, each partial gradient exists twice more while added: as the
+    product in the input dtype, and widened by the addition. A tile of `direct_from` tokens, which are all there are,
+    needs no accumulator of the weight: its product goes straight to its place.
     """
     logits = forward_bytes(tokens, columns, per_logit=per_logit)
     if item == wide:
@@ -88,7 +88,7 @@ def choose_tile(tokens: int, columns: int, budget: int, on_cpu: bool, tile_bytes
 
 
 def backward_peak(tokens: int, columns: int, width: int, *, budget: int, on_cpu: bool) -> int:
-    """Most bytes of temporary memory in a backward pass of bfloat16 inputs without a gradient of the entropy, where the
+    """Most bytes of temporaries in a backward pass of bfloat16 inputs without a gradient of the entropy, where the
     weight's gradient is added to a float32 buffer: the tiles and the accumulator of d_hidden (see `projection`).
 
     Args:

@@ -1,1 +1,1 @@
-"""What a run will need and how fast it will be, from arithmetic alone. Knows neither torch nor megatron nor openrlhf."""
+"""What a run needs and how fast it is, from arithmetic alone. Knows neither torch nor megatron nor openrlhf."""

@@ -1,7 +1,7 @@
-"""What cannot be derived, with where each number comes from. Everything here is printed with ``plan --assumptions``.
+"""What cannot be derived, with where each number comes from. ``plan --assumptions`` prints all of it.
 
-Compute efficiencies are the one number each that makes :mod:`training_speed` give a published pre-training row; rows of
-RL systems were not looked at for any of them. docs/planner.md has the rows, and others that check them.
+Each compute efficiency is the one number that makes :mod:`training_speed` give a published pre-training row; rows of
+RL systems were not looked at for any of them. docs/results/planner.md has the rows, and others that check them.
 """
 
 from dataclasses import dataclass, fields
@@ -36,16 +36,16 @@ class Assumptions:
 
 
 SOURCES = {
-    "compute_bf16": "products of training in BF16: Llama 3's 8192 H100s, TP8 PP16, 430 TFLOP/s each (arXiv 2407.21783, table 4)",
+    "compute_bf16": "training in BF16: Llama 3's 8192 H100s, TP8 PP16, 430 TFLOP/s each (arXiv 2407.21783, table 4)",
     "compute_fp8": "in FP8: Megatron-Bridge 25.11, Llama 3 8B on 8 H100s, 744 TFLOP/s each",
-    "compute_experts": "of a mixture of experts: Megatron-Bridge 25.11, GPT-OSS 120B in BF16 on H100s, 153 TFLOP/s, pipeline and "
-    "all-to-all taken off; coarse",
-    "link": "NVLink, of its bandwidth in one direction: NCCL's bus bandwidth of large all-reduces on H100 nodes, about 340 of 450 GB/s",
+    "compute_experts": "of a mixture of experts: Megatron-Bridge 25.11, GPT-OSS 120B in BF16 on H100s, 153 TFLOP/s, "
+    "pipeline and all-to-all taken off; coarse",
+    "link": "of NVLink's one-way bandwidth: NCCL's bus bandwidth of large all-reduces on H100s, about 340 of 450 GB/s",
     "network": "InfiniBand, likewise: NCCL's 40 of 50 GB/s",
     "memory_bandwidth": "streaming reads and writes of the optimizer: assumed",
-    "decode_weights": "bandwidth of weights in decoding: gpt-fast's 72 to 76 % on A100 (PyTorch's blog), less a little",
-    "decode_cache": "bandwidth of attention to the KV cache: TensorRT-LLM's rows of Llama 3.3 70B on H100 and H200, together with",
-    "decode_compute": "products in prefill and large decode batches: the same rows",
+    "decode_weights": "bandwidth of weights in decoding: gpt-fast's 72 to 76 % on A100 (PyTorch blog), less a little",
+    "decode_cache": "bandwidth of attention to the KV cache: TensorRT-LLM's rows of Llama 3.3 70B on H100 and H200",
+    "decode_compute": "products in prefill and large decode batches: the same rows, fitted together",
     "decode_step": "seconds of scheduling and sampling in each of vLLM's decode steps: assumed",
     "collective": "seconds of latency of a small all-reduce over NVLink: assumed",
     "host_copy": "bytes/s of pinned copies to host memory, which all GPUs of a node share in part: assumed",

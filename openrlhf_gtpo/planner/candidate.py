@@ -1,17 +1,21 @@
-"""One way to run: a layout, a precision, recompute, and where the engines live. Its memory by phase, and its step by phase."""
+"""One way to run: a layout, a precision, recompute, and where the engines live. Its memory and its step by phase."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from openrlhf_gtpo.megatron.fp8.options import RECIPES
-from openrlhf_gtpo.planner.activations import RECOMPUTE
-from openrlhf_gtpo.planner.assumptions import Assumptions
 from openrlhf_gtpo.planner.cluster import Cluster
 from openrlhf_gtpo.planner.rollout import Engines
-from openrlhf_gtpo.planner.training_memory import Training, activation_bytes, forward_bytes, held_bytes, step_bytes
+from openrlhf_gtpo.planner.training_memory import (
+    RECOMPUTE,
+    Training,
+    activation_bytes,
+    forward_bytes,
+    held_bytes,
+    step_bytes,
+)
 from openrlhf_gtpo.planner.training_speed import TrainingSpeed
-from openrlhf_gtpo.planner.workload import Workload
 
 SYNC_BUCKET = 256 * 2**20  # --vllm.sync_bucket_mb
 PLACEMENTS = ("colocated", "split")
@@ -19,18 +23,18 @@ PLACEMENTS = ("colocated", "split")
 
 @dataclass(frozen=True)
 class Candidate:
-    """Fields:
-    training: layout, precision and recompute of the actor.
-    cluster: the GPUs that train.
-    engines: the rollout, on the same GPUs (colocated) or on others (split).
-    offload: while one of the two works, the other's memory is on the host; colocated alone.
+    """One way to run.
+
+    Fields:
+        training: layout, precision and recompute of the actor.
+        cluster: the GPUs that train.
+        engines: the rollout, on the same GPUs (colocated) or on others (split), with the workload and the assumptions.
+        offload: while one of the two works, the other's memory is on the host; colocated alone.
     """
 
     training: Training
     cluster: Cluster
     engines: Engines
-    workload: Workload
-    assumptions: Assumptions
     colocated: bool = True
     offload: bool = True
 
@@ -41,26 +45,25 @@ class Candidate:
 
     @cached_property
     def speed(self) -> TrainingSpeed:
-        return TrainingSpeed(self.training, self.cluster, self.workload, self.assumptions)
+        return TrainingSpeed(self.training, self.cluster, self.engines.workload, self.engines.assumptions)
 
     @cached_property
     def memory(self) -> dict[str, dict[str, float]]:
-        """Phase to parts to bytes on the GPU that has the most of them. ``kv_cache`` is what vLLM takes, if it fits."""
-        stages = self.training.layout.pipeline_model_parallel_size
+        """Phase to parts to bytes on the GPU with the most of them. ``kv_cache`` is what vLLM takes, if it fits."""
         phases: dict[str, dict[str, float]] = {}
-        for stage in sorted({0, stages - 1}):
+        for stage in self.training.ends:
             for phase, parts in self._stage_memory(stage).items():
                 if phase not in phases or sum(parts.values()) > sum(phases[phase].values()):
                     phases[phase] = parts
         return phases
 
     def _stage_memory(self, stage: int) -> dict[str, dict[str, float]]:
-        training, away = self.training, self.offload and self.colocated
+        training, assumed, away = self.training, self.engines.assumptions, self.offload and self.colocated
         held, engine = held_bytes(training, stage), self.engines.memory()
-        context = {"context": self.assumptions.context_bytes}
-        asleep = context | ({"vllm_asleep": self.assumptions.asleep_bytes} if self.colocated else {})
+        context = {"context": assumed.context_bytes}
+        asleep = context | ({"vllm_asleep": assumed.asleep_bytes} if self.colocated else {})
         weights, caches = {"weights": held["weights"]}, {"fp8_caches": held["fp8_caches"]}
-        reference = {"reference": held["weights"]} if self.workload.kl else {}
+        reference = {"reference": held["weights"]} if self.engines.workload.kl else {}
         states = {} if away else {name: held[name] for name in ("gradients", "optimizer")} | caches
         loaded = {name: engine[name] for name in ("vllm_weights", "vllm_working")}
         bucket = {"sync_bucket": 2.0 * SYNC_BUCKET}  # one is filled while the other is sent
@@ -76,17 +79,17 @@ class Candidate:
     @property
     def limit(self) -> float:
         """Bytes of a GPU that can be planned for."""
-        return self.cluster.gpu.memory * self.assumptions.usable
+        return self.cluster.gpu.memory * self.engines.assumptions.usable
 
     @cached_property
     def breaks(self) -> tuple[str, float]:
         """The phase that comes closest to the limit, and its bytes over the limit (below zero: to spare)."""
         over = {phase: sum(parts.values()) - self.limit for phase, parts in self.memory.items()}
-        cache = self.engines.memory()["kv_cache"] - self.workload.row_length * self.engines.token_bytes
+        engines = self.engines
+        cache = engines.memory()["kv_cache"] - engines.workload.row_length * engines.token_bytes
         if cache < 0:
             over["kv_cache"] = -cache
-        worst = max(over, key=lambda phase: over[phase])
-        return worst, over[worst]
+        return max(over.items(), key=lambda phase: phase[1])
 
     @property
     def fits(self) -> bool:
@@ -95,14 +98,13 @@ class Candidate:
     @cached_property
     def seconds(self) -> dict[str, float]:
         """Of a whole step, by phase."""
-        work, speed = self.workload, self.speed
-        step = speed.optimizer_step()
+        work = self.engines.workload
         return {
             "rollout": self.engines.seconds,
-            "forward": speed.scoring() * (2 if work.kl else 1),
-            "train": work.optimizer_steps * sum(step.values()),
+            "forward": self.speed.scoring() * (2 if work.kl else 1),
+            "train": work.optimizer_steps * sum(self.speed.optimizer_step().values()),
             "sync": self._sync(),
-            "between": self.assumptions.phase * 3 + self._moves(),
+            "between": self.engines.assumptions.phase * 3 + self._moves(),
         }
 
     @property
@@ -112,7 +114,7 @@ class Candidate:
     @property
     def tokens_per_second(self) -> float:
         """Real tokens of prompts and responses, a GPU."""
-        return self.workload.tokens / self.step_seconds / self.gpus
+        return self.engines.workload.tokens / self.step_seconds / self.gpus
 
     @property
     def mfu(self) -> float:
@@ -124,12 +126,11 @@ class Candidate:
         return self.speed.flops() / seconds / self.cluster.gpus / peak
 
     def _sync(self) -> float:
-        """Every engine gets all weights in bfloat16: gathered over TP inside a node, sent over PP and to other GPUs."""
+        """Each engine gets all weights in bfloat16: gathered over TP inside a node, sent over PP and to other GPUs."""
         total = 2.0 * self.training.shape.parameters
-        assumed, cluster = self.assumptions, self.cluster
+        assumed, cluster, stages = self.engines.assumptions, self.cluster, self.training.pipeline
         link, network = cluster.gpu.link * assumed.link, cluster.network * assumed.network
         seconds = total / link + total / (cluster.gpu.memory_bandwidth * assumed.memory_bandwidth)
-        stages = self.training.layout.pipeline_model_parallel_size
         if stages > 1:
             across = self.training.layout.model_parallel_size > cluster.gpus_per_node
             seconds += total * (stages - 1) / stages / (network if across else link)
@@ -143,7 +144,7 @@ class Candidate:
             return 0.0
         held = held_bytes(self.training, 0)
         moved = held["weights"] + held["optimizer"] + self.engines.memory()["vllm_weights"]
-        return 2 * moved / self.assumptions.host_copy
+        return 2 * moved / self.engines.assumptions.host_copy
 
     @property
     def preference(self) -> tuple:
@@ -160,4 +161,4 @@ class Candidate:
 
     def activations(self) -> dict[str, float]:
         """Bytes of activations on the first stage with each kind of recompute."""
-        return {kind: activation_bytes(self.training, 0, kind) for kind in RECOMPUTE}
+        return {kind: activation_bytes(replace(self.training, recompute=kind), 0) for kind in RECOMPUTE}

@@ -1,21 +1,21 @@
 """The GPUs that a plan is for: how many, of which kind, in how many nodes.
 
-Numbers are NVIDIA's data sheets' (dense, without sparsity): H100 SXM and NVL, H200, H20 by vendors' listings, A100, L40S.
+Numbers are NVIDIA's data sheets' (without sparsity): H100 SXM and NVL, H200, H20 by vendors' listings, A100, L40S.
 Memory is what the driver reports of it.
 """
 
 from dataclasses import dataclass, replace
 
-from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.errors import SettingError
 
-_TERA, _GIGA, GIB = 1e12, 1e9, 2**30
-MOST_PER_NODE = 16
+GIB = 2**30
+_MOST_PER_NODE = 16
 _NODE = 8  # GPUs of a node where nothing else is said
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind.
+    """One kind of GPU.
 
     Fields:
         memory: bytes that the driver reports.
@@ -36,15 +36,15 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("h100-80g", 79.6 * GIB, 989 * _TERA, 1979 * _TERA, 3350 * _GIGA, 450 * _GIGA, (9, 0)),
-        Gpu("h100-pcie-80g", 79.6 * GIB, 756 * _TERA, 1513 * _TERA, 2000 * _GIGA, 64 * _GIGA, (9, 0)),
-        Gpu("h100-nvl-94g", 93.6 * GIB, 835 * _TERA, 1671 * _TERA, 3900 * _GIGA, 300 * _GIGA, (9, 0)),
-        Gpu("h200-141g", 139.8 * GIB, 989 * _TERA, 1979 * _TERA, 4800 * _GIGA, 450 * _GIGA, (9, 0)),
-        Gpu("h20-96g", 95.1 * GIB, 148 * _TERA, 296 * _TERA, 4000 * _GIGA, 450 * _GIGA, (9, 0)),
-        Gpu("h800-80g", 79.6 * GIB, 989 * _TERA, 1979 * _TERA, 3350 * _GIGA, 200 * _GIGA, (9, 0)),
-        Gpu("a100-80g", 79.3 * GIB, 312 * _TERA, None, 2039 * _GIGA, 300 * _GIGA, (8, 0)),
-        Gpu("a100-40g", 39.5 * GIB, 312 * _TERA, None, 1555 * _GIGA, 300 * _GIGA, (8, 0)),
-        Gpu("l40s-48g", 44.9 * GIB, 362 * _TERA, 733 * _TERA, 864 * _GIGA, 32 * _GIGA, (8, 9)),
+        Gpu("h100-80g", 79.6 * GIB, 989e12, 1979e12, 3350e9, 450e9, (9, 0)),
+        Gpu("h100-pcie-80g", 79.6 * GIB, 756e12, 1513e12, 2000e9, 64e9, (9, 0)),
+        Gpu("h100-nvl-94g", 93.6 * GIB, 835e12, 1671e12, 3900e9, 300e9, (9, 0)),
+        Gpu("h200-141g", 139.8 * GIB, 989e12, 1979e12, 4800e9, 450e9, (9, 0)),
+        Gpu("h20-96g", 95.1 * GIB, 148e12, 296e12, 4000e9, 450e9, (9, 0)),
+        Gpu("h800-80g", 79.6 * GIB, 989e12, 1979e12, 3350e9, 200e9, (9, 0)),
+        Gpu("a100-80g", 79.3 * GIB, 312e12, None, 2039e9, 300e9, (8, 0)),
+        Gpu("a100-40g", 39.5 * GIB, 312e12, None, 1555e9, 300e9, (8, 0)),
+        Gpu("l40s-48g", 44.9 * GIB, 362e12, 733e12, 864e9, 32e9, (8, 9)),
     )
 }
 
@@ -66,48 +66,40 @@ class Cluster:
     def gpus_per_node(self) -> int:
         return self.gpus // self.nodes
 
-    def link(self, consecutive: int) -> float:
-        """bytes/s between the ranks of a group that spans ``consecutive`` GPUs in order."""
-        return self.gpu.link if consecutive <= self.gpus_per_node else self.network
-
     def of(self, gpus: int) -> "Cluster":
         """The same kind of nodes, with ``gpus`` GPUs in all: parts of one node, or whole ones."""
         return replace(self, gpus=gpus, nodes=max(1, -(-gpus // self.gpus_per_node)))
 
 
 def parse_cluster(gpu: str, gpus: int, nodes: int | None = None, network_gbit: float = 400.0) -> Cluster:
-    """The cluster of ``--gpu``, ``--gpus``, ``--nodes`` and ``--network-gbit``.
+    """The cluster of ``gpus`` GPUs of the kind ``gpu`` in :data:`GPUS`.
 
     Args:
         nodes: None for as many as nodes of 8 give, or one for fewer GPUs.
         network_gbit: Gbit/s of each GPU to other nodes.
 
     Raises:
-        UsageError: a GPU that is not in the table, or numbers that make no cluster.
+        SettingError: a GPU that is not in the table, or numbers that make no cluster.
     """
     kind = GPUS.get(gpu.lower())
     if kind is None:
-        raise UsageError(f"--gpu {gpu} is not known; the kinds are {', '.join(GPUS)}.")
-    if gpus < 1:
-        raise UsageError(f"Expected --gpus >= 1, got {gpus}.")
+        raise SettingError(f"$gpu {gpu} is not known; choose one of {', '.join(GPUS)}.")
     if nodes is None:
         if gpus > _NODE and gpus % _NODE:
-            raise UsageError(
-                f"--gpus {gpus} makes no whole nodes of {_NODE}; give --nodes too, or a multiple of {_NODE}."
+            raise SettingError(
+                f"$gpus {gpus} does not fill nodes of {_NODE}; give $nodes too, or a multiple of {_NODE}."
             )
         nodes = -(-gpus // _NODE)
-    if nodes < 1:
-        raise UsageError(f"Expected --nodes >= 1, got {nodes}.")
     if gpus % nodes:
-        raise UsageError(
-            f"--gpus {gpus} is the number in all nodes together, and --nodes {nodes} does not divide it; "
+        raise SettingError(
+            f"$gpus {gpus} is the number in all nodes together, and $nodes {nodes} does not divide it; "
             f"give a multiple of {nodes}."
         )
-    if gpus // nodes > MOST_PER_NODE:
-        raise UsageError(
-            f"--gpus {gpus} on --nodes {nodes} makes {gpus // nodes} in a node, and no node has more than {MOST_PER_NODE}; "
-            f"give at least --nodes {-(-gpus // MOST_PER_NODE)}."
+    if gpus // nodes > _MOST_PER_NODE:
+        raise SettingError(
+            f"$gpus {gpus} on $nodes {nodes} makes {gpus // nodes} in a node, and no node has more than "
+            f"{_MOST_PER_NODE}; give at least $nodes {-(-gpus // _MOST_PER_NODE)}."
         )
     if not network_gbit > 0:
-        raise UsageError(f"--network-gbit {network_gbit:g} is no bandwidth; give Gbit/s for each GPU, such as 400.")
+        raise SettingError(f"Expected $network_gbit > 0 (Gbit/s for each GPU, such as 400), got {network_gbit:g}.")
     return Cluster(kind, gpus, nodes, network_gbit * 1e9 / 8)

@@ -1,8 +1,8 @@
 """Which rows of a rollout an engine decodes when, as vLLM's scheduler decides: first come, first served.
 
-All rows are there from the start and grow together, so that a cache with room for their prompts may not hold their ends.
-When it is full, the row that came last is preempted: its cache is freed, and it waits, before the others, until a row has
-finished and there is room for all of its tokens, which are then computed again (vLLM V1's recompute). Samples of a prompt
+All rows are there from the start and grow together, so a cache with room for their prompts may not hold their ends.
+When it is full, the newest row is preempted: its cache is freed, and it waits, before the others, until a row has
+finished and there is room for all its tokens, which are then computed again (vLLM V1's recompute). Samples of a prompt
 share its cache (vLLM's prefix caching). ``tests/planner/test_decoding.py`` holds this to vLLM's own scheduler.
 """
 
@@ -20,26 +20,13 @@ class Stretch:
         steps: tokens that each row gets.
         rows: how many decode.
         context: tokens that attention reads for a row, over rows and steps on average.
-        again: tokens to compute once more for each row that comes back with this stretch; vLLM may find some of them still in
-            its cache.
+        again: tokens to compute once more for each row back in this stretch; vLLM may find some still in its cache.
     """
 
     steps: int
     rows: int
     context: float
     again: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class _Running:
-    """``began`` is the decode step at which the row would have begun, had it never waited."""
-
-    length: int
-    began: int
-
-    @property
-    def ends(self) -> int:
-        return self.began + self.length
 
 
 def decode(
@@ -56,7 +43,8 @@ def decode(
     """
     assert prompt + max(lengths) <= cache_tokens
     waiting = deque((row, length, 0) for row, length in enumerate(lengths))
-    running: dict[int, _Running] = {}  # in the order in which they came
+    # In order of arrival: the decode step at which a row would have begun, had it never waited, and its last.
+    running: dict[int, tuple[int, int]] = {}
     siblings: Counter[int] = Counter()  # of each prompt, those that run
     ends: list[tuple[int, int]] = []
     clock, responses = 0, 0  # decode steps so far, and tokens of responses in the cache
@@ -80,8 +68,8 @@ def decode(
             if needed + 1 > room() - len(running):  # those that run take a token each
                 break
             waiting.popleft()
-            running[row] = _Running(length, clock - done)
-            heappush(ends, (running[row].ends, row))
+            running[row] = clock - done, clock - done + length
+            heappush(ends, (clock - done + length, row))
             siblings[row // samples] += 1
             responses += done
             if done:
@@ -89,10 +77,10 @@ def decode(
         finished = False
         while not finished:
             while room() < len(running):
-                row, last = next(reversed(running.items()))
-                waiting.appendleft((row, last.length, clock - last.began))
-                leave(row, clock - last.began)
-            while ends[0][1] not in running or running[ends[0][1]].ends != ends[0][0]:
+                row, (began, end) = next(reversed(running.items()))
+                waiting.appendleft((row, end - began, clock - began))
+                leave(row, clock - began)
+            while running.get(ends[0][1], (0, 0))[1] != ends[0][0]:
                 heappop(ends)  # of a row that was preempted
             rows = len(running)
             steps = min(ends[0][0] - clock, int(room() / rows))
@@ -102,6 +90,7 @@ def decode(
             responses += steps * rows
             while ends and ends[0][0] == clock:
                 _, row = heappop(ends)
-                if row in running and running[row].ends == clock:
-                    leave(row, running[row].length)
+                began, end = running.get(row, (0, 0))
+                if end == clock:
+                    leave(row, end - began)
                     finished = True

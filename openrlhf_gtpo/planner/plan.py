@@ -1,23 +1,53 @@
-"""All candidates of a model, a cluster and a workload, ranked; the best, and where nothing fits the smallest cluster on
-which something would."""
+"""All candidates of a model, a cluster and a workload, ranked; if none fits, the smallest cluster where one would.
+Which layouts and precisions are legal is the actor's own rule (``megatron.parallel.layout``,
+``megatron.fp8.options``), with what OpenRLHF asks of batches."""
 
+import math
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
 from types import SimpleNamespace
 
-from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.megatron.fp8.options import Fp8Options
-from openrlhf_gtpo.megatron.parallel.layout import Layout
-from openrlhf_gtpo.model_shape import ModelShape
-from openrlhf_gtpo.planner.activations import RECOMPUTE
+from openrlhf_gtpo.errors import SettingError
+from openrlhf_gtpo.megatron.fp8.options import CAPABILITY, RECIPES, Fp8Options, check_fp8
+from openrlhf_gtpo.megatron.parallel.layout import (
+    Layout,
+    check_architecture,
+    check_layout,
+    legal_pipeline_parallel_sizes,
+    legal_tensor_parallel_sizes,
+)
+from openrlhf_gtpo.model_shape import ModelShape, read_config
 from openrlhf_gtpo.planner.assumptions import Assumptions
 from openrlhf_gtpo.planner.candidate import Candidate
 from openrlhf_gtpo.planner.cluster import Cluster
-from openrlhf_gtpo.planner.layouts import Asked, layouts, precisions, rollout_sizes
 from openrlhf_gtpo.planner.rollout import Engines
-from openrlhf_gtpo.planner.training_memory import Training
+from openrlhf_gtpo.planner.training_memory import RECOMPUTE, Training
 from openrlhf_gtpo.planner.workload import Workload
 
+_CONTEXT = (1, 2, 4, 8)
+_EXPERT = (1, 2, 4, 8, 16, 32, 64)
 _NODES = (*range(1, 17), 20, 24, 28, 32, 48, 64, 96, 128, 256, 512)  # that a larger cluster may have
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Sizes that the user has fixed; None leaves one open.
+
+    Fields:
+        fp8: None leaves it open, ``off`` is bfloat16, else a mode.
+        fp8_param: FP8 primary weights, and so no bfloat16.
+    """
+
+    tensor: int | None = None
+    pipeline: int | None = None
+    context: int | None = None
+    expert: int | None = None
+    fp8: str | None = None
+    fp8_recipe: str | None = None
+    fp8_param: bool = False
+    recompute: str | None = None
+    vllm_tensor: int | None = None
 
 
 @dataclass(frozen=True)
@@ -25,11 +55,11 @@ class Request:
     """What a plan is asked for.
 
     Fields:
-        config: fields of the model's ``config.json``, checked.
+        config: fields of the model's ``config.json``, from :func:`planned_config`.
         colocated: engines and training share all GPUs; otherwise each has its own.
         rollout_gpus: of the engines when they have their own; None leaves it open.
         offload: see :class:`Candidate`.
-        vllm_memory: ``--vllm.gpu_memory_utilization``; None for the assumed one.
+        vllm_memory: ``gpu_memory_utilization``; None for the assumed one.
     """
 
     config: SimpleNamespace
@@ -43,6 +73,23 @@ class Request:
     vllm_memory: float | None = None
     assumptions: Assumptions = Assumptions()
 
+    @cached_property
+    def shape(self) -> ModelShape:
+        return ModelShape.of(self.config)
+
+
+def planned_config(model: str) -> SimpleNamespace:
+    """The configuration of a model that the Megatron actor trains; ``model`` as for :func:`read_config`.
+
+    Raises:
+        ValueError: there is none, a size is missing, or the actor does not train it.
+    """
+    # A sliding window and the length of rows are compared with the number of positions.
+    config = SimpleNamespace(**{"max_position_embeddings": math.inf} | read_config(model))
+    check_architecture(config)
+    ModelShape.of(config)
+    return config
+
 
 def candidates(request: Request) -> list[Candidate]:
     """Every legal one, the fastest of those that fit first, then those that do not, the least too large first.
@@ -50,109 +97,179 @@ def candidates(request: Request) -> list[Candidate]:
     Of the engines' sizes the fastest that fits is taken for each.
 
     Raises:
-        UsageError: nothing is legal; the message has the rule that is broken.
+        SettingError: nothing is legal; the message has the rule that is broken.
     """
-    _check_lengths(request)
+    work, most = request.workload, request.config.max_position_embeddings
+    if work.row_length > most:
+        raise SettingError(
+            f"$prompt_length {work.prompt_length} and $response_length {work.response_length} make rows of "
+            f"{work.row_length} tokens, and this model has {most} positions "
+            "(max_position_embeddings); give shorter ones."
+        )
     found: list[Candidate] = []
-    refusal: UsageError | None = None
+    refusals: list[SettingError] = []
     for training_gpus, rollout_gpus in _divisions(request):
         cluster = request.cluster.of(training_gpus)
         try:
             engines = _engines(request, rollout_gpus)
-            for layout in layouts(request.config, cluster, request.asked, request.workload):
-                try:
-                    options = list(precisions(request.config, cluster, layout, request.asked))
-                except UsageError as error:
-                    refusal = refusal or error
-                    continue
-                for fp8 in options:
-                    for recompute in (request.asked.recompute,) if request.asked.recompute else RECOMPUTE:
-                        found.append(_candidate(request, cluster, engines, layout, fp8, recompute))
-        except UsageError as error:
-            refusal = refusal or error
+            legal = _layouts(request, cluster)
+        except SettingError as error:
+            refusals.append(error)
+            continue
+        for layout in legal:
+            try:
+                precisions = _precisions(request, cluster, layout)
+            except SettingError as error:
+                refusals.append(error)
+                continue
+            for fp8, recompute in product(
+                precisions, [request.asked.recompute] if request.asked.recompute else RECOMPUTE
+            ):
+                training = _training(request, layout, layout.data_parallel_size(training_gpus), fp8, recompute)
+                found.append(Candidate(training, cluster, engines, request.colocated, request.offload))
     if not found:
-        assert refusal is not None
-        raise refusal
+        raise refusals[0]
     return sorted(found, key=lambda one: (not one.fits, *(one.preference if one.fits else (one.breaks[1],))))
 
 
-def _check_lengths(request: Request) -> None:
-    most, work = getattr(request.config, "max_position_embeddings", None), request.workload
-    if most is not None and work.row_length > most:
-        raise UsageError(
-            f"--prompt-length {work.prompt_length} and --response-length {work.response_length} make rows of {work.row_length} "
-            f"tokens, and this model has {most} positions (max_position_embeddings); give shorter ones."
-        )
-
-
-def _candidate(
-    request: Request, cluster: Cluster, engines: Engines, layout: Layout, fp8: Fp8Options | None, recompute: str
-) -> Candidate:
+def _training(request: Request, layout: Layout, replicas: int, fp8: Fp8Options | None, recompute: str) -> Training:
     work = request.workload
-    share = work.response_length / work.row_length
-    replicas = layout.data_parallel_size(cluster.gpus)
-    training = Training(
-        shape=ModelShape.of(request.config),
+    return Training(
+        shape=request.shape,
         layout=layout,
         data_parallel=replicas,
         tokens=work.micro_batch_tokens,
-        response_tokens=int(work.micro_batch_tokens * share),
+        response_tokens=int(work.micro_batch_tokens * (work.response_length / work.row_length)),
+        micro_batches=work.micro_batches(replicas)[0],
         recompute=recompute,
         distributed_optimizer=request.distributed_optimizer,
         fp8=fp8,
     )
-    one = Candidate(training, cluster, engines, work, request.assumptions, request.colocated, request.offload)
-    return replace(one, training=replace(training, micro_batches=one.speed.micro_batches))
 
 
 def _divisions(request: Request) -> list[tuple[int, int]]:
     """GPUs that train and GPUs that roll out."""
-    total = request.cluster.gpus
+    total, cluster = request.cluster.gpus, request.cluster
     if request.colocated:
         return [(total, total)]
     if request.rollout_gpus is not None:
         if not 1 <= request.rollout_gpus < total:
-            raise UsageError(
-                f"--rollout-gpus {request.rollout_gpus} leaves none of the {total} GPUs to train on, or none to roll out on; "
-                f"give 1 to {total - 1}."
+            raise SettingError(
+                f"$rollout_gpus {request.rollout_gpus} leaves none of the {total} GPUs to train on, "
+                f"or none to roll out on; give 1 to {total - 1}."
             )
         return [(total - request.rollout_gpus, request.rollout_gpus)]
     if total < 2:
-        raise UsageError(
-            "--placement split needs at least 2 GPUs, one to train and one to roll out on; take colocated."
+        raise SettingError(
+            "$placement split needs at least 2 GPUs, one to train and one to roll out on; take colocated."
         )
-    node = request.cluster.gpus_per_node
-    step = node if request.cluster.nodes > 1 else 1
+    step = cluster.gpus_per_node if cluster.nodes > 1 else 1
     return [(total - rollout, rollout) for rollout in range(step, total, step)]
 
 
 def _engines(request: Request, gpus: int) -> Engines:
+    """The fastest that fit on ``gpus`` GPUs.
+
+    Raises:
+        SettingError: the tensor-parallel size that was asked for does not divide the heads, the GPUs or a node.
+    """
+    assumed, most, asked = request.assumptions, request.cluster.gpus_per_node, request.asked.vllm_tensor
     share = request.vllm_memory
     if share is None:
-        assumed = request.assumptions
         share = assumed.vllm_memory_shared if request.colocated else assumed.vllm_memory
-    shape, cluster = ModelShape.of(request.config), request.cluster
-    sizes = rollout_sizes(request.config, cluster, gpus, request.asked)
-    made = [
-        Engines(shape, cluster.of(gpus), gpus, size, share, request.workload, request.assumptions) for size in sizes
-    ]
+    heads = request.config.num_attention_heads
+    legal = [size for size in range(1, most + 1) if heads % size == gpus % size == most % size == 0]
+    if asked is not None and asked not in legal:
+        raise SettingError(
+            f"$vllm_tensor_parallel {asked} must divide the {heads} attention heads, the {gpus} GPUs of the rollout "
+            f"and the {most} of a node; it can be {', '.join(map(str, legal))}."
+        )
+    cluster, sizes = request.cluster.of(gpus), legal if asked is None else [asked]
+    made = [Engines(request.shape, cluster, gpus, size, share, request.workload, assumed) for size in sizes]
     fitting = [engines for engines in made if engines.fits]
     return min(fitting, key=lambda engines: engines.seconds) if fitting else made[-1]
 
 
-def smallest_cluster(request: Request) -> tuple[Cluster, Candidate] | None:
-    """The fewest GPUs of the same kind on which something fits, and its best candidate; None where none does."""
+def _layouts(request: Request, cluster: Cluster) -> list[Layout]:
+    """All that the model, the GPUs and the batch allow, sequence parallelism on wherever TP is above 1.
+
+    TP stays within a node: its collectives run in every layer.
+
+    Raises:
+        SettingError: none is legal; why the first is not.
+    """
+    config, asked, batch = request.config, request.asked, request.workload.batch
+    found, refusals = [], []
+    for tensor, pipeline, context, expert in product(
+        [asked.tensor] if asked.tensor else legal_tensor_parallel_sizes(config),
+        [asked.pipeline] if asked.pipeline else legal_pipeline_parallel_sizes(config),
+        [asked.context] if asked.context else _CONTEXT,
+        [asked.expert] if asked.expert else _EXPERT if request.shape.num_experts else [1],
+    ):
+        layout = Layout(tensor, pipeline, context, expert, sequence_parallel=tensor > 1)
+        try:
+            check_layout(config, layout, cluster.gpus, cuda=True)
+            if tensor > cluster.gpus_per_node:
+                raise SettingError(
+                    f"$tensor_model_parallel_size {tensor} is more than the {cluster.gpus_per_node} GPUs of a node, "
+                    f"and its collectives run in every layer; give at most {cluster.gpus_per_node}."
+                )
+            replicas = layout.data_parallel_size(cluster.gpus)
+            if batch % replicas:
+                raise SettingError(
+                    f"{replicas} replicas (TP {tensor} × PP {pipeline} × CP {context} on {cluster.gpus} GPUs) "
+                    f"do not divide the {batch} responses of an optimizer step; "
+                    "give larger parallel sizes or another $train_batch."
+                )
+            found.append(layout)
+        except SettingError as error:
+            refusals.append(error)
+    if not found:
+        raise refusals[0]
+    return found
+
+
+def _precisions(request: Request, cluster: Cluster, layout: Layout) -> list[Fp8Options | None]:
+    """bfloat16 (None) and FP8 recipes that the GPU and the widths allow.
+
+    Raises:
+        SettingError: the precision that was asked for is not legal.
+    """
+    asked = request.asked
+    if asked.fp8 == "off":
+        return [None]
+    found: list[Fp8Options | None] = [] if asked.fp8 or asked.fp8_recipe or asked.fp8_param else [None]
+    refusals = []
+    for recipe in [asked.fp8_recipe] if asked.fp8_recipe else RECIPES:
+        mode = asked.fp8 or ("e4m3" if recipe == "blockwise" else "hybrid")
+        options = Fp8Options(mode, recipe, primary_weights=asked.fp8_param)
+        try:
+            if cluster.gpu.fp8 is None or cluster.gpu.capability < CAPABILITY[recipe]:
+                raise SettingError(
+                    f"$fp8 {mode} with the recipe {recipe} does not run on {cluster.gpu.name}; leave it out."
+                )
+            check_fp8(options, request.config, layout, cuda=True)
+            found.append(options)
+        except SettingError as error:
+            refusals.append(error)
+    if not found:
+        raise refusals[0]
+    return found
+
+
+def smallest_cluster(request: Request) -> Candidate | None:
+    """The best candidate on the fewest GPUs of the same kind on which something fits; None where none does."""
     cluster = request.cluster
     node = cluster.gpus_per_node if cluster.nodes > 1 else 8
-    parts = [size for size in (1, 2, 4) if cluster.nodes == 1]
-    for size in [*parts, *(nodes * node for nodes in _NODES)]:
+    parts = (1, 2, 4) if cluster.nodes == 1 else ()
+    for size in (*parts, *(nodes * node for nodes in _NODES)):
         if size <= cluster.gpus:
             continue
         larger = replace(cluster, gpus=size, nodes=max(1, size // node))
         try:
             best = candidates(replace(request, cluster=larger, rollout_gpus=None))[0]
-        except UsageError:
+        except SettingError:
             continue
         if best.fits:
-            return larger, best
+            return best
     return None

@@ -1,4 +1,4 @@
-"""vLLM's engines: what they hold, and how long a rollout takes from the bytes that each decode step reads (a roofline)."""
+"""vLLM's engines: what they hold, and how long a rollout takes from the bytes each decode step reads (a roofline)."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,14 +37,11 @@ class Engines:
         return self.gpus // self.tensor
 
     def memory(self) -> dict[str, float]:
-        """On one GPU: ``vllm_weights``, ``vllm_working`` and ``kv_cache``, which is what is left and may be below zero."""
+        """On one GPU: ``vllm_weights``, ``vllm_working`` and ``kv_cache``, which is the rest and may be below zero."""
         weights = self.item * self.shape.parameters / self.tensor
         working = self.assumptions.engine_bytes
-        return {
-            "vllm_weights": weights,
-            "vllm_working": working,
-            "kv_cache": self.memory_share * self.cluster.gpu.memory - weights - working,
-        }
+        cache = self.memory_share * self.cluster.gpu.memory - weights - working
+        return {"vllm_weights": weights, "vllm_working": working, "kv_cache": cache}
 
     @property
     def token_bytes(self) -> float:
@@ -70,11 +67,10 @@ class Engines:
     @cached_property
     def stretches(self) -> tuple[Stretch, ...]:
         """Of the rollout on the engine with the most rows: what decodes when."""
-        work, rows, lengths = self.workload, self.rows, self.workload.responses
-        spread = [lengths[(2 * i + 1) * len(lengths) // (2 * rows)] for i in range(rows)]
+        work, rows = self.workload, self.rows
+        lengths = work.lengths(rows)
         # How long a response gets does not follow from when it came: multiples of the golden ratio mix them evenly.
-        order = sorted(range(rows), key=lambda i: i * _GOLDEN % 1)
-        in_order = [ceil(spread[i]) for i in order]
+        in_order = [ceil(lengths[i]) for i in sorted(range(rows), key=lambda i: i * _GOLDEN % 1)]
         most_rows = self.assumptions.vllm_rows
         return tuple(decode(in_order, work.prompt, work.samples_per_prompt, self.cache_tokens, most_rows))
 
@@ -90,7 +86,7 @@ class Engines:
 
     @cached_property
     def seconds(self) -> float:
-        """Of the whole rollout: prefill of each prompt once an engine (its samples share the cache), and decode steps until
+        """Of a rollout: prefill of each prompt once per engine (its samples share the cache), and decode steps until
         the last row has ended."""
         prompts = max(1.0, self.rows / self.workload.samples_per_prompt)
         seconds = prompts * self._prefill_seconds(self.workload.prompt)
@@ -116,7 +112,7 @@ class Engines:
         return (gpu.bf16 if self.item == 2 or gpu.fp8 is None else gpu.fp8) * self.assumptions.decode_compute
 
     def _step(self, rows: float, context: float) -> float:
-        """One token for each of ``rows`` sequences of ``context`` tokens. Products either wait for weights or multiply; then
+        """One token for each of ``rows`` sequences of ``context`` tokens. Products wait for weights or multiply; then
         attention reads the cache."""
         shape, gpu, assumed = self.shape, self.cluster.gpu, self.assumptions
         read = self._weights_read(rows) / self.tensor / (gpu.memory_bandwidth * assumed.decode_weights)

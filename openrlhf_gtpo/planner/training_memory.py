@@ -1,8 +1,16 @@
 """Memory of one rank of the Megatron actor over a train step: what it holds throughout, and the most beside that.
 
 The peak is the largest of a few moments, each listed from the code that makes it: ``megatron/model/policy.py``,
-``megatron/model/layers.py``, ``lm_head/``, Megatron's DDP and optimizer. What the CUDA context, NCCL and the allocator's
-fragments take is added elsewhere (``candidate``).
+``megatron/model/layers.py``, ``lm_head/``, Megatron's DDP and optimizer. What CUDA's context, NCCL and the allocator's
+fragments take is added in :mod:`candidate`.
+
+Two kinds of layers keep different things for the backward pass:
+
+- ``local``: the layers of ``megatron/model/layers.py``, which run where Transformer Engine is missing. What autograd
+  keeps of them was listed operation by operation, and a test holds it to what is measured.
+- ``te``: Transformer Engine's fused modules on a CUDA device. From their sources (2.9 to 2.11), not measured.
+
+Activations are in bfloat16, 2 bytes, unless a line says otherwise.
 """
 
 from dataclasses import dataclass, replace
@@ -11,9 +19,11 @@ from openrlhf_gtpo.lm_head import tiles
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.model_shape import ModelShape
-from openrlhf_gtpo.planner.activations import LayerSetting, layer_bytes
 
 CHUNK_BYTES = 256 * 2**20  # ModelOptions.chunk_bytes
+RECOMPUTE = ("none", "selective", "full")
+# Sequences shorter than this are attended to in float32 on a CPU; ``megatron.model.layers`` says why.
+SHORT_ROW = 384
 
 
 @dataclass(frozen=True)
@@ -25,10 +35,11 @@ class Training:
         tokens: of a micro-batch of one replica.
         response_tokens: those of them that are actions.
         micro_batches: of a replica in an optimizer step.
-        recompute: ``none``, ``selective`` or ``full``.
+        recompute: one of :data:`RECOMPUTE`.
         distributed_optimizer: states are shards over the replicas.
+        fp8: products in FP8, whose inputs are then kept in one byte; None for bfloat16.
         kind: layers, ``te`` or ``local``; the latter stands for a host without CUDA altogether.
-        short_rows: see :class:`LayerSetting`.
+        short_rows: sequences are below :data:`SHORT_ROW` tokens; counts for ``local`` alone.
     """
 
     shape: ModelShape
@@ -44,48 +55,128 @@ class Training:
     short_rows: bool = False
 
     @property
-    def setting(self) -> LayerSetting:
-        layout = self.layout
-        parallel = layout.sequence_parallel and layout.tensor_model_parallel_size > 1
-        return LayerSetting(layout.tensor_model_parallel_size, parallel, self.kind, self.fp8, self.short_rows)
+    def tensor(self) -> int:
+        return self.layout.tensor_model_parallel_size
+
+    @property
+    def pipeline(self) -> int:
+        return self.layout.pipeline_model_parallel_size
+
+    @property
+    def local(self) -> bool:
+        return self.kind == "local"
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.layout.sequence_parallel and self.tensor > 1
+
+    @property
+    def spread(self) -> float:
+        """Share of the activations between the matrices: 1/TP under sequence parallelism."""
+        return 1 / self.tensor if self.sequence_parallel else 1.0
+
+    @property
+    def input_bytes(self) -> float:
+        """Of one kept element of a product's input: with a float32 scale for each 128 where scales are of blocks."""
+        if self.fp8 is None or self.fp8.emulated:
+            return 2.0
+        return 1 + 4 / 128 if self.fp8.recipe == "blockwise" else 1.0
 
     @property
     def rank_tokens(self) -> float:
         """Of a micro-batch on one rank; tensor-parallel ranks share them under sequence parallelism alone."""
         return self.tokens / self.layout.context_parallel_size
 
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters: DP × CP."""
+        return self.data_parallel * self.layout.context_parallel_size
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The first and last stage, one of which needs the most of anything."""
+        return (0, self.pipeline - 1) if self.pipeline > 1 else (0,)
+
     def stage_parameters(self, stage: int) -> dict[str, int]:
-        layout = self.layout
         return self.shape.stage_parameters(
-            stage,
-            tensor=layout.tensor_model_parallel_size,
-            pipeline=layout.pipeline_model_parallel_size,
-            expert=layout.expert_model_parallel_size,
+            stage, tensor=self.tensor, pipeline=self.pipeline, expert=self.layout.expert_model_parallel_size
         )
 
     def in_flight(self, stage: int) -> int:
         """Micro-batches whose activations a stage holds at once (1F1B)."""
-        return min(self.layout.pipeline_model_parallel_size - stage, self.micro_batches)
+        return min(self.pipeline - stage, self.micro_batches)
+
+
+def layer_bytes(training: Training) -> float:
+    """Activations that a decoder layer keeps for backward, per token of a micro-batch on one rank: with recompute
+    ``full`` the layer's input alone; with ``selective`` attention's inputs, not its result."""
+    if training.recompute == "full":
+        return 2 * training.shape.hidden_size * training.spread
+    return _norms(training) + _attention(training) + _mlp(training)
+
+
+def _norms(training: Training) -> float:
+    """The two norms of a layer, each with the input of the product that follows."""
+    hidden, reciprocal = float(training.shape.hidden_size), 4.0
+    if training.local:  # the input in float32, normalized in bfloat16, and scaled for the product
+        each = 4 * hidden + 2 * hidden + 2 * hidden
+    else:  # the input, and normalized
+        each = 2 * hidden + training.input_bytes * hidden
+    return 2 * (each + reciprocal) * training.spread
+
+
+def _attention(training: Training) -> float:
+    """Between the two products of attention, the input of the second included."""
+    shape, recomputed = training.shape, training.recompute == "selective"
+    query, key = shape.query_width, shape.key_value_width
+    heads, groups = shape.num_attention_heads, shape.num_key_value_heads
+    # Rotated query and key, and the first product's result, of which value is a part.
+    inputs = 2 * (query + 2 * key) + 2 * query + 2 * key
+    logsumexp = 4 * heads
+    result = 2 * query  # which is the second product's input too, except in FP8
+    if training.local:
+        if recomputed:
+            kept: float = inputs + result
+        elif training.short_rows:  # copies in float32 replace the inputs
+            kept = 4 * (query + 2 * key) + 4 * query + logsumexp + result
+        else:
+            kept = inputs + 2 * query + logsumexp + result
+        normed = 6 * (query + key) + 4 * (heads + groups)
+        angles = 8.0 * shape.head_dim  # cosines and sines, for query and for key, on every rank
+    else:
+        quantized = 0.0 if training.fp8 is None or training.fp8.emulated else training.input_bytes * query
+        kept = inputs + result + quantized + (0 if recomputed else logsumexp)
+        normed = 2 * query + 2 * key
+        angles = 0.0
+    return (kept + (normed if shape.qk_norm else 0)) / training.tensor + angles
+
+
+def _mlp(training: Training) -> float:
+    """Between the two products, the input of the second included: 4I and 2I, and the local layers' two factors."""
+    shape = training.shape
+    kept = (10 if training.local else 4 + training.input_bytes) * (shape.intermediate_size / training.tensor)
+    if not shape.num_experts:
+        return kept
+    # A token's copies, as they arrive at the experts and as they come back, and the router's scores in float32.
+    return shape.experts_per_token * (kept + 4 * shape.hidden_size) + 8 * shape.num_experts
 
 
 def held_bytes(training: Training, stage: int) -> dict[str, float]:
-    """Throughout training: ``weights`` (bfloat16, or FP8 primary weights), ``gradients`` (float32), ``optimizer`` (float32
+    """Throughout training: ``weights`` (bfloat16 or FP8 primary ones), ``gradients`` (float32), ``optimizer`` (float32
     weights and AdamW's two moments) and ``fp8_caches``."""
-    parts = training.stage_parameters(stage)
+    parts, fp8 = training.stage_parameters(stage), training.fp8
     experts = parts.get("experts", 0)
     rest = sum(parts.values()) - experts
-    replicas = training.data_parallel * training.layout.context_parallel_size
+    shard: float = rest + experts
     if training.distributed_optimizer:
+        replicas = training.replicas
         shard = rest / replicas + experts * training.layout.expert_model_parallel_size / replicas
-    else:
-        shard = rest + experts
-    fp8 = training.fp8
     in_fp8 = of_fp8 = 0.0
     if fp8 is not None:
         covered = 1 - (fp8.layers_at_start_in_bf16 + fp8.layers_at_end_in_bf16) / training.shape.num_layers
         in_fp8 = (parts["attention"] + parts.get("mlp", 0)) * covered
-        # Transformer Engine keeps a weight's rows and columns, a byte each: Hopper multiplies in one orientation alone.
-        of_fp8 = in_fp8 * (1 if fp8.emulated else 2 * training.setting.input_bytes)
+        # Transformer Engine keeps a weight's rows and columns, a byte each: Hopper multiplies in only one orientation.
+        of_fp8 = in_fp8 * (1 if fp8.emulated else 2 * training.input_bytes)
     primary = fp8 is not None and fp8.primary_weights
     return {
         "weights": 2.0 * (rest + experts - in_fp8) + of_fp8 if primary else 2.0 * (rest + experts),
@@ -95,16 +186,14 @@ def held_bytes(training: Training, stage: int) -> dict[str, float]:
     }
 
 
-def activation_bytes(training: Training, stage: int, recompute: str | None = None) -> float:
+def activation_bytes(training: Training, stage: int) -> float:
     """Kept for the backward pass by all micro-batches in flight, at their most."""
-    recompute = recompute or training.recompute
-    pipeline, hidden = training.layout.pipeline_model_parallel_size, training.shape.hidden_size
-    setting, tokens = training.setting, training.rank_tokens
-    one = training.shape.num_layers // pipeline * layer_bytes(training.shape, setting, recompute)
+    hidden, tokens = training.shape.hidden_size, training.rank_tokens
+    one = training.shape.num_layers // training.pipeline * layer_bytes(training)
     # A stage's input and what it has sent on stay until their backward pass.
-    ends = (stage > 0) + (stage < pipeline - 1)
-    kept = training.in_flight(stage) * (one + ends * 2 * hidden * setting.spread) * tokens
-    if setting.sequence_parallel:
+    ends = (stage > 0) + (stage < training.pipeline - 1)
+    kept = training.in_flight(stage) * (one + ends * 2 * hidden * training.spread) * tokens
+    if training.sequence_parallel:
         kept += 2 * hidden * tokens  # Megatron's buffer of gathered inputs, which is never given back
     return kept
 
@@ -114,20 +203,18 @@ def temporary_bytes(training: Training, stage: int) -> dict[str, float]:
 
     A moment may be below zero, where part of the activations is gone already.
     """
-    shape, setting, tokens = training.shape, training.setting, training.rank_tokens
-    layout = training.layout
-    hidden, share = shape.hidden_size, setting.spread
-    inside = shape.intermediate_size / setting.tensor * max(1, shape.experts_per_token)
-    local = setting.kind == "local"
-    last = stage == layout.pipeline_model_parallel_size - 1
+    shape, tokens, share, local = training.shape, training.rank_tokens, training.spread, training.local
+    hidden = shape.hidden_size
+    inside = shape.intermediate_size / training.tensor * max(1, shape.experts_per_token)
+    last = stage == training.pipeline - 1
     # A matrix's gradient in bfloat16, on a CPU beside its widened copy while it is added to the float32 buffer.
     gradient = 6 if local else 2
-    matrix = hidden * shape.intermediate_size / setting.tensor
+    matrix = hidden * shape.intermediate_size / training.tensor
     again = 0.0  # what full recompute brings back of one layer, beside its input
     if training.recompute == "full":
-        again = (layer_bytes(shape, setting, "none") + 2 * hidden * share) * tokens
-    gathered = 2 * hidden * tokens if setting.sequence_parallel else 0.0
-    embedding = 2 * shape.embedding_parameters(setting.tensor)
+        again = (layer_bytes(replace(training, recompute="none")) + 2 * hidden * share) * tokens
+    gathered = 2 * hidden * tokens if training.sequence_parallel else 0.0
+    embedding = 2 * shape.embedding_parameters(training.tensor)
     # The gradient of a head that is the embedding waits for the embedding's.
     waiting = embedding if shape.tied and stage == 0 and last else 0
     again += waiting
@@ -148,44 +235,40 @@ def temporary_bytes(training: Training, stage: int) -> dict[str, float]:
 
 def _host_moments(training: Training, stage: int) -> dict[str, float]:
     """Those after the backward pass on a host without CUDA; elsewhere NCCL and fused kernels need next to nothing."""
-    shape, tensor = training.shape, training.setting.tensor
-    gone = activation_bytes(training, stage)
-    matrices = [2 * shape.hidden_size * shape.intermediate_size / tensor]
-    if stage in (0, training.layout.pipeline_model_parallel_size - 1):
-        matrices.append(shape.embedding_parameters(tensor))
+    shape, gone = training.shape, activation_bytes(training, stage)
+    largest: float = 2 * shape.hidden_size * shape.intermediate_size / training.tensor
+    if stage in training.ends:
+        largest = max(largest, shape.embedding_parameters(training.tensor))
     if not training.distributed_optimizer:
-        return {"adam": 8 * max(matrices) - gone}
+        return {"adam": 8 * largest - gone}
     return {
-        "adam": 8 * max(matrices) / training.data_parallel - gone,  # two float32 intermediate results of a parameter
+        "adam": 8 * largest / training.data_parallel - gone,  # two float32 intermediate results of a parameter
         "reduction": held_bytes(training, stage)["gradients"] - gone,  # gloo's copy of the gradient buffer
     }
 
 
 def head_bytes(training: Training) -> float:
     """The LM head's backward pass: hidden states of actions, their gradient, and the tiles within the budget."""
-    shape, tensor, layout = training.shape, training.setting.tensor, training.layout
-    tokens = max(1, int(training.response_tokens / layout.context_parallel_size))
-    columns = shape.padded_vocab_size(tensor) // tensor
-    working = tiles.backward_peak(
-        tokens, columns, shape.hidden_size, budget=CHUNK_BYTES, on_cpu=training.kind == "local"
-    )
+    shape = training.shape
+    tokens = max(1, int(training.response_tokens / training.layout.context_parallel_size))
+    columns = shape.padded_vocab_size(training.tensor) // training.tensor
+    working = tiles.backward_peak(tokens, columns, shape.hidden_size, budget=CHUNK_BYTES, on_cpu=training.local)
     weight = 2 * columns * shape.hidden_size
     hidden = 2 * shape.hidden_size * tokens
     if not shape.tied:
         # Its gradient goes straight to the float32 buffer, and a dummy in its place comes after the tiles.
         return 2 * hidden + max(weight, working)
-    widened = 2 * weight if training.kind == "local" and layout.pipeline_model_parallel_size > 1 else 0
+    widened = 2 * weight if training.local and training.pipeline > 1 else 0
     return 2 * hidden + weight + max(working, widened)
 
 
 def step_bytes(training: Training, stage: int) -> dict[str, float]:
     """Parts whose sum is the peak of a train step on a rank of ``stage``."""
-    held = held_bytes(training, stage)
-    activations = activation_bytes(training, stage)
     moments = temporary_bytes(training, stage)
-    head = moments.get("head", 0.0)
     most = max(0.0, *moments.values())
-    return held | {"activations": activations, "head": min(head, most), "temporary": most - min(head, most)}
+    head = min(moments.get("head", 0.0), most)
+    activations = activation_bytes(training, stage)
+    return held_bytes(training, stage) | {"activations": activations, "head": head, "temporary": most - head}
 
 
 def peak_bytes(training: Training, stage: int) -> float:
@@ -194,7 +277,6 @@ def peak_bytes(training: Training, stage: int) -> float:
 
 
 def forward_bytes(training: Training, stage: int) -> float:
-    """Beside the weights, of a forward pass without gradients: one layer's intermediate results, and the head's tiles."""
-    layer = layer_bytes(training.shape, replace(training.setting, fp8=None), "none") * training.rank_tokens
-    last = stage == training.layout.pipeline_model_parallel_size - 1
-    return layer + (CHUNK_BYTES if last else 0)
+    """Beside the weights, of a forward pass without gradients: one layer's intermediates, and the head's tiles."""
+    layer = layer_bytes(replace(training, fp8=None, recompute="none")) * training.rank_tokens
+    return layer + (CHUNK_BYTES if stage == training.pipeline - 1 else 0)

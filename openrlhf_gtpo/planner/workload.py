@@ -1,16 +1,14 @@
 """What one step of training does: how many responses, how long, in how many optimizer steps."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from statistics import NormalDist
 
-from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.errors import SettingError
 
-# Of log-lengths; the longest of some hundred responses is then about ten times the median, as in runs of reasoning models.
-TAIL = 0.9
-MAX_TOKENS = 16192  # OpenRLHF's --train.max_tokens_per_gpu
+# Of log-lengths; the longest of some hundred responses is then about ten times the median, as with reasoning models.
+_TAIL = 0.9
 _POINTS = 200
 
 
@@ -19,13 +17,12 @@ class Workload:
     """Defaults are those of the launch scripts, but for the batch: 16 responses to each of 128 prompts.
 
     Fields:
-        prompt_length: most tokens of a prompt.
-        response_length: most tokens of a response.
+        prompt_length, response_length: most tokens of a prompt, and of a response.
         mean_prompt: tokens of a prompt on average; None for half of the most.
         mean_response: tokens of a response on average; None for what a median of a sixth of the most gives.
         samples_per_prompt, prompts_per_step: responses to a prompt, and prompts of a rollout.
-        train_batch: responses in an optimizer step.
-        max_tokens: of a micro-batch; None for OpenRLHF's 16192, or one longest row.
+        train_batch: responses in an optimizer step; None for all.
+        max_tokens_per_gpu: of a micro-batch, OpenRLHF's by default; a longer row gets one of its own.
         kl: a reference model scores the responses too.
     """
 
@@ -36,33 +33,18 @@ class Workload:
     samples_per_prompt: int = 16
     prompts_per_step: int = 128
     train_batch: int | None = None
-    max_tokens: int | None = None
+    max_tokens_per_gpu: int = 16192
     kl: bool = False
 
     def __post_init__(self) -> None:
-        for name in (
-            "prompt_length",
-            "response_length",
-            "samples_per_prompt",
-            "prompts_per_step",
-            "train_batch",
-            "max_tokens",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(
-                    f"--{name.replace('_', '-').replace('max-tokens', 'max-tokens-per-gpu')} {value} must be at least 1."
-                )
-        for name, most in (("mean_prompt", self.prompt_length), ("mean_response", self.response_length)):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= most:
-                raise UsageError(
-                    f"--{name.replace('_', '-')} {value:g} must be between 1 and --{name[5:]}-length {most}."
-                )
+        for part in ("prompt", "response"):
+            mean, most = getattr(self, f"mean_{part}"), getattr(self, f"{part}_length")
+            if mean is not None and not 1 <= mean <= most:
+                raise SettingError(f"$mean_{part} {mean:g} must be between 1 and ${part}_length {most}.")
         if self.rows % self.batch:
-            raise UsageError(
-                f"--train-batch {self.batch} does not divide the {self.rows} responses of a step "
-                f"(--prompts-per-step {self.prompts_per_step} × --samples-per-prompt {self.samples_per_prompt})."
+            raise SettingError(
+                f"$train_batch {self.batch} does not divide the {self.rows} responses of a step "
+                f"($prompts_per_step {self.prompts_per_step} × $samples_per_prompt {self.samples_per_prompt})."
             )
 
     @property
@@ -72,7 +54,7 @@ class Workload:
 
     @property
     def batch(self) -> int:
-        """Responses of an optimizer step; by default the whole rollout."""
+        """Responses of an optimizer step."""
         return self.train_batch or self.rows
 
     @property
@@ -86,8 +68,8 @@ class Workload:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """The most in a micro-batch; a longer row gets one of its own."""
-        return max(self.max_tokens or MAX_TOKENS, self.row_length)
+        """The most in a micro-batch."""
+        return max(self.max_tokens_per_gpu, self.row_length)
 
     @property
     def prompt(self) -> float:
@@ -116,33 +98,31 @@ class Workload:
         """Real tokens of a step, prompts counted with every response, as training computes them."""
         return self.rows * (self.prompt + self.response)
 
+    def lengths(self, rows: int) -> list[float]:
+        """Of ``rows`` responses, at evenly spaced ranks, ascending."""
+        return [self.responses[(2 * i + 1) * _POINTS // (2 * rows)] for i in range(rows)]
+
     def micro_batches(self, replicas: int) -> tuple[int, float]:
         """How many a replica has in an optimizer step, and the tokens that are computed in each on average."""
-        rows = max(1, self.batch // replicas)
-        if rows not in self._packings:
-            lengths = [self.prompt + self.responses[(2 * i + 1) * _POINTS // (2 * rows)] for i in range(rows)]
-            self._packings[rows] = _first_fit(lengths[::-1], self.micro_batch_tokens)
-        sums = self._packings[rows]
-        return len(sums), sum(sums) / len(sums)
-
-    @cached_property
-    def _packings(self) -> dict[int, list[float]]:
-        return {}
+        return _first_fit(self, max(1, self.batch // replicas))
 
     def _cut(self, median: float) -> tuple[float, ...]:
-        normal = NormalDist(math.log(median), TAIL)
+        normal = NormalDist(math.log(median), _TAIL)
         ranks = ((i + 0.5) / _POINTS for i in range(_POINTS))
         return tuple(min(self.response_length, max(1.0, math.exp(normal.inv_cdf(rank)))) for rank in ranks)
 
 
-def _first_fit(lengths: Sequence[float], most: float) -> list[float]:
-    """Tokens of each micro-batch; ``lengths`` descend."""
+@cache
+def _first_fit(work: Workload, rows: int) -> tuple[int, float]:
+    """Micro-batches of ``rows`` responses, longest first, and the tokens in each on average."""
     sums: list[float] = []
-    for length in lengths:
-        for i, tokens in enumerate(sums):
-            if tokens + length <= most:
-                sums[i] += length
+    most = work.micro_batch_tokens
+    for length in reversed(work.lengths(rows)):
+        tokens = work.prompt + length
+        for i, held in enumerate(sums):
+            if held + tokens <= most:
+                sums[i] += tokens
                 break
         else:
-            sums.append(length)
-    return sums
+            sums.append(tokens)
+    return len(sums), sum(sums) / len(sums)

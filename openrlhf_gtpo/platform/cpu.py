@@ -1,7 +1,8 @@
 """Lets OpenRLHF, DeepSpeed and vLLM run on a host without CUDA. Never imported on a CUDA host.
 
-OpenRLHF 0.11.2 asks torch.cuda for its current device, synchronises it and imports flash-attn at module level. Each
-stand-in below answers one of those questions; all can go when upstream asks ``torch.accelerator`` instead.
+OpenRLHF 0.11.2 asks torch.cuda for its current device, synchronizes it and imports flash-attn at module level
+(openrlhf/trainer/ray/ppo_actor.py and openrlhf/models/ring_attn_utils.py of https://github.com/OpenRLHF/OpenRLHF).
+Each stand-in below answers one of those questions; all can go when upstream asks ``torch.accelerator`` instead.
 """
 
 import importlib.util
@@ -47,26 +48,19 @@ def environment() -> dict[str, str]:
 
 def activate() -> None:
     """Make this process answer like a host whose only device is the CPU. Safe to call twice."""
-    os.environ.update(environment())
-    _provide_flash_attn()
-    _answer_cuda_calls()
+    os.environ.update(environment())  # before torch, which reads OMP_WAIT_POLICY when it is loaded
 
-
-def _provide_flash_attn() -> None:
-    if "flash_attn" in sys.modules or importlib.util.find_spec("flash_attn") is not None:
-        return
-    from openrlhf_gtpo.platform import flash_attn_stand_in
-
-    flash_attn_stand_in.install()
-
-
-def _answer_cuda_calls() -> None:
     import torch
 
-    def do_nothing() -> Callable[..., None]:
-        # One function per name: torch._dynamo keeps a rule for each of these by object and refuses shared ones.
-        return lambda *args, **kwargs: None
+    if "flash_attn" not in sys.modules and importlib.util.find_spec("flash_attn") is None:
+        from openrlhf_gtpo.platform import flash_attn_stand_in
 
+        flash_attn_stand_in.install()
     torch.cuda.current_device = _CpuDevice  # type: ignore[assignment]
     for name in ("synchronize", "empty_cache", "set_device"):
-        setattr(torch.cuda, name, do_nothing())
+        setattr(torch.cuda, name, _do_nothing())
+
+
+def _do_nothing() -> Callable[..., None]:
+    """A function of its own for each name: torch._dynamo keeps a rule for each by object and refuses shared ones."""
+    return lambda *args, **kwargs: None

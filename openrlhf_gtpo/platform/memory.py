@@ -12,10 +12,10 @@ _PROCESS = Path("/proc/self")
 
 
 class PeakMemory:
-    """``beyond()`` is the peak since construction, less what was there then, in bytes.
+    """Peak memory of what runs after construction.
 
-    On the CPU it is exact to about a MiB: resident memory counts pages, and the allocator keeps some. None where the
-    system has neither a CUDA device nor Linux's ``/proc/self/clear_refs``.
+    On the CPU it is exact to about a MiB: resident memory counts pages, and the allocator keeps some. Not measurable
+    where the system has neither a CUDA device nor Linux's ``/proc/self/clear_refs``.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class PeakMemory:
             _begin_anew()
 
     def beyond(self) -> int | None:
-        """Bytes above the beginning."""
+        """The peak since construction beyond what was there then, in bytes; None where it cannot be measured."""
         return _peak() - self._before if self.measurable else None
 
 
@@ -48,18 +48,18 @@ class PeakByPhase:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What runs within is phase ``name``, which may come in several pieces."""
+        """Count what runs within to the phase ``name``, which may come in several pieces."""
         self._begin()
         yield
         self._record(name)
 
     def until_now(self, name: str) -> None:
-        """What has run since the last phase ended, or this was last called, was phase ``name``."""
+        """Count to the phase ``name`` what has run since the last phase ended, or since this was last called."""
         self._record(name)
         self._begin()
 
     def take(self) -> dict[str, int]:
-        """Phase to bytes, of the phases since this was last called."""
+        """The peaks by phase, in bytes, since this was last called."""
         taken, self._peaks = self._peaks, {}
         return taken
 
@@ -76,15 +76,15 @@ class PeakByPhase:
 
 
 class ReportsPeakMemory:
-    """Mixed into actors and vLLM's workers, of which a process has one object: a run's controller asks them for their peaks."""
+    """Mixed into actors and vLLM's workers, one object per process: a run's controller asks them for their peaks."""
 
     @cached_property
     def peaks(self) -> PeakByPhase:
-        """Of this process."""
+        """The peaks of this process."""
         return PeakByPhase()
 
     def take_peak_memory(self, until_now: str | None = None) -> dict[str, int]:
-        """Phase to bytes, since this was last called.
+        """The peaks by phase, in bytes, since this was last called.
 
         Args:
             until_now: the phase that this process has been in since then, where it cannot know that itself.
@@ -95,7 +95,7 @@ class ReportsPeakMemory:
 
 
 def _begin_anew() -> None:
-    """The peak is the present from here on."""
+    """Reset the peak to what is in use now."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     else:

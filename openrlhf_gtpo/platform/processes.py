@@ -1,7 +1,7 @@
 """A function in several processes of this host that are joined by ``torch.distributed``: what ``torchrun`` does, from
 inside a command line. Such processes and the store that they meet at listen on the loopback interface alone.
 
-Where ``torchrun`` or ``srun`` has started the processes already, on one host or on many, the function runs in this one.
+Where ``torchrun`` or ``srun`` has started the processes already, on one host or many, the function runs in this one.
 """
 
 import contextlib
@@ -10,7 +10,6 @@ import os
 import pickle
 import signal
 import socket
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -21,16 +20,15 @@ from typing import Any, NamedTuple, TypeVar
 from openrlhf_gtpo import platform
 
 _LOOPBACK = "127.0.0.1"
-_GIVEN_BY_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SECONDS_TO_END = 10  # after a SIGTERM
-# For the end of a process that died to be seen, once another may have complained of its lost connection.
+# How long the end of a rank that died may take to show, after another has raised what a lost connection may explain.
 _SECONDS_TO_DIE = 2
 
 T = TypeVar("T")
 
 
 class LaunchError(ValueError):
-    """Processes that cannot be started as they were asked for. Raised before any starts."""
+    """Processes cannot be started as asked for; raised before any starts."""
 
 
 class ProcessFailed(RuntimeError):
@@ -48,7 +46,7 @@ class ProcessFailed(RuntimeError):
 
 
 class _Answer(NamedTuple):
-    """What a rank reports: its result, or an exception and its traceback."""
+    """What a rank reports: its result, or its exception (where it is a ValueError) and traceback."""
 
     value: Any
     traceback: str | None
@@ -58,26 +56,19 @@ def launched_world_size() -> int | None:
     """Number of processes that ``torchrun`` or ``srun`` has started, of which this is one; None where this is alone.
 
     Raises:
-        LaunchError: its environment is incomplete or holds no numbers.
+        LaunchError: its environment is incomplete, or the rank is not below the size.
     """
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return None
-    missing = [name for name in _GIVEN_BY_LAUNCHER if not os.environ.get(name)]
-    if missing:
+    given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    rank, size = given["RANK"], given["WORLD_SIZE"]
+    if not (all(given.values()) and rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
         raise LaunchError(
-            f"RANK and WORLD_SIZE are set, as torchrun sets them, but {missing[0]} is not; set it, or unset RANK and "
-            "WORLD_SIZE to let this command start its processes itself."
+            "Expected RANK < WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them, got "
+            + " ".join(f"{name}={value}" for name, value in given.items())
+            + "; start this command with torchrun, or unset RANK and WORLD_SIZE to let it start its processes itself."
         )
-    try:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    except ValueError:
-        rank, size = -1, 0
-    if not 0 <= rank < size:
-        raise LaunchError(
-            f"RANK={os.environ['RANK']!r} of WORLD_SIZE={os.environ['WORLD_SIZE']!r} is no process of a launch; start "
-            "this command with torchrun, or unset both."
-        )
-    return size
+    return int(size)
 
 
 def is_first_process() -> bool:
@@ -88,7 +79,7 @@ def is_first_process() -> bool:
 def run_processes(function: Callable[..., T], world_size: int, *args: Any) -> T:
     """Call ``function(*args)`` in ``world_size`` processes joined by ``torch.distributed``; its result in rank 0.
 
-    Each process is prepared for the platform, sees RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and has a
+    Each process is set up for the platform, sees RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and has a
     default process group: gloo without CUDA, NCCL with one GPU a process. Without OMP_NUM_THREADS the cores are shared
     out. The first process to fail ends the others. Under a launcher the result is this process's own.
 
@@ -115,8 +106,8 @@ def run_processes(function: Callable[..., T], world_size: int, *args: Any) -> T:
 
     if chosen == "cuda" and torch.cuda.device_count() < world_size:
         raise LaunchError(
-            f"{world_size} processes need a GPU each, and this host has {torch.cuda.device_count()}; ask for fewer, or "
-            "start this command on several hosts with torchrun."
+            f"{world_size} processes need a GPU each, and this host has {torch.cuda.device_count()}; ask for fewer, "
+            "or start this command on several hosts with torchrun."
         )
     listener = socket.create_server((_LOOPBACK, 0))
     port = listener.getsockname()[1]
@@ -136,13 +127,11 @@ def _platform_environment(chosen: str) -> dict[str, str]:
 
 
 def _shared_environment(chosen: str, world_size: int, port: int) -> dict[str, str]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, cores // world_size)),
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // world_size)),
         "OMP_WAIT_POLICY": "PASSIVE",
-        "GLOO_SOCKET_IFNAME": loopback,
-        "NCCL_SOCKET_IFNAME": loopback,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
     }
     return {
         **{name: os.environ.get(name, value) for name, value in defaults.items()},
@@ -173,58 +162,49 @@ def _run_here(function: Callable[..., T], args: tuple, world_size: int, shared: 
         for pipe in pipes:
             with contextlib.suppress(BrokenPipeError):  # it has died; its answer is the end of the pipe
                 pipe.send_bytes(work)
-        results = _answers(pipes, processes)
+        result = _result_of_rank_0(pipes, processes)
         seconds_to_end = _SECONDS_TO_END
-        return results[0]
+        return result
     finally:
         for pipe in pipes:
             pipe.close()
         _end(processes, seconds_to_end)
 
 
-def _answers(pipes: list[Connection], processes: list[BaseProcess]) -> list[Any]:
-    """The ranks' results, or the exception of the first that failed; a rank that died comes before one that raised."""
-    results: list[Any] = [None] * len(pipes)
+def _result_of_rank_0(pipes: list[Connection], processes: list[BaseProcess]) -> Any:
+    """What rank 0 returned, once all are done.
+
+    Raises:
+        ProcessFailed, ValueError: as :func:`run_processes`. A dead rank comes before one that raised, which may have
+            lost its connection to it; a ValueError has no such cause and is not kept waiting for another's end.
+    """
+    result = None
     waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
-    failures: list[tuple[int, _Answer | None]] = []  # in the order in which they were heard of
+    raised: list[tuple[int, _Answer]] = []  # in the order in which they were heard of
     while waiting:
-        ready = wait(list(waiting), _SECONDS_TO_DIE if failures else None)
+        ready: list[Any] = wait(list(waiting), _SECONDS_TO_DIE if raised else None)
         for pipe in sorted(ready, key=lambda pipe: waiting[pipe]):
-            assert isinstance(pipe, Connection)
             rank = waiting.pop(pipe)
             try:
                 answer = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionResetError):  # the latter where it has not even read its work
-                failures.append((rank, None))
-                continue
+                processes[rank].join(_SECONDS_TO_END)
+                code = processes[rank].exitcode or 0
+                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                raise ProcessFailed(rank, f"the process {how} and left no message of its own here") from None
             if answer.traceback is not None:
-                failures.append((rank, answer))
-            results[rank] = answer.value
-        if failures and (not ready or any(_speaks_for_itself(answer) for _, answer in failures)):
+                raised.append((rank, answer))
+            elif rank == 0:
+                result = answer.value
+        if raised and (not ready or any(isinstance(answer.value, ValueError) for _, answer in raised)):
             break
-    if failures:
-        # A process that died is why others, which lost their connection to it, have raised something.
-        rank, failed = min(failures, key=lambda failure: failure[1] is not None)
-        raise _failure(rank, failed, processes[rank])
-    return results
-
-
-def _speaks_for_itself(answer: _Answer | None) -> bool:
-    """Whether no other rank can be the cause: the process died, or raised what a lost connection does not."""
-    return answer is None or isinstance(answer.value, ValueError)
-
-
-def _failure(rank: int, answer: _Answer | None, process: BaseProcess) -> Exception:
-    if answer is None or answer.traceback is None:
-        process.join(_SECONDS_TO_END)
-        code = process.exitcode or 0
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return ProcessFailed(rank, f"the process {how} and left no message of its own here")
-    cause = ProcessFailed(rank, answer.traceback)
-    if not isinstance(answer.value, ValueError):
-        return cause
-    answer.value.__cause__ = cause
-    return answer.value
+    if raised:
+        rank, answer = raised[0]
+        cause = ProcessFailed(rank, answer.traceback or "")
+        if isinstance(answer.value, ValueError):
+            raise answer.value from cause
+        raise cause
+    return result
 
 
 def _end(processes: list[BaseProcess], seconds: float) -> None:
@@ -301,16 +281,14 @@ def _process_group(store: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
     """``values`` in this process's environment, from which a new process takes its own."""
-    before = {name: os.environ.get(name) for name in values}
+    before = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in values:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _end_with_parent() -> None:

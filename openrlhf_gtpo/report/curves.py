@@ -1,6 +1,6 @@
 """Runs as PNG: one run's reward, entropy and response length over steps, and several runs against each other.
 
-Draws what `metrics.read_metrics` returns and computes nothing but means over seeds. Must not know torch.
+Draws what `metrics.read_metrics` returns and computes nothing but means over seeds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,12 @@ from matplotlib.ticker import MaxNLocator
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import Rows, before_and_after, datasource_of, held_out_names, series
 
-# Okabe and Ito's colours, which stay apart for every common kind of colour blindness. Black is for "all".
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
+# Okabe and Ito's colors, which stay apart for every common kind of color blindness. Black is for "all".
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
 STYLE = {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
 MARKERS = ("D", "s", "^", "v", "P", "X", "*")
+
+Points = tuple[Sequence[int], Sequence[float]]  # steps and values
 
 
 def plot_run(metrics: Rows, png_path: str | Path, title: str = "") -> Path:
@@ -27,36 +29,35 @@ def plot_run(metrics: Rows, png_path: str | Path, title: str = "") -> Path:
     What a run does not have (no evaluation, no entropies) is left out of its panel; an empty panel says so. Parents of
     `png_path` are created.
     """
+    train = names.KIND_TRAIN
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13, 4.4), layout="constrained")
         reward, entropy, length = figure.subplots(1, 3)
-        train = names.KIND_TRAIN
-        _line(reward, series(metrics, train, names.REWARD_MEAN), "training (mean of rollout)", COLOURS[0])
+        _line(reward, series(metrics, train, names.REWARD_MEAN), "training (mean of rollout)", COLORS[0])
         held_out = held_out_names(metrics)
         for index, name in enumerate(held_out):
             label = "held out" if len(held_out) == 1 else f"held out: {datasource_of(name)}"
+            marker = MARKERS[index % len(MARKERS)]
             points = series(metrics, names.KIND_EVAL, name)
-            _line(
-                reward,
-                points,
-                label,
-                COLOURS[1 + index % 5],
-                marker=MARKERS[index % len(MARKERS)],
-                markersize=7,
-                zorder=3,
-            )
-        _line(entropy, series(metrics, train, names.ENTROPY_ALL), "all tokens", "black")
-        _line(entropy, series(metrics, train, names.ENTROPY_POSITIVE), "correct responses", COLOURS[2], linestyle="--")
-        _line(
-            entropy, series(metrics, train, names.ENTROPY_NEGATIVE), "incorrect responses", COLOURS[1], linestyle=":"
-        )
-        _line(length, series(metrics, train, names.RESPONSE_LENGTH_MEAN), "training", COLOURS[0])
+            _line(reward, points, label, COLORS[1 + index % 5], marker=marker, markersize=7, zorder=3)
+        for name, label, color, line in (
+            (names.ENTROPY_ALL, "all tokens", "black", "-"),
+            (names.ENTROPY_POSITIVE, "correct responses", COLORS[2], "--"),
+            (names.ENTROPY_NEGATIVE, "incorrect responses", COLORS[1], ":"),
+        ):
+            _line(entropy, series(metrics, train, name), label, color, linestyle=line)
+        _line(length, series(metrics, train, names.RESPONSE_LENGTH_MEAN), "training", COLORS[0])
         points = series(metrics, names.KIND_EVAL, names.EVAL_RESPONSE_LENGTH_MEAN)
-        _line(length, points, "held out", COLOURS[1], marker=MARKERS[0], markersize=7, zorder=3)
-        _finish(reward, "Reward", "mean reward")
-        _finish(entropy, "Policy entropy", "nats per token")
-        _finish(length, "Response length", "tokens")
-        return _save(figure, png_path, title)
+        _line(length, points, "held out", COLORS[1], marker=MARKERS[0], markersize=7, zorder=3)
+        for axes, panel, unit in (
+            (reward, "Reward", "mean reward"),
+            (entropy, "Policy entropy", "nats per token"),
+            (length, "Response length", "tokens"),
+        ):
+            _finish(axes, panel, unit)
+            if axes.lines:  # below the panel, where it can hide no data
+                axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False, fontsize=9)
+        return save(figure, png_path, title)
 
 
 def plot_comparison(runs: Mapping[str, Sequence[Rows]], png_path: str | Path, title: str = "") -> Path:
@@ -69,67 +70,70 @@ def plot_comparison(runs: Mapping[str, Sequence[Rows]], png_path: str | Path, ti
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13, 4.4), layout="constrained")
         reward, entropy, held_out = figure.subplots(1, 3)
-        for index, (label, rows_of_runs) in enumerate(runs.items()):
-            colour = COLOURS[index % len(COLOURS)]
+        for index, (label, seeds) in enumerate(runs.items()):
+            color = COLORS[index % len(COLORS)]
             for axes, name in ((reward, names.REWARD_MEAN), (entropy, names.ENTROPY_ALL)):
-                lines = [series(rows, names.KIND_TRAIN, name) for rows in rows_of_runs]
-                _thin_and_mean(axes, lines, f"{label} (n={len(rows_of_runs)})", colour)
-            pairs = [pair for pair in map(_mean_before_and_after, rows_of_runs) if pair is not None]
-            _thin_and_mean(
-                held_out, [([0, 1], list(pair)) for pair in pairs], label, colour, marker=MARKERS[index % len(MARKERS)]
-            )
-        _finish(reward, "Training reward", "mean reward", legend=False)
-        _finish(entropy, "Policy entropy", "nats per token", legend=False)
-        _finish(held_out, "Held-out reward", "mean reward", x_label="", legend=False)
-        # One for all panels, below them: the same colours mean the same runs.
-        shown = [axes for axes in (reward, entropy, held_out) if axes.get_legend_handles_labels()[0]]
-        if shown:
-            handles, labels = shown[0].get_legend_handles_labels()
+                lines: list[Points] = [series(rows, names.KIND_TRAIN, name) for rows in seeds]
+                _thin_and_mean(axes, lines, f"{label} (n={len(seeds)})", color)
+            pairs = [pair for rows in seeds if (pair := _mean_before_and_after(rows))]
+            marker = MARKERS[index % len(MARKERS)]
+            _thin_and_mean(held_out, [([0, 1], pair) for pair in pairs], label, color, marker)
+        _finish(reward, "Training reward", "mean reward")
+        _finish(entropy, "Policy entropy", "nats per token")
+        _finish(held_out, "Held-out reward", "mean reward", over_steps=False)
+        # One for all panels, below them: the same colors mean the same runs.
+        legends = [axes.get_legend_handles_labels() for axes in (reward, entropy, held_out)]
+        handles, labels = next((legend for legend in legends if legend[0]), ([], []))
+        if handles:
             figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
         held_out.set_xlim(-0.25, 1.25)
         held_out.set_xticks([0, 1], ["before", "after"])
-        return _save(figure, png_path, title)
+        return save(figure, png_path, title)
 
 
-def _mean_before_and_after(rows: Rows) -> tuple[float, float] | None:
-    """The mean over the data sources that have both; None where none has."""
+def save(figure: Figure, png_path: str | Path, title: str = "") -> Path:
+    """Write a figure as PNG; parents of ``png_path`` are created."""
+    if title:
+        figure.suptitle(title)
+    path = Path(png_path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130, format="png")
+    return path
+
+
+def _mean_before_and_after(rows: Rows) -> list[float]:
+    """The means over the data sources that have both; empty where none has."""
     pairs = [before_and_after(rows, name) for name in held_out_names(rows)]
     both = [(before, after) for before, after in pairs if before is not None and after is not None]
-    if not both:
-        return None
-    return sum(before for before, _ in both) / len(both), sum(after for _, after in both) / len(both)
+    return [sum(values) / len(both) for values in zip(*both)]
 
 
-def _line(axes: Axes, points: tuple[list[int], list[float]], label: str, colour: str, **style: Any) -> None:
+def _line(axes: Axes, points: Points, label: str, color: str, **style: Any) -> None:
     steps, values = points
-    if not steps:
-        return
-    style.setdefault("marker", "o" if len(steps) <= 30 else "")
-    style.setdefault("markersize", 3 if len(steps) > 1 else 6)
-    axes.plot(steps, values, label=label, color=colour, **style)
+    if steps:
+        marker = {"marker": "o" if len(steps) <= 30 else "", "markersize": 3 if len(steps) > 1 else 6}
+        axes.plot(steps, values, label=label, color=color, **(marker | style))
 
 
-def _thin_and_mean(
-    axes: Axes, lines: Sequence[tuple[list[int], list[float]]], label: str, colour: str, marker: str = ""
-) -> None:
+def _thin_and_mean(axes: Axes, lines: Sequence[Points], label: str, color: str, marker: str = "") -> None:
     by_step: dict[int, list[float]] = {}
     for steps, values in lines:
-        if not steps:
-            continue
         for step, value in zip(steps, values):
             by_step.setdefault(step, []).append(value)
-        axes.plot(steps, values, color=colour, linewidth=0.9, alpha=0.45, marker="o" if len(steps) == 1 else "", ms=3)
+        if steps:
+            dot = "o" if len(steps) == 1 else ""
+            axes.plot(steps, values, color=color, linewidth=0.9, alpha=0.45, marker=dot, markersize=3)
     if by_step:
         steps = sorted(by_step)
         means = [sum(by_step[step]) / len(by_step[step]) for step in steps]
-        shown_marker = marker or ("o" if len(steps) == 1 else "")
-        axes.plot(steps, means, color=colour, linewidth=2.4, marker=shown_marker, markersize=7, label=label)
+        marker = marker or ("o" if len(steps) == 1 else "")
+        axes.plot(steps, means, color=color, linewidth=2.4, marker=marker, markersize=7, label=label)
 
 
-def _finish(axes: Axes, title: str, y_label: str, x_label: str = "step", legend: bool = True) -> None:
+def _finish(axes: Axes, title: str, y_label: str, over_steps: bool = True) -> None:
     axes.set_title(title)
-    axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
+    axes.set_xlabel("step" if over_steps else "")
     if not axes.lines:
         axes.text(0.5, 0.5, "not recorded in this run", ha="center", va="center", transform=axes.transAxes)
         axes.set_xticks([])
@@ -137,19 +141,7 @@ def _finish(axes: Axes, title: str, y_label: str, x_label: str = "step", legend:
         return
     low, high = axes.get_ylim()
     axes.set_ylim(min(0.0, low), high + 0.05 * (high - min(0.0, low)))
-    if x_label:
+    if over_steps:
         last = max(1.0, *(float(max(line.get_xdata())) for line in axes.lines))
         axes.set_xlim(-0.04 * last, 1.04 * last)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if legend and axes.get_legend_handles_labels()[0]:
-        # Below the panel, where it can hide no data.
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False, fontsize=9)
-
-
-def _save(figure: Figure, png_path: str | Path, title: str) -> Path:
-    if title:
-        figure.suptitle(title)
-    path = Path(png_path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130, format="png")
-    return path

@@ -1,4 +1,4 @@
-"""Results of ``report fp8`` as a page: a table and a picture. Must not know torch."""
+"""Results of ``report fp8`` as a page: a table and a picture."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from openrlhf_gtpo.report.curves import COLOURS, STYLE
+from openrlhf_gtpo.report.curves import COLORS, STYLE, save
 
 ACCEPTED = 0.02  # sign flips
 
@@ -50,10 +50,13 @@ def write_page(results: Mapping[str, Any], folder: Path, about: str) -> Path:
     """
     _plot(results, folder / "fp8.png")
     page = folder / "fp8.md"
-    text = (
-        f"# What FP8 does to entropy credit\n\n{about}\n\n{table(results)}\n{verdict(results)}\n\n![errors](fp8.png)\n"
+    parts = (
+        "# What FP8 does to entropy credit",
+        about,
+        table(results) + "\n" + verdict(results),
+        "![errors](fp8.png)",
     )
-    page.write_text(text, encoding="utf-8")
+    page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return page
 
 
@@ -63,9 +66,9 @@ def _plot(results: Mapping[str, Any], path: Path) -> None:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13, 4.2), layout="constrained")
         flips, *errors = figure.subplots(1, 3)
-        colours = [COLOURS[i % len(COLOURS)] for i in range(len(candidates))]
+        colors = [COLORS[i % len(COLORS)] for i in range(len(candidates))]
         percents = [100 * budget["sign_flips"] for budget in candidates.values()]
-        flips.barh(list(candidates)[::-1], percents[::-1], color=colours[::-1])
+        flips.barh(list(candidates)[::-1], percents[::-1], color=colors[::-1])
         for i, percent in enumerate(percents[::-1]):
             flips.annotate(f" {percent:.2f} %", (percent, i), va="center", fontsize=9)
         flips.axvline(100 * ACCEPTED, color="black", linewidth=0.8, linestyle="--")
@@ -73,15 +76,14 @@ def _plot(results: Mapping[str, Any], path: Path) -> None:
         flips.set_title("Advantages that change sign, %")
         titles = {"entropy_errors": "|ΔH|, nats", "log_prob_errors": "|Δ log π|"}
         for axes, (field, title) in zip(errors, titles.items(), strict=True):
-            for colour, (name, budget) in zip(colours, candidates.items(), strict=True):
+            for color, (name, budget) in zip(colors, candidates.items(), strict=True):
                 values = budget[field][:-1]  # nothing is larger than the last
                 larger = [1 - i / len(values) for i in range(len(values))]
-                axes.plot(values, larger, label=name, color=colour)
+                axes.plot(values, larger, label=name, color=color)
             axes.set_yscale("log")
             axes.set_ylim(0.01, 1)
             axes.set_xlim(left=0)
             axes.set_title(f"Share of tokens with a larger {title}")
             axes.set_xlabel(title)
         errors[-1].legend(fontsize=8)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
+        save(figure, path)

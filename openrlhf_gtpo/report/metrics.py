@@ -1,16 +1,14 @@
 """A run's metrics as JSON lines: the writer that the trainer holds, and the reader that reports use.
 
 One object a line: `{"kind": "train"|"eval"|"run", "step": int, "time": unix seconds, <metric name>: number, ...}`.
-Must not know torch: its tensors are recognised by what they can do.
 """
 
 import json
 import math
-import numbers
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from openrlhf_gtpo.report import names
@@ -29,13 +27,13 @@ class MetricsWriter:
 
     def __init__(self, path: str | Path) -> None:
         """Open `path` for appending; its parents are created."""
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        end_line = _ends_within_a_line(self.path)
-        self._file = open(self.path, "a", encoding="utf-8")
-        if end_line:
-            # The last run died while writing. Without this the first new line would be lost with the broken one.
-            self._file.write("\n")
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "ab+")
+        if self._file.tell():
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read() != b"\n":  # the last run died while writing; its line must not swallow the next one
+                self._file.write(b"\n")
 
     def write(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one line.
@@ -57,22 +55,11 @@ class MetricsWriter:
             if name in RESERVED:
                 raise ValueError(f"metric {name!r} has the name of a field of every line ({', '.join(RESERVED)})")
             row[name] = _json_value(name, value)
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> "MetricsWriter":
-        return self
-
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -87,21 +74,22 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     file = path / "metrics.jsonl" if path.is_dir() else path
     try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise ValueError(f"cannot read metrics from {file}: {error.strerror}") from None
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     broken = 0
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        row = _parse(line)
-        if row is None:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict) and row.get("kind") in KINDS and isinstance(row.get("step"), int):
+            key = (row["kind"], row["step"])
+            rows.pop(key, None)
+            rows[key] = row
+        elif line.strip():
             broken = broken or number
-            continue
-        key = (row["kind"], row["step"])
-        rows.pop(key, None)
-        rows[key] = row
     if not rows:
         problem = f"line {broken} is not a metrics line" if broken else "it has no lines yet"
         raise ValueError(f"{file} has no metrics: {problem}")
@@ -125,37 +113,19 @@ def before_and_after(rows: Rows, held_out_name: str) -> tuple[float | None, floa
 
     Either is None where the run has no such evaluation.
     """
-    points = list(zip(*series(rows, names.KIND_EVAL, held_out_name)))
-    before = [value for step, value in points if step == 0]
-    after = [value for step, value in points if step > 0]
-    return (before[0] if before else None), (after[-1] if after else None)
+    points = dict(zip(*series(rows, names.KIND_EVAL, held_out_name)))
+    after = [value for step, value in points.items() if step > 0]
+    return points.get(0), (after[-1] if after else None)
 
 
 def datasource_of(held_out_name: str) -> str:
     """ "products" of `eval_products_pass1`."""
-    return held_out_name[len(names.EVAL_PREFIX) : -len(names.EVAL_PASS1_SUFFIX)]
+    return held_out_name.removeprefix(names.EVAL_PREFIX).removesuffix(names.EVAL_PASS1_SUFFIX)
 
 
 def is_number(value: Any) -> bool:
+    """Whether a value of a metrics line is a number, and no null, text or truth value."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(row, dict) or row.get("kind") not in KINDS or not isinstance(row.get("step"), int):
-        return None
-    return row
-
-
-def _ends_within_a_line(path: Path) -> bool:
-    if not path.exists() or path.stat().st_size == 0:
-        return False
-    with open(path, "rb") as file:
-        file.seek(-1, 2)
-        return file.read() != b"\n"
 
 
 def _json_value(name: str, value: Any) -> Any:
@@ -164,10 +134,6 @@ def _json_value(name: str, value: Any) -> Any:
             value = value.item()
         except (ValueError, RuntimeError, TypeError) as error:
             raise ValueError(f"metric {name!r} must be one number, got {type(value).__name__}: {error}") from None
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real):
-        return float(value) if math.isfinite(value) else None
-    raise ValueError(f"metric {name!r} must be a number, got {type(value).__name__}")
+    if not isinstance(value, (int, float, str, type(None))):
+        raise ValueError(f"metric {name!r} must be a number, got {type(value).__name__}")
+    return None if isinstance(value, float) and not math.isfinite(value) else value

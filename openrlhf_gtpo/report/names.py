@@ -1,6 +1,6 @@
 """The metric names that a run writes and a report reads: the one place where they are spelled.
 
-Imports nothing. The trainer writes them flat, one JSON object a step; see `metrics.py` for the file.
+The trainer writes them flat, one JSON object a step; see `metrics.py` for the file.
 """
 
 KIND_TRAIN = "train"
@@ -37,9 +37,7 @@ PPO_TRAIN, BROADCAST = "ppo_train", "broadcast"
 PHASES = (GENERATION, "make_experience", PPO_TRAIN, BROADCAST)
 TIMING_OLD_LOG_PROBS = "timing/old_log_probs"  # within make_experience: the forward passes of all models
 TIMING_ADVANTAGES = "timing/advantages"  # within make_experience: shaping
-TIMING_STEP_WALL = (
-    "timing/step_wall"  # of the clock, without evaluation and checkpoints; step_total is the phases' sum
-)
+TIMING_STEP_WALL = "timing/step_wall"  # without evaluation and checkpoints; step_total is the sum of the phases
 TOKENS_PER_SECOND_PREFIX = "tokens_per_second/"
 
 TOKENS_PROMPT = "tokens/prompt"  # of every response's prompt, and what an environment said; no padding
@@ -65,8 +63,3 @@ def tokens_per_second(phase: str) -> str:
 def peak_memory(process: str, phase: str) -> str:
     """GiB at the peak of a phase, of the process of a kind ("actor", "engine") that took most."""
     return f"{PEAK_MEMORY_PREFIX}{process}/{phase}"
-
-
-def eval_pass(datasource: str, k: int = 1) -> str:
-    """OpenRLHF's name for held-out reward: mean at k = 1, best of k otherwise."""
-    return f"{EVAL_PREFIX}{datasource}_pass{k}"

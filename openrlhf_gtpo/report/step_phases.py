@@ -1,4 +1,4 @@
-"""Where the time of training steps went, out of a run's metrics: seconds, tokens/s/GPU, shares, MFU, idle time, memory.
+"""Where the time of training steps went, from a run's metrics: seconds, tokens/s/GPU, shares, MFU, idle time, memory.
 
 Arithmetic on what the trainer logs. Must not know torch.
 """
@@ -41,12 +41,12 @@ COUNTED = {name: phase.counted for name, phase in PHASES.items()} | {STEP: _ALL}
 
 
 class MissingMetrics(ValueError):
-    """A run does not have the steps or the metrics that are asked of it."""
+    """A run lacks steps or metrics that are measured."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What of a configuration the numbers depend on.
+    """What the numbers of a configuration depend on.
 
     Fields:
         gpus: that the run holds; on a CPU host the processes that stand for one each.
@@ -87,10 +87,10 @@ def of_run(rows: Rows, setup: Setup) -> dict[str, Any]:
     """Of the steps that one run measured (see :func:`measured_steps`).
 
     Returns:
-        ``phases``: for each phase, and for the whole ``step``, ``seconds`` and ``tokens`` of a step (means), ``share`` of
+        ``phases``: for each phase and the whole ``step``, ``seconds`` and ``tokens`` of a step (means), ``share`` of
         the step, ``tokens_per_second_per_gpu``, and ``flops`` of a step, None where the model's are not known.
-        ``idle``: ``seconds`` and ``share`` of a step outside any phase, and ``gpu_share``, the part of the GPUs' time in
-        which they had no phase to work in. ``peak_memory_gib``: ``process/phase`` to the most of any step.
+        ``idle``: ``seconds`` and ``share`` of a step outside any phase, and ``gpu_share``, the part of the GPUs' time
+        in which they had no phase to work in. ``peak_memory_gib``: ``process/phase`` to the most of any step.
     """
     step_seconds = _mean(rows, names.TIMING_STEP_WALL)
     prompt, response = _mean(rows, names.TOKENS_PROMPT), _mean(rows, names.TOKENS_RESPONSE)
@@ -133,25 +133,23 @@ def summary(runs: Sequence[Mapping[str, Any]], flops_per_second: float | None) -
         flops_per_second: of all the GPUs that a run holds, as a big matrix product reaches it; None without MFU.
     """
 
-    def median(*keys: str) -> float | None:
-        values = []
-        for run in runs:
-            value: Any = run
-            for key in keys:
-                value = value.get(key)
-            values.append(value)
-        return statistics.median(values) if all(is_number(value) for value in values) else None
+    def medians(parts: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+        found = {}
+        for key in parts[0]:
+            values = [part[key] for part in parts]
+            found[key] = statistics.median(values) if all(is_number(value) for value in values) else None
+        return found
 
-    phases: dict[str, Any] = {}
-    for name, first in runs[0]["phases"].items():
-        phases[name] = {key: median("phases", name, key) for key in first}
-        mfus = [_mfu(run["phases"][name], flops_per_second) for run in runs]
-        phases[name]["mfu"] = statistics.median(m for m in mfus if m is not None) if None not in mfus else None
+    def with_mfu(phase: Mapping[str, Any]) -> dict[str, Any]:
+        known = flops_per_second and phase["flops"] and phase["seconds"]
+        return {**phase, "mfu": phase["flops"] / phase["seconds"] / flops_per_second if known else None}
+
+    first = runs[0]
     return {
-        "phases": phases,
-        IDLE: {key: median(IDLE, key) for key in runs[0][IDLE]},
+        "phases": {name: medians([with_mfu(run["phases"][name]) for run in runs]) for name in first["phases"]},
+        IDLE: medians([run[IDLE] for run in runs]),
         "peak_memory_gib": {
-            name: max(run["peak_memory_gib"][name] for run in runs) for name in runs[0]["peak_memory_gib"]
+            name: max(run["peak_memory_gib"][name] for run in runs) for name in first["peak_memory_gib"]
         },
     }
 
@@ -169,12 +167,6 @@ def ratios(base: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]
             times = [fast / slow for fast, slow in pairs]
             found[phase] = min(times), statistics.median(times), max(times)
     return found
-
-
-def _mfu(phase: Mapping[str, Any], flops_per_second: float | None) -> float | None:
-    if not flops_per_second or not phase["flops"] or not phase["seconds"]:
-        return None
-    return phase["flops"] / phase["seconds"] / flops_per_second
 
 
 def _mean(rows: Rows, name: str) -> float:

@@ -1,27 +1,44 @@
-"""A run in one screen: held-out reward before and after, and where the time of a step went.
-
-Builds rich tables (plain text where the output is no terminal) and markdown. Must not know torch.
-"""
+"""A run in one screen: held-out reward before and after, and where a step's time went; several runs as markdown."""
 
 from collections.abc import Mapping, Sequence
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import Rows, before_and_after, datasource_of, held_out_names, series
 
 
-def run_summary(metrics: Rows) -> Group:
-    """Tables for `rich.print`: held-out reward before, after and change; steps; seconds per step by phase; tokens/s."""
-    return Group(_held_out_table(metrics), Text(""), _training_table(metrics), Text(""), _timing_table(metrics))
-
-
 def print_run_summary(metrics: Rows, console: Console | None = None) -> None:
-    """Print `run_summary`; without a terminal rich leaves colours out and the lines are plain text."""
-    (console or Console()).print(run_summary(metrics))
+    """Print tables: held-out reward before, after and change; metrics of the first and last step; seconds and tokens/s
+    of a step by phase. Without a terminal rich leaves colors out and the lines are plain text."""
+    console = console or Console()
+    held_out = _table("Held-out reward", "task", "before", "after", "change", "evaluations")
+    for name in held_out_names(metrics):
+        evaluations = len(series(metrics, names.KIND_EVAL, name)[0])
+        held_out.add_row(datasource_of(name), *_cells(*before_and_after(metrics, name)), str(evaluations))
+    if not held_out.rows:
+        held_out.add_row("no evaluation in this run", "-", "-", "-", "0")
+
+    training = _table(f"Training: {_last_step(metrics)} steps", "metric", "first step", "last step")
+    audit = (names.FP8_ENTROPY_ERROR, names.FP8_SIGN_FLIPS)
+    for name in (names.REWARD_MEAN, names.ENTROPY_ALL, names.RESPONSE_LENGTH_MEAN, *audit):
+        values = series(metrics, names.KIND_TRAIN, name)[1]
+        if values:
+            training.add_row(name, f"{values[0]:.3f}", f"{values[-1]:.3f}")
+
+    # Medians: the first step warms caches up and would pull a mean.
+    timing = _table("Time per step (median)", "phase", "seconds", "share", "tokens/s")
+    totals = series(metrics, names.KIND_TRAIN, names.TIMING_STEP_TOTAL)[1]
+    for phase in (*names.PHASES, "step_total"):
+        seconds = series(metrics, names.KIND_TRAIN, names.timing(phase))[1]
+        rates = series(metrics, names.KIND_TRAIN, names.tokens_per_second(phase))[1]
+        if seconds:
+            share = f"{median(seconds) / median(totals):.0%}" if totals and median(totals) else "-"
+            rate = f"{median(rates):,.0f}" if rates else "-"
+            timing.add_row(phase.replace("_", " "), f"{median(seconds):.2f}", share, rate)
+    console.print(held_out, "", training, "", timing)
 
 
 def comparison_markdown(runs: Mapping[str, Sequence[Rows]]) -> str:
@@ -32,94 +49,40 @@ def comparison_markdown(runs: Mapping[str, Sequence[Rows]]) -> str:
     """
     lines = ["| run | held-out task | before | after | change | steps |", "|---|---|---:|---:|---:|---:|"]
     for label, rows_of_runs in runs.items():
-        totals: dict[str, list[tuple[float, float]]] = {}
+        complete: dict[str, list[tuple[float, float]]] = {}
         for number, rows in enumerate(rows_of_runs, start=1):
-            steps = _last_step(rows)
+            seeds = [row["seed"] for row in rows if row["kind"] == names.KIND_RUN and "seed" in row]
+            run = f"{label}, run {number}" + (f" (seed {seeds[-1]})" if seeds else "")
             for name in held_out_names(rows) or [""]:
                 before, after = before_and_after(rows, name)
                 if before is not None and after is not None:
-                    totals.setdefault(name, []).append((before, after))
+                    complete.setdefault(name, []).append((before, after))
                 cells = " | ".join(_cells(before, after))
-                task = datasource_of(name) if name else "none"
-                lines.append(f"| {label}, run {_seed_of(rows, number)} | {task} | {cells} | {steps} |")
-        for name, pairs in totals.items():
-            changes = [after - before for before, after in pairs]
-            spread = [_with_spread([b for b, _ in pairs]), _with_spread([a for _, a in pairs])]
-            cells = f"{spread[0]} | {spread[1]} | {_with_spread(changes, signed=True)}"
-            lines.append(f"| **{label}, mean of {len(pairs)}** | {datasource_of(name)} | {cells} | |")
+                lines.append(f"| {run} | {datasource_of(name) or 'none'} | {cells} | {_last_step(rows)} |")
+        for name, pairs in complete.items():
+            spreads = [_with_spread(values, ".3f") for values in zip(*pairs)]
+            spreads.append(_with_spread([after - before for before, after in pairs], "+.3f"))
+            lines.append(f"| **{label}, mean of {len(pairs)}** | {datasource_of(name)} | {' | '.join(spreads)} | |")
     return "\n".join(lines) + "\n"
 
 
-def _held_out_table(metrics: Rows) -> Table:
-    table = Table(title="Held-out reward", title_justify="left")
-    table.add_column("task")
-    for column in ("before", "after", "change", "evaluations"):
+def _table(title: str, first: str, *others: str) -> Table:
+    table = Table(first, title=title, title_justify="left")
+    for column in others:
         table.add_column(column, justify="right")
-    found = held_out_names(metrics)
-    for name in found:
-        evaluations = len(series(metrics, names.KIND_EVAL, name)[0])
-        table.add_row(datasource_of(name), *_cells(*before_and_after(metrics, name)), str(evaluations))
-    if not found:
-        table.add_row("no evaluation in this run", "-", "-", "-", "0")
     return table
 
 
-def _training_table(metrics: Rows) -> Table:
-    table = Table(title=f"Training: {_last_step(metrics)} steps", title_justify="left")
-    table.add_column("metric")
-    for column in ("first step", "last step"):
-        table.add_column(column, justify="right")
-    audit = (names.FP8_ENTROPY_ERROR, names.FP8_SIGN_FLIPS)
-    for name in (names.REWARD_MEAN, names.ENTROPY_ALL, names.RESPONSE_LENGTH_MEAN, *audit):
-        values = series(metrics, names.KIND_TRAIN, name)[1]
-        if values:
-            table.add_row(name, f"{values[0]:.3f}", f"{values[-1]:.3f}")
-    return table
+def _cells(before: float | None, after: float | None) -> list[str]:
+    """Before, after and change with three digits, "-" for what is not known."""
+    change = None if before is None or after is None else after - before
+    values = ((before, ".3f"), (after, ".3f"), (change, "+.3f"))
+    return ["-" if value is None else f"{value:{form}}" for value, form in values]
 
 
-def _timing_table(metrics: Rows) -> Table:
-    table = Table(title="Time per step (median)", title_justify="left")
-    table.add_column("phase")
-    for column in ("seconds", "share", "tokens/s"):
-        table.add_column(column, justify="right")
-    total = _median(metrics, names.TIMING_STEP_TOTAL)
-    for phase in (*names.PHASES, "step_total"):
-        seconds = _median(metrics, names.timing(phase))
-        if seconds is None:
-            continue
-        rate = _median(metrics, names.tokens_per_second(phase))
-        share = f"{seconds / total:.0%}" if total else "-"
-        table.add_row(phase.replace("_", " "), f"{seconds:.2f}", share, "-" if rate is None else f"{rate:,.0f}")
-    return table
-
-
-def _cells(before: float | None, after: float | None) -> tuple[str, str, str]:
-    change = "-" if before is None or after is None else f"{after - before:+.3f}"
-    return _three_digits(before), _three_digits(after), change
-
-
-def _three_digits(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _with_spread(values: Sequence[float], signed: bool = False) -> str:
-    middle = f"{mean(values):+.3f}" if signed else f"{mean(values):.3f}"
-    return f"{middle} ± {stdev(values):.3f}" if len(values) > 1 else middle
-
-
-def _seed_of(rows: Rows, number: int) -> str:
-    """The run's number, and its seed where the run recorded one."""
-    seeds = [row["seed"] for row in rows if row["kind"] == names.KIND_RUN and "seed" in row]
-    return f"{number} (seed {seeds[-1]})" if seeds else str(number)
+def _with_spread(values: Sequence[float], form: str) -> str:
+    return f"{mean(values):{form}}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
 def _last_step(rows: Rows) -> int:
     return max((row["step"] for row in rows if row["kind"] == names.KIND_TRAIN), default=0)
-
-
-def _median(rows: Rows, name: str) -> float | None:
-    """Over steps: the first step warms caches up and would pull a mean."""
-    values = sorted(series(rows, names.KIND_TRAIN, name)[1])
-    if not values:
-        return None
-    return (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2

@@ -1,6 +1,5 @@
 """A progress bar over a run's ``metrics.jsonl`` while another process trains."""
 
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,21 +31,18 @@ def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> N
         pid: the training process.
     """
     console = console or Console(stderr=True)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    what, count = (SpinnerColumn(), TextColumn("{task.description}")), (BarColumn(), MofNCompleteColumn())
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
     shown = 0
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with Progress(*what, *count, *times, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("starting Ray, vLLM and DeepSpeed", total=steps)
         running = True
         while running:
-            running = _alive(pid)
-            entries = _entries_so_far(path)
+            running = _runs(pid)  # asked first, so that what it wrote last is still read
+            try:
+                entries = read_metrics(path)
+            except (OSError, ValueError):  # not there yet, or nothing whole in it yet
+                entries = []
             for entry in entries[shown:]:
                 line = describe(entry)
                 if entry["kind"] == names.KIND_TRAIN:
@@ -70,18 +66,9 @@ def describe(entry: Mapping[str, Any]) -> str:
     return "  ".join(f"{label} {entry[key]:{form}}" for label, key, form in parts if entry.get(key) is not None)
 
 
-def _entries_so_far(path: Path) -> list[dict[str, Any]]:
-    try:
-        return read_metrics(path)
-    except (OSError, ValueError):  # not there yet, or nothing whole in it yet
-        return []
-
-
-def _alive(pid: int) -> bool:
+def _runs(pid: int) -> bool:
     """Whether a process runs; one that ended and waits for its parent shell does not."""
     try:
-        os.kill(pid, 0)
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (ProcessLookupError, FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
         return False
-    return state != "Z"

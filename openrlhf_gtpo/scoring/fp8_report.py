@@ -1,55 +1,61 @@
 """What FP8 does to the entropy credit of given responses, recipe by recipe: the engine of ``cli.report fp8``."""
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options
-from openrlhf_gtpo.scoring.models import ScoreModel
-from openrlhf_gtpo.scoring.rows import RowFile
+from openrlhf_gtpo.scoring.inputs import RowFile, ScoreModel
+from openrlhf_gtpo.scoring.score import score
+from openrlhf_gtpo.token_values import TokenValues
 
 QUANTILES = 100  # of the errors, for plots
 
 
-@dataclass(frozen=True)
-class Credit:
-    """Of every line of the input: its reward, and which lines answer the same prompt, as numbers from 0."""
-
-    outcome: list[float]
-    group_ids: list[int]
-
-
-def read_credit(path: Path) -> Credit:
-    """``reward`` and ``group`` (where it is left out, ``prompt``) of JSON lines that :class:`RowFile` has accepted.
+def read_credit(path: Path) -> tuple[Tensor, Tensor]:
+    """(B,) rewards, and (B,) group numbers from 0 (``group``, or where it is left out ``prompt``), of JSON lines that
+    :class:`RowFile` has accepted.
 
     Raises:
         UsageError: a line without a reward or group, or a group of one line, with the line.
     """
-    outcome, keys, lines = [], [], {}
+    outcome: list[float] = []
+    lines_of: dict[str | int, list[int]] = {}  # a group's, from 1
     for number, entry in enumerate(_entries(path), 1):
-        where = f"{path}:{number}"
-        reward = entry.get("reward")
+        reward, group = entry.get("reward"), entry.get("group", entry.get("prompt"))
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) < float("inf"):
-            raise UsageError(f'{where} has no reward; add "reward": NUMBER.')
-        key = entry.get("group", entry.get("prompt"))
-        if not isinstance(key, str | int):
-            raise UsageError(f'{where} has no prompt to tell its group by; add "group": NAME_OR_NUMBER.')
+            raise UsageError(f'{path}:{number} has no reward; add "reward": NUMBER.')
+        if not isinstance(group, str | int):
+            raise UsageError(f'{path}:{number} has no prompt to tell its group by; add "group": NAME_OR_NUMBER.')
         outcome.append(float(reward))
-        keys.append(key)
-        lines[key] = number
-    if not keys:
+        lines_of.setdefault(group, []).append(number)
+    if not outcome:
         raise UsageError(f"{path} is empty; give a line for each response.")
-    places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
-    sizes = Counter(keys)
-    for key, number in lines.items():
-        if sizes[key] == 1:
-            raise UsageError(f"{path}:{number} is alone in its group, and credit compares the answers to a prompt.")
-    return Credit(outcome, [places[key] for key in keys])
+    group_ids = [0] * len(outcome)
+    for group_id, lines in enumerate(lines_of.values()):
+        if len(lines) == 1:
+            raise UsageError(f"{path}:{lines[0]} is alone in its group, and credit compares the answers to a prompt.")
+        for number in lines:
+            group_ids[number - 1] = group_id
+    return torch.tensor(outcome), torch.tensor(group_ids)
+
+
+def fp8_candidates(mode: str, recipes: Sequence[str], layers_in_bf16: int = 0) -> dict[str, Fp8Options]:
+    """What to compare by name: each recipe, and with its first and last ``layers_in_bf16`` layers left in BF16."""
+    found = {recipe: Fp8Options(mode, recipe) for recipe in recipes}
+    n = layers_in_bf16
+    for recipe in recipes if n else ():
+        if recipe != "delayed":  # which has all layers or none
+            found[f"{recipe}, {n} + {n} layers in BF16"] = Fp8Options(mode, recipe, n, n)
+    return found
 
 
 def compare(
@@ -58,12 +64,14 @@ def compare(
     processes: int,
     candidates: Mapping[str, Fp8Options],
     estimator: Any,
-    credit: Credit,
+    outcome: Tensor,
+    group_ids: Tensor,
 ) -> dict[str, Any]:
     """Score ``source`` without FP8 and with each of ``candidates``, and compare.
 
     Args:
         estimator: an ``EntropyCredit``.
+        outcome, group_ids: of the rows, see :func:`read_credit`.
 
     Returns:
         ``rows``, ``tokens``, and by candidate the fields of ``ErrorBudget`` with quantiles of the errors (0 … 1 in
@@ -72,47 +80,27 @@ def compare(
     Raises:
         UsageError, LaunchError, ProcessFailed: see :func:`openrlhf_gtpo.scoring.score.score`.
     """
-    import torch
-
-    from openrlhf_gtpo.token_values import TokenValues
-
-    outcome, group_ids = torch.tensor(credit.outcome), torch.tensor(credit.group_ids)
     exact, mask = _values(model, source, processes)
     found: dict[str, Any] = {}
     for name, fp8 in candidates.items():
         rough, _ = _values(replace(model, fp8=fp8), source, processes)
         budget = estimator.error_budget(TokenValues(*exact), TokenValues(*rough), mask, outcome, group_ids)
-        errors = {
-            kind: _quantiles((one - other)[mask].abs())
-            for kind, one, other in zip(("log_prob_errors", "entropy_errors"), exact, rough, strict=True)
-        }
-        found[name] = asdict(budget) | errors
+        found[name] = asdict(budget)
+        for kind, one, other in zip(("log_prob_errors", "entropy_errors"), exact, rough, strict=True):
+            errors = (one - other)[mask].abs().sort().values
+            found[name][kind] = [float(errors[round(i / QUANTILES * (len(errors) - 1))]) for i in range(QUANTILES + 1)]
     return {"rows": len(outcome), "tokens": int(mask.sum()), "candidates": found}
 
 
-def _values(model: ScoreModel, source: RowFile, processes: int) -> tuple[Any, Any]:
+def _values(model: ScoreModel, source: RowFile, processes: int) -> tuple[Tensor, Tensor]:
     """(2, B, T) log-probs and entropies, and (B, T) where a token was scored."""
-    import torch
-
-    from openrlhf_gtpo.scoring.score import score
-
     with TemporaryDirectory() as folder:
         target = Path(folder) / "scores.jsonl"
         score(model, source, target, processes)
-        rows = [(entry["log_probs"], entry["entropies"]) for entry in _entries(target)]
-    width = max(len(log_probs) for log_probs, _ in rows)
-    values = torch.zeros(2, len(rows), width)
-    mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        mask[i, : len(row[0])] = True
-        values[:, i, : len(row[0])] = torch.tensor(row)
-    return values, mask
-
-
-def _quantiles(errors: Any) -> Sequence[float]:
-    ordered = errors.sort().values
-    places = [round(i / QUANTILES * (len(ordered) - 1)) for i in range(QUANTILES + 1)]
-    return ordered[places].tolist()
+        rows = [torch.tensor([entry["log_probs"], entry["entropies"]]).T for entry in _entries(target)]
+    lengths = torch.tensor([len(row) for row in rows])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    return pad_sequence(rows, batch_first=True).permute(2, 0, 1).contiguous(), mask
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:

@@ -13,11 +13,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.megatron.model.token_batch import TokenBatch
 from openrlhf_gtpo.platform.processes import is_first_process, run_processes
-from openrlhf_gtpo.scoring.models import Forward, ScoreModel, Scores, load, pad
-from openrlhf_gtpo.scoring.rows import Row, RowFile
+from openrlhf_gtpo.scoring.inputs import Row, RowFile, ScoreModel
+from openrlhf_gtpo.scoring.models import Forward, load
 
 BLOCK_ROWS = 1024  # held in memory at once, and what micro-batches are filled from
 
@@ -51,9 +54,6 @@ def score(model: ScoreModel, source: RowFile, target: Path, processes: int) -> N
 
 def score_rank(model: ScoreModel, source: RowFile, target: Path, total: int) -> None:
     """What each rank does; rank 0 reads and writes."""
-    import torch.distributed as dist
-    from tqdm import tqdm
-
     first = dist.get_rank() == 0
     rows = source.rows() if first else iter(())
     with load(model) as forward, target.open("w") if first else nullcontext() as file:
@@ -71,24 +71,23 @@ def score_rank(model: ScoreModel, source: RowFile, target: Path, total: int) -> 
 
 
 def _score_block(forward: Forward, rows: list[Row]) -> dict[int, Any]:
-    """Index of a row to its (2, scored tokens) float32 log-probs and entropies; whole on rank 0 alone.
+    """Index of a row to its float32 log-probs and entropies, (scored tokens,) each; whole on rank 0 alone.
 
     Rows without a token to score have no entry.
     """
-    import torch.distributed as dist
-
     some = [i for i, row in enumerate(rows) if row.scored]
     if not some:
         return {}
     micro_batches = [[some[i] for i in batch] for batch in forward.fill([len(rows[i].tokens) for i in some])]
     replica, place = divmod(dist.get_rank(), forward.replica_size)
     own = _share(micro_batches, replica, dist.get_world_size() // forward.replica_size)
-    batches = [pad([rows[i] for i in batch]) for batch in own]
-    results = forward.run(batches)
+    tokens = {i: torch.tensor(rows[i].tokens) for i in some}
+    results = forward.run([[(tokens[i], torch.arange(len(tokens[i])) >= rows[i].first) for i in part] for part in own])
     found: dict[int, Any] = {}
     if place == 0:
-        for members, batch, result in zip(own, batches, results, strict=True):
-            found.update(_by_row(members, batch, result))
+        for members, result in zip(own, results, strict=True):
+            of_rows = torch.stack(result).split([rows[i].scored for i in members], dim=1)
+            found.update(zip(members, (both.numpy() for both in of_rows), strict=True))
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(found, everyone)
     return {row: scores for part in everyone or () for row, scores in part.items()}
@@ -97,23 +96,17 @@ def _score_block(forward: Forward, rows: list[Row]) -> dict[int, Any]:
 def _share(micro_batches: list[list[int]], replica: int, replicas: int) -> list[list[int]]:
     """The micro-batches of one replica, as many as of any other.
 
-    Where they do not come out even, a replica that would wait for the others repeats one: experts that are shared among
+    Where they do not come out even, a replica that would wait for the others repeats one: experts shared among
     replicas need all of them at every step.
     """
     steps = math.ceil(len(micro_batches) / replicas)
     return [micro_batches[(step * replicas + replica) % len(micro_batches)] for step in range(steps)]
 
 
-def _by_row(members: list[int], batch: TokenBatch, scores: Scores) -> Iterator[tuple[int, Any]]:
-    log_probs, entropies = (values.numpy() for values in scores)
-    actions = batch.action_mask.bool().numpy()
-    for i, row in enumerate(members):
-        yield row, (log_probs[i][actions[i]], entropies[i][actions[i]])
-
-
 def _lines(source: RowFile, rows: list[Row], scores: dict[int, Any]) -> Iterator[str]:
     for i, row in enumerate(rows):
-        log_probs, entropies = (_numbers(values) for values in scores.get(i, ((), ())))
+        # As many digits as it takes to read the same float32 back.
+        log_probs, entropies = ([float(str(value)) for value in values] for values in scores.get(i, ((), ())))
         assert len(log_probs) == len(entropies) == row.scored
         if not all(map(math.isfinite, log_probs + entropies)):
             raise UsageError(
@@ -121,8 +114,3 @@ def _lines(source: RowFile, rows: list[Row], scores: dict[int, Any]) -> Iterator
                 "--dtype float32."
             )
         yield json.dumps({**row.kept, "log_probs": log_probs, "entropies": entropies}) + "\n"
-
-
-def _numbers(values: Any) -> list[float]:
-    """Float32 values with as many digits as it takes to read the same float32 back."""
-    return [float(str(value)) for value in values]

@@ -1,6 +1,6 @@
 """Directories that are made once: written beside their final place, then renamed into it.
 
-Owns the marker file that says a directory is complete and what it was made from. Must not know what is inside.
+A marker file says that a directory is complete, and what it was made from.
 """
 
 import json
@@ -15,16 +15,15 @@ MARKER = "made_from.json"
 
 
 def build_once(output_dir: str | Path, recipe: Mapping[str, Any], build: Callable[[Path], None]) -> Path:
-    """Make `output_dir` by calling `build(empty_dir)`, unless it already holds the result of the same `recipe`.
+    """Make `output_dir` with `build(empty_dir)`, unless it already holds the result of the same `recipe`.
 
-    `build` fills a temporary directory beside `output_dir`, which is renamed only when `build` has returned, so that an
-    interrupted call never leaves half a result under the final name. The marker lists each file's size: where one is
-    missing or cut short (an interrupted copy, a full disk), the directory is made again.
+    An interrupted call leaves nothing under the final name, and a result of which a file is missing or cut short is
+    made again.
 
     Args:
         output_dir: the final directory; its parents are created.
-        recipe: what the result depends on (versions, seeds, sizes), JSON-serialisable.
-        build: fills the directory it is given; what it raises is passed on and leaves nothing behind.
+        recipe: what the result depends on (versions, seeds, sizes), JSON-serializable.
+        build: fills the directory it is given; what it raises is passed on.
 
     Returns:
         The absolute path of `output_dir`.
@@ -47,7 +46,15 @@ def build_once(output_dir: str | Path, recipe: Mapping[str, Any], build: Callabl
         for path in made:
             path.chmod(0o644)
         (partial / MARKER).write_text(json.dumps({"recipe": wanted, "files": files}, indent=2) + "\n")
-        _put_in_place(partial, target, wanted)
+        damaged = target.exists() and any(target.iterdir())
+        if not (damaged and _is_complete(target, wanted)):  # another process may have finished the same work first
+            if damaged:
+                shutil.rmtree(target)
+            try:
+                os.replace(partial, target)
+            except OSError:  # or may have done so since
+                if not _is_complete(target, wanted):
+                    raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target
@@ -58,10 +65,10 @@ def _is_complete(target: Path, recipe: Mapping[str, Any]) -> bool:
     if not target.exists():
         return False
     if not target.is_dir():
-        raise ValueError(f"{target} is a file, but a directory of that name is to be made: choose another --output")
+        raise ValueError(f"{target} is a file; choose another --output")
     try:
-        made_from = json.loads((target / MARKER).read_text())
-        found, files = made_from["recipe"], made_from["files"]
+        marker = json.loads((target / MARKER).read_text())
+        found, files = marker["recipe"], marker["files"]
     except (OSError, ValueError, KeyError, TypeError):
         if any(target.iterdir()):
             raise ValueError(
@@ -70,19 +77,7 @@ def _is_complete(target: Path, recipe: Mapping[str, Any]) -> bool:
             ) from None
         return False
     if found != recipe:
-        differing = sorted(key for key in set(found) | set(recipe) if found.get(key) != recipe.get(key))
+        differing = sorted(key for key in found.keys() | recipe.keys() if found.get(key) != recipe.get(key))
         details = ", ".join(f"{key} was {found.get(key)!r}, is now {recipe.get(key)!r}" for key in differing)
-        raise ValueError(f"{target} was made from something else ({details}): choose another --output or remove it")
+        raise ValueError(f"{target} was made from other settings ({details}): choose another --output or remove it")
     return all((target / name).is_file() and (target / name).stat().st_size == size for name, size in files.items())
-
-
-def _put_in_place(partial: Path, target: Path, recipe: Mapping[str, Any]) -> None:
-    if target.exists() and any(target.iterdir()):
-        if _is_complete(target, recipe):  # another process finished the same work first
-            return
-        shutil.rmtree(target)
-    try:
-        os.replace(partial, target)
-    except OSError:  # or has done so since
-        if not _is_complete(target, recipe):
-            raise

@@ -1,49 +1,19 @@
 """Data sets of problems and answers as the train.jsonl and eval.jsonl that OpenRLHF reads.
 
 The flags that fit: `--data.prompt_dataset DIR/train.jsonl --data.input_key input --data.label_key label
---data.apply_chat_template`, with `math_verify_reward.py` as `--reward.remote_url`. Knows datasets and math_verify; must
-not know openrlhf, vllm or ray.
+--data.apply_chat_template`, with `math_verify_reward.py` as `--reward.remote_url`.
 """
 
 import json
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from openrlhf_gtpo.tasks.math_grading import parse_answer
+from openrlhf_gtpo.tasks.math_verify_reward import parse_answer
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 _FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Where a row has its problem and its answer: a column's name, or `a.b` for field b of column a.
-
-    `answer_after`: the answer is what follows the last occurrence of this text, where it occurs (GSM8K's "####").
-    """
-
-    problem: str = "problem"
-    answer: str = "answer"
-    answer_after: str | None = None
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Rows by what became of them."""
-
-    written: int
-    held_out: int
-    repeated: int
-    without_answer: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.written} problems to train on, {self.held_out} held out; left out: {self.repeated} that were there "
-            f"before, {self.without_answer} whose answer is not a mathematical expression"
-        )
 
 
 def load_table(source: str, config: str | None = None, split: str = "train") -> Iterable[Mapping[str, Any]]:
@@ -72,19 +42,23 @@ def load_table(source: str, config: str | None = None, split: str = "train") -> 
 def write_math_files(
     table: Iterable[Mapping[str, Any]],
     output_dir: str | Path,
-    columns: Columns,
+    problem_key: str = "problem",
+    answer_key: str = "answer",
+    answer_after: str | None = None,
     instruction: str = INSTRUCTION,
     system: str = "",
     eval_size: int = 0,
     seed: int = 1,
-) -> tuple[Path, Counts]:
-    """Write `train.jsonl`, and `eval.jsonl` where rows are held out, and return their folder.
+) -> tuple[Path, str]:
+    """Write `train.jsonl`, and `eval.jsonl` if rows are held out; return their folder, and how many rows became what.
 
     A row has `input` (the problem, or chat messages) and `label` (the answer). A problem that was there before and one
     whose answer Math-Verify cannot read are left out: the reward would not know what to compare with.
 
     Args:
-        table: rows with the `columns`.
+        table: rows with the columns.
+        problem_key, answer_key: a column's name, or `a.b` for field b of column a.
+        answer_after: the answer is what follows the last occurrence of this text, where it occurs (GSM8K's "####").
         instruction: appended to each problem that is a text; messages are taken as they are.
         system: system message before a problem that is a text.
         eval_size: problems to hold out, drawn with `seed`.
@@ -97,20 +71,24 @@ def write_math_files(
         raise ValueError(f"--output {directory} is not empty; name a new folder or remove it")
     problems: dict[str, dict[str, Any]] = {}
     repeated = without_answer = 0
-    for number, row in enumerate(table):
-        problem = _field(row, columns.problem, "--problem-key", number)
-        answer = str(_field(row, columns.answer, "--answer-key", number))
-        if columns.answer_after is not None:
-            answer = answer.rpartition(columns.answer_after)[2].strip()
+    for number, row in enumerate(table, 1):
+        problem = _field(row, problem_key, "--problem-key", number)
+        answer = str(_field(row, answer_key, "--answer-key", number))
+        if answer_after is not None:
+            answer = answer.rpartition(answer_after)[2].strip()
         key = json.dumps(problem, sort_keys=True, ensure_ascii=False)
         if key in problems:
             repeated += 1
         elif not parse_answer(answer):
             without_answer += 1
         else:
-            problems[key] = {"input": _prompt(problem, instruction, system), "label": answer}
+            if isinstance(problem, str):
+                problem = f"{problem.strip()} {instruction}".strip()
+                if system:
+                    problem = [{"role": "system", "content": system}, {"role": "user", "content": problem}]
+            problems[key] = {"input": problem, "label": answer}
     rows = list(problems.values())
-    if eval_size < 0 or eval_size >= len(rows):
+    if not 0 <= eval_size < len(rows):
         raise ValueError(
             f"--eval-size {eval_size} leaves nothing to train on: {len(rows)} problems have an answer that can be "
             f"checked ({repeated} more were repeated, {without_answer} had none)"
@@ -123,20 +101,16 @@ def write_math_files(
     for name, part in parts.items():
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in part)
         (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    return directory, Counts(len(parts["train"]), eval_size, repeated, without_answer)
+    return directory, (
+        f"{len(parts['train'])} problems to train on, {eval_size} held out; left out: {repeated} that were there "
+        f"before, {without_answer} whose answer is not a mathematical expression"
+    )
 
 
 def _field(row: Mapping[str, Any], key: str, flag: str, number: int) -> Any:
     value: Any = row
     for name in key.split("."):
         if not isinstance(value, Mapping) or name not in value:
-            raise ValueError(f"{flag} {key}: row {number + 1} has no such column; it has {', '.join(row)}")
+            raise ValueError(f"{flag} {key}: row {number} has no such column; it has {', '.join(row)}")
         value = value[name]
     return value
-
-
-def _prompt(problem: Any, instruction: str, system: str) -> Any:
-    if not isinstance(problem, str):
-        return problem
-    text = f"{problem.strip()} {instruction}".strip()
-    return [{"role": "system", "content": system}, {"role": "user", "content": text}] if system else text

@@ -3,15 +3,40 @@ r"""OpenRLHF reward function for mathematics: `--reward.remote_url .../math_veri
 1 where the response's last \boxed{...} (without one: its last formula or number) equals the label mathematically, as
 Math-Verify sees it, else 0. Labels are answers in LaTeX or plain text, such as those that `cli.prepare math` writes.
 OpenRLHF loads this file by its path and calls `reward_func` from threads, for one response at a time.
+
+Math-Verify stops a runaway simplification with SIGALRM, which works in a main thread only. So each judgment is
+made by the main thread of a child process (`python3 -m` this module: a JSON line in, a JSON line out), which ends with
+its parent, and which is killed and replaced where even the alarm does not stop it.
 """
 
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+import threading
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from openrlhf_gtpo.tasks.math_grading import GraderPool
-from openrlhf_gtpo.tasks.responses import response_text
+from openrlhf_gtpo.tasks.responses import response_and_label
 
-_GRADERS = GraderPool()
+SECONDS_PER_STEP = 5  # of Math-Verify's own limits: one for each extraction, one for each comparison
+SECONDS_IN_ALL = 60.0
+
+BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is no brace
+WITHOUT_BRACES = re.compile(r"[-+]?(?:\d|\\[a-zA-Z{])(?:(?!\\[\])])[^\s$])*")
+
+
+@dataclass(frozen=True)
+class Grade:
+    """Whether a response is correct; whether an answer was found in it; whether judging it took too long."""
+
+    correct: bool
+    answered: bool
+    timed_out: bool = False
 
 
 def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str]) -> dict[str, Any]:
@@ -23,17 +48,153 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
         labels: the answer.
 
     Returns:
-        `rewards` and `scores`, both 0.0 or 1.0, and `extra_logs` with `no_answer` and `grading_timed_out`, 1.0 where no
+        `rewards` and `scores`, 0.0 or 1.0, and `extra_logs` with `no_answer` and `grading_timed_out`, 1.0 where no
         answer was found in the response and where judging it was given up.
 
     Raises:
         ValueError: not exactly one response, or a label that is not a mathematical expression.
     """
-    if not len(queries) == len(prompts) == len(labels) == 1:
-        raise ValueError(
-            f"one response at a time, got {len(queries)} queries, {len(prompts)} prompts, {len(labels)} labels"
-        )
-    grade = _GRADERS.grade(response_text(queries[0], prompts[0]), str(labels[0]))
+    response, answer = response_and_label(queries, prompts, labels)
+    grade = _GRADERS.grade(response, str(answer))
     score = float(grade.correct)
     logs = {"no_answer": float(not grade.answered), "grading_timed_out": float(grade.timed_out)}
     return {"rewards": score, "scores": score, "extra_logs": logs}
+
+
+class GraderPool:
+    """Judges from any number of threads; child processes start when they are needed, at most ``size``."""
+
+    def __init__(self, size: int | None = None, seconds: float = SECONDS_IN_ALL) -> None:
+        self._free: queue.LifoQueue[subprocess.Popen[str] | None] = queue.LifoQueue()
+        self._seconds = seconds
+        for _ in range(size or max(1, min(4, os.cpu_count() or 1))):
+            self._free.put(None)
+
+    def grade(self, response: str, answer: str) -> Grade:
+        """Whether ``response`` ends in something equal to ``answer``.
+
+        Raises:
+            ValueError: ``answer`` is not a mathematical expression.
+            RuntimeError: the child process ended by itself, for example for lack of memory.
+        """
+        child = self._free.get()
+        try:
+            if child is None or child.poll() is not None:
+                command = [sys.executable, "-m", "openrlhf_gtpo.tasks.math_verify_reward"]
+                child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            line = _ask(child, json.dumps({"response": response, "answer": answer}), self._seconds)
+        finally:
+            self._free.put(child)
+        if line is None:
+            return Grade(correct=False, answered=True, timed_out=True)
+        reply = json.loads(line)
+        if "error" in reply:
+            raise ValueError(reply["error"])
+        return Grade(**reply)
+
+
+_GRADERS = GraderPool()
+
+
+def _ask(child: subprocess.Popen[str], question: str, seconds: float) -> str | None:
+    """The child's reply; None where it gave none in time and was killed."""
+    assert child.stdin is not None and child.stdout is not None
+    too_late = threading.Event()
+
+    def end() -> None:
+        too_late.set()
+        child.kill()
+
+    limit = threading.Timer(seconds, end)
+    limit.start()
+    try:
+        child.stdin.write(question + "\n")
+        child.stdin.flush()
+        line = child.stdout.readline()
+    except BrokenPipeError:
+        line = ""
+    finally:
+        limit.cancel()
+    if line:
+        return line
+    status = child.wait()
+    if too_late.is_set():
+        return None
+    raise RuntimeError(f"The process that judges mathematical answers ended with status {status}.")
+
+
+def judge(response: str, answer: str) -> Grade:
+    """Math-Verify's judgment of `final_answer(response)`, in this thread, which must be its process's main one.
+
+    Raises:
+        ValueError: ``answer`` is not a mathematical expression.
+    """
+    from math_verify import verify
+
+    gold = parse_answer(answer)
+    if not gold:
+        raise ValueError(
+            f"the answer {answer!r:.80} is not a mathematical expression; `python3 -m openrlhf_gtpo.cli.prepare math` "
+            "leaves such rows out"
+        )
+    found = _parse(final_answer(response))
+    correct = bool(found) and verify(gold, found, timeout_seconds=SECONDS_PER_STEP)
+    return Grade(correct=bool(correct), answered=bool(found))
+
+
+def final_answer(response: str) -> str:
+    r"""What of a response Math-Verify is to read: the last \boxed{...} or \fbox{...}, without one the whole text.
+
+    Only the last box counts, whatever stands before or after it: `x=\boxed{1}, y=\boxed{2}` answers 2; an answer of
+    several parts goes into one box. Math-Verify itself would read boxes close together as a set. A box that is
+    empty (the instruction quoted) or is never closed (a response cut off, perhaps in the middle of a number) is
+    passed over, so the one before it counts. `\boxed 4` without braces is a box where a number or command follows.
+
+    Of a text without a box, Math-Verify reads the last formula or number; formulas that only "and", "or" or a comma
+    joins are one set. The word "answer" is taken out, since Math-Verify prefers what follows it to what comes last.
+    """
+    for box in reversed(list(BOX.finditer(response))):
+        content, end = _box_content(response, box.end())
+        if content:
+            return f"\\boxed{{{content}}}"
+        response = response[: box.start()] + response[end:]
+    return re.sub("(?i)answer", "", response)
+
+
+def _box_content(text: str, start: int) -> tuple[str, int]:
+    """What is in the box whose argument begins at `start`, "" where there is nothing, and where the box ends."""
+    if text[start : start + 1] != "{":
+        bare = WITHOUT_BRACES.match(text, start)
+        return (bare[0].rstrip(".,;:"), bare.end()) if bare else ("", start)
+    depth = 0
+    for brace in BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return text[start + 1 : brace.start()].strip().rstrip("."), brace.end()
+    return "", len(text)
+
+
+def parse_answer(answer: str) -> list[Any]:
+    """What Math-Verify reads from a data set's answer, LaTeX or plain; empty if it is no mathematical expression."""
+    text = answer.strip()
+    boxed = text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}"
+    return _parse(boxed) or _parse(text)
+
+
+def _parse(text: str) -> list[Any]:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    targets = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+    return parse(text, targets, fallback_mode="no_fallback", parsing_timeout=SECONDS_PER_STEP)
+
+
+if __name__ == "__main__":
+    channel = os.fdopen(os.dup(1), "w")  # whatever a library prints must not get between the replies
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        try:
+            reply: dict[str, Any] = asdict(judge(**json.loads(line)))
+        except ValueError as error:
+            reply = {"error": str(error)}
+        channel.write(json.dumps(reply) + "\n")
+        channel.flush()

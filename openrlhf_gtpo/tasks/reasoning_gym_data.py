@@ -2,7 +2,6 @@
 
 The flags that fit: `--data.prompt_dataset DIR/train.jsonl --eval.dataset DIR/eval.jsonl --data.input_key input
 --data.label_key label --data.apply_chat_template`, with `reasoning_gym_reward.py` as `--reward.remote_url`.
-Knows reasoning_gym; must not know openrlhf, vllm or ray.
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ SMALL_CONFIGS: dict[str, dict[str, Any]] = {
 PRESETS: dict[str, dict[str, Any]] = {
     # What `tiny_model.py` is warm-started on.
     "smoke": {"task": "products"},
-    # SmolLM2-135M-Instruct, sampled at temperature 1, is right in 37 % of these, in 9 tokens (median); two thirds of the
+    # SmolLM2-135M-Instruct, at temperature 1, is right in 37 % of these, in 9 tokens (median); two thirds of the
     # groups of 4 are mixed. Asked with the task's own question only, it is right in 18 % and rambles for 39 tokens. An
     # example that shows the equation ("2 * 3 = 6") gives 72 %, and little to learn.
     "quickstart": {
@@ -39,7 +38,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 DATA_VERSION = 2
-# Tasks draw with replacement. After this many draws in a row without a new question, there are taken to be no more.
+# A task draws with replacement; after about this many draws in a row without a new question it counts as used up.
 PATIENCE = 2000
 
 
@@ -48,7 +47,7 @@ class PromptForm:
     """How an entry becomes the chat that the model is asked to continue.
 
     `question` is a `str.format` template over the entry's `question` and its metadata, `instruction` follows it after
-    a space. `examples` are worked (question, answer) turns before it, `system` replaces the template's own system text.
+    a space. `examples` are worked (question, answer) turns before it, `system` replaces the template's system text.
     """
 
     question: str = "{question}"
@@ -58,7 +57,7 @@ class PromptForm:
 
     def user_text(self, entry: Mapping[str, Any]) -> str:
         """The last user message. Raises ValueError where the template names what the entry has not."""
-        fields = {**_without_provenance(entry["metadata"]), "question": entry["question"]}
+        fields = {**_metadata(entry), "question": entry["question"]}
         try:
             return f"{self.question.format(**fields)} {self.instruction}".strip()
         except (KeyError, IndexError, ValueError, AttributeError) as error:
@@ -94,10 +93,9 @@ def write_task_files(
 ) -> Path:
     """Write `train.jsonl` and `eval.jsonl` for a reasoning-gym task, once, and return their directory.
 
-    A row has `input` (what `PromptForm.prompt` gives), `label` (see below) and `datasource` (the task's name). All questions are different, within a file and
-    between the two and the examples, so no held-out question is ever trained on. That is a matter of text: where
-    `3 * 4` is held out, `4 * 3` may be trained on. `products` of two one-digit numbers has 100 questions in all; a
-    longer run over them repeats them (`train_rows`).
+    A row has `input` (what `PromptForm.prompt` gives), `label` (see below) and `datasource` (the task's name). All
+    questions differ, within a file and between the two and the examples, so no held-out question is ever trained
+    on. That is a matter of text: where `3 * 4` is held out, `4 * 3` may be trained on.
 
     Args:
         task: a reasoning-gym data set, such as "products".
@@ -116,11 +114,9 @@ def write_task_files(
     """
     config = dict(SMALL_CONFIGS.get(task, {}) if task_config is None else task_config)
     form = PromptForm(question_form, instruction, system, tuple((question, answer) for question, answer in examples))
-    if train_size < 1 or eval_size < 1:
-        raise ValueError(f"sizes must be at least 1, got train size {train_size} and eval size {eval_size}")
-    if train_rows is not None and train_rows < 1:
-        raise ValueError(f"train rows must be at least 1, got {train_rows}")
-    _create_dataset(task, config, seed)
+    for name, size in (("train size", train_size), ("eval size", eval_size), ("train rows", train_rows)):
+        if size is not None and size < 1:
+            raise ValueError(f"the {name} must be at least 1, got {size}")
     recipe = {
         "task": task,
         "train_size": train_size,
@@ -135,24 +131,20 @@ def write_task_files(
 
     def build(directory: Path) -> None:
         entries = draw_entries(task, train_size + eval_size, seed, config, form)
-        rows = [_row(task, entry, form) for entry in entries]
-        if label == "answer":
-            rows = [row | {"label": str(entry["answer"])} for row, entry in zip(rows, entries)]
-        train = rows[eval_size:]
+        if label == "answer" and any(entry["answer"] is None for entry in entries):
+            raise ValueError(f"{task} has questions without an answer; use --label scorer.")
+        make_label = _scorer_label if label == "scorer" else lambda task, entry: str(entry["answer"])
+        rows = [{"input": form.prompt(e), "label": make_label(task, e), "datasource": task} for e in entries]
+        held_out, train = rows[:eval_size], rows[eval_size:]
         if train_rows is not None:
-            train = _repeated(train, train_rows, seed)
-        for name, part in (("eval", rows[:eval_size]), ("train", train)):
+            shuffle = random.Random(seed).sample
+            passes = [train] + [shuffle(train, len(train)) for _ in range(train_rows // len(train))]
+            train = list(itertools.chain.from_iterable(passes))[:train_rows]
+        for name, part in (("eval", held_out), ("train", train)):
             lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in part)
             (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
     return build_once(output_dir, recipe, build)
-
-
-def _repeated(rows: list[dict[str, Any]], count: int, seed: int) -> list[dict[str, Any]]:
-    """`count` rows: passes over `rows`, the first in their order, the others shuffled."""
-    shuffle = random.Random(seed).sample
-    passes = [rows] + [shuffle(rows, len(rows)) for _ in range(count // len(rows))]
-    return list(itertools.chain.from_iterable(passes))[:count]
 
 
 def draw_entries(
@@ -171,9 +163,9 @@ def draw_entries(
     while len(entries) < count:
         if index - last_new > PATIENCE + 10 * len(entries):
             raise ValueError(
-                f"{task} with {json.dumps(dict(config))} has only {len(entries)} different questions, but {count} were "
-                "asked for (train and eval share none): ask for fewer rows and train for more episodes, or widen the "
-                "task with --task-config"
+                f"{task} with {json.dumps(dict(config))} has only {len(entries)} different questions, but {count} "
+                "were asked for (train and eval share none): ask for fewer rows and train for more episodes, or widen "
+                "the task with --task-config"
             )
         entry = dataset[index]
         text = form.user_text(entry)
@@ -184,25 +176,22 @@ def draw_entries(
     return list(entries.values())
 
 
-def _row(task: str, entry: Mapping[str, Any], form: PromptForm) -> dict[str, Any]:
+def _scorer_label(task: str, entry: Mapping[str, Any]) -> str:
+    """What the scorer looks at, as JSON: the entry without the question, which the prompt has."""
     import reasoning_gym
 
-    label = json.dumps({"task": task, "entry": _scored_part(entry)}, separators=(",", ":"), ensure_ascii=False)
+    scored = {"answer": entry["answer"], "metadata": _metadata(entry)}
+    label = json.dumps({"task": task, "entry": scored}, separators=(",", ":"), ensure_ascii=False)
     score = reasoning_gym.get_score_answer_fn(task)
     oracle = entry["answer"]
     if score(answer=oracle, entry=json.loads(label)["entry"]) != score(answer=oracle, entry=entry):
         raise ValueError(f"{task}'s scorer needs more than a JSON label can carry: choose another task")
-    return {"input": form.prompt(entry), "label": label, "datasource": task}
+    return label
 
 
-def _scored_part(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry without the question: the prompt has it."""
-    return {"answer": entry["answer"], "metadata": _without_provenance(entry["metadata"])}
-
-
-def _without_provenance(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata without what says only where the entry came from."""
-    return {k: v for k, v in metadata.items() if k not in ("source_dataset", "source_index", "difficulty")}
+def _metadata(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry's metadata without what says only where it came from."""
+    return {k: v for k, v in entry["metadata"].items() if k not in ("source_dataset", "source_index", "difficulty")}
 
 
 def _create_dataset(task: str, config: Mapping[str, Any], seed: int) -> Any:
@@ -210,10 +199,8 @@ def _create_dataset(task: str, config: Mapping[str, Any], seed: int) -> Any:
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if task not in DATASETS:
-        nearest = difflib.get_close_matches(task, DATASETS, n=3, cutoff=0.4)
-        hint = (
-            f"did you mean {', '.join(nearest)}?" if nearest else f"there are {len(DATASETS)}, such as products, gcd"
-        )
+        nearest = ", ".join(difflib.get_close_matches(task, DATASETS, n=3, cutoff=0.4))
+        hint = f"did you mean {nearest}?" if nearest else f"there are {len(DATASETS)}, such as products, gcd"
         raise ValueError(f"reasoning-gym has no task {task!r}: {hint}")
     # --seed and the sizes set these two; a second way to set them would only contradict.
     known = [field.name for field in dataclasses.fields(DATASETS[task][1]) if field.name not in ("seed", "size")]

@@ -1,21 +1,23 @@
 """OpenRLHF reward function that asks reasoning-gym's own scorer: `--reward.remote_url .../reasoning_gym_reward.py`.
 
 OpenRLHF loads this file by its path and calls `reward_func` from a thread for one response at a time. Labels are those
-that `reasoning_gym_data.py` writes. Knows reasoning_gym only.
+that `reasoning_gym_data.py` writes.
 """
 
 import functools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import reasoning_gym
 
-from openrlhf_gtpo.tasks.responses import response_text
+from openrlhf_gtpo.tasks.responses import response_and_label
 
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+
+_scorer = functools.cache(reasoning_gym.get_score_answer_fn)
 
 
 def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str]) -> dict[str, Any]:
@@ -29,24 +31,21 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
     Returns:
         `rewards`, what training and evaluation use: the scorer's number in [0, 1], partial credit included; `scores`,
         what OpenRLHF's dynamic filtering takes for right or wrong: 1.0 where that number is 1, else 0.0; and
-        `extra_logs` with `no_answer`, 1.0 where no answer could be found in the response.
+        `extra_logs` with `no_answer`, 1.0 where no answer was found in the response.
 
     Raises:
-        ValueError: not exactly one response, or a label this file did not write.
+        ValueError: not exactly one response, or a label of another kind.
     """
-    if not len(queries) == len(prompts) == len(labels) == 1:
-        raise ValueError(
-            f"one response at a time, got {len(queries)} queries, {len(prompts)} prompts, {len(labels)} labels"
-        )
+    response, text = response_and_label(queries, prompts, labels)
     try:
-        label = json.loads(labels[0])
+        label = json.loads(text)
         task, entry = label["task"], label["entry"]
     except (ValueError, TypeError, KeyError):
         raise ValueError(
-            f"label {labels[0]!r:.80} is not one that `python3 -m openrlhf_gtpo.cli.prepare task` writes; "
+            f"label {text!r:.80} is not one that `python3 -m openrlhf_gtpo.cli.prepare task` writes; "
             "pass --data.label_key label"
         ) from None
-    answer = extract_answer(response_text(queries[0], prompts[0]), str(entry["answer"]))
+    answer = extract_answer(response, str(entry["answer"]))
     reward = float(_scorer(task)(answer=answer, entry=entry)) if answer else 0.0
     return {"rewards": reward, "scores": float(reward >= 1), "extra_logs": {"no_answer": float(not answer)}}
 
@@ -56,15 +55,9 @@ def extract_answer(response: str, expected: str) -> str:
 
     Inside the last `<answer></answer>`; else, where a number is expected, the last number; else the whole response.
     """
-    tagged = TAGGED.findall(response)
-    if tagged:
+    if tagged := TAGGED.findall(response):
         return tagged[-1].strip()
     if NUMBER.fullmatch(expected.strip()):
         numbers = NUMBER.findall(response)
         return numbers[-1] if numbers else ""
     return response.strip()
-
-
-@functools.cache
-def _scorer(task: str) -> Callable[..., float]:
-    return reasoning_gym.get_score_answer_fn(task)

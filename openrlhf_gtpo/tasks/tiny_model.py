@@ -2,13 +2,10 @@
 
 Reinforcement learning needs groups that are neither all right nor all wrong, which random weights do not give. A few
 seconds of supervised training on answers that are right only part of the time do: the model then answers every
-question rightly about that often, sampled at temperature 1. Knows torch, transformers and tokenizers; must not know
-openrlhf, vllm or ray.
+question rightly about that often, sampled at temperature 1.
 """
 
-import contextlib
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +59,17 @@ def _make(seed: int, directory: Path) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    with _seeded_single_thread(torch, seed):
-        model = LlamaForCausalLM(config)
-        _warm_start(model, tokenizer, entries, random.Random(seed))
+    # One thread: products this small gain nothing from a second one, and lose much to it where cores are shared (12 s
+    # become 180 s). It also gives the same weights whatever OMP_NUM_THREADS says.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = LlamaForCausalLM(config)
+            _warm_start(model, tokenizer, entries, random.Random(seed))
+    finally:
+        torch.set_num_threads(threads)
     model.generation_config._from_model_config = False
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -79,11 +84,9 @@ def _tokenizer(entries: list[dict[str, Any]]) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(models.BPE())
+    digits = pre_tokenizers.Digits(individual_digits=True)
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
+        [digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -92,8 +95,8 @@ def _tokenizer(entries: list[dict[str, Any]]) -> Any:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    words = ["system\n", "user\n", "assistant\n"]
-    backend.train_from_iterator([PromptForm().user_text(entry) for entry in entries] + words, trainer)
+    texts = [PromptForm().user_text(entry) for entry in entries]
+    backend.train_from_iterator([*texts, "system\n", "user\n", "assistant\n"], trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=BOS,
@@ -109,27 +112,22 @@ def _tokenizer(entries: list[dict[str, Any]]) -> Any:
 def _warm_start(model: Any, tokenizer: Any, entries: list[dict[str, Any]], rng: random.Random) -> None:
     import torch
 
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": PromptForm().user_text(entry)}],
-            tokenize=False,
-            add_generation_prompt=True,
-        )
-        for entry in entries
-    ]
+    def ids(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    chats = [[{"role": "user", "content": PromptForm().user_text(entry)}] for entry in entries]
+    prompts = [ids(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)) for chat in chats]
     answers = [entry["answer"] for entry in entries]
-    prompt_ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS)
     for step in range(STEPS):
         rows, labels = [], []
         for index in rng.choices(range(len(entries)), k=BATCH_SIZE):
             answer = answers[index] if step < CLEAN_STEPS or rng.random() < CORRECT_FRACTION else rng.choice(answers)
-            form = rng.choice(ANSWER_FORMS)
-            text = form.format(answer=answer, expression=entries[index]["metadata"]["expression"]) + EOS
-            response = tokenizer(text, add_special_tokens=False)["input_ids"]
-            rows.append(prompt_ids[index] + response)
-            labels.append([-100] * len(prompt_ids[index]) + response)
+            text = rng.choice(ANSWER_FORMS).format(answer=answer, expression=entries[index]["metadata"]["expression"])
+            response = ids(text + EOS)
+            rows.append(prompts[index] + response)
+            labels.append([-100] * len(prompts[index]) + response)
         width = max(map(len, rows))
         # Padding on the right needs no attention mask: no label looks at it.
         input_ids = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in rows])
@@ -140,20 +138,3 @@ def _warm_start(model: Any, tokenizer: Any, entries: list[dict[str, Any]], rng: 
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-
-
-@contextlib.contextmanager
-def _seeded_single_thread(torch: Any, seed: int) -> Iterator[None]:
-    """Seed torch and use one thread within; leave the caller's random state and threads as they were.
-
-    Products this small gain nothing from a second thread and lose much to it where cores are shared (measured: 12 s
-    become 180 s). One thread also gives the same weights whatever OMP_NUM_THREADS says.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            yield
-    finally:
-        torch.set_num_threads(threads)

@@ -1,16 +1,15 @@
-"""How a list of named tensors is cut into buckets, and how one bucket becomes one flat buffer and back."""
+"""How named tensors are cut into buckets, and how one bucket becomes one flat buffer and back."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 
 WIRE_DTYPE = torch.bfloat16
 
 
-@dataclass(frozen=True)
-class ParameterMeta:
+class ParameterMeta(NamedTuple):
     """A parameter as vLLM's checkpoint loader knows it: its Hugging Face name and full shape."""
 
     name: str
@@ -21,18 +20,45 @@ class ParameterMeta:
         return math.prod(self.shape)
 
 
-# A bucket as plain data, which any transport of calls can carry: (name, shape) of its parameters.
-WireBucket = list[tuple[str, tuple[int, ...]]]
+# Parameters that travel in one buffer. Plain data: a transport of calls may hand on lists in the place of the tuples.
+Bucket = Sequence[tuple[str, tuple[int, ...]]]
 
 
-def to_wire(bucket: Iterable[ParameterMeta]) -> WireBucket:
-    """``bucket`` as an argument of a call."""
-    return [(parameter.name, parameter.shape) for parameter in bucket]
+class Weights(Protocol):
+    """A model's full tensors, in buckets, from whichever backend trains it."""
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """All of the model's, in the order in which they are filled."""
+
+    def fill(self, index: int, buffer: torch.Tensor) -> None:
+        """Write bucket ``index`` into the beginning of the flat ``buffer``, in the wire's dtype.
+
+        Collective over the ranks that share the model.
+        """
 
 
-def from_wire(bucket: WireBucket) -> list[ParameterMeta]:
-    """What :func:`to_wire` was given, also after a transport that makes lists of tuples."""
-    return [ParameterMeta(name, tuple(shape)) for name, shape in bucket]
+class TensorBuckets:
+    """Full tensors that become whole one after another, as DeepSpeed gathers them.
+
+    Args:
+        parameters: of the whole model.
+        tensors: one full tensor of any float dtype for every entry of ``parameters``, in order.
+        bucket_bytes: size of a bucket on the wire.
+    """
+
+    def __init__(
+        self, parameters: Iterable[ParameterMeta], tensors: Iterator[torch.Tensor], bucket_bytes: int
+    ) -> None:
+        self.buckets = plan_buckets(parameters, bucket_bytes)
+        self._tensors = tensors
+
+    def fill(self, index: int, buffer: torch.Tensor) -> None:
+        """See :class:`Weights`."""
+        for name, place in unpack(self.buckets[index], buffer):
+            tensor = next(self._tensors)
+            assert tensor.shape == place.shape, f"{name}: {tuple(tensor.shape)} != {tuple(place.shape)}"
+            place.copy_(tensor)
 
 
 def plan_buckets(parameters: Iterable[ParameterMeta], bucket_bytes: int) -> list[list[ParameterMeta]]:
@@ -44,7 +70,7 @@ def plan_buckets(parameters: Iterable[ParameterMeta], bucket_bytes: int) -> list
         ValueError: ``bucket_bytes`` is not positive.
     """
     if bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}.")
+        raise ValueError(f"Expected bucket_bytes > 0, got {bucket_bytes}.")
     buckets: list[list[ParameterMeta]] = []
     free = 0
     for parameter in parameters:
@@ -57,21 +83,13 @@ def plan_buckets(parameters: Iterable[ParameterMeta], bucket_bytes: int) -> list
     return buckets
 
 
-def numel(bucket: Iterable[ParameterMeta]) -> int:
+def numel(bucket: Bucket) -> int:
     """Elements of a bucket's buffer."""
-    return sum(parameter.numel for parameter in bucket)
+    return sum(math.prod(shape) for _, shape in bucket)
 
 
-def pack(bucket: Sequence[ParameterMeta], tensors: Iterator[torch.Tensor], buffer: torch.Tensor) -> None:
-    """Copy the next ``len(bucket)`` tensors into the beginning of the flat ``buffer``, in the wire's dtype."""
-    for parameter, (_, place) in zip(bucket, unpack(bucket, buffer), strict=True):
-        tensor = next(tensors)
-        assert tuple(tensor.shape) == parameter.shape, f"{parameter.name}: {tuple(tensor.shape)} != {parameter.shape}"
-        place.copy_(tensor)
-
-
-def unpack(bucket: Sequence[ParameterMeta], buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def unpack(bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of every parameter of ``bucket``; the tensors are views of the beginning of ``buffer``."""
-    pieces = buffer[: numel(bucket)].split([p.numel for p in bucket])
-    for parameter, piece in zip(bucket, pieces, strict=True):
-        yield parameter.name, piece.view(parameter.shape)
+    sizes = [math.prod(shape) for _, shape in bucket]
+    for (name, shape), piece in zip(bucket, buffer[: sum(sizes)].split(sizes), strict=True):
+        yield name, piece.view(tuple(shape))

@@ -1,8 +1,9 @@
-"""An engine without vLLM and Ray: processes that each hold a plain torch model and load it by name, for the transfer alone."""
+"""An engine without vLLM or Ray, to measure and test transfer alone: processes loading a plain torch model by name."""
 
 import multiprocessing
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,27 +39,19 @@ class PlainModel(torch.nn.Module):
         return loaded
 
 
-class PlainRunner:
-    """What a receiver asks of vLLM's model runner."""
-
-    def __init__(self, model: PlainModel) -> None:
-        self.model = model
-
-    def get_model(self) -> PlainModel:
-        return self.model
-
-    def reload_weights(self, weights_iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load the whole model."""
-        self.model.load_weights(weights_iterator)
-
-
 class PlainWorker(WeightReceiver):
-    """One process of a :class:`ProcessEngine`."""
+    """One process of a :class:`ProcessEngine`, with a ``model_class`` of its shapes."""
+
+    model_class = PlainModel
 
     def __init__(self, rank: int, shapes: Shapes, device: torch.device) -> None:
         self._rank = rank
         self.device = device
-        self.model_runner = PlainRunner(PlainModel(shapes, device))
+        self.model = self.model_class(shapes, device)
+        self.model_runner = SimpleNamespace(
+            get_model=lambda: self.model,
+            reload_weights=lambda weights_iterator: self.model.load_weights(weights_iterator),
+        )
 
     def _rank_in_engine(self) -> int:
         return self._rank

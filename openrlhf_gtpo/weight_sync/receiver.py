@@ -1,16 +1,30 @@
 """The vLLM side of the weight transfer: a worker extension that takes buckets into the model."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from openrlhf_gtpo.weight_sync import broadcast_group
-from openrlhf_gtpo.weight_sync.arrivals import Arrivals, Receipt
-from openrlhf_gtpo.weight_sync.buckets import WIRE_DTYPE, ParameterMeta, WireBucket, from_wire, numel, unpack
-from openrlhf_gtpo.weight_sync.shared_buffer import open_shared, place
+from openrlhf_gtpo.weight_sync import transports
+from openrlhf_gtpo.weight_sync.buckets import WIRE_DTYPE, Bucket, numel, unpack
+from openrlhf_gtpo.weight_sync.receipts import Arrivals, Receipt
+from openrlhf_gtpo.weight_sync.transports import open_shared, place
 
-Weights = Iterable[tuple[str, torch.Tensor]]
+
+@dataclass
+class _ColocatedSync:
+    """A transfer from a trainer on this GPU, or host, that is under way.
+
+    Fields:
+        mapped: its buffers that are open, by their handles.
+        kept: on CPU, copies of what came so far.
+    """
+
+    arrivals: Arrivals | None
+    mapped: dict[bytes, torch.Tensor] = field(default_factory=dict)
+    kept: list[tuple[str, torch.Tensor]] = field(default_factory=list)
 
 
 class WeightReceiver:
@@ -26,15 +40,15 @@ class WeightReceiver:
     def join_weight_group(self, host: str, port: int, rank_offset: int, world_size: int) -> None:
         """Join the trainer's broadcast group as rank ``rank_offset`` + this worker's rank in its engine."""
         rank = rank_offset + self._rank_in_engine()
-        self._weight_group = broadcast_group.join(host, port, rank, world_size, self.device)
+        self._broadcast = transports.join(host, port, rank, world_size, self.device)
 
-    def receive_weights(self, buckets: list[WireBucket], prove: bool) -> Receipt | None:
+    def receive_weights(self, buckets: list[Bucket], prove: bool) -> Receipt | None:
         """Take every broadcast bucket in turn and load it. ``buckets`` lists the whole model, in wire order.
 
         At most two buckets are held at a time, and on CPU the layers that are not complete. Returns what arrived if
         asked to ``prove`` it.
         """
-        incoming = self._broadcast([from_wire(bucket) for bucket in buckets])
+        incoming = self._incoming(buckets)
         arrivals = Arrivals(self.model_runner.get_model()) if prove else None
         self._load(incoming, arrivals)
         for _ in incoming:  # a loader that stops early must not leave the trainer waiting
@@ -42,9 +56,9 @@ class WeightReceiver:
         return arrivals.receipt() if arrivals else None
 
     def receive_bucket(
-        self, bucket: WireBucket, handles: dict[str, bytes], index: int, count: int, prove: bool
+        self, bucket: Bucket, handles: dict[str, bytes], index: int, count: int, prove: bool
     ) -> Receipt | None:
-        """Take bucket ``index`` of ``count`` out of the memory that a trainer process on this GPU, or host, has filled.
+        """Take bucket ``index`` of ``count`` from the memory that a trainer process on this GPU, or host, has filled.
 
         It has been read when this returns. With the last one the memory is let go of, and what arrived is returned if
         asked to ``prove`` it.
@@ -52,7 +66,15 @@ class WeightReceiver:
         if index == 0:
             self._sync = _ColocatedSync(Arrivals(self.model_runner.get_model()) if prove else None)
         sync = self._sync
-        weights = unpack(from_wire(bucket), sync.open(handles, self.device))
+        here = place(self.device)
+        if here not in handles:
+            raise RuntimeError(
+                f"No trainer process shares weights with an engine on {here}, only on {sorted(handles)}."
+            )
+        handle = handles[here]
+        if handle not in sync.mapped:
+            sync.mapped[handle] = open_shared(handle, self.device)
+        weights = unpack(bucket, sync.mapped[handle])
         if self.device.type == "cpu":
             sync.kept += [(name, tensor.clone()) for name, tensor in weights]
         else:
@@ -67,55 +89,22 @@ class WeightReceiver:
     def _rank_in_engine(self) -> int:
         return torch.distributed.get_rank()
 
-    def _load(self, weights: Weights, arrivals: Arrivals | None) -> None:
-        if arrivals is None:
-            self._take_in(weights)
-            return
-        with arrivals.loading():
-            self._take_in(arrivals.watch(weights))
-
-    def _take_in(self, weights: Weights) -> None:
-        if self.device.type == "cpu":
-            self.model_runner.reload_weights(weights_iterator=weights)
-            self._pack_heads_again()
-        else:
-            self.model_runner.get_model().load_weights(weights)
-            torch.cuda.synchronize()
-
-    def _pack_heads_again(self) -> None:
-        """On CPU vLLM computes logits from a packed copy of the head's weight. A head tied to the embedding gets no
-        weight of its own in a reload, which updates the shared weight and leaves the copy stale (vLLM 0.29)."""
-        for module in self.model_runner.get_model().modules():
-            if hasattr(module, "tie_weights"):  # vLLM's ParallelLMHead
-                module.quant_method.process_weights_after_loading(module)
-
-    def _broadcast(self, plan: list[list[ParameterMeta]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for bucket in plan:
+    def _incoming(self, buckets: list[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
+        for bucket in buckets:
             buffer = torch.empty(numel(bucket), dtype=WIRE_DTYPE, device=self.device)
-            self._weight_group.start(buffer)(lambda: None)
+            self._broadcast(buffer)(lambda: None)
             yield from unpack(bucket, buffer)
 
-
-class _ColocatedSync:
-    """A transfer from a trainer on this GPU, or host, that is under way.
-
-    Fields:
-        kept: on CPU, copies of what came so far.
-    """
-
-    def __init__(self, arrivals: Arrivals | None) -> None:
-        self.arrivals = arrivals
-        self.kept: list[tuple[str, torch.Tensor]] = []
-        self._mapped: dict[bytes, torch.Tensor] = {}
-
-    def open(self, handles: dict[str, bytes], device: torch.device) -> torch.Tensor:
-        """The buffer on ``device`` among ``handles``, opened once."""
-        here = place(device)
-        if here not in handles:
-            raise RuntimeError(
-                f"No trainer process shares weights with an engine on {here}, only on {sorted(handles)}."
-            )
-        handle = handles[here]
-        if handle not in self._mapped:
-            self._mapped[handle] = open_shared(handle, device)
-        return self._mapped[handle]
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]], arrivals: Arrivals | None) -> None:
+        with arrivals.loading() if arrivals else nullcontext():
+            weights = arrivals.watch(weights) if arrivals else weights
+            if self.device.type != "cpu":
+                self.model_runner.get_model().load_weights(weights)
+                torch.cuda.synchronize()
+                return
+            self.model_runner.reload_weights(weights_iterator=weights)
+            # On CPU vLLM computes logits from a packed copy of the head's weight. A head tied to the embedding gets no
+            # weight of its own in a reload, which updates the shared weight and leaves the copy stale (vLLM 0.29).
+            for module in self.model_runner.get_model().modules():
+                if hasattr(module, "tie_weights"):  # vLLM's ParallelLMHead
+                    module.quant_method.process_weights_after_loading(module)

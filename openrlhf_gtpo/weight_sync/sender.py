@@ -1,14 +1,38 @@
-"""The trainer's side of the weight transfer to engines on other GPUs: buckets of full tensors, broadcast from rank 0."""
+"""The trainer's side of weight transfer: full buckets of a model to engines on other GPUs, or on the trainer's own."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from openrlhf_gtpo.weight_sync import broadcast_group
-from openrlhf_gtpo.weight_sync.arrivals import as_integers, check_receipts, checksums
-from openrlhf_gtpo.weight_sync.broadcast_group import Finish
-from openrlhf_gtpo.weight_sync.buckets import WIRE_DTYPE, ParameterMeta, numel, pack, plan_buckets, to_wire
-from openrlhf_gtpo.weight_sync.engine import Engine, raise_failure, results
+from openrlhf_gtpo.weight_sync import transports
+from openrlhf_gtpo.weight_sync.buckets import WIRE_DTYPE, Weights, numel
+from openrlhf_gtpo.weight_sync.receipts import WeightSyncError, as_integers, check_receipts, checksums
+from openrlhf_gtpo.weight_sync.transports import Finish, SharedBuffer, place, shared_buffer
+
+T = TypeVar("T")
+
+# All-gather of one picklable object a rank.
+Exchange = Callable[[Any], list[Any]]
+
+
+class Engine(Protocol):
+    """A vLLM engine, or what stands for one: calls a method of ``WeightReceiver`` on every one of its workers."""
+
+    def __call__(self, method: str, *args: Any) -> "Future[list[Any]]":
+        """The workers' results, in their order, or what the first of them to fail has raised."""
+
+
+def ray_engine(actor: Any) -> Engine:
+    """The engine behind the handle of a rollout actor, whose methods carry the names of the receiver's."""
+
+    def call(method: str, *args: Any) -> "Future[list[Any]]":
+        return getattr(actor, method).remote(*args).future()
+
+    return call
 
 
 class WeightSender:
@@ -19,61 +43,150 @@ class WeightSender:
         tensor_parallel_size: workers in each engine.
         host: an address of this process that the engines can reach.
         device: where this process's tensors live.
-        bucket_bytes: size of one broadcast; may change between syncs, as may ``prove``.
-        prove: check by checksum that every parameter arrived.
+        prove: check by checksum that every parameter arrived; may change between syncs.
     """
 
     def __init__(
-        self,
-        engines: Sequence[Engine],
-        tensor_parallel_size: int,
-        host: str,
-        device: torch.device,
-        bucket_bytes: int,
-        prove: bool,
+        self, engines: Sequence[Engine], tensor_parallel_size: int, host: str, device: torch.device, prove: bool
     ) -> None:
         self._engines = list(engines)
         self._device = device
-        self.bucket_bytes = bucket_bytes
         self.prove = prove
         world_size = len(self._engines) * tensor_parallel_size + 1
-        listener = broadcast_group.listen()
+        listener = transports.listen()
         port = int(listener.getsockname()[1])
         joining = [
             engine("join_weight_group", host, port, 1 + i * tensor_parallel_size, world_size)
             for i, engine in enumerate(self._engines)
         ]
-        self._group = broadcast_group.join(host, port, 0, world_size, device, listener)
-        results(joining)
+        self._broadcast = transports.join(host, port, 0, world_size, device, listener)
+        _results(joining)
 
-    def send(self, parameters: Sequence[ParameterMeta], tensors: Iterator[torch.Tensor]) -> None:
-        """Send the whole model: ``tensors`` yields one full tensor for every entry of ``parameters``, in order.
+    def send(self, weights: Weights) -> None:
+        """Send the whole model; ranks that share it call :func:`gather` meanwhile.
 
         What an engine raises, or its death, is passed on.
 
         Raises:
             WeightSyncError: an engine did not get what was sent.
         """
-        plan = plan_buckets(parameters, self.bucket_bytes)
-        wire_plan = [to_wire(bucket) for bucket in plan]
-        receiving = [engine("receive_weights", wire_plan, self.prove) for engine in self._engines]
-
-        def pass_on_failures() -> None:
-            # An engine that has failed takes no more, and nobody else would notice.
-            raise_failure(receiving)
-
+        receiving = [engine("receive_weights", weights.buckets, self.prove) for engine in self._engines]
+        # An engine that has failed takes no more, and nobody else would notice.
+        check = partial(_raise_failure, receiving)
         sent: dict[str, torch.Tensor] = {}
-        under_way: list[Finish] = []
-        for bucket in plan:
+        under_way: Finish | None = None
+        for index, bucket in enumerate(weights.buckets):
             buffer = torch.empty(numel(bucket), dtype=WIRE_DTYPE, device=self._device)
-            pack(bucket, tensors, buffer)  # gathers this bucket while the previous one is on its way
+            weights.fill(index, buffer)  # gathers this bucket while the previous one is on its way
             if self.prove:
                 sent.update(checksums(bucket, buffer))
             if under_way:
-                under_way.pop()(pass_on_failures)
-            under_way.append(self._group.start(buffer))
+                under_way(check)
+            under_way = self._broadcast(buffer)
         if under_way:
-            under_way.pop()(pass_on_failures)
-        receipts = results(receiving)
+            under_way(check)
+        receipts = _results(receiving)
         if self.prove:
             check_receipts(as_integers(sent), receipts)
+
+
+def gather(weights: Weights, device: torch.device) -> None:
+    """Take part in filling the buckets on a rank that sends none."""
+    for index, bucket in enumerate(weights.buckets):
+        weights.fill(index, torch.empty(numel(bucket), dtype=WIRE_DTYPE, device=device))
+
+
+class ColocatedSender:
+    """One rank of a trainer whose ranks all have the full tensors, each for the engine workers on its own GPU.
+
+    A bucket is gathered into one of two buffers while engines load the other. Ranks meet once a bucket: then all have
+    filled it, and the engines have read the one before.
+
+    Args:
+        engines: what rank 0 calls; the other ranks have none.
+        exchange: all-gather among the ranks, in their order.
+        device: where this rank's tensors live, and the engine workers that it serves.
+        prove: check by checksum that every parameter arrived; may change between syncs.
+    """
+
+    def __init__(self, engines: Sequence[Engine], exchange: Exchange, device: torch.device, prove: bool) -> None:
+        self._engines = list(engines)
+        self._exchange = exchange
+        self._device = device
+        self.prove = prove
+
+    def send(self, weights: Weights) -> None:
+        """Send the whole model. Collective; a failure of any rank or engine is raised on every rank.
+
+        Raises:
+            WeightSyncError: an engine did not get what was sent.
+        """
+        sent: dict[str, torch.Tensor] = {}
+        buffers: list[SharedBuffer] = []
+        loading: list[Future[list[Any]]] = []
+
+        def share(stack: ExitStack) -> dict[str, list[bytes]]:
+            for turn in (weights.buckets[::2], weights.buckets[1::2]):
+                if turn:
+                    buffers.append(stack.enter_context(shared_buffer(max(map(numel, turn)), self._device)))
+            return {place(self._device): [buffer.handle for buffer in buffers]}
+
+        def fill(index: int) -> None:
+            buffer = buffers[index % 2].tensor
+            weights.fill(index, buffer)
+            if self.prove and self._engines:
+                sent.update(checksums(weights.buckets[index], buffer))
+            if buffer.is_cuda:
+                torch.cuda.synchronize(self._device)  # another process reads it, on a stream of its own
+            _results(loading)
+
+        def finish() -> None:
+            receipts = _results(loading)
+            if self.prove:
+                check_receipts(as_integers(sent), receipts)
+
+        with ExitStack() as stack:
+            handles: dict[str, list[bytes]] = {}
+            for of_rank in reversed(self._agree(partial(share, stack))):  # of ranks in one place the first serves it
+                handles.update(of_rank)
+            for index, bucket in enumerate(weights.buckets):
+                self._agree(partial(fill, index))
+                here = {where: of_buffers[index % 2] for where, of_buffers in handles.items()}
+                arguments = (bucket, here, index, len(weights.buckets), self.prove)
+                loading = [engine("receive_bucket", *arguments) for engine in self._engines]
+            self._agree(finish)
+        buffers.clear()
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()  # memory that was still open elsewhere when it was freed here
+
+    def _agree(self, step: Callable[[], T]) -> list[T]:
+        """Every rank's result of ``step``; raises on every rank where it has failed on one."""
+        result: T | None = None
+        failure: Exception | None = None
+        try:
+            result = step()
+        except Exception as error:  # the others wait for this rank, whatever it is
+            failure = error
+        # Exceptions of other kinds may not survive the way.
+        told = failure if failure is None or isinstance(failure, WeightSyncError) else RuntimeError(repr(failure))
+        answers: list[tuple[Any, Exception | None]] = self._exchange((result, told))
+        if failure is not None:
+            raise failure
+        for rank, (_, other) in enumerate(answers):
+            if other is not None:
+                raise other if isinstance(other, WeightSyncError) else RuntimeError(f"rank {rank}: {other}")
+        return [answer for answer, _ in answers]
+
+
+def _results(calls: Sequence["Future[list[Any]]"]) -> list[list[Any]]:
+    """Every engine's answer; what the first engine to fail has raised, without waiting for the others."""
+    wait(calls, return_when=FIRST_EXCEPTION)
+    _raise_failure(calls)
+    return [call.result() for call in calls]
+
+
+def _raise_failure(calls: Sequence["Future[list[Any]]"]) -> None:
+    """Raise what an engine has raised so far, if any has."""
+    for call in calls:
+        if call.done():
+            call.result()

@@ -1,6 +1,4 @@
-"""Would catch an error over padding, a sign flip that counts where nobody has credit or is missed where one pass has none,
-a rank correlation that mishandles equal values, and a quantile of the wrong side.
-"""
+"""The error budget equals a loop over action tokens: errors, quantiles, sign flips, and ranks of equal values."""
 
 import math
 

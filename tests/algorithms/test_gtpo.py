@@ -16,6 +16,7 @@ VARIANTS = ["v1", "v1_clipped", "v2", "v3"]
 COMPARE = ["position", "response", "group"]
 MEANS = ["arithmetic", "geometric"]
 SHAPES = list(itertools.product(VARIANTS, COMPARE, MEANS))
+CHUNKS = [2**18, 8]  # all rows at once, and row by row
 
 
 def make_config(variant, **options):
@@ -23,42 +24,38 @@ def make_config(variant, **options):
     return GTPOConfig(variant=variant, **{**extra, **options})
 
 
-@pytest.fixture(params=[2**18, 8], ids=["one_chunk", "row_by_row"])
-def chunks(request, monkeypatch):
-    monkeypatch.setattr(groups_module, "CHUNK_ELEMENTS", request.param)
-
-
 @pytest.mark.parametrize("variant, compare, mean", SHAPES)
-def test_rewards_equal_the_loops(variant, compare, mean, chunks):
+def test_rewards_equal_the_loops(variant, compare, mean, monkeypatch):
     config = make_config(variant, compare=compare, entropy_mean=mean)
     for seed in range(4):
         batch = ragged_batch(seed, empty_row=seed % 2 == 1)
         expected = [scatter(x, batch[1]) for x in gtpo_reward_lists(*batch, config)]
-        for got, want in zip(gtpo_rewards(*batch, config), expected):
-            torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+        for elements in CHUNKS:
+            monkeypatch.setattr(groups_module, "CHUNK_ELEMENTS", elements)
+            for got, want in zip(gtpo_rewards(*batch, config), expected):
+                torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("variant, compare, mean", SHAPES)
-@pytest.mark.parametrize(
-    "normalise_over, scope", list(itertools.product(["zero_filled", "polarity"], ["group", "batch"]))
-)
-@pytest.mark.parametrize("uniform", [False, True])
-def test_advantages_equal_the_loops(variant, compare, mean, normalise_over, scope, uniform, chunks):
-    config = make_config(
-        variant,
-        compare=compare,
-        entropy_mean=mean,
-        normalise_over=normalise_over,
-        scope=scope,
-        shape_uniform_groups=uniform,
-    )
-    for seed in range(2):
+@pytest.mark.parametrize("normalise_over", ["zero_filled", "polarity"])
+def test_advantages_equal_the_loops(variant, compare, mean, normalise_over, monkeypatch):
+    for scope, uniform, seed in itertools.product(["group", "batch"], [False, True], range(2)):
+        config = make_config(
+            variant,
+            compare=compare,
+            entropy_mean=mean,
+            normalise_over=normalise_over,
+            scope=scope,
+            shape_uniform_groups=uniform,
+        )
         batch = ragged_batch(seed, empty_row=seed == 1)
         mask, outcome, group_ids = batch[1:]
         penalty = penalties(len(outcome), seed) if seed else None
         lists = advantage_lists(*gtpo_reward_lists(*batch, config), outcome, group_ids, config, penalty)
-        got = gtpo_advantages(*batch, config, length_penalty=penalty)
-        torch.testing.assert_close(got, scatter(lists, mask), rtol=1e-7, atol=1e-6)
+        for elements in CHUNKS:
+            monkeypatch.setattr(groups_module, "CHUNK_ELEMENTS", elements)
+            got = gtpo_advantages(*batch, config, length_penalty=penalty)
+            torch.testing.assert_close(got, scatter(lists, mask), rtol=1e-7, atol=1e-6)
 
 
 @settings(deadline=None, max_examples=60)
@@ -273,5 +270,5 @@ def test_a_batch_of_one_row(normalise_over, outcome):
     config = GTPOConfig(scope="batch", normalise_over=normalise_over, shape_uniform_groups=True, compare="response")
     batch = torch.tensor([[1.0, 2.0]]), torch.ones(1, 2, dtype=torch.bool), torch.tensor([outcome]), torch.tensor([5])
     half = 0.5**0.5
-    # The uncertain token has the higher reward in both polarities: on O- the certain one has the larger share of blame.
+    # The uncertain token has the higher reward in both polarities: on O- the certain one bears more of the blame.
     torch.testing.assert_close(gtpo_advantages(*batch, config), torch.tensor([[-half, half]]))

@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 # A fresh process, because the peak resident size of a process never goes down; VmHWM, because a new process inherits
-# `ru_maxrss` from its parent, and a pytest that has run other tests has a larger one than this needs. One thread and its
-# CPU time, because wall time measures the neighbours too; what one core does in under 2 s, two idle cores do in under 2 s.
+# `ru_maxrss` from its parent, and a pytest that has run other tests has a larger one than this needs. One thread and
+# its CPU time, because wall time measures the neighbours too; what one core does in under 2 s, two idle cores do too.
 PROGRAM = """
 import json, time, torch
 from openrlhf_gtpo.algorithms import GTPOConfig, gtpo_advantages

@@ -1,4 +1,4 @@
-"""A pytest plugin that makes a process one of our runs before it collects anything: stand-ins, patch, workers' classes.
+"""A pytest plugin that makes a process one of our runs before collecting anything: stand-ins, patch, workers' classes.
 
 Named with ``-p`` by ``test_upstream_suite.py``; on a CUDA host only the patch does anything.
 """

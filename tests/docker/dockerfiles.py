@@ -28,7 +28,7 @@ def arguments(platform: str) -> dict[str, str]:
 
 
 def is_ignored(path: str) -> bool:
-    """Whether .dockerignore keeps a file out of the build: the last pattern that matches it or a folder of it decides."""
+    """Whether .dockerignore keeps a file out of the build: the last pattern that matches it or a parent decides."""
     ignored = False
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         pattern = line.strip()

@@ -1,6 +1,6 @@
-"""Would catch a CUDA image whose packages differ from what the tests ran with, or that no longer fit together.
+"""The CUDA image's packages are those that the tests ran with, and fit together.
 
-Owns what can be held without a network: the lock against the CPU lock, setup.py, the code's own bounds, the Dockerfile, and
+Checks what needs no network: the lock against the CPU lock, setup.py, the code's own bounds, the Dockerfile, and
 the metadata of packages that are installed here at the same version.
 """
 

@@ -1,4 +1,4 @@
-"""Would catch an image that runs as root, copies what is not there, leaks a secret, or rebuilds packages for a change of code."""
+"""Images run as a user, copy what is there, keep no secret, and install no package again for a change of code."""
 
 import json
 import re

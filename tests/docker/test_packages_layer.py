@@ -1,4 +1,4 @@
-"""Would catch a layer of packages that needs the project's code, and so would be made again whenever it changes."""
+"""The layer of packages needs none of the project's code, so that no change of it makes the layer again."""
 
 import hashlib
 import shutil

@@ -29,11 +29,15 @@ def limit():
         return float("inf")
 
 
-def reward_func(queries, prompts, labels):
+def wait():
     deadline = time.monotonic() + 600
     while last_step() >= limit():
         assert time.monotonic() < deadline, "nobody lets the run go on"
         time.sleep(0.1)
+
+
+def reward_func(queries, prompts, labels):
+    wait()
     return module.reward_func(queries, prompts, labels)
 """
 

@@ -1,4 +1,4 @@
-"""Launch scripts in their CPU version, as written: would catch settings that parse and do not run."""
+"""A preset in its CPU version, as written: settings that parse also run."""
 
 import json
 import math
@@ -15,15 +15,17 @@ from tests.e2e.conftest import ROOT
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_the_cpu_version_runs(tmp_path: Path) -> None:
-    """The script that asks for most: two logical nodes, tensor parallelism across them, colocated engines, emulated FP8, with
-    FP8 primary weights, which go to the host and back, to the engines, and into a checkpoint and a model.
+    """The most demanding preset: two logical nodes, tensor parallelism across them, colocated engines, emulated FP8,
+    with FP8 primary weights, which go to the host and back, to the engines, and into a checkpoint and a model.
 
     At an audit gate of 0 the old-policy forward falls back to BF16 as soon as a sign flips.
     """
     output = tmp_path / "run"
-    command = ["bash", str(ROOT / "examples/scripts/train_gtpo_32b.sh"), "--cpu", "--", "--train.seed", "2"]
+    command = ["bash", str(ROOT / "examples/scripts/train.sh"), "gtpo_32b", "--cpu", "--", "--train.seed", "2"]
     command += ["--vllm.sync_checksum", "--algo.advantage.is_correction_level", "token"]
     command += ["--megatron.fp8_audit_gate", "0", "--algo.gtpo.alpha2", "2"]
+    # A reference model on the policy's GPUs, which offloads to make room.
+    command += ["--ref.num_nodes", "2", "--ref.num_gpus_per_node", "1", "--algo.kl.init_coef", "0.01"]
     environment = os.environ | {"OUTPUT": str(output), "STEPS": "2", "SAVE_STEPS": "2", "FP8_PARAM": "1"}
     environment |= {"FP8_AUDIT_STEPS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=800)
@@ -35,6 +37,7 @@ def test_the_cpu_version_runs(tmp_path: Path) -> None:
     assert all(entry["no_answer"] < 1 for entry in steps)  # Math-Verify read what the model wrote
     # The engines have the weights that the trainer multiplies with; activations are in FP8 here alone.
     assert all(abs(entry["vllm_kl"]) < 0.05 for entry in steps)
+    assert steps[0]["kl"] == pytest.approx(0, abs=1e-6) and steps[1]["kl"] > 0  # the reference is not trained
     for entry in steps:
         # Exactly 0 would be BF16 compared with itself, and 1 a pass without scales.
         assert 1e-4 < entry["fp8/entropy_error_mean"] < 0.2 and 1 < entry["fp8/ratio_error"] < 1.2

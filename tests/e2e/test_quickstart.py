@@ -11,6 +11,7 @@ import pytest
 
 from openrlhf_gtpo.report import names
 from tests.e2e.conftest import ROOT
+from tests.e2e.phases import check_phases
 
 SCRIPT = ROOT / "examples" / "scripts" / "quickstart.sh"
 
@@ -22,7 +23,7 @@ def _busy_seconds() -> float:
 
 
 def own_seconds(run: psutil.Popen, timeout: float) -> float:
-    """Wait for the end of ``run``; the seconds that it took, less its share of what other programs took of the cores."""
+    """Wait for the end of ``run``; the seconds it took, less its share of what other programs took of the cores."""
     started, busy = time.monotonic(), _busy_seconds()
     own: dict[psutil.Process, float] = {}
     try:
@@ -49,6 +50,8 @@ def test_smoke_run_ends_with_a_table_and_curves(tmp_path: Path) -> None:
     output = tmp_path / "run"
     with (tmp_path / "stdout").open("w") as stdout, (tmp_path / "stderr").open("w") as stderr:
         command = ["bash", str(SCRIPT), "--smoke", "--output", str(output)]
+        command += ["--", "--algo.advantage.is_correction_level", "token", "--train.colocate_all"]
+        command += ["--vllm.enable_prefix_caching", "--vllm.sync_checksum"]
         run = psutil.Popen(command, stdout=stdout, stderr=stderr)
         seconds = own_seconds(run, timeout=800)
     printed, progress = (tmp_path / "stdout").read_text(), (tmp_path / "stderr").read_text()
@@ -66,6 +69,8 @@ def test_smoke_run_ends_with_a_table_and_curves(tmp_path: Path) -> None:
         for name in (names.ENTROPY_ALL, names.SHARES_STD, names.ADVANTAGE_MAX, names.CLIP_FRACTION):
             assert step[name] is not None
         assert step[names.tokens_per_second("generation")] > 0
+        assert abs(step["vllm_kl"]) < 0.05  # vLLM and the trainer agree on what was sampled
+    check_phases(metrics[2:4])
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ def run_actor(backend: str, model: str, argv: list[str]) -> dict[str, Any]:
     from rollouts import arguments
 
     from openrlhf_gtpo.integration import patch
-    from openrlhf_gtpo.integration.command_line import cpu_run
+    from openrlhf_gtpo.integration.command_line import host
 
     world_size = int(os.environ["WORLD_SIZE"])
     args = arguments(*argv, "--actor.model_name_or_path", model, "--actor.backend", backend)
     args.actor.num_gpus_per_node = world_size
-    cpu_run.adapt(args)
+    host.adapt(args)
     patch.apply(backend)
     os.environ["LOCAL_RANK"] = "0"
     strategy = get_strategy(args)

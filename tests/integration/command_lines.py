@@ -58,7 +58,7 @@ def ours(argv: Sequence[str]) -> dict[str, Any]:
     """What this package trains with."""
     with mock.patch.object(upstream_parser, "datetime", FixedClock), fake_modelscope():
         try:
-            return flatten(upstream_parser.parse(argv, flags.add_flags, flags.adjust))
+            return flatten(upstream_parser.parse(argv))
         except upstream_parser.UsageError as error:
             raise Refused(str(error)) from error
 

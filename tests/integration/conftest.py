@@ -1,4 +1,4 @@
-"""Lets these tests import OpenRLHF on a host without CUDA, and the helpers beside them under every import mode. Owns what
+"""Lets these tests import OpenRLHF on a host without CUDA, and the helpers beside them in any import mode. Owns what
 the tests of refusals share.
 """
 

@@ -11,7 +11,7 @@ from openrlhf.trainer.ppo_utils import experience_maker as upstream
 from openrlhf.trainer.ppo_utils.experience import Experience
 
 from openrlhf_gtpo.algorithms import ESTIMATORS
-from openrlhf_gtpo.integration.command_line import flags, upstream_parser
+from openrlhf_gtpo.integration.command_line import upstream_parser
 from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
 from openrlhf_gtpo.token_values import TokenValues
 
@@ -22,7 +22,7 @@ def arguments(*argv: str, samples: int = 4) -> SimpleNamespace:
     """The arguments of a run with ``samples`` per prompt on one trainer process."""
     base = ["--reward.remote_url", "r.py", "--vllm.num_engines", "1", "--actor.num_gpus_per_node", "1"]
     base += ["--rollout.n_samples_per_prompt", str(samples), "--rollout.micro_batch_size", "3"]
-    return upstream_parser.parse([*base, *argv], flags.add_flags, flags.adjust)
+    return upstream_parser.parse([*base, *argv])
 
 
 @dataclass

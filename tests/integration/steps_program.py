@@ -1,4 +1,4 @@
-"""What a process runs to train on given rollouts with DeepSpeed or Megatron, without Ray: the status of every round."""
+"""What a process runs to train on given rollouts with DeepSpeed or Megatron, without Ray: the status of each round."""
 
 import os
 from types import SimpleNamespace
@@ -17,11 +17,11 @@ def run_rounds(backend: str, model: str, argv: list[str], rounds: list[list[int]
     from rollouts import arguments
 
     from openrlhf_gtpo.integration import patch
-    from openrlhf_gtpo.integration.command_line import cpu_run
+    from openrlhf_gtpo.integration.command_line import host
 
     args = arguments(*argv, "--actor.model_name_or_path", model, "--actor.backend", backend)
     args.actor.num_gpus_per_node = int(os.environ["WORLD_SIZE"])
-    cpu_run.adapt(args)
+    host.adapt(args)
     patch.apply(backend)
     os.environ["LOCAL_RANK"] = "0"
     strategy = get_strategy(args)
@@ -49,7 +49,7 @@ def run_rounds(backend: str, model: str, argv: list[str], rounds: list[list[int]
 
 
 def _critic_class() -> Any:
-    from openrlhf_gtpo.integration.actors.critic_actor import DeepspeedCriticActor
+    from openrlhf_gtpo.integration.actors.policy_actor import DeepspeedCriticActor
 
     return DeepspeedCriticActor
 

@@ -1,4 +1,4 @@
-"""Would catch advantages that land on the wrong rows, entropies that leak, and duties of upstream's that were dropped."""
+"""Advantages land on the rows that they are of, entropies do not leak, and upstream's other duties are kept."""
 
 import copy
 import dataclasses
@@ -17,8 +17,16 @@ from openrlhf.trainer.ppo_utils.experience import (
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from rollouts import PAD, Rollout, arguments, in_sampling_order, maker, rollout
 
-from openrlhf_gtpo.algorithms import GRPOSConfig, GTPOConfig, grpo_s_advantages, gtpo_advantages
+from openrlhf_gtpo.algorithms import (
+    ESTIMATORS,
+    Estimator,
+    GRPOSConfig,
+    GTPOConfig,
+    grpo_s_advantages,
+    gtpo_advantages,
+)
 from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.integration.command_line.flags import AGGREGATION
 from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
 from openrlhf_gtpo.report import names
 
@@ -98,22 +106,22 @@ def test_grpo_s_v1_without_entropy_is_upstreams_group_norm_exactly(
     assert torch.equal(advantages(experiences, batch), advantages(expected, batch) * batch.mask)
 
 
-@pytest.mark.parametrize("entropy", [(), ("--logger.entropy_enable",)], ids=["plain", "entropies logged"])
 @pytest.mark.parametrize(
     "estimator", ["gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce"]
 )
 def test_upstreams_estimators_give_what_upstream_gives(
-    estimator: str, entropy: tuple[str, ...], layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    estimator: str, layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = rollout(seed=4, binary=False)
     argv = ("--algo.advantage.estimator", estimator, "--reward.overlong_buffer_len", "3", *layout)
     argv += ("--rollout.max_new_tokens", "8")
-    made, experiences = make(arguments(*argv, *entropy), batch, monkeypatch, kl_coef=0.1)
     _, expected = make(arguments(*argv), batch, monkeypatch, RemoteExperienceMaker, kl_coef=0.1)
-    assert len(experiences) == len(expected)
-    for found, wanted in zip(experiences, expected, strict=True):
-        assert_same_experience(found, wanted)
-    assert (names.ENTROPY_ALL in made.metrics) == bool(entropy)
+    for entropy in ((), ("--logger.entropy_enable",)):
+        made, experiences = make(arguments(*argv, *entropy), batch, monkeypatch, kl_coef=0.1)
+        assert len(experiences) == len(expected)
+        for found, wanted in zip(experiences, expected, strict=True):
+            assert_same_experience(found, wanted)
+        assert (names.ENTROPY_ALL in made.metrics) == bool(entropy)
 
 
 def assert_same_experience(found: Experience, wanted: Experience) -> None:
@@ -126,6 +134,37 @@ def assert_same_experience(found: Experience, wanted: Experience) -> None:
             assert all(torch.equal(values[0][key], value) for key, value in values[1].items())
         else:
             assert values[0] == values[1], field.name
+
+
+@dataclasses.dataclass(frozen=True)
+class OutcomeConfig:
+    """An estimator that nobody knows.
+
+    Fields:
+        scale: what a response's outcome is multiplied by.
+        success_threshold: as in :class:`GTPOConfig`.
+    """
+
+    scale: float = 1.0
+    success_threshold: float = 0.5
+
+
+def test_a_new_estimator_is_a_line_in_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its choice, flags, settings, credit, loss level and metrics follow from it."""
+
+    def scaled(*batch: Any) -> torch.Tensor:
+        entropy, mask, outcome, group_ids, config, length_penalty = batch
+        return config.scale * (outcome[:, None] - 0.25) * mask
+
+    mine = Estimator("scaled outcomes", OutcomeConfig, "sequence", scaled, lambda *batch: batch[2])
+    monkeypatch.setitem(ESTIMATORS, "outcome", mine)
+    args = arguments("--algo.advantage.estimator", "outcome", "--algo.outcome.scale", "3")
+    assert args.actor.loss_agg_mode == AGGREGATION["sequence"]
+    batch = rollout(seed=20)
+    made, experiences = make(args, batch, monkeypatch)
+    assert made.credit.config == OutcomeConfig(scale=3.0)
+    assert torch.equal(advantages(experiences, batch), 3 * (batch.outcome[:, None] - 0.25) * batch.mask)
+    assert made.metrics[names.ADVANTAGE_MAX] == 2.25 and names.ENTROPY_POSITIVE in made.metrics
 
 
 # ── Upstream's duties ──
@@ -195,10 +234,17 @@ def penalty_of(batch: Rollout, soft: float, hard: int, form: str, factor: float)
     return torch.tensor(result)
 
 
-@pytest.mark.parametrize("estimator", ["gtpo", "grpo_s"])
-@pytest.mark.parametrize("form", ["continuous", "as_printed"])
-@pytest.mark.parametrize("factor", [1.0, 0.25])
-@pytest.mark.parametrize("buffer", [4, 2.5, 0.5])
+@pytest.mark.parametrize(
+    ("estimator", "form", "factor", "buffer"),
+    [  # every pair of values at least once
+        ("gtpo", "continuous", 1.0, 4),
+        ("gtpo", "as_printed", 0.25, 2.5),
+        ("gtpo", "continuous", 0.25, 0.5),
+        ("grpo_s", "as_printed", 0.25, 4),
+        ("grpo_s", "continuous", 1.0, 2.5),
+        ("grpo_s", "as_printed", 1.0, 0.5),
+    ],
+)
 def test_overlong_penalty_is_added_after_shaping(
     estimator: str, form: str, factor: float, buffer: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,7 +291,7 @@ def assert_penalised(estimator: str, experiences: list[Experience], batch: Rollo
 
 
 def test_success_is_decided_in_the_precision_of_the_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reward model's bfloat16 0.9 is below 0.9 once it is read as float32; metrics and shaping agree that it is none."""
+    """A reward model's bfloat16 0.9 is below 0.9 once read as float32; metrics and shaping both call it a success."""
     batch = rollout(seed=9)
     batch.outcome = (batch.outcome * 0.9).to(torch.bfloat16)
     args = arguments("--algo.advantage.estimator", "gtpo", "--algo.gtpo.success_threshold", "0.9")
@@ -306,30 +352,30 @@ def test_a_kl_loss_leaves_the_advantages_alone(monkeypatch: pytest.MonkeyPatch) 
 # ── Data that must not be learned from ──
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("what", ["entropy", "log_probs", "outcome", "reference"])
 @pytest.mark.parametrize("use_loss", [(), ("--algo.kl.use_loss",)], ids=["kl reward", "kl loss"])
 def test_a_value_that_is_not_finite_stops_the_step_and_names_the_row(
-    what: str, value: float, use_loss: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    what: str, use_loss: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = rollout(seed=13)
-    row = 14  # of prompt 3
-    if what == "outcome":
-        batch.outcome[row] = value
-    else:
-        getattr(batch, what)[row, int(batch.mask[row].nonzero()[0])] = value
     args = arguments("--algo.advantage.estimator", "gtpo", *LAYOUTS["dynamic"], *use_loss)
-    made = maker(EntropyExperienceMaker, args, batch, monkeypatch, kl_coef=0.1)
-    if what == "reference" and not use_loss and value in (float("inf"), float("-inf")):
-        made.make_experience_batch(batch.samples())  # upstream clamps the KL that it makes of it
-        return
-    with pytest.raises(TrainingStopped) as stopped:
-        made.make_experience_batch(batch.samples())
-    message = str(stopped.value)
-    assert message.startswith(f"Row {row} of the rollout batch (1 of 20 rows are affected) has a ")
-    assert " that is not finite; the step was stopped before any weight changed. " in message
-    assert message.endswith("Its prompt: 'prompt 3'")
-    assert {"entropy": "entropy", "log_probs": "log-prob", "outcome": "reward"}.get(what, "reference") in message
+    row = 14  # of prompt 3
+    for value in (float("nan"), float("inf"), float("-inf")):
+        batch = rollout(seed=13)
+        if what == "outcome":
+            batch.outcome[row] = value
+        else:
+            getattr(batch, what)[row, int(batch.mask[row].nonzero()[0])] = value
+        made = maker(EntropyExperienceMaker, args, batch, monkeypatch, kl_coef=0.1)
+        if what == "reference" and not use_loss and value in (float("inf"), float("-inf")):
+            made.make_experience_batch(batch.samples())  # upstream clamps the KL that it makes of it
+            continue
+        with pytest.raises(TrainingStopped) as stopped:
+            made.make_experience_batch(batch.samples())
+        message = str(stopped.value)
+        assert message.startswith(f"Row {row} of the rollout batch (1 of 20 rows are affected) has a ")
+        assert " that is not finite; the step was stopped before any weight changed. " in message
+        assert message.endswith("Its prompt: 'prompt 3'")
+        assert {"entropy": "entropy", "log_probs": "log-prob", "outcome": "reward"}.get(what, "reference") in message
 
 
 def test_what_lies_outside_the_mask_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,8 +397,8 @@ def test_a_policy_that_returns_no_entropies_is_noticed(monkeypatch: pytest.Monke
 def test_entropies_of_one_batch_are_gone_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = rollout(seed=16), rollout(seed=17, prompts=3)
     args = arguments("--algo.advantage.estimator", "gtpo")
-    made, _ = make(args, first, monkeypatch)
-    assert made._entropies is None
+    made, experiences = make(args, first, monkeypatch)
+    assert made._policy_values is None and not any(hasattr(e, "token_values") for e in experiences)
     made.actor_model_group.tables = (second.log_probs, second.entropy)
     found = advantages(made.make_experience_batch(second.samples()), second)
     assert torch.equal(found, advantages(make(args, second, monkeypatch)[1], second))

@@ -1,5 +1,5 @@
-"""Would catch an audit of the wrong batch or rows, one that changes what is trained on, a gate that closes too late, never
-opens or leaves FP8's values in place, and actors that are not told.
+"""An audit compares row with row and changes no training data; its gate closes at once, takes the exact values
+and opens again; the actors are told.
 """
 
 from dataclasses import asdict, replace
@@ -13,7 +13,6 @@ from rollouts import Rollout, arguments, in_sampling_order, maker, rollout
 from openrlhf_gtpo.algorithms import error_budget
 from openrlhf_gtpo.integration.credit import fp8_audit
 from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
-from openrlhf_gtpo.integration.credit.fp8_audit import AuditedForward, Precision
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
 
@@ -27,26 +26,20 @@ class Policy:
     def __init__(self, table_model: Any, twin: Rollout) -> None:
         self.rough, self.twin = table_model, twin
         self.exact = type(table_model)(table_model.processes, table_model.duplicates, twin.log_probs, twin.entropy)
-        self.precision = Precision.AS_TRAINED
-        self.told: list[Precision] = []
+        self.high_precision = False
+        self.told: list[bool] = []
+        self.forwards = 0
 
-    def async_run_method(self, method_name: str, precision: str) -> None:
-        assert method_name == "set_precision"
-        self.precision = Precision(precision)
-        self.told.append(self.precision)
+    def async_run_method(self, method_name: str, on: bool) -> None:
+        assert method_name == "set_high_precision"
+        self.high_precision = on
+        self.told.append(on)
 
     def async_run_method_batch(self, **dispatch: Any) -> Any:
-        def answer(model: Any, result: Any) -> Any:
-            model.result = result
-            return model.async_run_method_batch(**dispatch)
-
-        if self.precision is Precision.AS_TRAINED:
-            return answer(self.rough, TokenValues)
-        exact = answer(self.exact, TokenValues)
-        if self.precision is Precision.HIGH:
-            return exact
-        both = zip(answer(self.rough, TokenValues), exact, strict=True)
-        return [[AuditedForward(*pair) for pair in zip(*ranks, strict=True)] for ranks in both]
+        self.forwards += 1
+        model = self.exact if self.high_precision else self.rough
+        model.result = TokenValues
+        return model.async_run_method_batch(**dispatch)
 
 
 def run(*argv: str, monkeypatch: pytest.MonkeyPatch, twin: Rollout | None = None) -> tuple[Any, Policy, Rollout]:
@@ -85,7 +78,7 @@ def test_an_audit_compares_row_with_row(
     argv = ("--algo.advantage.estimator", estimator, *layout)
     made, policy, batch = run(*argv, "--megatron.fp8_audit_steps", "1", monkeypatch=monkeypatch)
     experiences = made.make_experience_batch(batch.samples())
-    assert policy.told == [Precision.BOTH]
+    assert policy.told == [True, False] and policy.forwards == 2
     expected = budget(made, batch, policy.twin)
     assert {name: made.metrics[name] for name in expected} == pytest.approx(expected)
     assert expected["fp8/entropy_error_mean"] > 0.05 and made.metrics[names.FP8_IN_USE] == 1
@@ -106,7 +99,7 @@ def test_every_third_batch(monkeypatch: pytest.MonkeyPatch) -> None:
         made.make_experience_batch(batch.samples())
         audited.append(names.FP8_IN_USE in made.metrics)
     assert audited == [True, False, False, True, False, False, True]
-    assert policy.told == [Precision.BOTH, Precision.AS_TRAINED] * 2 + [Precision.BOTH]
+    assert policy.told == [True, False] * 3 and policy.forwards == 7 + 3
 
 
 @pytest.mark.parametrize("layout", [(), SHUFFLED])
@@ -121,13 +114,13 @@ def test_the_gate_closes_for_the_batch_that_it_is_for_and_opens_again(
     width = batch.mask.shape[1]
     about = (batch.mask, batch.outcome, batch.group_ids)
     wanted = made.credit.advantages(policy.twin.entropy, *about, None)
-    for told in (Precision.BOTH, Precision.HIGH, Precision.BOTH, Precision.HIGH):
+    for audited in (True, False, True, False):
         experiences = made.make_experience_batch(batch.samples())
-        assert policy.precision is told
+        assert policy.high_precision is not audited  # of the batch's own forward, which an audit compares in FP8
         torch.testing.assert_close(in_sampling_order(experiences, "advantages", width), wanted)
         log_probs = in_sampling_order(experiences, "action_log_probs", width)
         assert torch.equal(log_probs[batch.mask], policy.twin.log_probs[batch.mask])
-        if told is Precision.BOTH:
+        if audited:
             assert made.metrics[names.FP8_IN_USE] == 0
     said = capsys.readouterr().out
     assert said.count("falls back to BF16") == 1 and "--megatron.fp8_audit_gate 0.001" in said
@@ -136,7 +129,7 @@ def test_the_gate_closes_for_the_batch_that_it_is_for_and_opens_again(
     made.make_experience_batch(batch.samples())
     assert made.metrics["fp8/sign_flips"] == 0 and made.metrics[names.FP8_IN_USE] == 1
     made.make_experience_batch(batch.samples())
-    assert policy.precision is Precision.AS_TRAINED
+    assert not policy.high_precision
     assert "in FP8 again" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""The policy loss that trains is the paper's, inside OpenRLHF's trainer: its ratio, clip, weights and normalisers."""
+"""The policy loss that trains is the paper's, inside OpenRLHF's trainer: its ratio, clip, weights and normalizers."""
 
 import math
 from typing import Any

@@ -1,12 +1,14 @@
-"""Would catch a row that is lost or doubled, a micro-batch that does not fit, or many where few would do."""
+"""Every row is in one micro-batch that fits, there are few of them, and every value comes back to its token."""
 
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf_gtpo.integration.actors.micro_batches import fill
+from openrlhf_gtpo.integration.actors.micro_batches import PaddedBatch, fill, forward_padded
+from openrlhf_gtpo.token_values import MicroBatch, TokenValues
 
 LENGTHS = st.lists(st.integers(1, 120), max_size=40)
 
@@ -55,5 +57,51 @@ def test_known_cases(lengths: list[int], max_tokens: int, wanted: list[list[int]
 
 
 def test_room_for_no_token_is_refused() -> None:
-    with pytest.raises(ValueError, match="0 tokens holds no row; give at least 1"):
+    with pytest.raises(ValueError, match="Expected max_tokens >= 1, got 0"):
         fill([1], 0)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[PaddedBatch]:
+    """Ragged batches padded on either side, with holes between actions; every token of all of them is different."""
+    made, token = [], 1
+    for _ in range(draw(st.integers(1, 4))):
+        rows, width = draw(st.integers(1, 4)), draw(st.integers(2, 12))
+        columns = draw(st.integers(1, width - 1))
+        sequences = torch.arange(token, token + rows * width).view(rows, width)
+        token += rows * width
+        attention = torch.zeros(rows, width, dtype=torch.long)
+        actions = torch.zeros(rows, columns, dtype=torch.long)
+        for row in range(rows):
+            start = draw(st.integers(0, width - 1))
+            stop = draw(st.integers(start + 1, width))
+            attention[row, start:stop] = 1
+            for column in range(max(start + 1, width - columns), stop):
+                actions[row, column - (width - columns)] = draw(st.integers(0, 1))
+        made.append((sequences, attention, actions))
+    return made
+
+
+@settings(max_examples=80, deadline=None)
+@given(batches(), st.integers(1, 30))
+def test_every_value_comes_back_to_its_token(given_batches: list[PaddedBatch], max_tokens: int) -> None:
+    """A model that answers every action with its own token id, negative for the entropy."""
+    seen: list[int] = []
+
+    def forward(micro_batches: list[MicroBatch]) -> list[TokenValues]:
+        answers = []
+        for rows in micro_batches:
+            sizes = [len(tokens) for tokens, _ in rows]
+            assert sum(sizes) <= max_tokens or len(rows) == 1
+            assert not any(bool(actions[0]) for _, actions in rows)
+            seen.extend(int(token) for tokens, _ in rows for token in tokens)
+            values = torch.cat([tokens[actions] for tokens, actions in rows]).float()
+            answers.append(TokenValues(values, -values))
+        return answers
+
+    results = forward_padded(given_batches, max_tokens, forward)
+    real = [int(token) for sequences, valid, _ in given_batches for token in sequences[valid.bool()]]
+    assert sorted(seen) == real, "every real token once, and no padding"
+    for (sequences, _, actions), (log_probs, entropy) in zip(given_batches, results, strict=True):
+        expected = (sequences[:, -actions.shape[1] :] * actions).float()
+        assert torch.equal(log_probs, expected) and torch.equal(entropy, -expected)

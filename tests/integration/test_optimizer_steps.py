@@ -1,4 +1,4 @@
-"""One optimizer step is one gradient and one set of metrics, however its rows are split over micro-batches and replicas."""
+"""One optimizer step is one gradient and one set of metrics, however micro-batches and replicas split its rows."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from tp_program import sent_weights
 from openrlhf_gtpo.integration.actors.dispatch import ActorGroup
 
 LENGTHS = [9, 4, 12, 2, 7, 1, 10, 8, 5, 3, 11, 6, 13, 2, 9, 4]
-# The second round is short, as the end of the data or a filter leaves it; the last leaves one of two replicas without a row.
+# The second round is short, as the end of the data or a filter leaves it; the last leaves one of two replicas no row.
 ROUNDS = [LENGTHS, LENGTHS[:12], LENGTHS, LENGTHS[:1]]
 COMMON = ["--train.batch_size", "16", "--actor.adam.lr", "0", "--critic.adam.lr", "0", "--algo.kl.init_coef", "0"]
 WHOLE = ["--train.micro_batch_size", "16"]
@@ -77,7 +77,7 @@ def test_a_step_does_not_depend_on_how_its_rows_are_split(
     pools: dict[int, RankPool],
     whole: dict[str, Any],
 ) -> None:
-    """Gradient norms and every metric, in bf16; the learning rate is 0, so that all rounds start from the same weights."""
+    """Gradient norms and every metric, in bf16; the learning rate is 0, so all rounds start from the same weights."""
     backend = "megatron" if "megatron" in argv else "deepspeed"
     for found in pools[processes].run(run_rounds, backend, actor_model, [*COMMON, *ESTIMATORS[name], *argv], ROUNDS):
         for i, (ours, theirs) in enumerate(zip(found, whole[name], strict=True)):
@@ -97,7 +97,10 @@ def test_the_rounds_can_tell(whole: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("argv", [THREES, BY_TOKENS], ids=["threes", "by tokens"])
 def test_several_steps_and_epochs_train_alike(argv: list[str], actor_model: str, pools: dict[int, RankPool]) -> None:
-    """Two epochs of two optimizer steps, at a learning rate that moves the second round's numbers."""
+    """Two epochs of two optimizer steps, at a learning rate that moves the second round's numbers.
+
+    Nothing is clipped or left out, which bf16's rounding would decide differently in other micro-batches.
+    """
     more = [
         "--train.batch_size",
         "8",
@@ -108,7 +111,7 @@ def test_several_steps_and_epochs_train_alike(argv: list[str], actor_model: str,
         "--actor.lr_warmup_ratio",
         "0",
     ]
-    common = [*COMMON, *ESTIMATORS["gtpo"], *more]
+    common = [*COMMON, "--algo.advantage.estimator", "gtpo", *ENTROPY, "--actor.eps_clip_low_high", "0.99", "9", *more]
     by_tokens = "--train.dynamic_batch_enable" in argv
     reference = [*BY_TOKENS[:1], "--train.max_tokens_per_gpu", "9999"] if by_tokens else WHOLE  # neither is shuffled
     expected = pools[1].run(run_rounds, "deepspeed", actor_model, [*common, *reference], [LENGTHS] * 2)[0]
@@ -116,12 +119,12 @@ def test_several_steps_and_epochs_train_alike(argv: list[str], actor_model: str,
     assert abs(expected[1]["policy_loss"] - expected[0]["policy_loss"]) > 1e-3
     for i in range(2):
         for metric, value in expected[i].items():
-            assert found[i][metric] == pytest.approx(value, rel=0.05, abs=0.02), (i, metric)
+            assert found[i][metric] == pytest.approx(value, rel=0.02, abs=0.005), (i, metric)
 
 
 @pytest.mark.slow
 def test_deepspeeds_tensor_parallelism_sends_whole_weights(actor_model: str) -> None:
-    """What is announced for each parameter is what is sent, and what the checkpoint has. It stays on for a process's life."""
+    """Each parameter is sent as announced and as the checkpoint has it. The split stays on for a process's life."""
     from transformers import AutoModelForCausalLM
 
     whole = dict(AutoModelForCausalLM.from_pretrained(actor_model, dtype=torch.bfloat16).named_parameters())
@@ -129,8 +132,7 @@ def test_deepspeeds_tensor_parallelism_sends_whole_weights(actor_model: str) -> 
         argv = ["--algo.advantage.estimator", "gtpo", "--algo.kl.init_coef", "0", "--ds.tensor_parallel_size", "2"]
         for sent in pool.run(sent_weights, actor_model, argv):
             assert set(sent) == set(whole)
-            for name, (shape, tensor) in sent.items():
-                assert shape == tuple(tensor.shape), name
+            for name, tensor in sent.items():
                 assert torch.equal(tensor, whole[name]), name
 
 
@@ -167,7 +169,7 @@ def test_a_replica_without_an_entry(duplicates: int, monkeypatch: pytest.MonkeyP
 
 
 def test_rows_are_dealt_evenly() -> None:
-    """As many micro-batches for each of 4 replicas, none above the size asked for; fewer rows than replicas one by one."""
+    """As many micro-batches for each of 4 replicas, none above the given size; fewer rows than replicas one by one."""
     from rollouts import arguments, maker, rollout
 
     from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker

@@ -1,4 +1,4 @@
-"""Would catch a response whose reward failed and that is trained on all the same."""
+"""A response whose reward failed stops the run instead of being trained on."""
 
 import asyncio
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from openrlhf_gtpo.errors import TrainingStopped
-from openrlhf_gtpo.integration.rollout.rewards import StrictRewardExecutor
+from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRewardExecutor
 
 
 class Tokenizer:

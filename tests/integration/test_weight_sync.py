@@ -1,4 +1,4 @@
-"""Would catch an actor trainer that takes the wrong transport, sends to some engines only, or goes on after a failed sync.
+"""Would catch an actor trainer that takes the wrong transport, misses an engine, or goes on after a failed sync.
 
 Engines are processes with plain models; the trainer is one process.
 """

@@ -1,4 +1,4 @@
-"""Would catch a process that outlives the node that started it, and a status that is lost."""
+"""No process outlives the node that started it, and the program's status is kept."""
 
 import os
 import signal

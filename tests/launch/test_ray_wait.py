@@ -1,4 +1,4 @@
-"""Would catch a wait that ends too early, never, or without the name of the node that is missing. Ray is a stand-in."""
+"""The wait ends when all nodes have joined, otherwise in time, with the names of those missing. Ray is a stand-in."""
 
 import json
 import os

@@ -1,6 +1,6 @@
-"""Jobs of a real SLURM with two nodes on this machine: would catch a batch script that loses a node or a process of its own.
+"""Jobs of a real SLURM with two nodes on this machine: the batch script loses neither a node nor a process of its own.
 
-Without training: the launcher is a stand-in.
+Without training: the launcher is a stand-in, and so is Ray where a job ends before Ray matters.
 """
 
 import os
@@ -22,6 +22,26 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 DETACHED = """
 while [[ "$1" != --submit ]]; do shift; done
 exec ray job submit --address "$2" -- bash -c 'touch {started}; setsid bash -c "sleep 4321 & sleep 4322" & sleep 4323'
+"""
+
+# A Ray whose nodes join by a file in a folder; its dashboard takes every job.
+STAND_IN = """#!{python}
+import http.server, json, os, signal, sys
+flags = dict(word.lstrip("-").partition("=")[::2] for word in sys.argv[2:])
+open(os.path.join({folder!r}, flags["node-name"]), "w").close()
+
+class Dashboard(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        nodes = [{{"node_name": name, "state": "ALIVE"}} for name in os.listdir({folder!r})]
+        answer = json.dumps({{"data": {{"result": {{"result": nodes}}}}, "status": "SUCCEEDED", "submission_id": "1"}})
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(answer.encode())
+    do_POST = do_GET
+
+if "head" in flags:
+    http.server.HTTPServer(("127.0.0.1", int(flags["dashboard-port"])), Dashboard).serve_forever()
+signal.pause()
 """
 
 
@@ -78,21 +98,32 @@ def test_a_cancelled_job_leaves_no_process_behind(cluster: SlurmCluster, launche
     assert "cancelled" in job.log and not token.exists()
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """A node's PATH, on which Ray is the stand-in."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "joined").mkdir()
+    ray = tmp_path / "bin" / "ray"
+    ray.write_text(STAND_IN.format(python=sys.executable, folder=str(tmp_path / "joined")))
+    ray.chmod(0o755)
+    return f"export PATH={ray.parent}:{Path(sys.executable).parent}:$PATH"
+
+
 def test_a_node_that_does_not_join_is_named_and_the_job_ends(
-    cluster: SlurmCluster, launcher: Path, tmp_path: Path
+    cluster: SlurmCluster, launcher: Path, tmp_path: Path, path: str
 ) -> None:
-    stuck = f"export PATH={Path(sys.executable).parent}:$PATH; [[ $SLURMD_NODENAME != n2 ]] || sleep 600"
-    job = submit(cluster, tmp_path, launcher, SETUP=stuck, JOIN_TIMEOUT="45")
+    stuck = f"{path}; [[ $SLURMD_NODENAME != n2 ]] || sleep 600"
+    job = submit(cluster, tmp_path, launcher, SETUP=stuck, JOIN_TIMEOUT="30")
     until(job.ended, 300, "the job ends")
     assert job.state() == "FAILED" and not (tmp_path / "started").exists()
-    assert "After 45 s 1 of 2 nodes have not joined the Ray cluster: n2;" in job.log, job.everything
+    assert "After 30 s 1 of 2 nodes have not joined the Ray cluster: n2;" in job.log, job.everything
     until(lambda: not job.processes(), 100, "its steps end")
 
 
 def test_a_node_that_ends_before_the_training_ends_the_job(
-    cluster: SlurmCluster, launcher: Path, tmp_path: Path
+    cluster: SlurmCluster, launcher: Path, tmp_path: Path, path: str
 ) -> None:
-    broken = f"export PATH={Path(sys.executable).parent}:$PATH; [[ $SLURMD_NODENAME != n2 ]] || exit 3"
+    broken = f"{path}; [[ $SLURMD_NODENAME != n2 ]] || exit 3"
     job = submit(cluster, tmp_path, launcher, SETUP=broken)
     until(job.ended, 300, "the job ends")
     assert job.state() == "FAILED" and cluster.restarts(job.number) == 0

@@ -1,4 +1,4 @@
-"""The batch script without SLURM: would catch a mistake in its header that is found out in the queue, after hours."""
+"""The batch script without SLURM: a mistake in its header is found before the queue."""
 
 import os
 import subprocess
@@ -44,6 +44,14 @@ def test_a_dry_run_shows_every_step_and_the_launchers_own(launcher: Path, tmp_pa
     assert not output.exists() and "0.0.0.0" not in ended.stdout
 
 
+def test_a_preset_is_trained_by_train_sh() -> None:
+    ended = run("--dry-run", "--", "--train.seed", "7", LAUNCHER="gtpo_split", LAUNCHER_FLAGS="--cpu", PORT="7000")
+    assert ended.returncode == 0, ended.stderr
+    shown = "bash examples/scripts/train.sh gtpo_split --submit http://127.0.0.1:7001 --cpu -- --ckpt.load_enable"
+    assert shown in ended.stdout and f"--ckpt.path {ROOT}/runs/train_gtpo_split/checkpoints" in ended.stdout
+    assert ended.stdout.splitlines()[-1].endswith("--train.seed 7")
+
+
 @pytest.mark.parametrize(
     ("container", "expected"),
     [
@@ -69,8 +77,8 @@ def test_every_step_runs_in_the_container(container: str, expected: str, launche
     [
         (
             (),
-            {"LAUNCHER": "examples/scripts/train_nothing.sh"},
-            "LAUNCHER=examples/scripts/train_nothing.sh is not there",
+            {"LAUNCHER": "train_nothing.sh"},
+            "LAUNCHER=train_nothing.sh is neither a script nor one of: dapo_colocated ",
         ),
         (("--dryrun",), {}, "unknown flag --dryrun; known: --dry-run --help"),
         ((), {"CONTAINER": "docker:image"}, "CONTAINER=docker:image must be pyxis:IMAGE or apptainer:IMAGE"),

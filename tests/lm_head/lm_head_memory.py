@@ -14,7 +14,7 @@ from openrlhf_gtpo.platform.memory import PeakMemory
 
 TOKENS, WIDTH, COLUMNS = 32768, 64, 4096
 MIB = 2**20
-# (dtype, what it does, budget in MiB). 10 MiB is less than a float32 d_hidden of 8 MiB leaves room for, and turns follow.
+# (dtype, what it does, budget in MiB). In 10 MiB a float32 d_hidden of 8 MiB leaves too little room, and turns follow.
 CASES = [
     (dtype, what, budget)
     for dtype in ("bfloat16", "float32")

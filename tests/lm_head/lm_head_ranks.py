@@ -12,7 +12,7 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.02}
 
 
 def run(rank: int, world_size: int, store: str) -> None:
-    """Entry point of `torch.multiprocessing.spawn`: every check below, since starting processes costs more than all."""
+    """Entry point of `torch.multiprocessing.spawn`: all checks below, which cost less than starting processes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     try:

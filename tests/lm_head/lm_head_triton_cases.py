@@ -1,7 +1,7 @@
-"""The Triton kernels against the portable implementation; `test_lm_head_triton` runs this file in a process of its own.
+"""The Triton kernels against the portable implementation; `test_lm_head_triton` runs this file in its own process.
 
-Would catch a row that leaks into the next, a mask at the edge of a block, a label of another tile, and statistics that
-are not carried from tile to tile.
+Rows of several blocks and tiles: no row leaks into the next, blocks end where rows do, a label is found in its own
+tile, and statistics are carried from tile to tile.
 """
 
 import math

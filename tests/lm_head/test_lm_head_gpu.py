@@ -1,5 +1,5 @@
-"""On a CUDA device, at sizes that only one can hold. Would catch products that are added in bfloat16, an index that
-overflows 32 bits, and memory beyond the budget.
+"""On a CUDA device, at sizes only one can hold: products are added in float32, indices exceed 32 bits, and memory
+stays within the budget.
 """
 
 import pytest
@@ -66,7 +66,7 @@ def test_peak_memory_stays_within_the_budget(inputs, what):
         return memory.beyond() - sum(tensor.nbytes for tensor in results)
 
     run(256)  # cuBLAS's workspace and the compiled kernels
-    # Megatron's convention returns an empty gradient of the weight beside the main one; some numbers a token are extra.
+    # Megatron's convention returns an empty weight gradient beside the main one; a few numbers per token are extra.
     assert run(TOKENS) <= 1.1 * BUDGET + 64 * TOKENS
 
 

@@ -5,6 +5,7 @@ import torch
 from lm_head_reference import gradients, make_case, naive
 
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
+from openrlhf_gtpo.lm_head.portable import PortableTile
 from openrlhf_gtpo.lm_head.projection import Settings, plan_sweeps
 from openrlhf_gtpo.lm_head.shard import VocabularyShard
 
@@ -134,7 +135,7 @@ class TestPlan:
     """Four products wherever they fit; five only for a bfloat16 gradient of the weight and a long d_hidden."""
 
     def sweeps(self, tokens, chunk_bytes, dtype=torch.bfloat16, weight_dtype=torch.bfloat16, needs_hidden=True):
-        settings = Settings(1.0, VocabularyShard(0, 100, 100, None), chunk_bytes, True, False)
+        settings = Settings(1.0, VocabularyShard(0, 100, 100, None), chunk_bytes, True, False, PortableTile)
         weight = None if weight_dtype is None else torch.empty(100, 64, dtype=weight_dtype)
         return plan_sweeps(torch.empty(tokens, 64, dtype=dtype), weight, needs_hidden, settings)
 

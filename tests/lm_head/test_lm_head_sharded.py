@@ -9,7 +9,7 @@ from lm_head_ranks import run
 from lm_head_reference import make_case, naive
 
 from openrlhf_gtpo.lm_head.portable import PortableTile
-from openrlhf_gtpo.lm_head.sweeps import token_statistics
+from openrlhf_gtpo.lm_head.projection import token_statistics
 from openrlhf_gtpo.lm_head.tiles import Tile
 
 

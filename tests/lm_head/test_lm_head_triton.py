@@ -37,7 +37,7 @@ def test_an_implementation_that_cannot_be_is_refused(monkeypatch):
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("optional", [True, False], ids=["all", "none"])
 def test_the_kernels_compile_for_hopper(optional, tmp_path, monkeypatch):
-    """Triton brings NVIDIA's assembler, so that this needs no GPU. The interpreter takes more than the compiler does."""
+    """Triton brings NVIDIA's assembler, so this needs no GPU. The interpreter takes more than the compiler does."""
     import triton
     from triton.backends.compiler import GPUTarget
 

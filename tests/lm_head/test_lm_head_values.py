@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from lm_head_reference import VOCABULARIES, log_prob_and_entropy, make_case, naive
 
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
+from openrlhf_gtpo.lm_head.portable import PortableTile
 from openrlhf_gtpo.lm_head.projection import Settings
 from openrlhf_gtpo.lm_head.shard import VocabularyShard
 
@@ -104,7 +105,7 @@ def test_the_budget_changes_the_tiles_and_not_the_result(dtype, chunk_bytes):
 
 def test_a_row_of_logits_that_does_not_fit_is_split():
     case = make_case(3, 4, 151936, dtype=torch.bfloat16)
-    settings_ = Settings(1.0, VocabularyShard(0, 151936, 151936, None), 20_000, True, False)
+    settings_ = Settings(1.0, VocabularyShard(0, 151936, 151936, None), 20_000, True, False, PortableTile)
     assert settings_.forward_tile(case.hidden).columns < 151936
 
 

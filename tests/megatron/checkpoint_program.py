@@ -64,36 +64,50 @@ def save_and_go_on(source: str, layout: Layout, folder: str, dtype: str, distrib
         return {"reports": reports, "draws": draws, "before": before, "latest": later.latest()}
 
 
-def resume(source: str, layout: Layout, folder: str, dtype: str, distributed: bool) -> dict[str, Any]:
-    """Load what ``save_and_go_on`` saved into a trainer with other weights, and take the steps that it took."""
+def resume(source: str, layout: Layout, folders: list[str], dtype: str, distributed: bool) -> list[dict[str, Any]]:
+    """Load what ``save_and_go_on`` saved into trainers with other weights, and take the steps that it took."""
+    found = []
     with on(layout):
-        trainer = make_trainer(source, layout, dtype, distributed)
-        client_state = Checkpoints(folder).load(trainer)
-        client_state["data_loader_state_dict"]["position"] = client_state["data_loader_state_dict"][
-            "position"
-        ].tolist()
-        draws = torch.rand(3).tolist()
-        return {"reports": train(trainer, range(3, 5)), "draws": draws, "client_state": client_state}
+        for folder in folders:
+            trainer = make_trainer(source, layout, dtype, distributed)
+            client_state = Checkpoints(folder).load(trainer)
+            loader = client_state["data_loader_state_dict"]
+            loader["position"] = loader["position"].tolist()
+            draws = torch.rand(3).tolist()
+            found.append({"reports": train(trainer, range(3, 5)), "draws": draws, "client_state": client_state})
+    return found
 
 
 def refused(
-    source: str, layout: Layout, folder: str, dtype: str = "float32", distributed: bool = True
-) -> tuple[str, bool]:
-    """What loading says, and whether every weight and optimizer state is as it was."""
+    source: str, layout: Layout, folders: list[str], dtype: str = "float32", distributed: bool = True
+) -> list[tuple[str, bool]]:
+    """What loading each folder says, and whether every weight and optimizer state is as it was before any of them."""
+    found = []
     with on(layout):
         trainer = make_trainer(source, layout, dtype, distributed)
         train(trainer, range(1))
         before = _everything(trainer)
-        try:
-            Checkpoints(folder).load(trainer)
-        except ValueError as error:
-            message = f"{type(error).__name__}: {error}"
-        else:
-            message = "loaded"
-        after = _everything(trainer)
-        same = all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
-        steps = [state["step"].data_ptr() for state in _optimizer_states(trainer)]
-        return message, same and len(set(steps)) == len(steps)
+        for folder in folders:
+            try:
+                Checkpoints(folder).load(trainer)
+            except ValueError as error:
+                message = f"{type(error).__name__}: {error}"
+            else:
+                message = "loaded"
+            same = all(torch.equal(old, new) for old, new in zip(before, _everything(trainer), strict=True))
+            steps = [state["step"].data_ptr() for state in _optimizer_states(trainer)]
+            found.append((message, same and len(set(steps)) == len(steps)))
+    return found
+
+
+def resume_and_save(source: str, folder: str, tag: str) -> str:
+    """Load the latest checkpoint and save another one; the tag in the state of the one that was loaded."""
+    with on(Layout()):
+        trainer = make_trainer(source, Layout())
+        checkpoints = Checkpoints(folder)
+        loaded = checkpoints.load(trainer)["tag"]
+        checkpoints.save(tag, trainer, {"tag": tag})
+        return loaded
 
 
 def failing_saves(source: str, layout: Layout, folder: str) -> list[Any]:

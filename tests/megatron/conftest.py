@@ -1,4 +1,4 @@
-"""Rank processes that the Megatron tests share, since starting them and importing Megatron costs more than most tests, and
+"""Rank processes the Megatron tests share, as starting them and importing Megatron costs more than most tests, and
 checkpoints of two shapes."""
 
 import sys

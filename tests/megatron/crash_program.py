@@ -1,5 +1,4 @@
-"""One process that resumes from a folder if there is something, and saves: `MODEL FOLDER TAG [kill]`, where `kill`
-saves a good `step1` and is killed while it writes TAG in the background."""
+"""One process that saves a good `step1` and is killed while it writes `step2` in the background: `MODEL FOLDER`."""
 
 import os
 import signal
@@ -10,7 +9,7 @@ from pathlib import Path
 from openrlhf_gtpo import platform
 
 
-def main(model: str, folder: str, tag: str, kill: bool) -> None:
+def main(model: str, folder: str) -> None:
     import torch
     from checkpoint_program import make_trainer, train
     from logits_program import on
@@ -22,22 +21,19 @@ def main(model: str, folder: str, tag: str, kill: bool) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
     with on(Layout()):
         trainer = make_trainer(model, Layout())
-        checkpoints = Checkpoints(folder, asynchronous=kill)
-        if checkpoints.latest():
-            print("loaded", checkpoints.load(trainer)["tag"])
-        if kill:
-            checkpoints.save("step1", trainer, {"tag": "step1"})
-            checkpoints.finish()
-            whole, items = checkpoint_writer._write_item, []
+        checkpoints = Checkpoints(folder, asynchronous=True)
+        checkpoints.save("step1", trainer, {"tag": "step1"})
+        checkpoints.finish()
+        whole, items = checkpoint_writer._write_item, []
 
-            def write(*args: object, **options: object) -> object:
-                items.append(None)
-                if len(items) == 5:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return whole(*args, **options)
+        def write(*args: object, **options: object) -> object:
+            items.append(None)
+            if len(items) == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return whole(*args, **options)
 
-            checkpoint_writer._write_item = write
-        checkpoints.save(tag, trainer, {"tag": tag})
+        checkpoint_writer._write_item = write
+        checkpoints.save("step2", trainer, {"tag": "step2"})
         train(trainer, range(3))
         checkpoints.finish()
 
@@ -46,4 +42,4 @@ if __name__ == "__main__":
     os.environ[platform.PLATFORM_VARIABLE] = "cpu"
     platform.activate()
     sys.path.insert(0, str(Path(__file__).parent))
-    main(*sys.argv[1:4], kill=sys.argv[4:] == ["kill"])
+    main(*sys.argv[1:])

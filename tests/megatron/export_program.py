@@ -9,8 +9,7 @@ import torch
 from logits_program import on
 
 from openrlhf_gtpo.megatron.checkpoint import export
-from openrlhf_gtpo.megatron.checkpoint.load import load_checkpoint
-from openrlhf_gtpo.megatron.checkpoint.save import save_checkpoint
+from openrlhf_gtpo.megatron.checkpoint.checkpoints import load_checkpoint, save_checkpoint
 from openrlhf_gtpo.megatron.model.policy import ModelOptions, load_model
 from openrlhf_gtpo.megatron.parallel import groups
 from openrlhf_gtpo.megatron.parallel.layout import Layout

@@ -46,15 +46,3 @@ def ragged_rows(vocab_size: int, lengths: list[int], seed: int = 0) -> list[list
     """Rows of random tokens."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
-
-
-def padded(rows: list[list[int]], left: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, T) tokens and mask; row i begins after ``left[i]`` columns of padding."""
-    left = left or [0] * len(rows)
-    width = max(len(row) + skip for row, skip in zip(rows, left, strict=True))
-    tokens = torch.zeros(len(rows), width, dtype=torch.long)
-    mask = torch.zeros_like(tokens)
-    for i, (row, skip) in enumerate(zip(rows, left, strict=True)):
-        tokens[i, skip : skip + len(row)] = torch.tensor(row)
-        mask[i, skip : skip + len(row)] = 1
-    return tokens, mask

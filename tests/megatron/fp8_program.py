@@ -8,7 +8,7 @@ from checkpoint_program import train
 from logits_program import all_actions, on
 
 from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints
-from openrlhf_gtpo.megatron.fp8.linear import EmulatedLinear
+from openrlhf_gtpo.megatron.fp8.fp8 import EmulatedLinear
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.model.policy import LoadedModel, ModelOptions, load_model
 from openrlhf_gtpo.megatron.parallel.host import megatron_calls
@@ -35,7 +35,7 @@ def statistics(source: str, layout: Layout, fp8: Fp8Options | None, rows: list[l
 
 
 def in_and_out(source: str, layout: Layout, fp8: Fp8Options, rows: list[list[int]]) -> list[Any]:
-    """Values with ``fp8``, in high precision in between, and with it again; then those of a model that never had it."""
+    """Values with ``fp8``, in high precision in between, and with it again; then of a model that never had it."""
     with on(layout):
         model = load(source, layout, fp8)
         found = [values(model, rows)]
@@ -60,11 +60,14 @@ def _trainer(source: str, layout: Layout, fp8: Fp8Options | None, **overrides: A
 
 
 def delayed_from_the_start(source: str, layout: Layout, rows: list[list[int]]) -> tuple[Any, list[list[float]]]:
-    """Whether the first values differ from those of scales that know nothing, and of each linear layer the scale of its
+    """Whether the first values differ from those of scales that know nothing, and per linear layer the scale of its
     weight and the largest of this rank's shard."""
     with on(layout):
         model = load(source, layout, Fp8Options("emulated", "delayed"))
-        assert model.fp8 is not None and not model.fp8.calibrated
+        assert model.fp8 is not None
+        with model.fp8.high_precision():  # as an audit's first pass is
+            values(model, rows)
+        assert not model.fp8.calibrated
         model.fp8.calibrated = True
         blind = values(model, rows)
         model.fp8.calibrated = False
@@ -74,47 +77,49 @@ def delayed_from_the_start(source: str, layout: Layout, rows: list[list[int]]) -
         return not (first == blind).all(), scales
 
 
-def sharded_product(
+def sharded_products(layout: Layout, cases: list[tuple[str, str]], *matrices: torch.Tensor) -> list[list[Any]]:
+    """:func:`_sharded_product` of each (kind, recipe)."""
+    with on(layout), megatron_calls():
+        return [_sharded_product(layout, *case, *matrices) for case in cases]
+
+
+def _sharded_product(
     layout: Layout, kind: str, recipe: str, input: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor
 ) -> list[Any]:
-    """This rank's output, input gradient and weight gradient of a column- or row-parallel layer with the whole ``weight``
-    (O, I), of ``input`` (T, I) and the gradient (T, O) of its output, both whole."""
+    """This rank's output, input gradient and weight gradient of a column- or row-parallel layer with the whole
+    ``weight`` (O, I), of ``input`` (T, I) and the gradient (T, O) of its output, both whole."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import TransformerConfig
 
     def mine(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        size, rank = (
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_tensor_model_parallel_rank(),
-        )
-        return tensor.chunk(size, dim)[rank].contiguous()
+        group = parallel_state.get_tensor_model_parallel_group()
+        return tensor.chunk(group.size(), dim)[group.rank()].contiguous()
 
-    with on(layout), megatron_calls():
-        config = TransformerConfig(
-            num_layers=1,
-            hidden_size=128,
-            num_attention_heads=2,
-            use_cpu_initialization=True,
-            sequence_parallel=layout.sequence_parallel,
-            tensor_model_parallel_size=layout.tensor_model_parallel_size,
-        )
-        options: dict[str, Any] = {"config": config, "init_method": torch.nn.init.zeros_, "bias": False}
-        column = kind == "column"
-        if column:
-            layer: Any = ColumnParallelLinear(input.shape[1], weight.shape[0], **options)
-        else:
-            options |= {"input_is_parallel": True, "skip_bias_add": False}
-            layer = RowParallelLinear(input.shape[1], weight.shape[0], **options)
-        layer.weight.data.copy_(mine(weight, 0 if column else 1))
-        layer._forward_impl = EmulatedLinear(Fp8Options("emulated", recipe), layer._forward_impl).forward
-        along = 0 if layout.sequence_parallel else None
-        shares = (along, 1) if column else (1, along)  # of the input and the output, which a rank has a part of
-        x, dy = (t if dim is None else mine(t, dim) for t, dim in zip((input, gradient), shares, strict=True))
-        x = x.unsqueeze(1).clone().requires_grad_()
-        y, _ = layer(x)
-        y.backward(dy.unsqueeze(1))
-        return [tensor.detach().numpy() for tensor in (y.squeeze(1), x.grad.squeeze(1), layer.weight.grad)]
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=128,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        sequence_parallel=layout.sequence_parallel,
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+    )
+    options: dict[str, Any] = {"config": config, "init_method": torch.nn.init.zeros_, "bias": False}
+    column = kind == "column"
+    if column:
+        layer: Any = ColumnParallelLinear(input.shape[1], weight.shape[0], **options)
+    else:
+        options |= {"input_is_parallel": True, "skip_bias_add": False}
+        layer = RowParallelLinear(input.shape[1], weight.shape[0], **options)
+    layer.weight.data.copy_(mine(weight, 0 if column else 1))
+    layer._forward_impl = EmulatedLinear(Fp8Options("emulated", recipe), layer._forward_impl).forward
+    along = 0 if layout.sequence_parallel else None
+    shares = (along, 1) if column else (1, along)  # of the input and the output, which a rank has a part of
+    x, dy = (t if dim is None else mine(t, dim) for t, dim in zip((input, gradient), shares, strict=True))
+    x = x.unsqueeze(1).clone().requires_grad_()
+    y, _ = layer(x)
+    y.backward(dy.unsqueeze(1))
+    return [tensor.detach().numpy() for tensor in (y.squeeze(1), x.grad.squeeze(1), layer.weight.grad)]
 
 
 def scales_follow(source: str, layout: Layout, steps: int) -> list[list[list[float]]]:
@@ -129,10 +134,10 @@ def scales_follow(source: str, layout: Layout, steps: int) -> list[list[list[flo
         return found
 
 
-def save_and_resume(source: str, other: str, layout: Layout, folder: str, recipe: str) -> list[Any]:
+def save_and_resume(source: str, other: str, layout: Layout, folder: str) -> list[Any]:
     """The steps after a save, those of a twin with other weights that loaded it, those of a twin without FP8, and the
     first step of a twin whose checkpoint was made without FP8."""
-    fp8 = Fp8Options("emulated", recipe)
+    fp8 = Fp8Options("emulated", "delayed")
     with on(layout):
         trainer = _trainer(source, layout, fp8)
         train(trainer, range(2))
@@ -148,7 +153,7 @@ def save_and_resume(source: str, other: str, layout: Layout, folder: str, recipe
     with on(layout):
         twin = _trainer(other, layout, fp8)
         Checkpoints(Path(folder) / "without").load(twin)
-        assert twin.model.fp8 is not None and twin.model.fp8.calibrated == (recipe != "delayed")
+        assert twin.model.fp8 is not None and not twin.model.fp8.calibrated
         return [*found, train(twin, range(4, 5))]
 
 

@@ -26,14 +26,24 @@ def make(source: str, layout: Layout, fp8: Fp8Options | None) -> Trainer:
     return Trainer(load(source, layout, fp8, "bfloat16"), OPTIONS)
 
 
-def trained(source: str, layout: Layout, fp8: Fp8Options, rows: list[list[int]], steps: int) -> dict[str, Any]:
-    """Values before and after training, and what each step reports."""
+def trained(
+    source: str, layout: Layout, options: list[Fp8Options], rows: list[list[int]], steps: int
+) -> list[dict[str, Any]]:
+    """Values before and after training with each of the options, and what each step reports."""
+    found = []
     with on(layout):
-        model = load(source, layout, fp8, "bfloat16")
-        before = values(model, rows)
-        trainer = Trainer(model, OPTIONS)
-        reports = train(trainer, range(steps))
-        return {"before": before, "reports": reports, "after": values(model, rows), "bytes": bytes_of_weights(trainer)}
+        for fp8 in options:
+            model = load(source, layout, fp8, "bfloat16")
+            before = values(model, rows)
+            reports = train(Trainer(model, OPTIONS), range(steps))
+            found.append({"before": before, "reports": reports, "after": values(model, rows)})
+    return found
+
+
+def weight_bytes(source: str, layout: Layout, options: list[Fp8Options]) -> list[int]:
+    """In which this rank keeps its parameters, of a trainer with each of the options."""
+    with on(layout):
+        return [bytes_of_weights(make(source, layout, fp8)) for fp8 in options]
 
 
 def bytes_of_weights(trainer: Trainer) -> int:
@@ -51,7 +61,7 @@ def leaving(source: str, layout: Layout, fp8: Fp8Options) -> dict[str, torch.Ten
 
 
 def save_and_resume(source: str, other: str, layout: Layout, folder: str, recipe: str, primary: bool) -> list[Any]:
-    """The steps after a save, with FP8 primary weights or BF16 ones, and those of twins with other weights that loaded it:
+    """The steps after a save, with FP8 primary weights or BF16 ones, and of twins with other weights that loaded it:
     with FP8 primary weights, and with BF16 ones."""
     with on(layout):
         trainer = make(source, layout, Fp8Options("emulated", recipe, primary_weights=primary))
@@ -82,8 +92,8 @@ def moved(source: str, layout: Layout, fp8: Fp8Options, rows: list[list[int]]) -
 
 
 def exported(source: str, layout: Layout, fp8: Fp8Options, folder: str, rows: list[list[int]]) -> list[Any]:
-    """Values of a trained model, those of the Hugging Face folder that it left, loaded again in FP8, and of the one that was
-    left without its trainer; then the largest error of the engines' weights against the first folder's, over the largest.
+    """Values of a trained model, of the Hugging Face folder that it left, loaded again in FP8, and of the one left
+    without its trainer; then the largest error of the engines' weights against the first folder's, over the largest.
     """
     with on(layout):
         trainer = make(source, layout, fp8)

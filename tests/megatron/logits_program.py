@@ -2,35 +2,46 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from families import padded
 
 from openrlhf_gtpo.megatron.model.policy import LoadedModel, ModelOptions, load_model
-from openrlhf_gtpo.megatron.model.token_batch import TokenBatch
 from openrlhf_gtpo.megatron.parallel import groups
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.megatron.train import schedule
+from openrlhf_gtpo.token_values import MicroBatch
+
+_current: list[Layout] = []
 
 
 @contextmanager
 def on(layout: Layout) -> Iterator[None]:
-    """Megatron's groups for ``layout`` over all ranks of the pool, removed afterwards."""
+    """Megatron's groups for ``layout`` over all ranks of the pool, removed afterwards; within itself, nothing."""
+    if _current:
+        assert _current == [layout]
+        yield
+        return
     groups.initialize(layout, seed=1)
+    _current.append(layout)
     try:
         yield
     finally:
+        _current.clear()
         groups.destroy()
 
 
-def all_actions(rows: list[list[int]], left: list[int] | None = None) -> TokenBatch:
+def several(layout: Layout, calls: list[tuple[Callable, tuple]]) -> list[Any]:
+    """What several functions return, run :func:`on` one layout, whose groups take longer than most of them."""
+    with on(layout):
+        return [function(*args) for function, args in calls]
+
+
+def all_actions(rows: list[list[int]]) -> MicroBatch:
     """A micro-batch whose actions are all tokens but each row's first."""
-    tokens, mask = padded(rows, left)
-    actions = mask[:, 1:] * (mask.cumsum(-1)[:, 1:] > 1)
-    return TokenBatch(tokens, mask, actions)
+    return [(torch.tensor(row), torch.arange(len(row)) > 0) for row in rows]
 
 
 def logits(source: str, layout: Layout, micro_batches: list[list[list[int]]]) -> list[Any]:
@@ -72,7 +83,7 @@ def _logits(model: LoadedModel, micro_batches: list[list[list[int]]]) -> list[to
 def log_probs_and_entropies(
     source: str, layout: Layout, dtype: str, temperature: float, micro_batches: list[list[list[int]]]
 ) -> list[tuple[Any, Any]]:
-    """Of every micro-batch, (B, A) each."""
+    """Of every micro-batch, (N,) of its actions each."""
     with on(layout):
         options = ModelOptions(layout=layout, dtype=getattr(torch, dtype), temperature=temperature)
         model = load_model(source, options)
@@ -91,7 +102,8 @@ def full_weights(source: str, layout: Layout, dtype: str, buckets: list[int]) ->
         for bucket_bytes in buckets:
             weights = FullWeights(model, bucket_bytes)
             tensors = {name: tensor.clone() for name, tensor in weights.tensors()}
-            assert [(name, tensor.shape) for name, tensor in tensors.items()] == weights.shapes
+            announced = [entry for bucket in weights.buckets for entry in bucket]
+            assert [(name, tuple(tensor.shape)) for name, tensor in tensors.items()] == announced
             found.append(tensors)
         assert all(torch.equal(other[name], tensor) for other in found for name, tensor in tensors.items())
         return {name: tensor.float().numpy() for name, tensor in tensors.items()}
@@ -106,10 +118,9 @@ def sft_losses(source: str, layout: Layout, rows: list[list[int]], steps: int) -
         model = load_model(source, ModelOptions(layout=layout, dtype=torch.float32))
         trainer = Trainer(model, OptimizerOptions(lr=1e-2))
         batch = all_actions(rows)
-        tokens = int(batch.action_mask.sum())
 
         def loss(index: int, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, float]:
-            value = -(log_probs * batch.action_mask).sum() / tokens
+            value = -log_probs.mean()
             return value, float(value.detach())
 
         return [value for _ in range(steps) for value in trainer.step([batch], loss).kept]

@@ -52,7 +52,7 @@ def by_expert(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def uneven_log_probs(source: str, layout: Layout, micro_batches: list[list[list[int]]]) -> list[Any]:
-    """(B, A) each, of the second replica's one micro-batch, the third's two, and so on; the first has none."""
+    """(N,) each, of the second replica's one micro-batch, the third's two, and so on; the first has none."""
     from megatron.core import parallel_state
 
     with on(layout):

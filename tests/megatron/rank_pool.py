@@ -4,12 +4,15 @@ import gc
 import multiprocessing
 import os
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
+
+from openrlhf_gtpo import platform
 
 TIMEOUT = 600  # seconds; a rank that waits for another forever is a failure, one on a busy machine is not
 GRACE = 10  # seconds for the other ranks once one has failed: they may wait for it
@@ -45,7 +48,7 @@ class RankPool:
         return [answer[1] for answer in answers if answer]
 
     def _answers(self) -> list[tuple[bool, Any] | None]:
-        """Of every rank (whether it succeeded, its result or traceback); None of one that has ended or says nothing."""
+        """For every rank (whether it succeeded, its result or traceback); None for one that ended or says nothing."""
         answers: dict[Connection, tuple[bool, Any] | None] = {}
         deadline = time.monotonic() + TIMEOUT
         while len(answers) < self._size:
@@ -66,14 +69,17 @@ class RankPool:
     def _start(self) -> None:
         from torch.distributed import TCPStore
 
-        context = multiprocessing.get_context("spawn")
+        # Importing Megatron takes a rank 12 s of processor time; a rank that is forked has it imported.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["rank_imports"])
         # In this process: a port that is free now may be another program's by the time a rank has imported Megatron.
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         self._store = TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", platform.PLATFORM_VARIABLE: "cpu"}
+        environment["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server's, which Python 3.11 gives no other path
         before = {name: os.environ.get(name) for name in environment}
         os.environ.update(environment)
         try:
@@ -105,21 +111,14 @@ class RankPool:
 
 
 def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+    import rank_imports  # noqa: F401
     import torch
 
-    from openrlhf_gtpo import platform
-
-    os.environ[platform.PLATFORM_VARIABLE] = "cpu"
-    platform.activate()
+    # Megatron collects garbage at every layout and every checkpoint; what is imported for good need not be visited.
+    gc.freeze()
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    import openrlhf_gtpo.megatron.checkpoint.checkpoints
-    import openrlhf_gtpo.megatron.checkpoint.export  # noqa: F401
-
-    # Megatron collects garbage at every layout and every checkpoint; what is imported for good need not be visited.
-    gc.collect()
-    gc.freeze()
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
     while True:

@@ -1,6 +1,4 @@
-"""Would catch a conversion command that changes a weight, loses the tokenizer, or meets a user's mistake with a stack
-trace or a half-written folder.
-"""
+"""The conversion command keeps every weight and the tokenizer, and answers a user's mistake in one sentence."""
 
 import json
 from collections.abc import Callable
@@ -89,7 +87,7 @@ def test_mistakes_are_one_sentence(convert: Callable[..., Ended], source: Path, 
     (truncated / "checkpoint.json").write_text(json.dumps(manifest))
     new = tmp_path / "new"
     mistakes = [
-        (("hf-to-megatron", tmp_path / "nowhere", new), "is no Hugging Face model: it has no config.json."),
+        (("hf-to-megatron", tmp_path / "nowhere", new), "is not a Hugging Face model: it has no config.json."),
         (("hf-to-megatron", source, full), "is not empty; name a new folder."),
         (("hf-to-megatron", source, full / "something"), "is a file; name a new folder."),
         (("hf-to-megatron", foreign, new), "does not know the architecture 'gpt2'"),

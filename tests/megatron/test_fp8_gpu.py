@@ -1,6 +1,4 @@
-"""Transformer Engine's own FP8 on a CUDA device against its emulation. Would catch an emulation that rounds otherwise, scales
-blocks along another dimension, or multiplies other matrices.
-"""
+"""Transformer Engine's FP8 on a CUDA device against its emulation: rounding, blocks, and the matrices multiplied."""
 
 import importlib.util
 from typing import Any
@@ -41,7 +39,7 @@ def uneven(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_a_product_is_the_emulated_one(recipe: str) -> None:
-    """Of one layer, output and both gradients: a whole model would magnify what bfloat16 rounds as much as what FP8 does."""
+    """One layer's output and both gradients: a whole model would magnify bfloat16's rounding as much as FP8's."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling
 

@@ -1,5 +1,5 @@
-"""Would catch a product with the wrong matrix quantised, blocks along the wrong dimension, a scale of this step where one
-of an earlier step is due, and a weight that stays quantised after it has changed.
+"""The emulated product: which matrices are quantized, along which dimension, with scales of which step, and how long a
+quantized weight is kept.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 import torch
 from fp8_reference import scale, there_and_back
 
-from openrlhf_gtpo.megatron.fp8.linear import EmulatedLinear
+from openrlhf_gtpo.megatron.fp8.fp8 import EmulatedLinear
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.fp8.quantize import COLUMNS, ROWS, SQUARES
 

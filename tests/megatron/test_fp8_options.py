@@ -1,6 +1,4 @@
-"""Would catch FP8 on a device, build or width that cannot do it, one that is refused although it can, and a field that
-Megatron does not know.
-"""
+"""FP8 is refused on a device, build or width that cannot do it and on no other; Megatron knows the fields it sets."""
 
 import dataclasses
 import os
@@ -26,6 +24,7 @@ def model(**changes: Any) -> SimpleNamespace:
         "num_hidden_layers": 64,
         "num_attention_heads": 40,
         "num_key_value_heads": 8,
+        "vocab_size": 152064,
     }
     return SimpleNamespace(**values | changes)
 
@@ -62,7 +61,7 @@ def test_widths_that_do_not_come_in_blocks() -> None:
 
 def test_only_the_emulation_runs_without_cuda() -> None:
     for mode in ("hybrid", "e4m3"):
-        assert "--megatron.fp8 emulated" in refusal(Fp8Options(mode), model(), Layout(), cuda=False)
+        assert "fp8 emulated" in refusal(Fp8Options(mode), model(), Layout(), cuda=False)
     check_fp8(Fp8Options("emulated"), model(), Layout(), cuda=False)
 
 
@@ -104,7 +103,7 @@ def test_devices_that_can(recipe: str, capability: tuple[int, int], cuda: tuple[
         ("blockwise", HOPPER, (12, 8), (2, 11), "the recipes that run here are: delayed, tensorwise."),
         ("blockwise", ADA, (13, 0), (2, 11), "needs compute capability 9.0"),
         ("delayed", AMPERE, (13, 0), (2, 11), "no recipe runs here."),
-        ("delayed", HOPPER, (13, 0), None, "none is installed; --megatron.fp8 emulated needs none."),
+        ("delayed", HOPPER, (13, 0), None, "none is installed; fp8 emulated needs none."),
         ("delayed", HOPPER, (13, 0), (2, 8), "from 2.9 to below 2.12, and 2.8 is installed."),
         ("delayed", HOPPER, (13, 0), (2, 12), "and 2.12 is installed."),
     ],

@@ -1,6 +1,4 @@
-"""Would catch a rounding that is not to the nearest number, overflow to NaN, a block that is shifted or too long, and a
-scale that is inverted, shared or lost for empty blocks.
-"""
+"""Rounding to FP8 and back against a float64 search over all numbers of the format, with one scale and with blocks."""
 
 import numpy as np
 import pytest

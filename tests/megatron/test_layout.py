@@ -1,4 +1,4 @@
-"""Would catch a layout that is refused although it runs, accepted although it does not, or refused without a way out."""
+"""Would catch a layout refused although it runs, accepted although it does not, or refused without a way out."""
 
 import math
 from types import SimpleNamespace
@@ -66,14 +66,14 @@ def test_replicas_of_a_layout() -> None:
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("size", [0, -2])
 def test_a_size_below_one(name: str, size: int) -> None:
-    with pytest.raises(LayoutError, match=f"^Expected --megatron.{name} >= 1, got {size}.$"):
+    with pytest.raises(LayoutError, match=f"^Expected {name} >= 1, got {size}.$"):
         Layout(**{name: size})
 
 
 def test_heads_that_tensor_parallelism_does_not_divide() -> None:
     message = refusal(model(), layout(tensor=2), world_size=2)
     assert message == (
-        "--megatron.tensor_model_parallel_size 2 does not divide this model's 9 attention heads; it can be 1 or 3."
+        "tensor_model_parallel_size 2 does not divide this model's 9 attention heads; it can be 1 or 3."
     )
     assert "this model's 3 key-value heads; it can be 1 or 3." in refusal(model(), layout(tensor=9), world_size=9)
     assert "1000 columns in the MLP (intermediate_size); it can be 1." in refusal(
@@ -93,7 +93,7 @@ def test_a_model_without_grouped_heads_has_as_many_of_each() -> None:
 
 def test_layers_that_pipeline_parallelism_does_not_divide() -> None:
     assert refusal(model(), layout(pipeline=4), world_size=4) == (
-        "--megatron.pipeline_model_parallel_size 4 does not divide this model's 30 layers; it can be "
+        "pipeline_model_parallel_size 4 does not divide this model's 30 layers; it can be "
         "1, 2, 3, 5, 6, 10, 15 or 30."
     )
 
@@ -102,8 +102,8 @@ def test_processes_that_the_layout_does_not_divide() -> None:
     with pytest.raises(WorldSizeError) as caught:
         check_layout(model(), layout(tensor=3, pipeline=2), 10, cuda=False)
     assert str(caught.value) == (
-        "10 processes cannot be split into model replicas of 6 (--megatron.tensor_model_parallel_size 3 × "
-        "--megatron.pipeline_model_parallel_size 2); give a multiple of 6, or with 10 choose TP 1 with PP 1, 2, 5 or 10."
+        "10 processes cannot be split into model replicas of 6 (tensor_model_parallel_size 3 × "
+        "pipeline_model_parallel_size 2); give a multiple of 6, or with 10 choose TP 1 with PP 1, 2, 5 or 10."
     )
     assert "1 process cannot be split into model replicas of 2" in refusal(model(), layout(pipeline=2), world_size=1)
     for none in (0, -1):
@@ -111,7 +111,7 @@ def test_processes_that_the_layout_does_not_divide() -> None:
 
 
 def test_context_parallelism_needs_cuda() -> None:
-    assert "--megatron.context_parallel_size 2 needs" in refusal(model(), layout(context=2), world_size=2)
+    assert "context_parallel_size 2 needs" in refusal(model(), layout(context=2), world_size=2)
     check_layout(model(), layout(context=2), 2, cuda=True)
     assert refusal(model(), layout(context=2), world_size=3, cuda=True).endswith("give a multiple of 2.")
 
@@ -128,7 +128,7 @@ def test_experts_over_processes() -> None:
     check_layout(experts(), layout(expert=4), 8, cuda=False)
     check_layout(experts(), layout(tensor=2, pipeline=2, expert=4, sequence=True), 16, cuda=True)
     assert refusal(experts(), layout(expert=3), world_size=6) == (
-        "--megatron.expert_model_parallel_size 3 must divide this model's 128 experts and the data-parallel size 6; "
+        "expert_model_parallel_size 3 must divide this model's 128 experts and the data-parallel size 6; "
         "it can be 1 or 2."
     )
     assert "it can be 1, 2 or 4." in refusal(experts(), layout(expert=8), world_size=4)
@@ -136,7 +136,7 @@ def test_experts_over_processes() -> None:
 
 
 def test_experts_with_tensor_parallelism_need_sequence_parallelism() -> None:
-    assert "needs --megatron.sequence_parallel" in refusal(experts(), layout(tensor=2), world_size=2)
+    assert "needs sequence_parallel" in refusal(experts(), layout(tensor=2), world_size=2)
     assert "columns in an expert" in refusal(experts(moe_intermediate_size=767), layout(tensor=2), world_size=2)
 
 

@@ -1,8 +1,8 @@
-"""Would catch a resume that forgets the optimizer, its step count, the schedule, a random state or the caller's state;
-a tensor resharded into the wrong place; an asynchronous save that training writes into; a failed save that passes for a
-good one or takes the good one with it; and a damaged or foreign checkpoint that is loaded.
+"""Checkpoints on 4 ranks: training goes on bit for bit at the same layout and within rounding at others, a failed or
+killed save leaves the previous one, and what is damaged or of another model is refused before anything changes.
 """
 
+import functools
 import os
 import shutil
 import signal
@@ -17,13 +17,11 @@ from families import make_checkpoint
 from rank_pool import RankPool
 from transformers import AutoConfig
 
-from openrlhf_gtpo.megatron.checkpoint.files import CheckpointError, check_checkpoint
-from openrlhf_gtpo.megatron.checkpoint.folder import check_latest, latest
+from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointError, check_checkpoint, check_latest, latest
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 
 SAVED_AT = Layout(tensor_model_parallel_size=2)
 RESUMED_AT = {
-    "PP2": Layout(pipeline_model_parallel_size=2),
     "DP4": Layout(),
     "TP4": Layout(tensor_model_parallel_size=4),
     "TP2xPP2-SP": Layout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True),
@@ -37,46 +35,54 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
-def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, ranks: RankPool) -> tuple:
-    """Another model of the same shape to resume from, the checkpoints' folder, and what training went on with."""
-    family, vocab_size, fields, dtype, distributed = VARIANTS[request.param]
-    folder = tmp_path_factory.mktemp(request.param)
-    source = make_checkpoint(folder / "source", family, vocab_size, **fields)
-    other = make_checkpoint(folder / "other", family, vocab_size, seed=1, **fields)
-    answers = ranks.run(program.save_and_go_on, str(source), SAVED_AT, str(folder), dtype, distributed)
-    return str(other), folder, answers, dtype, distributed
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory, ranks: RankPool) -> Callable[[str], tuple[Path, list]]:
+    """Of a variant: a folder with the model, another of the same shape to resume from, and its checkpoints; and what
+    training went on with. Made once."""
+
+    @functools.cache
+    def write(variant: str) -> tuple[Path, list]:
+        family, vocab_size, fields, dtype, distributed = VARIANTS[variant]
+        folder = tmp_path_factory.mktemp(variant)
+        source = make_checkpoint(folder / "source", family, vocab_size, **fields)
+        make_checkpoint(folder / "other", family, vocab_size, seed=1, **fields)
+        return folder, ranks.run(program.save_and_go_on, str(source), SAVED_AT, str(folder), dtype, distributed)
+
+    return write
 
 
-@pytest.mark.parametrize("how", ["now", "later"])
-def test_training_goes_on_bit_for_bit_at_the_same_layout(written: tuple, how: str, ranks: RankPool) -> None:
-    other, folder, before, dtype, distributed = written
-    after = ranks.run(program.resume, other, SAVED_AT, str(folder / how), dtype, distributed)
-    for old, new in zip(before, after, strict=True):
-        assert new["reports"] == old["reports"]
-        assert new["draws"] == old["draws"]
-        position = {"position": [0, 1, 2]}
-        assert new["client_state"] == program.CLIENT_STATE | {"data_loader_state_dict": position}
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_training_goes_on_bit_for_bit_at_the_same_layout(written: Callable, variant: str, ranks: RankPool) -> None:
+    folder, before = written(variant)
+    folders = [str(folder / how) for how in ("now", "later")]
+    after = ranks.run(program.resume, str(folder / "other"), SAVED_AT, folders, *VARIANTS[variant][3:])
+    for old, resumed in zip(before, after, strict=True):
+        for new in resumed:
+            assert new["reports"] == old["reports"]
+            assert new["draws"] == old["draws"]
+            position = {"position": [0, 1, 2]}
+            assert new["client_state"] == program.CLIENT_STATE | {"data_loader_state_dict": position}
     assert before[0]["draws"] != before[1]["draws"]
     assert {(answer["before"], answer["latest"]) for answer in before} == {(None, "step3")}
 
 
 @pytest.mark.parametrize(
-    ("written", "name"),
+    ("variant", "name"),
     [
         *(("llama", name) for name in RESUMED_AT),
         ("qwen2-tied-bf16", "TP2xPP2-SP"),
         ("qwen3-plain-optimizer", "TP4"),
         ("mistral-plain-optimizer-bf16", "DP4"),
     ],
-    indirect=["written"],
 )
-def test_training_goes_on_at_another_layout(written: tuple, name: str, ranks: RankPool) -> None:
-    other, folder, before, dtype, distributed = written
-    after = ranks.run(program.resume, other, RESUMED_AT[name], str(folder / "now"), dtype, distributed)
+def test_training_goes_on_at_another_layout(written: Callable, variant: str, name: str, ranks: RankPool) -> None:
+    folder, before = written(variant)
+    dtype, distributed = VARIANTS[variant][3:]
+    other, folders = str(folder / "other"), [str(folder / "now")]
+    (after,) = ranks.run(program.resume, other, RESUMED_AT[name], folders, dtype, distributed)[0]
     exact = dtype == "float32"
     for i, tolerance in enumerate([1e-6, 1e-5] if exact else [1e-2, 1e-2]):
-        old, new = before[0]["reports"][i], after[0]["reports"][i]
+        old, new = before[0]["reports"][i], after["reports"][i]
         assert new[0] == pytest.approx(old[0], abs=tolerance)
         assert new[1] == pytest.approx(old[1], rel=1e-4 if exact else 5e-2)
         assert new[2] == old[2]
@@ -118,21 +124,21 @@ def test_a_failed_save_is_reported_and_leaves_the_previous_one(model: Path, tmp_
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_while_it_writes_leaves_the_previous_one(model: Path, tmp_path: Path) -> None:
-    def run(*args: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, str(Path(__file__).with_name("crash_program.py")), str(model), str(tmp_path), *args]
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=400, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
-
-    ended = run("step2", "kill")
+def test_a_process_that_is_killed_while_it_writes_leaves_the_previous_one(
+    model: Path, tmp_path: Path, one_rank: RankPool
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("crash_program.py")), str(model), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
-    assert latest(tmp_path) == "step1"
+    assert latest(tmp_path) == tmp_path / "step1"
     check_checkpoint(tmp_path / "step1", AutoConfig.from_pretrained(model), for_training=True)
     assert [path.name.split(".tmp-")[0] for path in tmp_path.iterdir() if ".tmp-" in path.name] == ["step2"]
-    ended = run("step3")
-    assert ended.returncode == 0, ended.stderr
-    assert "loaded step1" in ended.stdout
+    assert one_rank.run(program.resume_and_save, str(model), str(tmp_path), "step3") == ["step1"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step1", "step3"]
 
 
@@ -165,6 +171,12 @@ def _delete_all(folder: Path) -> None:
     shutil.rmtree(folder / "step3")
 
 
+# Fields of another model, the last of which the ranks refuse too.
+FOREIGN = [
+    ({"num_hidden_layers": 2}, "of another model: it has num_hidden_layers 4 and not 2."),
+    ({"vocab_size": 152, "tie_word_embeddings": True}, "vocab_size 151 and not 152, tie_word_embeddings False and"),
+    ({"hidden_size": 128}, "of another model: it has hidden_size 64 and not 128."),
+]
 DAMAGES = {
     "missing": (_remove, "is not whole: its file __0_0.distcp is missing"),
     "truncated": (_truncate, "is not whole: its file __0_0.distcp has"),
@@ -174,56 +186,48 @@ DAMAGES = {
 }
 
 
-@pytest.fixture(scope="module")
-def trained(model: Path, tmp_path_factory: pytest.TempPathFactory, ranks: RankPool) -> Path:
-    folder = tmp_path_factory.mktemp("trained")
-    ranks.run(program.save_and_go_on, str(model), SAVED_AT, str(folder), "float32", True)
-    return folder / "now"
-
-
-@pytest.mark.parametrize("damage, sentence", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_checkpoint_is_refused_before_anything_changes(
-    trained: Path, model: Path, tmp_path: Path, damage: Callable[[Path], None], sentence: str, ranks: RankPool
+    written: Callable, tmp_path: Path, ranks: RankPool
 ) -> None:
-    folder = shutil.copytree(trained, tmp_path / "copy")
-    damage(folder)
-    for message, unchanged in ranks.run(program.refused, str(model), SAVED_AT, str(folder)):
-        assert message.startswith("CheckpointError: ") and sentence in message and "\n" not in message
-        assert unchanged
+    trained, _ = written("llama")
+    folders = []
+    for name, (damage, _) in DAMAGES.items():
+        folders.append(str(shutil.copytree(trained / "now", tmp_path / name)))
+        damage(tmp_path / name)
+    for answer in ranks.run(program.refused, str(trained / "source"), SAVED_AT, folders):
+        for (message, unchanged), (_, sentence) in zip(answer, DAMAGES.values(), strict=True):
+            assert message.startswith("CheckpointError: ") and sentence in message and "\n" not in message
+            assert unchanged
     # The driver says the same before any engine starts.
-    with pytest.raises(CheckpointError, match=sentence):
-        check_latest(folder, AutoConfig.from_pretrained(model), dtype="float32")
+    config = AutoConfig.from_pretrained(trained / "source")
+    for folder, (_, sentence) in zip(folders, DAMAGES.values(), strict=True):
+        with pytest.raises(CheckpointError, match=sentence):
+            check_latest(folder, config, dtype="float32")
+
+
+def test_a_checkpoint_of_another_model_is_refused(written: Callable, tmp_path: Path, ranks: RankPool) -> None:
+    trained = written("llama")[0] / "now"
+    for i, (fields, sentence) in enumerate(FOREIGN):
+        foreign = make_checkpoint(tmp_path / str(i), "llama", **fields)
+        with pytest.raises(CheckpointError, match=sentence):
+            check_latest(trained, AutoConfig.from_pretrained(foreign), dtype="float32")
+    for ((message, unchanged),) in ranks.run(program.refused, str(foreign), SAVED_AT, [str(trained)]):
+        assert message.startswith("CheckpointError: ") and sentence in message
+        assert unchanged
 
 
 @pytest.mark.parametrize(
-    "fields, sentence",
+    ("dtype", "distributed", "sentence"),
     [
-        ({"hidden_size": 128}, "of another model: it has hidden_size 64 and not 128."),
-        ({"num_hidden_layers": 2}, "of another model: it has num_hidden_layers 4 and not 2."),
-        (
-            {"vocab_size": 152, "tie_word_embeddings": True},
-            "vocab_size 151 and not 152, tie_word_embeddings False and",
-        ),
+        ("bfloat16", True, "was written in float32 and this run is in bfloat16; run it in float32."),
+        ("float32", False, "holds the states of a distributed optimizer; resume with a distributed one."),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused(
-    trained: Path, tmp_path: Path, fields: dict, sentence: str, ranks: RankPool
+def test_a_checkpoint_of_another_kind_of_run_is_refused(
+    written: Callable, dtype: str, distributed: bool, sentence: str, ranks: RankPool
 ) -> None:
-    foreign = make_checkpoint(tmp_path / "foreign", "llama", **fields)
-    for message, unchanged in ranks.run(program.refused, str(foreign), SAVED_AT, str(trained)):
-        assert message.startswith("CheckpointError: ") and sentence in message
-        assert unchanged
-    with pytest.raises(CheckpointError, match=sentence):
-        check_latest(trained, AutoConfig.from_pretrained(foreign), dtype="float32")
-
-
-def test_a_checkpoint_in_another_dtype_is_refused(trained: Path, model: Path, ranks: RankPool) -> None:
-    for message, unchanged in ranks.run(program.refused, str(model), SAVED_AT, str(trained), "bfloat16"):
-        assert message.endswith("was written in float32 and this run is in bfloat16; run it in float32.")
-        assert unchanged
-
-
-def test_a_checkpoint_of_the_other_optimizer_is_refused(trained: Path, model: Path, ranks: RankPool) -> None:
-    for message, unchanged in ranks.run(program.refused, str(model), SAVED_AT, str(trained), "float32", False):
-        assert message.endswith("holds the states of a distributed optimizer; resume with a distributed one.")
+    trained, _ = written("llama")
+    source, folders = str(trained / "source"), [str(trained / "now")]
+    for ((message, unchanged),) in ranks.run(program.refused, source, SAVED_AT, folders, dtype, distributed):
+        assert message.endswith(sentence)
         assert unchanged

@@ -1,5 +1,5 @@
-"""Would catch a weight that HF -> Megatron -> HF changes by a bit, renames, loses or repeats, at any layout; padding that
-stays in the vocabulary; a folder that transformers cannot read; and an export that damages what is in its folder.
+"""HF -> Megatron -> HF keeps every weight bit for bit under its name; an export loads in transformers, keeps to its
+shards' size, and damages nothing in its folder.
 """
 
 import json
@@ -39,7 +39,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", ["TP1", "TP4", "PP2", "TP2xPP2"])
+@pytest.mark.parametrize("at", ["TP4", "TP2xPP2"])
 def test_there_and_back_is_bitwise(sources: dict[str, Path], at: str, tmp_path: Path, ranks: RankPool) -> None:
     layout = LAYOUTS[at]
     jobs = [(name, dtype) for dtype in ("float32", "bfloat16") for name in sources]

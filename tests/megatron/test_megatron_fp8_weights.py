@@ -1,6 +1,5 @@
-"""FP8 primary weights. Would catch an optimizer that starts from what FP8 left of the checkpoint, shards that are scaled by
-themselves, weights that do not follow the optimizer, a resume or a move to the host that loses some, and weights that leave as
-other numbers than the ones that train.
+"""FP8 primary weights train bit for bit as BF16 ones do, also after a resume and a move to the host; engines get the
+numbers that train, and exports the exact ones.
 """
 
 from pathlib import Path
@@ -16,17 +15,17 @@ from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 
 ROWS = ragged_rows(151, [40, 150, 7], seed=4)
-RECIPES = ("tensorwise", "blockwise")  # of which scales come from the weights
-LAYOUTS = {
-    "DP4": Layout(),
-    "TP2-SP": Layout(tensor_model_parallel_size=2, sequence_parallel=True),
-    "PP2": Layout(pipeline_model_parallel_size=2),
+# Scales come from the weights with two recipes. Shards of DP4 and of the two replicas of the others cut blocks.
+TRAINED_AT = {
+    "tensorwise-DP4": ("tensorwise", Layout()),
+    "blockwise-TP2-SP": ("blockwise", Layout(tensor_model_parallel_size=2, sequence_parallel=True)),
+    "blockwise-PP2": ("blockwise", Layout(pipeline_model_parallel_size=2)),
 }
 
 
-def both(recipe: str, **options: int) -> tuple[Fp8Options, Fp8Options]:
+def both(recipe: str, **options: int) -> list[Fp8Options]:
     """With BF16 weights, and with FP8 ones."""
-    return Fp8Options("emulated", recipe, **options), Fp8Options("emulated", recipe, **options, primary_weights=True)
+    return [Fp8Options("emulated", recipe, **options, primary_weights=primary) for primary in (False, True)]
 
 
 def assert_same(found: list[tuple[float, float, float]], expected: list[tuple[float, float, float]]) -> None:
@@ -35,12 +34,12 @@ def assert_same(found: list[tuple[float, float, float]], expected: list[tuple[fl
     assert [norm for _, norm, _ in found] == pytest.approx([norm for _, norm, _ in expected], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_training_is_bit_for_bit_that_of_bf16_weights(narrow: str, recipe: str, name: str, ranks: RankPool) -> None:
+@pytest.mark.parametrize(("recipe", "layout"), TRAINED_AT.values(), ids=TRAINED_AT)
+def test_training_is_bit_for_bit_that_of_bf16_weights(
+    narrow: str, recipe: str, layout: Layout, ranks: RankPool
+) -> None:
     """The float32 weights are rounded to BF16 before they are to FP8, as they are where BF16 weights lie between."""
-    plain, primary = (ranks.run(program.trained, narrow, LAYOUTS[name], fp8, ROWS, 3) for fp8 in both(recipe))
-    for found, expected in zip(primary, plain, strict=True):
+    for expected, found in ranks.run(program.trained, narrow, layout, both(recipe), ROWS, 3):
         assert_same(found["reports"], expected["reports"])
         assert np.array_equal(found["before"], expected["before"]) and np.array_equal(
             found["after"], expected["after"]
@@ -50,9 +49,7 @@ def test_training_is_bit_for_bit_that_of_bf16_weights(narrow: str, recipe: str, 
 
 def test_weights_take_half_the_memory(wide: str, one_rank: RankPool) -> None:
     """A byte instead of two for every number of the decoder's matrices, and a scale for each 16384 of them."""
-    plain, primary = (
-        one_rank.run(program.trained, wide, Layout(), fp8, ROWS, 1)[0]["bytes"] for fp8 in both("blockwise")
-    )
+    ((plain, primary),) = one_rank.run(program.weight_bytes, wide, Layout(), both("blockwise"))
     matrices = 4 * (256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 512)
     assert abs(plain - primary - matrices * (1 - 4 / 128**2)) < 0.01 * matrices
 
@@ -72,7 +69,7 @@ def test_layers_in_bf16_keep_their_weights(narrow: str, ranks: RankPool) -> None
 
 
 @pytest.mark.parametrize(
-    "tensor, recipe, primary", [(2, "tensorwise", True), (2, "blockwise", True), (1, "blockwise", False)]
+    ("tensor", "recipe", "primary"), [(2, "tensorwise", True), (2, "blockwise", True), (1, "blockwise", False)]
 )
 def test_a_resume_goes_on_bit_for_bit(
     narrow: str, other: str, tensor: int, recipe: str, primary: bool, tmp_path: Path, ranks: RankPool
@@ -86,32 +83,26 @@ def test_a_resume_goes_on_bit_for_bit(
         assert_same(different, went_on)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_offloading_frees_them_and_changes_nothing(narrow: str, recipe: str, one_rank: RankPool) -> None:
-    fp8 = both(recipe)[1]
+def test_offloading_frees_them_and_changes_nothing(narrow: str, one_rank: RankPool) -> None:
+    fp8 = both("blockwise")[1]
     ((found, left),) = one_rank.run(program.moved, narrow, Layout(), fp8, ROWS)
-    (stayed,) = one_rank.run(program.trained, narrow, Layout(), fp8, ROWS, 3)
+    ((stayed,),) = one_rank.run(program.trained, narrow, Layout(), [fp8], ROWS, 3)
     assert np.array_equal(found, stayed["after"]) and left == [0, 0, 0]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_model_that_is_saved_has_the_exact_weights(wide: str, recipe: str, tmp_path: Path, ranks: RankPool) -> None:
+def test_a_model_that_is_saved_has_the_exact_weights(wide: str, tmp_path: Path, ranks: RankPool) -> None:
     """Half a step of E4M3 is 2^-4 of a number; the engines get what it has rounded, which is what trains."""
     layout = Layout(tensor_model_parallel_size=2)
-    for trained, exact, rounded, error in ranks.run(
-        program.exported, wide, layout, both(recipe)[1], str(tmp_path), ROWS
-    ):
+    fp8 = both("blockwise")[1]
+    for trained, exact, rounded, error in ranks.run(program.exported, wide, layout, fp8, str(tmp_path), ROWS):
         assert np.array_equal(exact, trained)
         assert np.linalg.norm(trained - rounded) < 0.02 * np.linalg.norm(trained)
         assert 2**-7 < error <= 2**-4
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_switched_off_it_computes_in_bf16_with_what_fp8_has_left(
-    wide: str, recipe: str, tmp_path: Path, ranks: RankPool
-) -> None:
+def test_switched_off_it_computes_in_bf16_with_what_fp8_has_left(wide: str, tmp_path: Path, ranks: RankPool) -> None:
     layout = Layout(tensor_model_parallel_size=2)
-    for answer in ranks.run(program.switched_off, wide, layout, both(recipe)[1], str(tmp_path / "hf"), ROWS):
+    for answer in ranks.run(program.switched_off, wide, layout, both("blockwise")[1], str(tmp_path / "hf"), ROWS):
         found, off, again, rounded = answer
         assert np.array_equal(found, again) and not np.array_equal(found, off)
         # Where the CPU has no bfloat16 products, oneDNN's sums depend on where a tensor lies.

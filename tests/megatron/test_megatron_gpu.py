@@ -1,6 +1,6 @@
-"""On a CUDA device with Transformer Engine, which no other host has. Would catch layers that compute something else than the
-portable ones, FP8 that stays on or off when it must not, quantised weights that outlive a step or an offload, and delayed
-scales that a resume forgets.
+"""On a CUDA device with Transformer Engine, which other hosts lack. Would catch layers unlike the portable ones,
+FP8 that stays on or off when it must not, quantised weights that outlive a step or an offload, and delayed scales
+that a resume forgets.
 """
 
 import importlib.util

@@ -1,5 +1,5 @@
-"""Would catch a weight in the wrong place or shard, a wrong rotary base, a norm or bias that is left out, a sequence
-that sees its neighbour in the pack, and a vocabulary column that does not exist.
+"""A checkpoint's weights, shards, rotary base, norms, biases, packed rows and vocabulary match Transformers: the
+logits say so, and the full tensors that leave for vLLM.
 """
 
 from pathlib import Path
@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from families import make_checkpoint, ragged_rows
-from logits_program import logits
+from logits_program import full_weights, logits, several
 from rank_pool import RankPool
+from safetensors.torch import load_file
 
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 
@@ -42,31 +43,56 @@ MODELS = {
     "qwen3": ("qwen3", 151, {}),
     "qwen3-tied": ("qwen3", 896, {"tie_word_embeddings": True}),
 }
-# Every layout with one model, the others where most is cut at once.
-CASES = [("llama", name) for name in LAYOUTS]
-CASES += [(model, name) for model in MODELS if model != "llama" for name in ("TP4-SP", "TP2xPP2-SP")]
 MICRO_BATCHES = [[5, 1, 17, 9], [30], [3, 11]]
+BUCKETS = [1, 30_000, 2**30]  # bytes: a parameter each, some of a stage, a stage
 
 
 @pytest.fixture(scope="module")
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list, list]:
-    """A checkpoint, its micro-batches, and Transformers' logits for them, one sequence at a time."""
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list, list]]:
+    """Of each model a checkpoint, its micro-batches, and Transformers' logits for them, one sequence at a time."""
     from transformers import AutoModelForCausalLM
 
-    family, vocab_size, fields = MODELS[request.param]
-    source = make_checkpoint(tmp_path_factory.mktemp(request.param), family, vocab_size, **fields)
-    micro_batches = [ragged_rows(vocab_size, lengths, seed=i) for i, lengths in enumerate(MICRO_BATCHES)]
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager").eval()
-    with torch.no_grad():
-        expected = [torch.cat([model(torch.tensor([row])).logits[0] for row in rows]) for rows in micro_batches]
-    return source, micro_batches, expected
+    made = {}
+    for name, (family, vocab_size, fields) in MODELS.items():
+        source = make_checkpoint(tmp_path_factory.mktemp(name), family, vocab_size, **fields)
+        micro_batches = [ragged_rows(vocab_size, lengths, seed=i) for i, lengths in enumerate(MICRO_BATCHES)]
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager").eval()
+        with torch.no_grad():
+            exact = [torch.cat([model(torch.tensor([row])).logits[0] for row in rows]) for rows in micro_batches]
+        made[name] = source, micro_batches, exact
+    return made
 
 
-@pytest.mark.parametrize(("checkpoint", "name"), CASES, indirect=["checkpoint"])
-def test_logits_are_those_of_transformers(checkpoint: tuple, name: str, ranks: RankPool) -> None:
-    source, micro_batches, expected = checkpoint
-    answers = [answer for answer in ranks.run(logits, str(source), LAYOUTS[name], micro_batches) if answer]
-    assert len(answers) == 4 // LAYOUTS[name].model_parallel_size  # each replica has its own
-    for answer in answers:
-        for found, exact in zip(answer, expected, strict=True):
-            assert np.abs(found - exact.numpy()).max() <= 1e-4
+@pytest.fixture(scope="module", params=LAYOUTS)
+def found(request: pytest.FixtureRequest, checkpoints: dict, ranks: RankPool) -> tuple[Layout, dict[str, list[tuple]]]:
+    """A layout, and every rank's (logits, full weights) of its models: one at every layout, the others where most
+    is cut at once."""
+    layout = LAYOUTS[request.param]
+    models = list(MODELS) if request.param in ("TP4-SP", "TP2xPP2-SP") else ["llama"]
+    calls: list[tuple] = []
+    for name in models:
+        source, micro_batches, _ = checkpoints[name]
+        calls.append((logits, (str(source), layout, micro_batches)))
+        calls.append((full_weights, (str(source), layout, "bfloat16", BUCKETS)))
+    answers = ranks.run(several, layout, calls)
+    return layout, {name: [rank[2 * i : 2 * i + 2] for rank in answers] for i, name in enumerate(models)}
+
+
+def test_logits_are_those_of_transformers(found: tuple, checkpoints: dict) -> None:
+    layout, models = found
+    for name, ranks_of_model in models.items():
+        answers = [of_logits for of_logits, _ in ranks_of_model if of_logits]
+        assert len(answers) == 4 // layout.model_parallel_size  # each replica has its own
+        for answer in answers:
+            for logits_found, exact in zip(answer, checkpoints[name][2], strict=True):
+                assert np.abs(logits_found - exact.numpy()).max() <= 1e-4, name
+
+
+def test_every_rank_gets_the_checkpoint(found: tuple, checkpoints: dict) -> None:
+    """Under the right names, in the right shapes and order, whatever the size of buckets: what is sent to vLLM."""
+    for name, ranks_of_model in found[1].items():
+        exact = load_file(checkpoints[name][0] / "model.safetensors")
+        for _, weights in ranks_of_model:
+            assert set(weights) == set(exact), name
+            for key, value in exact.items():
+                assert np.array_equal(weights[key], value.to(torch.bfloat16).float().numpy()), (name, key)

@@ -1,9 +1,9 @@
-"""Would catch an expert's weight on the wrong rank or under another's name, a token that reaches the wrong expert or with
-the wrong weight, a gradient of experts that is summed over ranks that hold different ones, a gradient norm that counts
-experts twice or not at all, and replicas that wait for each other forever.
+"""Mixtures of experts at every layout: weights, routes, gradients, norms and optimizer steps match Transformers and
+torch's AdamW, and replicas that share experts wait for each other with unequal work.
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
 import checkpoint_program
 import export_program
@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from families import ragged_rows
-from logits_program import full_weights, log_probs_and_entropies, logits
+from logits_program import full_weights, log_probs_and_entropies, logits, several
 from moe_program import LAYOUTS, MODELS, by_expert, make_mixture, uneven_log_probs
 from rank_pool import RankPool
 from safetensors.torch import load_file
-from test_megatron_training import ADAM, Reference, assert_close, steps_for
+from test_megatron_training import ADAM, Reference, assert_close, assert_same_training, steps_for
 from training_program import gradients, train
 
 from openrlhf_gtpo.megatron.parallel.layout import Layout
@@ -28,108 +28,161 @@ WITH_CONTEXT = {
 }
 
 
+BUCKETS = [1, 30_000, 2**30]
 # Every layout with one mixture, the other where most is cut at once.
-CASES = [("normalised", name) for name in LAYOUTS]
-CASES += [("as-they-are-tied", name) for name in ("PP2xEP2", "TP2-SPxEP2")]
+CASES = {name: ["normalised"] for name in LAYOUTS}
+for _name in ("PP2xEP2", "TP2-SPxEP2"):
+    CASES[_name].append("as-they-are-tied")
+GRADIENTS = CASES | {name: ["normalised"] for name in WITH_CONTEXT}
+GRADIENTS["CP2xPP2"] = ["normalised", "as-they-are-tied"]
+TRAINED = {  # by layout: the mixture, and whether its optimizer is distributed
+    "TP2-SP": [("normalised", True)],
+    "EP2": [("normalised", False)],
+    "PP2xEP2": [("normalised", True), ("as-they-are-tied", False)],
+    "TP2-SPxEP2": [("normalised", False), ("as-they-are-tied", True)],
+}
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    return make_mixture(tmp_path_factory.mktemp(request.param), request.param), MODELS[request.param][0]
+class Mixture(NamedTuple):
+    """A checkpoint, micro-batches, Transformers' logits for them one sequence at a time, and optimizer steps.
+
+    There are five micro-batches in the first step: replicas that share experts have different numbers of them.
+    """
+
+    source: Path
+    micro_batches: list
+    logits: list[np.ndarray]
+    steps: list
+    uneven_steps: list
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: tuple[Path, int]) -> tuple[list, list[np.ndarray]]:
-    """Micro-batches, and Transformers' logits for them, one sequence at a time."""
-    source, vocab_size = checkpoint
-    micro_batches = [ragged_rows(vocab_size, lengths, seed=i) for i, lengths in enumerate(MICRO_BATCHES)]
-    model = Reference(source).model.eval()
-    with torch.no_grad():
-        exact = [torch.cat([model(torch.tensor([row])).logits[0] for row in rows]) for rows in micro_batches]
-    return micro_batches, [tensor.numpy() for tensor in exact]
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Mixture]:
+    made = {}
+    for name, (vocab_size, _) in MODELS.items():
+        source = make_mixture(tmp_path_factory.mktemp(name), name)
+        micro_batches = [ragged_rows(vocab_size, lengths, seed=i) for i, lengths in enumerate(MICRO_BATCHES)]
+        model = Reference(source).model.eval()
+        with torch.no_grad():
+            exact = [torch.cat([model(torch.tensor([row])).logits[0] for row in rows]) for rows in micro_batches]
+        steps = steps_for(vocab_size)
+        uneven = [[*step, (ragged_rows(vocab_size, [6], seed=77), [2])] for step in steps]
+        made[name] = Mixture(source, micro_batches, [tensor.numpy() for tensor in exact], steps, uneven)
+    return made
 
 
-@pytest.mark.parametrize(("checkpoint", "name"), CASES, indirect=["checkpoint"])
-def test_logits_are_those_of_transformers(checkpoint: tuple, expected: tuple, name: str, ranks: RankPool) -> None:
-    micro_batches, exact = expected
-    answers = [answer for answer in ranks.run(logits, str(checkpoint[0]), LAYOUTS[name], micro_batches) if answer]
-    assert len(answers) == 4 // LAYOUTS[name].model_parallel_size  # each replica has its own
-    for answer in answers:
-        for one, other in zip(answer, exact, strict=True):
-            assert np.abs(one - other).max() <= 1e-4
+@pytest.fixture(scope="module", params=LAYOUTS)
+def found(
+    request: pytest.FixtureRequest, mixtures: dict[str, Mixture], ranks: RankPool
+) -> tuple[str, dict[str, list[tuple]]]:
+    """A layout's name, and every rank's (logits, full weights) of each mixture there."""
+    layout = LAYOUTS[request.param]
+    calls: list[tuple] = []
+    for name in CASES[request.param]:
+        source = str(mixtures[name].source)
+        calls.append((logits, (source, layout, mixtures[name].micro_batches)))
+        calls.append((full_weights, (source, layout, "bfloat16", BUCKETS)))
+    answers = ranks.run(several, layout, calls)
+    of_mixtures = {name: [rank[2 * i : 2 * i + 2] for rank in answers] for i, name in enumerate(CASES[request.param])}
+    return request.param, of_mixtures
 
 
-@pytest.mark.parametrize("name", WITH_CONTEXT)
-def test_context_parallel_ranks_share_experts(checkpoint: tuple, name: str, ranks: RankPool) -> None:
-    source, vocab_size = checkpoint
-    rows = [ragged_rows(vocab_size, [9, 14, 3])]
-    answers = [
-        ranks.run(log_probs_and_entropies, str(source), layout, "float32", 1.0, rows)[0][0]
-        for layout in (Layout(), WITH_CONTEXT[name])
-    ]
-    for one, other in zip(*answers, strict=True):
-        np.testing.assert_allclose(other, one, atol=1e-5)
+def test_logits_are_those_of_transformers(found: tuple, mixtures: dict[str, Mixture]) -> None:
+    for name, of_ranks in found[1].items():
+        answers = [of_logits for of_logits, _ in of_ranks if of_logits]
+        assert len(answers) == 4 // LAYOUTS[found[0]].model_parallel_size  # each replica has its own
+        for answer in answers:
+            for one, other in zip(answer, mixtures[name].logits, strict=True):
+                assert np.abs(one - other).max() <= 1e-4, name
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "name"),
-    [*CASES, *(("normalised", name) for name in WITH_CONTEXT), ("as-they-are-tied", "CP2xPP2")],
-    indirect=["checkpoint"],
-)
-def test_gradients_are_those_of_transformers(checkpoint: tuple, name: str, ranks: RankPool) -> None:
-    source, vocab_size = checkpoint
-    recompute = "none" if vocab_size == 151 else "full"
-    # Five micro-batches: replicas that share experts have different numbers of them.
-    steps = [[*step, (ragged_rows(vocab_size, [6], seed=77), [2])] for step in steps_for(vocab_size)]
-    entropy = recompute == "none"  # the entropy bonus in one of the two
-    reference = Reference(source)
-    reference.backward(steps[0], entropy)
+def test_every_rank_gets_the_checkpoint(found: tuple, mixtures: dict[str, Mixture]) -> None:
+    for name, of_ranks in found[1].items():
+        exact = load_file(mixtures[name].source / "model.safetensors")
+        for _, weights in of_ranks:
+            assert set(weights) == set(exact), name
+            for key, value in exact.items():
+                assert np.array_equal(weights[key], value.to(torch.bfloat16).float().numpy()), (name, key)
+
+
+@pytest.fixture(scope="module")
+def exact_gradients(mixtures: dict[str, Mixture]) -> dict[str, dict[str, np.ndarray]]:
+    found = {}
+    for name, mixture in mixtures.items():
+        reference = Reference(mixture.source)
+        reference.backward(mixture.uneven_steps[0], name == "normalised")
+        found[name] = by_expert(reference.named("grad"))
+    return found
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_are_those_of_transformers(
+    name: str, mixtures: dict[str, Mixture], exact_gradients: dict, ranks: RankPool
+) -> None:
     layout = (LAYOUTS | WITH_CONTEXT)[name]
-    found = ranks.run(gradients, str(source), layout, {"recompute": recompute}, steps, entropy)[0]
-    assert_close(found, by_expert(reference.named("grad")), 1e-4)
+    calls = []
+    for mixture in GRADIENTS[name]:
+        entropy = mixture == "normalised"  # the entropy bonus in one of the two, recomputation in the other
+        options = {"recompute": "none" if entropy else "full"}
+        source, steps = str(mixtures[mixture].source), mixtures[mixture].uneven_steps
+        calls.append((gradients, (source, layout, options, steps, entropy)))
+    for mixture, answer in zip(GRADIENTS[name], ranks.run(several, layout, calls)[0], strict=True):
+        assert_close(answer, exact_gradients[mixture], 1e-4)
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "name", "distributed"),
-    [
-        ("normalised", "TP2-SP", True),
-        ("normalised", "EP2", False),
-        ("normalised", "PP2xEP2", True),
-        ("normalised", "TP2-SPxEP2", False),
-        ("as-they-are-tied", "PP2xEP2", False),
-        ("as-they-are-tied", "TP2-SPxEP2", True),
-    ],
-    indirect=["checkpoint"],
-)
-def test_three_steps_are_those_of_adamw(checkpoint: tuple, name: str, distributed: bool, ranks: RankPool) -> None:
-    source, vocab_size = checkpoint
-    steps = steps_for(vocab_size)
-    reference = Reference(source)
-    exact_losses, exact_norms = reference.train(steps)
-    found, norms, losses = ranks.run(train, str(source), LAYOUTS[name], distributed, steps, ADAM)[0]
-    np.testing.assert_allclose(losses, exact_losses, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(norms, exact_norms, rtol=1e-4)
-    assert_close(found, by_expert(reference.named("data")), 1e-4)
+@pytest.fixture(scope="module")
+def exact_training(mixtures: dict[str, Mixture]) -> dict[str, tuple]:
+    """Of each mixture (losses, norms, parameters) of three steps of AdamW."""
+    found = {}
+    for name, mixture in mixtures.items():
+        reference = Reference(mixture.source)
+        found[name] = (*reference.train(mixture.steps), by_expert(reference.named("data")))
+    return found
 
 
-@pytest.mark.parametrize(("checkpoint", "name"), CASES, indirect=["checkpoint"])
-def test_every_rank_gets_the_checkpoint(checkpoint: tuple, name: str, ranks: RankPool) -> None:
-    exact = load_file(checkpoint[0] / "model.safetensors")
-    for found in ranks.run(full_weights, str(checkpoint[0]), LAYOUTS[name], "bfloat16", [1, 30_000, 2**30]):
-        assert set(found) == set(exact)
-        for key, value in exact.items():
-            assert np.array_equal(found[key], value.to(torch.bfloat16).float().numpy()), key
+@pytest.mark.parametrize("name", TRAINED)
+def test_three_steps_are_those_of_adamw(
+    name: str, mixtures: dict[str, Mixture], exact_training: dict, ranks: RankPool
+) -> None:
+    layout = LAYOUTS[name]
+    calls = [
+        (train, (str(mixtures[mixture].source), layout, distributed, mixtures[mixture].steps, ADAM))
+        for mixture, distributed in TRAINED[name]
+    ]
+    for (mixture, _), answer in zip(TRAINED[name], ranks.run(several, layout, calls)[0], strict=True):
+        assert_same_training(answer, exact_training[mixture])
 
 
-@pytest.mark.parametrize(("checkpoint", "name"), CASES, indirect=["checkpoint"])
-def test_there_and_back_is_bitwise(checkpoint: tuple, name: str, tmp_path: Path, ranks: RankPool) -> None:
-    ranks.run(export_program.round_trips, LAYOUTS[name], [(str(checkpoint[0]), "float32", str(tmp_path))])
-    exact = load_file(checkpoint[0] / "model.safetensors")
-    found: dict[str, torch.Tensor] = {}
-    for shard in (tmp_path / "hf").glob("*.safetensors"):
-        found |= load_file(shard)
-    assert set(found) == set(exact)
-    assert all(torch.equal(found[key], value) for key, value in exact.items())
+def test_context_parallel_ranks_share_experts(mixtures: dict[str, Mixture], ranks: RankPool) -> None:
+    rows = {name: [ragged_rows(MODELS[name][0], [9, 14, 3])] for name in MODELS}
+
+    def calls(layout: Layout) -> list[tuple]:
+        return [
+            (log_probs_and_entropies, (str(mixtures[name].source), layout, "float32", 1.0, rows[name]))
+            for name in MODELS
+        ]
+
+    exact = ranks.run(several, Layout(), calls(Layout()))[0]
+    for layout in WITH_CONTEXT.values():
+        for (one,), (other,) in zip(ranks.run(several, layout, calls(layout))[0], exact, strict=True):
+            for values, expected in zip(one, other, strict=True):
+                np.testing.assert_allclose(values, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_there_and_back_is_bitwise(name: str, mixtures: dict[str, Mixture], tmp_path: Path, ranks: RankPool) -> None:
+    folders = {mixture: tmp_path / mixture for mixture in CASES[name]}
+    models = [(str(mixtures[mixture].source), "float32", str(folder)) for mixture, folder in folders.items()]
+    for folder in folders.values():
+        folder.mkdir()
+    ranks.run(export_program.round_trips, LAYOUTS[name], models)
+    for mixture, folder in folders.items():
+        exact = load_file(mixtures[mixture].source / "model.safetensors")
+        written: dict[str, torch.Tensor] = {}
+        for shard in (folder / "hf").glob("*.safetensors"):
+            written |= load_file(shard)
+        assert set(written) == set(exact)
+        assert all(torch.equal(written[key], value) for key, value in exact.items()), mixture
 
 
 @pytest.fixture(scope="module")
@@ -145,24 +198,24 @@ def written(tmp_path_factory: pytest.TempPathFactory, ranks: RankPool) -> tuple[
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_training_goes_on_at_another_layout(written: tuple, name: str, ranks: RankPool) -> None:
     other, folder, before = written
-    after = ranks.run(checkpoint_program.resume, other, LAYOUTS[name], str(folder), "float32", True)
-    for old, new in zip(before[0]["reports"], after[0]["reports"], strict=True):
+    after = ranks.run(checkpoint_program.resume, other, LAYOUTS[name], [str(folder)], "float32", True)
+    for old, new in zip(before[0]["reports"], after[0][0]["reports"], strict=True):
         assert new == (old if name == "EP2" else pytest.approx(old, rel=1e-4))
 
 
 @pytest.mark.parametrize("name", ["EP2", "PP2xEP2"])
 def test_replicas_with_fewer_micro_batches_or_none_keep_up(
-    checkpoint: tuple, expected: tuple, name: str, ranks: RankPool
+    name: str, mixtures: dict[str, Mixture], ranks: RankPool
 ) -> None:
-    micro_batches, exact = expected
-    answers = ranks.run(uneven_log_probs, str(checkpoint[0]), LAYOUTS[name], micro_batches)
-    replica = LAYOUTS[name].model_parallel_size
-    assert [len(answer) for answer in answers] == [rank // replica for rank in range(4)]
-    for answer in answers:
-        for log_probs, rows, exact_logits in zip(answer, micro_batches, exact, strict=False):
-            of_tokens = torch.from_numpy(exact_logits).log_softmax(-1)
-            start = 0
-            for row, found in zip(rows, log_probs, strict=True):
-                actions = of_tokens[start : start + len(row) - 1].gather(-1, torch.tensor(row[1:])[:, None])[:, 0]
-                np.testing.assert_allclose(found[: len(row) - 1], actions.numpy(), atol=1e-4)
-                start += len(row)
+    layout = LAYOUTS[name]
+    calls = [(uneven_log_probs, (str(m.source), layout, m.micro_batches)) for m in mixtures.values()]
+    for rank, answers in enumerate(ranks.run(several, layout, calls)):
+        for mixture, answer in zip(mixtures.values(), answers, strict=True):
+            assert len(answer) == rank // layout.model_parallel_size
+            for log_probs, rows, exact_logits in zip(answer, mixture.micro_batches, mixture.logits, strict=False):
+                of_tokens = torch.from_numpy(exact_logits).log_softmax(-1).split([len(row) for row in rows])
+                expected = [
+                    each[:-1].gather(-1, torch.tensor(row[1:])[:, None])[:, 0]
+                    for each, row in zip(of_tokens, rows, strict=True)
+                ]
+                np.testing.assert_allclose(log_probs, torch.cat(expected).numpy(), atol=1e-4)

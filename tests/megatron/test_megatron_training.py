@@ -1,16 +1,17 @@
-"""Would catch a gradient that is summed, averaged or dropped in the wrong place, a loss that counts padding or a
-neighbour's tokens, and an optimizer step that differs from AdamW's.
-"""
+"""Gradients and optimizer steps at every layout are those of the same loss through Transformers and torch's AdamW."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from families import make_checkpoint, ragged_rows
+from logits_program import several
 from rank_pool import RankPool
 from test_megatron_logits import LAYOUTS
-from training_program import TEMPERATURE, batch_of, gradients, gtpo_loss, train
+from training_program import TEMPERATURE, actions, batch_of, gradients, gtpo_loss, train
 
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 
@@ -40,18 +41,24 @@ def steps_for(vocab_size: int) -> list[list[tuple[list, list]]]:
     ]
 
 
-# Every layout with one model, the others where most is cut at once.
-CASES = [("llama", name, ("none", "full")[place % 2]) for place, name in enumerate(LAYOUTS)]
-CASES += [("llama", "TP2xPP2-SP", kind) for kind in ("none", "selective")]
+# At each layout (model, recompute): every layout with one model, the others where most is cut at once.
+CASES = {name: [("llama", ("none", "full")[place % 2])] for place, name in enumerate(LAYOUTS)}
+CASES["TP2xPP2-SP"] += [
+    ("llama", kind) for kind in ("none", "selective") if ("llama", kind) not in CASES["TP2xPP2-SP"]
+]
 for _model in ("qwen2-tied", "qwen3"):
-    CASES += [(_model, "TP4-SP", "none"), (_model, "TP2xPP2-SP", "full")]
-    CASES += [(_model, "CP2xTP2-SP", "full"), (_model, "CP2xPP2", "none")]
+    CASES["TP4-SP"].append((_model, "none"))
+    CASES["TP2xPP2-SP"].append((_model, "full"))
+    CASES["CP2xTP2-SP"].append((_model, "full"))
+    CASES["CP2xPP2"].append((_model, "none"))
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    family, vocab_size, fields = MODELS[request.param]
-    return make_checkpoint(tmp_path_factory.mktemp(request.param), family, vocab_size, **fields), vocab_size
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int]]:
+    return {
+        name: (make_checkpoint(tmp_path_factory.mktemp(name), family, vocab_size, **fields), vocab_size)
+        for name, (family, vocab_size, fields) in MODELS.items()
+    }
 
 
 class Reference:
@@ -65,18 +72,15 @@ class Reference:
     def backward(self, step: list[tuple[list, list]], entropy: bool) -> float:
         """Accumulate the gradient of one step's loss, and return the loss."""
         batches = [batch_of(*item) for item in step]
-        tokens = float(sum(batch.action_mask.sum() for batch in batches))
-        loss = gtpo_loss(batches, list(range(len(batches))), tokens, entropy)
+        loss = gtpo_loss(batches, list(range(len(batches))), float(sum(map(actions, batches))), entropy)
         total = torch.zeros(())
-        for index, (batch, (rows, prompts)) in enumerate(zip(batches, step, strict=True)):
-            log_probs = torch.zeros(batch.action_mask.shape)
-            entropies = torch.zeros(batch.action_mask.shape)
-            for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
-                logits = self.model(torch.tensor([row])).logits[0, prompt - 1 : -1] / TEMPERATURE
-                each = logits.log_softmax(-1)
-                log_probs[i, : len(row) - prompt] = each.gather(-1, torch.tensor(row[prompt:])[:, None])[:, 0]
-                entropies[i, : len(row) - prompt] = -(each.exp() * each).sum(-1)
-            total = total + loss(index, log_probs, entropies)[0]
+        for index, (rows, prompts) in enumerate(step):
+            log_probs, entropies = [], []
+            for row, prompt in zip(rows, prompts, strict=True):
+                each = (self.model(torch.tensor([row])).logits[0, prompt - 1 : -1] / TEMPERATURE).log_softmax(-1)
+                log_probs.append(each.gather(-1, torch.tensor(row[prompt:])[:, None])[:, 0])
+                entropies.append(-(each.exp() * each).sum(-1))
+            total = total + loss(index, torch.cat(log_probs), torch.cat(entropies))[0]
         total.backward()
         return float(total)
 
@@ -108,15 +112,43 @@ def assert_close(found: dict[str, np.ndarray], exact: dict[str, np.ndarray], bou
         assert np.abs(found[name] - value).max() <= bound * np.abs(value).max(), name
 
 
-@pytest.mark.parametrize(("checkpoint", "name", "recompute"), CASES, indirect=["checkpoint"])
-def test_gradients_are_those_of_transformers(checkpoint: tuple, name: str, recompute: str, ranks: RankPool) -> None:
-    source, vocab_size = checkpoint
-    steps = steps_for(vocab_size)
-    entropy = recompute == "none"  # the entropy bonus in one of the two
-    reference = Reference(source)
-    reference.backward(steps[0], entropy)
-    found = ranks.run(gradients, str(source), LAYOUTS[name], {"recompute": recompute}, steps, entropy)[0]
-    assert_close(found, reference.named("grad"), 1e-4)
+@pytest.fixture(scope="module")
+def exact_gradients(checkpoints: dict) -> Callable[[str, bool], dict[str, np.ndarray]]:
+    """Of the first step's loss, by model and whether it has an entropy bonus."""
+
+    @functools.cache
+    def of(model: str, entropy: bool) -> dict[str, np.ndarray]:
+        source, vocab_size = checkpoints[model]
+        reference = Reference(source)
+        reference.backward(steps_for(vocab_size)[0], entropy)
+        return reference.named("grad")
+
+    return of
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients_are_those_of_transformers(
+    name: str, checkpoints: dict, exact_gradients: Callable, ranks: RankPool
+) -> None:
+    calls = []
+    for model, recompute in CASES[name]:
+        source, vocab_size = checkpoints[model]
+        entropy = recompute == "none"  # the entropy bonus in one of the two
+        options = {"recompute": recompute}
+        calls.append((gradients, (str(source), LAYOUTS[name], options, steps_for(vocab_size), entropy)))
+    found = ranks.run(several, LAYOUTS[name], calls)[0]
+    for (model, recompute), answer in zip(CASES[name], found, strict=True):
+        assert_close(answer, exact_gradients(model, recompute == "none"), 1e-4)
+
+
+@pytest.fixture(scope="module")
+def exact_training(checkpoints: dict) -> dict[str, tuple]:
+    """Of each model (losses, norms, parameters) of three steps of AdamW."""
+    found = {}
+    for model, (source, vocab_size) in checkpoints.items():
+        reference = Reference(source)
+        found[model] = (*reference.train(steps_for(vocab_size)), reference.named("data"))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -128,12 +160,18 @@ def test_gradients_are_those_of_transformers(checkpoint: tuple, name: str, recom
     ],
     ids=["TP2-DP2-distributed", "PP2-DP2-distributed", "TP2-SP-DP2-replicated"],
 )
-def test_three_steps_are_those_of_adamw(checkpoint: tuple, layout: Layout, distributed: bool, ranks: RankPool) -> None:
-    source, vocab_size = checkpoint
-    steps = steps_for(vocab_size)
-    reference = Reference(source)
-    exact_losses, exact_norms = reference.train(steps)
-    found, norms, losses = ranks.run(train, str(source), layout, distributed, steps, ADAM)[0]
+def test_three_steps_are_those_of_adamw(
+    layout: Layout, distributed: bool, checkpoints: dict, exact_training: dict, ranks: RankPool
+) -> None:
+    calls = [(train, (str(s), layout, distributed, steps_for(size), ADAM)) for s, size in checkpoints.values()]
+    for model, answer in zip(checkpoints, ranks.run(several, layout, calls)[0], strict=True):
+        assert_same_training(answer, exact_training[model])
+
+
+def assert_same_training(found: tuple, exact: tuple) -> None:
+    """(parameters, norms, losses) of ranks and (losses, norms, parameters) of the reference."""
+    parameters, norms, losses = found
+    exact_losses, exact_norms, exact_parameters = exact
     np.testing.assert_allclose(losses, exact_losses, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(norms, exact_norms, rtol=1e-4)
-    assert_close(found, reference.named("data"), 1e-4)
+    assert_close(parameters, exact_parameters, 1e-4)

@@ -4,45 +4,44 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from families import padded
 from logits_program import on
 
 from openrlhf_gtpo.algorithms import policy_loss
 from openrlhf_gtpo.megatron.model.policy import LoadedModel, ModelOptions, load_model
-from openrlhf_gtpo.megatron.model.token_batch import TokenBatch
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
+from openrlhf_gtpo.token_values import MicroBatch
 
 TEMPERATURE = 0.8
 ENTROPY_COEFFICIENT = 0.05
 
 
-def batch_of(rows: list[list[int]], prompts: list[int]) -> TokenBatch:
-    """Rows whose first ``prompts[i]`` tokens are the prompt; prompts end in one column, as in OpenRLHF."""
-    longest = max(prompts)
-    tokens, mask = padded(rows, left=[longest - prompt for prompt in prompts])
-    return TokenBatch(tokens, mask, mask[:, longest:])
+def batch_of(rows: list[list[int]], prompts: list[int]) -> MicroBatch:
+    """Rows whose first ``prompts[i]`` tokens are the prompt."""
+    return [(torch.tensor(row), torch.arange(len(row)) >= prompt) for row, prompt in zip(rows, prompts, strict=True)]
 
 
-def old_values(batch: TokenBatch, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, A) old log-probs and advantages, made up, the same wherever they are made."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = batch.action_mask.shape
-    return -4.5 + 0.3 * torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+def actions(micro_batch: MicroBatch) -> int:
+    """Their number N."""
+    return sum(int(marks.sum()) for _, marks in micro_batch)
 
 
-def gtpo_loss(batches: list[TokenBatch], seeds: list[int], tokens: float, entropy: bool) -> Callable:
-    """The token-level policy loss over all ``tokens`` actions of a step, with an entropy bonus where asked for."""
+def gtpo_loss(batches: list[MicroBatch], seeds: list[int], tokens: float, entropy: bool) -> Callable:
+    """The token-level policy loss over all ``tokens`` actions of a step, with an entropy bonus where asked for.
+
+    Old log-probs and advantages (N,) are made up, the same wherever they are made.
+    """
 
     def loss(index: int, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> tuple[torch.Tensor, float]:
-        batch = batches[index]
-        old, advantages = old_values(batch, seeds[index])
-        mask = batch.action_mask.bool()
-        share = float(mask.sum()) / tokens
-        value = share * policy_loss(log_probs, old, advantages, mask, level="token").loss
+        generator = torch.Generator().manual_seed(seeds[index])
+        shape = (1, actions(batches[index]))
+        old = -4.5 + 0.3 * torch.randn(shape, generator=generator)
+        advantages = torch.randn(shape, generator=generator)
+        mask = torch.ones(shape, dtype=torch.bool)
+        value = shape[1] / tokens * policy_loss(log_probs[None], old, advantages, mask, level="token").loss
         if entropy:
             assert entropies is not None
-            value = value - ENTROPY_COEFFICIENT * (entropies * mask).sum() / tokens
+            value = value - ENTROPY_COEFFICIENT * entropies.sum() / tokens
         return value, float(value.detach())
 
     return loss
@@ -67,7 +66,7 @@ def gradients(source: str, layout: Layout, options: dict, steps: list[list[tuple
         model_options = ModelOptions(layout=layout, dtype=torch.float32, temperature=TEMPERATURE, **options)
         trainer = _make(source, model_options, OptimizerOptions(max_norm=0, distributed=False))
         batches = [batch_of(*item) for item in steps[0]]
-        tokens = float(sum(batch.action_mask.sum() for batch in batches))
+        tokens = float(sum(map(actions, batches)))
         mine, seeds = _share(batches, layout)
         found: dict[str, Any] = {}
 
@@ -90,7 +89,7 @@ def train(
         norms, losses = [], []
         for step in steps:
             batches = [batch_of(*item) for item in step]
-            tokens = float(sum(batch.action_mask.sum() for batch in batches))
+            tokens = float(sum(map(actions, batches)))
             mine, seeds = _share(batches, layout)
             report = trainer.step(mine, gtpo_loss(mine, seeds, tokens, False))
             norms.append(report.grad_norm)

@@ -60,7 +60,7 @@ def test_with_room_for_all_the_batch_shrinks() -> None:
 
 
 def test_a_full_cache_preempts_the_last_row() -> None:
-    """Two rows of 2 + 4 tokens in a cache of 9: both get two tokens, the second waits and comes back with its 2 + 2."""
+    """Two rows of 2 + 4 tokens in a cache of 9: both get two tokens, the second waits and returns with its 2 + 2."""
     assert list(decode([4, 4], 2, 1, 9, 8)) == [
         Stretch(steps=2, rows=2, context=3, again=()),
         Stretch(steps=2, rows=1, context=5, again=()),

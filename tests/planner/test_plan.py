@@ -1,6 +1,4 @@
-"""Would catch a plan that calls what does not fit the best, times that move the wrong way, a script that the launcher or
-shellcheck would not take, and a plan that needs more than arithmetic.
-"""
+"""The best candidate fits and is fast, times move the right way, and launcher and shellcheck take the script."""
 
 import argparse
 import json
@@ -11,18 +9,16 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from openrlhf_gtpo.cli import plan
-from openrlhf_gtpo.model_shape import PRESETS
 from openrlhf_gtpo.planner.candidate import Candidate
 from openrlhf_gtpo.planner.cluster import parse_cluster
-from openrlhf_gtpo.planner.layouts import Asked
-from openrlhf_gtpo.planner.model_config import model_config
-from openrlhf_gtpo.planner.plan import Request, candidates, smallest_cluster
-from openrlhf_gtpo.planner.table import details
+from openrlhf_gtpo.planner.output import details, ranking, trainer_flags
+from openrlhf_gtpo.planner.plan import Asked, Request, candidates, planned_config, smallest_cluster
 from openrlhf_gtpo.planner.workload import Workload
 
 FOUR_NODES = "--model 32b --gpus 32 --gpu h100-80g --nodes 4"
@@ -40,11 +36,12 @@ MOE = {
     "head_dim": 128,
     "vocab_size": 151936,
     "norm_topk_prob": True,
+    "max_position_embeddings": 40960,
 }
 
 
 def request(model: str = "7b", gpus: int = 8, workload: Workload = WORK, **asked: Any) -> Request:
-    return Request(model_config(PRESETS[model], model), parse_cluster("h100-80g", gpus), workload, Asked(**asked))
+    return Request(planned_config(model), parse_cluster("h100-80g", gpus), workload, Asked(**asked))
 
 
 def one(asked: Request) -> Candidate:
@@ -97,7 +94,9 @@ def test_times_move_the_right_way() -> None:
 
 def test_a_pipeline_waits_for_its_first_micro_batch() -> None:
     """Two stages and m micro-batches take (m + 1) / m of what their work does."""
-    work = Workload(prompt_length=100, response_length=900, mean_prompt=100, mean_response=900, max_tokens=1000)
+    work = Workload(
+        prompt_length=100, response_length=900, mean_prompt=100, mean_response=900, max_tokens_per_gpu=1000
+    )
     layout = FIXED | {"tensor": 1, "pipeline": 2, "vllm_tensor": 1}
     long, short = (one(request(gpus=2, workload=replace(work, train_batch=rows), **layout)) for rows in (128, 8))
     assert (long.speed.micro_batches, short.speed.micro_batches) == (128, 8)
@@ -123,8 +122,9 @@ def test_full_engines_take_turns() -> None:
     assert small.engines.recomputed > 0 and large.engines.recomputed == 0
     assert "are computed again" in details(small) and "computed again" not in details(large)
     assert small.engines.seconds > large.engines.seconds
-    none = one(replace(request("7b", 1, work, **FIXED | {"tensor": 1, "vllm_tensor": 1}), vllm_memory=0.2))
+    none = one(replace(request("7b", 4, work, **FIXED | {"tensor": 4, "vllm_tensor": 1}), vllm_memory=0.18))
     assert not none.engines.fits and not none.fits
+    assert "does not fit: kv_cache" in ranking([none], 1) and "what breaks first: KV cache" in details(none)
 
 
 def test_split_and_colocated_share_the_gpus() -> None:
@@ -156,12 +156,12 @@ def test_the_smallest_cluster_is_smallest() -> None:
     asked = replace(request("32b", 2), cluster=parse_cluster("h100-80g", 2))
     assert not candidates(asked)[0].fits
     found = smallest_cluster(asked)
-    assert found is not None and found[0].gpus == 8 and found[1].fits
+    assert found is not None and found.gpus == 8 and found.fits
     assert not candidates(replace(asked, cluster=parse_cluster("h100-80g", 4)))[0].fits
 
 
 def test_experts_are_planned_for() -> None:
-    asked = Request(model_config(MOE, "moe"), parse_cluster("h100-80g", 16), WORK)
+    asked = Request(SimpleNamespace(**MOE), parse_cluster("h100-80g", 16), WORK)
     found = candidates(asked)
     assert found[0].fits and {candidate.training.layout.expert_model_parallel_size for candidate in found} >= {
         1,
@@ -212,8 +212,9 @@ def test_a_script_that_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert plan.main(words) == 0
     assert f"wrote {path}" in capsys.readouterr().out
     (tmp_path / "examples" / "scripts").mkdir(parents=True)
-    (tmp_path / "examples" / "scripts" / "train_gtpo_colocated.sh").write_text(
-        'echo "$ALGORITHM $MODEL $PLACEMENT $NODES×$GPUS_PER_NODE TP$TENSOR_PARALLEL $VLLM_ENGINES×$VLLM_TENSOR_PARALLEL '
+    (tmp_path / "examples" / "scripts" / "train.sh").write_text(
+        'echo "$ALGORITHM $MODEL $PLACEMENT $NODES×$GPUS_PER_NODE TP$TENSOR_PARALLEL '
+        "$VLLM_ENGINES×$VLLM_TENSOR_PARALLEL "
         '$SAMPLES_PER_PROMPT $PROMPTS_PER_STEP $TRAIN_BATCH $PROMPT_LENGTH $RESPONSE_LENGTH [$FP8] $*"\n'
     )
     environment = {"PATH": os.environ["PATH"], "MODEL": "/models/mine"}
@@ -222,20 +223,19 @@ def test_a_script_that_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("grpo_s /models/mine colocated 4×8 TP8 4×8 16 128 128 2048 4096 [")
-    assert ran.stdout.endswith("] --dry-run\n")
+    assert ran.stdout.endswith("] gtpo_colocated --dry-run\n")
     mine = ["--", "--actor.adam.lr", "5e-7"]
     ran = subprocess.run(["bash", str(path), *mine], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert ran.stdout.endswith("] -- --actor.adam.lr 5e-7\n")
+    assert ran.stdout.endswith("] gtpo_colocated -- --actor.adam.lr 5e-7\n")
     elsewhere = subprocess.run(["bash", str(path)], cwd=path.parent, env=environment, capture_output=True, text=True)
     assert elsewhere.returncode == 2 and "run this from the root of openrlhf_gtpo" in elsewhere.stderr
 
 
 def test_flags_of_the_script_are_the_trainer_s() -> None:
     from openrlhf_gtpo.integration.command_line.megatron_flags import add_flags
-    from openrlhf_gtpo.planner.emit import _trainer_flags
 
-    asked = Request(model_config(MOE, "moe"), parse_cluster("h100-80g", 16), WORK, Asked(tensor=2, expert=8))
-    flags = " ".join(_trainer_flags(candidates(replace(asked, distributed_optimizer=False))[0])).split()
+    asked = Request(SimpleNamespace(**MOE), parse_cluster("h100-80g", 16), WORK, Asked(tensor=2, expert=8))
+    flags = " ".join(trainer_flags(candidates(replace(asked, distributed_optimizer=False))[0])).split()
     parser = argparse.ArgumentParser()
     add_flags(parser)
     parsed = vars(parser.parse_args(flags))

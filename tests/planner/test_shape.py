@@ -1,4 +1,4 @@
-"""Would catch a count of parameters that is not the checkpoint's or not the rank's, and operations that are counted wrongly."""
+"""Parameters are counted as the checkpoint and each rank have them, and operations as by hand."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from openrlhf_gtpo.model_shape import ModelShape, decoder_flops, forward_flops, head_flops
+from openrlhf_gtpo.model_shape import PRESETS, ModelShape, decoder_flops, forward_flops, head_flops, read_config
 
 COMMON = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
 COMMON |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64}
@@ -33,8 +33,6 @@ def test_parameters_are_those_of_transformers(family: str, tied: bool) -> None:
 
 @pytest.mark.parametrize("name, billions", [("7b", 7.616), ("32b", 32.764)])
 def test_published_sizes(name: str, billions: float) -> None:
-    from openrlhf_gtpo.model_shape import PRESETS
-
     assert ModelShape.of(SimpleNamespace(**PRESETS[name])).parameters / 1e9 == pytest.approx(billions, abs=1e-3)
 
 
@@ -68,7 +66,7 @@ def test_experts_are_shared_out() -> None:
 
 
 def test_operations_by_hand() -> None:
-    """Three layers: Q 64, K and V 32 of eight heads and four groups of 8; rows of 2 and 3 tokens see 3 and 6 places."""
+    """Three layers: Q 64, K and V 32 of eight heads, four groups of 8; rows of 2 and 3 tokens see 3 and 6 places."""
     a_token = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 96
     assert decoder_flops(shape(), [2, 3]) == 3 * (2 * 5 * a_token + 2 * 2 * (3 + 6) * 64)
     assert head_flops(shape(), 4) == 2 * 4 * 64 * 1000
@@ -82,6 +80,17 @@ def test_experts_that_a_token_is_not_given_to_do_nothing() -> None:
 
 
 def test_a_config_that_leaves_fields_to_their_defaults(tmp_path: Path) -> None:
+    """A llama's are derived, those of other classes are read as transformers has them."""
     fields = {name: value for name, value in COMMON.items() if name != "num_key_value_heads"}
-    found = ModelShape.of(SimpleNamespace(**json.loads(json.dumps(fields | {"model_type": "llama"}))))
-    assert found.num_key_value_heads == 8 and found.head_dim == 8 and not found.tied
+    for family, groups, head_dim in (("llama", 8, 8), ("mistral", 8, 8), ("qwen3", 8, 128)):
+        (tmp_path / "config.json").write_text(json.dumps(fields | {"model_type": family}))
+        found = ModelShape.of(SimpleNamespace(**read_config(tmp_path)))
+        assert (found.num_key_value_heads, found.head_dim, found.tied) == (groups, head_dim, False)
+
+
+def test_experts_as_transformers_5_writes_them(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("qwen3_moe", **(COMMON | FAMILIES["qwen3_moe"]))
+    config.save_pretrained(tmp_path)
+    assert ModelShape.of(SimpleNamespace(**read_config(tmp_path))) == ModelShape.of(config)

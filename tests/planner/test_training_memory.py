@@ -1,8 +1,8 @@
-"""Would catch a planner that forgets what a rank holds: its memory of a train step against that of real Megatron actors on
-gloo processes, at every kind of layout.
+"""The planner's memory of a train step is that of real Megatron actors on gloo processes, at every kind of layout.
 
-The formulas were written from the code with the layouts of ``SEEN`` at hand. Those of ``UNSEEN`` have other models and were
-measured when the formulas were done; docs/planner.md says what that showed. A model takes 100 to 600 MB a rank, of which a third to a half comes and goes within the step.
+The formulas were written from the code with the layouts of ``SEEN`` at hand. Those of ``UNSEEN`` have other models and
+were measured when the formulas were done; docs/results/planner.md says what that showed. A model takes 100 to 600 MB a
+rank, a third to a half of it only within the step.
 """
 
 from dataclasses import dataclass, field, replace
@@ -17,8 +17,16 @@ from rank_pool import RankPool
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.model_shape import ModelShape
-from openrlhf_gtpo.planner import activations, training_memory
-from openrlhf_gtpo.planner.training_memory import Training, activation_bytes, held_bytes, peak_bytes, step_bytes
+from openrlhf_gtpo.planner.training_memory import (
+    CHUNK_BYTES,
+    RECOMPUTE,
+    SHORT_ROW,
+    Training,
+    activation_bytes,
+    held_bytes,
+    peak_bytes,
+    step_bytes,
+)
 
 MODEL: dict[str, Any] = {
     "model_type": "qwen2",
@@ -76,7 +84,7 @@ class Case:
             recompute=self.recompute,
             distributed_optimizer=self.distributed,
             kind="local",
-            short_rows=max(self.rows) < activations.SHORT_ROW,
+            short_rows=max(self.rows) < SHORT_ROW,
         )
 
 
@@ -112,7 +120,7 @@ UNSEEN = {
 
 
 def measured_and_planned(case: Case, pool: RankPool) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """Of each rank, bytes by part: ``weights``, ``gradients``, ``optimizer``, and the most ``beside`` them in a step."""
+    """Each rank's bytes by part: ``weights``, ``gradients``, ``optimizer``, and the most ``beside`` them in a step."""
     rows = [
         (ragged_rows(case.config["vocab_size"], list(case.rows), seed=i), [PROMPT] * len(case.rows))
         for i in range(case.micro_batches)
@@ -143,12 +151,11 @@ def test_memory_is_what_is_measured(name: str, one_rank: RankPool, four_ranks: R
 
 
 def test_constants_are_the_actor_s() -> None:
-    from openrlhf_gtpo.megatron.model import layers
-    from openrlhf_gtpo.megatron.model.policy import RECOMPUTE, ModelOptions
+    from openrlhf_gtpo.megatron.model import layers, policy
 
-    assert activations.SHORT_ROW == layers._SHORT
-    assert training_memory.CHUNK_BYTES == ModelOptions().chunk_bytes
-    assert activations.RECOMPUTE == RECOMPUTE
+    assert SHORT_ROW == layers._SHORT
+    assert CHUNK_BYTES == policy.ModelOptions().chunk_bytes
+    assert RECOMPUTE == policy.RECOMPUTE
 
 
 def test_parts_add_up() -> None:

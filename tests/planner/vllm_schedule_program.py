@@ -1,6 +1,6 @@
 """Prints, for each rollout given as JSON, how many rows vLLM's own scheduler lets decode in each of its steps.
 
-A program of its own, since importing vLLM changes a process. No model runs: the scheduler is told that every row that it
+A program of its own, since importing vLLM changes a process. No model runs: the scheduler is told that every row it
 scheduled got a token. Cache blocks hold one token, and only the last token of a prompt differs between its samples.
 """
 

@@ -27,8 +27,8 @@ class Importing:
         return importlib.import_module, (self.name,)
 
 
-def describe(addend: int) -> dict[str, Any]:
-    """What a rank sees, and the sum of all ranks, each plus ``addend``."""
+def describe(addend: int, module: Any = None) -> dict[str, Any]:
+    """What a rank sees, and the sum of all ranks, each plus ``addend``; ``module`` is one that came as an argument."""
     total = torch.tensor(torch.distributed.get_rank() + addend)
     torch.distributed.all_reduce(total)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
@@ -38,6 +38,8 @@ def describe(addend: int) -> dict[str, Any]:
         "device": str(torch.cuda.current_device()),
         "threads": torch.get_num_threads(),
         "pid": os.getpid(),
+        "module": getattr(module, "__name__", None),
+        "listening": _listening(),
         **{name: os.environ[name] for name in names},
     }
 
@@ -47,7 +49,7 @@ def listeners(process: psutil.Process) -> set[tuple[str, int]]:
     return {tuple(c.laddr) for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
 
 
-def listening() -> set[tuple[str, int]]:
+def _listening() -> set[tuple[str, int]]:
     """Addresses and ports at which any rank or the process that started them listens."""
     torch.distributed.barrier()
     found = listeners(psutil.Process()) | listeners(psutil.Process(os.getppid()))
@@ -72,9 +74,7 @@ def interrupt_on(rank: int, how: str) -> None:
             torch.distributed.destroy_process_group()
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
-        if how == "exits":
-            sys.exit(3)
-        raise RuntimeError("out of luck")
+        sys.exit(3)
     torch.distributed.barrier()
 
 
@@ -86,11 +86,6 @@ def end_unheard(pipe: Any) -> None:
 def unpicklable() -> Any:
     """A result that cannot travel."""
     return lambda: None
-
-
-def name_of(module: Any) -> str:
-    """Of a module that came as an argument."""
-    return module.__name__
 
 
 def rank_0_ends_first() -> None:

@@ -1,4 +1,4 @@
-"""Would catch a stand-in that is missing where a host has no CUDA, or active where it has.
+"""Stand-ins are active where a host has no CUDA, and only there.
 
 Each test looks at a process of its own.
 """

@@ -1,4 +1,4 @@
-"""Would catch padding helpers that move a row to another place than flash-attn's do."""
+"""The padding helpers move every row to where flash-attn's do."""
 
 import pytest
 import torch

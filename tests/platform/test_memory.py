@@ -1,4 +1,4 @@
-"""Would catch a phase that is told another one's peak, and an actor that stops because memory cannot be told."""
+"""Each phase has its own peak, and where memory cannot be measured nothing is recorded."""
 
 import json
 

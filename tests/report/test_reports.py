@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from contextlib import closing
 
 import matplotlib.image
 import pytest
@@ -13,7 +14,7 @@ from openrlhf_gtpo.report.summary import comparison_markdown, print_run_summary
 
 
 def _run(path, steps=4, evaluations=((0, 0.2), (4, 0.5)), seed=1, entropies=True):
-    with MetricsWriter(path) as writer:
+    with closing(MetricsWriter(path)) as writer:
         writer.write("run", 0, {"seed": seed})
         for step in range(1, steps + 1):
             metrics = {
@@ -27,7 +28,7 @@ def _run(path, steps=4, evaluations=((0, 0.2), (4, 0.5)), seed=1, entropies=True
                 metrics |= {names.ENTROPY_ALL: 1.0 / step, names.ENTROPY_POSITIVE: 0.5, names.ENTROPY_NEGATIVE: None}
             writer.write("train", step, metrics)
         for step, value in evaluations:
-            writer.write("eval", step, {names.eval_pass("products"): value, names.EVAL_RESPONSE_LENGTH_MEAN: 9.0})
+            writer.write("eval", step, {"eval_products_pass1": value, names.EVAL_RESPONSE_LENGTH_MEAN: 9.0})
     return path
 
 

@@ -1,14 +1,11 @@
-"""Would catch padding or another phase's tokens in a rate, a ratio turned upside down, idle time that hides a phase, and an
-MFU over the wrong number of GPUs.
-"""
-
-import io
+"""Phases of a step by hand: each rate is of its own tokens, ratios are of one alternation, MFU is over all GPUs."""
 
 import matplotlib.image
 import pytest
-from rich.console import Console
 
+from openrlhf_gtpo.benchmarks.train import print_phases
 from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.benchmark_plots import plot_step_phases
 from openrlhf_gtpo.report.step_phases import (
     COUNTED,
     PHASES,
@@ -19,8 +16,6 @@ from openrlhf_gtpo.report.step_phases import (
     ratios,
     summary,
 )
-from openrlhf_gtpo.report.step_phases_plot import plot_step_phases
-from openrlhf_gtpo.report.step_phases_table import print_step_phases
 
 SETUP = Setup(
     gpus=4,
@@ -135,13 +130,12 @@ def results(*configurations, repeat=2):
 
 @pytest.mark.parametrize("others", [(), (("fp8", 0.5),), (("fp8", 0.5), ("tp8", 2.0))], ids=len)
 @pytest.mark.filterwarnings("error")
-def test_it_is_drawn_and_printed(tmp_path, others):
+def test_it_is_drawn_and_printed(tmp_path, capsys, others):
     found = results(("bf16", 1.0), *others)
     height, width = matplotlib.image.imread(plot_step_phases(found, tmp_path / "new" / "phases.png")).shape[:2]
     assert width > 1000 and height > 250
-    printed = io.StringIO()
-    print_step_phases(found, Console(width=160, force_terminal=False, file=printed))
-    printed = printed.getvalue()
+    print_phases(found)
+    printed = capsys.readouterr().out
     for words in (
         ("train", "8.00", "40.0%", "fp8 (e4m3, blockwise)"),
         ("idle", "2.00", "10.0%"),

@@ -1,4 +1,4 @@
-"""The progress display: would catch a watcher that hangs after the run has ended, or that misses its last lines."""
+"""The progress display ends with the run, and shows its last lines."""
 
 import io
 import json

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from openrlhf_gtpo.cli.prepare import main
-from openrlhf_gtpo.tasks import math_grading, math_verify_reward
-from openrlhf_gtpo.tasks.math_grading import Grade, GraderPool, judge, parse_answer
+from openrlhf_gtpo.tasks import math_verify_reward
+from openrlhf_gtpo.tasks.math_verify_reward import Grade, GraderPool, judge, parse_answer
 
 PROMPT = "<|im_start|>user\nWhat is half of one, not 7?<|im_end|>\n<|im_start|>assistant\n"
 
@@ -128,7 +128,7 @@ def test_a_judgement_that_does_not_end_is_given_up_and_the_next_one_is_made(monk
         return real([sys.executable, "-c", program] if program else command, **options)
 
     real = subprocess.Popen
-    monkeypatch.setattr(math_grading.subprocess, "Popen", start)
+    monkeypatch.setattr(math_verify_reward.subprocess, "Popen", start)
     pool = GraderPool(1, seconds=1)
     assert pool.grade("5", "5") == Grade(False, True, timed_out=True)
     pool._seconds = 60
@@ -139,14 +139,14 @@ def test_a_judgement_that_does_not_end_is_given_up_and_the_next_one_is_made(monk
 def test_a_process_that_dies_is_an_error_and_not_a_wrong_answer(monkeypatch):
     real = subprocess.Popen
     dies = [sys.executable, "-c", "import sys; sys.stdin.readline(); sys.exit(3)"]
-    monkeypatch.setattr(math_grading.subprocess, "Popen", lambda command, **options: real(dies, **options))
+    monkeypatch.setattr(math_verify_reward.subprocess, "Popen", lambda command, **options: real(dies, **options))
     with pytest.raises(RuntimeError, match="ended with status 3"):
         GraderPool(1).grade("5", "5")
 
 
 def test_the_judging_process_ends_with_its_parent():
     child = subprocess.Popen(
-        [sys.executable, "-m", "openrlhf_gtpo.tasks.math_grading"],
+        [sys.executable, "-m", "openrlhf_gtpo.tasks.math_verify_reward"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -160,7 +160,7 @@ def test_the_reward_reads_the_response_and_not_the_prompt():
     assert score == {"rewards": 1.0, "scores": 1.0, "extra_logs": {"no_answer": 0.0, "grading_timed_out": 0.0}}
     none = math_verify_reward.reward_func([PROMPT + "I pass<|im_end|>"], [PROMPT], ["7"])
     assert none == {"rewards": 0.0, "scores": 0.0, "extra_logs": {"no_answer": 1.0, "grading_timed_out": 0.0}}
-    with pytest.raises(ValueError, match="one response at a time"):
+    with pytest.raises(ValueError, match="Expected one response at a time"):
         math_verify_reward.reward_func(["a", "b"], ["a", "b"], ["1", "2"])
     with pytest.raises(ValueError, match="is not a mathematical expression"):
         math_verify_reward.reward_func([PROMPT + "1"], [PROMPT], ["?"])

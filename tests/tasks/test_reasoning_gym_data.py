@@ -102,6 +102,9 @@ def test_a_task_that_is_not_about_numbers(tmp_path):
         ({"question_form": "{"}, "cannot be filled in"),
         ({"task_config": {"size": 3}}, "size"),
         ({"task_config": {"seed": 3}}, "seed"),
+        ({"eval_size": 0}, "the eval size must be at least 1"),
+        ({"train_rows": 0}, "the train rows must be at least 1"),
+        ({"task": "graph_color", "label": "answer"}, "has questions without an answer; use --label scorer"),
     ],
 )
 def test_what_a_user_got_wrong_is_one_sentence(tmp_path, settings, message):

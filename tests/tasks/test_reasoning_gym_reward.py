@@ -78,7 +78,7 @@ def test_every_written_label_scores_its_own_answer(tmp_path):
 def test_a_label_of_another_kind_is_named():
     with pytest.raises(ValueError, match="--data.label_key label"):
         _score("12", label="12")
-    with pytest.raises(ValueError, match="one response at a time"):
+    with pytest.raises(ValueError, match="Expected one response at a time"):
         reward.reward_func(["a", "b"], ["a", "b"], [LABEL, LABEL])
 
 

@@ -1,4 +1,6 @@
+import copy
 import importlib.util
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +16,24 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return smollm2.convert_smollm2(tmp_path_factory.mktemp("smollm2") / "checkpoint")
+def conversion(tmp_path_factory):
+    """The checkpoint's folder, and the model as transformers reads it from the GGUF, before any change."""
+    read, models = transformers.AutoModelForCausalLM.from_pretrained, []
+
+    def read_and_keep(*args, **options):
+        model = read(*args, **options)
+        models.append(copy.deepcopy(model))
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", read_and_keep)
+        folder = smollm2.convert_smollm2(tmp_path_factory.mktemp("smollm2") / "checkpoint")
+    return folder, models[0]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(conversion) -> Path:
+    return conversion[0]
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +75,9 @@ def test_config_is_complete_for_other_readers(checkpoint):
     assert '"rope_theta": 100000.0' in (checkpoint / "config.json").read_text()
 
 
-def test_bf16_model_agrees_with_the_gguf_in_float32(checkpoint, tokenizer):
-    gguf = smollm2._find_gguf()
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-    )
+def test_bf16_model_agrees_with_the_gguf_in_float32(conversion, tokenizer):
+    checkpoint, reference = conversion
+    assert reference.dtype == torch.float32
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     assert model.dtype == torch.bfloat16
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
@@ -80,7 +96,7 @@ def test_bf16_model_agrees_with_the_gguf_in_float32(checkpoint, tokenizer):
 
 
 def test_generation_ends(checkpoint, tokenizer):
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)  # BF16 is slow on a CPU
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     batch = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)

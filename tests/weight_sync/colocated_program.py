@@ -8,10 +8,9 @@ import pytest
 import torch
 from weight_workers import SHAPES, assert_arrived, start_engine, weights
 
-from openrlhf_gtpo.weight_sync import colocated
-from openrlhf_gtpo.weight_sync.arrivals import WeightSyncError
-from openrlhf_gtpo.weight_sync.buckets import ParameterMeta
-from openrlhf_gtpo.weight_sync.colocated import ColocatedSender
+from openrlhf_gtpo.weight_sync import sender
+from openrlhf_gtpo.weight_sync.buckets import ParameterMeta, TensorBuckets
+from openrlhf_gtpo.weight_sync.receipts import WeightSyncError
 
 PARAMETERS = [ParameterMeta(name, shape) for name, shape in SHAPES.items()]
 
@@ -30,8 +29,8 @@ class Rank:
         self.engines = [start_engine(size) for size in sizes] if self.rank == 0 else []
 
     def send(self, sent: list[torch.Tensor], bucket_bytes: int = 300, prove: bool = True) -> None:
-        sender = ColocatedSender(self.engines, all_gather, torch.device("cpu"), bucket_bytes, prove)
-        sender.send(PARAMETERS, iter(sent))
+        colocated = sender.ColocatedSender(self.engines, all_gather, torch.device("cpu"), prove)
+        colocated.send(TensorBuckets(PARAMETERS, iter(sent), bucket_bytes))
 
     def tell(self, engine: int, method: str, *args: Any) -> None:
         if self.rank == 0:
@@ -44,7 +43,7 @@ class Rank:
 
 
 def story() -> None:
-    """Everything that needs no other engines, because starting processes takes most of the time."""
+    """All in one, because starting processes takes most of the time."""
     rank = Rank(1, 2)
     open_files = len(os.listdir("/proc/self/fd"))
     for bucket_bytes in (1, 10**6, 300, 700):  # every tensor alone, one bucket, some together
@@ -90,6 +89,8 @@ def story() -> None:
     rank.send(weights(8))
     assert_arrived(rank.engines, weights(8))
 
+    own_place(rank)
+
     if rank.rank == 0:
         rank.engines[0].processes[0].kill()
     torch.distributed.barrier()
@@ -98,10 +99,9 @@ def story() -> None:
     rank.close()
 
 
-def own_place() -> None:
+def own_place(rank: Rank) -> None:
     """Each engine reads what the rank on its own GPU has filled, and one on neither's says so."""
-    rank = Rank(1, 1)
-    colocated.place = lambda device: f"GPU {rank.rank}"
+    sender.place = lambda device: f"GPU {rank.rank}"
     for engine in range(2):
         rank.tell(engine, "set_place", f"GPU {engine}")
     rank.send(weights(rank.rank), prove=False)  # ranks differ, so that one can tell whose arrived
@@ -111,4 +111,5 @@ def own_place() -> None:
     rank.tell(1, "set_place", "GPU 7")
     with pytest.raises(RuntimeError, match=r"No trainer process shares weights with an engine on GPU 7"):
         rank.send(weights(2))
-    rank.close()
+    rank.tell(1, "set_place", "GPU 1")
+    rank.send(weights(2), prove=False)

@@ -7,16 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf_gtpo.weight_sync.buckets import (
-    WIRE_DTYPE,
-    ParameterMeta,
-    from_wire,
-    numel,
-    pack,
-    plan_buckets,
-    to_wire,
-    unpack,
-)
+from openrlhf_gtpo.weight_sync.buckets import WIRE_DTYPE, ParameterMeta, TensorBuckets, numel, plan_buckets, unpack
 
 shapes = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), max_size=12)
 budgets = st.integers(1, 200)
@@ -34,10 +25,10 @@ def test_a_plan_keeps_every_parameter_in_order_and_within_the_budget(of: list[tu
     assert [p for bucket in plan for p in bucket] == parameters
     assert all(plan), "an empty bucket"
     for bucket in plan:
-        size = sum(p.numel for p in bucket) * WIRE_DTYPE.itemsize
+        size = numel(bucket) * WIRE_DTYPE.itemsize
         assert size <= budget or len(bucket) == 1
     for bucket, following in zip(plan, plan[1:]):
-        size = sum(p.numel for p in [*bucket, following[0]]) * WIRE_DTYPE.itemsize
+        size = numel([*bucket, following[0]]) * WIRE_DTYPE.itemsize
         assert size > budget, "the next parameter would have fitted"
 
 
@@ -48,10 +39,12 @@ def test_what_is_packed_is_what_is_unpacked(of: list[tuple[int, ...]], budget: i
     generator = torch.Generator().manual_seed(budget)
     tensors = [torch.randn(p.shape, generator=generator).to(dtype) for p in parameters]
     source = iter(tensors)
+    weights = TensorBuckets(parameters, source, budget)
+    assert weights.buckets == plan_buckets(parameters, budget)
     arrived = []
-    for bucket in plan_buckets(parameters, budget):
+    for index, bucket in enumerate(weights.buckets):
         buffer = torch.empty(numel(bucket) + 3, dtype=WIRE_DTYPE)  # a buffer serves smaller buckets too
-        pack(bucket, source, buffer)
+        weights.fill(index, buffer)
         arrived += list(unpack(bucket, buffer))
     assert next(source, None) is None
     assert [name for name, _ in arrived] == [p.name for p in parameters]
@@ -61,25 +54,29 @@ def test_what_is_packed_is_what_is_unpacked(of: list[tuple[int, ...]], budget: i
 
 def test_tensors_that_are_not_contiguous_keep_their_values() -> None:
     tensor = torch.arange(12.0).view(3, 4).t()
-    (bucket,) = plan_buckets([ParameterMeta("weight", (4, 3))], 1000)
+    weights = TensorBuckets([ParameterMeta("weight", (4, 3))], iter([tensor]), 1000)
     buffer = torch.empty(12, dtype=WIRE_DTYPE)
-    pack(bucket, iter([tensor]), buffer)
-    ((_, found),) = unpack(bucket, buffer)
+    weights.fill(0, buffer)
+    ((_, found),) = unpack(weights.buckets[0], buffer)
     assert torch.equal(found.float(), tensor)
 
 
 def test_a_tensor_of_another_shape_is_not_sent() -> None:
-    (bucket,) = plan_buckets([ParameterMeta("weight", (4, 3))], 1000)
+    weights = TensorBuckets([ParameterMeta("weight", (4, 3))], iter([torch.zeros(3, 4)]), 1000)
     with pytest.raises(AssertionError, match="weight"):
-        pack(bucket, iter([torch.zeros(3, 4)]), torch.empty(12, dtype=WIRE_DTYPE))
+        weights.fill(0, torch.empty(12, dtype=WIRE_DTYPE))
 
 
 @pytest.mark.parametrize("budget", [0, -1])
 def test_a_budget_without_room_is_refused(budget: int) -> None:
-    with pytest.raises(ValueError, match="bucket_bytes must be positive"):
+    with pytest.raises(ValueError, match=f"Expected bucket_bytes > 0, got {budget}"):
         plan_buckets([], budget)
 
 
 def test_a_bucket_survives_a_transport_that_knows_no_tuples() -> None:
-    parameters = metas([(), (3,), (2, 4)])
-    assert from_wire(json.loads(json.dumps(to_wire(parameters)))) == parameters
+    bucket = metas([(), (3,), (2, 4)])
+    arrived = json.loads(json.dumps(bucket))
+    buffer = torch.arange(12.0).to(WIRE_DTYPE)
+    assert numel(arrived) == numel(bucket) == 12
+    for (name, found), (expected_name, expected) in zip(unpack(arrived, buffer), unpack(bucket, buffer), strict=True):
+        assert name == expected_name and torch.equal(found, expected)

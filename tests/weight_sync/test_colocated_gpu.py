@@ -1,4 +1,4 @@
-"""On a CUDA device: the trainer's process and an engine's share its memory. Would catch a buffer that is read before it is
+"""On a CUDA device: the trainer's process and an engine's share its memory. Would catch a buffer read before it is
 filled, overwritten before it is read, or kept after the sync.
 """
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from weight_workers import Worker
 
-from openrlhf_gtpo.weight_sync.buckets import ParameterMeta
-from openrlhf_gtpo.weight_sync.colocated import ColocatedSender
+from openrlhf_gtpo.weight_sync.buckets import ParameterMeta, TensorBuckets
 from openrlhf_gtpo.weight_sync.process_engine import ProcessEngine
+from openrlhf_gtpo.weight_sync.sender import ColocatedSender
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,18 +22,19 @@ def test_an_engine_on_the_same_gpu_gets_every_sync():
     engine = ProcessEngine(SHAPES, [device], Worker)
     try:
         parameters = [ParameterMeta(name, shape) for name, shape in SHAPES.items()]
+        sender = ColocatedSender([engine], lambda mine: [mine], device, True)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         for seed, bucket_bytes in enumerate([1, 20 * 2**20, 20 * 2**20, 2**30]):
             generator = torch.Generator(device).manual_seed(seed)
             # Made on the way, so that filling a buffer is under way on the device while the engine loads the other.
             tensors = (torch.randn(shape, generator=generator, device=device) for shape in SHAPES.values())
-            ColocatedSender([engine], lambda mine: [mine], device, bucket_bytes, True).send(parameters, tensors)
+            sender.send(TensorBuckets(parameters, tensors, bucket_bytes))
             del tensors
             assert torch.cuda.memory_allocated() == before, "the engine or the trainer keeps the buffers"
         engine("set_fault", "corrupt", "layers.7.weight").result(60)
         tensors = (torch.randn(shape, device=device) for shape in SHAPES.values())
         with pytest.raises(RuntimeError, match="layers.7.weight reached worker 0 of vLLM engine 0 with other values"):
-            ColocatedSender([engine], lambda mine: [mine], device, 20 * 2**20, True).send(parameters, tensors)
+            sender.send(TensorBuckets(parameters, tensors, 20 * 2**20))
     finally:
         engine.close()

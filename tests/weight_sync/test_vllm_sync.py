@@ -1,4 +1,4 @@
-"""Would catch an engine that samples from other weights than the trainer's: stale, partly updated, or under a wrong name.
+"""Would catch an engine that samples from other weights than the trainer's: stale, partly new, or under a wrong name.
 
 Ray and vLLM are the real ones. Every parameter changes by as much as its own spread, so that one left behind moves the
 log-probs ten times further than bf16 rounding does; that this is so is tested too.
@@ -27,14 +27,14 @@ def bundle() -> Iterator[Any]:
     import os
 
     from openrlhf_gtpo import platform
-    from openrlhf_gtpo.integration import run
+    from openrlhf_gtpo.integration.command_line import host
 
     os.environ.setdefault(platform.PLATFORM_VARIABLE, platform.detect())
     platform.activate()
     import ray
 
     args = SimpleNamespace(actor=SimpleNamespace(num_nodes=1, num_gpus_per_node=1))
-    run.start_ray(args, gpus=2)
+    host.start_ray(args, gpus=2)
     group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * 2)
     ray.get(group.ready())
     yield group
@@ -128,21 +128,18 @@ class Synced:
         """With checksums, so that what did not arrive, or was not loaded, raises."""
         import ray
 
-        from openrlhf_gtpo.weight_sync.buckets import ParameterMeta
-        from openrlhf_gtpo.weight_sync.colocated import ColocatedSender
-        from openrlhf_gtpo.weight_sync.engine import ray_engine
-        from openrlhf_gtpo.weight_sync.sender import WeightSender
+        from openrlhf_gtpo.weight_sync.buckets import ParameterMeta, TensorBuckets
+        from openrlhf_gtpo.weight_sync.sender import ColocatedSender, WeightSender, ray_engine
 
         engines, device = [ray_engine(self.engine)], torch.device("cpu")
         if transport == "colocated":
-            sender: Any = ColocatedSender(engines, lambda mine: [mine], device, bucket_bytes, True)
+            sender: Any = ColocatedSender(engines, lambda mine: [mine], device, True)
         else:
             if self.broadcaster is None:
-                self.broadcaster = WeightSender(engines, self.workers, ray.util.get_node_ip_address(), device, 1, True)
+                self.broadcaster = WeightSender(engines, self.workers, ray.util.get_node_ip_address(), device, True)
             sender = self.broadcaster
-            sender.bucket_bytes = bucket_bytes
         metas = [ParameterMeta(name, tuple(w.shape)) for name, w in weights.items()]
-        sender.send(metas, iter(weights.values()))
+        sender.send(TensorBuckets(metas, iter(weights.values()), bucket_bytes))
 
     def engine_log_probs(self) -> torch.Tensor:
         """(4, LENGTH - 1) vLLM's log-probs of the tokens."""
@@ -214,7 +211,7 @@ def test_no_prefix_of_older_weights_survives(synced: Synced, transport: str) -> 
 
 @pytest.mark.parametrize("transport", ["broadcast", "colocated"])
 def test_a_parameter_that_is_not_sent_is_named(synced: Synced, transport: str) -> None:
-    from openrlhf_gtpo.weight_sync.arrivals import WeightSyncError
+    from openrlhf_gtpo.weight_sync.receipts import WeightSyncError
 
     weights = synced.perturbed(30)
     layer = "model.layers.1."

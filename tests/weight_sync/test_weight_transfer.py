@@ -1,4 +1,4 @@
-"""Would catch workers that end up with different weights, and an engine's failure that nobody hears of.
+"""All workers end up with the weights that were sent, and an engine's failure is heard of.
 
 The processes and their gloo group are real; vLLM's model is a plain one.
 """
@@ -9,9 +9,9 @@ import pytest
 import torch
 from weight_workers import SHAPES, assert_arrived, start_engine, weights
 
-from openrlhf_gtpo.weight_sync.arrivals import WeightSyncError
-from openrlhf_gtpo.weight_sync.buckets import ParameterMeta
+from openrlhf_gtpo.weight_sync.buckets import ParameterMeta, TensorBuckets
 from openrlhf_gtpo.weight_sync.process_engine import ProcessEngine
+from openrlhf_gtpo.weight_sync.receipts import WeightSyncError
 from openrlhf_gtpo.weight_sync.sender import WeightSender
 
 PARAMETERS = [ParameterMeta(name, shape) for name, shape in SHAPES.items()]
@@ -35,18 +35,22 @@ def start() -> Iterator[Start]:
         engine.close()
 
 
-def join(engines: list[ProcessEngine], size: int, bucket_bytes: int, prove: bool = False) -> WeightSender:
-    return WeightSender(engines, size, "127.0.0.1", torch.device("cpu"), bucket_bytes, prove)
+def join(engines: list[ProcessEngine], size: int, prove: bool = False) -> WeightSender:
+    return WeightSender(engines, size, "127.0.0.1", torch.device("cpu"), prove)
+
+
+def bucketed(tensors: list[torch.Tensor], bucket_bytes: int = 300) -> TensorBuckets:
+    return TensorBuckets(PARAMETERS, iter(tensors), bucket_bytes)
 
 
 def test_engines_that_work_and_engines_that_fail(start: Start) -> None:
     """One story, because starting processes takes most of its time."""
     engines = start(1, 1)
     for bucket_bytes in (1, 10**6, 300):  # every tensor alone, one bucket, some together
-        group = join(engines, 1, bucket_bytes, prove=bucket_bytes == 300)
+        group = join(engines, 1, prove=bucket_bytes == 300)
         for seed in range(3):
             sent = weights(seed)
-            group.send(PARAMETERS, iter(sent))
+            group.send(bucketed(sent, bucket_bytes))
             assert_arrived(engines, sent)
 
     for fault, sentence in (
@@ -60,30 +64,25 @@ def test_engines_that_work_and_engines_that_fail(start: Start) -> None:
     ):
         engines[1]("set_fault", *fault).result(60)
         with pytest.raises(WeightSyncError, match=sentence):
-            group.send(PARAMETERS, iter(weights(3)))
+            group.send(bucketed(weights(3)))
     engines[1]("set_fault", None).result(60)
     sent = weights(4)
-    group.send(PARAMETERS, iter(sent))
+    group.send(bucketed(sent))
     assert_arrived(engines, sent)
 
     # The first bucket is on its way to an engine that takes no more: without a look at the engines, for half an hour.
     engines[1]("set_fault", "fail", "embed.weight").result(60)
     with pytest.raises(RuntimeError, match="cannot load embed.weight"):
-        group.send(PARAMETERS, iter(weights(5)))
+        group.send(bucketed(weights(5)))
 
 
-def test_every_worker_of_an_engine_gets_every_tensor(start: Start) -> None:
+def test_every_worker_gets_every_tensor_and_its_death_ends_the_transfer(start: Start) -> None:
     engines = start(2)
-    group = join(engines, 2, 300)
+    group = join(engines, 2)
     for seed in range(2):
         sent = weights(seed)
-        group.send(PARAMETERS, iter(sent))
+        group.send(bucketed(sent))
         assert_arrived(engines, sent)
-
-
-def test_an_engine_that_dies_ends_the_transfer(start: Start) -> None:
-    engines = start(1)
-    group = join(engines, 1, 300)
     engines[0].processes[0].kill()
     with pytest.raises((RuntimeError, EOFError, OSError)):
-        group.send(PARAMETERS, iter(weights(1)))
+        group.send(bucketed(weights(2)))

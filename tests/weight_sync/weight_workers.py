@@ -20,7 +20,7 @@ Pairs = Iterable[tuple[str, torch.Tensor]]
 
 
 class Model(PlainModel):
-    """Loads as told: fails at a name, leaves one out, changes one element of one, says nothing of what it has loaded."""
+    """Loads as told: fails at a name, leaves one out, changes one element of one, says nothing of what it loaded."""
 
     fault: tuple[str, str] | None = None
     silent = False
@@ -43,11 +43,8 @@ class Model(PlainModel):
 class Worker(PlainWorker):
     """A worker whose faults are set by calls."""
 
+    model_class = Model
     delay = 0.0
-
-    def __init__(self, rank: int, shapes: Any, device: torch.device) -> None:
-        super().__init__(rank, shapes, device)
-        self.model_runner.model = self.model = Model(shapes, device)
 
     def set_fault(self, kind: str | None, name: str = "") -> None:
         """``corrupt`` changes one element on its way to the loader; the other kinds are the model's."""

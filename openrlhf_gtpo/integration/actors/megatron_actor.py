@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,18 +16,16 @@ from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 from transformers import get_scheduler
 
 from openrlhf_gtpo.integration.actors.megatron_trainer import MegatronActorTrainer
-from openrlhf_gtpo.integration.actors.token_rows import Repacked
-from openrlhf_gtpo.integration.command_line.megatron_flags import fp8_of, layout_of
+from openrlhf_gtpo.integration.actors.micro_batches import PaddedBatch, forward_padded
+from openrlhf_gtpo.integration.command_line.megatron_flags import fp8_of, layout_of, refusals_name_flags
+from openrlhf_gtpo.integration.command_line.megatron_overrides import parse_overrides
 from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy
-from openrlhf_gtpo.integration.credit.fp8_audit import AuditedForward, Precision
 from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints
 from openrlhf_gtpo.megatron.checkpoint.export import save_hf
 from openrlhf_gtpo.megatron.model.policy import LoadedModel, ModelOptions, load_model
-from openrlhf_gtpo.megatron.model.token_batch import TokenBatch
 from openrlhf_gtpo.megatron.parallel import groups
 from openrlhf_gtpo.megatron.train import schedule
 from openrlhf_gtpo.megatron.train.offload import Offload
-from openrlhf_gtpo.megatron.train.overrides import parse_overrides
 from openrlhf_gtpo.megatron.train.trainer import MakeSchedule, OptimizerOptions, Trainer
 from openrlhf_gtpo.platform.memory import ReportsPeakMemory
 from openrlhf_gtpo.report import names
@@ -47,40 +45,40 @@ class MegatronModelActor(BaseModelActor):
         args = strategy.args
         layout = layout_of(args)
         if layout.tensor_model_parallel_size * layout.context_parallel_size > 1:
-            # What Megatron overlaps communication and products by: kernels start in the order in which they were launched.
+            # How Megatron overlaps communication with products: kernels start in the order they were launched in.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         self._setup_distributed(strategy)
         groups.initialize(layout, args.train.seed)
-        self.model = load_model(source, _model_options(args), for_training=self.trains)
+        with refusals_name_flags():  # what this GPU cannot do in FP8
+            self.model = load_model(source, _model_options(args), for_training=self.trains)
 
     def execute_batch(self, method_name: str, all_data: dict[str, list], start_idx: int, end_idx: int) -> list[Any]:
         """As upstream's; a forward takes its micro-batches from all that was dispatched, not one entry at a time."""
         if method_name != "forward":
             return super().execute_batch(method_name, all_data, start_idx, end_idx)
         columns = [all_data[name][start_idx:end_idx] for name in ("sequences", "attention_mask", "action_mask")]
-        return self._forward_all([TokenBatch(*entry) for entry in zip(*columns, strict=True)])
+        return self._forward_all(list(zip(*columns, strict=True)))
 
     def forward(
         self, sequences: torch.Tensor, action_mask: torch.Tensor, attention_mask: torch.Tensor, **unused: Any
     ) -> Any:
         """(b, t) tokens of one micro-batch to (b, a) values on the CPU, on every rank of the replica."""
-        return self._forward_all([TokenBatch(sequences, attention_mask, action_mask)])[0]
+        return self._forward_all([(sequences, attention_mask, action_mask)])[0]
 
-    def _forward_all(self, batches: list[TokenBatch]) -> list[Any]:
+    def _forward_all(self, batches: list[PaddedBatch]) -> list[Any]:
         return [result.log_probs for result in self._values(batches)]
 
-    def _values(self, batches: list[TokenBatch]) -> list[TokenValues]:
+    def _values(self, batches: list[PaddedBatch]) -> list[TokenValues]:
         args = self.strategy.args
         budget = args.rollout.max_tokens_per_gpu or args.train.max_tokens_per_gpu
-        repacked = Repacked(batches, budget)
-        return repacked.restore(schedule.forward(self.model, repacked.micro_batches))
+        return forward_padded(batches, budget, partial(schedule.forward, self.model))
 
 
 class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
     """The policy: what upstream's ``PolicyModelActor`` does, on Megatron."""
 
     trains = True
-    precision = Precision.AS_TRAINED
+    high_precision = False
 
     def init_model_from_pretrained(
         self, strategy: Any, pretrain: str, max_steps: int | None = None, vllm_engines: list[Any] | None = None
@@ -100,33 +98,24 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
         )
         self.source = pretrain
         self.checkpoint_states: dict[str, Any] = {}
-        if args.ckpt.load_enable and self.checkpoints.latest() is not None:
-            strategy.print(f"Loading the checkpoint {self.checkpoints.latest()} of {args.ckpt.path}/_actor")
+        latest = self.checkpoints.latest() if args.ckpt.load_enable else None
+        if latest is not None:
+            strategy.print(f"Loading the checkpoint {latest} of {args.ckpt.path}/_actor")
             self.checkpoint_states = self.checkpoints.load(self.megatron)
         self.trainer = MegatronActorTrainer(strategy, self.model, self.megatron, vllm_engines)
         self._rest()
 
-    def _forward_all(self, batches: list[TokenBatch]) -> list[Any]:
+    def _forward_all(self, batches: list[PaddedBatch]) -> list[Any]:
         with self.peaks.phase(names.OLD_LOG_PROBS):
-            return self._policy_forward(batches)
+            self.offload.restore(optimizer=False)
+            fp8 = self.model.fp8
+            with fp8.high_precision() if fp8 and self.high_precision else nullcontext():
+                results = self._values(batches)
+            return results if captures_entropy(self.strategy.args) else [result.log_probs for result in results]
 
-    def _policy_forward(self, batches: list[TokenBatch]) -> list[Any]:
-        self.offload.restore(optimizer=False)
-        exact: list[TokenValues] = []
-        if self.precision is not Precision.AS_TRAINED:
-            assert self.model.fp8 is not None
-            with self.model.fp8.high_precision():
-                exact = self._values(batches)
-        results = exact if self.precision is Precision.HIGH else self._values(batches)
-        if not captures_entropy(self.strategy.args):
-            return [result.log_probs for result in results]
-        if self.precision is not Precision.BOTH:
-            return results
-        return [AuditedForward(*both) for both in zip(results, exact, strict=True)]
-
-    def set_precision(self, precision: str) -> None:
-        """Of the forward passes from now on; a value of :class:`Precision`."""
-        self.precision = Precision(precision)
+    def set_high_precision(self, on: bool) -> None:
+        """Whether the forward passes from now on do without FP8."""
+        self.high_precision = on
 
     def append(self, experience: Experience) -> None:
         """Add the rows of one micro-batch to this replica's replay buffer."""
@@ -164,7 +153,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
     def save_checkpoint(
         self, tag: str, client_states: dict | None = None, metric_value: Any = None, metric_key: Any = None
     ) -> None:
-        """Save the training state under ``tag``, and a Hugging Face checkpoint where ``--ckpt.save_hf`` asks for it."""
+        """Save the training state under ``tag``, and a Hugging Face checkpoint if ``--ckpt.save_hf`` asks for it."""
         args = self.strategy.args
         self.offload.restore()
         if not args.ckpt.disable_ds:
@@ -235,11 +224,10 @@ def _optimizer_options(args: SimpleNamespace) -> OptimizerOptions:
 
 def _schedule(args: SimpleNamespace, steps: int) -> MakeSchedule:
     name = args.actor.lr_scheduler
-    make: Callable = partial(
+    return partial(
         get_scheduler,
         name,
         num_warmup_steps=math.ceil(steps * args.actor.lr_warmup_ratio),
         num_training_steps=steps,
         scheduler_specific_kwargs={"min_lr_rate": args.actor.min_lr_ratio} if name in _FLOORED else {},
     )
-    return make

@@ -1,6 +1,5 @@
 """OpenRLHF's actor trainer on Megatron: its replay buffer, losses and flags around Megatron's train step."""
 
-from collections.abc import Iterator
 from dataclasses import fields
 from functools import cached_property
 from types import SimpleNamespace
@@ -13,17 +12,15 @@ from openrlhf.models.utils import compute_approx_kl, masked_mean
 from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch
 from torch import Tensor
 
-from openrlhf_gtpo.integration.actors.micro_batches import fill
-from openrlhf_gtpo.integration.actors.optimizer_steps import optimizer_steps
+from openrlhf_gtpo.integration.actors.micro_batches import fill, token_row
+from openrlhf_gtpo.integration.actors.optimizer_steps import StepMetrics, optimizer_steps
 from openrlhf_gtpo.integration.actors.policy_actor import EntropyActorTrainer
-from openrlhf_gtpo.integration.actors.step_metrics import StepMetrics
-from openrlhf_gtpo.integration.actors.token_rows import token_batch
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.model.weights import FullWeights
 from openrlhf_gtpo.megatron.parallel.groups import is_first_replica, is_reporter
 from openrlhf_gtpo.megatron.parallel.host import device
 from openrlhf_gtpo.megatron.train.trainer import Trainer
-from openrlhf_gtpo.weight_sync.buckets import ParameterMeta
+from openrlhf_gtpo.token_values import place
 
 
 class MegatronActorTrainer(EntropyActorTrainer):
@@ -56,7 +53,7 @@ class MegatronActorTrainer(EntropyActorTrainer):
         steps, report = 0, None
         for rows in optimizer_steps(len(items), self.args, self._data_group(), device(), shuffle):
             step = _StepLoss(self, [items[row] for row in rows], kl_ctl)
-            report = self.megatron.step(step.batches, step.loss, with_entropy=step.with_entropy)
+            report = self.megatron.step(step.micro_batches, step.loss, with_entropy=step.with_entropy)
             steps += 1
             for experience, kept in zip(step.experiences, report.kept, strict=bool(report.kept)):
                 metrics.add(
@@ -79,9 +76,8 @@ class MegatronActorTrainer(EntropyActorTrainer):
         if self._colocated or is_first_replica():
             super()._send()
 
-    def _weights_to_send(self) -> tuple[list[ParameterMeta], Iterator[Tensor]]:
-        parameters = [ParameterMeta(name, tuple(shape)) for name, shape in self._weights.shapes]
-        return parameters, (tensor for _, tensor in self._weights.tensors())
+    def _weights_to_send(self) -> FullWeights:
+        return self._weights
 
 
 class _StepLoss:
@@ -91,10 +87,10 @@ class _StepLoss:
         self.args: SimpleNamespace = trainer.args
         self.kl_ctl = kl_ctl
         self.policy_loss = trainer.actor_loss_fn
-        lengths = [int(row.total_length) for row in rows]
-        members = fill(lengths, self.args.train.max_tokens_per_gpu)
+        tokens_of = [token_row(row.sequences, row.attention_mask, row.action_mask) for row in rows]
+        members = fill([len(tokens) for tokens, _ in tokens_of], self.args.train.max_tokens_per_gpu)
+        self.micro_batches = [[tokens_of[i] for i in part] for part in members]
         self.experiences = [make_experience_batch([rows[i] for i in part], True) for part in members]
-        self.batches = [token_batch(experience) for experience in self.experiences]
         self.with_entropy = self.args.actor.entropy_coef is not None
         masks = [experience.action_mask for experience in self.experiences]
         counts = torch.tensor(
@@ -106,10 +102,11 @@ class _StepLoss:
         self._totals = {"dp_size": 1, "batch_num_tokens": tokens, "global_batch_size": samples}
 
     def loss(self, index: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's part of the step's loss, and its metrics."""
+        """This micro-batch's part of the step's loss, and its metrics, of (N,) values of its actions."""
         experience = self.experiences[index]
         experience.to_device(log_probs.device)
         mask = experience.action_mask
+        log_probs = place(log_probs, mask.bool())
         policy, clip_ratio, approx_kl, vllm_kl, filtered = self.policy_loss(
             log_probs,
             experience.action_log_probs,
@@ -127,7 +124,7 @@ class _StepLoss:
             total = total + kl * self.kl_ctl
             metrics |= {"kl": kl, "logprobs_diff": difference}
         if entropy is not None:
-            bonus = aggregate_loss(entropy, mask, **self._totals)
+            bonus = aggregate_loss(place(entropy, mask.bool()), mask, **self._totals)
             total = total - bonus * self.args.actor.entropy_coef
             metrics["entropy_loss"] = bonus
         return total, {name: value.detach() for name, value in metrics.items()}

@@ -1,8 +1,15 @@
-"""Rows to micro-batches by their number of tokens, for scoring and for training."""
+"""OpenRLHF's padded batches as rows of tokens, rows as micro-batches by token count, and results to their places."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 from openrlhf.utils.seqlen_balancing import get_minimum_num_micro_batch_size, get_seqlen_balanced_partitions
+from torch import Tensor
+
+from openrlhf_gtpo.token_values import MicroBatch, TokenRow, TokenValues, place
+
+# (sequences (b, T), attention mask (b, T), action mask (b, A) of the last A columns), padded on either side.
+PaddedBatch = tuple[Tensor, Tensor, Tensor]
 
 
 def fill(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -15,21 +22,48 @@ def fill(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         ValueError: ``max_tokens`` is below 1.
     """
     if max_tokens < 1:
-        raise ValueError(f"A micro-batch of {max_tokens} tokens holds no row; give at least 1.")
+        raise ValueError(f"Expected max_tokens >= 1, got {max_tokens}.")
     too_long = [[row] for row, length in enumerate(lengths) if length > max_tokens]
-    return too_long + _balanced(
-        [row for row, length in enumerate(lengths) if length <= max_tokens], lengths, max_tokens
-    )
-
-
-def _balanced(rows: list[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    rows = [row for row, length in enumerate(lengths) if length <= max_tokens]
     if not rows:
-        return []
+        return too_long
     sizes = [lengths[row] for row in rows]
     count = get_minimum_num_micro_batch_size(sorted(sizes, reverse=True), max_tokens, 1, 1)
     while True:
         parts = get_seqlen_balanced_partitions(sizes, count, equal_size=False)
         if all(sum(sizes[i] for i in part) <= max_tokens for part in parts):
-            return [[rows[i] for i in part] for part in parts]
+            return too_long + [[rows[i] for i in part] for part in parts]
         # Balancing looks at sums alone and may overfill where first-fit did not. One row each always fits.
         count = min(len(rows), count + 1 + count // 32)
+
+
+def token_row(sequence: Tensor, attention_mask: Tensor, action_mask: Tensor) -> TokenRow:
+    """A padded row (T,), (T,), (A,) without its padding."""
+    actions = torch.nn.functional.pad(action_mask.bool(), (len(sequence) - len(action_mask), 0))
+    valid = attention_mask.bool()
+    assert not (actions & ~valid).any(), "an action lies in the padding"
+    return sequence[valid], actions[valid]
+
+
+def forward_padded(
+    batches: Sequence[PaddedBatch], max_tokens: int, forward: Callable[[list[MicroBatch]], list[TokenValues]]
+) -> list[TokenValues]:
+    """Values (b, A) of every batch, computed in micro-batches of at most ``max_tokens`` tokens from all of them.
+
+    Args:
+        forward: micro-batches to the values of their actions, (N,) each, row after row.
+    """
+    rows = [token_row(*row) for batch in batches for row in zip(*batch, strict=True)]
+    members = fill([len(tokens) for tokens, _ in rows], max_tokens)
+    results = forward([[rows[i] for i in part] for part in members])
+    values: list[Tensor] = [torch.empty(0)] * len(rows)  # of each row (2, its actions)
+    for part, result in zip(members, results, strict=True):
+        of_rows = torch.stack(result).split([int(rows[i][1].sum()) for i in part], dim=1)
+        for i, both in zip(part, of_rows, strict=True):
+            values[i] = both
+    placed, first = [], 0
+    for _, _, action_mask in batches:
+        flat = torch.cat(values[first : first + len(action_mask)], dim=1)
+        placed.append(TokenValues(*(place(one, action_mask.bool()) for one in flat)))
+        first += len(action_mask)
+    return placed

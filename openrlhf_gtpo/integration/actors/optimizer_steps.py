@@ -1,20 +1,22 @@
-"""From a replay buffer to whole optimizer steps: which rows, in which micro-batches, and which of them is the last.
+"""From a replay buffer to whole optimizer steps: which rows, in which micro-batches, which of them is the last,
+and metrics that do not depend on how rows were split.
 
-A rollout may be short (the end of the data, dynamic filtering) and its rows may be dealt unevenly. Every replica makes as many
+A rollout may be short (end of the data, dynamic filtering) and its rows dealt unevenly. Every replica makes as many
 optimizer steps all the same, and on DeepSpeed as many backward passes: one without a row keeps the others company.
 """
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch
+from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from openrlhf_gtpo.integration.actors.micro_batches import fill
-from openrlhf_gtpo.integration.actors.step_metrics import StepMetrics
 
 
 def optimizer_steps(
@@ -39,12 +41,57 @@ def optimizer_steps(
         yield from np.array_split(shuffle.permutation(num_rows) if shuffle else np.arange(num_rows), steps)
 
 
+class StepMetrics:
+    """A training phase's metrics by OpenRLHF's names: sums over micro-batches, and in :meth:`averages` over replicas.
+
+    A loss is a part of its optimizer step's: parts are summed and averaged over steps. Any other scalar is a mean over
+    action tokens; anything else has one value per row. (OpenRLHF averages parts over tokens, as if each were a mean.)
+
+    Args:
+        args: the run's arguments, which decide what ``kl`` and ``is_filter_ratio`` are.
+        replicas: how often a part counts: their number where gradients are averaged over them, 1 where summed.
+    """
+
+    def __init__(self, args: SimpleNamespace, replicas: int = 1) -> None:
+        self._parts = {"policy_loss", "entropy_loss", "critic_loss"} | ({"kl"} if args.algo.kl.use_loss else set())
+        self._of_rows = {"is_filter_ratio"} if args.algo.advantage.is_correction_level == "seq" else set()
+        self._replicas = replicas
+        self._sums: dict[tuple[str, str], float] = defaultdict(float)
+        self._weights = {"token": 0.0, "row": 0.0}
+
+    def add(self, values: Mapping[str, Tensor], tokens: float, rows: int) -> None:
+        """One micro-batch of ``rows`` rows with ``tokens`` action tokens: scalars, or (rows,) each."""
+        self._weights["token"] += tokens
+        self._weights["row"] += rows
+        for name, value in values.items():
+            mean = float(value.float().mean())
+            if name in self._parts:
+                self._sums[name, "step"] += mean / self._replicas
+            elif value.dim() > 0 or name in self._of_rows:
+                self._sums[name, "row"] += mean * rows
+            elif tokens:  # a mean over no token is not a number
+                self._sums[name, "token"] += mean * tokens
+
+    def averages(self, steps: int, reports: bool) -> dict[str, float]:
+        """Over ``steps`` optimizer steps and all ranks where ``reports`` is true, one of each replica. Collective."""
+        gathered: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(gathered, (dict(self._sums), self._weights) if reports else None)
+        sums: dict[tuple[str, str], float] = defaultdict(float)
+        weights = {"token": 0.0, "row": 0.0, "step": float(steps)}
+        for theirs in filter(None, gathered):
+            for key, value in theirs[0].items():
+                sums[key] += value
+            for kind, value in theirs[1].items():
+                weights[kind] += value
+        return {name: value / max(weights[kind], 1.0) for (name, kind), value in sums.items()}
+
+
 class WholeSteps:
     """Mixed into OpenRLHF's trainers on DeepSpeed: the engine is told which backward pass ends an optimizer step.
 
-    Left to itself DeepSpeed counts: with dynamic batches OpenRLHF tells it 1 micro-batch a step, and ZeRO 1 and 2 then keep
-    the last one's gradient alone; with fixed ones a short rollout shifts the count for the rest of the run. Both seen in
-    OpenRLHF 0.11.2 with DeepSpeed 0.19.6.
+    Left to itself DeepSpeed counts: with dynamic batches OpenRLHF tells it 1 micro-batch a step, and ZeRO 1 and 2 then
+    keep the last one's gradient alone; with fixed ones a short rollout shifts the count for the rest of the run.
+    Both seen in OpenRLHF 0.11.2 with DeepSpeed 0.19.6.
     """
 
     strategy: Any
@@ -52,12 +99,12 @@ class WholeSteps:
 
     def __init__(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(strategy, *args, **kwargs)  # type: ignore[call-arg]
-        # Upstream's `training_step` asks the buffer's dynamic batches for the end of a step, and here all batches are such.
+        # Upstream's `training_step` asks the buffer's dynamic batches for a step's end; here all batches are dynamic.
         train = SimpleNamespace(**vars(strategy.args.train) | {"dynamic_batch_enable": True})
         self.args = SimpleNamespace(**vars(strategy.args) | {"train": train})
 
     def train(self, engine: Any, step: Callable[[Experience, int], dict[str, Any]]) -> dict[str, float]:
-        """Train on everything in the replay buffer, with ``step`` the forward and backward pass of a micro-batch on ``engine``.
+        """Train on the whole replay buffer; ``step`` is a micro-batch's forward and backward pass on ``engine``.
 
         Returns:
             its metrics over all replicas (see ``StepMetrics``); of learning rate and gradient norm the last.
@@ -82,7 +129,7 @@ class WholeSteps:
         args, buffer = self.strategy.args, self.replay_buffer
         group = self.strategy.ds_device_mesh["dp"].get_group()
         device = torch.device(torch.cuda.current_device())
-        # The same order on every rank of a replica, and again after a resume. Dynamic batches come sorted to be balanced.
+        # The same order on every rank of a replica, and after a resume. Dynamic batches come sorted for balance.
         seed = [args.train.seed, engine.global_steps]
         shuffle = None if args.train.dynamic_batch_enable else np.random.default_rng(seed)
         buffer.dynamic_optimizer_step, buffer.dynamic_sample_loss_scale = [], []

@@ -1,4 +1,5 @@
-"""The Ray actor that holds the policy: old-policy forward with entropies, the estimator's loss, bucketed weight sync."""
+"""The Ray actors that hold a policy, and upstream's `gae` critic, on DeepSpeed: old-policy forward with entropies, the
+estimator's loss, bucketed weight sync."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -8,8 +9,9 @@ from typing import Any
 import deepspeed
 import ray
 import torch
-from openrlhf.trainer.ray import ppo_actor
+from openrlhf.trainer.ray import ppo_actor, ppo_critic
 from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+from openrlhf.trainer.ray.ppo_critic import CriticPPOTrainer
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 
 from openrlhf_gtpo import platform
@@ -22,13 +24,12 @@ from openrlhf_gtpo.integration.credit.loss import CreditLoss, loss_options
 from openrlhf_gtpo.platform.memory import ReportsPeakMemory
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
-from openrlhf_gtpo.weight_sync.arrivals import WeightSyncError
-from openrlhf_gtpo.weight_sync.buckets import ParameterMeta
-from openrlhf_gtpo.weight_sync.colocated import ColocatedSender
-from openrlhf_gtpo.weight_sync.engine import Engine, ray_engine
-from openrlhf_gtpo.weight_sync.sender import WeightSender
+from openrlhf_gtpo.weight_sync.buckets import ParameterMeta, TensorBuckets, Weights
+from openrlhf_gtpo.weight_sync.receipts import WeightSyncError
+from openrlhf_gtpo.weight_sync.sender import ColocatedSender, Engine, WeightSender, gather, ray_engine
 
 _UpstreamPolicyActor: Any = ppo_actor.PolicyModelActor.__ray_metadata__.modified_class
+_UpstreamCriticActor: Any = ppo_critic.CriticModelActor.__ray_metadata__.modified_class
 
 
 class EntropyActorTrainer(ActorPPOTrainer):
@@ -46,6 +47,9 @@ class EntropyActorTrainer(ActorPPOTrainer):
         """The engines share this trainer's GPUs: upstream's condition for CUDA IPC, but whatever the backend."""
         return self.args.train.colocate_all and not self.args.train.async_enable
 
+    def _engines(self) -> list[Engine]:
+        return [ray_engine(engine) for engine in self.vllm_engines]
+
     def _init_vllm_sync_group(self, backend: str) -> None:
         if self.args.vllm.sync_with_ray:
             super()._init_vllm_sync_group(backend)
@@ -55,7 +59,6 @@ class EntropyActorTrainer(ActorPPOTrainer):
                 self.args.vllm.tensor_parallel_size,
                 ray.util.get_node_ip_address(),
                 torch.device(torch.cuda.current_device()),
-                self.args.vllm.sync_bucket_mb * 2**20,
                 self.args.vllm.sync_checksum,
             )
 
@@ -77,26 +80,20 @@ class EntropyActorTrainer(ActorPPOTrainer):
         torch_dist_barrier_and_cuda_sync()
 
     def _send(self) -> None:
-        parameters, tensors = self._weights_to_send()
+        weights = self._weights_to_send()
+        device = torch.device(torch.cuda.current_device())
+        first = torch.distributed.get_rank() == 0
         if self._colocated:
-            engines = self._engines() if torch.distributed.get_rank() == 0 else []
-            device = torch.device(torch.cuda.current_device())
-            bucket_bytes = self.args.vllm.sync_bucket_mb * 2**20
-            ColocatedSender(engines, _all_gather_objects, device, bucket_bytes, self.args.vllm.sync_checksum).send(
-                parameters, tensors
-            )
-        elif torch.distributed.get_rank() == 0:
-            self._broadcaster.send(parameters, tensors)
+            engines = self._engines() if first else []
+            ColocatedSender(engines, _all_gather_objects, device, self.args.vllm.sync_checksum).send(weights)
+        elif first:
+            self._broadcaster.send(weights)
         else:
-            for _ in tensors:  # the other ranks take part in gathering
-                pass
+            gather(weights, device)
 
-    def _engines(self) -> list[Engine]:
-        return [ray_engine(engine) for engine in self.vllm_engines]
-
-    def _weights_to_send(self) -> tuple[list[ParameterMeta], Iterator[torch.Tensor]]:
-        """The model's parameters, and a full tensor of each, which all ranks have to gather together."""
-        return self._metas, self._full_tensors()
+    def _weights_to_send(self) -> Weights:
+        """The model's full tensors, which all ranks have to gather together."""
+        return TensorBuckets(self._metas, self._full_tensors(), self.args.vllm.sync_bucket_mb * 2**20)
 
     @cached_property
     def _metas(self) -> list[ParameterMeta]:
@@ -150,12 +147,27 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
         sequences: torch.Tensor,
         action_mask: torch.Tensor,
         attention_mask: torch.Tensor,
-        packed_seq_lens: Any = None,
-        mm_train_inputs_list: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> TokenValues | torch.Tensor:
         """(b, t) tokens of one micro-batch to :class:`TokenValues` on the CPU, or to upstream's log-probs alone."""
         with self.peaks.phase(names.OLD_LOG_PROBS):
-            return self._forward(sequences, action_mask, attention_mask, packed_seq_lens, mm_train_inputs_list)
+            if not captures_entropy(self.strategy.args):
+                return super().forward(sequences, action_mask, attention_mask, *args, **kwargs)
+            device = torch.cuda.current_device()
+            self.actor.eval()
+            with torch.no_grad():
+                log_probs, output = self.actor(
+                    sequences.to(device),
+                    action_mask.to(device),
+                    attention_mask.to(device),
+                    return_output=True,
+                    ring_attn_group=self.strategy.ring_attn_group,
+                    return_entropy=True,
+                )
+            self.actor.train()
+            entropy = output.entropy[:, -action_mask.shape[1] :]
+            return TokenValues(log_probs.to("cpu"), (entropy * action_mask.to(device)).to("cpu"))
 
     def fit(self, kl_ctl: float = 0) -> dict[str, float]:
         with self.peaks.phase(names.PPO_TRAIN):
@@ -165,36 +177,29 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
         with self.peaks.phase(names.BROADCAST):
             super().broadcast_to_vllm()
 
-    def _forward(
-        self,
-        sequences: torch.Tensor,
-        action_mask: torch.Tensor,
-        attention_mask: torch.Tensor,
-        packed_seq_lens: Any,
-        mm_train_inputs_list: Any,
-    ) -> TokenValues | torch.Tensor:
-        if not captures_entropy(self.strategy.args):
-            return super().forward(sequences, action_mask, attention_mask, packed_seq_lens, mm_train_inputs_list)
-        device = torch.cuda.current_device()
-        self.actor.eval()
-        with torch.no_grad():
-            log_probs, output = self.actor(
-                sequences.to(device),
-                action_mask.to(device),
-                attention_mask.to(device),
-                return_output=True,
-                ring_attn_group=self.strategy.ring_attn_group,
-                return_entropy=True,
-            )
-        self.actor.train()
-        entropy = output.entropy[:, -action_mask.shape[1] :]
-        return TokenValues(log_probs.to("cpu"), (entropy * action_mask.to(device)).to("cpu"))
-
     def finish_checkpoint(self) -> None:
         """Nothing to wait for: DeepSpeed's checkpoints are whole when saving returns."""
 
 
+class DeepspeedCriticTrainer(WholeSteps, CriticPPOTrainer):
+    """Upstream's trainer of a critic, a whole optimizer step at a time."""
+
+    def ppo_train(self) -> dict[str, float]:
+        """Train on everything in the replay buffer; returns upstream's metrics."""
+        return self.train(self.critic, self.training_step)
+
+
+class DeepspeedCriticActor(_UpstreamCriticActor):  # type: ignore[misc]
+    """Upstream's critic actor with this package's trainer."""
+
+    def init_model_from_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """As upstream's."""
+        ppo_critic.CriticPPOTrainer = DeepspeedCriticTrainer
+        super().init_model_from_pretrained(*args, **kwargs)
+
+
 PolicyActor = ray.remote(num_gpus=1)(EntropyPolicyActor)
+CriticActor = ray.remote(num_gpus=1)(DeepspeedCriticActor)
 
 
 def _all_gather_objects(mine: Any) -> list[Any]:

@@ -13,6 +13,7 @@ import torch
 from openrlhf.models import Actor
 
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
+from openrlhf_gtpo.token_values import place
 
 # Architectures whose logits are exactly lm_head(hidden): no soft cap, no scale behind the head.
 PLAIN_HEADS = frozenset(
@@ -76,8 +77,8 @@ class PolicyModel(Actor):
             with_entropy=return_entropy,
         )
         if entropy is not None:
-            output.entropy = _place(entropy, actions)
-        action_log_probs = _place(log_probs, actions)
+            output.entropy = place(entropy, actions)
+        action_log_probs = place(log_probs, actions)
         return (action_log_probs, output) if return_output else action_log_probs
 
     def _hidden_states(
@@ -117,8 +118,3 @@ def _identity(head: torch.nn.Linear) -> Iterator[None]:
         yield
     finally:
         del head.forward
-
-
-def _place(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(N,) values to the True places of (B, A) ``mask``, 0 elsewhere; differentiable."""
-    return values.new_zeros(mask.shape).masked_scatter(mask, values)

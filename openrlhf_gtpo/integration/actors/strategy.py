@@ -1,4 +1,4 @@
-"""OpenRLHF's DeepSpeed strategy: each backward pass says whether it ends an optimizer step, and a CPU host compiles nothing."""
+"""OpenRLHF's DeepSpeed strategy: a backward pass tells if it ends an optimizer step; a CPU host compiles nothing."""
 
 from datetime import timedelta
 from importlib import import_module
@@ -52,7 +52,7 @@ class CpuStrategy(Strategy):
 
     def setup_distributed(self, timeout: timedelta = timedelta(minutes=60)) -> None:
         """As upstream's, over gloo alone."""
-        # By its full name: the attribute `deepspeed.comm.torch` is torch, which that package imports from a module of its own.
+        # By full name: the attribute `deepspeed.comm.torch` is torch, which that package imports from its own module.
         vars(import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
         super().setup_distributed(timeout)
 

@@ -15,7 +15,7 @@ from openrlhf_gtpo.integration.command_line import megatron_flags
 # OpenRLHF's name of the aggregation that divides by tokens, or by rows, of the whole optimizer step.
 AGGREGATION = {"token": "token-mean", "sequence": "seq-mean-token-mean"}
 
-# Whole algorithms from OpenRLHF's parts. A flag given on the command line wins over its preset's value. Where they depart
+# Whole algorithms from OpenRLHF's parts. A flag on the command line wins over its preset's value. Where they depart
 # from their papers: docs/algorithms.md.
 PRESETS: dict[str, dict[str, Any]] = {
     # DeepSeekMath, arXiv 2402.03300: KL loss with the k3 estimator, every response weighs the same.
@@ -26,8 +26,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "algo.kl.estimator": "k3",
         "algo.kl.init_coef": 0.04,
     },
-    # arXiv 2503.14476: clip-higher, dynamic sampling, token-level loss, overlong penalty, no KL. Its rewards are -1 and 1; a
-    # group of 0 and 1 with half the penalty has the same advantages.
+    # arXiv 2503.14476: clip-higher, dynamic sampling, token-level loss, overlong penalty, no KL. Rewards are -1 and 1;
+    # a group of 0 and 1 with half the penalty has the same advantages.
     "dapo": {
         "algo.advantage.estimator": "group_norm",
         "actor.eps_clip_low_high": [0.2, 0.28],
@@ -44,12 +44,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "actor.eps_clip_low_high": [3e-4, 4e-4],
         "algo.kl.init_coef": 0.0,
     },
-}
-
-# What --vllm.sync_checksum cannot vouch for.
-_NOT_PROVEN = {
-    "vllm.sync_with_ray": "whose transfer is OpenRLHF's own",
-    "actor.freeze_visual_encoder": "with which only a part of the model is sent",
 }
 
 # DAPO's buffer as a share of the longest response (4096 of 20480 tokens).
@@ -70,18 +64,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--algo.preset",
         choices=sorted(PRESETS),
-        default=None,
         help="select a whole algorithm: its estimator, loss, clip range, KL, filtering and length penalty; "
-        "flags given beside it win. dapo is for rewards of 0 and 1 (for -1 and 1 add --reward.overlong_penalty_factor 1 "
-        "--algo.dynamic_filtering_range -1 1) and needs --rollout.max_new_tokens; grpo takes the mean of its KL over "
-        "tokens, the paper over each response first",
+        "flags given beside it win. dapo is for rewards of 0 and 1 (for -1 and 1 add "
+        "--reward.overlong_penalty_factor 1 --algo.dynamic_filtering_range -1 1) and needs --rollout.max_new_tokens; "
+        "grpo takes the mean of its KL over tokens, the paper over each response first",
     )
     group.add_argument(
         "--actor.trust_remote_code",
         action="store_true",
-        default=False,
-        help="run the Python code that a checkpoint brings (auto_map in its configuration files), of actor, reward and "
-        "critic; without it such a checkpoint is refused",
+        help="run the Python code that a checkpoint brings (auto_map in its configuration files), of actor, reward "
+        "and critic; without it such a checkpoint is refused",
     )
     group.add_argument(
         "--reward.overlong_form",
@@ -90,24 +82,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="shape of the overlong penalty for gtpo and grpo_s: DAPO's continuous one, or the paper's as printed",
     )
     group.add_argument(
-        "--eval.before_training",
-        action="store_true",
-        default=False,
-        help="evaluate --eval.dataset once before the first step",
+        "--eval.before_training", action="store_true", help="evaluate --eval.dataset once before the first step"
     )
     group.add_argument(
         "--ckpt.stop_file",
-        default=None,
         help="when this file appears, save a checkpoint after the step in progress and exit with status 75 (default: "
         "'stop' in --ckpt.path, where one that is left from an earlier run does not count)",
     )
-    group.add_argument(
-        "--logger.metrics_path", default=None, help="append every step's metrics to this JSON-lines file"
-    )
+    group.add_argument("--logger.metrics_path", help="append every step's metrics to this JSON-lines file")
     group.add_argument(
         "--logger.entropy_enable",
         action="store_true",
-        default=False,
         help="log policy entropies with the other estimators too (gtpo and grpo_s always do)",
     )
     group.add_argument(
@@ -116,8 +101,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--vllm.sync_checksum",
         action="store_true",
-        default=False,
-        help="prove after every weight transfer that each parameter reached every engine; stop the run where one did not",
+        help="prove after every transfer that each parameter reached every engine; stop the run where one did not",
     )
     for name, one in ESTIMATORS.items():
         _add_config_flags(parser.add_argument_group(f"openrlhf_gtpo {name}"), f"--algo.{name}.", one.config)
@@ -159,79 +143,83 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
     Raises:
         UsageError: a flag that contradicts the preset, the estimator's loss level or the actor's backend.
     """
+    values = vars(args)  # by flag
     if "actor.eps_clip" in given:
         given |= {"actor.eps_clip_low_high"}  # OpenRLHF takes the one for both bounds
-    bucket = getattr(args, "vllm.sync_bucket_mb")
-    if bucket < 1:
-        raise UsageError(f"--vllm.sync_bucket_mb {bucket} leaves no room for a weight; give at least 1.")
-    if getattr(args, "vllm.sync_checksum"):
-        for flag, why in _NOT_PROVEN.items():
-            if getattr(args, flag):
-                raise UsageError(f"--vllm.sync_checksum does not go with --{flag}, {why}; leave one of them out.")
-    preset = getattr(args, "algo.preset")
+    preset = values["algo.preset"]
     if preset is not None:
         if "algo.advantage.estimator" in given:
             raise UsageError(
                 f"--algo.preset {preset} brings its own estimator; drop --algo.advantage.estimator or the preset."
             )
-        for destination, value in PRESETS[preset].items():
-            if destination not in given:
-                setattr(args, destination, value)
-        if preset == "dapo" and "reward.overlong_buffer_len" not in given:
-            longest = getattr(args, "rollout.max_new_tokens")
-            if not longest:
-                raise UsageError(
-                    "--algo.preset dapo penalizes responses that come close to --rollout.max_new_tokens, which is missing; "
-                    "give it, or --reward.overlong_buffer_len to count back from --data.max_len."
-                )
-            setattr(args, "reward.overlong_buffer_len", float(max(1, int(longest * _DAPO_BUFFER_SHARE))))
+        values.update({flag: value for flag, value in PRESETS[preset].items() if flag not in given})
+    if preset == "dapo" and "reward.overlong_buffer_len" not in given:
+        longest = values["rollout.max_new_tokens"]
+        if not longest:
+            raise UsageError(
+                "--algo.preset dapo penalizes responses that come close to --rollout.max_new_tokens, which is "
+                "missing; give it, or --reward.overlong_buffer_len to count back from --data.max_len."
+            )
+        values["reward.overlong_buffer_len"] = float(max(1, int(longest * _DAPO_BUFFER_SHARE)))
 
-    estimator = getattr(args, "algo.advantage.estimator")
-    if estimator in ESTIMATORS:
-        _follow_loss_level(args, given, estimator)
+    if values["algo.advantage.estimator"] in ESTIMATORS:
+        _follow_loss_level(values, given)
         if "actor.eps_clip_low_high" not in given:
-            setattr(args, "actor.eps_clip_low_high", [0.2, 0.28])
+            values["actor.eps_clip_low_high"] = [0.2, 0.28]
         if "reward.clip_range" not in given:
-            setattr(args, "reward.clip_range", None)  # OpenRLHF's ±10 is for rewards, and would cut shaped advantages
+            values["reward.clip_range"] = None  # OpenRLHF's ±10 is for rewards, and would cut shaped advantages
     megatron_flags.adjust(args, given)
-    warning = _without_effect(args, given)
-    if warning:
-        print(warning, file=sys.stderr)
+    _name_flags_without_effect(values, given)
 
 
-def _without_effect(args: argparse.Namespace, given: frozenset[str]) -> str | None:
-    """One line that names the flags that were ``given`` and that this run does not read; None where it reads all."""
-    estimator = getattr(args, "algo.advantage.estimator")
-    with_ray = getattr(args, "vllm.sync_with_ray")
-    reward_url = getattr(args, "reward.remote_url") or getattr(args, "train.agent_func_path")
-    reward_model = getattr(args, "reward.model_name_or_path") and not reward_url
+def _follow_loss_level(values: dict[str, Any], given: frozenset[str]) -> None:
+    """Sequence advantages go with a sequence loss, token advantages with a token loss."""
+    estimator, chosen = values["algo.advantage.estimator"], values["actor.loss_agg_mode"]
+    level = ESTIMATORS[estimator].level
+    if "actor.loss_agg_mode" in given and chosen != AGGREGATION[level]:
+        raise UsageError(
+            f"--actor.loss_agg_mode {chosen} does not fit --algo.advantage.estimator {estimator}, whose advantages "
+            f"are per {level}; leave it out or give {AGGREGATION[level]}."
+        )
+    if values["actor.policy_loss_type"] != "ppo":
+        raise UsageError(
+            f"--actor.policy_loss_type gspo does not fit --algo.advantage.estimator {estimator}, which brings its own "
+            "loss; leave it out (grpo_s with --algo.grpo_s.ratio_mean geometric has GSPO's ratio)."
+        )
+    values["actor.loss_agg_mode"] = AGGREGATION[level]
+
+
+def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) -> None:
+    """Print one line that names the flags that were ``given`` and that this run does not read."""
+    estimator, with_ray = values["algo.advantage.estimator"], values["vllm.sync_with_ray"]
+    shapes_credit = estimator in ESTIMATORS
+    reward_url = values["reward.remote_url"] or values["train.agent_func_path"]
+    megatron: tuple[str, ...] = megatron_flags.NOT_READ
+    if reward_url or not values["reward.model_name_or_path"]:
+        megatron += megatron_flags.READ_BY_REWARD_MODEL
     # Where it holds, why, and how the flags begin that nothing reads then.
     rules: list[tuple[bool, str, tuple[str, ...]]] = [
         (
-            estimator in ESTIMATORS,
+            shapes_credit,
             f"not read by {estimator}",
             ("algo.advantage.no_std_norm", "algo.advantage.gamma", "algo.advantage.lambd"),
         ),
         *((estimator != name, f"the estimator is {estimator}", (f"algo.{name}.",)) for name in ESTIMATORS),
-        (estimator not in ESTIMATORS, "only gtpo and grpo_s have a choice of it", ("reward.overlong_form",)),
+        (not shapes_credit, "only gtpo and grpo_s have a choice of it", ("reward.overlong_form",)),
         (
-            estimator in ESTIMATORS and getattr(args, "reward.overlong_buffer_len") is None,
+            shapes_credit and values["reward.overlong_buffer_len"] is None,
             "there is no --reward.overlong_buffer_len",
             ("reward.overlong_form", "reward.overlong_penalty_factor"),
         ),
         (
-            getattr(args, "actor.policy_loss_type") == "gspo",
+            values["actor.policy_loss_type"] == "gspo",
             "gspo always takes the mean over responses",
             ("actor.loss_agg_mode",),
         ),
+        (values["actor.backend"] == "megatron", "not read by the Megatron actor", megatron),
+        (not values["eval.dataset"], "there is no --eval.dataset", ("eval.before_training",)),
         (
-            getattr(args, "actor.backend") == "megatron",
-            "not read by the Megatron actor",
-            megatron_flags.NOT_READ + (() if reward_model else megatron_flags.READ_BY_REWARD_MODEL),
-        ),
-        (not getattr(args, "eval.dataset"), "there is no --eval.dataset", ("eval.before_training",)),
-        (
-            not with_ray and getattr(args, "vllm.sync_backend") != "nccl",
+            not with_ray and values["vllm.sync_backend"] != "nccl",
             "GPUs use NCCL, a host without them gloo",
             ("vllm.sync_backend",),
         ),
@@ -239,29 +227,8 @@ def _without_effect(args: argparse.Namespace, given: frozenset[str]) -> str | No
     ]
     groups = []
     for holds, reason, beginnings in rules:
-        unread = sorted(flag for flag in given if flag.startswith(beginnings)) if holds else []
+        unread = sorted(f"--{flag}" for flag in given if flag.startswith(beginnings)) if holds else []
         if unread:
-            groups.append(f"{', '.join(f'--{flag}' for flag in unread)} ({reason})")
-    return f"These flags were given but have no effect here: {'; '.join(groups)}." if groups else None
-
-
-def _follow_loss_level(args: argparse.Namespace, given: frozenset[str], estimator: str) -> None:
-    """Sequence advantages go with a sequence loss, token advantages with a token loss."""
-    aggregation = AGGREGATION[ESTIMATORS[estimator].level]
-    chosen = getattr(args, "actor.loss_agg_mode")
-    if "actor.loss_agg_mode" in given and chosen != aggregation:
-        raise UsageError(
-            f"--actor.loss_agg_mode {chosen} does not fit --algo.advantage.estimator {estimator}, whose advantages "
-            f"are per {ESTIMATORS[estimator].level}; leave it out or give {aggregation}."
-        )
-    if getattr(args, "actor.policy_loss_type") != "ppo":
-        remedy = (
-            "--algo.grpo_s.ratio_mean geometric is GSPO's ratio"
-            if estimator == "grpo_s"
-            else "use --algo.advantage.estimator grpo_s with --algo.grpo_s.ratio_mean geometric for GSPO's ratio"
-        )
-        raise UsageError(
-            f"--actor.policy_loss_type gspo does not fit --algo.advantage.estimator {estimator}, which brings its "
-            f"own loss; leave it out ({remedy})."
-        )
-    setattr(args, "actor.loss_agg_mode", aggregation)
+            groups.append(f"{', '.join(unread)} ({reason})")
+    if groups:
+        print(f"These flags were given but have no effect here: {'; '.join(groups)}.", file=sys.stderr)

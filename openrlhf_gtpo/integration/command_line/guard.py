@@ -13,133 +13,78 @@ from openrlhf_gtpo.errors import UsageError
 
 SUPPORTED_VERSIONS = ("0.11.2",)
 
-# module -> "name" or "Class.method" -> parameters in order (None: only the name matters).
-RELIED_ON: dict[str, dict[str, tuple[str, ...] | None]] = {
-    "openrlhf.cli.train_ppo_ray": {"train": ("args",)},
-    "openrlhf.utils.config": {"hierarchize": ("args",)},
-    "openrlhf.models.actor": {
-        "Actor.forward": (
-            "self",
-            "sequences",
-            "action_mask",
-            "attention_mask",
-            "return_output",
-            "allgather_logits",
-            "return_logprobs",
-            "ring_attn_group",
-            "packed_seq_lens",
-            "return_entropy",
+# module -> its top-level names and methods of its classes: with plain parameters, or alone where those do not matter.
+RELIED_ON: dict[str, tuple[str, ...]] = {
+    "openrlhf.cli.train_ppo_ray": ("train(args)",),
+    "openrlhf.utils.config": ("hierarchize(args)",),
+    "openrlhf.models.actor": (
+        "Actor.forward(self, sequences, action_mask, attention_mask, return_output, allgather_logits, "
+        "return_logprobs, ring_attn_group, packed_seq_lens, return_entropy)",
+    ),
+    "openrlhf.models.loss": (
+        "PolicyLoss.forward(self, log_probs, old_log_probs, advantages, action_mask, rollout_log_probs, dp_size, "
+        "batch_num_tokens, global_batch_size)",
+    ),
+    "openrlhf.trainer.ppo_utils.experience_maker": (
+        "RemoteExperienceMaker.make_experience(self, samples_list)",
+        "RemoteExperienceMaker.compute_advantages_and_returns(self, experiences)",
+        "RemoteExperienceMaker._flatten_results(self, refs, duplicate_factor)",
+        "RemoteExperienceMaker.split_rollout_samples(self, rollout_samples)",
+    ),
+    "openrlhf.trainer.ppo_utils.samples_generator": (
+        "SamplesGenerator._generate_vllm(self, dataloader_iter, num_prompts, dynamic_filtering)",
+        "SamplesGenerator._dispatch_prompts_to_vllm(self, prompts, labels)",
+        "SamplesGenerator._process_response_into_experience(self, response)",
+        "SamplesGenerator.generate_eval_samples(self)",
+        "SamplesGenerator.generate_samples(self)",
+    ),
+    "openrlhf.trainer.ppo_utils.length_penalty": (
+        "apply_stop_properly_penalty(experiences, stop_properly_penalty_coef)",
+    ),
+    "openrlhf.trainer.ppo_trainer": (
+        "BasePPOTrainer.init_checkpoint_states(self)",
+        "BasePPOTrainer.train_step(self, rollout_samples, global_step)",
+        "BasePPOTrainer.save_logs_and_checkpoints(self, global_step, logs_dict, client_states)",
+        "PPOTrainer.evaluate(self, global_step)",
+        "PPOTrainer.fit(self, global_step)",
+    ),
+    "openrlhf.trainer.ray.launcher": ("RayActorGroup.async_run_method_batch(self, method_name)",),
+    "openrlhf.trainer.ray.ppo_actor": (
+        "ActorPPOTrainer.training_step(self, experience, kl_ctl, step, loss_batch_info)",
+        "ActorPPOTrainer._init_vllm_sync_group(self, backend)",
+        "ActorPPOTrainer.broadcast_to_vllm(self)",
+        (
+            "PolicyModelActor.forward(self, sequences, action_mask, attention_mask, packed_seq_lens, "
+            "mm_train_inputs_list)"
         ),
-    },
-    "openrlhf.models.loss": {
-        "PolicyLoss.forward": (
-            "self",
-            "log_probs",
-            "old_log_probs",
-            "advantages",
-            "action_mask",
-            "rollout_log_probs",
-            "dp_size",
-            "batch_num_tokens",
-            "global_batch_size",
-        ),
-    },
-    "openrlhf.trainer.ppo_utils.experience_maker": {
-        "RemoteExperienceMaker.make_experience": ("self", "samples_list"),
-        "RemoteExperienceMaker.compute_advantages_and_returns": ("self", "experiences"),
-        "RemoteExperienceMaker._flatten_results": ("self", "refs", "duplicate_factor"),
-        "RemoteExperienceMaker.split_rollout_samples": ("self", "rollout_samples"),
-    },
-    "openrlhf.trainer.ppo_utils.samples_generator": {
-        "SamplesGenerator._generate_vllm": ("self", "dataloader_iter", "num_prompts", "dynamic_filtering"),
-        "SamplesGenerator._dispatch_prompts_to_vllm": ("self", "prompts", "labels"),
-        "SamplesGenerator._process_response_into_experience": ("self", "response"),
-        "SamplesGenerator.generate_eval_samples": ("self",),
-        "SamplesGenerator.generate_samples": ("self",),
-    },
-    "openrlhf.trainer.ppo_utils.length_penalty": {
-        "apply_stop_properly_penalty": ("experiences", "stop_properly_penalty_coef")
-    },
-    "openrlhf.trainer.ppo_trainer": {
-        "BasePPOTrainer.init_checkpoint_states": ("self",),
-        "BasePPOTrainer.train_step": ("self", "rollout_samples", "global_step"),
-        "BasePPOTrainer.save_logs_and_checkpoints": ("self", "global_step", "logs_dict", "client_states"),
-        "PPOTrainer.evaluate": ("self", "global_step"),
-        "PPOTrainer.fit": ("self", "global_step"),
-    },
-    "openrlhf.trainer.ray.launcher": {"RayActorGroup.async_run_method_batch": ("self", "method_name")},
-    "openrlhf.trainer.ray.ppo_actor": {
-        "ActorPPOTrainer.training_step": ("self", "experience", "kl_ctl", "step", "loss_batch_info"),
-        "ActorPPOTrainer._init_vllm_sync_group": ("self", "backend"),
-        "ActorPPOTrainer.broadcast_to_vllm": ("self",),
-        "PolicyModelActor.forward": (
-            "self",
-            "sequences",
-            "action_mask",
-            "attention_mask",
-            "packed_seq_lens",
-            "mm_train_inputs_list",
-        ),
-        "PolicyModelActor.init_model_from_pretrained": (
-            "self",
-            "strategy",
-            "pretrain",
-            "max_steps",
-            "vllm_engines",
-        ),
-    },
-    "openrlhf.trainer.ray.ppo_critic": {
-        "CriticModelActor.init_model_from_pretrained": ("self", "strategy", "pretrain", "max_steps"),
-        "CriticPPOTrainer.training_step": ("self", "experience", "step", "loss_batch_info"),
-    },
-    "openrlhf.trainer.ray.vllm_engine": {
-        "RolloutRayActor.__init__": ("self",),
-        "RolloutRayActor.generate": ("self", "prompt_token_ids", "sampling_params", "multi_modal_data"),
-        "RolloutRayActor.generate_responses": (
-            "self",
-            "prompt",
-            "label",
-            "sampling_params",
-            "max_length",
-            "hf_tokenizer",
-            "num_samples",
-            "images",
-        ),
-        "RolloutRayActor.get_num_unfinished_requests": ("self",),
-        "create_vllm_engines": None,
-    },
-    "openrlhf.trainer.ray.vllm_worker_wrap": {"WorkerWrap": None},
-    "openrlhf.utils.agent": {
-        "SingleTurnAgentExecutor.execute": (
-            "self",
-            "prompt",
-            "label",
-            "sampling_params",
-            "max_length",
-            "hf_tokenizer",
-            "llm_engine",
-            "images",
-        ),
-        "SingleTurnAgentExecutor._fetch_rewards_via_func": ("self", "queries_list", "prompts_list", "labels_list"),
-        "SingleTurnAgentExecutor._fetch_rewards_via_http": ("self", "queries_list", "prompts_list", "labels_list"),
-    },
-    "openrlhf.utils.deepspeed.deepspeed": {
-        "DeepspeedStrategy.get_ds_eval_config": ("self", "offload"),
-        "DeepspeedStrategy.get_ds_train_config": ("self", "optim_dict"),
-        "DeepspeedStrategy.setup_dataloader": (
-            "self",
-            "replay_buffer",
-            "batch_size",
-            "pin_memory",
-            "shuffle",
-            "collate_fn",
-            "drop_last",
-            "sampler",
-            "consumed_samples",
-            "num_workers",
-        ),
-        "DeepspeedStrategy.setup_distributed": ("self", "timeout"),
-    },
+        "PolicyModelActor.init_model_from_pretrained(self, strategy, pretrain, max_steps, vllm_engines)",
+    ),
+    "openrlhf.trainer.ray.ppo_critic": (
+        "CriticModelActor.init_model_from_pretrained(self, strategy, pretrain, max_steps)",
+        "CriticPPOTrainer.training_step(self, experience, step, loss_batch_info)",
+    ),
+    "openrlhf.trainer.ray.vllm_engine": (
+        "RolloutRayActor.__init__(self)",
+        "RolloutRayActor.generate(self, prompt_token_ids, sampling_params, multi_modal_data)",
+        "RolloutRayActor.generate_responses(self, prompt, label, sampling_params, max_length, hf_tokenizer, "
+        "num_samples, images)",
+        "RolloutRayActor.get_num_unfinished_requests(self)",
+        "create_vllm_engines",
+    ),
+    "openrlhf.trainer.ray.vllm_worker_wrap": ("WorkerWrap",),
+    "openrlhf.utils.agent": (
+        "SingleTurnAgentExecutor.execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, "
+        "images)",
+        "SingleTurnAgentExecutor._fetch_rewards_via_func(self, queries_list, prompts_list, labels_list)",
+        "SingleTurnAgentExecutor._fetch_rewards_via_http(self, queries_list, prompts_list, labels_list)",
+    ),
+    "openrlhf.utils.deepspeed.deepspeed": (
+        "DeepspeedStrategy.get_ds_eval_config(self, offload)",
+        "DeepspeedStrategy.get_ds_train_config(self, optim_dict)",
+        "DeepspeedStrategy.setup_dataloader(self, replay_buffer, batch_size, pin_memory, shuffle, collate_fn, "
+        "drop_last, sampler, consumed_samples, num_workers)",
+        "DeepspeedStrategy.setup_distributed(self, timeout)",
+    ),
 }
 
 
@@ -161,19 +106,15 @@ def check_openrlhf() -> None:
         raise UsageError(
             f"OpenRLHF {version} is installed, but openrlhf_gtpo supports {supported}; install one of those."
         )
-    for module, names in RELIED_ON.items():
+    remedy = f"this build differs from the released one; reinstall openrlhf (supported: {supported})."
+    for module, wanted in RELIED_ON.items():
         found = signatures(source_path(module))
-        for name, parameters in names.items():
+        for signature in wanted:
+            name, with_parameters, _ = signature.partition("(")
             if name not in found:
-                raise UsageError(
-                    f"{module} of OpenRLHF {version} has no {name}: this build differs from the released one; "
-                    f"reinstall openrlhf (supported: {supported})."
-                )
-            if parameters is not None and found[name] != parameters:
-                raise UsageError(
-                    f"{module}.{name} of OpenRLHF {version} takes {found[name]}, expected {parameters}: this build "
-                    f"differs from the released one; reinstall openrlhf (supported: {supported})."
-                )
+                raise UsageError(f"{module} of OpenRLHF {version} has no {name}: {remedy}")
+            if with_parameters and found[name] != signature:
+                raise UsageError(f"{module} of OpenRLHF {version} has {found[name]}, expected {signature}: {remedy}")
 
 
 def source_path(module: str) -> Path:
@@ -188,17 +129,18 @@ def source_path(module: str) -> Path:
     return path
 
 
-def signatures(path: Path) -> dict[str, tuple[str, ...]]:
-    """Every module-level class, function and method of a source file with the names of its plain parameters."""
-    found: dict[str, tuple[str, ...]] = {}
+def signatures(path: Path) -> dict[str, str]:
+    """Name -> ``name(parameters)``, no keyword-only ones, of each top-level class, function and method in a file."""
+    found: dict[str, str] = {}
 
     def visit(body: list[ast.stmt], prefix: str) -> None:
         for node in body:
             if isinstance(node, ast.ClassDef):
-                found[node.name] = ()
+                found[node.name] = node.name
                 visit(node.body, f"{node.name}.")
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                found[prefix + node.name] = tuple(a.arg for a in node.args.posonlyargs + node.args.args)
+                name = prefix + node.name
+                found[name] = f"{name}({', '.join(a.arg for a in node.args.posonlyargs + node.args.args)})"
 
     visit(ast.parse(path.read_text()).body, "")
     return found

@@ -1,17 +1,15 @@
 """The flags of the Megatron-core actor, and what they imply for flags of OpenRLHF's."""
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.fp8.options import MODES, RECIPES, Fp8Options
-from openrlhf_gtpo.megatron.parallel.layout import SIZES, Layout, LayoutError
+from openrlhf_gtpo.megatron.parallel.layout import SIZES, Layout, LayoutError, ModelError
 
-_PREFIX = "megatron."
-
-# How OpenRLHF's flags begin that the actor on Megatron does not read: those of DeepSpeed, and of what is refused with it
+# Prefixes of OpenRLHF's flags that the actor on Megatron does not read: DeepSpeed's, and of what is refused with it
 # (moving average, Muon, images).
 NOT_READ = (
     "actor.freeze_visual_encoder",
@@ -46,8 +44,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--actor.backend",
         choices=["deepspeed", "megatron"],
         default="deepspeed",
-        help="what trains the policy and scores with the reference: OpenRLHF's DeepSpeed models, or Megatron-core with "
-        "tensor, pipeline, context and expert parallelism. Models: llama, mistral, qwen2, qwen3, qwen3_moe",
+        help="what trains the policy and scores with the reference: OpenRLHF's DeepSpeed models, or Megatron-core "
+        "with tensor, pipeline, context and expert parallelism. Models: llama, mistral, qwen2, qwen3, qwen3_moe",
     )
     add_layout_flags(group)
     group.add_argument(
@@ -66,11 +64,52 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--megatron.offload",
         action="store_true",
-        default=False,
         help="move parameters, gradients and optimizer states to host memory between the phases of a colocated run, "
         "as --ds.enable_sleep does for DeepSpeed (which asks for the same here)",
     )
-    _add_fp8_flags(group)
+    group.add_argument(
+        "--megatron.fp8",
+        choices=MODES,
+        help="compute the decoder's matrix products in FP8: hybrid (E4M3, gradients in E5M2) or e4m3 with Transformer "
+        "Engine on Hopper or Ada; emulated gives the same numbers slowly on any host. Embedding and LM head stay in "
+        "BF16, and the weights unless --megatron.fp8_param is given (default: off)",
+    )
+    group.add_argument(
+        "--megatron.fp8_recipe",
+        choices=RECIPES,
+        default="blockwise",
+        help="where FP8's scales come from: earlier micro-batches (delayed), the whole tensor (tensorwise), or blocks "
+        "of 1 x 128 and 128 x 128 (blockwise; Hopper, torch built with CUDA 12.9 or above)",
+    )
+    group.add_argument(
+        "--megatron.fp8_param",
+        action="store_true",
+        help="keep those weights in FP8 alone, beside the optimizer's float32 ones, which stay what they are without "
+        "it: half the memory of weights; not with the recipe delayed",
+    )
+    for end in ("start", "end"):
+        group.add_argument(
+            f"--megatron.num_layers_at_{end}_in_bf16",
+            type=int,
+            default=0,
+            metavar="N",
+            help=f"decoder layers at the {end} of the model that stay in BF16",
+        )
+    group.add_argument(
+        "--megatron.fp8_audit_steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="in every N-th batch, compute the old-policy forward in BF16 too, and log what FP8 does to entropies, "
+        "shares and advantages as fp8/* (GTPO and GRPO-S; 0: never)",
+    )
+    group.add_argument(
+        "--megatron.fp8_audit_gate",
+        type=float,
+        metavar="X",
+        help="where an audit finds that more than this fraction of the advantages changes its sign, compute the "
+        "old-policy forward in BF16 until an audit finds fewer, such as 0.02 (default: never)",
+    )
     group.add_argument(
         "--megatron.override",
         action="append",
@@ -88,84 +127,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_layout_flags(group: argparse._ArgumentGroup) -> None:
     """Add the parallel sizes, which :func:`layout_of` reads."""
-    group.add_argument(
-        "--megatron.tensor_model_parallel_size",
-        type=int,
-        default=1,
-        help="GPUs that share every matrix; must divide the model's attention heads and key-value heads. Keep it "
-        "within a node",
-    )
-    group.add_argument(
-        "--megatron.pipeline_model_parallel_size",
-        type=int,
-        default=1,
-        help="stages that the layers are split into; must divide their number",
-    )
-    group.add_argument(
-        "--megatron.context_parallel_size",
-        type=int,
-        default=1,
-        help="GPUs that share every sequence, for long ones; CUDA only",
-    )
-    group.add_argument(
-        "--megatron.expert_model_parallel_size",
-        type=int,
-        default=1,
-        help="GPUs that share the experts of a mixture of experts; must divide them and the data-parallel size, which "
-        "is --actor.num_nodes × --actor.num_gpus_per_node ÷ (tensor × pipeline × context)",
-    )
+    for name, description in (
+        (
+            "tensor_model_parallel_size",
+            "GPUs that share every matrix; must divide the model's attention heads and key-value heads. Keep it "
+            "within a node",
+        ),
+        ("pipeline_model_parallel_size", "stages that the layers are split into; must divide their number"),
+        ("context_parallel_size", "GPUs that share every sequence, for long ones; CUDA only"),
+        (
+            "expert_model_parallel_size",
+            "GPUs that share the experts of a mixture of experts; must divide them and the data-parallel size, which "
+            "is --actor.num_nodes × --actor.num_gpus_per_node ÷ (tensor × pipeline × context)",
+        ),
+    ):
+        group.add_argument(f"--megatron.{name}", type=int, default=1, help=description)
     group.add_argument(
         "--megatron.sequence_parallel",
         action="store_true",
-        default=False,
         help="shard the activations between the matrices over the tensor-parallel GPUs too: less memory, same result",
-    )
-
-
-def _add_fp8_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--megatron.fp8",
-        choices=MODES,
-        help="compute the decoder's matrix products in FP8: hybrid (E4M3, gradients in E5M2) or e4m3 with Transformer "
-        "Engine on Hopper or Ada; emulated gives the same numbers slowly on any host. Embedding and LM head stay in BF16, and "
-        "the weights unless --megatron.fp8_param is given (default: off)",
-    )
-    group.add_argument(
-        "--megatron.fp8_recipe",
-        choices=RECIPES,
-        default="blockwise",
-        help="where FP8's scales come from: earlier micro-batches (delayed), the whole tensor (tensorwise), or blocks of "
-        "1 x 128 and 128 x 128 (blockwise; Hopper, torch built with CUDA 12.9 or above)",
-    )
-    group.add_argument(
-        "--megatron.fp8_param",
-        action="store_true",
-        default=False,
-        help="keep those weights in FP8 alone, beside the optimizer's float32 ones, which stay what they are without it: half "
-        "the memory of weights; not with the recipe delayed",
-    )
-    for end in ("start", "end"):
-        group.add_argument(
-            f"--megatron.num_layers_at_{end}_in_bf16",
-            type=int,
-            default=0,
-            metavar="N",
-            help=f"decoder layers at the {end} of the model that stay in BF16",
-        )
-    group.add_argument(
-        "--megatron.fp8_audit_steps",
-        type=int,
-        default=0,
-        metavar="N",
-        help="in every N-th batch, compute the old-policy forward in BF16 too, and log what FP8 does to entropies, shares "
-        "and advantages as fp8/* (GTPO and GRPO-S; 0: never)",
-    )
-    group.add_argument(
-        "--megatron.fp8_audit_gate",
-        type=float,
-        metavar="X",
-        help="where an audit finds that more than this fraction of the advantages changes its sign, compute the old-policy "
-        "forward in BF16 until an audit finds fewer, such as 0.02 (default: never)",
     )
 
 
@@ -192,49 +172,38 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
     Raises:
         UsageError: a flag of one backend given with the other, or a parallel size below 1.
     """
-    if getattr(args, "actor.backend") != "megatron":
-        refuse_stray(given)
+    refuse_stray(args, given)
+    values = vars(args)  # by flag
+    if values["actor.backend"] != "megatron":
         return
-    refuse_fp8_alone(args, given)
-    for name, remedy in (
-        ("ds.tensor_parallel_size", "--megatron.tensor_model_parallel_size"),
-        ("ds.ring_attn_size", "--megatron.context_parallel_size"),
+    for flag, ours in (
+        ("ds.tensor_parallel_size", "tensor_model_parallel_size"),
+        ("ds.ring_attn_size", "context_parallel_size"),
     ):
-        size = getattr(args, name)
-        if size != 1:
-            raise UsageError(f"--{name} {size} is DeepSpeed's; with --actor.backend megatron give {remedy}.")
-    layout = _layout(lambda name: getattr(args, _PREFIX + name))
-    setattr(args, "ds.tensor_parallel_size", layout.model_parallel_size)
-
-    sleeps = getattr(args, "ds.enable_sleep") or getattr(args, "megatron.offload")
-    setattr(args, "ds.enable_sleep", sleeps)
-    setattr(args, "megatron.offload", sleeps)
-    if getattr(args, "actor.gradient_checkpointing_enable") and "megatron.recompute" not in given:
-        setattr(args, "megatron.recompute", "full")
-
-
-def refuse_stray(given: Iterable[str]) -> None:
-    """Refuse ``--megatron.*`` where another backend runs.
-
-    Raises:
-        UsageError: one of the destinations ``given`` on the command line is among them.
-    """
-    stray = sorted(name for name in given if name.startswith(_PREFIX))
-    if stray:
-        raise UsageError(f"--{stray[0]} needs --actor.backend megatron; add it, or leave the flag out.")
+        if values[flag] != 1:
+            raise UsageError(
+                f"--{flag} {values[flag]} is DeepSpeed's; with --actor.backend megatron give --megatron.{ours}."
+            )
+    sizes = {name: values[f"megatron.{name}"] for name in (*SIZES, "sequence_parallel")}
+    layout = layout_of(SimpleNamespace(megatron=SimpleNamespace(**sizes)))
+    values["ds.tensor_parallel_size"] = layout.model_parallel_size
+    values["ds.enable_sleep"] = values["megatron.offload"] = values["ds.enable_sleep"] or values["megatron.offload"]
+    if values["actor.gradient_checkpointing_enable"] and "megatron.recompute" not in given:
+        values["megatron.recompute"] = "full"
 
 
-def refuse_fp8_alone(args: argparse.Namespace, given: Iterable[str]) -> None:
-    """Refuse settings of FP8 where it is off.
+def refuse_stray(args: argparse.Namespace, given: Iterable[str]) -> None:
+    """Refuse ``--megatron.*`` where another backend runs, and settings of FP8 where it is off.
 
     Raises:
         UsageError: one of the destinations ``given`` on the command line is among them.
     """
-    alone = sorted(
-        name for name in given if name.startswith(_PREFIX) and ("fp8_" in name or name.endswith("_in_bf16"))
-    )
-    if alone and getattr(args, "megatron.fp8") is None:
-        raise UsageError(f"--{alone[0]} needs --megatron.fp8; add it, or leave the flag out.")
+    ours = sorted(name for name in given if name.startswith("megatron."))
+    if ours and getattr(args, "actor.backend") != "megatron":
+        raise UsageError(f"--{ours[0]} needs --actor.backend megatron; add it, or leave the flag out.")
+    of_fp8 = [name for name in ours if "fp8_" in name or name.endswith("_in_bf16")]
+    if of_fp8 and getattr(args, "megatron.fp8") is None:
+        raise UsageError(f"--{of_fp8[0]} needs --megatron.fp8; add it, or leave the flag out.")
 
 
 def layout_of(args: SimpleNamespace) -> Layout:
@@ -243,11 +212,25 @@ def layout_of(args: SimpleNamespace) -> Layout:
     Raises:
         UsageError: a size below 1.
     """
-    return _layout(lambda name: getattr(args.megatron, name))
+    with refusals_name_flags():
+        return Layout(**{name: getattr(args.megatron, name) for name in (*SIZES, "sequence_parallel")})
 
 
-def _layout(read: Callable[[str], Any]) -> Layout:
+@contextmanager
+def refusals_name_flags() -> Iterator[None]:
+    """Raise what Megatron's rooms refuse as the user's mistake, with ``--megatron.*`` for each setting.
+
+    Raises:
+        UsageError: a LayoutError was raised.
+    """
     try:
-        return Layout(**{name: read(name) for name in SIZES}, sequence_parallel=read("sequence_parallel"))
+        yield
+    except ModelError as error:
+        raise UsageError(f"--actor.backend megatron: {error}") from error
     except LayoutError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(error.with_flags(megatron_flag)) from error
+
+
+def megatron_flag(name: str) -> str:
+    """The flag of the setting ``name`` of a layout or of FP8."""
+    return f"--megatron.{name}"

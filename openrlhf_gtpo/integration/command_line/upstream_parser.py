@@ -1,52 +1,44 @@
 """Upstream's own command line, run as it is, with flags of ours added to it. Nothing of it is copied.
 
-OpenRLHF builds its parser, post-processes the arguments and trains inside ``if __name__ == "__main__"``. That block is
-taken out of the installed source and executed with two names of its module replaced: ``argparse`` by a view of the
-real one whose parser is ours, and ``train`` by a function that keeps the arguments.
+OpenRLHF 0.11.2 builds its parser, post-processes the arguments and trains inside ``if __name__ == "__main__"``
+(https://github.com/OpenRLHF/OpenRLHF/blob/main/openrlhf/cli/train_ppo_ray.py). That block is cut out of the installed
+source and run with two names of its module replaced: ``argparse`` by a view of the real one whose parser is ours, and
+``train`` by a function that keeps the arguments. All of this can go when upstream has a function that parses.
 """
 
 import argparse
 import ast
 import difflib
+import functools
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from types import CodeType, SimpleNamespace
 from typing import Any, NoReturn
 
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.integration.command_line import flags
 from openrlhf_gtpo.integration.command_line.guard import source_path
 
 MODULE = "openrlhf.cli.train_ppo_ray"
 
-AddFlags = Callable[[argparse.ArgumentParser], None]
-Adjust = Callable[[argparse.Namespace, frozenset[str]], None]
-
 
 class ExtendedParser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` that adds flags just before it parses and may adjust what was parsed.
+    """An ``ArgumentParser`` for ``argv`` that adds this package's flags just before parsing and adjusts the result."""
 
-    Args:
-        argv: the command line, without the program's name.
-        add_flags: adds flags to the parser that upstream has filled.
-        adjust: gets the flat namespace and the destinations that the user set on the command line.
-    """
-
-    def __init__(self, argv: Sequence[str], add_flags: AddFlags, adjust: Adjust, **kwargs: Any) -> None:
+    def __init__(self, argv: Sequence[str], **kwargs: Any) -> None:
         super().__init__(prog="python3 -m openrlhf_gtpo.cli.train_ppo_ray", **kwargs)
         self._argv = list(argv)
         self._upstream_flags: frozenset[str] = frozenset()
-        self._add_flags = add_flags
-        self._adjust = adjust
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
         self._upstream_flags = frozenset(self._option_string_actions)
-        self._add_flags(self)
+        flags.add_flags(self)
         parsed, unknown = self.parse_known_args(self._argv)
         if unknown:
             self._refuse_unknown(unknown)
-        self._adjust(parsed, self._given())
+        flags.adjust(parsed, self._given())
         return parsed
 
     def _get_option_tuples(self, option_string: str) -> list:
@@ -73,27 +65,34 @@ class ExtendedParser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
-def parse(argv: Sequence[str], add_flags: AddFlags, adjust: Adjust) -> SimpleNamespace:
-    """Upstream's arguments for ``argv``, post-processed by upstream, as the nested namespace that it trains with.
+def parse(argv: Sequence[str]) -> SimpleNamespace:
+    """Upstream's arguments and ours for ``argv``, post-processed by upstream, as the nested namespace it trains with.
 
     Raises:
-        UsageError: a flag or value that upstream, ``add_flags`` or ``adjust`` refuses.
+        UsageError: a flag or value that upstream or ``flags`` refuses.
         SystemExit: after ``--help``.
     """
     kept: list[SimpleNamespace] = []
-    parser_view = SimpleNamespace(
-        **{
-            **vars(argparse),
-            "ArgumentParser": lambda **kwargs: ExtendedParser(argv, add_flags, adjust, **kwargs),
-        }
-    )
-    namespace = {"argparse": parser_view, "datetime": datetime, "train": kept.append, "print": _print_to_stderr}
+    extended = {**vars(argparse), "ArgumentParser": functools.partial(ExtendedParser, argv)}
+    namespace = {
+        "argparse": SimpleNamespace(**extended),
+        "datetime": datetime,
+        "train": kept.append,
+        "print": functools.partial(print, file=sys.stderr),
+    }
     try:
         exec(main_block(), namespace)
+    except UsageError:
+        raise
     except Exception as error:
-        if isinstance(error, UsageError) or not _raised_by_upstream_block(error):
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if last.filename != str(source_path(MODULE)):  # not one of upstream's own checks, but something deeper down
             raise
-        raise UsageError(_refusal(error)) from error
+        if isinstance(error, AssertionError) and str(error):  # which explains itself
+            raise UsageError(str(error)) from error
+        raise UsageError(
+            f"OpenRLHF cannot work with these arguments: {type(error).__name__}: {error}, at `{last.line}`."
+        ) from error
     return kept[0]
 
 
@@ -104,21 +103,3 @@ def main_block() -> CodeType:
         if isinstance(node, ast.If) and ast.unparse(node.test).replace('"', "'") == "__name__ == '__main__'":
             return compile(ast.Module(node.body, type_ignores=[]), str(path), "exec")
     raise UsageError(f"{MODULE} has no __main__ block; this OpenRLHF is not one that openrlhf_gtpo knows.")
-
-
-def _raised_by_upstream_block(error: BaseException) -> bool:
-    """Whether upstream's own checks of its arguments raised this, not something deeper down."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return last.filename == str(source_path(MODULE))
-
-
-def _refusal(error: Exception) -> str:
-    """Upstream's assertions explain themselves; where it trips over a missing or odd value, its source line does."""
-    if isinstance(error, AssertionError) and str(error):
-        return str(error)
-    line = traceback.extract_tb(error.__traceback__)[-1].line
-    return f"OpenRLHF cannot work with these arguments: {type(error).__name__}: {error}, at `{line}`."
-
-
-def _print_to_stderr(*values: object) -> None:
-    print(*values, file=sys.stderr)

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.integration.command_line.host import gpus_of
 from openrlhf_gtpo.integration.controller.checkpoint_disk import writes_checkpoints
 
 _PATIENCE = 10.0  # seconds until a network file system shows a new file to other hosts
@@ -31,25 +32,19 @@ def check_nodes(args: SimpleNamespace) -> None:
 def check_gpus(args: SimpleNamespace, nodes: list[dict[str, Any]]) -> None:
     """Refuse fewer GPUs than the run places on them, for which Ray would wait for ever."""
     there = {_name(node): int(node["Resources"].get("GPU", 0)) for node in nodes}
-    needed = least_gpus(args)
-    if sum(there.values()) < needed:
+    needed = gpus_of(args)
+    if sum(there.values()) < sum(needed):
+        groups = ", ".join(f"{group} {count}" for group, count in needed._asdict().items() if count)
         raise UsageError(
-            f"The run needs {needed} GPUs, and the Ray cluster has {sum(there.values())} "
-            f"({', '.join(f'{name}: {count}' for name, count in there.items())}); add nodes, or lower "
-            "--actor.num_nodes, --actor.num_gpus_per_node or --vllm.num_engines."
+            f"The run needs {sum(needed)} GPUs ({groups}), and the Ray cluster has {sum(there.values())} "
+            f"({', '.join(f'{name}: {count}' for name, count in there.items())}); add nodes, give "
+            "--train.colocate_all, or lower --vllm.num_engines or num_nodes and num_gpus_per_node of --actor, --ref, "
+            "--critic or --reward."
         )
 
 
-def least_gpus(args: SimpleNamespace) -> int:
-    """GPUs that actor and engines ask Ray for; other models may ask for more."""
-    actor = args.actor.num_nodes * args.actor.num_gpus_per_node
-    engines = (args.vllm.num_engines or 0) * args.vllm.tensor_parallel_size
-    shared = args.train.colocate_all and not args.train.async_enable
-    return max(actor, engines) if shared else actor + engines
-
-
 def check_shared_folder(folder: str, nodes: list[dict[str, Any]]) -> None:
-    """Refuse a folder that is not the same, or not writable, on every node: each looks for a file of this process's."""
+    """Refuse a folder that is not the same, or not writable, on every node: each looks for this process's file."""
     path = Path(folder).absolute()
     token = path / f".shared-{uuid.uuid4().hex}"
     try:
@@ -87,18 +82,11 @@ def look_for(token: str, patience: float) -> str | None:
     """What is wrong with the folder of ``token`` where this runs; None where the file is there and others can be."""
     path = Path(token)
     deadline = time.monotonic() + patience
-    while not _holds_itself(path):
+    while not os.path.exists(path):  # False too where it may not be looked at
         if time.monotonic() > deadline:
             return "is another folder" if path.parent.is_dir() else "does not exist"
         time.sleep(0.5)
     return None if os.access(path.parent, os.W_OK) else "is not writable"
-
-
-def _holds_itself(path: Path) -> bool:
-    try:
-        return path.read_text() == path.name
-    except OSError:
-        return False
 
 
 def _name(node: dict[str, Any]) -> str:

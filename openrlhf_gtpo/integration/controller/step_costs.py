@@ -19,7 +19,7 @@ Peaks = dict[str, int]  # phase to bytes, of one process
 
 
 class StepCosts:
-    """Of the step that is under way; the controller says where it is.
+    """Costs of the step that is under way; the controller says where it is.
 
     Args:
         args: the run's arguments.
@@ -27,7 +27,7 @@ class StepCosts:
         engines: the rollout actors.
 
     Attributes:
-        response_tokens: of this step.
+        response_tokens: action tokens of this step.
     """
 
     def __init__(self, args: SimpleNamespace, actors: Any, engines: Sequence[Any] | None) -> None:
@@ -69,7 +69,7 @@ class StepCosts:
 
 
 def dense_shape(model: str) -> ModelShape | None:
-    """Of a checkpoint; None where :func:`forward_flops` does not know its layers. Code that it brings is not run."""
+    """Shape of a checkpoint; None where :func:`forward_flops` does not know its layers. Its own code is not run."""
     from transformers import AutoConfig
 
     try:

@@ -1,6 +1,6 @@
 """A request to stop a run: a file that its controller looks for after each step.
 
-The controller is a Ray actor, on whichever node Ray put it, and behind ``ray job submit`` the driver is elsewhere too; a
+The controller is a Ray actor, on a node that Ray chose, and behind ``ray job submit`` the driver is elsewhere too; a
 file in the folder that all nodes share reaches it from everywhere: from a job script, from the driver's signal handler
 and from a user's ``touch``.
 """
@@ -13,12 +13,11 @@ from types import FrameType, SimpleNamespace
 from openrlhf_gtpo.errors import UsageError
 
 STOPPED_STATUS = 75  # sysexits.h, EX_TEMPFAIL: nothing is wrong, try again later
-_DEFAULT_NAME = "stop"  # in --ckpt.path
 
 
 def stop_file(args: SimpleNamespace) -> Path:
     """Where a request to stop is looked for."""
-    return Path(args.ckpt.stop_file or Path(args.ckpt.path) / _DEFAULT_NAME)
+    return Path(args.ckpt.stop_file or Path(args.ckpt.path) / "stop")
 
 
 def requested(args: SimpleNamespace) -> bool:
@@ -26,32 +25,28 @@ def requested(args: SimpleNamespace) -> bool:
     return stop_file(args).exists()
 
 
-def honour(args: SimpleNamespace) -> None:
+def clear(args: SimpleNamespace) -> None:
     """Remove the request: whoever made it sees that it was followed, and a resumed run does not meet it."""
     stop_file(args).unlink(missing_ok=True)
 
 
 def prepare(args: SimpleNamespace) -> None:
-    """Make way for requests to this run, and let SIGUSR1 to the driver be one.
+    """Make way for requests to this run, and let SIGUSR1 to the driver be one; not in asynchronous training, where
+    upstream's controller does not look.
 
-    A request that nobody named a file for can only be one to an earlier run, and goes. A file that ``--ckpt.stop_file``
+    A request that nobody named a file for can only be to an earlier run, and goes. A file that ``--ckpt.stop_file``
     names stays: whoever gives each run its own may ask before the run has come this far.
 
     Raises:
-        UsageError: asynchronous training, whose controller does not look, or a file where none can be made.
+        UsageError: no file can be made there.
     """
     if args.train.async_enable:
-        if args.ckpt.stop_file:
-            raise UsageError(
-                f"--ckpt.stop_file {args.ckpt.stop_file} does not go with --train.async_enable, which has no moment "
-                "between two steps to stop at; leave one of them out."
-            )
         return
     path = stop_file(args)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not args.ckpt.stop_file:
-            honour(args)
+            clear(args)
     except OSError as error:
         flag = f"--ckpt.stop_file {path}" if args.ckpt.stop_file else f"--ckpt.path {args.ckpt.path}"
         raise UsageError(f"{flag} cannot be used: {error.strerror}: {error.filename}.") from error

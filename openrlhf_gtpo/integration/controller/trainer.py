@@ -2,8 +2,6 @@
 end on request.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import ray
@@ -11,7 +9,7 @@ from openrlhf.trainer import ppo_trainer
 
 from openrlhf_gtpo.errors import StoppedOnRequest
 from openrlhf_gtpo.integration.controller import stop
-from openrlhf_gtpo.integration.controller.checkpoint_disk import write_errors
+from openrlhf_gtpo.integration.controller.failures import write_errors
 from openrlhf_gtpo.integration.controller.step_costs import StepCosts
 from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
 from openrlhf_gtpo.integration.rollout.samples_generator import OrderedSamplesGenerator
@@ -20,7 +18,7 @@ from openrlhf_gtpo.report.metrics import MetricsWriter, is_number
 
 _KL_COEFFICIENT = "kl_coefficient"  # in a checkpoint's client states, which upstream leaves it out of
 
-# What upstream starts from without a checkpoint.
+# What upstream's (0.11.2) init_checkpoint_states returns where --ckpt.load_enable finds no folder.
 _FRESH = {"episode": 0, "global_step": 0, "total_consumed_prompts": 0, "data_loader_state_dict": {}}
 
 _UpstreamTrainer: Any = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
@@ -54,7 +52,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             StoppedOnRequest: the run was asked to stop; its last step's checkpoint is written.
         """
         if stop.requested(self.args):
-            stop.honour(self.args)
+            stop.clear(self.args)
             raise StoppedOnRequest("asked to, before its first step; there is nothing new to save.")
         if self.args.eval.before_training and self.eval_dataloader is not None:
             resuming = self.init_checkpoint_states()["global_step"] > 0
@@ -115,33 +113,23 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         if self.metrics_writer:
             numbers = {name: value for name, value in logs.items() if is_number(value)}
             self.metrics_writer.write(names.KIND_TRAIN, global_step, numbers)
-        stopping = stop.requested(self.args)
-        with write_errors(self.args.ckpt, f"global_step{global_step}"):
-            with self._save_at_every_step() if stopping else nullcontext():
-                super().save_logs_and_checkpoints(global_step, logs, self._with_kl(client_states))
-            if stopping:
-                ray.get(self.actor_model_group.async_run_method(method_name="finish_checkpoint"))
+        ckpt, save_steps, stopping = self.args.ckpt, self.args.ckpt.save_steps, stop.requested(self.args)
         if stopping:
-            stop.honour(self.args)
-            raise StoppedOnRequest(self._what_a_stop_left(global_step))
-        self.costs.begin()
-
-    @contextmanager
-    def _save_at_every_step(self) -> Iterator[None]:
-        """Upstream saves where the step divides by this."""
-        save_steps, self.args.ckpt.save_steps = self.args.ckpt.save_steps, 1
+            ckpt.save_steps = 1  # upstream saves where the step divides by it
         try:
-            yield
+            with write_errors(ckpt, f"global_step{global_step}"):
+                super().save_logs_and_checkpoints(global_step, logs, self._with_kl(client_states))
+                if stopping:
+                    ray.get(self.actor_model_group.async_run_method(method_name="finish_checkpoint"))
         finally:
-            self.args.ckpt.save_steps = save_steps
-
-    def _what_a_stop_left(self, global_step: int) -> str:
-        if self.args.ckpt.disable_ds:
-            return f"asked to, after step {global_step}; --ckpt.disable_ds leaves no checkpoint to go on from."
-        return (
-            f"asked to, after step {global_step}, which is saved in {self.args.ckpt.path}; the same command with "
-            "--ckpt.load_enable goes on from there."
-        )
+            ckpt.save_steps = save_steps
+        if stopping:
+            stop.clear(self.args)
+            left = f"which is saved in {ckpt.path}; the same command with --ckpt.load_enable goes on from there."
+            if ckpt.disable_ds:
+                left = "and --ckpt.disable_ds leaves no checkpoint to go on from."
+            raise StoppedOnRequest(f"asked to, after step {global_step}, {left}")
+        self.costs.begin()
 
     def evaluate(self, global_step: int, **generate_kwargs: Any) -> dict[str, float]:
         logs = super().evaluate(global_step, **generate_kwargs)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from openrlhf_gtpo.algorithms import ESTIMATORS, ErrorBudget, Estimator, error_budget
 from openrlhf_gtpo.errors import UsageError
@@ -24,29 +24,17 @@ class EntropyCredit:
         return ESTIMATORS[self.name]
 
     def advantages(
-        self,
-        entropy: torch.Tensor,
-        mask: torch.Tensor,
-        outcome: torch.Tensor,
-        group_ids: torch.Tensor,
-        length_penalty: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, length_penalty: Tensor | None
+    ) -> Tensor:
         """(B, T) advantages of a whole rollout batch; see ``gtpo_advantages`` and ``grpo_s_advantages``."""
         return self.estimator.advantages(entropy, mask, outcome, group_ids, self.config, length_penalty)
 
-    def shares(
-        self, entropy: torch.Tensor, mask: torch.Tensor, outcome: torch.Tensor, group_ids: torch.Tensor
-    ) -> torch.Tensor:
+    def shares(self, entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor) -> Tensor:
         """(N,) entropy shares: of all action tokens for GTPO, of all responses for GRPO-S."""
         return self.estimator.shares(entropy, mask, outcome, group_ids, self.config)
 
     def error_budget(
-        self,
-        exact: TokenValues,
-        rough: TokenValues,
-        mask: torch.Tensor,
-        outcome: torch.Tensor,
-        group_ids: torch.Tensor,
+        self, exact: TokenValues, rough: TokenValues, mask: Tensor, outcome: Tensor, group_ids: Tensor
     ) -> ErrorBudget:
         """What ``rough`` does to this credit of a batch; see ``algorithms.error_budget``."""
         return error_budget(

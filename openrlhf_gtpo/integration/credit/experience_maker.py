@@ -10,9 +10,8 @@ from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.length_penalty import apply_stop_properly_penalty
 
 from openrlhf_gtpo.algorithms import length_penalty
-from openrlhf_gtpo.integration.credit import batch_metrics
 from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy, entropy_credit
-from openrlhf_gtpo.integration.credit.fp8_audit import AuditedForward, Fp8Audit
+from openrlhf_gtpo.integration.credit.fp8_audit import Fp8Audit
 from openrlhf_gtpo.integration.credit.rollout_batch import RolloutBatch, in_sampling_order
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
@@ -22,7 +21,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
     """Shapes with GTPO or GRPO-S where one is selected, with upstream's estimators otherwise.
 
     Attributes:
-        metrics: of the last batch, flat names to numbers (see ``batch_metrics``).
+        metrics: of the last batch, flat names to numbers (see ``RolloutBatch.metrics``).
         seconds: of the last batch's forward passes and of its shaping, by their metrics' names.
     """
 
@@ -32,12 +31,11 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         self.metrics: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
         self.audit = Fp8Audit(self.args)
-        self._entropies: list[torch.Tensor] | None = None
-        self._exact: list[TokenValues] | None = None
+        self._policy_values: list[TokenValues] | None = None
 
     def split_rollout_samples(self, rollout_samples: list[Experience]) -> list[Experience]:
-        """As upstream's, in as many micro-batches for every replica of the policy: under ZeRO-3 and expert parallelism one
-        that has fewer would leave the others waiting. Fewer rows than replicas go one by one (see ``dispatch``)."""
+        """As upstream's, in as many micro-batches for every replica of the policy: under ZeRO-3 and expert parallelism
+        one with fewer would leave the others waiting. Fewer rows than replicas go one by one (see ``dispatch``)."""
         layout = self.args.actor.num_nodes * self.args.actor.num_gpus_per_node
         replicas = layout // (self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size)
         if self.args.train.dynamic_batch_enable and len(rollout_samples) >= replicas:
@@ -53,20 +51,36 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         ]
 
     def make_experience(self, samples_list: list[Experience]) -> list[Experience]:
-        """As upstream's; the audit of FP8 says how the policy's forward is computed."""
+        """As upstream's; the old policy's :class:`TokenValues` travel on as ``token_values`` of each experience (in an
+        audit of FP8 those of the pass without it as ``exact_values``), until the advantages are made of them."""
         started = time.perf_counter()
-        self.audit.before_batch(self.actor_model_group)
+        exact = self.audit.before_batch(self.actor_model_group, lambda: self._policy_forward(samples_list))
         experiences = super().make_experience(samples_list)
+        values, self._policy_values = self._policy_values, None
+        for name, results in (("token_values", values), ("exact_values", exact)):
+            if results is not None:
+                for experience, result in zip(experiences, results, strict=True):
+                    setattr(experience, name, result)
         self.seconds = {names.TIMING_OLD_LOG_PROBS: time.perf_counter() - started}
         return experiences
 
+    def _policy_forward(self, samples_list: list[Experience]) -> list[TokenValues]:
+        """The policy's forward alone, (b, t) of each micro-batch."""
+        columns = ("sequences", "action_mask", "attention_mask")
+        refs = self._dispatch_forward(
+            self.actor_model_group,
+            self.args.train.colocate_all or self.args.train.colocate_actor_ref,
+            **{name: [getattr(s, name) for s in samples_list] for name in columns},
+        )
+        return super()._flatten_results(refs, self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size)
+
     def _flatten_results(self, refs: Any, duplicate_factor: int) -> list[Any]:
+        # Upstream's make_experience computes with the policy's results as log-probs before anything can be hung on
+        # an experience, and hands out nothing else: the values stay on self until make_experience continues (0.11.2,
+        # https://github.com/OpenRLHF/OpenRLHF/blob/main/openrlhf/trainer/ppo_utils/experience_maker.py).
         results = super()._flatten_results(refs, duplicate_factor)
-        if results and isinstance(results[0], AuditedForward):
-            self._exact = [result.exact for result in results]
-            results = [result.as_trained for result in results]
         if results and isinstance(results[0], TokenValues):
-            self._entropies = [result.entropy for result in results]
+            self._policy_values = results
             return [result.log_probs for result in results]
         return results
 
@@ -78,43 +92,31 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
             TrainingStopped: GTPO or GRPO-S would shape a reward, log-prob or entropy that is not finite.
         """
         started = time.perf_counter()
-        experiences = self._compute_advantages_and_returns(experiences)
-        self.seconds[names.TIMING_ADVANTAGES] = time.perf_counter() - started
-        return experiences
-
-    def _compute_advantages_and_returns(self, experiences: list[Experience]) -> list[Experience]:
-        assert self._entropies is not None or not captures_entropy(self.args), "the policy returned no entropies"
-        batch = RolloutBatch.gather(experiences, self._entropies, self.args.rollout.n_samples_per_prompt)
-        self._entropies = None
+        values, exact = _take(experiences, "token_values"), _take(experiences, "exact_values")
+        assert values is not None or not captures_entropy(self.args), "the policy returned no entropies"
+        batch = RolloutBatch.gather(experiences, values, self.args.rollout.n_samples_per_prompt)
         audit = {}
         if self.credit is None:
             experiences = super().compute_advantages_and_returns(experiences)
         else:
             batch.check_finite()
-            audit = self._audit(batch, experiences)
+            if exact is not None:
+                exact_rows = batch.in_rows(exact)
+                audit = self.audit.compare(batch, exact_rows, self.credit)
+                if self.audit.in_high_precision:
+                    batch.values = exact_rows
+                    for experience, result in zip(experiences, exact, strict=True):
+                        experience.action_log_probs = result.log_probs
             self._shape(batch, experiences)
-        self.metrics = batch_metrics.of_batch(batch, [e.advantages for e in experiences], experiences, self.credit)
-        self.metrics |= audit
+        self.metrics = batch.metrics(experiences, self.credit) | audit
+        self.seconds[names.TIMING_ADVANTAGES] = time.perf_counter() - started
         return experiences
 
-    def _audit(self, batch: RolloutBatch, experiences: list[Experience]) -> dict[str, float]:
-        """Metrics of an audit, where the batch has one; it takes the exact values where the gate wants them."""
-        exact, self._exact = self._exact, None
-        if exact is None:
-            return {}
-        assert self.credit is not None
-        rows = TokenValues(*(batch.in_rows(values) for values in zip(*exact, strict=True)))
-        metrics = self.audit.compare(batch, rows, self.credit)
-        if self.audit.in_high_precision:
-            batch.log_probs, batch.entropy = rows
-            for experience, values in zip(experiences, exact, strict=True):
-                experience.action_log_probs = values.log_probs
-        return metrics
-
     def _shape(self, batch: RolloutBatch, experiences: list[Experience]) -> None:
-        assert self.credit is not None and batch.entropy is not None
+        assert self.credit is not None and batch.values is not None
         penalty = self._length_penalty(batch, experiences)
-        advantages = self.credit.advantages(batch.entropy, batch.mask, batch.outcome, batch.group_ids, penalty)
+        entropy = batch.values.entropy
+        advantages = self.credit.advantages(entropy, batch.mask, batch.outcome, batch.group_ids, penalty)
         if self.args.reward.clip_range:
             advantages = advantages.clamp(*self.args.reward.clip_range)
         rewards = batch.outcome.float() if penalty is None else batch.outcome + penalty
@@ -132,7 +134,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
             experience.kl = None
 
     def _length_penalty(self, batch: RolloutBatch, experiences: list[Experience]) -> torch.Tensor | None:
-        """(B,) what the length penalties add to the outcomes, in sampling order (SPEC §6); logged rewards follow.
+        """(B,) what the length penalties add to the outcomes, in sampling order (§4.5.1); logged rewards follow.
 
         The overlong penalty counts action tokens, where upstream's counts the span from the first to the last one.
         """
@@ -145,8 +147,8 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
             soft = hard - reward.overlong_buffer_len
             lengths = batch.mask.sum(dim=-1)
             rewards += reward.overlong_penalty_factor * length_penalty(lengths, soft, hard, reward.overlong_form)
-        for experience, penalised in zip(experiences, batch.split(rewards, experiences), strict=True):
-            experience.rewards = penalised.clone()
+        for experience, penalized in zip(experiences, batch.split(rewards, experiences), strict=True):
+            experience.rewards = penalized.clone()
         if reward.stop_properly_penalty_coef is not None:
             apply_stop_properly_penalty(experiences, reward.stop_properly_penalty_coef)
         for experience in experiences:
@@ -161,3 +163,9 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         if self.credit is not None and self.credit.estimator.level == "sequence":
             return from_here[:, :1].expand_as(from_here)
         return from_here
+
+
+def _take(experiences: list[Experience], name: str) -> list[TokenValues] | None:
+    """What ``make_experience`` hung on every experience as ``name``, taken off; None for nothing."""
+    taken = [vars(experience).pop(name, None) for experience in experiences]
+    return None if taken[0] is None else taken

@@ -16,9 +16,7 @@ from openrlhf_gtpo.errors import TrainingStopped
 
 def loss_options(args: SimpleNamespace) -> dict[str, Any]:
     """OpenRLHF's options of :class:`CreditLoss` in a run's arguments."""
-    correction = {
-        name: value for name, value in vars(args.algo.advantage).items() if name.startswith("is_correction_")
-    }
+    correction = {name: v for name, v in vars(args.algo.advantage).items() if name.startswith("is_correction_")}
     low, high = args.actor.eps_clip_low_high
     return {"clip_eps_low": low, "clip_eps_high": high, "dual_clip": args.actor.dual_clip, **correction}
 
@@ -53,7 +51,7 @@ class CreditLoss(PolicyLoss):
             log_probs, old_log_probs, advantages, action_mask, rollout_log_probs: (B, T).
             dp_size: replicas whose gradients are averaged rather than added up.
             batch_num_tokens, global_batch_size: action tokens, and rows that have any, of the whole step over all
-                replicas; this micro-batch's own where they are None.
+                replicas; of this micro-batch where they are None.
 
         Returns:
             the loss; what was clipped, and what the correction filtered: means over tokens, or (B,) for each row where
@@ -94,8 +92,8 @@ class CreditLoss(PolicyLoss):
         return loss.sum() / units * dp_size, clipped, _token_mean(surrogate.approx_kl, mask), rollout_kl, filtered
 
     def _correction(self, old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Upstream's weights (B, T) of the trainer's policy against the engine's, and what they filter: a mean over tokens,
-        or (B,) where whole responses are kept or dropped."""
+        """Upstream's weights (B, T) of the trainer's policy against the engine's, and what they filter: a token mean,
+        or (B,) where whole responses are kept or dropped. Upstream has them in the middle of its own forward alone."""
         low, high = self.is_correction_threshold
         log_ratio = (old_log_probs - rollout_log_probs).where(mask, 0)
         if self.is_correction_gating == "ratio":

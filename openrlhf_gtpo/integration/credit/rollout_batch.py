@@ -5,8 +5,13 @@ from dataclasses import dataclass
 
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
+from torch import Tensor
 
+from openrlhf_gtpo.algorithms import success
 from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.token_values import TokenValues
 
 
 @dataclass
@@ -18,88 +23,121 @@ class RolloutBatch:
         mask: (B, T) bool, True at action tokens.
         outcome: (B,) the rewards before any length penalty, in the precision they came in, in which they are compared.
         group_ids: (B,) int, one per prompt.
-        entropy, log_probs, kl, reference_log_probs: (B, T) float; entropy is None where the run does not capture it,
-            and reference log-probs are where KL is not a loss.
+        values: (B, T) of the old policy; None where the run does not capture entropies.
+        kl, reference_log_probs: (B, T) float; reference log-probs are None where KL is not a loss.
         prompts: B texts, for messages.
     """
 
-    order: torch.Tensor
-    mask: torch.Tensor
-    outcome: torch.Tensor
-    group_ids: torch.Tensor
-    entropy: torch.Tensor | None
-    log_probs: torch.Tensor
-    kl: torch.Tensor
-    reference_log_probs: torch.Tensor | None
+    order: Tensor
+    mask: Tensor
+    outcome: Tensor
+    group_ids: Tensor
+    values: TokenValues | None
+    kl: Tensor
+    reference_log_probs: Tensor | None
     prompts: list[str]
 
     @classmethod
     def gather(
-        cls, experiences: Sequence[Experience], entropies: Sequence[torch.Tensor] | None, samples_per_prompt: int
+        cls, experiences: Sequence[Experience], values: Sequence[TokenValues] | None, samples_per_prompt: int
     ) -> "RolloutBatch":
-        """Collect what shaping needs. ``entropies`` has one (b, t) tensor per micro-batch, or is None."""
+        """Collect what shaping needs. ``values`` has (b, t) tensors for each micro-batch, or is None."""
         order = torch.tensor([row for experience in experiences for row in experience.index])
         width = max(experience.action_mask.shape[1] for experience in experiences)
 
-        def rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        def rows(tensors: Sequence[Tensor]) -> Tensor:
             return _in_rows(tensors, order, width)
 
         reference = experiences[0].base_action_log_probs
-        outcome = torch.cat([e.rewards for e in experiences])
         prompts = [prompt for e in experiences for prompt in e.prompts]
         return cls(
             order=order,
             mask=rows([e.action_mask.bool() for e in experiences]),
-            outcome=in_sampling_order(outcome, order),
+            outcome=in_sampling_order(torch.cat([e.rewards for e in experiences]), order),
             group_ids=torch.arange(len(order)) // samples_per_prompt,
-            entropy=None if entropies is None else rows(list(entropies)),
-            log_probs=rows([e.action_log_probs for e in experiences]),
+            values=None if values is None else TokenValues(*(rows(v) for v in zip(*values, strict=True))),
             kl=rows([e.kl for e in experiences]),
             reference_log_probs=None if reference is None else rows([e.base_action_log_probs for e in experiences]),
             prompts=[prompts[row] for row in order.argsort().tolist()] if prompts else [""] * len(order),
         )
 
-    def in_rows(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One (b, t) tensor per micro-batch to (B, T) in sampling order, 0 where a micro-batch is narrower."""
-        return _in_rows(values, self.order, self.mask.shape[1])
+    def in_rows(self, values: Sequence[TokenValues]) -> TokenValues:
+        """(b, t) values of each micro-batch to (B, T) in sampling order, 0 where a micro-batch is narrower."""
+        width = self.mask.shape[1]
+        return TokenValues(*(_in_rows(tensors, self.order, width) for tensors in zip(*values, strict=True)))
 
-    def scatter(self, values: torch.Tensor, experiences: Sequence[Experience]) -> list[torch.Tensor]:
+    def scatter(self, values: Tensor, experiences: Sequence[Experience]) -> list[Tensor]:
         """(B, T) values in sampling order, cut into the micro-batches' own shapes."""
         pieces = self.split(values, experiences)
         return [p[:, : e.action_mask.shape[1]].contiguous() for p, e in zip(pieces, experiences, strict=True)]
 
-    def split(self, values: torch.Tensor, experiences: Sequence[Experience]) -> tuple[torch.Tensor, ...]:
+    def split(self, values: Tensor, experiences: Sequence[Experience]) -> tuple[Tensor, ...]:
         """(B, ...) values in sampling order, cut into the rows of the micro-batches."""
         return values[self.order].split([len(e.index) for e in experiences])
 
     def check_finite(self) -> None:
         """Raise TrainingStopped, naming the first bad row and its prompt, if the step must not be trained on."""
-        self._check("reward", ~torch.isfinite(self.outcome))
-        tokens = {
-            "log-prob": self.log_probs,
-            "entropy": self.entropy,
-            "reference log-prob": self.reference_log_probs,
-            "KL to the reference model": self.kl,
+        assert self.values is not None
+        bad_rows = {"reward": ~torch.isfinite(self.outcome)}
+        for name, tokens in (
+            ("log-prob", self.values.log_probs),
+            ("entropy", self.values.entropy),
+            ("reference log-prob", self.reference_log_probs),
+            ("KL to the reference model", self.kl),
+        ):
+            if tokens is not None:
+                bad_rows[name] = (~torch.isfinite(tokens) & self.mask).any(dim=-1)
+        for name, bad in bad_rows.items():
+            if bad.any():
+                row = int(bad.nonzero()[0])
+                raise TrainingStopped(
+                    f"Row {row} of the rollout batch ({int(bad.sum())} of {len(bad)} rows are affected) has a {name} "
+                    "that is not finite; the step was stopped before any weight changed. Its prompt: "
+                    f"{self.prompts[row]!r}"
+                )
+
+    def metrics(self, experiences: Sequence[Experience], credit: EntropyCredit | None) -> dict[str, float]:
+        """What a reader of a training run looks at first, of this batch and the ``experiences`` that it became.
+
+        A mean over no token is left out.
+        """
+        succeeded = success(self.outcome, 1.0 if credit is None else credit.config.success_threshold)
+        num_groups = int(self.group_ids.max()) + 1
+        by_group, succeeded_by_group = self.outcome.float().view(num_groups, -1), succeeded.view(num_groups, -1)
+        uniform = succeeded_by_group.all(dim=-1) | ~succeeded_by_group.any(dim=-1)
+        metrics = {
+            names.REWARD_MEAN: by_group.mean().item(),
+            names.REWARD_MEAN_AT_G: by_group.mean(dim=-1).mean().item(),
+            names.REWARD_BEST_AT_G: by_group.amax(dim=-1).mean().item(),
+            names.GROUPS_UNIFORM: float(uniform.sum()),
+            names.GROUPS_TOTAL: float(num_groups),
+            names.RESPONSE_LENGTH_MEAN: self.mask.sum(dim=-1).float().mean().item(),
         }
-        for name, values in tokens.items():
-            if values is not None:
-                self._check(name, (~torch.isfinite(values) & self.mask).any(dim=-1))
+        advantages = torch.cat([e.advantages[e.action_mask.bool()] for e in experiences])
+        if advantages.numel():
+            metrics |= {names.ADVANTAGE_MEAN: advantages.mean().item(), names.ADVANTAGE_MAX: advantages.max().item()}
+        if self.values is None:
+            return metrics
+        for name, mask in (
+            (names.ENTROPY_ALL, self.mask),
+            (names.ENTROPY_POSITIVE, self.mask & succeeded.unsqueeze(-1)),
+            (names.ENTROPY_NEGATIVE, self.mask & ~succeeded.unsqueeze(-1)),
+        ):
+            if mask.any():
+                metrics[name] = self.values.entropy[mask].mean().item()
+        if credit is not None and credit.estimator.level == "token":
+            shares = credit.shares(self.values.entropy, self.mask, self.outcome, self.group_ids)
+            if shares.numel() > 1:
+                metrics[names.SHARES_STD] = shares.std().item()
+        return metrics
 
-    def _check(self, name: str, bad: torch.Tensor) -> None:
-        if bad.any():
-            row = int(bad.nonzero()[0])
-            raise TrainingStopped(
-                f"Row {row} of the rollout batch ({int(bad.sum())} of {len(bad)} rows are affected) has a {name} that "
-                f"is not finite; the step was stopped before any weight changed. Its prompt: {self.prompts[row]!r}"
-            )
 
-
-def _in_rows(values: Sequence[torch.Tensor], order: torch.Tensor, width: int) -> torch.Tensor:
+def _in_rows(values: Sequence[Tensor], order: Tensor, width: int) -> Tensor:
     padded = torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in values])
     return in_sampling_order(padded, order)
 
 
-def in_sampling_order(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+def in_sampling_order(values: Tensor, order: Tensor) -> Tensor:
     """(B, ...) rows of the concatenated micro-batches, each moved to its sampling-order row ``order`` (B,)."""
     result = torch.empty_like(values)
     result[order] = values

@@ -1,9 +1,9 @@
 """The Ray actor around a vLLM engine, with the bucketed weight transfer, rewards that must arrive, and requests whose
 samples do not depend on timing.
 
-vLLM samples from one generator for all requests, and on CPU the last bits of a matrix product depend on its rows: which
-requests share a forward pass decides what each of them says. Under full determinism a request therefore has a seed of its
-own, and on CPU the engine to itself: its response follows from the weights, the prompt and the seed, whatever else waits
+vLLM samples from one generator for all requests; on CPU the last bits of a matrix product depend on its rows: which
+requests share a forward pass decides what each says. Under full determinism a request therefore has a seed of its own,
+and on CPU the engine to itself: its response follows from the weights, the prompt and the seed, whatever else waits
 (a filtered prompt's replacement, an agent's next turn) and on however many engines.
 """
 
@@ -17,10 +17,10 @@ from openrlhf.trainer.ray import vllm_engine
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.integration.rollout.rewards import StrictRewardExecutor
+from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.rollout.samples_generator import NumberedLabel, request_seed
-from openrlhf_gtpo.weight_sync.arrivals import Receipt
-from openrlhf_gtpo.weight_sync.buckets import WireBucket
+from openrlhf_gtpo.weight_sync.buckets import Bucket
+from openrlhf_gtpo.weight_sync.receipts import Receipt
 
 _UpstreamRolloutActor: Any = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class
 
@@ -34,6 +34,20 @@ _ALONE = {
 
 # The sample that the current task makes; an agent may hand on sampling parameters of its own, without a seed.
 _sample_seed: ContextVar[tuple[int, ...] | None] = ContextVar("_sample_seed", default=None)
+
+
+class StrictRewardExecutor(SingleTurnAgentExecutor):
+    """Raises TrainingStopped with the prompt when the reward function or server fails, or returns no reward: upstream
+    logs a failed reward and goes on without one."""
+
+    async def execute(self, prompt: str, label: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        output = await super().execute(prompt, label, *args, **kwargs)
+        if self.reward_endpoints and output["reward"] is None:
+            raise TrainingStopped(
+                f"Could not get the reward of a response from {self.reward_endpoints[0]}: it returned no 'rewards' "
+                f"or raised (its own message is in the log above). Prompt: {prompt!r}"
+            )
+        return output
 
 
 class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
@@ -76,14 +90,14 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         """See ``WeightReceiver.join_weight_group``; one result per worker, here as below."""
         return await self.llm.collective_rpc("join_weight_group", args=args)
 
-    async def receive_weights(self, buckets: list[WireBucket], prove: bool) -> list[Receipt | None]:
+    async def receive_weights(self, buckets: list[Bucket], prove: bool) -> list[Receipt | None]:
         """See ``WeightReceiver.receive_weights``."""
         receipts = await self.llm.collective_rpc("receive_weights", args=(buckets, prove))
         await self._forget_prefixes()
         return receipts
 
     async def receive_bucket(
-        self, bucket: WireBucket, handles: dict[str, bytes], index: int, count: int, prove: bool
+        self, bucket: Bucket, handles: dict[str, bytes], index: int, count: int, prove: bool
     ) -> list[Receipt | None]:
         """See ``WeightReceiver.receive_bucket``."""
         receipts = await self.llm.collective_rpc("receive_bucket", args=(bucket, handles, index, count, prove))

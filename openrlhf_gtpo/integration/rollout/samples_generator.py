@@ -1,4 +1,4 @@
-"""Upstream's sampling of responses, with rows in the order of their prompts and, under full determinism, a seed for each.
+"""Upstream's sampling of responses, with rows in the order of their prompts and, under full determinism, a seed each.
 
 Upstream dispatches every prompt in a call of its own and takes responses as they come, so the order of a batch's rows
 depends on timing. Here each prompt travels with its number.
@@ -45,7 +45,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
         self._evaluated: int | None = None  # prompts of the evaluation that is going on
 
     def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Experience], float | None, int, bool]:
-        """As upstream's; the share of prompts that pass the filter, in percent, is one of prompts (upstream counts responses,
+        """As upstream's; the percentage of prompts that pass the filter counts prompts (upstream counts responses,
         so that 8 to a prompt make it 800)."""
         samples, passed, consumed, exhausted = super().generate_samples(**generate_kwargs)
         if passed is not None:

@@ -1,52 +1,58 @@
 """Checkpoints of the Megatron actor in Megatron's torch_dist format, readable at another TP × PP × DP.
 
-A checkpoint is written beside its place and renamed into it once every rank has finished, so what a crash leaves behind
-is never taken for one. See ``checkpoint_files`` for what is in it and ``checkpoint_folder`` for how many are kept.
+Save: a temporary folder, every rank's shards (see ``writer``), rank 0's small files, the manifest, then a rename that
+publishes all of it. Load: check the files, compare the keys, then read. ``folder`` says which are kept.
 """
 
 import math
+import shutil
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from torch.distributed import get_rank, get_world_size
 
 from openrlhf_gtpo.megatron.checkpoint import folder as checkpoint_folder
-from openrlhf_gtpo.megatron.checkpoint.files import CheckpointError, CheckpointWriteError
-from openrlhf_gtpo.megatron.checkpoint.load import load_checkpoint
-from openrlhf_gtpo.megatron.checkpoint.save import PendingSave
+from openrlhf_gtpo.megatron.checkpoint import state as checkpoint_state
+from openrlhf_gtpo.megatron.checkpoint.export import copy_side_files
+from openrlhf_gtpo.megatron.checkpoint.folder import (
+    SIDE_FILES,
+    TRAINING_STATE,
+    CheckpointError,
+    CheckpointWriteError,
+    check_checkpoint,
+)
+from openrlhf_gtpo.megatron.checkpoint.state import dtype_name, model_and_trainer
+from openrlhf_gtpo.megatron.checkpoint.writer import RankWrite, ThreadStrategy
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.parallel.agreement import failure_of, from_first_rank, raise_together
-from openrlhf_gtpo.megatron.parallel.host import device
+from openrlhf_gtpo.megatron.parallel.host import device, megatron_calls
 from openrlhf_gtpo.megatron.train.trainer import Trainer
 
 
+@dataclass(kw_only=True)
 class Checkpoints:
-    """The checkpoints of one folder. Every method but ``latest`` is called by all ranks, ``finish`` at the end of a run.
+    """The checkpoints of one folder. All ranks call every method but ``latest``, ``finish`` at the end of a run.
 
     Args:
         folder: seen by all ranks.
         asynchronous: ``save`` returns once the state is copied to host memory; it is written while training goes on.
         max_num: regular checkpoints to keep; the disk holds one more while it is written.
-        max_mem_gb: their greatest size, with the best one's, in units of 2^30 bytes.
+        max_mem_gb: their total size at most, with the best one's, in units of 2^30 bytes.
         hf_source: the model's folder or name on the Hub, whose tokenizer and configuration each checkpoint carries;
             None where nothing will be converted back.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        *,
-        asynchronous: bool = False,
-        max_num: int = 3,
-        max_mem_gb: float = math.inf,
-        hf_source: str | Path | None = None,
-    ) -> None:
-        self.folder = Path(folder)
-        self.asynchronous = asynchronous
-        self.max_num = max_num
-        self.max_mem_gb = max_mem_gb
-        self.hf_source = hf_source
-        self._pending: PendingSave | None = None
+    folder: str | Path = field(kw_only=False)
+    asynchronous: bool = False
+    max_num: int = 3
+    max_mem_gb: float = math.inf
+    hf_source: str | Path | None = None
+    _pending: "PendingSave | None" = field(default=None, init=False)
 
     def save(
         self,
@@ -60,23 +66,16 @@ class Checkpoints:
         """Write the checkpoint ``tag``, and remove what is then too much.
 
         Args:
-            client_state: whatever else the run goes on from; picklable, the first rank's is kept.
+            client_state: whatever else a resumed run needs; picklable, the first rank's is kept.
             metric_value: of this checkpoint, greater is better; the worst go first.
 
         Raises:
             CheckpointWriteError: this or the previous asynchronous save failed; earlier checkpoints are as they were.
-            CheckpointError: ``tag`` cannot name a folder.
         """
-        checkpoint_folder.check_tag(tag)
         self.finish()
+        metric = {"key": metric_key, "value": metric_value}
         self._pending = PendingSave(
-            self.folder / tag,
-            trainer,
-            client_state,
-            hf_source=self.hf_source,
-            metric={"key": metric_key, "value": metric_value},
-            asynchronous=self.asynchronous,
-            whole_folder=True,
+            Path(self.folder, tag), trainer, client_state, self.hf_source, metric, asynchronous=self.asynchronous
         )
         if not self.asynchronous:
             self.finish()
@@ -104,33 +103,168 @@ class Checkpoints:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-
         path = pending.finish()
 
         def put_in_order() -> None:
-            checkpoint_folder.set_latest(self.folder, path.name)
-            checkpoint_folder.rotate(self.folder, path.name, max_num=self.max_num, max_mem_gb=self.max_mem_gb)
+            checkpoint_folder.set_latest(path.parent, path.name)
+            checkpoint_folder.rotate(path.parent, path.name, max_num=self.max_num, max_mem_gb=self.max_mem_gb)
 
-        failure = failure_of(put_in_order) if torch.distributed.get_rank() == 0 else None
+        failure = failure_of(put_in_order) if get_rank() == 0 else None
         sentence = f"The checkpoint {path} is written, but its folder could not be put in order: {failure}."
         raise_together(None if failure is None else sentence, CheckpointWriteError)
 
     def latest(self) -> str | None:
-        """The tag of the last checkpoint that was written whole, or None."""
-        return checkpoint_folder.latest(self.folder)
+        """The name of the last checkpoint that was written whole, or None."""
+        path = checkpoint_folder.latest(self.folder)
+        return None if path is None else path.name
 
-    def load(self, target: Trainer | LoadedModel, tag: str | None = None) -> dict[str, Any]:
-        """Load the checkpoint ``tag``, or the latest, into a trainer or a model alone; the saved client state.
+    def load(self, target: Trainer | LoadedModel) -> dict[str, Any]:
+        """Load the latest checkpoint into a trainer or a model alone; the saved client state.
 
         Raises:
-            CheckpointError: it is not there, not whole or of another model; nothing has changed.
+            CheckpointError: there is none, or it is incomplete or of another model; nothing has changed.
         """
         self.finish()
+        path = from_first_rank(lambda: checkpoint_folder.latest(self.folder), CheckpointError)
+        if path is None:
+            raise CheckpointError(f"There is no checkpoint in {self.folder}.")
+        return load_checkpoint(path, target)
 
-        def find() -> Path:
-            found = checkpoint_folder.latest(self.folder) if tag is None else tag
-            if found is None:
-                raise CheckpointError(f"There is no checkpoint in {self.folder}.")
-            return checkpoint_folder.locate(self.folder, found)
 
-        return load_checkpoint(from_first_rank(find, CheckpointError), target)
+def save_checkpoint(path: Path, model: LoadedModel, *, hf_source: str | Path | None = None) -> None:
+    """Write one checkpoint of weights alone (collective).
+
+    Raises:
+        CheckpointWriteError: it could not be written; nothing is left behind under ``path``.
+    """
+    PendingSave(path, model, {}, hf_source, {}).finish()
+
+
+class PendingSave:
+    """One checkpoint on its way to ``path`` (collective); arguments as of :class:`Checkpoints`.
+
+    With a trainer, the folder of ``path`` is taken to hold checkpoints alone.
+
+    Raises:
+        CheckpointWriteError: no folder can be made there.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        target: Trainer | LoadedModel,
+        client_state: dict[str, Any],
+        hf_source: str | Path | None,
+        metric: dict[str, Any],
+        *,
+        asynchronous: bool = False,
+    ) -> None:
+        self._path = path
+        model, trainer = model_and_trainer(target)
+        begin = partial(checkpoint_folder.begin, path, whole_folder=trainer is not None)
+        self._temporary = from_first_rank(begin, CheckpointWriteError)
+        self._manifest = {
+            "model": checkpoint_folder.describe_model(model.bridge.hf_config),
+            "dtype": dtype_name(model),
+            "layout": asdict(model.options.layout),
+            "world_size": get_world_size(),
+            "optimizer": trainer is not None,
+            "distributed_optimizer": trainer is not None and trainer.options.distributed,
+            "metric": metric,
+        }
+        strategy = ThreadStrategy()
+        state = checkpoint_state.sharded_state(model, trainer, is_loading=False)
+        with megatron_calls():
+            request = dist_checkpointing.save(
+                state,
+                str(self._temporary),
+                strategy,
+                async_sharded_save=True,
+                # Only data-parallel ranks that gather no optimizer states would differ, in that.
+                preprocess_common_before_consistancy_check=lambda common: {},
+            )
+        del state  # the gathered optimizer states, which the writer has its own references to
+        self._finalize = request.finalize_fns
+        randoms: list[Any] = [None] * get_world_size()
+        torch.distributed.all_gather_object(randoms, checkpoint_state.random_state())
+
+        def write_small_files() -> None:
+            schedule = None if trainer is None else trainer.schedule_state()
+            small = {"client_state": client_state, "trainer": schedule, "random": randoms}
+            torch.save(small, self._temporary / TRAINING_STATE)
+            if hf_source is not None:
+                (self._temporary / SIDE_FILES).mkdir()
+                copy_side_files(hf_source, self._temporary / SIDE_FILES)
+
+        self._failure = failure_of(write_small_files) if get_rank() == 0 else None
+        self._write = RankWrite(strategy.writer, asynchronous=asynchronous)
+
+    def done(self) -> bool:
+        """True when this rank has nothing left to write."""
+        return self._write.done()
+
+    def finish(self) -> Path:
+        """Wait for every rank, give the checkpoint its name, and return where it is.
+
+        Raises:
+            CheckpointWriteError: some rank could not write its part; nothing is left of it.
+        """
+        self._agree(self._write.join() or self._failure)
+        with megatron_calls():
+            for finalize in self._finalize:
+                finalize()
+
+        def publish() -> None:
+            checkpoint_folder.write_manifest(self._temporary, self._manifest)
+            checkpoint_folder.publish(self._temporary, self._path)
+
+        self._agree(failure_of(publish) if get_rank() == 0 else None)
+        return self._path
+
+    def _agree(self, failure: str | None) -> None:
+        sentence = f"The checkpoint {self._path} could not be written: {failure}; earlier ones are as they were."
+        try:
+            raise_together(None if failure is None else sentence, CheckpointWriteError)
+        except CheckpointWriteError:
+            if get_rank() == 0:  # all have ended their writing by now
+                shutil.rmtree(self._temporary, ignore_errors=True)
+            raise
+
+
+def load_checkpoint(path: Path, target: Trainer | LoadedModel) -> dict[str, Any]:
+    """Load one checkpoint into a trainer, or its weights into a model (collective); the saved client state.
+
+    At the layout and number of processes it was written at, training goes on bit for bit; at others the random states
+    stay as they are.
+
+    Raises:
+        CheckpointError: it is missing, incomplete or of another model; nothing has changed.
+    """
+    model, trainer = model_and_trainer(target)
+    hf_config, dtype, for_training = model.bridge.hf_config, dtype_name(model), trainer is not None
+    check = partial(check_checkpoint, path, hf_config, dtype=dtype, for_training=for_training)
+    manifest = from_first_rank(check, CheckpointError)
+    if trainer is not None and trainer.options.distributed != manifest["distributed_optimizer"]:
+        which = "distributed" if manifest["distributed_optimizer"] else "plain"
+        raise CheckpointError(f"{path} holds the states of a {which} optimizer; resume with a {which} one.")
+    state = checkpoint_state.sharded_state(model, trainer, is_loading=True)
+    small: dict[str, Any] = {}
+
+    def compare_and_read() -> None:
+        missing = checkpoint_state.missing_keys(state, load_sharded_metadata(str(path)))
+        if missing:
+            raise CheckpointError(f"{path} lacks {len(missing)} tensors that this run needs, such as {missing[0]}.")
+        small.update(torch.load(path / TRAINING_STATE, map_location="cpu", weights_only=False))
+        if trainer is not None and (trainer.lr_schedule is None) != (small["trainer"]["lr_schedule"] is None):
+            raise CheckpointError(f"{path} and this run do not both have a learning-rate schedule.")
+
+    raise_together(failure_of(compare_and_read), CheckpointError)
+    with megatron_calls():
+        # What may be absent (Transformer Engine's states) is left as it is; all else is known to be there.
+        loaded = dist_checkpointing.load(state, str(path), strict="log_unexpected")
+    checkpoint_state.apply(loaded, model, trainer)
+    if trainer is not None:
+        trainer.load_schedule_state(small["trainer"])
+        if manifest["layout"] == asdict(model.options.layout) and manifest["world_size"] == get_world_size():
+            checkpoint_state.apply_random_state(small["random"][get_rank()])
+    return small["client_state"]

@@ -4,22 +4,39 @@ import json
 import os
 import shutil
 import uuid
+from collections import defaultdict
+from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
-from openrlhf_gtpo.megatron.checkpoint.files import CheckpointWriteError
-from openrlhf_gtpo.megatron.checkpoint.side_files import copy_side_files
+from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
 from openrlhf_gtpo.megatron.checkpoint.state import dtype_name, model_and_trainer
 from openrlhf_gtpo.megatron.fp8.weights import in_high_precision
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.model.weights import FullWeights
-from openrlhf_gtpo.megatron.parallel.agreement import from_first_rank, message_of, raise_together
+from openrlhf_gtpo.megatron.parallel.agreement import failure_of, from_first_rank, raise_together
 from openrlhf_gtpo.megatron.train.trainer import Trainer
 
 INDEX = "model.safetensors.index.json"
 BUCKET_BYTES = 64 * 2**20  # gathered at once
+SIDE_FILE_PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+    "sentencepiece*",
+    "spiece.model",
+    "chat_template*",
+    "LICENSE*",
+)
 
 
 def save_hf(
@@ -43,70 +60,65 @@ def save_hf(
     read = in_high_precision if trainer is None else trainer.exact_weight
     directory = Path(directory)
     temporary = from_first_rank(lambda: _begin(directory), CheckpointWriteError)
-    shards = _Shards(temporary, shard_bytes) if torch.distributed.get_rank() == 0 else None
+    weights = FullWeights(model, BUCKET_BYTES, read)
+    dtype = model.options.dtype
+    shapes = {
+        name: torch.empty(shape, dtype=dtype, device="meta") for bucket in weights.buckets for name, shape in bucket
+    }
+    files = split_torch_state_dict_into_shards(shapes, max_shard_size=shard_bytes)
+    held: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)  # of files that are not complete yet
+
+    def write(name: str, tensor: torch.Tensor) -> None:
+        file = files.tensor_to_filename[name]
+        # A copy: its memory is the next but one bucket's.
+        held[file][name] = tensor.detach().to("cpu", copy=True).contiguous()
+        if len(held[file]) == len(files.filename_to_tensors[file]):
+            save_file(held.pop(file), temporary / file, metadata={"format": "pt"})
+
+    def finish() -> None:
+        if files.is_sharded:
+            index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
+            (temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        copy_side_files(source, temporary, dtype=dtype_name(model))
+        _publish(temporary, directory)
+
+    is_first = torch.distributed.get_rank() == 0
     failure: str | None = None
-    for name, tensor in FullWeights(model, BUCKET_BYTES, read).tensors():
+    for name, tensor in weights.tensors():
         # The other ranks go on gathering whatever happens here, so this one does too.
-        if shards is not None and failure is None:
-            try:
-                shards.add(name, tensor)
-            except Exception as error:
-                failure = message_of(error)
-    if shards is not None:
-        try:
-            if failure is None:
-                shards.finish()
-                copy_side_files(source, temporary, dtype=dtype_name(model))
-                _publish(temporary, directory)
-        except Exception as error:
-            failure = message_of(error)
+        if is_first and failure is None:
+            failure = failure_of(partial(write, name, tensor))
+    if is_first:
+        failure = failure or failure_of(finish)
         if failure is not None:
             shutil.rmtree(temporary, ignore_errors=True)
             failure = f"The model could not be written into {directory}: {failure}."
     raise_together(failure, CheckpointWriteError)
 
 
-class _Shards:
-    """Weight files of at most ``limit`` bytes."""
+def copy_side_files(source: str | Path, directory: Path, *, dtype: str | None = None) -> None:
+    """Copy configuration, tokenizer and templates of the model ``source`` into ``directory``, which exists.
 
-    def __init__(self, directory: Path, limit: int) -> None:
-        self._directory = directory
-        self._limit = limit
-        self._held: dict[str, torch.Tensor] = {}
-        self._held_bytes = 0
-        self._written: list[list[str]] = []
-        self._total_bytes = 0
+    Args:
+        source: the model's folder, or its name on the Hub, from where the files are fetched if need be.
+        dtype: the weights' own from now on, such as "bfloat16", written into the configuration; None leaves it.
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        if self._held and self._held_bytes + size > self._limit:
-            self._write()
-        # A copy: its memory is the next but one bucket's.
-        self._held[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        self._held_bytes += size
-        self._total_bytes += size
-
-    def finish(self) -> None:
-        if self._held:
-            self._write()
-        if len(self._written) == 1:
-            self._path(0).rename(self._directory / "model.safetensors")
-            return
-        weight_map: dict[str, str] = {}
-        for i, names in enumerate(self._written):
-            file = f"model-{i + 1:05d}-of-{len(self._written):05d}.safetensors"
-            self._path(i).rename(self._directory / file)
-            weight_map |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-        (self._directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-    def _path(self, number: int) -> Path:
-        return self._directory / f"shard-{number}"
-
-    def _write(self) -> None:
-        save_file(self._held, self._path(len(self._written)), metadata={"format": "pt"})
-        self._written.append(list(self._held))
-        self._held, self._held_bytes = {}, 0
+    Raises:
+        OSError: a file cannot be read or written.
+        ValueError: the configuration is not JSON.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(str(source), allow_patterns=list(SIDE_FILE_PATTERNS)))
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and any(fnmatch(path.name, pattern) for pattern in SIDE_FILE_PATTERNS):
+            shutil.copyfile(path, directory / path.name)
+    if dtype is not None:
+        path = directory / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        # transformers 5 writes "dtype" and reads both; 4 knows the longer name alone.
+        config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _begin(directory: Path) -> Path:
@@ -125,13 +137,9 @@ def _publish(temporary: Path, directory: Path) -> None:
         temporary.rename(directory)
         return
     new = {path.name for path in temporary.iterdir()}
-    stale = [path for path in directory.iterdir() if _is_weight_file(path.name) and path.name not in new]
+    stale = [path for path in (directory / INDEX, *directory.glob("model*.safetensors")) if path.name not in new]
     for path in temporary.iterdir():
         os.replace(path, directory / path.name)
     for path in stale:
-        path.unlink()
+        path.unlink(missing_ok=True)
     temporary.rmdir()
-
-
-def _is_weight_file(name: str) -> bool:
-    return name == INDEX or (name.startswith("model") and name.endswith(".safetensors"))

@@ -1,73 +1,84 @@
-"""A folder of checkpoints: one becomes visible whole or not at all, ``latest`` names the last, old ones go.
+"""A folder of checkpoints, and what is in each: written whole or not at all, checked before it is loaded, rotated.
 
-Every function here is for one process at a time, the first rank's or the driver's; it knows neither torch nor megatron.
+A checkpoint is written under a temporary name, its manifest last, and then renamed: what a crash leaves is never taken
+for one. ``latest`` names the last. The driver asks here before any engine starts, so this module knows neither torch
+nor megatron; functions that write are for one process at a time, the first rank's.
 """
 
+import json
 import math
 import os
 import re
 import shutil
 import uuid
+import zlib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from openrlhf_gtpo.megatron.checkpoint.files import (
-    MANIFEST,
-    CheckpointError,
-    check_checkpoint,
-    read_manifest,
-    sync_folder,
-)
-
+MANIFEST = "checkpoint.json"  # written last: a folder without it is no checkpoint
+TRAINING_STATE = "training_state.pt"
+SIDE_FILES = "hf"  # the tokenizer, configuration and templates of the model, as Hugging Face stores them
 LATEST = "latest"
+
+FORMAT = 1
+_CHECKSUM_UP_TO = 16 * 2**20  # bytes; larger files are known by their size alone, as reading them takes minutes
+_DISTRIBUTIONS = ("openrlhf_gtpo", "openrlhf", "megatron-core", "mbridge", "torch", "transformers")
+_SHAPE_FIELDS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+)
 _BEST = "best"  # what OpenRLHF's tags of best checkpoints begin with
 _UNFINISHED = re.compile(r"(?P<tag>.+)\.tmp-[0-9a-f]{8}")
 _REPLACED = ".replaced"
 
 
-def check_tag(tag: str) -> None:
-    """Raises CheckpointError where ``tag`` cannot name a checkpoint."""
-    if not re.fullmatch(r"\w[\w.+=-]*", tag) or _UNFINISHED.fullmatch(tag) or tag.endswith(_REPLACED) or tag == LATEST:
-        raise CheckpointError(f"{tag!r} cannot name a checkpoint; use letters, digits, '_', '-' and '.'.")
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, incomplete, or of another model. Raised before anything is changed."""
 
 
-def latest(folder: str | Path) -> str | None:
-    """The tag of the last checkpoint that was written whole; None where there is none.
+class CheckpointWriteError(OSError):
+    """A checkpoint could not be written; what was there before it is as it was."""
+
+
+def latest(folder: str | Path) -> Path | None:
+    """The last checkpoint that was written whole; None where there is none.
 
     Raises:
         CheckpointError: the folder's ``latest`` names a checkpoint that is not there.
     """
     folder = Path(folder)
     try:
-        tag = (folder / LATEST).read_text(encoding="utf-8").strip()
+        path = folder / (folder / LATEST).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         return None
-    if not _is_checkpoint(locate(folder, tag)):
-        there = ", ".join(path.name for path in _checkpoints(folder))
-        hint = f"write the name of one that is ({there}) into {folder / LATEST}" if there else "there is none at all"
-        raise CheckpointError(f"{folder / LATEST} names {tag!r}, which is not a checkpoint there; {hint}.")
-    return tag
+    # One that was being replaced in a crash is beside its place.
+    for candidate in (path, path.with_name(path.name + _REPLACED)):
+        if _is_checkpoint(candidate):
+            return candidate
+    there = ", ".join(path.name for path in _checkpoints(folder))
+    hint = f"write the name of one that is ({there}) into {folder / LATEST}" if there else "there is none at all"
+    raise CheckpointError(f"{folder / LATEST} names {path.name!r}, which is not a checkpoint there; {hint}.")
 
 
-def locate(folder: str | Path, tag: str) -> Path:
-    """Where the checkpoint ``tag`` is, which one that was being replaced in a crash is beside its place."""
-    path = Path(folder) / tag
-    replaced = path.with_name(path.name + _REPLACED)
-    return replaced if not path.exists() and _is_checkpoint(replaced) else path
-
-
-def check_latest(folder: str | Path, hf_config: Any, *, dtype: str) -> str | None:
-    """The tag of the latest checkpoint, which training of the model can go on from; None where there is none.
-
-    For the driver, before any engine starts. See ``checkpoint_files.check_checkpoint``.
+def check_latest(folder: str | Path, hf_config: Any, *, dtype: str) -> None:
+    """Check that training of the model can resume from the latest checkpoint, if there is one; for the driver.
 
     Raises:
-        CheckpointError: it cannot go on from that one.
+        CheckpointError: as :func:`check_checkpoint`.
     """
-    tag = latest(folder)
-    if tag is not None:
-        check_checkpoint(locate(folder, tag), hf_config, dtype=dtype, for_training=True)
-    return tag
+    path = latest(folder)
+    if path is not None:
+        check_checkpoint(path, hf_config, dtype=dtype, for_training=True)
 
 
 def resolve(path: str | Path) -> Path:
@@ -78,11 +89,81 @@ def resolve(path: str | Path) -> Path:
     """
     path = Path(path)
     if path.is_dir() and not _is_checkpoint(path):
-        tag = latest(path)
-        if tag is not None:
-            return locate(path, tag)
+        path = latest(path) or path
     read_manifest(path)
     return path
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What the checkpoint says about itself.
+
+    Raises:
+        CheckpointError: the folder holds no checkpoint, or one that cannot be read.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"There is no checkpoint {folder}.")
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise CheckpointError(f"{folder} is not a checkpoint of the Megatron actor: it has no {MANIFEST}.")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        version, _, _ = manifest["format"], manifest["model"], manifest["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}); use another checkpoint.") from None
+    if version != FORMAT:
+        raise CheckpointError(f"{folder} has checkpoint format {version}, and this version reads format {FORMAT}.")
+    return manifest
+
+
+def check_checkpoint(
+    folder: str | Path, hf_config: Any = None, *, dtype: str | None = None, for_training: bool = False
+) -> dict[str, Any]:
+    """Check that a checkpoint can be loaded, from its files' names, sizes and (of small ones) checksums.
+
+    Args:
+        folder: of one checkpoint.
+        hf_config: of the model that it is for; None takes any.
+        dtype: of the parameters it is for, such as "bfloat16"; None takes any.
+        for_training: the optimizer's state is wanted too.
+
+    Returns:
+        its manifest.
+
+    Raises:
+        CheckpointError: the first thing that is wrong, in one sentence.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    if hf_config is not None:
+        stored, wanted = manifest["model"], describe_model(hf_config)
+        differences = [
+            f"{name} {stored.get(name)} and not {wanted.get(name)}"
+            for name in _SHAPE_FIELDS
+            if stored.get(name) != wanted.get(name)
+        ]
+        if differences:
+            raise CheckpointError(f"{folder} is a checkpoint of another model: it has {', '.join(differences)}.")
+    if dtype is not None and manifest["dtype"] != dtype:
+        raise CheckpointError(
+            f"{folder} was written in {manifest['dtype']} and this run is in {dtype}; run it in {manifest['dtype']}."
+        )
+    if for_training and not manifest["optimizer"]:
+        raise CheckpointError(
+            f"{folder} has weights and no optimizer state, so training cannot resume from it; start from its weights "
+            "as a Hugging Face model (python3 -m openrlhf_gtpo.cli.convert megatron-to-hf)."
+        )
+    for name, expected in manifest["files"].items():
+        _check_file(folder, name, expected)
+    return manifest
+
+
+def describe_model(hf_config: Any) -> dict[str, Any]:
+    """What two models must share for the weights of one to fit the other, from the Hugging Face configuration."""
+    described = {name: getattr(hf_config, name, None) for name in _SHAPE_FIELDS}
+    heads = hf_config.num_attention_heads
+    described["num_key_value_heads"] = described["num_key_value_heads"] or heads
+    described["head_dim"] = described["head_dim"] or hf_config.hidden_size // heads
+    return {name: value for name, value in described.items() if value is not None}
 
 
 def begin(target: Path, *, whole_folder: bool) -> Path:
@@ -98,10 +179,24 @@ def begin(target: Path, *, whole_folder: bool) -> Path:
         if unfinished and path.is_dir() and (whole_folder or unfinished["tag"] == target.name):
             shutil.rmtree(path)
         elif path.name.endswith(_REPLACED) and _is_checkpoint(path) and whole_folder:
-            _end_replacement(path)
+            # A crash left an earlier checkpoint beside its place: back it goes, unless its successor has come.
+            place = path.with_name(path.name.removesuffix(_REPLACED))
+            if place.exists():
+                shutil.rmtree(path)
+            else:
+                path.rename(place)
     temporary = _unfinished(target)
     temporary.mkdir()
     return temporary
+
+
+def write_manifest(folder: Path, contents: dict[str, Any]) -> None:
+    """Describe every file of ``folder`` beside ``contents``; the folder is complete afterwards, and on disk."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+    files = {path.relative_to(folder).as_posix(): _describe_file(path) for path in paths}
+    described = {"format": FORMAT, **contents, "versions": _versions(), "files": files}
+    _write_through(folder / MANIFEST, json.dumps(described, indent=1))
+    _sync(folder)
 
 
 def publish(temporary: Path, target: Path) -> None:
@@ -113,7 +208,7 @@ def publish(temporary: Path, target: Path) -> None:
         else:
             target.rmdir()  # an empty folder; anything else is not ours to remove
     temporary.rename(target)
-    sync_folder(target.parent)
+    _sync(target.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
 
@@ -121,16 +216,13 @@ def publish(temporary: Path, target: Path) -> None:
 def set_latest(folder: Path, tag: str) -> None:
     """Let ``latest`` name ``tag``, at once or not at all."""
     temporary = folder / f".{LATEST}.tmp"
-    with open(temporary, "w", encoding="utf-8") as stream:
-        stream.write(tag + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
+    _write_through(temporary, tag + "\n")
     temporary.replace(folder / LATEST)
-    sync_folder(folder)
+    _sync(folder)
 
 
 def rotate(folder: Path, kept: str, *, max_num: int, max_mem_gb: float) -> list[str]:
-    """Remove what is too much, as OpenRLHF does: what has no metric first, then the worst metric, then the oldest.
+    """Remove excess checkpoints, as OpenRLHF does: those without a metric first, then the worst, then the oldest.
 
     At most ``max_num`` checkpoints and ``max_mem_gb`` (2^30 bytes) stay. Tags that begin with "best" do not count as
     checkpoints and are not removed, except earlier ones where ``kept`` is a new best. ``kept`` always stays.
@@ -138,33 +230,27 @@ def rotate(folder: Path, kept: str, *, max_num: int, max_mem_gb: float) -> list[
     Returns:
         the removed tags.
     """
-    removed = []
-    everything = _checkpoints(folder)
-    if kept.startswith(_BEST):
-        for path in [path for path in everything if path.name.startswith(_BEST) and path.name != kept]:
-            removed.append(_remove(path))
-    regular = [path for path in everything if not path.name.startswith(_BEST)]
-    candidates = sorted((path for path in regular if path.name != kept), key=_worth)
-    for path in candidates:
-        too_many = len(regular) > max_num
-        if not too_many and _bytes(folder) <= max_mem_gb * 2**30:
+    best = [path for path in _checkpoints(folder) if path.name.startswith(_BEST)]
+    regular = [path for path in _checkpoints(folder) if not path.name.startswith(_BEST)]
+    removed = [path for path in best if path.name != kept] if kept.startswith(_BEST) else []
+    for path in removed:
+        _remove(path)
+    for path in sorted((path for path in regular if path.name != kept), key=_worth):
+        if len(regular) <= max_num and _bytes(folder) <= max_mem_gb * 2**30:
             break
-        removed.append(_remove(path))
+        _remove(path)
+        removed.append(path)
         regular.remove(path)
-    return removed
+    return [path.name for path in removed]
 
 
 def _worth(path: Path) -> tuple[bool, float, float]:
-    metric = _metric(path)
-    return metric is not None, float("-inf") if metric is None else metric, path.stat().st_mtime
-
-
-def _metric(path: Path) -> float | None:
     try:
-        value = float(read_manifest(path)["metric"]["value"])
+        metric = float(read_manifest(path)["metric"]["value"])
     except (CheckpointError, KeyError, TypeError, ValueError):
-        return None
-    return None if math.isnan(value) else value
+        metric = math.nan
+    known = not math.isnan(metric)
+    return known, metric if known else 0.0, path.stat().st_mtime
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -181,30 +267,66 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _bytes(folder: Path) -> int:
-    return sum(
-        (Path(where) / name).stat().st_size
-        for path in _checkpoints(folder)
-        for where, _, names in os.walk(path)
-        for name in names
-    )
+    files = (file for path in _checkpoints(folder) for file in path.rglob("*"))
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def _remove(path: Path) -> str:
+def _remove(path: Path) -> None:
     # Under this name the next write clears it away, should this end in the middle.
     unfinished = _unfinished(path)
     path.rename(unfinished)
     shutil.rmtree(unfinished)
-    return path.name
 
 
 def _unfinished(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
 
 
-def _end_replacement(replaced: Path) -> None:
-    """A crash left an earlier checkpoint beside its place: it goes back there, unless its successor has come."""
-    target = replaced.with_name(replaced.name.removesuffix(_REPLACED))
-    if target.exists():
-        shutil.rmtree(replaced)
-    else:
-        replaced.rename(target)
+def _check_file(folder: Path, name: str, expected: dict[str, int]) -> None:
+    path = folder / name
+    try:
+        found = _describe_file(path) if "crc32" in expected else {"size": path.stat().st_size}
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is not whole: its file {name} is missing; use another checkpoint.") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); use another checkpoint.") from None
+    if found["size"] != expected["size"]:
+        raise CheckpointError(
+            f"{folder} is not whole: its file {name} has {found['size']} bytes of {expected['size']}; use another "
+            "checkpoint."
+        )
+    if found != expected:
+        raise CheckpointError(f"{folder} is damaged: its file {name} has changed; use another checkpoint.")
+
+
+def _describe_file(path: Path) -> dict[str, int]:
+    size = path.stat().st_size
+    if size > _CHECKSUM_UP_TO:
+        return {"size": size}
+    return {"size": size, "crc32": zlib.crc32(path.read_bytes())}
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _write_through(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Bring the names in ``folder`` to disk: without it a rename may not survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

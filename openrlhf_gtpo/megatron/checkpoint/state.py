@@ -10,7 +10,7 @@ from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
 
-from openrlhf_gtpo.megatron.fp8 import fp8
+from openrlhf_gtpo.megatron.fp8.fp8 import STATE
 from openrlhf_gtpo.megatron.fp8.weights import in_high_precision, is_fp8
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.parallel.host import megatron_calls, on_cuda
@@ -25,7 +25,7 @@ METADATA = {
     "chained_optim_avoid_prefix": True,
 }
 # Absent from checkpoints of hosts without Transformer Engine (its own state), and of runs without FP8 (scales).
-_OPTIONAL = ("_extra_state", fp8.STATE)
+_OPTIONAL = ("_extra_state", STATE)
 
 
 def model_and_trainer(target: Trainer | LoadedModel) -> tuple[LoadedModel, Trainer | None]:
@@ -34,7 +34,7 @@ def model_and_trainer(target: Trainer | LoadedModel) -> tuple[LoadedModel, Train
 
 
 def dtype_name(model: LoadedModel) -> str:
-    """Of its parameters, such as "bfloat16"."""
+    """The dtype of its parameters, such as "bfloat16"."""
     return str(model.options.dtype).removeprefix("torch.")
 
 
@@ -82,7 +82,7 @@ def apply(loaded: dict[str, Any], model: LoadedModel, trainer: Trainer | None) -
 
 
 def random_state() -> dict[str, Any]:
-    """Of every generator that training may draw from on this rank."""
+    """The state of every generator that training may draw from on this rank."""
     state = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
     if on_cuda():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -109,7 +109,7 @@ def _sharded_parts(state: dict[str, Any]) -> Iterator[Any]:
 
 
 def _allocate(optimizer: Any) -> None:
-    """The states of an optimizer that has not stepped, without which Megatron can neither save nor load it."""
+    """Make the states of an optimizer that has not stepped, without which Megatron can neither save nor load it."""
     for part in optimizer.chained_optimizers:
         if part.optimizer is not None:  # a rank may have no parameters to train
             part.init_state_fn(part.optimizer, part.config)
@@ -118,8 +118,8 @@ def _allocate(optimizer: Any) -> None:
 
 
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """One of Megatron's optimizers; its moments after the rest, as the distributed one asks for torch's step counters
-    among the moments, where it has not put them."""
+    """Load one of Megatron's optimizers; its moments last, as the distributed one looks for torch's step counters
+    among them, where it has not put them."""
     moments = state.pop("param_state", None)
     if moments is None and _states(optimizer):
         # Megatron does not write a step count of 0, and torch's Adam does not start without one.
@@ -134,12 +134,12 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def _own_steps(optimizer: Any) -> None:
-    """Megatron hands all parameters one step counter, which each of them would then advance."""
+    """Give each parameter a step counter of its own: Megatron hands all of them one, which each would then advance."""
     for state in _states(optimizer):
         state["step"] = state["step"].clone()
 
 
 def _states(optimizer: Any) -> list[dict[str, torch.Tensor]]:
-    """The parameters' states in torch's AdamW, which counts steps in each of them; of fused optimizers none."""
+    """The parameters' states in torch's AdamW, which counts steps in each of them; none of fused optimizers."""
     inner = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
     return [state for adam in inner if isinstance(adam, torch.optim.Adam) for state in adam.state.values()]

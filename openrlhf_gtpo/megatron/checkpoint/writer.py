@@ -1,8 +1,9 @@
-"""Writes this rank's part of a checkpoint in a thread of its process, while training goes on.
+"""The write of this rank's part of a checkpoint, in a thread of its process while training goes on.
 
-megatron-core 0.16.1 forks for it: one process for each file even when it waits for them, and a manager process for
-their results. A fork inside a Ray worker copies the locks of its gRPC, gloo and CUDA threads without the threads that
-would release them, so the child may hang for ever. A thread needs no fork, and its file writes release the interpreter.
+megatron-core 0.16.1 forks for it (``dist_checkpointing/strategies/filesystem_async.py``): one process per file even
+when it waits for them, and a manager for their results. A fork inside a Ray worker copies the locks of its gRPC,
+gloo and CUDA threads without the threads that release them, so the child may hang forever. A thread needs no fork,
+and its file writes release the interpreter. This can go once Megatron can write from a thread.
 """
 
 import os
@@ -16,7 +17,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 
-from openrlhf_gtpo.megatron.parallel.agreement import message_of
+from openrlhf_gtpo.megatron.parallel.agreement import failure_of
 from openrlhf_gtpo.megatron.parallel.host import on_cuda
 
 
@@ -39,23 +40,20 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
 
 
 class RankWrite:
-    """The files of this rank on their way to disk.
+    """This rank's files on their way to disk.
 
     Args:
         writer: Megatron's, with its write plan made.
-        asynchronous: copy everything to host memory and return; otherwise return when it is written.
+        asynchronous: return once everything is copied to host memory; otherwise once it is written.
     """
 
     def __init__(self, writer: Any, *, asynchronous: bool) -> None:
         self._writer = writer
-        self._failure: str | None = None
         self._thread: threading.Thread | None = None
-        if asynchronous:
-            self._guard(self._stage)
-            self._thread = threading.Thread(target=self._guard, args=(self._write,), name="checkpoint-writer")
+        self._failure = failure_of(self._stage if asynchronous else self._write)
+        if asynchronous and self._failure is None:
+            self._thread = threading.Thread(target=self._write_in_background, name="checkpoint-writer")
             self._thread.start()
-        else:
-            self._guard(self._write)
 
     def done(self) -> bool:
         """True when nothing is being written any more."""
@@ -67,13 +65,8 @@ class RankWrite:
             self._thread.join()
         return self._failure
 
-    def _guard(self, action: Any) -> None:
-        if self._failure is not None:
-            return
-        try:
-            action()
-        except Exception as error:
-            self._failure = message_of(error)
+    def _write_in_background(self) -> None:
+        self._failure = failure_of(self._write)
 
     def _stage(self) -> None:
         """Copies that the next training step does not change; one tensor's memory is freed before the next copy."""
@@ -91,19 +84,18 @@ class RankWrite:
                 results[i] = []
                 for items in (objects, tensors):
                     while items:  # each is freed as soon as it is written
-                        results[i].append(self._write_item(stream, storage_key, *items.pop(0)))
+                        item, data = items.pop(0)
+                        data = data.cpu() if isinstance(data, torch.Tensor) else data
+                        written = _write_item(
+                            self._writer.transforms,
+                            stream,
+                            data,
+                            item,
+                            storage_key,
+                            serialization_format=SerializationFormat.TORCH_SAVE,
+                        )
+                        results[i].append(written)
                 stream.flush()
                 os.fsync(stream.fileno())
         if results:
             self._writer.results_queue.put(results)
-
-    def _write_item(self, stream: Any, storage_key: str, item: Any, data: Any) -> Any:
-        data = data.cpu() if isinstance(data, torch.Tensor) else data
-        return _write_item(
-            self._writer.transforms,
-            stream,
-            data,
-            item,
-            storage_key,
-            serialization_format=SerializationFormat.TORCH_SAVE,
-        )

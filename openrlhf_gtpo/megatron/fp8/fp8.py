@@ -1,18 +1,37 @@
-"""FP8 of one model: set up, switched off for a pass in high precision, and its state between passes."""
+"""FP8 in a model's decoder: set up, turned off for a pass in high precision, its state between passes, its emulation.
+
+Transformer Engine's layers compute in FP8 by themselves, as their settings say. On any host :class:`EmulatedLinear`
+stands in for the product of the portable layers and multiplies what Transformer Engine multiplies, in torch.
+"""
 
 import contextlib
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor
 
-from openrlhf_gtpo.megatron.fp8.linear import EmulatedLinear
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options, check_fp8_host
+from openrlhf_gtpo.megatron.fp8.quantize import (
+    COLUMNS,
+    E4M3,
+    E5M2,
+    ROWS,
+    SQUARES,
+    Quantized,
+    amax_of,
+    quantize,
+    quantize_blocks,
+    scale_of,
+)
+from openrlhf_gtpo.megatron.fp8.weights import EmulatedWeight, in_high_precision, is_fp8, keep_exact
 
 STATE = ".fp8."  # in the names of buffers that a checkpoint made without FP8 lacks
+INPUT, WEIGHT, GRADIENT = range(3)  # the matrices of a product, and the rows of a delayed scaling's state
 
 
 def check_host(options: Fp8Options) -> None:
@@ -23,46 +42,87 @@ def check_host(options: Fp8Options) -> None:
     """
     if options.emulated:
         return
+
+    def two_numbers(version: str) -> tuple[int, int]:
+        major, minor = version.split(".")[:2]
+        return int(major), int(minor)
+
     try:
-        installed: tuple[int, int] | None = _two_numbers(importlib.metadata.version("transformer-engine"))
+        installed: tuple[int, int] | None = two_numbers(importlib.metadata.version("transformer-engine"))
     except importlib.metadata.PackageNotFoundError:
         installed = None
-    check_fp8_host(options, torch.cuda.get_device_capability(), _two_numbers(torch.version.cuda or "0.0"), installed)
+    check_fp8_host(options, torch.cuda.get_device_capability(), two_numbers(torch.version.cuda or "0.0"), installed)
 
 
 class Fp8:
     """FP8 in the decoder of ``stage``, whose weights are loaded.
 
+    Args:
+        for_training: emulated FP8 primary weights keep their exact values for the optimizer that is made next.
+
     Attributes:
         calibrated: False while delayed scales know nothing, so that a first pass would be of no use.
     """
 
-    def __init__(self, options: Fp8Options, stage: torch.nn.Module) -> None:
+    def __init__(self, options: Fp8Options, stage: Any, *, for_training: bool = True) -> None:
         self.options = options
         self.calibrated = options.recipe != "delayed"
         self._stage = stage
         self._config: Any = stage.config
-        self._linears = list(self._emulate()) if options.emulated else []
+        self._linears: list[EmulatedLinear] = []
         self._seen = False  # a training micro-batch, whose amax the scales do not know yet
-        if self._linears and options.recipe == "delayed":
-            stage.register_forward_pre_hook(self._before_micro_batch)
+        if options.emulated:
+            self._emulate(for_training)
+
+    def _emulate(self, for_training: bool) -> None:
+        """Put the emulation into each of the stage's linear layers that ``options`` covers."""
+        config = self._config
+        layers = [
+            layer
+            for layer in self._stage.decoder.layers
+            if self.options.covers(layer.layer_number - 1, config.num_layers)
+        ]
+        for module in [module for layer in layers for module in layer.modules()]:
+            if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                continue
+            if self.options.primary_weights:
+                exact = module.weight
+                module.weight = torch.nn.Parameter(EmulatedWeight.empty_like(exact, self.options.recipe))
+                vars(module.weight).update(vars(exact))
+                with torch.no_grad():
+                    module.weight.copy_(exact.detach())
+                if for_training:
+                    keep_exact(module.weight, exact)
+            # As a submodule, so that checkpoints have its buffers.
+            module.fp8 = EmulatedLinear(
+                self.options,
+                module._forward_impl,
+                history=config.fp8_amax_history_len,
+                margin=config.fp8_margin,
+                use_max=config.fp8_amax_compute_algo == "max",
+            ).to(module.weight.device)
+            module._forward_impl = module.fp8.forward
+            self._linears.append(module.fp8)
+        if self._linears and self.options.recipe == "delayed":
+            self._stage.register_forward_pre_hook(self._before_micro_batch)
 
     @contextlib.contextmanager
     def high_precision(self) -> Iterator[None]:
         """While it lasts, the model computes as it would without FP8."""
         mode, self._config.fp8 = self._config.fp8, None
+        calibrated, self.calibrated = self.calibrated, True  # a pass without FP8 shows the scales nothing
         for linear in self._linears:
             linear.enabled = False
         try:
             yield
         finally:
-            self._config.fp8 = mode
+            self._config.fp8, self.calibrated = mode, calibrated
             for linear in self._linears:
                 linear.enabled = True
 
     @contextlib.contextmanager
     def weights_kept(self) -> Iterator[None]:
-        """While it lasts no weight changes, and each is quantised once. Transformer Engine's modules have it from Megatron."""
+        """While it lasts no weight changes; each is quantized once. Megatron tells Transformer Engine's modules."""
         for linear in self._linears:
             linear.keep_weight(True)
         try:
@@ -72,7 +132,7 @@ class Fp8:
                 linear.keep_weight(False)
 
     def drop_caches(self) -> None:
-        """Free what Transformer Engine's modules keep of quantised weights; the next first micro-batch makes it again."""
+        """Free the quantized weights in Transformer Engine's modules; the next first micro-batch makes them again."""
         for module in self._stage.modules():
             getattr(module, "_fp8_workspaces", {}).clear()
 
@@ -95,36 +155,135 @@ class Fp8:
             linear.amax_history.copy_(history)
             linear.update_scales()
 
-    def _emulate(self) -> Iterator[EmulatedLinear]:
-        config = self._config
-        for module in portable_linears(self._stage, self.options):
-            emulated = EmulatedLinear(
-                self.options,
-                module._forward_impl,
-                history=config.fp8_amax_history_len,
-                margin=config.fp8_margin,
-                use_max=config.fp8_amax_compute_algo == "max",
-            ).to(module.weight.device)
-            module.fp8 = emulated
-            module._forward_impl = emulated.forward
-            yield emulated
-
     def _before_micro_batch(self, *unused: Any) -> None:
         self.update_scales(after_step=False)
         self._seen = self._stage.training and torch.is_grad_enabled()
 
 
-def portable_linears(stage: Any, options: Fp8Options) -> list[Any]:
-    """The linear layers that ``options`` covers, where they are not Transformer Engine's."""
-    return [
-        module
-        for layer in stage.decoder.layers
-        if options.covers(layer.layer_number - 1, stage.config.num_layers)
-        for module in layer.modules()
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear)
-    ]
+class EmulatedLinear(torch.nn.Module):
+    """Stands in for the product of one of Megatron's column- or row-parallel layers; collectives are as in Megatron.
+
+    Forward Y = Q(X) Q(W)ᵀ, backward dX = Q(dY) Q(W) and dW = Q(dY)ᵀ Q(X). Blocks lie along the dimension that products
+    sum over, so with ``blockwise`` X and dY are quantized once along rows, once along columns. Products are torch's,
+    in the layer's own dtype: in float32 they are Transformer Engine's but for the order of sums; in bfloat16, a number
+    times its inverse scale is first rounded to it (relative 2^-9, where FP8 rounds to 2^-4), which a tensor core
+    does not do.
+
+    Buffers of the delayed recipe, as Transformer Engine's, saved with the model:
+        scale: (3,) float32, of input, weight and gradient; 1 before anything was seen.
+        amax_history: (3, L) float32; the first column is being filled.
+
+    Args:
+        exact: the product without FP8, called as :meth:`forward`.
+        history: L.
+        margin: powers of two that a delayed scale stays below the largest.
+        use_max: delayed scales come from the whole history, or from the newest entry.
+    """
+
+    def __init__(
+        self, options: Fp8Options, exact: Callable, *, history: int = 1, margin: int = 0, use_max: bool = False
+    ) -> None:
+        super().__init__()
+        self.recipe = options.recipe
+        self.dtypes = (E4M3, E4M3, E5M2 if options.gradients_in_e5m2 else E4M3)
+        self.margin = margin
+        self.use_max = use_max
+        self.enabled = True
+        self.keeps_weight = False
+        self._exact = exact
+        self._weight: Quantized | None = None
+        if self.recipe == "delayed":
+            self.register_buffer("scale", torch.ones(3))
+            self.register_buffer("amax_history", torch.zeros(3, history))
+
+    def forward(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        sequence_parallel: bool,
+        allreduce_dgrad: bool,
+        tp_group: Any,
+        **options: Any,
+    ) -> Tensor:
+        """What ``_forward_impl`` of Megatron's layers is called with: (s, b, I) and (O/TP, I) to (s, b, O/TP)."""
+        if not self.enabled:
+            if is_fp8(weight):
+                assert not torch.is_grad_enabled(), "a gradient would not reach the FP8 weight"
+                weight = in_high_precision(weight)
+            options |= {"sequence_parallel": sequence_parallel, "allreduce_dgrad": allreduce_dgrad}
+            return self._exact(input, weight, bias=bias, tp_group=tp_group, **options)
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
+        elif allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+        trains = torch.is_grad_enabled() and weight.requires_grad
+        product = _Product.apply(input.flatten(0, -2), weight, self, trains).view(*input.shape[:-1], -1)
+        return product if bias is None else product + bias
+
+    def quantized_weight(self, weight: Tensor) -> Quantized:
+        """(O, I), kept for micro-batches between which no weight changes; an FP8 primary weight is there already."""
+        if isinstance(weight, EmulatedWeight):
+            return weight.quantized
+        if self._weight is None or not self.keeps_weight:
+            self._weight = self.by_rows(WEIGHT, weight)
+        return self._weight
+
+    def keep_weight(self, keeps: bool) -> None:
+        """From now on the weight is quantized once, or (dropping what is held) for each product."""
+        self.keeps_weight, self._weight = keeps, None
+
+    def by_rows(self, which: int, matrix: Tensor) -> Quantized:
+        """(M, N) for a product that sums over its columns: blocks lie along its rows."""
+        dtype = self.dtypes[which]
+        if self.recipe == "blockwise":
+            return quantize_blocks(matrix, dtype, SQUARES if which == WEIGHT else ROWS)
+        amax = amax_of(matrix)
+        if self.recipe == "tensorwise":
+            return quantize(matrix, dtype, scale_of(amax, dtype))
+        torch.maximum(self.amax_history[which, 0], amax, out=self.amax_history[which, 0])
+        return quantize(matrix, dtype, self.scale[which].clone())
+
+    def by_columns(self, which: int, matrix: Tensor, by_rows: Quantized) -> Quantized:
+        """(M, N) for a product that sums over its rows; what :meth:`by_rows` gave where one scale is for the whole."""
+        return quantize_blocks(matrix, self.dtypes[which], COLUMNS) if self.recipe == "blockwise" else by_rows
+
+    @torch.no_grad()
+    def update_scales(self) -> None:
+        """Delayed recipe: new scales from the history, which moves by one; an amax of 0 or infinity changes none."""
+        for which, dtype in enumerate(self.dtypes):
+            history = self.amax_history[which]
+            amax = history.amax() if self.use_max else history[0].clone()
+            if amax > 0 and amax.isfinite():
+                self.scale[which] = scale_of(amax, dtype) / 2**self.margin
+            history.copy_(history.roll(-1))
+            history[0] = 0.0
 
 
-def _two_numbers(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, weight: Tensor, linear: EmulatedLinear, trains: bool) -> Tensor:
+        by_rows = linear.by_rows(INPUT, matrix)
+        # Only the weight's gradient reads it, which an old-policy forward or a frozen weight has not.
+        by_columns = linear.by_columns(INPUT, matrix, by_rows) if trains else by_rows
+        of_weight = linear.quantized_weight(weight)
+        ctx.save_for_backward(by_columns.data, by_columns.scale, of_weight.data, of_weight.scale)
+        ctx.blocks = by_columns.block, of_weight.block
+        ctx.linear = linear
+        return by_rows.dequantize(matrix.dtype) @ of_weight.dequantize(matrix.dtype).T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        data, scale, weight_data, weight_scale = ctx.saved_tensors
+        by_rows = ctx.linear.by_rows(GRADIENT, gradient)
+        dtype = gradient.dtype
+        of_matrix = of_weight = None
+        if ctx.needs_input_grad[0]:
+            weight = Quantized(weight_data, weight_scale, ctx.blocks[1])
+            of_matrix = by_rows.dequantize(dtype) @ weight.dequantize(dtype)
+        if ctx.needs_input_grad[1]:
+            matrix = Quantized(data, scale, ctx.blocks[0])
+            by_columns = ctx.linear.by_columns(GRADIENT, gradient, by_rows)
+            of_weight = by_columns.dequantize(dtype).T @ matrix.dequantize(dtype)
+        return of_matrix, of_weight, None, None

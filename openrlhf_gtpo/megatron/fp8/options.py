@@ -1,6 +1,6 @@
-"""What ``--megatron.fp8*`` may ask for, and of which model and host. Pure arithmetic, asked before anything starts.
+"""FP8 options, and which models and hosts can run them. Pure arithmetic, asked before anything starts.
 
-Alignments and supports are Transformer Engine's (2.11: ``assert_dim_for_fp8_exec``, ``Float8BlockQuantizer.is_quantizable``,
+Alignment and support: Transformer Engine 2.11 (``assert_dim_for_fp8_exec``, ``Float8BlockQuantizer.is_quantizable``,
 ``check_recipe_support``).
 """
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openrlhf_gtpo.megatron.parallel.layout import Layout, LayoutError, legal_tensor_parallel_sizes
+from openrlhf_gtpo.model_shape import ModelShape
 
 MODES = ("hybrid", "e4m3", "emulated")
 RECIPES = ("delayed", "tensorwise", "blockwise")
@@ -22,12 +23,12 @@ class Fp8Options:
     """FP8 products in the decoder's linear layers; embedding, LM head, norms and attention stay as they are.
 
     Fields:
-        mode: ``hybrid`` (E4M3 forward, E5M2 for gradients) or ``e4m3`` through Transformer Engine, or ``emulated``: the same
+        mode: ``hybrid`` (E4M3 forward, E5M2 gradients) or ``e4m3`` by Transformer Engine, or ``emulated``: the same
             rounding in torch, on any host; it is hybrid, but E4M3 throughout for ``blockwise``.
         recipe: where scales come from: earlier steps (``delayed``), the tensor itself (``tensorwise``), or its blocks
             (``blockwise``: 1 × 128 of activations and gradients, 128 × 128 of weights).
         layers_at_start_in_bf16, layers_at_end_in_bf16: decoder layers left out.
-        primary_weights: devices hold these layers' weights in FP8 alone; the optimizer's float32 shards are the originals.
+        primary_weights: devices hold these layers' weights in FP8 alone, the optimizer's float32 shards the originals.
     """
 
     mode: str
@@ -52,7 +53,7 @@ class Fp8Options:
         return BLOCK if self.recipe == "blockwise" else 16
 
     def fields(self) -> dict[str, Any]:
-        """TransformerConfig fields of Transformer Engine's modes; none for the emulation, which Megatron knows nothing of."""
+        """TransformerConfig fields of Transformer Engine's modes; none for the emulation, unknown to Megatron."""
         if self.emulated:
             return {}
         in_bf16 = self.layers_at_start_in_bf16 + self.layers_at_end_in_bf16 > 0
@@ -80,16 +81,14 @@ def check_fp8(options: Fp8Options, hf_config: Any, layout: Layout, *, cuda: bool
     """
     if not options.emulated and not cuda:
         raise LayoutError(
-            f"--megatron.fp8 {options.mode} needs a CUDA device of compute capability 8.9 or above, and this host has "
-            "none; --megatron.fp8 emulated gives FP8's numbers (not its speed) on any host."
+            f"$fp8 {options.mode} needs a CUDA device of compute capability 8.9 or above, and this host has "
+            "none; $fp8 emulated gives FP8's numbers (not its speed) on any host."
         )
     if hf_config.model_type == "qwen3_moe":
-        raise LayoutError(
-            f"--megatron.fp8 {options.mode} does not cover the experts of {hf_config.model_type}; leave it out."
-        )
+        raise LayoutError(f"$fp8 {options.mode} does not cover the experts of {hf_config.model_type}; leave it out.")
     if options.primary_weights and options.recipe == "delayed":
         raise LayoutError(
-            "--megatron.fp8_param cannot have --megatron.fp8_recipe delayed, whose scales know nothing of the weights when "
+            "$fp8_param cannot have $fp8_recipe delayed, whose scales know nothing of the weights when "
             "they are read; take tensorwise or blockwise."
         )
     _check_bf16_layers(options, hf_config.num_hidden_layers, layout)
@@ -113,11 +112,11 @@ def check_fp8_host(
     Raises:
         LayoutError: what is missing, and which recipes run here.
     """
-    asked = f"--megatron.fp8 {options.mode} --megatron.fp8_recipe {options.recipe}"
+    asked = f"$fp8 {options.mode} $fp8_recipe {options.recipe}"
     oldest, first_unknown = TRANSFORMER_ENGINE
     wanted = f"Transformer Engine from {_version(oldest)} to below {_version(first_unknown)}"
     if transformer_engine is None:
-        raise LayoutError(f"{asked} needs {wanted}, and none is installed; --megatron.fp8 emulated needs none.")
+        raise LayoutError(f"{asked} needs {wanted}, and none is installed; $fp8 emulated needs none.")
     if not oldest <= transformer_engine < first_unknown:
         raise LayoutError(f"{asked} needs {wanted}, and {_version(transformer_engine)} is installed.")
     possible = [recipe for recipe in RECIPES if capability >= CAPABILITY[recipe] and cuda >= _CUDA[recipe]]
@@ -136,32 +135,31 @@ def _check_bf16_layers(options: Fp8Options, layers: int, layout: Layout) -> None
     for name, number in (("start", start), ("end", end)):
         if not 0 <= number <= most:
             raise LayoutError(
-                f"--megatron.num_layers_at_{name}_in_bf16 {number} is not between 0 and the {most} layers of a pipeline stage."
+                f"$num_layers_at_{name}_in_bf16 {number} is not between 0 and the {most} layers of a pipeline stage."
             )
     if start + end >= layers:
         raise LayoutError(
-            f"--megatron.num_layers_at_start_in_bf16 {start} and --megatron.num_layers_at_end_in_bf16 {end} leave none "
-            f"of this model's {layers} layers in FP8; leave --megatron.fp8 out."
+            f"$num_layers_at_start_in_bf16 {start} and $num_layers_at_end_in_bf16 {end} leave none "
+            f"of this model's {layers} layers in FP8; leave $fp8 out."
         )
     if options.recipe == "delayed" and start + end > 0 and not options.emulated:
         raise LayoutError(
-            "--megatron.fp8_recipe delayed cannot leave layers in BF16 (Transformer Engine reduces its scales over all "
+            "$fp8_recipe delayed cannot leave layers in BF16 (Transformer Engine reduces its scales over all "
             "of them); take tensorwise or blockwise."
         )
 
 
 def _check_widths(options: Fp8Options, hf_config: Any, layout: Layout) -> None:
     """Both sides of every sharded matrix come in multiples of the alignment."""
+    shape = ModelShape.of(hf_config)
 
     def unfit(size: int) -> list[tuple[str, int]]:
-        heads = hf_config.num_attention_heads
-        width = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
-        groups = getattr(hf_config, "num_key_value_heads", None) or heads
+        query, qkv = shape.query_width, shape.query_width + 2 * shape.key_value_width
         widths = [
-            ("hidden_size", hf_config.hidden_size),
-            ("the width of all heads on a rank", heads * width // size),
-            ("the width of query, key and value heads on a rank", (heads + 2 * groups) * width // size),
-            ("the MLP's columns on a rank", hf_config.intermediate_size // size),
+            ("hidden_size", shape.hidden_size),
+            ("the width of all heads on a rank", query // size),
+            ("the width of query, key and value heads on a rank", qkv // size),
+            ("the MLP's columns on a rank", shape.intermediate_size // size),
         ]
         return [(what, number) for what, number in widths if number % options.alignment]
 
@@ -171,13 +169,13 @@ def _check_widths(options: Fp8Options, hf_config: Any, layout: Layout) -> None:
     what, number = wrong[0]
     legal = [size for size in legal_tensor_parallel_sizes(hf_config) if not unfit(size)]
     remedy = (
-        f"--megatron.tensor_model_parallel_size can be {', '.join(map(str, legal))}"
+        f"$tensor_model_parallel_size can be {', '.join(map(str, legal))}"
         if legal
-        else "no tensor-parallel size gives that; take another recipe or --megatron.fp8 emulated"
+        else "no tensor-parallel size gives that; take another recipe or $fp8 emulated"
     )
     raise LayoutError(
-        f"--megatron.fp8_recipe {options.recipe} multiplies in multiples of {options.alignment}, and {what} is {number} at "
-        f"--megatron.tensor_model_parallel_size {layout.tensor_model_parallel_size}; {remedy}."
+        f"$fp8_recipe {options.recipe} multiplies in multiples of {options.alignment}, and {what} is {number} at "
+        f"$tensor_model_parallel_size {layout.tensor_model_parallel_size}; {remedy}."
     )
 
 

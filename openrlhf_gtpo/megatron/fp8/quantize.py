@@ -1,6 +1,6 @@
 """Values to FP8 and back, on any device: Transformer Engine's arithmetic of scales, in torch.
 
-A scale is float32 and multiplies before the rounding (to nearest, ties to even, saturating); values come back multiplied by
+A scale is float32 and multiplies before rounding (nearest, ties to even, saturating); values come back multiplied by
 its inverse. Scales are not rounded to powers of two (``NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1`` in Transformer Engine).
 """
 
@@ -13,10 +13,9 @@ from torch import Tensor
 
 from openrlhf_gtpo.megatron.fp8.options import BLOCK
 
+Block = tuple[int, int] | None  # (m, n) rows and columns that share a scale; None for the whole matrix
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-_LARGEST_FLOAT = torch.finfo(torch.float32).max
-
-
 ROWS, COLUMNS, SQUARES = (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
 _CHUNK = 2**18  # elements worked on at once, so that float32 temporaries stay in a CPU's cache
 
@@ -32,7 +31,7 @@ class Quantized(NamedTuple):
 
     data: Tensor
     scale: Tensor
-    block: tuple[int, int] | None = None
+    block: Block = None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """(M, N), the product of number and inverse scale rounded to ``dtype``."""
@@ -49,31 +48,48 @@ class Quantized(NamedTuple):
         return out
 
 
-def scale_of(amax: Tensor, dtype: torch.dtype, *, largest: float = _LARGEST_FLOAT) -> Tensor:
-    """The scale that maps ``amax`` (any shape, float32) onto the largest number of ``dtype``.
+def amax_of(values: Tensor, block: Block = None) -> Tensor:
+    """() or (⌈M / m⌉, ⌈N / n⌉) largest magnitudes of (M, N) values, float32; 0 of nothing."""
+    if not values.numel():
+        return torch.zeros([] if block is None else grid(values.shape, block), device=values.device)
+    if block is None:
+        low, high = values.aminmax()
+        return torch.maximum(-low, high).float()
+    found = torch.empty(grid(values.shape, block), device=values.device)
+    for rows in _chunks(values):
+        part = values[rows]
+        padded = F.pad(part, (0, -part.shape[1] % block[1], 0, -part.shape[0] % block[0]))
+        tiles = padded.view(padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1])
+        found[_blocks_of(rows, block)] = tiles.abs().amax(dim=(1, 3))
+    return found
 
-    1 where ``amax`` is 0 or not finite; ``largest`` where the quotient overflows.
+
+def scale_of(amax: Tensor, dtype: torch.dtype, overflow: torch.dtype = torch.float32) -> Tensor:
+    """The scale that maps ``amax`` (any shape, float32) to ``dtype``'s largest number; 1 where it is 0 or not finite.
+
+    Args:
+        overflow: whose largest number stands for a quotient that overflows. Transformer Engine takes float32's for
+            a whole matrix, and for blocks that of the values' own dtype.
     """
     # A quotient of two tensors is rounded once; of a number and a tensor torch rounds the reciprocal and the product.
     scale = torch.full_like(amax, torch.finfo(dtype).max) / amax
-    scale = torch.where(scale.isinf(), largest, scale)
+    scale = torch.where(scale.isinf(), torch.finfo(overflow).max, scale)
     return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
 
 
-def amax_of(values: Tensor) -> Tensor:
-    """() largest magnitude, float32; 0 of nothing."""
-    if not values.numel():
-        return torch.zeros((), device=values.device)
-    low, high = values.aminmax()
-    return torch.maximum(-low, high).float()
-
-
-def quantize(values: Tensor, dtype: torch.dtype, scale: Tensor) -> Quantized:
-    """(M, N) values with one scale; beyond the largest number they saturate."""
+def quantize(values: Tensor, dtype: torch.dtype, scale: Tensor, block: Block = None) -> Quantized:
+    """(M, N) values with one scale or one a block; beyond the largest number they saturate."""
     data = torch.empty(values.shape, dtype=dtype, device=values.device)
+    limit = torch.finfo(dtype).max
     for rows in _chunks(values):
-        data[rows] = _round(values[rows].float() * scale, dtype)
-    return Quantized(data, scale)
+        factor = scale if block is None else _spread(scale, block, rows, values.shape[1])
+        data[rows] = (values[rows].float() * factor).clamp_(-limit, limit).to(dtype)
+    return Quantized(data, scale, block)
+
+
+def quantize_blocks(values: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> Quantized:
+    """(M, N) values with a scale of its own for each block."""
+    return quantize(values, dtype, scale_of(amax_of(values, block), dtype, values.dtype), block)
 
 
 def grid(shape: Sequence[int], block: tuple[int, int]) -> list[int]:
@@ -81,56 +97,15 @@ def grid(shape: Sequence[int], block: tuple[int, int]) -> list[int]:
     return [-(-size // side) for size, side in zip(shape, block, strict=True)]
 
 
-def amax_of_blocks(values: Tensor, block: tuple[int, int]) -> Tensor:
-    """(⌈M / m⌉, ⌈N / n⌉) largest magnitudes of (M, N) values, float32."""
-    found = torch.zeros(grid(values.shape, block), device=values.device)
-    for rows in _chunks(values):
-        found[_blocks_of(rows, block)] = _amax_of_tiles(values[rows].float(), block)
-    return found
-
-
-def scale_of_blocks(amax: Tensor, dtype: torch.dtype, of: torch.dtype) -> Tensor:
-    """Scales of blocks of values that were ``of`` that type."""
-    # Transformer Engine's kernels take the input's largest number where a quotient overflows.
-    return scale_of(amax, dtype, largest=torch.finfo(of).max)
-
-
-def quantize_blocks(
-    values: Tensor, dtype: torch.dtype, block: tuple[int, int], scale: Tensor | None = None
-) -> Quantized:
-    """(M, N) values with a scale for each block: their own, or ``scale``."""
-    data = torch.empty(values.shape, dtype=dtype, device=values.device)
-    given = scale is not None
-    if scale is None:
-        scale = torch.ones(grid(values.shape, block), device=data.device)
-    for rows in _chunks(values):
-        exact = values[rows].float()
-        if not given:
-            scale[_blocks_of(rows, block)] = scale_of_blocks(_amax_of_tiles(exact, block), dtype, values.dtype)
-        data[rows] = _round(exact * _spread(scale, block, rows, exact.shape[1]), dtype)
-    return Quantized(data, scale, block)
-
-
-def _amax_of_tiles(values: Tensor, block: tuple[int, int]) -> Tensor:
-    padded = F.pad(values, (0, -values.shape[1] % block[1], 0, -values.shape[0] % block[0]))
-    tiled = padded.view(padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1])
-    return tiled.abs().amax(dim=(1, 3))
-
-
-def _blocks_of(rows: slice, block: tuple[int, int]) -> slice:
-    return slice(rows.start // block[0], -(-rows.stop // block[0]))
-
-
-def _round(values: Tensor, dtype: torch.dtype) -> Tensor:
-    limit = torch.finfo(dtype).max
-    return values.clamp_(-limit, limit).to(dtype)
-
-
 def _chunks(values: Tensor) -> Iterator[slice]:
     """Rows of a matrix in blocks that no scaled block is cut by; none of a matrix without columns."""
     height, width = values.shape
     step = max(BLOCK, _CHUNK // max(width, 1) // BLOCK * BLOCK)
     return (slice(start, min(start + step, height)) for start in range(0, height if width else 0, step))
+
+
+def _blocks_of(rows: slice, block: tuple[int, int]) -> slice:
+    return slice(rows.start // block[0], -(-rows.stop // block[0]))
 
 
 def _spread(scale: Tensor, block: tuple[int, int], rows: slice, width: int) -> Tensor:

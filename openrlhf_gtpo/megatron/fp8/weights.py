@@ -1,19 +1,25 @@
-"""FP8 primary weights: matrices of the decoder that a device holds in FP8 alone, beside the optimizer's float32 shards.
+"""FP8 primary weights: decoder matrices that a device holds in FP8 alone, beside the optimizer's float32 shards.
 
 Transformer Engine has tensors for it, which Megatron's gradient buffers and distributed optimizer know how to place,
-quantise and gather (``fp8_param``); ``emulated_weight`` has one for any host.
+quantize and gather (``fp8_param``); :class:`EmulatedWeight` is one for any host, in torch.
 
-The optimizer's weights must be the checkpoint's, not what FP8 left of them: :func:`loading` keeps those for it.
+The optimizer's weights must be the checkpoint's, not what FP8 left of them: :func:`keep_exact` keeps those for it.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import MethodType
 from typing import Any
 
 import torch
 from megatron.core import fp8_utils
+from megatron.core.optimizer import distrib_optimizer
 from torch import Tensor
+
+from openrlhf_gtpo.megatron.fp8.quantize import E4M3, SQUARES, Quantized, amax_of, grid, quantize, scale_of
+
+# What Megatron's layers write onto a parameter, and mbridge reads to cut a tensor into shards.
+_MEGATRON_S = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel", "allreduce")
 
 
 def is_fp8(parameter: Tensor) -> bool:
@@ -38,8 +44,7 @@ def loading(stage: torch.nn.Module, *, for_training: bool = True) -> Iterator[No
     """While it lasts, FP8 parameters of ``stage`` are plain ones to be filled; then they take the values.
 
     Args:
-        for_training: keep the exact values, in host memory, for the optimizer that is made next (Megatron's
-            ``get_high_precision_init_val``).
+        for_training: keep the exact values for the optimizer that is made next.
     """
     places = [
         (module, name, parameter)
@@ -49,8 +54,7 @@ def loading(stage: torch.nn.Module, *, for_training: bool = True) -> Iterator[No
     ]
     for module, name, parameter in places:
         plain = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device))
-        attributes = {key: value for key, value in vars(parameter).items() if key in _MEGATRON_S}
-        vars(plain).update(attributes)
+        vars(plain).update({key: value for key, value in vars(parameter).items() if key in _MEGATRON_S})
         module._parameters[name] = plain
     try:
         yield
@@ -61,13 +65,14 @@ def loading(stage: torch.nn.Module, *, for_training: bool = True) -> Iterator[No
             with torch.no_grad():
                 parameter.copy_(exact.detach())
             if for_training:
-                parameter._high_precision_init_val = exact.detach().cpu()
-                parameter.get_high_precision_init_val = MethodType(_get, parameter)
-                parameter.clear_high_precision_init_val = MethodType(_clear, parameter)
+                keep_exact(parameter, exact)
 
 
-# What Megatron's layers write onto a parameter, and mbridge reads to cut a tensor into shards.
-_MEGATRON_S = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel", "allreduce")
+def keep_exact(parameter: Any, exact: Tensor) -> None:
+    """Keep ``exact`` in host memory for the optimizer, by the names Megatron calls on Transformer Engine tensors."""
+    parameter._high_precision_init_val = exact.detach().cpu()
+    parameter.get_high_precision_init_val = MethodType(_get, parameter)
+    parameter.clear_high_precision_init_val = MethodType(_clear, parameter)
 
 
 def _get(parameter: Any) -> Tensor:
@@ -77,3 +82,149 @@ def _get(parameter: Any) -> Tensor:
 def _clear(parameter: Any) -> None:
     for name in ("_high_precision_init_val", "get_high_precision_init_val", "clear_high_precision_init_val"):
         vars(parameter).pop(name, None)
+
+
+class EmulatedWeight(torch.Tensor):
+    """(O, I) matrix that is E4M3 in memory and a high precision to all who ask.
+
+    Args:
+        codes: (O, I) uint8, the numbers' bits.
+        scale: () or of blocks, float32; see :class:`Quantized`.
+        dtype: what it says it is, and comes back in.
+    """
+
+    # As in Transformer Engine: what a tensor does is decided below, where autograd has done its part.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __new__(cls, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> "EmulatedWeight":
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)
+
+    def __init__(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+        self.codes = codes
+        self.scale = scale
+        self.block = SQUARES if scale.dim() else None
+
+    @classmethod
+    def empty_like(cls, weight: Tensor, recipe: str) -> "EmulatedWeight":
+        """Of the shape of ``weight``, whose values it does not take."""
+        _teach_megatron()
+        shape = grid(weight.shape, SQUARES) if recipe == "blockwise" else []
+        codes = torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device)
+        return cls(codes, torch.ones(shape, device=weight.device), weight.dtype)
+
+    @property
+    def quantized(self) -> Quantized:
+        return Quantized(self.codes.view(E4M3), self.scale, self.block)
+
+    def dequantize(self) -> Tensor:  # type: ignore[override]
+        return self.quantized.dequantize(self.dtype)
+
+    def quantize_(self, values: Tensor, amax: Tensor | None = None) -> None:
+        """Take the numbers of ``values`` (O, I), scaled by their own ``amax`` or a larger one."""
+        amax = amax_of(values, self.block) if amax is None else amax
+        found = quantize(values, E4M3, scale_of(amax, E4M3, values.dtype if self.block else torch.float32), self.block)
+        self.codes.copy_(found.data.view(torch.uint8))
+        self.scale.copy_(found.scale)
+
+    def get_metadata(self) -> dict[str, Tensor]:
+        """The tensors that it is made of, by Transformer Engine's method."""
+        return {"codes": self.codes, "scale": self.scale}
+
+    def expand_as(self, other: Tensor) -> Tensor:
+        """Megatron asks a parameter to expand as itself, for the node that its gradient arrives at."""
+        assert other is self
+        return _Same.apply(self)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            (weight,) = args
+            return cls(weight.codes, weight.scale, weight.dtype)
+        if func is torch.ops.aten.copy_.default and isinstance(args[0], cls):
+            args[0].quantize_(_plain(args[1]).to(args[0].dtype))
+            return args[0]
+        assert func._schema.name == "aten::copy_" or not func._schema.is_mutable, f"{func} cannot write into FP8"
+        args, kwargs = torch.utils._pytree.tree_map(_plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _plain(value: Any) -> Any:
+    return value.dequantize() if isinstance(value, EmulatedWeight) else value
+
+
+def _teach_megatron() -> None:
+    """Let Megatron take :class:`EmulatedWeight` for one of Transformer Engine's tensors. Safe to call twice.
+
+    megatron-core 0.16.1 asks the functions and classes replaced here (``megatron/core/fp8_utils.py``) if a parameter
+    is in FP8, where it lies, and to quantize the optimizer's shards into it; it has no other way to register a tensor.
+    """
+    known = fp8_utils.FP8_TENSOR_CLASS if fp8_utils.HAVE_TE_FP8_TENSOR_CLASS else ()
+    known = known if isinstance(known, tuple) else (known,)
+    if EmulatedWeight in known:
+        return
+    fp8_utils.FP8_TENSOR_CLASS = (*known, EmulatedWeight)
+    fp8_utils.HAVE_TE_FP8_TENSOR_CLASS = True
+    place, quantize_shards = fp8_utils._modify_underlying_storage_impl, fp8_utils._quantize_param_shard_impl
+
+    def place_any(weight: Any, memory: Tensor) -> None:
+        if isinstance(weight, EmulatedWeight):
+            memory.copy_(weight.codes)
+            weight.codes = memory
+        else:
+            place(weight, memory)
+
+    def quantize_any(weights: Sequence[Any], masters: Any, offsets: Any, group: Any, *others: Any) -> None:
+        if weights and isinstance(weights[0], EmulatedWeight):
+            _quantize_shards(weights, masters, offsets, group)
+        else:
+            quantize_shards(weights, masters, offsets, group, *others)
+
+    fp8_utils._modify_underlying_storage_impl = place_any
+    fp8_utils._quantize_param_shard_impl = quantize_any
+    # Megatron's asks for Transformer Engine's version, which a host without it has not.
+    for module in (fp8_utils, distrib_optimizer):
+        module.dequantize_fp8_tensor = in_high_precision
+    gathered = fp8_utils.te_post_all_gather_processing
+    if gathered is not None:
+        fp8_utils.te_post_all_gather_processing = lambda weights: gathered(
+            [weight for weight in weights if not isinstance(weight, EmulatedWeight)]
+        )
+
+
+@torch.no_grad()
+def _quantize_shards(
+    weights: Sequence[EmulatedWeight],
+    masters: Sequence[Tensor | None],
+    offsets: Sequence[int | None],
+    group: torch.distributed.ProcessGroup,
+) -> None:
+    """This rank's part of every weight from its float32 values, with scales of the whole (collective over ``group``).
+
+    Args:
+        masters: (n,) float32 each, the flat weight from ``offsets`` on; None where other ranks have all of it.
+    """
+
+    def spread(weight: EmulatedWeight, master: Tensor | None, offset: int | None) -> Tensor:
+        """(O, I) with this rank's part, in the type that the weight says it is, and zeros elsewhere."""
+        whole = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.codes.device)
+        if master is not None:
+            whole.view(-1)[offset : offset + master.numel()].copy_(master)  # type: ignore[operator]
+        return whole
+
+    parts = list(zip(weights, masters, offsets, strict=True))
+    amaxes = [amax_of(spread(*part), part[0].block) for part in parts]
+    flat = torch.cat([amax.flatten() for amax in amaxes])
+    torch.distributed.all_reduce(flat, op=torch.distributed.ReduceOp.MAX, group=group)
+    reduced = flat.split([amax.numel() for amax in amaxes])
+    for part, amax, agreed in zip(parts, amaxes, reduced, strict=True):
+        part[0].quantize_(spread(*part), agreed.view(amax.shape))

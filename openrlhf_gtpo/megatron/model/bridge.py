@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mbridge.core.bridge import _MODEL_REGISTRY
 from mbridge.models.llama import LLaMABridge
 from mbridge.models.qwen2 import Qwen2Bridge
 from mbridge.models.qwen3 import Qwen3Bridge
@@ -146,6 +145,3 @@ def make_bridge(config: PretrainedConfig, layout: Layout, dtype: torch.dtype, fi
     )
     bridge.set_extra_args(**fields)
     return bridge
-
-
-assert set(_BRIDGES) - {"mistral"} <= set(_MODEL_REGISTRY)

@@ -1,6 +1,6 @@
 """The experts of a mixture in plain torch, under the parameter names of Transformer Engine's grouped layers.
 
-Megatron's router, token dispatcher and grouped MLP are used as they are; only the two grouped matrices need Transformer
+Megatron's router, token dispatcher and grouped MLP are used as is; only the two grouped matrices need Transformer
 Engine, and are replaced here. Each rank owns EP's share of the experts and TP's share of each expert's columns.
 """
 

@@ -147,9 +147,9 @@ def attend(
     scale: float | None,
     group: torch.distributed.ProcessGroup,
 ) -> Tensor:
-    """This rank's (P / CP, heads, D) of queries against everyone's keys and values, which are gathered; (P / CP, heads * D).
+    """This rank's (P / CP, heads, D) of queries against keys and values gathered from all; (P / CP, heads * D).
 
-    For hosts without Transformer Engine, and the yardstick of its ring: simple, and as large in memory as the whole row.
+    For hosts without Transformer Engine, and the yardstick of its ring: simple, as large in memory as the whole row.
 
     Args:
         lengths: (S,) of all sequences in full.

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
 from openrlhf_gtpo.megatron.fp8 import weights as fp8_weights
-from openrlhf_gtpo.megatron.fp8.emulated_weight import emulate
-from openrlhf_gtpo.megatron.fp8.fp8 import Fp8, check_host, portable_linears
+from openrlhf_gtpo.megatron.fp8.fp8 import Fp8, check_host
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.model.bridge import EXPERTS, make_bridge, read_config
 from openrlhf_gtpo.megatron.model.packing import Packed
@@ -133,11 +132,10 @@ class PolicyGPTModel(GPTModel):
             # A tied weight also gets the embedding's gradient, which Megatron would then take for added.
             accumulate_into_main_grad=not tied and hasattr(weight, "main_grad"),
         )
-        if packed.mine is None:
-            return log_probs, entropy
-        return gather_actions(log_probs, packed.mine), (
-            None if entropy is None else gather_actions(entropy, packed.mine)
-        )
+        if packed.mine is not None:
+            log_probs = gather_actions(log_probs, packed.mine)
+            entropy = None if entropy is None else gather_actions(entropy, packed.mine)
+        return log_probs, entropy
 
 
 @dataclass
@@ -178,13 +176,11 @@ def load_model(
         bridge = make_bridge(config, options.layout, options.dtype, options.fields())
         with torch.set_grad_enabled(for_training):  # by which Transformer Engine's FP8 weights tell
             stage = _build_stage(bridge, options).to(device())
-        if options.fp8 and options.fp8.emulated and options.fp8.primary_weights:
-            emulate(portable_linears(stage, options.fp8), options.fp8.recipe)
         if with_weights:
             with torch.no_grad(), fp8_weights.loading(stage, for_training=for_training):
                 bridge.load_weights([stage], str(source), memory_efficient=True)
         # After the weights, as mbridge takes every buffer for one that a checkpoint has.
-        fp8 = Fp8(options.fp8, stage) if options.fp8 else None
+        fp8 = Fp8(options.fp8, stage, for_training=for_training) if options.fp8 else None
     return LoadedModel(stage, bridge, options, fp8)
 
 
@@ -207,7 +203,7 @@ def _build_stage(bridge: Any, options: ModelOptions) -> PolicyGPTModel:
     for name, parameter in stage.named_parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         if EXPERTS in name:
-            # Under EP, data-parallel ranks hold different experts: Megatron gives what is marked so gradient buffers and
+            # Under EP, data-parallel ranks hold different experts: Megatron gives those so marked gradient buffers and
             # an optimizer of its own, reduced over those that hold the same. Without EP it would not; a checkpoint of
             # one could then not be read with the other.
             parameter.allreduce = False

@@ -1,5 +1,6 @@
 """A sharded model as (Hugging Face name, full tensor) pairs, gathered over TP, EP and PP a bucket at a time."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ class _Parameter:
     names: tuple[str, ...]
     shape: torch.Size
     partition_dim: int | None
-    hf: tuple[tuple[str, torch.Size], ...]
+    hf: tuple[tuple[str, tuple[int, ...]], ...]
 
     @property
     def is_expert(self) -> bool:
@@ -45,18 +46,21 @@ class _Parameter:
 
     @property
     def full_numel(self) -> int:
-        return sum(shape.numel() for _, shape in self.hf)
+        return sum(math.prod(shape) for _, shape in self.hf)
 
 
 class FullWeights:
-    """The whole model for everyone who asks on every rank of a replica, in the order and names of Hugging Face.
+    """The whole model on every rank of a replica, in the order and names of Hugging Face; a tied head is not repeated.
 
-    A tied head is not repeated. Collective: all ranks of a replica make it, and iterate over it, together; with experts
-    shared among replicas, all ranks of those.
+    Collective: all ranks of a replica make it, and fill or iterate, together; with experts shared among replicas, all
+    ranks of those.
 
     Args:
-        bucket_bytes: about how much is gathered at once; a larger parameter is a bucket of its own.
-        read: a parameter's values on this rank; FP8 primary weights as they are multiplied with, unless it says otherwise.
+        bucket_bytes: how much is gathered at once; a larger parameter is a bucket of its own.
+        read: a parameter's values on this rank; FP8 primary weights as products read them, unless it says otherwise.
+
+    Fields:
+        buckets: (name, full shape) of what is gathered at once.
     """
 
     def __init__(
@@ -69,20 +73,30 @@ class FullWeights:
         # TP's ranks within EP's. Experts are sharded over TP as everything else is.
         self._experts = parallel_state.get_expert_tensor_and_model_parallel_group()
         self._pp = parallel_state.get_pipeline_model_parallel_group()
-        self._buckets = list(self._cut(self._plan(), bucket_bytes))
+        self._parts = list(self._cut(self._plan(), bucket_bytes))
+        self.buckets = [[entry for parameter in part for entry in parameter.hf] for part in self._parts]
 
-    @property
-    def shapes(self) -> list[tuple[str, torch.Size]]:
-        """Names and full shapes, in the order of :meth:`tensors`."""
-        return [entry for bucket in self._buckets for parameter in bucket for entry in parameter.hf]
+    @torch.no_grad()
+    def fill(self, index: int, buffer: Tensor) -> None:
+        """Gather bucket ``index`` into the beginning of the flat ``buffer``, on every rank of the replica."""
+        part = self._parts[index]
+        full = buffer[: sum(parameter.full_numel for parameter in part)]
+        if part[0].stage == parallel_state.get_pipeline_model_parallel_rank():
+            pieces: list[Tensor] = []
+            for parameter, shards in zip(part, self._shards(part), strict=True):
+                pieces += [tensor.reshape(-1) for _, tensor in self._convert(parameter, shards)]
+            torch.cat(pieces, out=full)
+        if self._pp.size() > 1:
+            source = torch.distributed.get_global_rank(self._pp, part[0].stage)
+            torch.distributed.broadcast(full, src=source, group=self._pp)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full tensor) in the model's dtype; a tensor is valid until the next but one bucket is gathered."""
-        for bucket in self._buckets:
-            flat = self._gather(bucket)
-            entries = [entry for parameter in bucket for entry in parameter.hf]
-            pieces = flat.split([shape.numel() for _, shape in entries])
-            for (name, shape), piece in zip(entries, pieces, strict=True):
+        for index, bucket in enumerate(self.buckets):
+            sizes = [math.prod(shape) for _, shape in bucket]
+            full = torch.empty(sum(sizes), dtype=self._model.options.dtype, device=device())
+            self.fill(index, full)
+            for (name, shape), piece in zip(bucket, full.split(sizes), strict=True):
                 yield name, piece.view(shape)
 
     def _plan(self) -> list[_Parameter]:
@@ -111,7 +125,7 @@ class FullWeights:
         )
         count = len(described.names) * (self._tp.size() if sharded else 1)
         shards = [torch.empty(parameter.shape, device="meta") for _ in range(count)]
-        return replace(described, hf=tuple((n, tensor.shape) for n, tensor in self._convert(described, shards)))
+        return replace(described, hf=tuple((n, tuple(tensor.shape)) for n, tensor in self._convert(described, shards)))
 
     def _expert_names(self, name: str) -> tuple[str, ...]:
         """A local expert's name on this rank to those of the experts in its place on every expert-parallel rank."""
@@ -144,20 +158,6 @@ class FullWeights:
             size += bytes_
         if bucket:
             yield bucket
-
-    @torch.no_grad()
-    def _gather(self, bucket: list[_Parameter]) -> Tensor:
-        """The bucket's full tensors in one flat buffer, on every rank of the replica."""
-        full = torch.empty(sum(p.full_numel for p in bucket), dtype=self._model.options.dtype, device=device())
-        if bucket[0].stage == parallel_state.get_pipeline_model_parallel_rank():
-            parts: list[Tensor] = []
-            for parameter, shards in zip(bucket, self._shards(bucket), strict=True):
-                parts += [part.reshape(-1) for _, part in self._convert(parameter, shards)]
-            torch.cat(parts, out=full)
-        if self._pp.size() > 1:
-            source = torch.distributed.get_global_rank(self._pp, bucket[0].stage)
-            torch.distributed.broadcast(full, src=source, group=self._pp)
-        return full
 
     def _shards(self, bucket: list[_Parameter]) -> Iterator[list[Tensor]]:
         """Every rank's part of each parameter, or the parameter alone where all ranks have the same."""

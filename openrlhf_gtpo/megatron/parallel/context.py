@@ -1,6 +1,6 @@
 """Context parallelism: which tokens of a packed row are a rank's, and results of all ranks put together.
 
-Every sequence is cut into 2 × CP chunks, of which rank r has the r-th and the r-th from the end, so that causal attention
+Every sequence is cut into 2 × CP chunks; rank r has the r-th and the r-th from the end, so that causal attention
 costs every rank the same. It is the split of Megatron's rotary embedding and of Transformer Engine's attention.
 """
 
@@ -11,18 +11,11 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 
-def chunks(size: int) -> int:
-    """Of a sequence, with ``size`` context-parallel ranks; its length is a multiple of their number."""
-    return 2 * size if size > 1 else 1
-
-
-def round_up(lengths: Tensor, quantum: int) -> Tensor:
-    """To multiples of ``quantum``."""
-    return -(-lengths // quantum) * quantum
-
-
 def chunks_of_rank(lengths: Tensor, size: int, rank: int) -> Tensor:
-    """(P / size,) places of ``rank``'s tokens in a row of sequences of ``lengths``, sequence after sequence."""
+    """(P / size,) places of ``rank``'s tokens in a row of sequences of ``lengths``, sequence after sequence.
+
+    Lengths are multiples of 2 × ``size``.
+    """
     places, start = [], 0
     for length in lengths.tolist():
         chunk = length // (2 * size)

@@ -1,7 +1,7 @@
 """Lets megatron-core 0.16.1 run on a host without CUDA, over gloo. Never used on a CUDA host.
 
-Megatron writes ``device="cuda"`` and ``.cuda()`` into its calls, compares ``tensor.type()`` with CUDA's names, and keeps
-a tracker of CUDA random states. Inside ``cuda_calls_on_cpu`` those land on the CPU; all of it can go when Megatron asks
+Megatron writes ``device="cuda"`` and ``.cuda()`` in its calls, compares ``tensor.type()`` with CUDA's names, and keeps
+a tracker of CUDA random states. Inside ``cuda_calls_on_cpu`` those land on the CPU; all can go when Megatron asks
 ``torch.accelerator`` instead.
 """
 
@@ -85,7 +85,7 @@ def _dispatch_without_streams() -> None:
 
 
 def _exchange_unequal_parts() -> None:
-    """Experts that are shards over TP gather and reduce as many rows as each rank has; gloo's calls want equal parts."""
+    """Experts sharded over TP gather and reduce as many rows as each rank has; gloo's calls want equal parts."""
     from megatron.core.tensor_parallel import mappings
 
     gather = inspect.unwrap(mappings._gather_along_first_dim)
@@ -119,7 +119,7 @@ def _exchange_unequal_parts() -> None:
 
 
 def _gather_buffers_one_by_one() -> None:
-    """Gloo mixes up buffers of several types that it is asked to gather as one: FP8 weights and the others beside them."""
+    """Gloo mixes up buffers of several types when it gathers them as one: FP8 weights and the others beside them."""
     from megatron.core.distributed import param_and_grad_buffer
 
     def one_by_one(group: Any, async_ops: bool = False) -> contextlib.AbstractContextManager:

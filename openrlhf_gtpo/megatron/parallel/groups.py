@@ -1,8 +1,8 @@
 """Megatron's process groups for a layout, with the ranks of one model replica consecutive.
 
-OpenRLHF hands each replica's batch to as many consecutive ranks as a replica has, so the data-parallel dimension is the
-outermost one (Megatron's own order puts pipeline stages outside it). Experts are shared among the context-parallel ranks
-of a replica and then among consecutive replicas; both dimensions lie outside the pipeline's, whose groups attention and
+OpenRLHF hands each replica's batch to as many consecutive ranks as a replica has, so the data-parallel dimension is
+outermost (Megatron's own order puts pipeline stages outside it). Experts are shared among the context-parallel ranks
+of a replica, then among consecutive replicas; both dimensions lie outside the pipeline's, whose groups attention and
 experts have in common.
 """
 
@@ -21,8 +21,10 @@ from openrlhf_gtpo.megatron.parallel.layout import Layout
 class _Order(str):
     """An order of dimensions that Megatron takes for one with pipeline stages outermost.
 
-    From others Megatron 0.16.1 wants equal data-parallel sizes of attention and experts, so that their pipeline groups
-    are the same. It compares those groups right after, and with pp inside cp and ep they are, whatever the sizes.
+    From others megatron-core 0.16.1 (``initialize_model_parallel`` in megatron/core/parallel_state.py of
+    github.com/NVIDIA/Megatron-LM) wants equal data-parallel sizes of attention and experts, so that pipeline groups
+    are the same. It compares those groups right after; with pp inside cp and ep they are, whatever the sizes. It can
+    go when that condition is dropped for the comparison.
     """
 
     def endswith(self, *args: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Which host the engine runs on, asked in one place: its device, its backend, and the context of every Megatron call."""
+"""Which host the engine runs on, asked in one place: its device, its backend, the context of every Megatron call."""
 
 import contextlib
 import importlib.util

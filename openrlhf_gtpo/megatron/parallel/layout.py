@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from openrlhf_gtpo.errors import SettingError
+
 SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # Hugging Face's model_type
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -18,13 +20,13 @@ SIZES = (
     "context_parallel_size",
     "expert_model_parallel_size",
 )
-_TP, _PP, _CP, _EP = (f"--megatron.{name}" for name in SIZES)
+_TP, _PP, _CP, _EP = (f"${name}" for name in SIZES)  # of a SettingError's sentence
 
 # Megatron's RotaryEmbedding takes Llama 3's factor and fixes the rest of its scaling.
 _LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 
 
-class LayoutError(ValueError):
+class LayoutError(SettingError):
     """A layout that the model or the host does not allow, or a model that the Megatron actor does not know."""
 
 
@@ -61,7 +63,7 @@ class Layout:
         for name in SIZES:
             size = getattr(self, name)
             if size < 1:
-                raise LayoutError(f"Expected --megatron.{name} >= 1, got {size}.")
+                raise LayoutError(f"Expected ${name} >= 1, got {size}.")
 
     @property
     def model_parallel_size(self) -> int:
@@ -97,7 +99,7 @@ def check_layout(hf_config: Any, layout: Layout, world_size: int, *, cuda: bool)
         cuda: whether they have CUDA devices.
 
     Raises:
-        LayoutError: the first thing that cannot work, in one sentence with the flag, the model's number and what is
+        LayoutError: the first thing that cannot work, in one sentence with the setting, the model's number and what is
             legal; a :class:`WorldSizeError` where the sizes fit the model but not ``world_size``.
     """
     check_architecture(hf_config)
@@ -246,14 +248,14 @@ def _check_world_size(hf_config: Any, layout: Layout, world_size: int) -> None:
         for tensor, pipeline in legal:
             by_tensor.setdefault(tensor, []).append(pipeline)
         choices = "; ".join(f"TP {tensor} with PP {_either(sizes)}" for tensor, sizes in by_tensor.items())
-        raise WorldSizeError(f"{str(error)[:-1]}, or with {world_size} choose {choices}.") from None
+        raise WorldSizeError(f"{error.sentence[:-1]}, or with {world_size} choose {choices}.") from None
 
 
 def _check_experts(hf_config: Any, layout: Layout, data_parallel_size: int) -> None:
     size, experts = layout.expert_model_parallel_size, _experts(hf_config)
     if experts and layout.tensor_model_parallel_size > 1 and not layout.sequence_parallel:
         raise LayoutError(
-            f"{_TP} {layout.tensor_model_parallel_size} with a mixture of experts needs --megatron.sequence_parallel, "
+            f"{_TP} {layout.tensor_model_parallel_size} with a mixture of experts needs $sequence_parallel, "
             "without which Megatron does not train one; add it."
         )
     if size == 1:

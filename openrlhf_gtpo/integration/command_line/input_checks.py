@@ -1,0 +1,271 @@
+"""What a run is given, looked at before any engine starts: checkpoints, rewards and data sets."""
+
+import importlib.util
+import json
+import socket
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+from openrlhf_gtpo.errors import UsageError
+
+# Where a checkpoint may name Python code of its own.
+_CONFIGURATIONS = (
+    "config.json",
+    "tokenizer_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
+
+_TABLES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+
+
+def refuse_own_code(name: str | None, flag: str, trust_flag: str) -> None:
+    """Refuse a checkpoint, a folder or a hub name, that brings Python code of its own. None of it is run here, and a
+    checkpoint that cannot be read is left to whoever loads it.
+
+    Args:
+        flag: the one that names the checkpoint.
+        trust_flag: the one that allows its code.
+
+    Raises:
+        UsageError: one of its configuration files has an ``auto_map``.
+    """
+    from transformers.utils.hub import cached_files
+
+    auto_maps: list[Any] = []
+
+    def note(entry: dict[str, Any]) -> dict[str, Any]:
+        auto_maps.append(entry.get("auto_map"))
+        return entry
+
+    try:
+        files = cached_files(
+            name or "",
+            list(_CONFIGURATIONS),
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    except OSError:
+        return
+    for file in files or []:
+        try:
+            json.loads(Path(file).read_text(encoding="utf-8"), object_hook=note)
+        except (OSError, ValueError, RecursionError):
+            continue
+        if any(auto_maps):
+            raise UsageError(
+                f"{flag} {name} brings Python code of its own (auto_map in its {Path(file).name}), which every worker "
+                f"would run; read that code and give {trust_flag}, or choose a checkpoint without."
+            )
+
+
+def check_model(name: str | None, flag: str, trust_remote_code: bool = False) -> Any:
+    """The configuration of the checkpoint that ``flag`` names.
+
+    Args:
+        trust_remote_code: run the code that it brings.
+
+    Raises:
+        UsageError: it is missing or cannot be read, or its weights are cut off.
+    """
+    from transformers import AutoConfig
+
+    if not name:
+        raise UsageError(f"{flag} is missing; give a Hugging Face checkpoint.")
+    path = Path(name)
+    if not path.exists() and (path.is_absolute() or name.startswith(".")):
+        raise UsageError(f"{flag} {name} does not exist.")
+    if path.is_dir() and not (path / "config.json").exists():
+        raise UsageError(f"{flag} {name} is a folder without config.json, so not a Hugging Face checkpoint.")
+    weights = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+    if path.is_dir() and not any(found for pattern in weights for found in path.glob(pattern)):
+        raise UsageError(f"{flag} {name} has a config.json but no weights (*.safetensors or *.bin).")
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a configuration's own class may raise anything
+        raise UsageError(
+            f"{flag} {name} is not a Hugging Face checkpoint that can be read: {_reason(error)}"
+        ) from error
+    _check_weights(path, flag)
+    return config
+
+
+def _check_weights(path: Path, flag: str) -> None:
+    """Refuse local safetensors that are cut off or missing; only their headers are read."""
+    from safetensors import SafetensorError, safe_open
+
+    for index in path.glob("*.safetensors.index.json"):
+        for shard in sorted(set(json.loads(index.read_text())["weight_map"].values())):
+            if not (path / shard).exists():
+                raise UsageError(f"{flag} {path} lacks {shard}, which its {index.name} lists.")
+    for file in path.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UsageError(f"{flag} {path}: {file.name} cannot be read: {_reason(error)}") from error
+
+
+def load_tokenizer(name: str, flag: str, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of the checkpoint that ``flag`` names.
+
+    Args:
+        trust_remote_code: run the code that it brings.
+
+    Raises:
+        UsageError: it has none, or one that cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a tokenizer's own class may raise anything
+        raise UsageError(f"{flag} {name} has no tokenizer that can be read: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """An error's message in one line; its kind where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def check_reward(args: SimpleNamespace) -> None:
+    """Refuse an agent, reward function, server or model that is missing or cannot be used."""
+    if args.train.agent_func_path:
+        _import_file(args.train.agent_func_path, "--train.agent_func_path", "AgentExecutor")
+    elif args.reward.remote_url:
+        for url in args.reward.remote_url:
+            if url.endswith(".py"):
+                _import_file(url, "--reward.remote_url", "reward_func")
+                continue
+            try:
+                connect(url, 443 if url.startswith("https:") else 80)
+            except (OSError, ValueError) as error:
+                raise UsageError(f"--reward.remote_url {url}: no reward server answers there ({error}).") from error
+    elif args.reward.model_name_or_path:
+        for name in args.reward.model_name_or_path.split(","):
+            check_model(name, "--reward.model_name_or_path", args.actor.trust_remote_code)
+    else:
+        raise UsageError(
+            "There is no reward: give --reward.remote_url FILE.py (a reward function) or URL, "
+            "--reward.model_name_or_path, or --train.agent_func_path."
+        )
+
+
+def _import_file(file: str, flag: str, name: str) -> None:
+    """Refuse a Python file that is missing, cannot be imported, or lacks ``name``."""
+    if not Path(file).is_file():
+        raise UsageError(f"{flag} {file} does not exist.")
+    spec = importlib.util.spec_from_file_location("openrlhf_gtpo_checked_file", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # the user's own code may raise anything
+        raise UsageError(f"{flag} {file} cannot be imported: {type(error).__name__}: {_reason(error)}") from error
+    if not callable(getattr(module, name, None)):
+        raise UsageError(f"{flag} {file} defines no {name}; see the README for its signature.")
+
+
+def table_rows(names: str, split: str, flag: str) -> int | None:
+    """Rows of the local tables that ``flag`` names, together; None where one is no local table.
+
+    Raises:
+        UsageError: a table that is missing or cannot be read.
+    """
+    tables = [table for _, table in _tables(names, split, flag)]
+    return None if any(table is None for table in tables) else sum(map(len, tables))
+
+
+def _tables(names: str, split: str, flag: str) -> Iterator[tuple[str, Any]]:
+    """Each data set ``flag`` names, and its rows; None for a hub name or a saved data set, which upstream loads."""
+    for name in (part.strip() for part in names.split(",")):
+        path = Path(name.split("@")[0])
+        local = path.suffix in _TABLES
+        if not path.exists() and (local or path.is_absolute() or name.startswith(".")):
+            raise UsageError(f"{flag} {name} does not exist.")
+        yield name, _load_table(path, split, flag) if local else None
+
+
+def _load_table(path: Path, split: str, flag: str) -> Any:
+    """The rows of one split; refuses a file that cannot be read, or is empty."""
+    import datasets
+
+    if path.stat().st_size == 0:
+        raise UsageError(f"{flag} {path} is empty.")
+    progress = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        loaded = datasets.load_dataset(_TABLES[path.suffix], data_files=str(path))
+    except Exception as error:  # datasets wraps parsers that raise their own kinds
+        if "corresponds to no data" in str(error):
+            raise UsageError(f"{flag} {path} has no rows.") from error
+        reason = _reason(error.__cause__ or error)
+        raise UsageError(f"{flag} {path} cannot be read as {path.suffix[1:]}: {reason}") from error
+    finally:
+        if progress:
+            datasets.enable_progress_bars()
+    if split not in loaded:
+        split_flag = flag.replace("_dataset", "_split").replace(".dataset", ".split")
+        raise UsageError(f"{flag} {path} has no split {split!r} ({split_flag}); it has {', '.join(loaded)}.")
+    if len(loaded[split]) == 0:
+        raise UsageError(f"{flag} {path} has no rows.")
+    return loaded[split]
+
+
+def check_dataset(args: SimpleNamespace, names: str | None, split: str, flag: str) -> None:
+    """Refuse local tables that are missing, unreadable, empty, lack a column, or hold a prompt that does not fit."""
+    if not names:
+        raise UsageError(f"{flag} is missing; give a data set.")
+    for name, table in _tables(names, split, flag):
+        if table is None:
+            continue
+        for column_flag, column in (("input_key", args.data.input_key), ("label_key", args.data.label_key)):
+            if column is not None and column not in table.column_names:
+                columns = ", ".join(table.column_names)
+                raise UsageError(f"{flag} {name} has no column {column!r} (--data.{column_flag}); it has {columns}.")
+        _check_prompts(args, table, f"{flag} {name}")
+
+
+def _check_prompts(args: SimpleNamespace, table: Any, where: str) -> None:
+    """Refuse prompts that are no text, and the first one that leaves no room for a response."""
+    from openrlhf.datasets.prompts_dataset import preprocess_data
+
+    tokenizer = load_tokenizer(
+        args.actor.model_name_or_path, "--actor.model_name_or_path", args.actor.trust_remote_code
+    )
+    template = tokenizer.apply_chat_template if args.data.apply_chat_template else None
+    room = args.data.max_len - (args.rollout.max_new_tokens or 1)
+    for row, data in enumerate(islice(table, args.data.max_samples)):
+        try:
+            prompt, _ = preprocess_data(data, args.data.input_template, args.data.input_key, None, template)
+        except Exception as error:  # templates are programs
+            raise UsageError(f"{where}: the prompt of row {row} cannot be made: {_reason(error)}") from error
+        if not isinstance(prompt, str):
+            raise UsageError(f"{where}: the prompt of row {row} is not text but a {type(prompt).__name__}.")
+        if len(prompt.encode()) <= room:  # a token is at least one byte
+            continue
+        length = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        if length > room:
+            raise UsageError(
+                f"{where}: the prompt of row {row} has {length} tokens, but --data.max_len {args.data.max_len} with "
+                f"--rollout.max_new_tokens {args.rollout.max_new_tokens} leaves {room}; "
+                "raise --data.max_len or drop it."
+            )
+
+
+def connect(url: str, default_port: int | None = None) -> None:
+    """See whether somebody listens at the host and port of ``url``; does nothing without a port.
+
+    Raises:
+        OSError, ValueError: nobody does, or that is no port.
+    """
+    parts = urlsplit(url if "//" in url else f"//{url}")
+    port = parts.port or default_port
+    if port is not None:
+        socket.create_connection((parts.hostname or "", port), timeout=5).close()

@@ -1,0 +1,169 @@
+"""``--megatron.override FIELD=VALUE``: words of a command line to values of Megatron's ``TransformerConfig``.
+
+Megatron is imported where it is asked, so that a command line without the flag does not wait for it.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import enum
+import math
+import types
+import typing
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.megatron.parallel.layout import SIZES
+
+# What would contradict what the rest of the command line, the checkpoint or the engine says, and where to say it.
+_OWNED: dict[str, str] = {
+    name: f"give --megatron.{name}" for name in (*SIZES, "sequence_parallel", "fp8", "fp8_recipe", "fp8_param")
+}
+_OWNED |= {
+    "recompute_granularity": "give --megatron.recompute",
+    "tp_only_amax_red": "replicas run different numbers of micro-batches, and cannot wait for each other's scales",
+}
+_OWNED |= dict.fromkeys(
+    ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+    "give --megatron.num_layers_at_start_in_bf16 and --megatron.num_layers_at_end_in_bf16",
+)
+_OWNED |= dict.fromkeys(
+    ("params_dtype", "pipeline_dtype", "autocast_dtype", "enable_autocast", "bf16", "fp16"), "give --ds.param_dtype"
+)
+_OWNED |= dict.fromkeys(
+    (
+        *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
+        *("normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "qk_layernorm", "qk_l2_norm"),
+        *("add_bias_linear", "add_qkv_bias", "gated_linear_unit", "activation_func", "rotary_interleaved"),
+        *("apply_residual_connection_post_layernorm", "multi_latent_attention", "attention_output_gate"),
+        *("experimental_attention_variant", "window_size", "window_attn_skip_freq", "no_rope_freq", "softmax_type"),
+        *("softmax_scale", "mtp_num_layers", "is_hybrid_model", "num_moe_experts", "moe_ffn_hidden_size"),
+        *("moe_layer_freq", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
+        *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_latent_size"),
+    ),
+    "it comes from the checkpoint's config.json",
+)
+_OWNED |= dict.fromkeys(
+    (
+        *("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout", "expert_tensor_parallel_size"),
+        *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "moe_extended_tp"),
+        *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+        *("hierarchical_context_parallel_sizes", "hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"),
+    ),
+    "layers, experts and sequences are split evenly over the sizes of --megatron.*_parallel_size",
+)
+_OWNED |= dict.fromkeys(
+    (
+        *("use_cpu_initialization", "perform_initialization", "init_model_with_meta_device", "variable_seq_lengths"),
+        *("calculate_per_token_loss", "hidden_dropout", "attention_dropout"),
+    ),
+    "the training step relies on its value",
+)
+
+_TRUTH = {"true": True, "1": True, "false": False, "0": False}
+
+
+def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """Field of ``TransformerConfig`` -> value, in the field's own type.
+
+    Values: ``true`` or ``false``; a number; one of the field's choices; a member's name for an enumeration; items
+    with commas between them for a list; ``none`` where the field may be empty.
+
+    Raises:
+        UsageError: the first of ``words`` that cannot be used; the message says what could.
+    """
+    if not words:
+        return {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what this process lacks for training, which others do
+        from megatron.core.transformer import TransformerConfig
+
+    hints = typing.get_type_hints(TransformerConfig)
+    fields = {field.name for field in dataclasses.fields(TransformerConfig) if not field.name.startswith("_")}
+    values: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals:
+            raise UsageError(f"--megatron.override {word} has no value; write FIELD=VALUE.")
+        if name not in fields:
+            nearest = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
+            hint = f"did you mean {nearest[0]}?" if nearest else "Megatron's documentation lists its fields."
+            raise UsageError(f"--megatron.override {word}: TransformerConfig has no field {name!r}; {hint}")
+        if name in _OWNED:
+            raise UsageError(f"--megatron.override {word}: {name} cannot be set here; {_OWNED[name]}.")
+        if name in values:
+            raise UsageError(f"--megatron.override {word}: {name} is given twice; leave one out.")
+        values[name] = _value(word, text, hints[name])
+    return values
+
+
+def _value(word: str, text: str, hint: Any) -> Any:
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    readers = [_reader(kind, text) for kind in (typing.get_args(hint) if union else (hint,))]
+    known = [reader for reader in readers if reader is not None]
+    if len(known) < len(readers):
+        raise UsageError(f"--megatron.override {word}: the field takes a Python object, which no text can give.")
+    for reader in sorted(known, key=lambda reader: reader.rank):
+        with contextlib.suppress(ValueError, KeyError):
+            return reader.read(text)
+    *most, last = [wanted for reader in known for wanted in reader.wanted]
+    choices = f"{', '.join(most)} or {last}" if most else last
+    raise UsageError(f"--megatron.override {word}: {text!r} is not one of its values; give {choices}.")
+
+
+class _Reader(NamedTuple):
+    """How text becomes a value of one type.
+
+    Fields:
+        rank: when a union tries it: what any text could mean comes last, lists before it where commas are.
+        read: raises ValueError or KeyError where the text is no such value.
+        wanted: what a message says to give.
+    """
+
+    rank: int
+    read: Callable[[str], Any]
+    wanted: list[str]
+
+
+def _reader(kind: Any, text: str) -> _Reader | None:
+    """None for a type that no text can give."""
+    if kind is type(None):
+        return _Reader(0, lambda text: {"none": None}[text.lower()], ["none"])
+    if kind is bool:
+        return _Reader(1, lambda text: _TRUTH[text.lower()], ["true", "false"])
+    if kind is int:
+        return _Reader(2, int, ["a whole number"])
+    if kind is float:
+        return _Reader(3, _finite, ["a number"])
+    if kind is str:
+        return _Reader(6, str, ["text"])
+    if typing.get_origin(kind) is list:
+        item = _reader(typing.get_args(kind)[0], text)
+        if item is None:
+            return None
+        return _Reader(
+            5 if "," in text else 7,
+            partial(_items, item.read),
+            ["a list with commas between its items"],
+        )
+    if typing.get_origin(kind) is typing.Literal:
+        choices = {str(choice): choice for choice in typing.get_args(kind)}
+    elif isinstance(kind, type) and issubclass(kind, enum.Enum):
+        choices = dict(kind.__members__)
+    else:
+        return None
+    return _Reader(4, choices.__getitem__, list(choices))
+
+
+def _items(read: Callable[[str], Any], text: str) -> list[Any]:
+    return [read(part.strip()) for part in text.split(",")] if text else []
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError
+    return number

@@ -1,0 +1,130 @@
+"""Proof that a sync reached an engine: a checksum of each parameter, and that the engine's whole model was written."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from openrlhf_gtpo.weight_sync.buckets import Bucket, unpack
+
+# Bits of a bfloat16 NaN that no arithmetic gives: what holds it was not written.
+_MARK = 0x7FA5
+
+_CHUNK = 2**20  # elements that are widened to 64 bits at a time
+# Odd multipliers with well-mixed bits, as signed 64-bit integers: the golden ratio's and one of splitmix64's.
+_SPREAD, _MIX = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
+
+# What a worker answers, as plain data: name to checksum of all that its loader took, and what was not written.
+Receipt = tuple[dict[str, int], list[str]]
+
+
+class WeightSyncError(RuntimeError):
+    """An engine did not get the weights that were sent."""
+
+
+class Arrivals:
+    """What one worker's loader takes and writes in one sync.
+
+    Every parameter of ``model`` is marked at first, and what holds a mark at the end was not, or not all, written. On
+    CPU vLLM hides packed weights from marks; there the names that its loader returns tell, and the layers its reload
+    leaves unfinished.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._checksums: dict[str, torch.Tensor] = {}
+        self._loaded: set[str] | None = set()
+        self._unfinished: set[str] = set()
+        for parameter in model.parameters():
+            if parameter.dtype == torch.bfloat16:
+                parameter.data.view(torch.int16).fill_(_MARK)
+
+    def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """``weights``, noting what is taken from them."""
+        for name, tensor in weights:
+            self._checksums[name] = checksum(tensor)
+            yield name, tensor
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Note the names that the model's ``load_weights`` returns meanwhile, whoever calls it."""
+        load_weights = self._model.load_weights
+
+        def noting(*args: Any, **kwargs: Any) -> set[str] | None:
+            loaded = load_weights(*args, **kwargs)
+            self._loaded = None if loaded is None or self._loaded is None else self._loaded | set(loaded)
+            # On CPU vLLM's reload keeps a layer on the meta device until all its elements have come. An embedding's
+            # padding never comes; it has one tensor anyway.
+            self._unfinished = {
+                f"{prefix}.{leaf}"
+                for prefix, module in self._model.named_modules()
+                if not hasattr(module, "num_embeddings_padded")
+                for leaf, parameter in module.named_parameters(recurse=False)
+                if parameter.is_meta
+            }
+            return loaded
+
+        self._model.load_weights = noting
+        try:
+            yield
+        finally:
+            del self._model.load_weights
+
+    def receipt(self) -> Receipt:
+        """What was taken, and the parameters that nothing, or not all, was loaded into."""
+        unwritten = [
+            name
+            for name, parameter in self._model.named_parameters()
+            if (self._loaded is not None and name not in self._loaded)
+            or name in self._unfinished
+            or (parameter.dtype == torch.bfloat16 and bool((parameter.data.view(torch.int16) == _MARK).any()))
+        ]
+        return as_integers(self._checksums), unwritten
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Σ bits_i · key_i mod 2^64 of a contiguous tensor of 16-bit elements, as a scalar (int64) on its device.
+
+    Elements that are changed, swapped, shifted or lost change it: each position has a key of its own. Integers make it
+    exact, so that two devices agree.
+    """
+    bits = tensor.detach().view(-1).view(torch.int16)
+    keys = torch.arange(1, min(_CHUNK, bits.numel()) + 1, device=bits.device) * _SPREAD
+    keys ^= keys >> 31
+    keys *= _MIX
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for number, chunk in enumerate(bits.split(_CHUNK)):
+        total += (chunk * keys[: len(chunk)]).sum() * (2 * number + 1)
+    return total
+
+
+def checksums(bucket: Bucket, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Name to checksum of a packed bucket, still on its device."""
+    return {name: checksum(tensor) for name, tensor in unpack(bucket, buffer)}
+
+
+def as_integers(found: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Checksums off the device, in one copy."""
+    return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
+
+
+def check_receipts(sent: Mapping[str, int], receipts: Sequence[Sequence[Receipt]]) -> None:
+    """Compare what was sent with what every worker of every engine says.
+
+    Raises:
+        WeightSyncError: the first parameter that did not arrive as it was sent, or was not loaded, with its engine.
+    """
+    for engine, workers in enumerate(receipts):
+        for worker, (arrived, unwritten) in enumerate(workers):
+            where = f"worker {worker} of vLLM engine {engine}"
+            for name, expected in sent.items():
+                if name not in arrived:
+                    raise WeightSyncError(f"Weight sync: {name} was sent, but never reached {where}.")
+                if arrived[name] != expected:
+                    raise WeightSyncError(f"Weight sync: {name} reached {where} with other values than were sent.")
+            if unwritten:
+                raise WeightSyncError(
+                    f"Weight sync: nothing, or not all, was loaded into {unwritten[0]} of {where} "
+                    f"({len(unwritten)} such parameters)."
+                )

@@ -1,0 +1,127 @@
+"""How a bucket crosses from the trainer to engines: a broadcast (NCCL between GPUs, gloo without them), or memory the
+trainer fills and an engine on the same GPU, or on the same host without one, maps (CUDA IPC, or a file in memory)."""
+
+import os
+import pickle
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from openrlhf_gtpo.weight_sync.buckets import WIRE_DTYPE
+
+# gloo gives up on a peer that never answers after half an hour only.
+_POLL_SECONDS = 0.002
+
+# Waits for a broadcast; what it is given runs meanwhile, and may raise to give up.
+Finish = Callable[[Callable[[], None]], None]
+# Begins to send from rank 0 into the others' tensor, which stays untouched until the result returns.
+Broadcast = Callable[[torch.Tensor], Finish]
+
+
+def join(
+    host: str, port: int, rank: int, world_size: int, device: torch.device, listener: socket.socket | None = None
+) -> Broadcast:
+    """Join the trainer's rank 0 and every vLLM worker as ``rank`` of ``world_size``; returns when all have joined.
+
+    Args:
+        listener: of rank 0, what :func:`listen` gave; the group owns it from here on.
+    """
+    from vllm.distributed.utils import StatelessProcessGroup, stateless_init_torch_distributed_process_group
+
+    if device.type != "cpu":
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+        meeting = StatelessProcessGroup.create(
+            host=host, port=port, rank=rank, world_size=world_size, listen_socket=listener
+        )
+        communicator = PyNcclCommunicator(meeting, device=device)
+
+        def start_nccl(tensor: torch.Tensor) -> Finish:
+            communicator.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+            return lambda check: check()  # only enqueued: waiting is left to the stream
+
+        return start_nccl
+
+    group = stateless_init_torch_distributed_process_group(
+        host, port, rank, world_size, backend="gloo", listen_socket=listener
+    )
+
+    def start_gloo(tensor: torch.Tensor) -> Finish:
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        work = group.broadcast([tensor], options)
+
+        def finish(check: Callable[[], None]) -> None:
+            while not work.is_completed():
+                check()
+                time.sleep(_POLL_SECONDS)
+            work.wait()
+
+        return finish
+
+    return start_gloo
+
+
+def listen() -> socket.socket:
+    """A socket for the group's meeting, at a port of its own.
+
+    It stays open: a port that is only free may be another process's before vLLM is imported and listens at it.
+    """
+    return socket.create_server(("", 0))
+
+
+@dataclass(frozen=True)
+class SharedBuffer:
+    """A flat ``tensor`` (N,) and the ``handle`` by which other processes open it."""
+
+    tensor: torch.Tensor
+    handle: bytes
+
+
+def place(device: torch.device) -> str:
+    """The memory that processes can share: the physical GPU, whatever each calls it, or the host."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).uuid)
+    return socket.gethostname()
+
+
+@contextmanager
+def shared_buffer(numel: int, device: torch.device) -> Iterator[SharedBuffer]:
+    """``numel`` elements on ``device``, which other processes can open until the end of the context.
+
+    Raises:
+        OSError: a host without CUDA has no room for them.
+    """
+    if device.type == "cuda":
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        tensor = torch.empty(numel, dtype=WIRE_DTYPE, device=device)
+        yield SharedBuffer(tensor, pickle.dumps(reduce_tensor(tensor)))
+        return
+    # A file without a name, which ends with its last user however that ends. torch's shared memory counts its users
+    # on the assumption that each handle is opened once, and here every engine opens it.
+    file = os.memfd_create("weights")
+    try:
+        os.posix_fallocate(file, 0, max(1, numel * WIRE_DTYPE.itemsize))
+        path = f"/proc/{os.getpid()}/fd/{file}"
+        yield SharedBuffer(_map(path, numel), pickle.dumps((path, numel)))
+    finally:
+        os.close(file)
+
+
+def open_shared(handle: bytes, device: torch.device) -> torch.Tensor:
+    """The buffer (N,) behind ``handle`` as a tensor of this process."""
+    if device.type == "cuda":
+        rebuild, arguments = pickle.loads(handle)
+        # The sender's number of the GPU: the two processes may see different ones.
+        return rebuild(*arguments[:6], device.index, *arguments[7:])
+    return _map(*pickle.loads(handle))
+
+
+def _map(path: str, numel: int) -> torch.Tensor:
+    return torch.from_file(path, shared=True, size=numel, dtype=WIRE_DTYPE)

@@ -1,0 +1,28 @@
+"""``benchmark actor`` on real Ray actors: both backends train on the same ragged batches of several micro-batches."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_both_backends_are_measured_on_the_same_batches(actor_model: str, tmp_path: Path) -> None:
+    output = tmp_path / "actor.json"
+    words = "actor --rows 4 --micro-batch-size 2 --response-tokens 64 --max-tokens 128 --repeat 2".split()
+    command = [sys.executable, "-m", "openrlhf_gtpo.cli.benchmark", *words, "--model", actor_model]
+    ended = subprocess.run([*command, "--output", str(output)], capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    written = json.loads(output.read_text())
+    assert list(written["measured"]) == ["deepspeed", "megatron"]
+    deepspeed, megatron = written["measured"].values()
+    assert deepspeed["tokens"] == megatron["tokens"] and len(set(megatron["tokens"])) == 2
+    for side in (deepspeed, megatron):
+        assert set(side) == {"forward", "train", "tokens", "loaded_bytes", "peak_bytes"}
+        assert 0 < side["loaded_bytes"] <= side["peak_bytes"]
+    for phase in ("forward", "train"):
+        times = sorted(a / b for a, b in zip(deepspeed[phase], megatron[phase], strict=True))
+        assert written["ratios"][phase] == pytest.approx([times[0], sum(times) / 2, times[1]])

@@ -1,0 +1,55 @@
+"""The harness: who is called when, what is counted, and what a table and a results file hold."""
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from openrlhf_gtpo.benchmarks.harness import (
+    Measured,
+    SquareProduct,
+    measure,
+    median_and_range,
+    print_table,
+    spread,
+    write_results,
+)
+
+
+def test_sides_take_turns_phase_by_phase_and_the_warm_up_is_not_counted() -> None:
+    calls: list[str] = []
+    sides = {name: {phase: partial(calls.append, name + phase) for phase in "12"} for name in "ab"}
+    sides["c"] = {"2": partial(calls.append, "c2")}
+    rounds: list[int] = []
+    measured = measure(sides, repeat=2, warm_up=1, new_round=rounds.append, before_each=lambda: calls.append("-"))
+    assert rounds == [0, 1, 2]
+    order = ["a1 b1 a2 b2 c2", "b1 a1 b2 c2 a2", "a1 b1 c2 a2 b2"]
+    assert [call for call in calls if call != "-"] == " ".join(order).split() and calls[::2] == ["-"] * 15
+    for name, one in measured.items():
+        assert {phase: len(seconds) for phase, seconds in one.seconds.items()} == dict.fromkeys(sides[name], 2)
+    assert all(second > 0 for one in measured.values() for seconds in one.seconds.values() for second in seconds)
+
+
+def test_ratios_are_of_one_repetition() -> None:
+    slow, fast = Measured({"x": [4.0, 6.0]}, {"tokens": 3}), Measured({"x": [2.0, 1.0], "y": [1.0]})
+    assert slow.over(fast, "x") == [2, 6] and slow.over(fast, "y") == []
+    assert slow.as_json() == {"seconds": {"x": [4.0, 6.0]}, "tokens": 3}
+    assert spread([3, 1, 2]) == (1, 2, 3) and median_and_range([3, 1, 2]) == "2.00 (1.00 to 3.00)"
+
+
+def test_a_product_of_n_by_n_matrices_is_2_n_cubed_operations() -> None:
+    product = SquareProduct(4, torch.float32)
+    assert product.flops == 10 * 2 * 4**3 and product.rate() > 0
+
+
+def test_a_table_and_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_table("title", ("way", "ms"), (row for row in [("long name", "1"), ("b", "10.5")]), ["note [1]"])
+    assert capsys.readouterr().out == "\ntitle\nway          ms\nlong name     1\nb          10.5\nnote [1]\n"
+    path = tmp_path / "new" / "results.json"
+    write_results(path, argparse.Namespace(command="x", repeat=2, output=path), {"cases": []})
+    written = json.loads(path.read_text())
+    assert written["settings"] == {"command": "x", "repeat": "2"} and written["cases"] == []
+    assert set(written["machine"]) == {"processor", "cores", "gpus", "python", "versions"}

@@ -1,0 +1,199 @@
+"""``benchmark layers`` and ``train-step``: operations are counted by hand, ratios are of the same batches, and what
+the GPU suite runs needs neither OpenRLHF nor Ray, vLLM or DeepSpeed.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openrlhf_gtpo.benchmarks.synthetic import BF16, fp8_options, precisions, read_shape
+from openrlhf_gtpo.benchmarks.train_step import Step, first_fit
+from openrlhf_gtpo.cli import benchmark
+from openrlhf_gtpo.model_shape import PRESETS, ModelShape, decoder_flops
+
+# A Python that has none of these, however it is started: only its path finder knows where they are.
+WITHOUT = """
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+def find_spec(name, path=None, target=None):
+    return None if name.split(".")[0] in {"openrlhf", "ray", "vllm", "deepspeed"} else find(name, path, target)
+PathFinder.find_spec = staticmethod(find_spec)
+"""
+ALONE = """
+import sys
+from openrlhf_gtpo.cli import benchmark
+if __name__ == "__main__":
+    for words in sys.argv[1:]:
+        assert benchmark.main(words.split()) == 0, words
+        assert "weight-sync" not in words or "transformers" not in sys.modules
+"""
+COMMANDS = (
+    "weight-sync --receiver process --transport colocated --shape 2x32x64x128 --bucket-mb 1 --repeat 1",
+    "lm-head --shape 16x32x64 --repeat 1",
+    "layers --shape tiny --tokens 128 --sequence-length 64 --micro-batches 2 --repeat 2 --matrix 128 "
+    "--recipes delayed blockwise",
+    "train-step --shape tiny --prompts 2 --samples 4 --prompt-tokens 8 --response-tokens 64 --max-tokens 128 "
+    "--repeat 2 --recipes blockwise --fp8-param",
+)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each command writes where OpenRLHF, Ray, vLLM and DeepSpeed are not installed."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "sitecustomize.py").write_text(WITHOUT)
+    (folder / "alone.py").write_text(ALONE)
+    outputs = {words.split()[0]: folder / "made" / f"{words.split()[0]}.json" for words in COMMANDS}
+    commands = [f"{words} --output {outputs[words.split()[0]]}" for words in COMMANDS]
+    path = os.pathsep.join([str(folder), *(p for p in sys.path if p)])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, str(folder / "alone.py"), *commands]
+    ended = subprocess.run(program, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "colocated, 1 MiB, checksum" in ended.stdout
+    return {name: json.loads(output.read_text()) for name, output in outputs.items()}
+
+
+@pytest.mark.slow
+def test_the_weight_sync_and_the_lm_head(alone: dict[str, Any]) -> None:
+    assert alone["weight-sync"]["machine"]["versions"]["torch"]
+    (case,) = alone["lm-head"]["cases"]
+    assert case["absent"]["openrlhf"] == "not installed" and "openrlhf_gtpo" in case["measured"]
+
+
+@pytest.mark.slow
+def test_layers(alone: dict[str, Any]) -> None:
+    written = alone["layers"]
+    (case,) = written["cases"]
+    assert written["machine"]["versions"]["megatron-core"] and written["settings"]["repeat"] == "2"
+    assert case["layers"] == "portable" and case["tokens"] == 256 and case["config"]["num_hidden_layers"] == 2
+    assert case["flops"]["forward"] == 2 * decoder_flops(ModelShape.of(read_shape("tiny")), [64, 64])
+    assert case["flops"]["train_step"] == case["flops"]["forward_backward"] == 3 * case["flops"]["forward"]
+    assert {name: one["fp8"] for name, one in case["measured"].items()} == {
+        BF16: None,
+        "delayed": "emulated delayed",
+        "blockwise": "emulated blockwise",
+    }
+    rate = statistics.median(case["matrix"]["flops_per_second"])
+    for name, one in case["measured"].items():
+        assert one["failure"] is None and one["peak_bytes"] > 0
+        for phase, seconds in one["seconds"].items():
+            found, base = case["derived"][name][phase], case["measured"][BF16]["seconds"][phase]
+            assert len(seconds) == 2
+            assert found["tokens_per_second"] == pytest.approx([256 / each for each in seconds])
+            assert found["times_bf16"] == pytest.approx([a / b for a, b in zip(base, seconds)])
+            assert found["mfu"] == pytest.approx(
+                statistics.median(case["flops"][phase] / each for each in seconds) / rate
+            )
+
+
+@pytest.mark.slow
+def test_a_train_step(alone: dict[str, Any]) -> None:
+    written = alone["train-step"]
+    assert written["absent"] == {"deepspeed": "not installed: openrlhf, deepspeed, ray"}
+    assert set(written["measured"]) == {BF16, "blockwise", "blockwise, FP8 weights"}
+    primary = written["measured"]["blockwise, FP8 weights"]["grad_norms"]
+    assert primary == pytest.approx(written["measured"]["blockwise"]["grad_norms"], rel=1e-4)
+    bf16, blockwise = (written["measured"][name] for name in (BF16, "blockwise"))
+    assert bf16["tokens"] == blockwise["tokens"] and len(set(bf16["tokens"])) == 2
+    for norm, other in zip(bf16["grad_norms"], blockwise["grad_norms"], strict=True):
+        assert math.isfinite(norm) and norm > 0
+        assert norm != other and norm == pytest.approx(other, rel=0.2)
+    for phase in ("old_policy", "advantages", "train"):
+        speeds = [tokens / s for tokens, s in zip(bf16["tokens"], bf16["seconds"][phase])]
+        assert written["derived"][BF16][phase]["tokens_per_second"] == pytest.approx(speeds)
+    whole = written["derived"]["blockwise"]["step"]
+    seconds = [sum(parts) for parts in zip(*blockwise["seconds"].values())]
+    assert whole["tokens_per_second"] == pytest.approx([t / s for t, s in zip(blockwise["tokens"], seconds)])
+    faster = [sum(parts) / s for parts, s in zip(zip(*bf16["seconds"].values()), seconds)]
+    assert whole["times_bf16"] == pytest.approx(faster)
+
+
+def test_operations_by_hand() -> None:
+    """Two layers: H 256, MLP 512, four heads and two groups of 64 (Q 256, K and V 128), on rows of 3 and 5 tokens."""
+    a_token = 256 * (256 + 128 + 128) + 256 * 256 + 256 * 512 * 3
+    scores = (1 + 2 + 3) + (1 + 2 + 3 + 4 + 5)  # pairs of a token and one that it sees
+    attention = scores * 64 * 4 * 2  # queries with keys, and weights with values
+    assert decoder_flops(ModelShape.of(read_shape("tiny")), [3, 5]) == 2 * 2 * (8 * a_token + attention)
+
+
+def test_shapes_are_those_that_were_published() -> None:
+    """Parameters of a decoder layer, in millions, from the sizes of Qwen2.5's checkpoints."""
+    for name, millions in (("3b", 77.1), ("7b", 233.0), ("32b", 487.6)):
+        without_attention = decoder_flops(ModelShape.of(read_shape(name, 1)), [1]) - 4 * read_shape(name).hidden_size
+        assert without_attention / 2e6 == pytest.approx(millions, abs=0.1)
+    assert read_shape("32b").num_hidden_layers == 64 and read_shape("32b", 3).num_hidden_layers == 3
+
+
+def test_a_configuration_of_one_s_own(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["7b"] | {"hidden_size": 7 * 128}))
+    for name in (tmp_path, tmp_path / "config.json"):
+        assert read_shape(str(name)).hidden_size == 896
+
+
+def test_fp8_is_the_mode_of_the_host() -> None:
+    assert fp8_options("blockwise", cuda=False).mode == "emulated"
+    assert fp8_options("tensorwise", cuda=True).mode == "hybrid"
+    assert fp8_options("blockwise", cuda=True).mode == "e4m3"
+    for recipe in ("blockwise", "tensorwise"):
+        formats = {fp8_options(recipe, cuda=cuda).gradients_in_e5m2 for cuda in (True, False)}
+        assert len(formats) == 1, "the emulation is of what is measured"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_recipe_takes_every_preset(name: str) -> None:
+    found, absent = precisions(["delayed", "tensorwise", "blockwise"], read_shape(name), cuda=True)
+    assert list(found) == [BF16, "delayed", "tensorwise", "blockwise"] and not absent
+    found, absent = precisions(["delayed", "blockwise"], read_shape(name), cuda=True, primary_weights=True)
+    assert list(found) == [BF16, "delayed", "blockwise", "blockwise, FP8 weights"]
+    assert found["blockwise, FP8 weights"].primary_weights and "take tensorwise" in absent["delayed, FP8 weights"]
+
+
+def test_a_width_that_a_recipe_cannot_multiply_is_named() -> None:
+    shape = read_shape("tiny")
+    shape.intermediate_size = 528
+    found, absent = precisions(["tensorwise", "blockwise"], shape, cuda=True)
+    assert list(found) == [BF16, "tensorwise"] and "multiples of 128" in absent["blockwise"]
+
+
+def test_micro_batches_hold_every_row_once() -> None:
+    lengths = [5, 90, 40, 60, 10, 300, 40]
+    parts = first_fit(lengths, 100)
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in part) <= 100 or part == [5] for part in parts) and len(parts) == 4
+    sizes = {"prompts": 3, "samples": 4, "prompt_tokens": 8, "response_tokens": 60, "max_tokens": 100}
+    batch = Step(None, argparse.Namespace(**sizes, seed=1), vocabulary=50)
+    batch.new_batch(repetition=1)
+    assert batch.tokens == [sum(len(tokens) for part in batch.micro_batches for tokens, _ in part)]
+    assert sorted(batch.group_ids.tolist()) == [0] * 4 + [1] * 4 + [2] * 4
+    for group in range(3):
+        assert batch.outcome[batch.group_ids == group].sum() == 2
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        ("layers --tokens 100 --sequence-length 64", "--tokens 100 is not a multiple of --sequence-length 64."),
+        ("layers --repeat 0", "Expected --repeat >= 1, got 0."),
+        (
+            "layers --shape 8b",
+            "'8b' is neither tiny, 3b, 7b, 32b nor a Hugging Face config.json or a folder with one "
+            "(No such file or directory).",
+        ),
+        ("layers --layers 0", "Expected --layers >= 1, got 0."),
+        ("train-step --samples 1", "Expected --samples >= 2, got 1."),
+        ("train-step --max-tokens 0", "Expected --max-tokens >= 1, got 0."),
+    ],
+)
+def test_a_mistake_is_one_sentence(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark.main(words.split()) == 2
+    message = capsys.readouterr().err
+    assert message == f"benchmark {words.split()[0]}: {sentence}\n"

@@ -1,0 +1,49 @@
+"""What holds for the phases of real training steps, whoever ran them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.step_phases import PHASES, STEP, Setup, of_run
+
+# An actor and an engine on a GPU each, which work in turns except in the weight sync.
+SPLIT = Setup(
+    gpus=2,
+    busy={"rollout": 1, "old_log_probs": 1, "shaping": 0, "train": 1, "weight_sync": 2},
+    passes={"rollout": 1, "old_log_probs": 1, "train": 3},
+    epochs=1,
+    precision={"rollout": "bf16", "old_log_probs": "bf16", "train": "bf16"},
+)
+
+
+def check_phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Phases neither overlap nor leave the step, tokens are those of the phase, and every process reports its memory.
+
+    Args:
+        rows: metrics of steps; the arithmetic is that of :data:`SPLIT`, whatever their placement.
+
+    Returns:
+        What ``of_run`` makes of them.
+    """
+    run = of_run(rows, SPLIT)
+    phases = run["phases"]
+    step = phases[STEP]
+    parts = {phase: phases[phase]["seconds"] for phase in PHASES}
+    assert all(seconds > 0 for seconds in parts.values())
+    assert sum(parts.values()) + run["idle"]["seconds"] == pytest.approx(step["seconds"])
+    assert 0 <= run["idle"]["share"] < 0.5, "a phase is counted twice, or most of the step in none"
+    for row in rows:
+        assert row[names.TIMING_OLD_LOG_PROBS] + row[names.TIMING_ADVANTAGES] <= row[names.TIMING_MAKE_EXPERIENCE]
+    for one in phases.values():
+        assert one["tokens"] > 0
+        assert one["tokens_per_second_per_gpu"] * one["seconds"] * 2 == pytest.approx(one["tokens"])
+    assert phases["train"]["tokens"] == phases["old_log_probs"]["tokens"] == step["tokens"]
+    assert phases["rollout"]["tokens"] < step["tokens"]
+    assert phases["train"]["flops"] == 3 * phases["rollout"]["flops"] > 0
+    working = sum(parts[phase] for phase in ("rollout", "old_log_probs", "train")) + 2 * parts["weight_sync"]
+    assert run["idle"]["gpu_share"] == pytest.approx(1 - working / (2 * step["seconds"]))
+    for process in ("actor/old_log_probs", "actor/ppo_train", "actor/broadcast", "engine/generation"):
+        assert 0.01 < run["peak_memory_gib"][process] < 24, process
+    return run

@@ -1,0 +1,362 @@
+"""What this package's flags set: presets, what an estimator brings, contradictions, and the frozen list of all."""
+
+import argparse
+import dataclasses
+import typing
+from typing import Any
+
+import command_lines
+import pytest
+import torch
+from command_lines import BASE
+from rollouts import Rollout, arguments, in_sampling_order, maker
+
+from openrlhf_gtpo.algorithms import GRPOSConfig, GTPOConfig
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.integration.command_line import flags, upstream_parser
+from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
+from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
+
+GROUP = [*BASE, "--rollout.n_samples_per_prompt", "8", "--rollout.max_new_tokens", "100"]
+
+
+def parse(*argv: str) -> dict[str, Any]:
+    return command_lines.flatten(upstream_parser.parse([*GROUP, *argv]))
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        entropy_credit(upstream_parser.parse([*GROUP, *argv]))
+    message = str(caught.value)
+    assert "\n" not in message and message.endswith((".", "?"))
+    return message
+
+
+# ── Words that are no flag ──
+
+
+def test_an_unknown_flag_names_the_nearest() -> None:
+    assert (
+        refusal("--algo.gtpo.varient", "v1") == "unknown flag --algo.gtpo.varient; did you mean --algo.gtpo.variant?"
+    )
+    assert "did you mean --actor.eps_clip?" in refusal("--actor.eps_clp=0.3")
+    assert "--help lists the known ones" in refusal("--zzzzzzzz", "1")
+
+
+def test_a_value_that_belongs_to_no_flag_is_named() -> None:
+    assert refusal("stray").startswith("'stray' belongs to no flag")
+    assert refusal("--train.seed", "1", "2").startswith("'2' belongs to no flag")
+
+
+# ── Presets ──
+
+
+def test_presets_select_whole_algorithms() -> None:
+    dapo = parse("--algo.preset", "dapo")
+    assert dapo["algo.advantage.estimator"] == "group_norm"
+    assert dapo["actor.eps_clip_low_high"] == [0.2, 0.28]
+    assert dapo["actor.loss_agg_mode"] == "token-mean"
+    assert dapo["algo.dynamic_filtering_enable"] is True
+    assert dapo["algo.kl.init_coef"] == 0
+    assert (dapo["reward.overlong_buffer_len"], dapo["reward.overlong_penalty_factor"]) == (20, 0.5)
+
+    grpo = parse("--algo.preset", "grpo")
+    assert grpo["algo.advantage.estimator"] == "group_norm"
+    assert grpo["actor.loss_agg_mode"] == "seq-mean-token-mean"
+    assert (grpo["algo.kl.use_loss"], grpo["algo.kl.estimator"], grpo["algo.kl.init_coef"]) == (True, "k3", 0.04)
+    assert grpo["actor.policy_loss_type"] == "ppo"
+
+    gspo = parse("--algo.preset", "gspo")
+    assert gspo["actor.policy_loss_type"] == "gspo"
+    assert gspo["actor.eps_clip_low_high"] == [3e-4, 4e-4]
+    assert gspo["algo.kl.init_coef"] == 0
+
+
+@pytest.mark.parametrize("preset", sorted(flags.PRESETS))
+def test_a_preset_sets_only_upstream_flags_and_leaves_the_rest_alone(preset: str) -> None:
+    known = {action.dest for action in command_lines.value_flags(command_lines.parser(extended=False))}
+    assert set(flags.PRESETS[preset]) <= known
+    plain, chosen = parse("--algo.advantage.estimator", "group_norm"), parse("--algo.preset", preset)
+    changed = {name for name in plain if plain[name] != chosen[name]}
+    assert changed <= set(flags.PRESETS[preset]) | {"algo.preset", "reward.overlong_buffer_len"}
+
+
+def test_an_explicit_flag_wins_over_its_preset_also_with_upstreams_default_as_its_value() -> None:
+    args = parse(
+        *("--algo.preset", "dapo", "--actor.eps_clip_low_high", "0.1", "0.5", "--algo.kl.init_coef", "0.01"),
+        *("--reward.overlong_buffer_len", "7", "--reward.overlong_penalty_factor", "1"),
+    )
+    assert args["actor.eps_clip_low_high"] == [0.1, 0.5]
+    assert args["algo.kl.init_coef"] == 0.01
+    assert (args["reward.overlong_buffer_len"], args["reward.overlong_penalty_factor"]) == (7, 1)
+    assert args["algo.dynamic_filtering_enable"] is True
+
+
+@pytest.mark.parametrize("preset", ["dapo", "gspo"])
+def test_a_clip_range_for_both_sides_wins_over_its_preset_too(preset: str) -> None:
+    chosen = ("--algo.preset", preset, "--actor.eps_clip", "0.1")
+    assert parse(*chosen)["actor.eps_clip_low_high"] == (0.1, 0.1)
+    assert parse(*chosen, "--actor.eps_clip_low_high", "0.2", "0.3")["actor.eps_clip_low_high"] == [0.2, 0.3]
+
+
+def test_the_presets_penalty_is_dapos_under_rewards_of_0_and_1() -> None:
+    """Normalized over a group, they are rewards of -1 and 1 with twice the penalty."""
+    factor = parse("--algo.preset", "dapo")["reward.overlong_penalty_factor"]
+    correct = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    penalty = torch.tensor([0.0, 0.0, 0.3, 1.0])  # of DAPO's own size
+    ours, papers = correct - factor * penalty, 2 * correct - 1 - penalty
+    torch.testing.assert_close((ours - ours.mean()) / ours.std(), (papers - papers.mean()) / papers.std())
+
+
+def test_dapos_penalty_needs_to_know_the_longest_response() -> None:
+    without = [*BASE, "--rollout.n_samples_per_prompt", "8", "--algo.preset", "dapo"]
+    with pytest.raises(UsageError, match=r"--rollout.max_new_tokens, which is missing; give it"):
+        upstream_parser.parse(without)
+    args = upstream_parser.parse([*without, "--reward.overlong_buffer_len", "7"])
+    assert args.reward.overlong_buffer_len == 7
+
+
+def test_a_preset_beside_an_estimator_is_refused() -> None:
+    assert "--algo.preset dapo brings its own estimator" in refusal(
+        "--algo.preset", "dapo", "--algo.advantage.estimator", "gtpo"
+    )
+
+
+# ── What an estimator brings ──
+
+
+@pytest.mark.parametrize(("estimator", "aggregation"), [("gtpo", "token-mean"), ("grpo_s", "seq-mean-token-mean")])
+def test_an_estimator_brings_its_clip_range_and_loss_level(estimator: str, aggregation: str) -> None:
+    chosen = ("--algo.advantage.estimator", estimator)
+    assert parse(*chosen)["actor.eps_clip_low_high"] == [0.2, 0.28]
+    assert parse(*chosen)["actor.loss_agg_mode"] == aggregation
+    assert parse(*chosen, "--actor.loss_agg_mode", aggregation)["actor.loss_agg_mode"] == aggregation
+    assert parse(*chosen, "--actor.eps_clip", "0.2")["actor.eps_clip_low_high"] == (0.2, 0.2)
+    assert parse(*chosen, "--actor.eps_clip_low_high", "0.1", "0.3")["actor.eps_clip_low_high"] == [0.1, 0.3]
+    assert parse(*chosen)["critic.model_name_or_path"] is None
+
+
+@pytest.mark.parametrize(("estimator", "wrong"), [("gtpo", "seq-mean-token-mean"), ("grpo_s", "token-mean")])
+def test_a_loss_level_that_does_not_fit_is_refused(estimator: str, wrong: str) -> None:
+    chosen = ("--algo.advantage.estimator", estimator)
+    assert f"--actor.loss_agg_mode {wrong} does not fit" in refusal(*chosen, "--actor.loss_agg_mode", wrong)
+    assert "--actor.policy_loss_type gspo does not fit" in refusal(*chosen, "--actor.policy_loss_type", "gspo")
+
+
+@pytest.mark.parametrize("estimator", ["gtpo", "grpo_s"])
+def test_a_range_of_rewards_clips_shaped_advantages_only_where_it_is_given(estimator: str) -> None:
+    chosen = ("--algo.advantage.estimator", estimator)
+    assert parse(*chosen)["reward.clip_range"] is None
+    assert parse(*chosen, "--reward.clip_range", "-10", "10")["reward.clip_range"] == [-10, 10]
+    assert parse("--algo.advantage.estimator", "group_norm")["reward.clip_range"] == (-10, 10)
+
+
+@pytest.mark.parametrize(("given", "largest"), [((), 14.31), (("--reward.clip_range", "-10", "10"), 10.0)])
+def test_the_advantage_of_a_short_lone_success_arrives(
+    given: tuple[str, ...], largest: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """300 tokens of a success among 15 failures of 4,096: sqrt(15 * 4096 / 300), every entropy being the same."""
+    lengths = torch.tensor([300] + [4096] * 15)
+    mask = torch.arange(4096) < lengths.unsqueeze(-1)
+    values = torch.ones(mask.shape)
+    outcome = (lengths == 300).float()
+    batch = Rollout(mask, outcome, torch.zeros(16).long(), values, -values, -values, values, lengths == 4096)
+    args = arguments("--algo.advantage.estimator", "gtpo", *given, samples=16)
+    made = maker(EntropyExperienceMaker, args, batch, monkeypatch).make_experience_batch(batch.samples())
+    assert in_sampling_order(made, "advantages", 4096).max().item() == pytest.approx(largest, abs=0.01)
+
+
+# ── Flags without effect ──
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (
+            "--algo.advantage.estimator gtpo --algo.advantage.gamma 1 --algo.advantage.lambd 0.9",
+            "--algo.advantage.gamma, --algo.advantage.lambd (not read by gtpo)",
+        ),
+        (
+            "--algo.advantage.estimator grpo_s --algo.advantage.no_std_norm",
+            "--algo.advantage.no_std_norm (not read by",
+        ),
+        ("--algo.advantage.estimator gtpo --algo.grpo_s.beta 1", "--algo.grpo_s.beta (the estimator is gtpo)"),
+        (
+            "--algo.preset gspo --no-algo.gtpo.shape_uniform_groups --reward.overlong_form as_printed",
+            "--algo.gtpo.shape_uniform_groups (the estimator is group_norm); --reward.overlong_form (only gtpo and",
+        ),
+        ("--algo.preset gspo --actor.loss_agg_mode token-mean", "--actor.loss_agg_mode (gspo always takes"),
+        (
+            "--algo.advantage.estimator gtpo --reward.overlong_penalty_factor 1",
+            "--reward.overlong_penalty_factor (there is no --reward.overlong_buffer_len)",
+        ),
+        ("--eval.before_training", "--eval.before_training (there is no --eval.dataset)"),
+        ("--vllm.sync_backend gloo", "--vllm.sync_backend (GPUs use NCCL"),
+        ("--vllm.sync_with_ray --vllm.sync_bucket_mb 1", "--vllm.sync_bucket_mb (--vllm.sync_with_ray has no"),
+    ],
+)
+def test_flags_that_nothing_reads_are_named_in_one_line(
+    argv: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parse(*argv.split())
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "no effect" in line]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("These flags were given but have no effect here: --") and named in warnings[0]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--algo.advantage.estimator gtpo --algo.gtpo.kappa 2 "
+        "--reward.overlong_buffer_len 3 --reward.overlong_form continuous",
+        "--algo.advantage.estimator grpo_s --algo.grpo_s.beta1 1 --logger.entropy_enable --vllm.sync_backend nccl",
+        "--algo.advantage.estimator reinforce --algo.advantage.gamma 1 --algo.advantage.no_std_norm --ds.zero_stage 3",
+        "--algo.preset dapo --ref.offload --train.micro_batch_size 2",
+    ],
+)
+def test_flags_that_are_read_are_not_named(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parse(*argv.split())
+    assert "no effect" not in capsys.readouterr().err
+
+
+# ── Settings of the algorithms ──
+
+
+@pytest.mark.parametrize(("name", "config"), [("gtpo", GTPOConfig), ("grpo_s", GRPOSConfig)])
+def test_flags_mirror_the_fields_of_the_configuration(name: str, config: type) -> None:
+    actions = command_lines.parser(extended=True)._option_string_actions
+    types = typing.get_type_hints(config)
+    prefix = f"--algo.{name}."
+    of_config = {flag.removeprefix(prefix) for flag in actions if flag.startswith(prefix)}
+    assert of_config == {field.name for field in dataclasses.fields(config)}
+    for field in dataclasses.fields(config):
+        action = actions[prefix + field.name]
+        assert action.default == field.default
+        assert action.help, f"{prefix}{field.name} has no help; describe the field in the class docstring"
+        assert action.help % {} == action.help.replace("%%", "%")
+        if typing.get_origin(types[field.name]) is typing.Literal:
+            assert tuple(action.choices or ()) == typing.get_args(types[field.name])
+        elif types[field.name] is bool:
+            assert isinstance(action, argparse.BooleanOptionalAction)
+        else:
+            assert action.type is types[field.name]
+
+
+def test_a_field_that_shares_its_description_gets_it_too() -> None:
+    help_of = flags.field_descriptions(GTPOConfig)
+    assert help_of["alpha1"] == help_of["alpha2"] == "weights of outcome and entropy share in the other variants."
+    assert "(Eq. 2)" in help_of["variant"] and "`" not in help_of["variant"]
+    assert help_of["compare"].endswith("or the whole group.")
+
+
+def test_settings_reach_the_configuration() -> None:
+    gtpo = entropy_credit(
+        upstream_parser.parse(
+            [*GROUP, "--algo.advantage.estimator", "gtpo", "--algo.gtpo.variant", "v2", "--algo.gtpo.alpha1", "0.75"]
+            + ["--algo.gtpo.compare", "group", "--algo.gtpo.shape_uniform_groups"]
+        )
+    )
+    assert gtpo is not None and gtpo.name == "gtpo"
+    assert gtpo.config == GTPOConfig(variant="v2", alpha1=0.75, compare="group", shape_uniform_groups=True)
+    chosen = ("--algo.advantage.estimator", "gtpo", "--algo.gtpo.shape_uniform_groups")
+    assert parse(*chosen)["algo.gtpo.shape_uniform_groups"] is True
+    assert parse(*chosen, "--no-algo.gtpo.shape_uniform_groups")["algo.gtpo.shape_uniform_groups"] is False
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce", "group_norm", "rloo"])
+def test_without_our_estimators_there_is_no_credit(estimator: str) -> None:
+    args = upstream_parser.parse([*GROUP, "--algo.advantage.estimator", estimator, "--algo.gtpo.kappa", "0.5"])
+    assert entropy_credit(args) is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "rule"),
+    [
+        ("gtpo variant v2 alpha1 0.5 kappa 4", "alpha1 + alpha1/kappa = 0.625 < 1"),
+        ("gtpo variant v1_clipped alpha1 0.6 alpha2 0.6", "alpha1 + alpha2 = 1"),
+        ("gtpo kappa 1", "kappa"),
+        ("gtpo alpha -1", "alpha"),
+        ("gtpo alpha2 nan", "alpha2"),
+        ("gtpo success_threshold inf", "success_threshold"),
+        ("gtpo entropy_eps 0", "entropy_eps"),
+        ("grpo_s beta2 -0.5", "beta2"),
+        ("grpo_s beta inf", "beta"),
+    ],
+)
+def test_settings_that_the_paper_rules_out_are_one_sentence(argv: str, rule: str) -> None:
+    estimator, *pairs = argv.split()
+    words = ["--algo.advantage.estimator", estimator]
+    for name, value in zip(pairs[::2], pairs[1::2], strict=True):
+        words += [f"--algo.{estimator}.{name}", value]
+    message = refusal(*words)
+    assert message.startswith(f"--algo.{estimator}.*: ") and rule in message
+
+
+def test_an_unknown_variant_lists_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="invalid choice: 'v9'.*v1_clipped"):
+        parse("--algo.advantage.estimator", "gtpo", "--algo.gtpo.variant", "v9")
+
+
+# Every flag that this package adds, with its default: whoever changes this list changes what people's scripts do.
+FROZEN = """
+--actor.backend 'deepspeed'
+--actor.trust_remote_code False
+--algo.gtpo.alpha 0.1
+--algo.gtpo.alpha1 None
+--algo.gtpo.alpha2 None
+--algo.gtpo.compare 'position'
+--algo.gtpo.entropy_eps 1e-06
+--algo.gtpo.entropy_mean 'arithmetic'
+--algo.gtpo.kappa 2.0
+--algo.gtpo.normalise_over 'zero_filled'
+--algo.gtpo.scope 'group'
+--algo.gtpo.shape_uniform_groups False
+--algo.gtpo.success_threshold 1.0
+--algo.gtpo.variant 'v3'
+--algo.grpo_s.beta 0.1
+--algo.grpo_s.beta1 1.0
+--algo.grpo_s.beta2 0.1
+--algo.grpo_s.entropy_eps 1e-06
+--algo.grpo_s.entropy_mean 'arithmetic'
+--algo.grpo_s.normalise_over 'zero_filled'
+--algo.grpo_s.ratio_mean 'arithmetic'
+--algo.grpo_s.scope 'group'
+--algo.grpo_s.shape_uniform_groups False
+--algo.grpo_s.success_threshold 1.0
+--algo.grpo_s.variant 'v3'
+--algo.preset None
+--ckpt.stop_file None
+--eval.before_training False
+--logger.entropy_enable False
+--logger.metrics_path None
+--megatron.async_save True
+--megatron.context_parallel_size 1
+--megatron.expert_model_parallel_size 1
+--megatron.fp8 None
+--megatron.fp8_audit_gate None
+--megatron.fp8_audit_steps 0
+--megatron.fp8_param False
+--megatron.fp8_recipe 'blockwise'
+--megatron.num_layers_at_end_in_bf16 0
+--megatron.num_layers_at_start_in_bf16 0
+--megatron.offload False
+--megatron.override []
+--megatron.pipeline_model_parallel_size 1
+--megatron.recompute 'none'
+--megatron.sequence_parallel False
+--megatron.tensor_model_parallel_size 1
+--megatron.use_distributed_optimizer True
+--reward.overlong_form 'continuous'
+--vllm.sync_bucket_mb 256
+--vllm.sync_checksum False
+"""
+
+
+def test_the_flags_are_those_that_people_have_in_their_scripts() -> None:
+    upstream = command_lines.parser(extended=False)._option_string_actions
+    found = {
+        f"{flag} {action.default!r}"
+        for flag, action in command_lines.parser(extended=True)._option_string_actions.items()
+        if flag not in upstream and not flag.startswith("--no-")
+    }
+    assert found == set(FROZEN.strip().splitlines())

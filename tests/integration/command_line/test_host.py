@@ -1,0 +1,50 @@
+"""A run's GPUs are those that OpenRLHF's ``train`` makes placement groups for; a missing Ray is one sentence."""
+
+import pytest
+import ray
+
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.integration.command_line import upstream_parser
+from openrlhf_gtpo.integration.command_line.host import Gpus, gpus_of, start_ray
+
+SIZES = (
+    "--actor.num_gpus_per_node 4 --ref.num_gpus_per_node 4 --critic.num_gpus_per_node 2 --reward.num_gpus_per_node 2"
+)
+CRITIC = "--algo.advantage.estimator gae --reward.model_name_or_path rm --actor.model_name_or_path m"
+GROUP = "--algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 2 --reward.remote_url r.py"
+
+
+@pytest.mark.parametrize(
+    ("argv", "gpus"),
+    [
+        (GROUP, Gpus(4, 4, 0, 0, 6)),
+        (f"{GROUP} --algo.kl.init_coef 0", Gpus(4, 0, 0, 0, 6)),
+        (f"{GROUP} --train.colocate_actor_ref", Gpus(4, 0, 0, 0, 6)),
+        (f"{GROUP} --train.colocate_all", Gpus(4, 0, 0, 0, 0)),
+        (f"{GROUP} --train.colocate_all --train.async_enable", Gpus(4, 0, 0, 0, 6)),  # engines stay apart
+        (CRITIC, Gpus(4, 4, 2, 2, 6)),
+        (f"{CRITIC} --train.colocate_critic_reward", Gpus(4, 4, 2, 0, 6)),
+        (f"{CRITIC} --train.colocate_all", Gpus(4, 0, 0, 0, 0)),
+        (f"{CRITIC} --train.colocate_all --train.colocate_critic_reward", Gpus(4, 0, 2, 0, 0)),
+    ],
+)
+def test_each_group_counts_what_it_does_not_share(argv: str, gpus: Gpus) -> None:
+    engines = "--vllm.num_engines 3 --vllm.tensor_parallel_size 2"
+    assert gpus_of(upstream_parser.parse(f"{SIZES} {engines} {argv}".split())) == gpus
+
+
+def test_an_agents_run_waits_for_no_reward_model_on_one_gpu() -> None:
+    argv = "--algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 2 --reward.num_gpus_per_node 1"
+    args = upstream_parser.parse([*argv.split(), "--train.agent_func_path", "agent.py"])
+    assert gpus_of(args).reward == 0
+
+
+def test_a_ray_that_does_not_answer_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**options: object) -> None:
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    args = upstream_parser.parse(GROUP.split())
+    with pytest.raises(UsageError, match="No Ray cluster answers at RAY_ADDRESS=auto: start one there, or unset"):
+        start_ray(args, gpus=1)

@@ -1,0 +1,118 @@
+"""Would catch an override that Megatron gets as the wrong type, or that contradicts another flag without a word."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.integration.command_line.megatron_overrides import _OWNED, parse_overrides
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        parse_overrides(words)
+    message = str(caught.value)
+    assert "\n" not in message and message.endswith((".", "?")) and message.startswith("--megatron.override ")
+    return message
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("bias_dropout_fusion=false", False),
+        ("bias_dropout_fusion=True", True),
+        ("bias_dropout_fusion=1", True),
+        ("moe_deepep_num_sms=24", 24),
+        ("init_method_std=1e-2", 0.01),
+        ("moe_z_loss_coeff=none", None),
+        ("moe_z_loss_coeff=0.5", 0.5),
+        ("moe_router_dtype=fp32", "fp32"),
+        ("moe_router_dtype=None", None),
+        ("transformer_impl=local", "local"),
+        ("recompute_num_layers=2", 2),
+        ("recompute_modules=core_attn", ["core_attn"]),
+        ("recompute_modules=core_attn,mlp", ["core_attn", "mlp"]),
+        ("moe_aux_loss_coeff=0.1", 0.1),
+        ("moe_aux_loss_coeff=0.1,0.2", [0.1, 0.2]),
+        ("moe_router_load_balancing_type=none", "none"),
+        ("moe_router_load_balancing_type=aux_loss,none", ["aux_loss", "none"]),
+        ("config_logger_dir=a=b", "a=b"),
+        ("moe_router_dtype=fp32", "fp32"),
+    ],
+)
+def test_a_value_gets_the_fields_type(word: str, value: Any) -> None:
+    name = word.partition("=")[0]
+    found = parse_overrides([word])
+    assert found == {name: value} and type(found[name]) is type(value)
+
+
+def test_an_enumeration_is_given_by_name() -> None:
+    from megatron.core.transformer.enums import AttnBackend
+
+    assert parse_overrides(["attention_backend=flash"]) == {"attention_backend": AttnBackend.flash}
+
+
+def test_several_are_one_dictionary_and_none_is_empty() -> None:
+    assert parse_overrides([]) == {}
+    assert parse_overrides(["moe_router_dtype=fp32", "fp8_margin=1"]) == {"moe_router_dtype": "fp32", "fp8_margin": 1}
+    assert "fp8_margin is given twice" in refusal("fp8_margin=1", "fp8_margin=2")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("bias_dropout_fusion=maybe", "'maybe' is not one of its values; give true or false."),
+        ("bias_dropout_fusion=2", "give true or false."),
+        ("moe_deepep_num_sms=2.5", "give a whole number."),
+        ("init_method_std=nan", "give a number."),
+        ("moe_z_loss_coeff=", "give a number or none."),
+        ("moe_router_dtype=fp8", "give fp32, fp64 or none."),
+        ("attention_backend=flsh", "give flash, fused, unfused, local or auto."),
+        ("moe_aux_loss_coeff=0.1,x", "give a number or a list with commas between its items."),
+        ("timers=now", "takes a Python object"),
+        ("fp8_margin", "has no value; write FIELD=VALUE."),
+        ("moe_router_dtpe=fp32", "has no field 'moe_router_dtpe'; did you mean moe_router_dtype?"),
+        ("zzzzzz=1", "has no field 'zzzzzz'; Megatron's documentation lists its fields."),
+        ("_cpu_offloading_context=none", "has no field"),
+        ("tensor_model_parallel_size=2", "give --megatron.tensor_model_parallel_size."),
+        ("sequence_parallel=true", "give --megatron.sequence_parallel."),
+        ("recompute_granularity=full", "give --megatron.recompute."),
+        ("params_dtype=bf16", "give --ds.param_dtype."),
+        ("num_layers=3", "it comes from the checkpoint's config.json."),
+        ("window_size=128,0", "it comes from the checkpoint's config.json."),
+        ("num_layers_in_first_pipeline_stage=3", "split evenly"),
+        ("hidden_dropout=0.1", "the training step relies on its value."),
+    ],
+)
+def test_what_cannot_be_used_is_one_sentence(word: str, message: str) -> None:
+    found = refusal(word)
+    assert found.startswith(f"--megatron.override {word}") and message in found
+
+
+def test_reserved_names_are_fields_of_megatron() -> None:
+    from megatron.core.transformer import TransformerConfig
+
+    assert set(_OWNED) <= {field.name for field in dataclasses.fields(TransformerConfig)}
+
+
+@given(st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False))
+def test_numbers_keep_their_value(number: float) -> None:
+    assert parse_overrides([f"init_method_std={number!r}"]) == {"init_method_std": number}
+
+
+@given(st.text())
+def test_any_text_is_a_value_or_one_refusal(text: str) -> None:
+    for field in (
+        "moe_router_dtype",
+        "moe_deepep_num_sms",
+        "recompute_modules",
+        "attention_backend",
+        "moe_layer_freq",
+    ):
+        try:
+            parse_overrides([f"{field}={text}"])
+        except UsageError:
+            pass

@@ -1,0 +1,198 @@
+"""A cluster or a disk on which a run would hang or die is refused, and a failure says what to do."""
+
+import errno
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from openrlhf_gtpo.errors import TrainingStopped, UsageError
+from openrlhf_gtpo.integration.controller import checkpoint_disk, cluster_checks
+from openrlhf_gtpo.integration.controller.checkpoint_disk import check_room, checkpoint_bytes, parameters_of
+from openrlhf_gtpo.integration.controller.cluster_checks import (
+    check_gpus,
+    check_nodes,
+    check_shared_folder,
+    look_for,
+)
+from openrlhf_gtpo.integration.controller.failures import explained, raise_if_lost, write_errors
+from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
+
+
+def run_of(actor: int, engines: int, colocated: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(
+        actor=SimpleNamespace(num_nodes=2, num_gpus_per_node=actor),
+        vllm=SimpleNamespace(num_engines=engines, tensor_parallel_size=2),
+        train=SimpleNamespace(
+            colocate_all=colocated, colocate_actor_ref=False, colocate_critic_reward=False, async_enable=False
+        ),
+        algo=SimpleNamespace(kl=SimpleNamespace(init_coef=0.0)),
+        critic=SimpleNamespace(model_name_or_path=None),
+        reward=SimpleNamespace(remote_url=["reward.py"]),
+    )
+
+
+def node(name: str, gpus: int) -> dict[str, Any]:
+    return {"NodeName": name, "NodeID": name, "NodeManagerAddress": "10.0.0.1", "Resources": {"GPU": gpus}}
+
+
+@pytest.mark.parametrize(
+    ("args", "needed", "groups"),
+    [
+        (run_of(4, 4), 16, "actor 8, engines 8"),
+        (run_of(4, 4, True), 8, "actor 8"),
+        (run_of(2, 0), 4, "actor 4"),
+    ],
+)
+def test_too_few_gpus_are_refused_with_each_nodes_share(args: SimpleNamespace, needed: int, groups: str) -> None:
+    half = needed // 2
+    check_gpus(args, [node("n1", half), node("n2", half)])
+    with pytest.raises(UsageError) as refusal:
+        check_gpus(args, [node("n1", half), node("n2", half - 1)])
+    there = f"the Ray cluster has {needed - 1} (n1: {half}, n2: {half - 1})"
+    assert f"needs {needed} GPUs ({groups}), and {there}" in str(refusal.value)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What lies under the run's folder on the node n2; n1 sees what the driver sees."""
+    folder = tmp_path / "n2"
+
+    def look(where: dict[str, Any], token: Path) -> str | None:
+        return look_for(str(token if where["NodeName"] == "n1" else folder / token.name), 0)
+
+    monkeypatch.setattr(cluster_checks, "_look_from", look)
+    monkeypatch.setattr(cluster_checks, "_answer", lambda answer: answer)
+    return folder
+
+
+def test_a_folder_that_one_node_does_not_share_is_refused_and_left_clean(tmp_path: Path, elsewhere: Path) -> None:
+    nodes = [node("n1", 1), node("n2", 1)]
+    run = tmp_path / "checkpoints"
+    with pytest.raises(UsageError, match="does not exist on node n2, and all 2 nodes must"):
+        check_shared_folder(str(run), nodes)
+    elsewhere.mkdir()
+    with pytest.raises(UsageError, match=f"--ckpt.path {run} is another folder on node n2"):
+        check_shared_folder(str(run), nodes)
+    assert list(run.iterdir()) == []
+
+
+def test_a_shared_folder_passes(tmp_path: Path, elsewhere: Path) -> None:
+    elsewhere.symlink_to(tmp_path / "checkpoints")
+    check_shared_folder(str(tmp_path / "checkpoints"), [node("n1", 1), node("n2", 1)])
+
+
+def test_only_a_run_that_saves_needs_a_shared_folder(tmp_path: Path, elsewhere: Path, monkeypatch) -> None:
+    nodes = [node("n1", 2) | {"Alive": True}, node("n2", 2) | {"Alive": True}]
+    monkeypatch.setattr(cluster_checks.ray, "nodes", lambda: nodes)
+    args = run_of(1, 1)
+    args.ckpt = saving("none", tmp_path / "checkpoints", save_steps=-1).ckpt
+    check_nodes(args)
+    args.ckpt.save_steps = 5
+    with pytest.raises(UsageError, match="does not exist on node n2"):
+        check_nodes(args)
+
+
+def test_a_node_that_cannot_look_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_checks, "_look_from", lambda where, token: None)
+
+    def died(reference: Any, timeout: float) -> None:
+        raise ray.exceptions.RayTaskError("look_for", "traceback", ImportError("no module named openrlhf_gtpo"))
+
+    monkeypatch.setattr(ray, "get", died)
+    with pytest.raises(UsageError, match="could not be looked for .*on node n1"):
+        check_shared_folder(str(tmp_path), [node("n1", 1), node("n2", 1)])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+    from safetensors.torch import save_file
+
+    folder = tmp_path_factory.mktemp("model")
+    save_file({"a": torch.zeros(300, 50), "b": torch.zeros(7)}, folder / "model-1.safetensors")
+    save_file({"c": torch.zeros(100)}, folder / "model-2.safetensors")
+    return folder
+
+
+def saving(model: Path | str, path: Path, **ckpt: Any) -> SimpleNamespace:
+    values = {"path": str(path), "save_steps": 5, "stop_file": None, "load_enable": False, "disable_ds": False} | ckpt
+    return SimpleNamespace(
+        ckpt=SimpleNamespace(**values),
+        actor=SimpleNamespace(model_name_or_path=str(model)),
+        ds=SimpleNamespace(lora=SimpleNamespace(rank=0)),
+    )
+
+
+def test_a_disk_on_which_no_checkpoint_fits_is_refused(model, tmp_path, monkeypatch) -> None:
+    assert parameters_of(str(model)) == 15107
+    assert checkpoint_bytes(15107) == 15107 * 14
+    free = 15107 * 14
+    monkeypatch.setattr(checkpoint_disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    check_room(saving(model, tmp_path / "not" / "yet"))
+    free -= 1
+    with pytest.raises(UsageError, match=r"0\.2 MB free, and one checkpoint of .* takes about 0\.2 MB; free some"):
+        check_room(saving(model, tmp_path))
+    for unchecked in (
+        saving(model, tmp_path, save_steps=-1),
+        saving(model, tmp_path, disable_ds=True),
+        saving("Qwen/Qwen2.5-7B", tmp_path),
+    ):
+        check_room(unchecked)
+
+
+def task_error(cause: BaseException) -> BaseException:
+    remote = f"Traceback (most recent call last):\n  File ...\n{type(cause).__name__}: {cause}"
+    return ray.exceptions.RayTaskError("save_checkpoint", remote, cause).as_instanceof_cause()
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        CheckpointWriteError("The checkpoint X could not be written: [Errno 28] No space left on device."),
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 704 vs 598"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_written_says_what_to_do(cause: BaseException, tmp_path: Path) -> None:
+    ckpt = SimpleNamespace(path=str(tmp_path))
+    with pytest.raises(TrainingStopped, match="could not be written") as stopped, write_errors(ckpt, "global_step7"):
+        raise task_error(cause)
+    assert "Free some" in str(stopped.value) and "--ckpt.load_enable: it goes on from the start" in str(stopped.value)
+    (tmp_path / "_actor").mkdir()
+    (tmp_path / "_actor" / "latest").write_text("global_step5")
+    with pytest.raises(TrainingStopped, match="it goes on from global_step5"), write_errors(ckpt, "global_step7"):
+        raise task_error(cause)
+
+
+def test_other_failures_stay_what_they_are(tmp_path: Path) -> None:
+    ckpt = SimpleNamespace(path=str(tmp_path))
+    with pytest.raises(ray.exceptions.RayTaskError, match="shapes"), write_errors(ckpt, "global_step7"):
+        raise task_error(RuntimeError("shapes do not match"))
+    # In a step, a file that is missing may be the user's own.
+    with pytest.raises(ray.exceptions.RayTaskError, match="label.txt"), write_errors(ckpt):
+        raise task_error(FileNotFoundError("label.txt"))
+    with pytest.raises(TrainingStopped), write_errors(ckpt):
+        raise task_error(CheckpointWriteError("The checkpoint X could not be written: disk full."))
+
+
+def test_a_dead_node_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [node("n1", 1) | {"Alive": True}, node("n2", 1) | {"Alive": False}]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    with pytest.raises(
+        TrainingStopped, match=r"the node n2 \(10\.0\.0\.1\) left the Ray cluster.*--ckpt\.load_enable"
+    ):
+        raise_if_lost(task_error(ray.exceptions.ActorDiedError()))
+    nodes.pop()
+    with pytest.raises(TrainingStopped, match="a process of the run died"):
+        raise_if_lost(ray.exceptions.ActorDiedError())
+    raise_if_lost(task_error(ValueError("a bug")))
+
+
+def test_what_an_actor_refuses_is_its_own_sentence(tmp_path: Path) -> None:
+    sentence = "--megatron.fp8 hybrid needs a Hopper GPU."
+    with pytest.raises(UsageError) as caught, explained(SimpleNamespace(path=str(tmp_path))):
+        raise task_error(UsageError(sentence))
+    assert str(caught.value) == sentence

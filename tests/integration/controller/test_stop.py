@@ -1,0 +1,182 @@
+"""A request to stop ends the right run, after a step whose checkpoint is written."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from openrlhf_gtpo.cli import train_ppo_ray
+from openrlhf_gtpo.errors import StoppedOnRequest, UsageError
+from openrlhf_gtpo.integration.controller import stop
+from openrlhf_gtpo.integration.controller.trainer import EntropyTrainer, _UpstreamTrainer
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray starts itself where it is asked for results, and there are none here."""
+    monkeypatch.setattr(ray, "get", lambda results: results)
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGUSR1)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def arguments(path: Path, stop_file: Path | None = None, **ckpt: Any) -> SimpleNamespace:
+    values = {
+        "path": str(path),
+        "stop_file": stop_file and str(stop_file),
+        "save_steps": 4,
+        "disable_ds": False,
+    } | ckpt
+    return SimpleNamespace(
+        ckpt=SimpleNamespace(**values),
+        train=SimpleNamespace(async_enable=False),
+        logger=SimpleNamespace(logging_steps=1),
+        eval=SimpleNamespace(before_training=False),
+    )
+
+
+class Group:
+    """Actors that only take down what they were asked for."""
+
+    def __init__(self) -> None:
+        self.called: list[tuple[str, Any]] = []
+
+    def async_run_method(self, method_name: str, **kwargs: Any) -> list[Any]:
+        self.called.append((method_name, kwargs.get("tag")))
+        return []
+
+
+def controller(args: SimpleNamespace) -> EntropyTrainer:
+    trainer = object.__new__(EntropyTrainer)
+    trainer.args = args
+    trainer.actor_model_group, trainer.critic_model_group = Group(), None
+    trainer.wandb_logger = trainer.tensorboard_logger = trainer.metrics_writer = None
+    trainer.kl_ctl = SimpleNamespace(value=0.0)
+    trainer.best_eval_metric_key, trainer.best_eval_metric_value = "none", float("-inf")
+    trainer._latest_eval_metric_value = None
+    trainer.costs = SimpleNamespace(begin=lambda: None, end=dict, response_tokens=1)
+    trainer.experience_maker = SimpleNamespace(seconds={})
+    trainer.samples_generator = SimpleNamespace(dispatched=0)
+    return trainer
+
+
+@pytest.mark.parametrize(("save_steps", "step"), [(float("inf"), 3), (4, 3), (4, 8)])
+def test_a_request_saves_whatever_the_schedule_says_and_waits_for_it(tmp_path: Path, save_steps, step) -> None:
+    args = arguments(tmp_path, save_steps=save_steps)
+    trainer = controller(args)
+    stop.stop_file(args).touch()
+    with pytest.raises(StoppedOnRequest, match=f"after step {step}, which is saved in {tmp_path}"):
+        trainer.save_logs_and_checkpoints(step, {}, {"global_step": step})
+    assert trainer.actor_model_group.called == [("save_checkpoint", f"global_step{step}"), ("finish_checkpoint", None)]
+    assert args.ckpt.save_steps == save_steps
+    assert not stop.stop_file(args).exists()  # followed, so the resumed run must not see it
+
+
+def test_without_a_request_steps_are_saved_as_upstream_does(tmp_path: Path) -> None:
+    trainer = controller(arguments(tmp_path))
+    for step in range(1, 9):
+        trainer.save_logs_and_checkpoints(step, {}, {"global_step": step})
+    assert trainer.actor_model_group.called == [
+        ("save_checkpoint", "global_step4"),
+        ("save_checkpoint", "global_step8"),
+    ]
+
+
+def test_a_run_that_cannot_save_says_so(tmp_path: Path) -> None:
+    args = arguments(tmp_path, disable_ds=True)
+    stop.stop_file(args).touch()
+    with pytest.raises(StoppedOnRequest, match="--ckpt.disable_ds leaves no checkpoint"):
+        controller(args).save_logs_and_checkpoints(1, {}, {})
+
+
+def test_a_request_before_the_first_step_needs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_UpstreamTrainer, "fit", lambda self, step: pytest.fail("it trained"))
+    args = arguments(tmp_path, tmp_path / "request")
+    (tmp_path / "request").touch()
+    with pytest.raises(StoppedOnRequest, match="before its first step"):
+        controller(args).fit()
+    assert not (tmp_path / "request").exists()
+
+
+def test_a_folder_without_a_whole_checkpoint_is_a_new_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_UpstreamTrainer, "init_checkpoint_states", lambda self: {})
+    states = controller(arguments(tmp_path)).init_checkpoint_states()
+    assert states["global_step"] == 0 and states["episode"] == 0 and states["data_loader_state_dict"] == {}
+
+
+def test_a_stale_request_does_not_stop_the_next_run(tmp_path: Path) -> None:
+    args = arguments(tmp_path / "checkpoints")
+    stop.prepare(args)
+    stop.stop_file(args).touch()
+    stop.prepare(args)
+    assert not stop.requested(args)
+
+
+def test_a_named_request_may_come_before_the_run(tmp_path: Path) -> None:
+    args = arguments(tmp_path / "checkpoints", tmp_path / "folder" / "attempt-2")
+    stop.prepare(args)
+    stop.stop_file(args).touch()
+    stop.prepare(args)
+    assert stop.requested(args)
+
+
+def test_sigusr1_to_the_driver_is_a_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = arguments(tmp_path)
+    stop.prepare(args)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert stop.requested(args) and "stops after this step" in capsys.readouterr().err
+
+
+def test_asynchronous_training_keeps_the_signal(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    args.train.async_enable = True
+    before = signal.getsignal(signal.SIGUSR1)
+    stop.prepare(args)
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a user's notes")
+    with pytest.raises(UsageError, match=f"--ckpt.path {tmp_path}/file/checkpoints cannot be used"):
+        stop.prepare(arguments(tmp_path / "file" / "checkpoints"))
+    with pytest.raises(UsageError, match=f"--ckpt.stop_file {tmp_path}/file/request cannot be used"):
+        stop.prepare(arguments(tmp_path, tmp_path / "file" / "request"))
+
+
+def test_its_status_is_not_that_of_a_failure(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def stopped(argv: Any) -> None:
+        raise StoppedOnRequest("asked to, after step 3")
+
+    monkeypatch.setattr(train_ppo_ray, "train", stopped)
+    assert train_ppo_ray.main([]) == 75
+    assert capsys.readouterr().err == "train_ppo_ray stopped: asked to, after step 3\n"
+
+
+def test_both_actors_can_be_waited_for() -> None:
+    from openrlhf_gtpo.integration.actors.megatron_actor import MegatronPolicy
+    from openrlhf_gtpo.integration.actors.policy_actor import EntropyPolicyActor
+
+    finished: list[bool] = []
+    checkpoints = SimpleNamespace(finish=lambda: finished.append(True))
+    MegatronPolicy.finish_checkpoint(SimpleNamespace(checkpoints=checkpoints))  # type: ignore[arg-type]
+    assert finished == [True]
+    EntropyPolicyActor.finish_checkpoint(SimpleNamespace())
+
+
+def test_the_driver_hands_the_request_on() -> None:
+    """Out of a controller's task error, with the text that it had there."""
+    from openrlhf_gtpo.integration.controller.failures import cause_of
+
+    inner = ray.exceptions.RayTaskError("fit", "traceback", StoppedOnRequest("asked to")).as_instanceof_cause()
+    outer = ray.exceptions.RayTaskError("train", "traceback", inner).as_instanceof_cause()
+    found = cause_of(outer, StoppedOnRequest)
+    assert str(found) == "asked to"

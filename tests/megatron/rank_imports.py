@@ -1,0 +1,12 @@
+"""What every rank process has imported. The fork server of :mod:`rank_pool` imports it once, then forks the ranks."""
+
+import gc
+
+from openrlhf_gtpo import platform
+
+platform.activate()  # before Megatron is imported
+
+import openrlhf_gtpo.megatron.checkpoint.checkpoints  # noqa: E402
+import openrlhf_gtpo.megatron.checkpoint.export  # noqa: E402, F401
+
+gc.collect()

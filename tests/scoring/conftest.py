@@ -1,0 +1,45 @@
+"""Lets these tests import OpenRLHF on a host without CUDA, and use the Megatron tests' checkpoints and ranks."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from openrlhf_gtpo import platform
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "megatron"))
+torch.set_num_threads(1)
+os.environ.setdefault(platform.PLATFORM_VARIABLE, platform.detect())
+platform.activate()
+
+from families import make_checkpoint  # noqa: E402
+from rank_pool import RankPool  # noqa: E402
+
+WORDS = ["?", "two", "three", "times", "is", "six", "and", "."]
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Four processes joined over gloo."""
+    with RankPool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama of 16 tokens, at most 24 a row, whose tokenizer knows eight words and would begin every text with a
+    BOS (8)."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    folder = make_checkpoint(tmp_path_factory.mktemp("model"), "llama", 16, max_position_embeddings=24, **sizes)
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*WORDS, "<bos>"])}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", len(WORDS))])
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", unk_token="?").save_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder)("two")["input_ids"] == [8, 1]
+    return folder

@@ -1,0 +1,162 @@
+"""``report fp8``: rows are compared with themselves, groups and rewards reach the credit, every recipe differs from
+BF16, and input that cannot be used is refused before anything starts.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+
+from openrlhf_gtpo.algorithms import GRPOSConfig, GTPOConfig
+from openrlhf_gtpo.cli.report import main
+from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
+from openrlhf_gtpo.megatron.fp8.options import Fp8Options
+from openrlhf_gtpo.report.fp8_page import table, verdict
+from openrlhf_gtpo.scoring import fp8_report, score
+from openrlhf_gtpo.scoring.fp8_report import QUANTILES, compare, read_credit
+from openrlhf_gtpo.scoring.inputs import ScoreModel
+
+LENGTHS = [5, 9, 4, 12, 7, 6]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    generator = torch.Generator().manual_seed(0)
+    path = tmp_path / "rows.jsonl"
+    with path.open("w") as file:
+        for i, length in enumerate(LENGTHS):
+            tokens = torch.randint(16, (length,), generator=generator).tolist()
+            file.write(json.dumps({"tokens": tokens, "group": i % 2, "reward": float(i // 2 % 2)}) + "\n")
+    return path
+
+
+def command(model: Path, rows: Path, output: Path, *more: str) -> list[str]:
+    return ["fp8", "--model", str(model), "--input", str(rows), "--output", str(output), *more]
+
+
+def test_the_page_of_a_tiny_model(
+    model: Path,
+    rows: Path,
+    tmp_path: Path,
+    ranks: RankPool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On ranks that are there; that the engine starts its own is tested with ``cli.score``."""
+    monkeypatch.setattr(score, "run_processes", lambda function, processes, *args: ranks.run(function, *args))
+    out = tmp_path / "page"
+    recipes = ("tensorwise", "blockwise")
+    assert main(command(model, rows, out, "--estimator", "grpo_s", "--recipes", *recipes)) == 0
+    results = json.loads((out / "fp8.json").read_text())
+    assert results["rows"] == len(LENGTHS) and results["tokens"] == sum(LENGTHS) - len(LENGTHS)
+    assert list(results["candidates"]) == list(recipes)
+    for budget in results["candidates"].values():
+        assert 1e-4 < budget["entropy_error_mean"] < 0.5 and 1 < budget["ratio_error"] < 1.5
+        for kind in ("entropy_errors", "log_prob_errors"):
+            assert len(budget[kind]) == QUANTILES + 1 and budget[kind] == sorted(budget[kind])
+        assert budget["entropy_errors"][-1] >= budget["entropy_error_p99"] >= budget["entropy_error_mean"] / 2
+    page = (out / "fp8.md").read_text()
+    assert f"6 responses with {results['tokens']} tokens, credited by grpo_s" in page
+    assert table(results) in page and verdict(results) in page and "![errors](fp8.png)" in page
+    assert (out / "fp8.png").stat().st_size > 10_000
+    assert str(out / "fp8.md") in capsys.readouterr().out
+
+
+class Scores:
+    """Stands in for the engine: values of each precision from a table."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **offsets: float) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+        self.exact = torch.rand(2, *self.mask.shape, generator=generator) * self.mask
+        self.noise = torch.randn(2, *self.mask.shape, generator=generator) * self.mask
+        self.offsets = offsets
+        monkeypatch.setattr(fp8_report, "_values", self.values)
+
+    def values(self, model: ScoreModel, source: Any, processes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        size = self.offsets[model.fp8.recipe] if model.fp8 else 0.0
+        return self.exact + size * self.noise, self.mask
+
+
+@pytest.mark.parametrize("config", [GTPOConfig(), GRPOSConfig()])
+def test_each_recipe_is_compared_with_bf16(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = Scores(monkeypatch, delayed=0.0, tensorwise=0.1, blockwise=0.01)
+    estimator = EntropyCredit("gtpo" if isinstance(config, GTPOConfig) else "grpo_s", config)
+    credit = torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 0.0]), torch.tensor([0, 1, 0, 1, 0, 1])
+    recipes = {name: Fp8Options("emulated", name) for name in scores.offsets}
+    found = compare(ScoreModel("anywhere"), None, 1, recipes, estimator, *credit)["candidates"]  # type: ignore[arg-type]
+    noise = scores.noise[:, scores.mask].abs().mean(-1).tolist()
+    for name, size in scores.offsets.items():
+        assert found[name]["log_prob_error_mean"] == pytest.approx(size * noise[0], rel=1e-4, abs=1e-9)
+        assert found[name]["entropy_error_mean"] == pytest.approx(size * noise[1], rel=1e-4, abs=1e-9)
+    assert found["delayed"]["share_rank_correlation"] == pytest.approx(1)
+    if isinstance(config, GTPOConfig):  # six responses keep their order, their tokens do not
+        assert found["tensorwise"]["share_rank_correlation"] < found["blockwise"]["share_rank_correlation"] < 1
+    assert found["delayed"]["advantage_error_mean"] == 0 < found["blockwise"]["advantage_error_mean"]
+
+
+def test_groups_are_prompts_or_what_they_are_called(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    entries = [
+        {"prompt": "a", "response": "x", "reward": 1},
+        {"tokens": [1], "group": "b", "reward": 0.5},
+        {"prompt": "a", "response": "y", "reward": 0},
+        {"prompt": "a", "response": "z", "group": "b", "reward": -1},
+    ]
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    outcome, group_ids = read_credit(path)
+    assert outcome.tolist() == [1.0, 0.5, 0.0, -1.0] and group_ids.tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"tokens": [1, 2], "group": 1}, 'rows.jsonl:7 has no reward; add "reward": NUMBER.'),
+        ({"tokens": [1, 2], "group": 1, "reward": True}, "rows.jsonl:7 has no reward"),
+        ({"tokens": [1, 2], "group": 1, "reward": float("nan")}, "rows.jsonl:7 has no reward"),
+        ({"tokens": [1, 2], "reward": 1.0}, "rows.jsonl:7 has no prompt to tell its group by"),
+        ({"tokens": [1, 2], "group": "alone", "reward": 1.0}, "rows.jsonl:7 is alone in its group"),
+        ({"tokens": [1, 99], "group": 1, "reward": 1.0}, "rows.jsonl:7: token 1 is 99, outside"),
+    ],
+)
+def test_a_line_that_cannot_be_used(
+    model: Path, rows: Path, tmp_path: Path, line: Any, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with rows.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    assert main(command(model, rows, tmp_path / "page")) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--megatron.fp8", "hybrid"], "needs a CUDA device"),
+        (["--layers_in_bf16", "1"], "leave none of this model's 2 layers in FP8"),
+        (["--layers_in_bf16", "-1"], "Expected --layers_in_bf16 >= 0, got -1."),
+        (["--megatron.tensor_model_parallel_size", "3"], "does not divide this model's 4 attention heads"),
+        (["--temperature", "0"], "--temperature 0 gives no probabilities"),
+        (["--model", "/nowhere"], "--model /nowhere is not a folder"),
+    ],
+)
+def test_a_flag_that_cannot_be_used(
+    model: Path, rows: Path, tmp_path: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(model, rows, tmp_path / "page", *flags)) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_an_empty_file(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    assert main(command(model, tmp_path / "rows.jsonl", tmp_path / "page")) == 2
+    assert "is empty; give a line for each response." in capsys.readouterr().err
+
+
+def test_no_recipe_is_good_enough() -> None:
+    results = {"candidates": {"delayed": {"sign_flips": 0.03}, "blockwise": {"sign_flips": 0.02}}}
+    assert verdict(results) == "None keeps sign flips under 2% of the tokens with an advantage."

@@ -1,0 +1,223 @@
+"""The command line: what it takes as input, what it refuses, and that it reaches both backends. What they compute is
+tested in ``test_score.py``.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import LlamaForCausalLM
+
+from openrlhf_gtpo.cli import score as cli
+from openrlhf_gtpo.scoring.inputs import RowFile
+
+VOCABULARY, LONGEST = 16, 24
+
+
+@pytest.fixture
+def flags(model: Path, tmp_path: Path) -> dict[str, Any]:
+    """A command line that works."""
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"tokens": [1, 2, 3]}\n')
+    return {"--model": model, "--input": source, "--output": tmp_path / "out.jsonl"}
+
+
+def argv(flags: dict[str, Any]) -> list[str]:
+    return [str(word) for flag, value in flags.items() for word in ([flag] if value is None else [flag, value])]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_text_is_tokenized_as_it_is_and_only_the_response_is_scored(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text(
+        '{"prompt": "two times three is", "response": "six .", "id": "a"}\n'
+        '{"tokens": [1, 3, 2, 4, 5, 7], "id": null, "other": 3}\n'
+        '{"prompt": "two", "response": ""}\n'
+        '{"tokens": [4]}\n'
+    )
+    rows = list(RowFile(path, str(model), VOCABULARY, LONGEST).rows())
+    assert [row.tokens for row in rows] == [[1, 3, 2, 4, 5, 7], [1, 3, 2, 4, 5, 7], [1], [4]]
+    assert [row.scored for row in rows] == [2, 5, 0, 0]
+    assert [row.kept for row in rows] == [{"id": "a"}, {"id": None}, {}, {}]
+    assert [row.line for row in rows] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_both_backends_from_the_command_line(model: Path, tmp_path: Path) -> None:
+    """Megatron in processes of its own; Transformers in those of torchrun."""
+    source = tmp_path / "in.jsonl"
+    tokens, text = {"tokens": [1, 3, 2, 4, 5, 7]}, {"id": 7, "prompt": "two times three is", "response": "six ."}
+    source.write_text("".join(json.dumps(entry) + "\n" for entry in (tokens, {"tokens": [4]}, text)))
+    flags = {"--model": model, "--input": source, "--dtype": "float32", "--temperature": 0.5, "--max-tokens": 7}
+    megatron = {"--actor.backend": "megatron", "--megatron.tensor_model_parallel_size": 2}
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "-m"]
+    results = []
+    for launcher, options in (([], megatron), (torchrun, {})):
+        output = tmp_path / f"{len(results)}.jsonl"
+        command = [sys.executable, "-m", *launcher, "openrlhf_gtpo.cli.score"]
+        ended = subprocess.run(
+            [*command, *argv({**flags, **options, "--output": output})],
+            capture_output=True,
+            text=True,
+            timeout=400,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        assert ended.returncode == 0, ended.stderr
+        results.append(read(output))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.jsonl", "1.jsonl", "in.jsonl"]
+    for whole, single, response in results:
+        assert single == {"log_probs": [], "entropies": []}
+        assert response["id"] == 7 and "id" not in whole
+        # The response's two tokens are the last of the same sequence.
+        for kind in ("log_probs", "entropies"):
+            assert len(whole[kind]) == 5
+            np.testing.assert_allclose(response[kind], whole[kind][-2:], rtol=0, atol=1e-5)
+    for one, other in zip(*results, strict=True):
+        for kind in ("log_probs", "entropies"):
+            np.testing.assert_allclose(one[kind], other[kind], rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_mistake_that_a_rank_finds_is_one_sentence_too(
+    model: Path, flags: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken"
+    weights = LlamaForCausalLM.from_pretrained(model)
+    weights.lm_head.weight.data[3] = float("nan")
+    weights.save_pretrained(broken)
+    flags["--output"].write_text("earlier\n")
+    before = sorted(tmp_path.iterdir())
+    capfd.readouterr()
+    assert cli.main(argv(flags | {"--model": broken})) == 2
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"score: {flags['--input']}:1: the model gives values that are not finite")
+    assert sorted(tmp_path.iterdir()) == before and flags["--output"].read_text() == "earlier\n"
+
+
+def test_an_input_without_lines_gives_an_output_without_lines(flags: dict[str, Any]) -> None:
+    flags["--input"].write_text("")
+    assert cli.main(argv(flags)) == 0
+    assert flags["--output"].read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "in.jsonl:2 is not JSON"),
+        ("", "in.jsonl:2 is not JSON"),
+        ("\udcff", "in.jsonl:2 is not JSON"),
+        ("[" * 100_000, "in.jsonl:2 is not JSON"),
+        ("[1, 2]", 'in.jsonl:2 is not a JSON object; write {"tokens": [...]} or'),
+        ('{"id": 1}', "in.jsonl:2 has neither tokens nor a prompt with its response"),
+        ('{"prompt": "two"}', "in.jsonl:2 has prompt and no response"),
+        ('{"response": "two"}', "in.jsonl:2 has response and no prompt"),
+        ('{"tokens": [1], "response": "two"}', "in.jsonl:2 has tokens and response; give one of the two forms"),
+        ('{"tokens": []}', "in.jsonl:2: tokens is empty"),
+        ('{"tokens": "two"}', "in.jsonl:2: tokens must be a list of whole numbers"),
+        ('{"tokens": [1, 2.0]}', "in.jsonl:2: tokens must be a list of whole numbers"),
+        ('{"tokens": [1, true]}', "in.jsonl:2: tokens must be a list of whole numbers"),
+        ('{"tokens": [1, 16]}', "in.jsonl:2: token 1 is 16, outside of the model's vocabulary of 16 (0 to 15)"),
+        ('{"tokens": [-1, 1]}', "in.jsonl:2: token 0 is -1, outside of the model's vocabulary of 16"),
+        (json.dumps({"tokens": [1] * 25}), "in.jsonl:2 has 25 tokens, and the model reads at most 24"),
+        ('{"prompt": "", "response": "two"}', "in.jsonl:2: prompt has no token"),
+        ('{"prompt": ["two"], "response": "two"}', "in.jsonl:2: prompt must be text"),
+        ('{"prompt": "two", "response": null}', "in.jsonl:2: response must be text"),
+    ],
+)
+def test_a_line_that_cannot_be_scored_is_named(
+    flags: dict[str, Any], capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
+    flags["--input"].write_text(f'{{"tokens": [1]}}\n{line}\n', errors="surrogateescape")
+    refuse(flags, message, capsys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--model": "absent"}, "--model absent is not a folder; download the checkpoint"),
+        ({"--model": "{tmp}"}, "{tmp} is a folder without config.json"),
+        ({"--input": "{tmp}/absent.jsonl"}, "--input {tmp}/absent.jsonl does not exist"),
+        ({"--input": "{tmp}"}, "--input {tmp} is a folder; give a file"),
+        ({"--output": "{tmp}/absent/out"}, "--output {tmp}/absent/out: the folder {tmp}/absent does not exist"),
+        ({"--output": "{tmp}"}, "--output {tmp} is a folder"),
+        ({"--max_tokens": 0}, "Expected --max-tokens >= 1, got 0."),
+        ({"--temperature": 0}, "--temperature 0 gives no probabilities"),
+        ({"--temperature": "nan"}, "--temperature nan gives no probabilities"),
+        ({"--processes": 0}, "Expected --processes >= 1, got 0."),
+        ({"--megatron.tensor_model_parallel_size": 2}, "needs --actor.backend megatron"),
+        (
+            {"--actor.backend": "megatron", "--megatron.tensor_model_parallel_size": 3},
+            "--megatron.tensor_model_parallel_size 3 does not divide this model's 4 attention heads; it can be 1 or 2",
+        ),
+        (
+            {"--actor.backend": "megatron", "--megatron.pipeline_model_parallel_size": 2, "--processes": 3},
+            "--processes 3: 3 processes cannot be split into model replicas of 2",
+        ),
+        (
+            {"--actor.backend": "megatron", "--megatron.pipeline_model_parallel_size": 0},
+            "Expected --megatron.pipeline_model_parallel_size >= 1, got 0.",
+        ),
+        (
+            {"--actor.backend": "megatron", "--megatron.override": "no_such_field=1"},
+            "--megatron.override no_such_field=1: TransformerConfig has no field",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_what_cannot_work_is_refused(
+    flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
+) -> None:
+    changes = {flag: str(value).format(tmp=tmp_path) for flag, value in changes.items()}
+    refuse(flags | changes, message.format(tmp=tmp_path), capsys)
+
+
+@pytest.mark.parametrize("backend", ["deepspeed", "megatron"])
+def test_code_of_the_checkpoint_is_not_run_unasked(
+    flags: dict[str, Any],
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "with_code"
+    shutil.copytree(model, folder)
+    mark = f"open({str(tmp_path / 'mark')!r}, 'w').close()\n"
+    (folder / "own.py").write_text(f"from transformers import LlamaConfig\n{mark}class Own(LlamaConfig): ...\n")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"auto_map": {"AutoConfig": "own.Own"}}))
+    chosen = flags | {"--model": folder, "--actor.backend": backend}
+    refuse(chosen, f"--model {folder} brings Python code of its own (auto_map in its config.json)", capsys)
+    assert not (tmp_path / "mark").exists()
+    flags["--input"].write_text("")
+    assert cli.main([*argv(chosen), "--trust-remote-code"]) == 0
+    assert (tmp_path / "mark").exists()
+
+
+def test_a_launch_of_another_size_is_refused(
+    flags: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    refuse(flags | {"--processes": 2}, "WORLD_SIZE=3 processes were started, and this run needs 2", capsys)
+
+
+def refuse(flags: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command line ends with 2 and one sentence, and leaves no file behind."""
+    folder = flags["--input"].parent if isinstance(flags["--input"], Path) else None
+    before = sorted(folder.iterdir()) if folder else None
+    assert cli.main(argv(flags)) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.startswith("score: ") and printed.err.count("\n") == 1 and not printed.out
+    assert folder is None or sorted(folder.iterdir()) == before

@@ -1,0 +1,57 @@
+"""Would catch a checksum that misses swapped elements, a shift or a single bit, or depends on the device's order."""
+
+import pytest
+import torch
+
+from openrlhf_gtpo.weight_sync import receipts as module
+from openrlhf_gtpo.weight_sync.receipts import checksum
+
+
+def wrapped(value: int) -> int:
+    """Of 64 bits, signed."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def by_hand(tensor: torch.Tensor) -> int:
+    """The formula in Python's integers."""
+    total = 0
+    for i, bits in enumerate(tensor.view(-1).view(torch.int16).tolist()):
+        chunk, place = divmod(i, module._CHUNK)
+        key = wrapped((place + 1) * module._SPREAD)
+        key = wrapped((key ^ (key >> 31)) * module._MIX)
+        total += bits * key * (2 * chunk + 1)
+    return wrapped(total)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7, 3), (50, 41)])
+def test_it_is_the_formula_over_several_chunks(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CHUNK", 64)
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert int(checksum(tensor)) == by_hand(tensor)
+
+
+def test_any_change_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CHUNK", 64)
+    tensor = torch.randn(300, generator=torch.Generator().manual_seed(0)).bfloat16()
+    seen = {int(checksum(tensor))}
+
+    def add(changed: torch.Tensor) -> None:
+        value = int(checksum(changed))
+        assert value not in seen
+        seen.add(value)
+
+    for i in range(300):
+        changed = tensor.clone()
+        changed.view(torch.int16)[i] ^= 1  # the least bit
+        add(changed)
+    for i, j in [(0, 1), (3, 67), (10, 299), (64, 128)]:
+        changed = tensor.clone()
+        changed[[i, j]] = tensor[[j, i]]
+        add(changed)
+    for shift in (1, 64, 128):
+        add(tensor.roll(shift))
+    add(tensor.flip(0))
+    add(torch.cat([torch.zeros(1).bfloat16(), tensor[:-1]]))
+    add(tensor[:-1])
+    add(torch.zeros_like(tensor))
+    add(torch.full_like(tensor, -0.0))
