@@ -23,7 +23,7 @@ from openrlhf_gtpo.benchmarks.train_configurations import Configuration, configu
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.platform.processes import run_processes
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.report.metrics import read_metrics
+from openrlhf_gtpo.report.metrics import read_runs
 from openrlhf_gtpo.report.step_phases import (
     COUNTED,
     IDLE,
@@ -135,7 +135,7 @@ def run_trainer(name: str, argv: Sequence[str], folder: Path, steps: int) -> lis
             while True:
                 ended = process.poll() is not None  # before reading, so that the last line is read too
                 try:
-                    rows = read_metrics(metrics)
+                    rows = read_runs(metrics)[-1]
                 except ValueError:  # not there yet, or nothing whole in it yet
                     rows = []
                 made = sum(row["kind"] == names.KIND_TRAIN for row in rows)

@@ -16,7 +16,7 @@ from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line import megatron_flags
 from openrlhf_gtpo.megatron.fp8.options import MODES, RECIPES
 from openrlhf_gtpo.platform.processes import ProcessFailed
-from openrlhf_gtpo.report.metrics import read_metrics
+from openrlhf_gtpo.report.metrics import read_runs
 
 _ESTIMATORS = ("gtpo", "grpo_s")
 _FP8 = """What FP8 does to entropies, shares and advantages of given responses, without training.
@@ -88,12 +88,19 @@ def build_parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> None:
     from openrlhf_gtpo.report.summary import print_run_summary
 
-    metrics = read_metrics(args.metrics)
-    print_run_summary(metrics)
+    runs = read_runs(args.metrics)
+    for number, metrics in enumerate(runs, start=1):
+        if len(runs) > 1:
+            print(f"{args.metrics}: run {number} of {len(runs)}")
+        print_run_summary(metrics)
     if args.png:
-        from openrlhf_gtpo.report.curves import plot_run
+        from openrlhf_gtpo.report.curves import plot_comparison, plot_run
 
-        print(plot_run(metrics, args.png, args.title or str(args.metrics)))
+        title = args.title or str(args.metrics)
+        if len(runs) == 1:
+            print(plot_run(runs[0], args.png, title))
+        else:
+            print(plot_comparison({f"run {i}": [rows] for i, rows in enumerate(runs, start=1)}, args.png, title))
 
 
 def _compare(args: argparse.Namespace) -> None:
@@ -104,7 +111,7 @@ def _compare(args: argparse.Namespace) -> None:
         label, separator, path = text.partition("=")
         if not (label and separator and path):
             raise ValueError(f"{text!r} is not LABEL=FILE: write it as gtpo={text.strip('=') or 'metrics.jsonl'}")
-        runs.setdefault(label, []).append(read_metrics(path))
+        runs.setdefault(label, []).extend(read_runs(path))
     table = comparison_markdown(runs)
     print(table, end="")
     if args.markdown:

@@ -1,6 +1,6 @@
 """Runs as PNG: one run's reward, entropy and response length over steps, and several runs against each other.
 
-Draws what `metrics.read_metrics` returns and computes nothing but means over seeds.
+Draws what `metrics.read_runs` returns and computes nothing but means over seeds.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,13 +1,17 @@
 """A run's metrics as JSON lines: the writer that the trainer holds, and the reader that reports use.
 
 One object a line: `{"kind": "train"|"eval"|"run", "step": int, "time": unix seconds, <metric name>: number, ...}`.
+A start of the trainer writes a line of the kind "run" with the run's id, which a resumed run keeps, and the end of
+training the same with `"ended": true`.
 """
 
 import json
 import math
 import os
 import time
+import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +26,36 @@ RESERVED = ("kind", "step", "time")
 class MetricsWriter:
     """Appends a line per call and flushes it, so that a killed run loses at most the line it was writing.
 
-    A resumed run appends to the file it left: `read_metrics` then keeps the later of two lines for one step.
+    A resumed run appends to the file it left: `read_runs` then keeps the later of two lines for one step.
     """
 
     def __init__(self, path: str | Path) -> None:
         """Open `path` for appending; its parents are created."""
-        path = Path(path)
+        self._path = path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "ab+")
         if self._file.tell():
             self._file.seek(-1, os.SEEK_END)
             if self._file.read() != b"\n":  # the last run died while writing; its line must not swallow the next one
                 self._file.write(b"\n")
+
+    def begin(self, step: int, settings: Mapping[str, Any]) -> None:
+        """Append the first line of a start: the run's id, and what a reader must know of it.
+
+        Args:
+            step: the one a resumed run goes on behind, with the id of the file's last run; 0 for a new one.
+            settings: as the metrics of :meth:`write`.
+        """
+        run = uuid.uuid4().hex[:8]
+        if step > 0:
+            with suppress(ValueError):  # another file, or one that was removed
+                run = next((row["run"] for row in read_runs(self._path)[-1] if "run" in row), run)
+        self._run = {"run": run, **settings}
+        self.write(names.KIND_RUN, step, self._run)
+
+    def end(self) -> None:
+        """Append the last line of a run that was begun and came to its own end."""
+        self.write(names.KIND_RUN, self._step, self._run | {"ended": True})
 
     def write(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one line.
@@ -57,16 +79,18 @@ class MetricsWriter:
             row[name] = _json_value(name, value)
         self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
         self._file.flush()
+        self._step = int(step)
 
     def close(self) -> None:
         self._file.close()
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, or of `metrics.jsonl` in a directory, in order of writing.
+def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:
+    """The runs of a metrics file, or of `metrics.jsonl` in a directory: the lines of each, in order of writing.
 
-    A line that cannot be read is left out: a process that dies cuts off its last one, which after a resume stands in
-    the middle. Where a resumed run repeated a step, the later line counts.
+    A run begins with a line of the kind "run" at step 0; in a file of version 0.1, which has none, where the first
+    step comes again. A line that cannot be read is left out: a process that dies cuts off its last one, which after a
+    resume stands in the middle. Where a resumed run repeated a step, the later line counts.
 
     Raises:
         ValueError: the file is absent or unreadable, or none of its lines is a metrics line.
@@ -77,7 +101,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise ValueError(f"cannot read metrics from {file}: {error.strerror}") from None
-    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    runs: list[dict[tuple[str, int], dict[str, Any]]] = [{}]
     broken = 0
     for number, line in enumerate(lines, start=1):
         try:
@@ -86,14 +110,18 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             row = None
         if isinstance(row, dict) and row.get("kind") in KINDS and isinstance(row.get("step"), int):
             key = (row["kind"], row["step"])
-            rows.pop(key, None)
-            rows[key] = row
+            again = key in ((names.KIND_EVAL, 0), (names.KIND_TRAIN, 1)) and key in runs[-1]
+            begins = key == (names.KIND_RUN, 0) and "ended" not in row
+            if runs[-1] and (begins or again):
+                runs.append({})
+            runs[-1].pop(key, None)
+            runs[-1][key] = row
         elif line.strip():
             broken = broken or number
-    if not rows:
+    if not runs[-1]:
         problem = f"line {broken} is not a metrics line" if broken else "it has no lines yet"
         raise ValueError(f"{file} has no metrics: {problem}")
-    return list(rows.values())
+    return [list(rows.values()) for rows in runs]
 
 
 def series(rows: Rows, kind: str, name: str) -> tuple[list[int], list[float]]:

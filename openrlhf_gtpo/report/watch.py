@@ -17,7 +17,7 @@ from rich.progress import (
 )
 
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.report.metrics import datasource_of, held_out_names, read_metrics
+from openrlhf_gtpo.report.metrics import datasource_of, held_out_names, read_runs
 
 _POLL_SECONDS = 0.5
 
@@ -40,10 +40,12 @@ def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> N
         while running:
             running = _runs(pid)  # asked first, so that what it wrote last is still read
             try:
-                entries = read_metrics(path)
+                entries = read_runs(path)[-1]
             except (OSError, ValueError):  # not there yet, or nothing whole in it yet
                 entries = []
             for entry in entries[shown:]:
+                if entry["kind"] == names.KIND_RUN:
+                    continue
                 line = describe(entry)
                 if entry["kind"] == names.KIND_TRAIN:
                     progress.update(bar, completed=entry["step"], description=line)

@@ -26,7 +26,9 @@ class Finished:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        """Of training and evaluation, as lines; a resumed run has more lines of its starts."""
+        entries = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [entry for entry in entries if entry["kind"] != "run"]
 
     @property
     def steps(self) -> list[dict[str, Any]]:

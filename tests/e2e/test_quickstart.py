@@ -63,14 +63,14 @@ def test_smoke_run_ends_with_a_table_and_curves(tmp_path: Path) -> None:
     assert (output / "model" / "model.safetensors").exists()
     metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert [(m["kind"], m["step"]) for m in metrics] == [
-        ("eval", 0), ("train", 1), ("train", 2), ("train", 3), ("eval", 3)
+        ("run", 0), ("eval", 0), ("train", 1), ("train", 2), ("train", 3), ("eval", 3), ("run", 3)
     ]  # fmt: skip
-    for step in metrics[1:4]:
+    for step in metrics[2:5]:
         for name in (names.ENTROPY_ALL, names.SHARES_STD, names.ADVANTAGE_MAX, names.CLIP_FRACTION):
             assert step[name] is not None
         assert step[names.tokens_per_second("generation")] > 0
         assert abs(step["vllm_kl"]) < 0.05  # vLLM and the trainer agree on what was sampled
-    check_phases(metrics[2:4])
+    check_phases(metrics[3:5])
 
 
 @pytest.mark.parametrize(

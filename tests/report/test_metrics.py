@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.report.metrics import MetricsWriter, before_and_after, held_out_names, read_metrics, series
+from openrlhf_gtpo.report.metrics import MetricsWriter, before_and_after, held_out_names, read_runs, series
 
 
 def _write(path, *lines):
@@ -23,17 +23,17 @@ def test_what_is_written_is_read(tmp_path):
         ("run", 0, {"seed": 3, "estimator": "gtpo"}),
         ("train", 1, {"reward/mean": 0.25, "groups/total": 4}),
     )
-    run, train = read_metrics(path)
+    run, train = read_runs(path)[-1]
     assert (run["seed"], run["estimator"]) == (3, "gtpo")
     assert (train["kind"], train["step"], train["reward/mean"], train["groups/total"]) == ("train", 1, 0.25, 4)
     assert train["time"] > 1e9
-    assert read_metrics(path.parent) == [run, train]
+    assert read_runs(path.parent)[-1] == [run, train]
 
 
 def test_each_line_is_on_disk_when_write_returns(tmp_path):
     writer = MetricsWriter(tmp_path / "m.jsonl")
     writer.write("train", 1, {})
-    assert len(read_metrics(tmp_path / "m.jsonl")) == 1
+    assert len(read_runs(tmp_path / "m.jsonl")[-1]) == 1
     writer.close()
 
 
@@ -47,7 +47,7 @@ def test_scalars_of_numpy_and_torch_become_numbers(tmp_path):
         "one_element": torch.ones(1),
         "count": torch.tensor(3),
     }
-    (row,) = read_metrics(_write(tmp_path / "m.jsonl", ("train", np.int64(1), values)))
+    (row,) = read_runs(_write(tmp_path / "m.jsonl", ("train", np.int64(1), values)))[-1]
     assert {name: row[name] for name in values} == {
         "float32": 0.5,
         "int64": 7,
@@ -62,7 +62,7 @@ def test_scalars_of_numpy_and_torch_become_numbers(tmp_path):
 def test_what_is_not_a_number_is_null_and_is_not_plotted(tmp_path, value):
     path = _write(tmp_path / "m.jsonl", ("train", 1, {"a": value}), ("train", 2, {"a": 1.0}))
     assert json.loads(path.read_text().splitlines()[0])["a"] is None
-    assert series(read_metrics(path), "train", "a") == ([2], [1.0])
+    assert series(read_runs(path)[-1], "train", "a") == ([2], [1.0])
 
 
 @pytest.mark.parametrize(
@@ -83,16 +83,46 @@ def test_what_cannot_be_a_metric_is_refused_and_writes_nothing(tmp_path, kind, m
 def test_a_line_cut_off_by_a_kill_is_left_out_and_costs_a_resumed_run_nothing(tmp_path):
     path = _write(tmp_path / "m.jsonl", ("train", 1, {"a": 1}), ("train", 2, {"a": 2}))
     os.truncate(path, path.stat().st_size - 5)
-    assert [row["step"] for row in read_metrics(path)] == [1]
+    assert [row["step"] for row in read_runs(path)[-1]] == [1]
     _write(path, ("train", 2, {"a": 20}), ("train", 3, {"a": 3}))
-    assert series(read_metrics(path), "train", "a") == ([1, 2, 3], [1, 20, 3])
+    assert series(read_runs(path)[-1], "train", "a") == ([1, 2, 3], [1, 20, 3])
 
 
 def test_a_repeated_step_counts_once_with_its_later_line(tmp_path):
-    path = _write(tmp_path / "m.jsonl", ("train", 1, {"a": 1, "b": 1}), ("eval", 1, {"a": 5}), ("train", 1, {"a": 2}))
-    rows = read_metrics(path)
+    path = _write(tmp_path / "m.jsonl", ("train", 2, {"a": 1, "b": 1}), ("eval", 2, {"a": 5}), ("train", 2, {"a": 2}))
+    rows = read_runs(path)[-1]
     assert [(row["kind"], row["a"]) for row in rows] == [("eval", 5), ("train", 2)]
     assert series(rows, "train", "b") == ([], [])
+
+
+def _start(path, *steps, after=0):
+    """A start of the trainer: its first line, and a line of each step with the reward that the step's number is."""
+    with closing(MetricsWriter(path)) as writer:
+        writer.begin(after, {"seed": 1})
+        for step in steps:
+            writer.write("train", step, {"a": step})
+
+
+def test_runs_in_one_file_stay_apart_and_a_resumed_one_stays_one(tmp_path):
+    path = tmp_path / "m.jsonl"
+    _start(path, 1, 2, 3)
+    _start(path, 3, 4, after=2)
+    _start(path, 1, 2)
+    first, second = read_runs(path)
+    assert series(first, "train", "a")[0] == [1, 2, 3, 4] and series(second, "train", "a")[0] == [1, 2]
+    ids = [{row["run"] for row in run if row["kind"] == "run"} for run in (first, second)]
+    assert [len(found) for found in ids] == [1, 1] and ids[0] != ids[1]
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_runs_of_version_0_1_stay_apart(tmp_path, evaluated):
+    """Which have no line of their own: five good steps, then two bad ones of another start."""
+    before = [("eval", 0, {"b": 0.5})] if evaluated else []
+    steps = [*before, *(("train", step, {"a": 0.9}) for step in range(1, 6))]
+    steps += [*before, *(("train", step, {"a": 0.1}) for step in range(1, 3))]
+    first, second = read_runs(_write(tmp_path / "m.jsonl", *steps))
+    assert series(first, "train", "a")[1] == [0.9] * 5 and series(second, "train", "a")[1] == [0.1] * 2
+    assert len(series(second, "eval", "b")[0]) == evaluated
 
 
 @pytest.mark.parametrize(
@@ -110,7 +140,7 @@ def test_an_unreadable_file_is_one_sentence(tmp_path, content, message):
     if content is not None:
         path.write_text(content)
     with pytest.raises(ValueError, match=message) as caught:
-        read_metrics(path)
+        read_runs(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 

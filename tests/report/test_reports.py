@@ -9,7 +9,7 @@ from rich.console import Console
 from openrlhf_gtpo.cli.report import main
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.curves import plot_comparison, plot_run
-from openrlhf_gtpo.report.metrics import MetricsWriter, read_metrics
+from openrlhf_gtpo.report.metrics import MetricsWriter, read_runs
 from openrlhf_gtpo.report.summary import comparison_markdown, print_run_summary
 
 
@@ -44,7 +44,7 @@ RUNS = {
 @pytest.mark.parametrize("settings", RUNS.values(), ids=RUNS)
 @pytest.mark.filterwarnings("error")
 def test_every_kind_of_run_is_drawn(tmp_path, settings):
-    rows = read_metrics(_run(tmp_path / "m.jsonl", **settings))
+    rows = read_runs(_run(tmp_path / "m.jsonl", **settings))[-1]
     for png in (
         plot_run(rows, tmp_path / "new" / "run.png", "title"),
         plot_comparison({"a": [rows, rows], "b": [rows], "c": []}, tmp_path / "new" / "compare.png"),
@@ -55,7 +55,7 @@ def test_every_kind_of_run_is_drawn(tmp_path, settings):
 
 @pytest.mark.parametrize("settings", RUNS.values(), ids=RUNS)
 def test_every_kind_of_run_is_summed_up(tmp_path, settings):
-    rows = read_metrics(_run(tmp_path / "m.jsonl", **settings))
+    rows = read_runs(_run(tmp_path / "m.jsonl", **settings))[-1]
     console = Console(record=True, width=100, force_terminal=False, file=open("/dev/null", "w"))
     print_run_summary(rows, console)
     assert "Held-out reward" in console.export_text()
@@ -69,14 +69,26 @@ def test_the_summary_has_the_change_and_the_median_time(tmp_path, capsys):
         assert any(all(cell in line for cell in cells) for line in out.splitlines()), cells
 
 
+def test_two_runs_in_one_file_are_two_runs_in_every_report(tmp_path, capsys):
+    path = tmp_path / "m.jsonl"
+    _run(path, steps=5, evaluations=((0, 0.2), (5, 0.9)))
+    _run(path, steps=2, evaluations=((0, 0.2), (2, 0.1)))
+    assert main(["run", str(path), "--png", str(tmp_path / "run.png")]) == 0
+    out = capsys.readouterr().out
+    for words in ("run 1 of 2", "run 2 of 2", "Training: 5 steps", "Training: 2 steps", "0.900", "0.100"):
+        assert words in out
+    assert main(["compare", f"gtpo={path}"]) == 0
+    assert "**gtpo, mean of 2** | products | 0.200 ± 0.000 | 0.500 ± 0.566" in capsys.readouterr().out
+
+
 def test_comparison_has_a_row_a_run_and_means_of_the_complete_ones(tmp_path):
     runs = {
         "gtpo": [
-            read_metrics(_run(tmp_path / "a", seed=1, evaluations=((0, 0.2), (4, 0.6)))),
-            read_metrics(_run(tmp_path / "b", seed=2, evaluations=((0, 0.4), (4, 0.6)))),
-            read_metrics(_run(tmp_path / "c", seed=3, evaluations=((0, 0.9),))),
+            read_runs(_run(tmp_path / "a", seed=1, evaluations=((0, 0.2), (4, 0.6))))[-1],
+            read_runs(_run(tmp_path / "b", seed=2, evaluations=((0, 0.4), (4, 0.6))))[-1],
+            read_runs(_run(tmp_path / "c", seed=3, evaluations=((0, 0.9),)))[-1],
         ],
-        "none": [read_metrics(_run(tmp_path / "d", evaluations=()))],
+        "none": [read_runs(_run(tmp_path / "d", evaluations=()))[-1]],
     }
     lines = comparison_markdown(runs).splitlines()
     assert lines[2] == "| gtpo, run 1 (seed 1) | products | 0.200 | 0.600 | +0.400 | 4 |"

@@ -65,6 +65,32 @@ def refuse_own_code(name: str | None, flag: str, trust_flag: str) -> None:
             )
 
 
+def check_metrics_file(args: SimpleNamespace) -> None:
+    """Refuse to add to the metrics of a run that this one does not go on with.
+
+    Where ``--ckpt.load_enable`` finds no checkpoint of a run that did not end, it died before its first one; the new
+    start is another run in the same file, as a requeued job needs it.
+
+    Raises:
+        UsageError: ``--logger.metrics_path`` holds such a run.
+    """
+    from openrlhf_gtpo.report.metrics import read_runs
+
+    path, resumes = args.logger.metrics_path, args.ckpt.load_enable
+    if not path or (resumes and (Path(args.ckpt.path) / "_actor" / "latest").exists()):
+        return
+    try:
+        rows = read_runs(path)[-1]
+    except ValueError:  # not there, or nothing in it
+        return
+    if not resumes or any(row.get("ended") for row in rows):
+        why = f"--ckpt.path {args.ckpt.path} has no checkpoint" if resumes else "--ckpt.load_enable is not given"
+        raise UsageError(
+            f"--logger.metrics_path {path} holds a run of {max(row['step'] for row in rows)} steps, and {why} to go "
+            "on with it; choose another folder for this run, or remove the earlier one."
+        )
+
+
 def check_model(name: str | None, flag: str, trust_remote_code: bool = False) -> Any:
     """The configuration of the checkpoint that ``flag`` names.
 

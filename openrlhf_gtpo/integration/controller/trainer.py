@@ -54,14 +54,16 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         if stop.requested(self.args):
             stop.clear(self.args)
             raise StoppedOnRequest("asked to, before its first step; there is nothing new to save.")
-        if self.args.eval.before_training and self.eval_dataloader is not None:
-            resuming = self.init_checkpoint_states()["global_step"] > 0
-            if not resuming:
-                generation = self.generate_kwargs | {
-                    "temperature": self.args.eval.temperature,
-                    "n_samples_per_prompt": self.args.eval.n_samples_per_prompt,
-                }
-                self.evaluate(0, **generation)
+        saved_step = self.init_checkpoint_states()["global_step"]
+        if self.metrics_writer:
+            settings = {"seed": self.args.train.seed, "estimator": self.args.algo.advantage.estimator}
+            self.metrics_writer.begin(saved_step, settings)
+        if self.args.eval.before_training and self.eval_dataloader is not None and saved_step == 0:
+            generation = self.generate_kwargs | {
+                "temperature": self.args.eval.temperature,
+                "n_samples_per_prompt": self.args.eval.n_samples_per_prompt,
+            }
+            self.evaluate(0, **generation)
         self.costs.begin()
         try:
             super().fit(global_step)
@@ -70,6 +72,8 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
                 if tracker:
                     tracker.close()
             raise
+        if self.metrics_writer:
+            self.metrics_writer.end()
 
     def train_step(self, rollout_samples: list[Any], global_step: int) -> tuple[dict[str, Any], int]:
         self.costs.sampled(rollout_samples)

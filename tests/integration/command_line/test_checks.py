@@ -3,15 +3,19 @@
 import json
 import socket
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_lines import argv_of
 
+from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line.checks import check_every_run, check_inputs
+from openrlhf_gtpo.integration.command_line.input_checks import check_metrics_file
 from openrlhf_gtpo.integration.controller.step_costs import dense_shape
 from openrlhf_gtpo.integration.run import parse
+from openrlhf_gtpo.report.metrics import MetricsWriter
 
 REWARD = "def reward_func(queries, prompts, labels):\n    return {'rewards': [1.0] * len(queries)}\n"
 ROWS = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(4)]
@@ -469,3 +473,22 @@ def test_a_prompt_that_just_fits(command: dict[str, Any], tmp_path: Path) -> Non
 def test_every_one_of_several_data_sets_is_looked_at(refused: Callable[..., str], tmp_path: Path) -> None:
     good = table(tmp_path / "good.jsonl", ROWS)
     assert refused({"--data.prompt_dataset": f"{good},{tmp_path}/no.jsonl"}).endswith("no.jsonl does not exist.")
+
+
+def test_metrics_of_another_run_are_not_added_to(command: dict[str, Any], tmp_path: Path) -> None:
+    metrics, checkpoints = tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
+    command |= {"--logger.metrics_path": metrics, "--ckpt.path": checkpoints}
+    with closing(MetricsWriter(metrics)) as writer:
+        writer.begin(0, {"seed": 1})
+        writer.write("train", 1, {})
+
+        resumed = argv_of(command | {"--ckpt.load_enable": True})
+        check_metrics_file(parse(resumed))  # it died before its first checkpoint
+        with pytest.raises(UsageError, match="holds a run of 1 steps, and --ckpt.load_enable is not given"):
+            check_metrics_file(parse(argv_of(command)))
+        writer.end()
+    with pytest.raises(UsageError, match=f"and --ckpt.path {checkpoints} has no checkpoint to go on with it"):
+        check_metrics_file(parse(resumed))
+    (checkpoints / "_actor").mkdir(parents=True)
+    (checkpoints / "_actor" / "latest").write_text("global_step1")
+    check_metrics_file(parse(resumed))
