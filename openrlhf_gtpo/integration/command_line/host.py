@@ -15,6 +15,8 @@ _UPSTREAM_ENVIRONMENT = {
     "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
 }
 
+_UPSTREAM_GPUS = 8  # of each group, by upstream's default: as many processes on a host without GPUs
+
 
 class Gpus(NamedTuple):
     """GPUs that each group of processes holds for itself: 0 where there is no such group, or it lives on another's.
@@ -55,13 +57,22 @@ def gpus_of(args: SimpleNamespace) -> Gpus:
 
 
 def adapt(args: SimpleNamespace) -> None:
-    """Replace what only CUDA can do by what a CPU can, saying so in one line each."""
+    """Replace what only CUDA can do, and sizes that only a node of GPUs has, saying so in one line each."""
 
     def replace(section: SimpleNamespace, flag: str, value: object) -> None:
         name = flag.partition(".")[2]
         print(f"No CUDA on this host: {flag} {getattr(section, name)} becomes {value}.", file=sys.stderr)
         setattr(section, name, value)
 
+    if (os.cpu_count() or 1) < _UPSTREAM_GPUS:
+        if args.actor.backend == "deepspeed" and args.actor.num_gpus_per_node == _UPSTREAM_GPUS:
+            replace(args.actor, "--actor.num_gpus_per_node", 1)
+        for name, own_gpus in zip(("ref", "critic", "reward"), gpus_of(args)[1:]):
+            section = getattr(args, name)
+            if section.num_gpus_per_node == _UPSTREAM_GPUS > args.actor.num_gpus_per_node:
+                if own_gpus:
+                    replace(section, f"--{name}.num_gpus_per_node", args.actor.num_gpus_per_node)
+                section.num_gpus_per_node = args.actor.num_gpus_per_node  # upstream compares those that share, too
     if "flash_attention" in args.ds.attn_implementation:
         replace(args.ds, "--ds.attn_implementation", "sdpa")
     if args.vllm.sync_backend == "nccl":

@@ -5,7 +5,7 @@ import ray
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line import upstream_parser
-from openrlhf_gtpo.integration.command_line.host import Gpus, gpus_of, start_ray
+from openrlhf_gtpo.integration.command_line.host import Gpus, adapt, gpus_of, start_ray
 
 SIZES = (
     "--actor.num_gpus_per_node 4 --ref.num_gpus_per_node 4 --critic.num_gpus_per_node 2 --reward.num_gpus_per_node 2"
@@ -37,6 +37,28 @@ def test_an_agents_run_waits_for_no_reward_model_on_one_gpu() -> None:
     argv = "--algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 2 --reward.num_gpus_per_node 1"
     args = upstream_parser.parse([*argv.split(), "--train.agent_func_path", "agent.py"])
     assert gpus_of(args).reward == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "sizes"),
+    [
+        ("", (1, 1, 0, 0, 1)),  # upstream's eight of each
+        ("--train.colocate_actor_ref", (1, 0, 0, 0, 1)),
+        ("--actor.num_gpus_per_node 2", (2, 2, 0, 0, 1)),
+        ("--actor.num_gpus_per_node 4 --ref.num_gpus_per_node 2", (4, 2, 0, 0, 1)),
+        ("--actor.backend megatron --megatron.tensor_model_parallel_size 8", (8, 8, 0, 0, 1)),
+    ],
+)
+def test_a_laptop_starts_no_gpu_nodes_worth_of_processes(argv: str, sizes: tuple, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    args = upstream_parser.parse([*GROUP.split(), "--vllm.num_engines", "1", *argv.split()])
+    before = gpus_of(args)
+    adapt(args)
+    assert gpus_of(args) == sizes
+    assert args.ref.num_gpus_per_node in (2, args.actor.num_gpus_per_node)  # what shares is compared by upstream
+    said = capsys.readouterr().err
+    for name, was, size in zip(("actor", "ref"), before, sizes):
+        assert (f"No CUDA on this host: --{name}.num_gpus_per_node {was} becomes {size}." in said) == (was != size)
 
 
 def test_a_ray_that_does_not_answer_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
