@@ -150,8 +150,8 @@ make_environment() {
     mapfile -t tools < <(locked 'setuptools|wheel')
 
     # torch is fetched first, since its CPU build is what an index may not have, and unpacked last, since DeepSpeed's
-    # build behaves differently where it finds torch. The packages that come as source are built with the locked
-    # setuptools and wheel rather than with whatever is newest that day.
+    # build behaves differently where it finds torch (its setup.py, torch_available). The packages that come as source
+    # are built with the locked setuptools and wheel rather than with whatever is newest that day.
     if ! run_pip 1 download -d "$TMPDIR/torch" "$torch"; then
         say "pip's own sources do not have $torch; trying $torch_index"
         run_pip 1 download -d "$TMPDIR/torch" --extra-index-url "$torch_index" "$torch" || fail "pip could not fetch $torch"

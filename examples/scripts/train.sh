@@ -155,7 +155,7 @@ model_args=(
     --actor.model_name_or_path "$(absolute "$MODEL")"
     --actor.adam.lr "$LEARNING_RATE"
     --actor.lr_scheduler constant
-    --actor.lr_warmup_ratio 0 # OpenRLHF's warm-up spends the first step at learning rate 0
+    --actor.lr_warmup_ratio 0 # a warm-up spends the first step at learning rate 0 (transformers, optimization.py)
 )
 data_args=(
     --data.prompt_dataset "$(absolute "$DATA")"

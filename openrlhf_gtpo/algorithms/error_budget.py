@@ -91,5 +91,6 @@ def _ranks(values: Tensor) -> Tensor:
 
 
 def _quantile(values: Tensor, q: float) -> float:
-    """The q-quantile of (N,) values, one of them; ``torch.quantile`` stops at 16 million."""
+    """The q-quantile of (N,) values, one of them; ``torch.quantile`` stops at 16 million. Can go once
+    https://github.com/pytorch/pytorch/issues/64947 is solved."""
     return values.kthvalue(max(1, math.ceil(q * values.numel()))).values.item()

@@ -1,7 +1,8 @@
 """Runs a program and leaves none of its processes behind, however far they have moved away from it.
 
 Ray's workers and the engines that they start outlive a Ray that is killed, and rename themselves, so that nothing but
-their ancestry tells whose they are. Linux keeps that: orphans of a "child subreaper" become its children.
+their ancestry tells whose they are. Linux keeps that: orphans of a "child subreaper" become its children. A raylet can
+be one too (https://github.com/ray-project/ray/pull/42992), but then ends with what it should clear away.
 """
 
 import ctypes

@@ -12,7 +12,8 @@ from pathlib import Path
 from openrlhf_gtpo.launch.process_tree import run_and_clear
 
 # Ray's Prometheus servers listen on all interfaces and ask for no token. Those of its head cannot be switched off, but
-# they do not start on an invalid port (Ray 2.55 logs that and goes on).
+# they do not start on an invalid port, which is logged (ray 2.55.0, dashboard/head.py, _setup_metrics, and
+# autoscaler/v2/monitor.py). Can go once they can be, or ask for the token.
 _NO_METRICS_SERVERS = {
     "RAY_enable_metrics_collection": "0",
     "DASHBOARD_METRIC_PORT": "65536",

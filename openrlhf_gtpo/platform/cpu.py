@@ -12,17 +12,20 @@ from collections.abc import Callable
 
 _ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
-    # vLLM pins its threads to cores of its own choice, and the trainer's threads would share them.
+    # vLLM pins its threads to cores of its own choice, and the trainer's threads would share them, as in
+    # https://github.com/vllm-project/vllm/pull/27953.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     # Threads that spin while they wait for each other waste most of a small machine that several processes share: a
     # training step of a 135M-parameter model took 17 s of processor time on two busy cores, and 3 s without spinning.
     "OMP_WAIT_POLICY": "PASSIVE",
-    # Ray would start one idle Python worker for every logical CPU.
+    # Ray would start one idle Python worker for every logical CPU: https://github.com/ray-project/ray/pull/33623.
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
+    # Without it ray.init of 2.55 warns of a default to come (https://github.com/ray-project/ray/pull/55791).
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Ray runs its workers at low priority to keep a laptop responsive; here they are the whole job.
+    # Ray runs its workers at low priority, so that they yield to its own processes and the user's
+    # (https://github.com/ray-project/ray/pull/24928); here they are the whole job.
     "RAY_worker_niceness": "0",
 }
 
@@ -62,5 +65,6 @@ def activate() -> None:
 
 
 def _do_nothing() -> Callable[..., None]:
-    """A function of its own for each name: torch._dynamo keeps a rule for each by object and refuses shared ones."""
+    """A function of its own for each name: torch._dynamo keeps a rule for each by object and refuses shared ones
+    (https://github.com/pytorch/pytorch/pull/115059)."""
     return lambda *args, **kwargs: None

@@ -54,6 +54,7 @@ def install() -> None:
     distributed = types.ModuleType("flash_attn.utils.distributed")
     distributed.__dict__.update(all_gather=_no_ring_attention)
     for module in (package, padding, utils, distributed):
-        # transformers asks importlib for the spec; a module without one is an error there.
+        # transformers asks importlib for the spec; a module without one is an error there (transformers 5.15.0,
+        # utils/import_utils.py, _is_package_available).
         module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, loader=None)
         sys.modules[module.__name__] = module

@@ -4,9 +4,10 @@ r"""OpenRLHF reward function for mathematics: `--reward.remote_url .../math_veri
 Math-Verify sees it, else 0. Labels are answers in LaTeX or plain text, such as those that `cli.prepare math` writes.
 OpenRLHF loads this file by its path and calls `reward_func` from threads, for one response at a time.
 
-Math-Verify stops a runaway simplification with SIGALRM, which works in a main thread only. So each judgment is
-made by the main thread of a child process (`python3 -m` this module: a JSON line in, a JSON line out), which ends with
-its parent, and which is killed and replaced where even the alarm does not stop it.
+Math-Verify stops a runaway simplification with SIGALRM, which works in a main thread only, and in others can but be
+left unlimited (https://github.com/huggingface/Math-Verify/issues/55). So each judgment is made by the main thread of a
+child process (`python3 -m` this module: a JSON line in, a JSON line out), which ends with its parent, and which is
+killed and replaced where even the alarm does not stop it.
 """
 
 import json

@@ -71,7 +71,8 @@ def repair_tokenizer(converted: Any) -> Any:
     transformers reads vocabulary, merges and chat template correctly, and gets the rest wrong: eos becomes
     `<|im_start|>` (generation would stop at the wrong token), pad is absent, the splitting of digits is lost (which
     changes how spaces before a number are merged), and the decoder rewrites characters of sentencepiece.
-    Can go when `AutoTokenizer.from_pretrained(gguf_file=...)` agrees with the published tokenizer.json.
+    Can go when `AutoTokenizer.from_pretrained(gguf_file=...)` agrees with the published tokenizer.json (transformers
+    5.15.0, integrations/ggml.py, GGUFLlamaConverter.tokenizer, which looks eos up by `bos_token_id`).
     """
     from tokenizers import decoders, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -54,8 +54,9 @@ class Arrivals:
         def noting(*args: Any, **kwargs: Any) -> set[str] | None:
             loaded = load_weights(*args, **kwargs)
             self._loaded = None if loaded is None or self._loaded is None else self._loaded | set(loaded)
-            # On CPU vLLM's reload keeps a layer on the meta device until all its elements have come. An embedding's
-            # padding never comes; it has one tensor anyway.
+            # On CPU vLLM's reload keeps a layer on the meta device until all its elements have come (vllm 0.29.0,
+            # model_executor/model_loader/reload/layerwise.py, make_online_process_loader). An embedding's padding
+            # never comes; it has one tensor anyway.
             self._unfinished = {
                 f"{prefix}.{leaf}"
                 for prefix, module in self._model.named_modules()

@@ -31,7 +31,7 @@ class WeightReceiver:
     """Mixed into vLLM's worker (``worker_extension_cls``), which owns ``device`` and ``model_runner``.
 
     On CPU vLLM repacks linear weights after loading and can only reload a model as a whole, from tensors that it keeps
-    until a layer is complete.
+    until a layer is complete (vllm 0.29.0, model_executor/model_loader/reload/layerwise.py).
     """
 
     device: torch.device
@@ -104,7 +104,8 @@ class WeightReceiver:
                 return
             self.model_runner.reload_weights(weights_iterator=weights)
             # On CPU vLLM computes logits from a packed copy of the head's weight. A head tied to the embedding gets no
-            # weight of its own in a reload, which updates the shared weight and leaves the copy stale (vLLM 0.29).
+            # weight of its own in a reload, which updates the shared weight and leaves the copy stale. Can go once a
+            # reload packs it too (vllm 0.29.0, model_executor/model_loader/reload/layerwise.py, _layerwise_process).
             for module in self.model_runner.get_model().modules():
                 if hasattr(module, "tie_weights"):  # vLLM's ParallelLMHead
                     module.quant_method.process_weights_after_loading(module)

@@ -70,7 +70,8 @@ def join(
 def listen() -> socket.socket:
     """A socket for the group's meeting, at a port of its own.
 
-    It stays open: a port that is only free may be another process's before vLLM is imported and listens at it.
+    It stays open: a port that is only free may be another process's before vLLM is imported and listens at it (see
+    https://github.com/vllm-project/vllm/issues/51275).
     """
     return socket.create_server(("", 0))
 
@@ -104,7 +105,8 @@ def shared_buffer(numel: int, device: torch.device) -> Iterator[SharedBuffer]:
         yield SharedBuffer(tensor, pickle.dumps(reduce_tensor(tensor)))
         return
     # A file without a name, which ends with its last user however that ends. torch's shared memory counts its users
-    # on the assumption that each handle is opened once, and here every engine opens it.
+    # on the assumption that each handle is opened once (torch 2.13.0, multiprocessing/reductions.py, reduce_storage),
+    # and here every engine opens it.
     file = os.memfd_create("weights")
     try:
         os.posix_fallocate(file, 0, max(1, numel * WIRE_DTYPE.itemsize))

@@ -7,7 +7,8 @@ from openrlhf.trainer.ray.launcher import RayActorGroup
 
 
 class ActorGroup(RayActorGroup):
-    """Upstream's, which ends the run where the end of the data leaves a replica without an entry."""
+    """Upstream's, which ends the run where the end of the data leaves a replica without an entry ("Insufficient batch
+    size", openrlhf 0.11.2, trainer/ray/launcher.py). Can go once it deals out fewer entries."""
 
     def async_run_method_batch(self, method_name: str, **columns: Sequence[Any]) -> list[Any]:
         """As upstream's; the results are those of the entries.

@@ -91,7 +91,8 @@ class WholeSteps:
 
     Left to itself DeepSpeed counts: with dynamic batches OpenRLHF tells it 1 micro-batch a step, and ZeRO 1 and 2 then
     keep the last one's gradient alone; with fixed ones a short rollout shifts the count for the rest of the run.
-    Both seen in OpenRLHF 0.11.2 with DeepSpeed 0.19.6.
+    Both seen in OpenRLHF 0.11.2 with DeepSpeed 0.19.6; can go once OpenRLHF has DeepSpeed not count
+    (``managed_gradient_accumulation``, https://github.com/deepspeedai/DeepSpeed/issues/8183).
     """
 
     strategy: Any

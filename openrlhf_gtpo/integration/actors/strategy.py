@@ -28,7 +28,8 @@ class Strategy(DeepspeedStrategy):
         sampler: Any = None,
         **kwargs: Any,
     ) -> StatefulDataLoader:
-        """As upstream's; the process that draws the prompts, which nobody seeds, shuffles them by ``--train.seed``."""
+        """As upstream's; the process that draws the prompts, which nobody seeds, shuffles them by ``--train.seed``.
+        Can go with a release that has https://github.com/OpenRLHF/OpenRLHF/pull/1355."""
         if shuffle and sampler is None and not torch.distributed.is_initialized():
             sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(self.seed))
         return super().setup_dataloader(dataset, batch_size, pin_memory, shuffle, *args, sampler=sampler, **kwargs)
@@ -38,7 +39,8 @@ class Strategy(DeepspeedStrategy):
         self.accumulated_gradient = 1  # a moving average of the weights counts calls, and is called once a step
 
     def get_ds_eval_config(self, *args: Any, **kwargs: Any) -> dict:
-        """As upstream's, without batch sizes, which DeepSpeed would hold against each other; nothing is trained."""
+        """As upstream's, without batch sizes, which DeepSpeed would hold against each other (deepspeed 0.19.6,
+        runtime/config.py, _batch_assertion); nothing is trained. Can go once upstream leaves them out."""
         config = super().get_ds_eval_config(*args, **kwargs)
         del config["train_batch_size"]
         return config | {"train_micro_batch_size_per_gpu": 1}
@@ -47,7 +49,8 @@ class Strategy(DeepspeedStrategy):
 class CpuStrategy(Strategy):
     """Adam is torch's, all-reduce is gloo's: DeepSpeed would build C++ extensions for both on first use.
 
-    The first run would wait a minute or more for g++, and fail without it.
+    The first run would wait a minute or more for g++, and fail without it. Can go once DeepSpeed's backend can be had
+    without the extension (deepspeed 0.19.6, comm/torch.py, build_shm_op).
     """
 
     def setup_distributed(self, timeout: timedelta = timedelta(minutes=60)) -> None:

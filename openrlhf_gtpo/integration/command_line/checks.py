@@ -130,7 +130,8 @@ def _check_modes(args: SimpleNamespace) -> None:
 
 
 def check_ray_address() -> None:
-    """Refuse a RAY_ADDRESS at which nothing listens: Ray 2.55 would try for minutes and then abort the process."""
+    """Refuse a RAY_ADDRESS at which nothing listens: Ray would try for minutes and then abort the process (ray 2.55.0,
+    _private/node.py, Node._init_gcs_client). Can go once it raises soon."""
     address = os.environ.get("RAY_ADDRESS", "")
     try:
         connect(address)

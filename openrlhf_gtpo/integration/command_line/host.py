@@ -84,7 +84,8 @@ def adapt(args: SimpleNamespace) -> None:
         replace(args.ds, "--ds.enable_sleep", False)
     if args.ds.adam_offload:
         replace(args.ds, "--ds.adam_offload", False)
-    # On CPU this is a share of the host's memory that vLLM wants free at start; its cache has a size of its own.
+    # On CPU this is a share of the host's memory that vLLM wants free at start (vllm 0.29.0, v1/worker/cpu_worker.py);
+    # its cache has a size of its own.
     args.vllm.gpu_memory_utilization = min(args.vllm.gpu_memory_utilization, 0.2)
 
 

@@ -15,6 +15,7 @@ from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
 E = TypeVar("E", bound=BaseException)
 
 # How torch 2.13's archive writer says that the disk is full: a RuntimeError of caffe2/serialize/inline_container.cc.
+# Can go once it is an OSError (asked for in https://github.com/pytorch/pytorch/issues/76108).
 _TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "file write failed")
 
 
@@ -23,6 +24,7 @@ def cause_of(error: BaseException | None, kind: type[E]) -> E | None:
 
     Ray 2.55 nests one task's error in another's and makes each an instance of its cause's class too, its text the
     whole remote traceback (``RayTaskError.as_instanceof_cause``); only the innermost says what it said when raised.
+    Can go once the wrapping can be turned off: https://github.com/ray-project/ray/issues/48320.
     """
     found: E | None = None
     seen: set[int] = set()

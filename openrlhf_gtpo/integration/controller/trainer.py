@@ -88,8 +88,8 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     def init_checkpoint_states(self) -> dict[str, Any]:
         """As upstream's; an adaptive KL coefficient and the seeds of responses go on from where they were.
 
-        A run that died before its first checkpoint was whole leaves a folder without one, which upstream has no answer
-        for: it starts anew.
+        A run that died before its first checkpoint was whole leaves a folder without one, for which upstream has no
+        state to start from (https://github.com/OpenRLHF/OpenRLHF/pull/1208 left its PPO trainer out): it starts anew.
         """
         states = super().init_checkpoint_states() or dict(_FRESH)
         self.kl_ctl.value = states.get(_KL_COEFFICIENT, self.kl_ctl.value)
@@ -109,7 +109,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     def save_logs_and_checkpoints(
         self, global_step: int, logs_dict: dict[str, Any] | None = None, client_states: dict[str, Any] | None = None
     ) -> None:
-        # Not earlier: upstream adds up everything that is called timing.
+        # Not earlier: upstream's fit adds up everything that is called timing (0.11.2, trainer/ppo_trainer.py).
         logs = dict(logs_dict or {}) | self.costs.end() | self.experience_maker.seconds
         for phase in names.PHASES:
             if logs.get(names.timing(phase)):

@@ -136,7 +136,8 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
     def _length_penalty(self, batch: RolloutBatch, experiences: list[Experience]) -> torch.Tensor | None:
         """(B,) what the length penalties add to the outcomes, in sampling order (§4.5.1); logged rewards follow.
 
-        The overlong penalty counts action tokens, where upstream's counts the span from the first to the last one.
+        The overlong penalty counts action tokens, where upstream's counts the span from the first to the last one
+        (openrlhf 0.11.2, trainer/ppo_utils/samples_generator.py, _process_response_into_experience).
         """
         reward = self.args.reward
         if reward.overlong_buffer_len is None and reward.stop_properly_penalty_coef is None:

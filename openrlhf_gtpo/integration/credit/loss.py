@@ -93,7 +93,8 @@ class CreditLoss(PolicyLoss):
 
     def _correction(self, old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Upstream's weights (B, T) of the trainer's policy against the engine's, and what they filter: a token mean,
-        or (B,) where whole responses are kept or dropped. Upstream has them in the middle of its own forward alone."""
+        or (B,) where whole responses are kept or dropped. Upstream has them in the middle of its own forward alone
+        (openrlhf 0.11.2, models/loss.py, PolicyLoss.forward); can go once it has a function for them."""
         low, high = self.is_correction_threshold
         log_ratio = (old_log_probs - rollout_log_probs).where(mask, 0)
         if self.is_correction_gating == "ratio":

@@ -4,7 +4,8 @@ samples do not depend on timing.
 vLLM samples from one generator for all requests; on CPU the last bits of a matrix product depend on its rows: which
 requests share a forward pass decides what each says. Under full determinism a request therefore has a seed of its own,
 and on CPU the engine to itself: its response follows from the weights, the prompt and the seed, whatever else waits
-(a filtered prompt's replacement, an agent's next turn) and on however many engines.
+(a filtered prompt's replacement, an agent's next turn) and on however many engines. The engine to itself can go once
+vLLM's batch invariance, in 0.29 for CUDA alone, covers CPUs: https://github.com/vllm-project/vllm/issues/27433.
 """
 
 import asyncio
@@ -29,7 +30,9 @@ WORKER_EXTENSION = "openrlhf_gtpo.integration.rollout.worker_extension.WorkerExt
 _ALONE = {
     "max_num_seqs": 1,
     "enable_prefix_caching": False,  # the first response to a prompt would be computed otherwise than the next
-    "enable_chunked_prefill": False,  # vLLM 0.29 cannot rewind a CPU generator between the chunks of a long prompt
+    # After a chunk of a prompt vLLM rewinds its generator's offset, which a CPU's lacks. Can go once it spares CPUs
+    # that (vllm 0.29.0, v1/worker/gpu_model_runner.py, _bookkeeping_sync).
+    "enable_chunked_prefill": False,
 }
 
 # The sample that the current task makes; an agent may hand on sampling parameters of its own, without a seed.
@@ -38,7 +41,8 @@ _sample_seed: ContextVar[tuple[int, ...] | None] = ContextVar("_sample_seed", de
 
 class StrictRewardExecutor(SingleTurnAgentExecutor):
     """Raises TrainingStopped with the prompt when the reward function or server fails, or returns no reward: upstream
-    logs a failed reward and goes on without one."""
+    logs a failed reward and goes on without one (openrlhf 0.11.2, utils/agent.py, SingleTurnAgentExecutor.execute).
+    Can go once that raises."""
 
     async def execute(self, prompt: str, label: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         output = await super().execute(prompt, label, *args, **kwargs)
@@ -113,7 +117,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         """Drop the keys and values that older weights left for prompts to come.
 
         While requests are paused in their middle (partial rollouts) vLLM keeps the cache, says so in its log, and they
-        go on with it.
+        go on with it, unless it is told to preempt them (https://github.com/vllm-project/vllm/pull/28827).
         """
         if self.kwargs["enable_prefix_caching"] and not await self.llm.reset_prefix_cache():
             assert self.get_num_unfinished_requests(), "vLLM kept prefixes of the old weights without a request"

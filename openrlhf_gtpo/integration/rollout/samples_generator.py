@@ -46,7 +46,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
 
     def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Experience], float | None, int, bool]:
         """As upstream's; the percentage of prompts that pass the filter counts prompts (upstream counts responses,
-        so that 8 to a prompt make it 800)."""
+        so that 8 to a prompt make it 800). Can go with https://github.com/OpenRLHF/OpenRLHF/pull/1282 or its like."""
         samples, passed, consumed, exhausted = super().generate_samples(**generate_kwargs)
         if passed is not None:
             passed /= self.args.rollout.n_samples_per_prompt

@@ -116,7 +116,8 @@ def copy_side_files(source: str | Path, directory: Path, *, dtype: str | None = 
     if dtype is not None:
         path = directory / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
-        # transformers 5 writes "dtype" and reads both; 4 knows the longer name alone.
+        # transformers 5 writes "dtype" and reads both; before https://github.com/huggingface/transformers/pull/39782
+        # (4.56) it knows the longer name alone.
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

@@ -122,7 +122,8 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     among them, where it has not put them."""
     moments = state.pop("param_state", None)
     if moments is None and _states(optimizer):
-        # Megatron does not write a step count of 0, and torch's Adam does not start without one.
+        # Megatron does not write a step count of 0, and torch's Adam does not start without one. Can go once it does
+        # (megatron-core 0.16.1, optimizer/optimizer.py, sharded_state_dict: ``if step``).
         state.get("optimizer", state)["state"].setdefault("common_step", torch.tensor(0.0))
     optimizer.load_state_dict(state)
     if moments is None:
@@ -134,7 +135,8 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def _own_steps(optimizer: Any) -> None:
-    """Give each parameter a step counter of its own: Megatron hands all of them one, which each would then advance."""
+    """Give each parameter a step counter of its own: Megatron hands all of them one, which each would then advance
+    (megatron-core 0.16.1, optimizer/distrib_optimizer.py, DistributedOptimizer.load_state_dict)."""
     for state in _states(optimizer):
         state["step"] = state["step"].clone()
 

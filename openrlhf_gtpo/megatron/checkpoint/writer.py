@@ -3,7 +3,8 @@
 megatron-core 0.16.1 forks for it (``dist_checkpointing/strategies/filesystem_async.py``): one process per file even
 when it waits for them, and a manager for their results. A fork inside a Ray worker copies the locks of its gRPC,
 gloo and CUDA threads without the threads that release them, so the child may hang forever. A thread needs no fork,
-and its file writes release the interpreter. This can go once Megatron can write from a thread.
+and its file writes release the interpreter. Can go with a Megatron that writes from threads and forks for nothing else
+(https://github.com/NVIDIA/Megatron-LM/pull/3633, after 0.16.1).
 """
 
 import os

@@ -71,7 +71,8 @@ def scale_of(amax: Tensor, dtype: torch.dtype, overflow: torch.dtype = torch.flo
         overflow: whose largest number stands for a quotient that overflows. Transformer Engine takes float32's for
             a whole matrix, and for blocks that of the values' own dtype.
     """
-    # A quotient of two tensors is rounded once; of a number and a tensor torch rounds the reciprocal and the product.
+    # A quotient of two tensors is rounded once; of a number and a tensor torch rounds the reciprocal and the product
+    # (torch 2.13.0, _tensor.py, Tensor.__rdiv__).
     scale = torch.full_like(amax, torch.finfo(dtype).max) / amax
     scale = torch.where(scale.isinf(), torch.finfo(overflow).max, scale)
     return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)

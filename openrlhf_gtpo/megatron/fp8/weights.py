@@ -166,7 +166,7 @@ def _teach_megatron() -> None:
     """Let Megatron take :class:`EmulatedWeight` for one of Transformer Engine's tensors. Safe to call twice.
 
     megatron-core 0.16.1 asks the functions and classes replaced here (``megatron/core/fp8_utils.py``) if a parameter
-    is in FP8, where it lies, and to quantize the optimizer's shards into it; it has no other way to register a tensor.
+    is in FP8, where it lies, and to quantize the optimizer's shards into it. Can go once a tensor can be registered.
     """
     known = fp8_utils.FP8_TENSOR_CLASS if fp8_utils.HAVE_TE_FP8_TENSOR_CLASS else ()
     known = known if isinstance(known, tuple) else (known,)
@@ -191,7 +191,7 @@ def _teach_megatron() -> None:
 
     fp8_utils._modify_underlying_storage_impl = place_any
     fp8_utils._quantize_param_shard_impl = quantize_any
-    # Megatron's asks for Transformer Engine's version, which a host without it has not.
+    # Megatron's asks for Transformer Engine's version, which a host without it has not. Can go once it does not.
     for module in (fp8_utils, distrib_optimizer):
         module.dequantize_fp8_tensor = in_high_precision
     gathered = fp8_utils.te_post_all_gather_processing

@@ -27,7 +27,8 @@ EXPERTS = ".mlp.experts.linear_fc"  # in Megatron's names of experts' weights, a
 
 
 def read_config(source: str | Path) -> PretrainedConfig:
-    """The checkpoint's configuration with the fields that mbridge reads where transformers 5 has moved them."""
+    """The checkpoint's configuration with the fields that mbridge reads where transformers 5 has moved them. Can go
+    once it reads ``rope_parameters`` (mbridge 0.15.1, core/llm_bridge.py, _get_gptmodel_args)."""
     config = copy.deepcopy(AutoConfig.from_pretrained(source))
     rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
     theta = rope.get("rope_theta", getattr(config, "rope_theta", None))
@@ -60,7 +61,8 @@ class _AdaptedBridge:
     config: Any
 
     def _adjust_mapping_for_shared_weights(self) -> None:
-        # A copy of its own: mbridge changes the class's table, which the next model of the process would inherit.
+        # A copy of its own: mbridge changes the class's table, which the next model of the process would inherit
+        # (0.15.1, models/qwen2.py, _adjust_mapping_for_shared_weights). Can go once it copies.
         self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)  # type: ignore[has-type]
         if self.hf_config.tie_word_embeddings:
             self._DIRECT_MAPPING["output_layer.weight"] = _EMBEDDING

@@ -94,7 +94,8 @@ class GroupedRowLinear(_GroupedLinear):
 def portable_experts() -> ModuleSpec:
     """Megatron's mixture-of-experts layer with the matrices of this module."""
     if not hasattr(moe_utils, "te_general_gemm"):
-        # Megatron 0.16.1's router asks for the name that it imports from Transformer Engine without having defined it.
+        # Megatron's router asks for the name that it imports from Transformer Engine without having defined it
+        # (0.16.1, transformer/moe/moe_utils.py, RouterGatingLinearFunction). Can go once it defines it as None.
         moe_utils.te_general_gemm = None
     experts = ModuleSpec(
         module=TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=GroupedColumnLinear, linear_fc2=GroupedRowLinear)

@@ -129,7 +129,8 @@ class PolicyGPTModel(GPTModel):
             group=parallel_state.get_tensor_model_parallel_group(),
             chunk_bytes=self.chunk_bytes,
             with_entropy=with_entropy,
-            # A tied weight also gets the embedding's gradient, which Megatron would then take for added.
+            # A tied weight also gets the embedding's gradient, which Megatron would then take for added (megatron-core
+            # 0.16.1, distributed/distributed_data_parallel.py, _make_backward_post_hook).
             accumulate_into_main_grad=not tied and hasattr(weight, "main_grad"),
         )
         if packed.mine is not None:
@@ -170,7 +171,7 @@ def load_model(
     if options.fp8 is not None:
         check_host(options.fp8)
     config = read_config(source)
-    # The cache of this method keeps embeddings, and each of those a group.
+    # The cache of this method (an lru_cache in megatron-core 0.16.1) keeps embeddings, and each of those a group.
     groups.at_destroy(RotaryEmbedding.forward.cache_clear)
     with megatron_calls():
         bridge = make_bridge(config, options.layout, options.dtype, options.fields())
@@ -179,7 +180,8 @@ def load_model(
         if with_weights:
             with torch.no_grad(), fp8_weights.loading(stage, for_training=for_training):
                 bridge.load_weights([stage], str(source), memory_efficient=True)
-        # After the weights, as mbridge takes every buffer for one that a checkpoint has.
+        # After the weights, as mbridge takes every buffer for one that a checkpoint has (0.15.1, core/bridge.py,
+        # _weight_name_mapping_mcore_local_to_global).
         fp8 = Fp8(options.fp8, stage, for_training=for_training) if options.fp8 else None
     return LoadedModel(stage, bridge, options, fp8)
 

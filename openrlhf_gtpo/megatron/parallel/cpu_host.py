@@ -85,7 +85,8 @@ def _dispatch_without_streams() -> None:
 
 
 def _exchange_unequal_parts() -> None:
-    """Experts sharded over TP gather and reduce as many rows as each rank has; gloo's calls want equal parts."""
+    """Experts sharded over TP gather and reduce as many rows as each rank has; gloo's calls want equal parts. Can
+    go once they do not (of gathers: https://github.com/pytorch/pytorch/issues/156627)."""
     from megatron.core.tensor_parallel import mappings
 
     gather = inspect.unwrap(mappings._gather_along_first_dim)
@@ -119,7 +120,8 @@ def _exchange_unequal_parts() -> None:
 
 
 def _gather_buffers_one_by_one() -> None:
-    """Gloo mixes up buffers of several types when it gathers them as one: FP8 weights and the others beside them."""
+    """Gloo mixes up buffers of several types when it gathers them as one: FP8 weights and the others beside them.
+    Can go once https://github.com/pytorch/pytorch/issues/35671 is solved."""
     from megatron.core.distributed import param_and_grad_buffer
 
     def one_by_one(group: Any, async_ops: bool = False) -> contextlib.AbstractContextManager:

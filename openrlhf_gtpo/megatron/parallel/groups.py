@@ -33,7 +33,8 @@ class _Order(str):
 
 ORDER = _Order("tp-pp-cp-ep-dp")
 
-# Megatron forgets most of its groups without closing them.
+# Megatron forgets most of its groups without closing them: https://github.com/NVIDIA/Megatron-LM/issues/6897. What
+# closes them here can go once that is solved.
 _made: list[torch.distributed.ProcessGroup] = []
 _releases: list[Callable[[], Any]] = []
 

@@ -54,7 +54,7 @@ def forward_backward(
     Returns:
         what ``loss`` gave beside its scalars, one entry a micro-batch; empty on all but the last stage.
     """
-    no_tokens = torch.zeros((), dtype=torch.int)  # Megatron would divide the gradient by their number
+    no_tokens = torch.zeros((), dtype=torch.int)  # finalize_model_grads would divide the gradient by their number
 
     def apply(index: int, output: Any) -> tuple[Tensor, Tensor, Any]:
         value, kept = loss(index, *output)
@@ -121,7 +121,8 @@ def _run(
 
 
 class _Output(tuple):
-    """What a last stage returns. Of a model with experts, Megatron's schedules ask for its device."""
+    """What a last stage returns. Of a model with experts, Megatron's schedules ask for its device
+    (megatron-core 0.16.1, pipeline_parallel/schedules.py, forward_step_calc_loss)."""
 
     @property
     def device(self) -> torch.device:
