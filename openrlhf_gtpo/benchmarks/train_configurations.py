@@ -122,10 +122,6 @@ def setup_of(args: SimpleNamespace) -> Setup:
 
 
 def _check_measurable(args: SimpleNamespace, steps: int) -> None:
-    if not args.vllm.num_engines:
-        raise UsageError(
-            f"--vllm.num_engines {args.vllm.num_engines} starts no engine to sample from; give at least 1."
-        )
     if args.train.async_enable:
         raise UsageError(
             "--train.async_enable lets the phases of different steps overlap, so that no phase has seconds "

@@ -132,7 +132,7 @@ def test_one_configuration_needs_no_name(command: dict[str, Any], started: list[
         (["--compare", "a=", "--compare", "b=--train.async_enable"], "configuration b: --train.async_enable lets the"),
         (
             ["--compare", "a=", "--compare", "b=--vllm.num_engines 0"],
-            "configuration b: --vllm.num_engines 0 starts no",
+            "configuration b: Expected --vllm.num_engines >= 1",
         ),
         (
             ["--compare", "a=", "--compare", "b=--train.seed 7"],

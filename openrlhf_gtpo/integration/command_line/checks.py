@@ -5,8 +5,11 @@ What fails, or does nothing, with every estimator is refused for all. Beyond tha
 held to rules; what upstream's own estimators do with such input is upstream's.
 """
 
+import math
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 from openrlhf_gtpo.algorithms import ESTIMATORS
 from openrlhf_gtpo.errors import UsageError
@@ -18,6 +21,95 @@ from openrlhf_gtpo.integration.command_line.input_checks import (
     refuse_own_code,
 )
 from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
+
+# What the numbers of OpenRLHF 0.11.2 and of this package may be: the rule in words, the rule, its flags. Beyond it
+# they fail in an actor, or mean what nobody would guess (-2 for --eval.steps is every second step). NaN keeps no rule;
+# infinity may open a clip range. Not here: what infinity or -1 switches off, as in --actor.max_norm and --ckpt.max_mem.
+_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    (
+        "{} >= 1",
+        lambda number: number >= 1,
+        "actor.num_nodes actor.num_gpus_per_node ref.num_nodes ref.num_gpus_per_node critic.num_nodes "
+        "critic.num_gpus_per_node reward.num_nodes reward.num_gpus_per_node vllm.tensor_parallel_size "
+        "ds.tensor_parallel_size ds.ring_attn_size train.num_episodes train.max_epochs train.batch_size "
+        "train.micro_batch_size train.max_tokens_per_gpu train.async_queue_size rollout.batch_size "
+        "rollout.micro_batch_size rollout.n_samples_per_prompt rollout.max_tokens_per_gpu rollout.max_new_tokens "
+        "data.max_samples eval.n_samples_per_prompt logger.logging_steps ckpt.max_num algo.kl.horizon "
+        "vllm.sync_bucket_mb",
+    ),
+    ("{} >= 2, for a prompt and a response", lambda number: number >= 2, "data.max_len"),
+    ("{} >= 1, or -1 for never", lambda number: number >= 1 or number == -1, "eval.steps ckpt.save_steps"),
+    (
+        "{} >= 0",
+        lambda number: number >= 0,
+        "actor.eps_clip actor.eps_clip_low_high critic.value_clip data.dataloader_num_workers "
+        "rollout.vllm_generate_batch_size megatron.fp8_audit_steps",
+    ),
+    (
+        "a finite {} >= 0",
+        lambda number: 0 <= number < math.inf,
+        "actor.adam.eps critic.adam.eps actor.adam.weight_decay critic.adam.weight_decay actor.aux_loss_coef "
+        "algo.kl.init_coef algo.kl.target",
+    ),
+    (
+        "0 <= {} <= 1",
+        lambda number: 0 <= number <= 1,
+        "actor.adam.lr critic.adam.lr actor.muon.lr critic.muon.lr actor.lr_warmup_ratio critic.lr_warmup_ratio "
+        "actor.min_lr_ratio critic.min_lr_ratio algo.advantage.gamma algo.advantage.lambd train.ema_beta "
+        "megatron.fp8_audit_gate",
+    ),
+    (
+        "0 <= {} < 1",
+        lambda number: 0 <= number < 1,
+        "actor.adam.betas critic.adam.betas actor.muon.momentum critic.muon.momentum",
+    ),
+    ("0 < {} <= 1", lambda number: 0 < number <= 1, "vllm.gpu_memory_utilization rollout.top_p"),
+    ("0 <= {} <= 2", lambda number: 0 <= number <= 2, "rollout.temperature eval.temperature"),  # vLLM 0.29's limits
+    ("0 <= {} <= 3", lambda number: 0 <= number <= 3, "ds.zero_stage"),
+    ("0 <= {} < 2^32", lambda number: 0 <= number < 2**32, "train.seed"),  # NumPy's limits
+    (
+        "{} from 0 to 1, or a reward below 0",
+        lambda number: -math.inf < number <= 1,
+        "reward.stop_properly_penalty_coef",
+    ),
+    ("a finite {}", math.isfinite, "actor.entropy_coef reward.overlong_penalty_factor"),
+)
+
+
+def check_values(values: dict[str, Any]) -> None:
+    """Refuse a run without a reward, and numbers that nothing can work with, before OpenRLHF's block trips over them.
+
+    Args:
+        values: the parsed command line, by flag; None is a flag that was not given.
+
+    Raises:
+        UsageError: the first of them.
+    """
+    reward_url = values["reward.remote_url"] or values["train.agent_func_path"]
+    if not reward_url and not values["reward.model_name_or_path"]:
+        raise UsageError(
+            "There is no reward: give --reward.remote_url FILE.py (a reward function) or URL, "
+            "--reward.model_name_or_path, or --train.agent_func_path."
+        )
+    # Groups of processes that this run does not have; their numbers may be anything.
+    absent = tuple(
+        beginning
+        for beginning, is_there in (
+            ("critic.", values["algo.advantage.estimator"] == "gae"),
+            ("ref.", values["algo.kl.init_coef"] > 0),
+            ("reward.num_", not reward_url),
+        )
+        if not is_there
+    )
+    for rule, holds, names in _RANGES:
+        for name in names.split():
+            given = values[name]
+            if given is None or name.startswith(absent):
+                continue
+            numbers = given if isinstance(given, list | tuple) else [given]
+            if not all(map(holds, numbers)):
+                got = " ".join(f"{number:.10g}" for number in numbers)
+                raise UsageError(f"Expected {rule.format('--' + name)}, got {got}.")
 
 
 def check_every_run(args: SimpleNamespace) -> None:
@@ -31,10 +123,8 @@ def check_every_run(args: SimpleNamespace) -> None:
         )
     if args.ds.load_in_4bit:
         raise UsageError("--ds.load_in_4bit packs the weights into bytes, which vLLM cannot load; leave it out.")
-    if not 0 < args.rollout.top_p <= 1:
-        raise UsageError(f"Expected 0 < --rollout.top_p <= 1, got {args.rollout.top_p:g}; 1 samples from all.")
-    if args.vllm.sync_bucket_mb < 1:
-        raise UsageError(f"Expected --vllm.sync_bucket_mb >= 1, got {args.vllm.sync_bucket_mb}.")
+    if (args.vllm.num_engines or 0) < 1:
+        raise UsageError(f"Expected --vllm.num_engines >= 1 to sample from, got {args.vllm.num_engines}.")
     for given, flag, why in (
         (args.vllm.sync_with_ray, "--vllm.sync_with_ray", "whose transfer is OpenRLHF's own"),
         (args.actor.freeze_visual_encoder, "--actor.freeze_visual_encoder", "which sends a part of the model"),
@@ -83,11 +173,9 @@ def _check_async(args: SimpleNamespace) -> None:
 def _check_modes(args: SimpleNamespace) -> None:
     """Refuse modes that GTPO and GRPO-S do not have."""
     estimator, rollout, images = args.algo.advantage.estimator, args.rollout, args.data.max_images_per_prompt
-    samples, engines = rollout.n_samples_per_prompt, args.vllm.num_engines
+    samples = rollout.n_samples_per_prompt
     if samples < 2:
         raise UsageError(f"Expected --rollout.n_samples_per_prompt >= 2, which {estimator} compares, got {samples}.")
-    if not engines:
-        raise UsageError(f"Expected --vllm.num_engines >= 1 to sample from, got {engines}.")
     for given, flag, reason in (
         (args.train.async_enable, "--train.async_enable", "the entropies must be those of the policy that sampled"),
         (images > 0, f"--data.max_images_per_prompt {images}", "image positions have no entropy credit yet"),
@@ -112,12 +200,6 @@ def _check_modes(args: SimpleNamespace) -> None:
         )
     if not rollout.temperature > 0:  # all responses to a prompt would be the same
         raise UsageError(f"Expected --rollout.temperature > 0, got {rollout.temperature:g}.")
-    factor = args.reward.stop_properly_penalty_coef
-    if factor is not None and not factor <= 1:
-        raise UsageError(
-            f"--reward.stop_properly_penalty_coef {factor:g} would reward truncation; give a factor in [0, 1], or a "
-            "negative reward."
-        )
     # What the constructor of upstream's loss refuses, in an actor that has loaded the model by then.
     from openrlhf.models.loss import PolicyLoss
 

@@ -173,14 +173,9 @@ def check_reward(args: SimpleNamespace) -> None:
                 connect(url, 443 if url.startswith("https:") else 80)
             except (OSError, ValueError) as error:
                 raise UsageError(f"--reward.remote_url {url}: no reward server answers there ({error}).") from error
-    elif args.reward.model_name_or_path:
+    else:
         for name in args.reward.model_name_or_path.split(","):
             check_model(name, "--reward.model_name_or_path", args.actor.trust_remote_code)
-    else:
-        raise UsageError(
-            "There is no reward: give --reward.remote_url FILE.py (a reward function) or URL, "
-            "--reward.model_name_or_path, or --train.agent_func_path."
-        )
 
 
 def _import_file(file: str, flag: str, name: str) -> None:

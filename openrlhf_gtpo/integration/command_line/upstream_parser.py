@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line import flags
+from openrlhf_gtpo.integration.command_line.checks import check_values
 from openrlhf_gtpo.integration.command_line.guard import source_path
 
 MODULE = "openrlhf.cli.train_ppo_ray"
@@ -39,6 +40,7 @@ class ExtendedParser(argparse.ArgumentParser):
         if unknown:
             self._refuse_unknown(unknown)
         flags.adjust(parsed, self._given())
+        check_values(vars(parsed))
         return parsed
 
     def _get_option_tuples(self, option_string: str) -> list:
@@ -57,7 +59,7 @@ class ExtendedParser(argparse.ArgumentParser):
         flag = next((word.split("=")[0] for word in unknown if word.startswith("-")), None)
         if flag is None:
             raise UsageError(f"{unknown[0]!r} belongs to no flag; every argument is --flag VALUE.")
-        nearest = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.5)
+        nearest = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.85)
         hint = f"; did you mean {nearest[0]}?" if nearest else "; --help lists the known ones."
         raise UsageError(f"unknown flag {flag}{hint}")
 
@@ -72,6 +74,11 @@ def parse(argv: Sequence[str]) -> SimpleNamespace:
         UsageError: a flag or value that upstream or ``flags`` refuses.
         SystemExit: after ``--help``.
     """
+    if not argv:
+        raise UsageError(
+            "Nothing to train: give --actor.model_name_or_path MODEL, --data.prompt_dataset FILE.jsonl, "
+            "--reward.remote_url REWARD.py and --vllm.num_engines N; --help lists all flags."
+        )
     kept: list[SimpleNamespace] = []
     extended = {**vars(argparse), "ArgumentParser": functools.partial(ExtendedParser, argv)}
     namespace = {

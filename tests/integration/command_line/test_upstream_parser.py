@@ -89,10 +89,8 @@ def test_what_upstream_refuses_is_refused(argv: list[str]) -> None:
 
 
 def test_a_refusal_of_upstream_is_one_sentence_also_where_upstream_trips() -> None:
-    with pytest.raises(
-        command_lines.Refused, match=r"^OpenRLHF cannot work with these arguments: AttributeError.*`\.$"
-    ):
-        ours([])
+    with pytest.raises(command_lines.Refused, match=r"^OpenRLHF cannot work with these arguments: TypeError.*`\.$"):
+        ours(["--reward.remote_url", "r.py", "--ds.packing_samples"])
     with pytest.raises(command_lines.Refused, match=r"^rloo requires n_samples_per_prompt > 1$"):
         ours([*BASE, "--algo.advantage.estimator", "rloo"])
 
