@@ -18,13 +18,14 @@ from openrlhf_gtpo.integration.command_line.input_checks import (
     check_model,
     check_reward,
     connect,
+    load_tokenizer,
     refuse_own_code,
 )
 from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
 
 # What the numbers of OpenRLHF 0.11.2 and of this package may be: the rule in words, the rule, its flags. Beyond it
 # they fail in an actor, or mean what nobody would guess (-2 for --eval.steps is every second step). NaN keeps no rule;
-# infinity may open a clip range. Not here: what infinity or -1 switches off, as in --actor.max_norm and --ckpt.max_mem.
+# infinity may open a clip range. Not here: what infinity or -1 switches off, as for --actor.max_norm, --ckpt.max_mem.
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "{} >= 1",
@@ -144,16 +145,24 @@ def check_inputs(args: SimpleNamespace) -> None:
             _check_async(args)
         return
     _check_modes(args)
-    name = args.actor.model_name_or_path
-    if hasattr(check_model(name, "--actor.model_name_or_path", args.actor.trust_remote_code), "vision_config"):
+    model = (args.actor.model_name_or_path, "--actor.model_name_or_path", args.actor.trust_remote_code)
+    config = check_model(*model)
+    if hasattr(config, "vision_config"):
         raise UsageError(
-            f"--actor.model_name_or_path {name} is a vision-language model, whose image positions have no entropy "
+            f"--actor.model_name_or_path {model[0]} is a vision-language model, whose image positions have no entropy "
             "credit yet; use a text model or one of OpenRLHF's own estimators."
         )
     check_reward(args)
-    check_dataset(args, args.data.prompt_dataset, args.data.prompt_split, "--data.prompt_dataset")
+    tokenizer = load_tokenizer(*model)
+    # Without added tokens: Gemma 3 has a few that its text models never see.
+    if tokenizer.vocab_size > getattr(config, "vocab_size", math.inf):
+        raise UsageError(
+            f"--actor.model_name_or_path {model[0]} has embeddings for {config.vocab_size} tokens (vocab_size in its "
+            f"config.json), but its tokenizer has {tokenizer.vocab_size}; give the model its own tokenizer."
+        )
+    check_dataset(args, tokenizer, args.data.prompt_dataset, args.data.prompt_split, "--data.prompt_dataset")
     if args.eval.dataset:
-        check_dataset(args, args.eval.dataset, args.eval.split, "--eval.dataset")
+        check_dataset(args, tokenizer, args.eval.dataset, args.eval.split, "--eval.dataset")
 
 
 def _check_async(args: SimpleNamespace) -> None:

@@ -1,9 +1,10 @@
 """What a run is given, looked at before any engine starts: checkpoints, rewards and data sets."""
 
 import importlib.util
+import inspect
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,7 +168,16 @@ def check_reward(args: SimpleNamespace) -> None:
     elif args.reward.remote_url:
         for url in args.reward.remote_url:
             if url.endswith(".py"):
-                _import_file(url, "--reward.remote_url", "reward_func")
+                reward_func = _import_file(url, "--reward.remote_url", "reward_func")
+                try:
+                    inspect.signature(reward_func).bind([], [], [])
+                except TypeError as error:
+                    raise UsageError(
+                        f"--reward.remote_url {url}: reward_func is called with three lists, (queries, prompts, "
+                        f"labels), which it does not take: {error}."
+                    ) from error
+                except ValueError:  # a compiled function may have no signature to read
+                    pass
                 continue
             try:
                 connect(url, 443 if url.startswith("https:") else 80)
@@ -178,8 +188,8 @@ def check_reward(args: SimpleNamespace) -> None:
             check_model(name, "--reward.model_name_or_path", args.actor.trust_remote_code)
 
 
-def _import_file(file: str, flag: str, name: str) -> None:
-    """Refuse a Python file that is missing, cannot be imported, or lacks ``name``."""
+def _import_file(file: str, flag: str, name: str) -> Callable[..., Any]:
+    """``name`` of a Python file; refuses one that is missing, cannot be imported, or lacks it."""
     if not Path(file).is_file():
         raise UsageError(f"{flag} {file} does not exist.")
     spec = importlib.util.spec_from_file_location("openrlhf_gtpo_checked_file", file)
@@ -189,58 +199,70 @@ def _import_file(file: str, flag: str, name: str) -> None:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's own code may raise anything
         raise UsageError(f"{flag} {file} cannot be imported: {type(error).__name__}: {_reason(error)}") from error
-    if not callable(getattr(module, name, None)):
+    found = getattr(module, name, None)
+    if not callable(found):
         raise UsageError(f"{flag} {file} defines no {name}; see the README for its signature.")
+    return found
 
 
 def table_rows(names: str, split: str, flag: str) -> int | None:
-    """Rows of the local tables that ``flag`` names, together; None where one is no local table.
+    """Rows of the local data sets that ``flag`` names, together; None where one is of the hub.
 
     Raises:
-        UsageError: a table that is missing or cannot be read.
+        UsageError: a data set that is missing or cannot be read.
     """
     tables = [table for _, table in _tables(names, split, flag)]
     return None if any(table is None for table in tables) else sum(map(len, tables))
 
 
 def _tables(names: str, split: str, flag: str) -> Iterator[tuple[str, Any]]:
-    """Each data set ``flag`` names, and its rows; None for a hub name or a saved data set, which upstream loads."""
+    """Each data set ``flag`` names, and its rows; None for a hub name, which upstream loads."""
     for name in (part.strip() for part in names.split(",")):
         path = Path(name.split("@")[0])
-        local = path.suffix in _TABLES
-        if not path.exists() and (local or path.is_absolute() or name.startswith(".")):
+        if not path.exists() and (path.suffix in _TABLES or path.is_absolute() or name.startswith(".")):
             raise UsageError(f"{flag} {name} does not exist.")
-        yield name, _load_table(path, split, flag) if local else None
+        yield name, _load_table(name, split, flag) if path.exists() else None
 
 
-def _load_table(path: Path, split: str, flag: str) -> Any:
-    """The rows of one split; refuses a file that cannot be read, or is empty."""
+def _load_table(name: str, split: str, flag: str) -> Any:
+    """The rows of one split of a local file or folder, loaded as upstream's ``blending_datasets`` does; refuses one
+    that cannot be read, or is empty."""
     import datasets
 
-    if path.stat().st_size == 0:
+    folder, _, data_dir = name.partition("@")
+    path = Path(folder)
+    if path.is_file() and path.stat().st_size == 0:
         raise UsageError(f"{flag} {path} is empty.")
     progress = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
-        loaded = datasets.load_dataset(_TABLES[path.suffix], data_files=str(path))
+        if path.suffix in _TABLES:
+            loaded = datasets.load_dataset(_TABLES[path.suffix], data_files=str(path))
+        elif (path / "state.json").exists() or (path / "dataset_dict.json").exists():  # of save_to_disk
+            loaded = datasets.load_from_disk(path)
+        else:
+            loaded = datasets.load_dataset(folder, data_dir=data_dir or None)
     except Exception as error:  # datasets wraps parsers that raise their own kinds
         if "corresponds to no data" in str(error):
             raise UsageError(f"{flag} {path} has no rows.") from error
-        reason = _reason(error.__cause__ or error)
-        raise UsageError(f"{flag} {path} cannot be read as {path.suffix[1:]}: {reason}") from error
+        kind = path.suffix[1:] if path.suffix in _TABLES else "a data set"
+        raise UsageError(f"{flag} {path} cannot be read as {kind}: {_reason(error.__cause__ or error)}") from error
     finally:
         if progress:
             datasets.enable_progress_bars()
-    if split not in loaded:
-        split_flag = flag.replace("_dataset", "_split").replace(".dataset", ".split")
-        raise UsageError(f"{flag} {path} has no split {split!r} ({split_flag}); it has {', '.join(loaded)}.")
-    if len(loaded[split]) == 0:
+    if isinstance(loaded, dict):  # of splits
+        if split not in loaded:
+            split_flag = flag.replace("_dataset", "_split").replace(".dataset", ".split")
+            raise UsageError(f"{flag} {path} has no split {split!r} ({split_flag}); it has {', '.join(loaded)}.")
+        loaded = loaded[split]
+    if len(loaded) == 0:
         raise UsageError(f"{flag} {path} has no rows.")
-    return loaded[split]
+    return loaded
 
 
-def check_dataset(args: SimpleNamespace, names: str | None, split: str, flag: str) -> None:
-    """Refuse local tables that are missing, unreadable, empty, lack a column, or hold a prompt that does not fit."""
+def check_dataset(args: SimpleNamespace, tokenizer: Any, names: str | None, split: str, flag: str) -> None:
+    """Refuse local data sets that are missing, unreadable, empty, lack a column, a prompt or a label, or hold a prompt
+    that does not fit."""
     if not names:
         raise UsageError(f"{flag} is missing; give a data set.")
     for name, table in _tables(names, split, flag):
@@ -250,25 +272,32 @@ def check_dataset(args: SimpleNamespace, names: str | None, split: str, flag: st
             if column is not None and column not in table.column_names:
                 columns = ", ".join(table.column_names)
                 raise UsageError(f"{flag} {name} has no column {column!r} (--data.{column_flag}); it has {columns}.")
-        _check_prompts(args, table, f"{flag} {name}")
+        try:
+            _check_rows(args, tokenizer, table, f"{flag} {name}")
+        except UnicodeDecodeError as error:  # datasets decodes text as it is read
+            raise UsageError(f"{flag} {name} is not in UTF-8 ({error}); convert it, as with iconv.") from error
 
 
-def _check_prompts(args: SimpleNamespace, table: Any, where: str) -> None:
-    """Refuse prompts that are no text, and the first one that leaves no room for a response."""
+def _check_rows(args: SimpleNamespace, tokenizer: Any, table: Any, where: str) -> None:
+    """Refuse prompts that are no text or empty, labels that are null, and the first prompt without room to respond."""
     from openrlhf.datasets.prompts_dataset import preprocess_data
 
-    tokenizer = load_tokenizer(
-        args.actor.model_name_or_path, "--actor.model_name_or_path", args.actor.trust_remote_code
-    )
     template = tokenizer.apply_chat_template if args.data.apply_chat_template else None
     room = args.data.max_len - (args.rollout.max_new_tokens or 1)
+    keys = args.data.input_key, args.data.label_key
     for row, data in enumerate(islice(table, args.data.max_samples)):
         try:
-            prompt, _ = preprocess_data(data, args.data.input_template, args.data.input_key, None, template)
+            prompt, label = preprocess_data(data, args.data.input_template, *keys, template)
         except Exception as error:  # templates are programs
             raise UsageError(f"{where}: the prompt of row {row} cannot be made: {_reason(error)}") from error
         if not isinstance(prompt, str):
             raise UsageError(f"{where}: the prompt of row {row} is not text but a {type(prompt).__name__}.")
+        if not prompt or data[keys[0]] == "":
+            raise UsageError(f"{where}: the prompt of row {row} is empty; drop that row.")
+        if label is None:
+            raise UsageError(
+                f"{where}: row {row} has no label ({keys[1]!r} of --data.label_key is null); drop that row."
+            )
         if len(prompt.encode()) <= room:  # a token is at least one byte
             continue
         length = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])

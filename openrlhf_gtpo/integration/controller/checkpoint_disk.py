@@ -1,6 +1,7 @@
 """The disk for checkpoints, and whether one fits there. Must not import Ray, which the driver has not set up yet."""
 
 import math
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +19,20 @@ def writes_checkpoints(args: SimpleNamespace) -> bool:
 
 
 def check_room(args: SimpleNamespace) -> None:
-    """Refuse a disk on which not even one checkpoint fits; nothing where the model's size or the room is not known.
+    """Refuse folders of results that cannot be written, and a disk on which not even one checkpoint fits, where the
+    model's size and the room are known.
 
     Quotas are not seen here. A disk with room for one checkpoint and not for ``--ckpt.max_num`` passes.
 
     Raises:
-        UsageError: it does not fit.
+        UsageError: a folder cannot be written, or one checkpoint does not fit.
     """
+    for flag, path in (("--ckpt.output_dir", args.ckpt.output_dir), ("--ckpt.path", args.ckpt.path)):
+        there = _existing(path)
+        if not there.is_dir():
+            raise UsageError(f"{flag} {path} cannot be a folder, as {there} is a file; give another path.")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise UsageError(f"{flag} {path} cannot be written, as {there} is not writable; give another path.")
     parameters = parameters_of(args.actor.model_name_or_path) if writes_checkpoints(args) else None
     if parameters is None:
         return
@@ -54,13 +62,18 @@ def parameters_of(model: str | None) -> int | None:
 
 def free_bytes(path: str | Path) -> int | None:
     """Free on the disk that ``path`` is on, or would be; None where that cannot be asked."""
-    folder = Path(path).absolute()
     try:
-        while not folder.exists():
-            folder = folder.parent
-        return shutil.disk_usage(folder).free
+        return shutil.disk_usage(_existing(path)).free
     except OSError:
         return None
+
+
+def _existing(path: str | Path) -> Path:
+    """``path``, or the nearest of its parents that is there."""
+    folder = Path(path).absolute()
+    while not os.path.exists(folder):  # not Path.exists, which raises where a folder must not be entered
+        folder = folder.parent
+    return folder
 
 
 def gigabytes(count: int) -> str:

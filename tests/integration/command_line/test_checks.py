@@ -1,12 +1,14 @@
 """Every mistake of the user's is one sentence before any engine starts, and what works is not refused."""
 
 import json
+import os
 import socket
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from command_lines import argv_of
 
@@ -230,6 +232,17 @@ def test_a_value_that_belongs_to_no_flag(refused: Callable[..., str]) -> None:
     assert refused({}, "stray") == "'stray' belongs to no flag; every argument is --flag VALUE."
 
 
+@pytest.mark.parametrize("flag", ["--ckpt.output_dir", "--ckpt.path"])
+def test_a_folder_that_cannot_be_written(
+    refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    file = tmp_path / "train.jsonl"
+    assert refused({flag: file / "out"}).startswith(f"{flag} {file}/out cannot be a folder, as {file} is a file;")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # which nothing keeps from root
+    path = tmp_path / "not" / "yet"
+    assert refused({flag: path}).startswith(f"{flag} {path} cannot be written, as {tmp_path} is not writable;")
+
+
 @pytest.mark.parametrize("scheme", ["", "ray://"])
 def test_a_cluster_that_does_not_answer(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, scheme: str
@@ -288,6 +301,14 @@ def test_a_model_whose_weights_are_cut_off(refused: Callable[..., str], model: P
 def test_a_model_without_a_tokenizer(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
     path = copy_model(model, tmp_path / "mute", "tokenizer", "special_tokens")
     assert "has no tokenizer that can be read" in refused({"--actor.model_name_or_path": path})
+
+
+def test_a_tokenizer_of_another_model(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
+    path = copy_model(model, tmp_path / "mixed")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"vocab_size": 94}))
+    message = refused({"--actor.model_name_or_path": path})
+    assert "has embeddings for 94 tokens (vocab_size in its config.json), but its tokenizer has 95" in message
 
 
 def test_a_chat_template_that_is_not_there(refused: Callable[..., str]) -> None:
@@ -402,6 +423,8 @@ def test_counting_a_models_work_runs_no_code_of_its_own(with_code: Callable[[str
         ("raise ValueError('two\\nlines')\n", "cannot be imported: ValueError: two lines"),
         ("def reward(queries, prompts, labels): ...\n", "defines no reward_func"),
         ("reward_func = 3\n", "defines no reward_func"),
+        ("def reward_func(queries, prompts): ...\n", "which it does not take: too many positional arguments."),
+        ("def reward_func(q, p, labels, scale): ...\n", "does not take: missing a required argument: 'scale'."),
     ],
 )
 def test_a_reward_function_that_cannot_be_used(
@@ -410,7 +433,21 @@ def test_a_reward_function_that_cannot_be_used(
     path = tmp_path / "broken.py"
     path.write_text(source)
     found = refused({"--reward.remote_url": path})
-    assert found.startswith(f"--reward.remote_url {path} ") and message in found
+    assert found.startswith(f"--reward.remote_url {path}") and message in found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def reward_func(queries, prompts, labels, scale=1): ...\n",
+        "def reward_func(*lists): ...\n",
+        "class Reward:\n    def __call__(self, q, p, ls): ...\n\n\nreward_func = Reward()\n",
+        "reward_func = max\n",
+    ],
+)
+def test_a_reward_function_that_takes_three_lists(command: dict[str, Any], tmp_path: Path, source: str) -> None:
+    (tmp_path / "reward.py").write_text(source)
+    check_inputs(parse(argv_of(command)))
 
 
 def test_a_reward_that_is_not_there(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -465,15 +502,41 @@ def test_no_data_set(refused: Callable[..., str]) -> None:
         ("broken.jsonl", '{"question": "a", "answer": \n', "cannot be read as jsonl"),
         ("text.parquet", "this is no parquet file", "cannot be read as parquet"),
         ("text.arrow", "this is no arrow file", "cannot be read as arrow"),
+        ("script.py", "import os\n", "cannot be read as a data set: Dataset scripts are no longer supported"),
+        (
+            "latin.jsonl",
+            '{"question": "caf\xe9", "answer": "a"}\n',
+            "is not in UTF-8 ('utf-8' codec can't decode byte",
+        ),
+        ("latin.csv", "question,answer\ncaf\xe9,a\n", "cannot be read as csv: 'utf-8' codec can't decode byte 0xe9"),
     ],
 )
 def test_a_data_set_that_cannot_be_read(
     refused: Callable[..., str], data_flag: str, tmp_path: Path, name: str, text: str, message: str
 ) -> None:
     path = tmp_path / name
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     found = refused({data_flag: path})
     assert found.startswith(f"{data_flag} {path}") and message in found
+
+
+def test_a_folder_of_data(
+    refused: Callable[..., str], command: dict[str, Any], data_flag: str, tmp_path: Path
+) -> None:
+    """An empty one is refused; one of files, and one that datasets saved, are looked into."""
+    empty = folder(tmp_path / "empty")
+    assert refused({data_flag: empty}).startswith(f"{data_flag} {empty} cannot be read as a data set: ")
+    files, saved = folder(tmp_path / "files"), tmp_path / "saved"
+    rows = table(files / "train.jsonl", ROWS)
+    check_inputs(parse(argv_of(command | {data_flag: files})))
+    datasets.Dataset.from_list(ROWS).save_to_disk(saved)
+    check_inputs(parse(argv_of(command | {data_flag: saved})))
+    splits = tmp_path / "splits"
+    datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)).save_to_disk(splits)
+    split = data_flag.replace("_dataset", "_split").replace(".dataset", ".split")
+    assert refused({data_flag: splits, split: "test"}).endswith(f"no split 'test' ({split}); it has train.")
+    table(rows, [{"text": "a"}])
+    assert "has no column 'question'" in refused({data_flag: files})
 
 
 def test_a_data_set_without_the_columns(refused: Callable[..., str], data_flag: str, tmp_path: Path) -> None:
@@ -493,6 +556,23 @@ def test_a_prompt_that_is_no_text(refused: Callable[..., str], data_flag: str, t
     path = table(tmp_path / "odd.jsonl", rows)
     found = refused({data_flag: path})
     assert found.startswith(f"{data_flag} {path}: the prompt of row {len(rows) - 1} ")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "", "answer": "b"}, "the prompt of row 4 is empty; drop that row."),
+        (
+            {"question": "a", "answer": None},
+            "row 4 has no label ('answer' of --data.label_key is null); drop that row.",
+        ),
+    ],
+)
+def test_a_row_with_a_gap(
+    refused: Callable[..., str], data_flag: str, tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
+    path = table(tmp_path / "gap.jsonl", [*ROWS, row])
+    assert refused({data_flag: path}).startswith(f"{data_flag} {path}: {message}")
 
 
 def test_a_prompt_that_does_not_fit(refused: Callable[..., str], data_flag: str, tmp_path: Path) -> None:

@@ -118,7 +118,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def saving(model: Path | str, path: Path, **ckpt: Any) -> SimpleNamespace:
-    values = {"path": str(path), "save_steps": 5, "stop_file": None, "load_enable": False, "disable_ds": False} | ckpt
+    values = {"path": str(path), "output_dir": str(path), "save_steps": 5, "stop_file": None, "load_enable": False}
+    values |= {"disable_ds": False} | ckpt
     return SimpleNamespace(
         ckpt=SimpleNamespace(**values),
         actor=SimpleNamespace(model_name_or_path=str(model)),
