@@ -46,6 +46,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
+# What only some variants of an estimator read: its name, these variants, and how the settings begin (a blank ends one).
+_OF_VARIANTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("gtpo", ("v1",), ("alpha ",)),
+    ("gtpo", ("v1_clipped", "v2"), ("kappa",)),
+    ("gtpo", ("v1_clipped", "v2", "v3"), ("alpha1", "alpha2")),
+    ("gtpo", ("v2", "v3"), ("normalise_over",)),
+    ("grpo_s", ("v1", "v2"), ("beta ",)),
+    ("grpo_s", ("v3",), ("beta1", "beta2")),
+    ("grpo_s", ("v2", "v3"), ("normalise_over",)),
+)
+
 # DAPO's buffer as a share of the longest response (4096 of 20480 tokens).
 _DAPO_BUFFER_SHARE = 0.2
 
@@ -205,6 +216,14 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
             ("algo.advantage.no_std_norm", "algo.advantage.gamma", "algo.advantage.lambd"),
         ),
         *((estimator != name, f"the estimator is {estimator}", (f"algo.{name}.",)) for name in ESTIMATORS),
+        *(
+            (
+                estimator == name and values[f"algo.{name}.variant"] not in variants,
+                f"only variant {' or '.join(variants)} reads it",
+                tuple(f"algo.{name}.{beginning}" for beginning in beginnings),
+            )
+            for name, variants, beginnings in _OF_VARIANTS
+        ),
         (not shapes_credit, "only gtpo and grpo_s have a choice of it", ("reward.overlong_form",)),
         (
             shapes_credit and values["reward.overlong_buffer_len"] is None,
@@ -217,7 +236,7 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
             ("actor.loss_agg_mode",),
         ),
         (values["actor.backend"] == "megatron", "not read by the Megatron actor", megatron),
-        (not values["eval.dataset"], "there is no --eval.dataset", ("eval.before_training",)),
+        (not values["eval.dataset"], "there is no --eval.dataset", ("eval.",)),
         (
             not with_ray and values["vllm.sync_backend"] != "nccl",
             "GPUs use NCCL, a host without them gloo",
@@ -227,7 +246,7 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
     ]
     groups = []
     for holds, reason, beginnings in rules:
-        unread = sorted(f"--{flag}" for flag in given if flag.startswith(beginnings)) if holds else []
+        unread = sorted(f"--{flag}" for flag in given if f"{flag} ".startswith(beginnings)) if holds else []
         if unread:
             groups.append(f"{', '.join(unread)} ({reason})")
     if groups:

@@ -191,7 +191,15 @@ def test_the_advantage_of_a_short_lone_success_arrives(
             "--algo.advantage.estimator gtpo --reward.overlong_penalty_factor 1",
             "--reward.overlong_penalty_factor (there is no --reward.overlong_buffer_len)",
         ),
-        ("--eval.before_training", "--eval.before_training (there is no --eval.dataset)"),
+        ("--eval.before_training --eval.steps 3", "--eval.before_training, --eval.steps (there is no --eval.dataset)"),
+        (
+            "--algo.advantage.estimator gtpo --algo.gtpo.alpha 0.3 --algo.gtpo.alpha1 1 --algo.gtpo.kappa 3",
+            "here: --algo.gtpo.alpha (only variant v1 reads it); --algo.gtpo.kappa (only variant v1_clipped or v2 reads",
+        ),
+        (
+            "--algo.advantage.estimator grpo_s --algo.grpo_s.variant v1 --algo.grpo_s.beta2 1 --algo.grpo_s.beta 1",
+            "here: --algo.grpo_s.beta2 (only variant v3 reads it).",
+        ),
         ("--vllm.sync_backend gloo", "--vllm.sync_backend (GPUs use NCCL"),
         ("--vllm.sync_with_ray --vllm.sync_bucket_mb 1", "--vllm.sync_bucket_mb (--vllm.sync_with_ray has no"),
     ],
@@ -208,7 +216,7 @@ def test_flags_that_nothing_reads_are_named_in_one_line(
 @pytest.mark.parametrize(
     "argv",
     [
-        "--algo.advantage.estimator gtpo --algo.gtpo.kappa 2 "
+        "--algo.advantage.estimator gtpo --algo.gtpo.alpha2 0.2 "
         "--reward.overlong_buffer_len 3 --reward.overlong_form continuous",
         "--algo.advantage.estimator grpo_s --algo.grpo_s.beta1 1 --logger.entropy_enable --vllm.sync_backend nccl",
         "--algo.advantage.estimator reinforce --algo.advantage.gamma 1 --algo.advantage.no_std_norm --ds.zero_stage 3",
