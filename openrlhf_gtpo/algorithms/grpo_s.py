@@ -25,8 +25,7 @@ class GRPOSConfig:
         beta: weight of the entropy share on O+ in ``v1`` and ``v2``.
         beta1, beta2: weights of outcome and entropy share in ``v3``.
         entropy_mean: the mean over a response's tokens that makes its entropy.
-        ratio_mean: the mean over a response's tokens that makes its importance ratio (geometric is GSPO's);
-            hand it to ``policy_loss``.
+        ratio_mean: the mean over a response's tokens that makes its importance ratio (geometric is GSPO's).
         success_threshold, normalise_over, scope, shape_uniform_groups, entropy_eps: as in :class:`GTPOConfig`.
 
     Raises:

@@ -24,20 +24,19 @@ from .rewards import ShapedRewards
 class GTPOConfig:
     """Group Token Policy Optimization: one reward per action token.
 
-    ``alpha1`` and ``alpha2`` default by variant: 1 and 0.1 for ``v3`` (rev. Eq. 3, 5), 0.9 and 0.1 for
-    ``v1_clipped`` and ``v2``, where Eq. 11 wants them to sum to 1 (giving one of them there sets the other).
-
     Fields:
         variant: ``v1`` (Eq. 2), ``v1_clipped`` (Eq. 11, 12), ``v2`` (Eq. 13) or ``v3`` (rev. Eq. 3, 5).
         alpha: weight of the entropy share in ``v1``.
-        alpha1, alpha2: weights of outcome and entropy share in the other variants.
+        alpha1: weight of the outcome in the other variants (default: 1 in ``v3``; 0.9 in ``v1_clipped`` and ``v2``,
+            where Eq. 11 wants alpha1 + alpha2 = 1, so that giving one of them sets the other).
+        alpha2: weight of the entropy share in the other variants (default: 0.1).
         kappa: ``v1_clipped`` and ``v2`` clip the token reward to [1, alpha1 + alpha1 / kappa]; > 1.
         success_threshold: rows with outcome >= this form O+, the others O-.
         compare: what a token's entropy is compared with: the tokens at the same ``position`` of the other
             responses, the same ``response``, or the whole ``group``.
         entropy_mean: the mean in the share's denominator.
-        normalise_over: for the two-set variants ``v2`` and ``v3``: over all tokens with the other polarity as
-            zeros (``zero_filled``) or over the rows of one ``polarity`` alone. No effect on ``v1``, ``v1_clipped``.
+        normalise_over: for the two-set variants ``v2`` and ``v3``: over all rows with the other polarity as zeros
+            (``zero_filled``) or over the rows of one ``polarity`` alone. No effect on the other variants.
         scope: rows over which mean and std are taken: the ``group`` or the ``batch``.
         shape_uniform_groups: keep advantages of groups whose rows all succeed or all fail (else they are 0).
         entropy_eps: entropies are clamped from below at this many nats before anything is computed from them.

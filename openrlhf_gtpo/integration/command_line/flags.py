@@ -46,7 +46,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-# What only some variants of an estimator read: its name, these variants, and how the settings begin (a blank ends one).
+# What only some variants of an estimator read: its name, the variants, how the settings begin (a blank ends one).
 _OF_VARIANTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("gtpo", ("v1",), ("alpha ",)),
     ("gtpo", ("v1_clipped", "v2"), ("kappa",)),
@@ -115,7 +115,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="prove after every transfer that each parameter reached every engine; stop the run where one did not",
     )
     for name, one in ESTIMATORS.items():
-        _add_config_flags(parser.add_argument_group(f"openrlhf_gtpo {name}"), f"--algo.{name}.", one.config)
+        group = parser.add_argument_group(
+            f"openrlhf_gtpo {name}", f"{one.summary}, with --algo.advantage.estimator {name}"
+        )
+        _add_config_flags(group, f"--algo.{name}.", one.config)
     megatron_flags.add_flags(parser)
 
 

@@ -25,17 +25,37 @@ from openrlhf_gtpo.integration.command_line.guard import source_path
 MODULE = "openrlhf.cli.train_ppo_ray"
 
 
+class _Help(argparse.HelpFormatter):
+    """Help with the default of every flag, and the last part of its name for its value."""
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return action.dest.rpartition(".")[2].upper()
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        said, default = action.help or "", action.default
+        if default is argparse.SUPPRESS or "(default" in said:
+            return said
+        if isinstance(default, bool):
+            default = "on" if default else "off"
+        values = default if isinstance(default, list | tuple) else [default]
+        shown = " ".join(str(value) for value in values if value is not None) or "none"
+        return f"{said} (default: {shown})".lstrip()
+
+
 class ExtendedParser(argparse.ArgumentParser):
     """An ``ArgumentParser`` for ``argv`` that adds this package's flags just before parsing and adjusts the result."""
 
     def __init__(self, argv: Sequence[str], **kwargs: Any) -> None:
-        super().__init__(prog="python3 -m openrlhf_gtpo.cli.train_ppo_ray", **kwargs)
+        program = "python3 -m openrlhf_gtpo.cli.train_ppo_ray"
+        super().__init__(prog=program, usage="%(prog)s --flag VALUE ...", formatter_class=_Help, **kwargs)
         self._argv = list(argv)
         self._upstream_flags: frozenset[str] = frozenset()
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
         self._upstream_flags = frozenset(self._option_string_actions)
+        self._optionals.title = "OpenRLHF's own"
         flags.add_flags(self)
+        self._action_groups.sort(key=lambda group: group is self._optionals)  # the many come last
         parsed, unknown = self.parse_known_args(self._argv)
         if unknown:
             self._refuse_unknown(unknown)

@@ -194,7 +194,7 @@ def test_the_advantage_of_a_short_lone_success_arrives(
         ("--eval.before_training --eval.steps 3", "--eval.before_training, --eval.steps (there is no --eval.dataset)"),
         (
             "--algo.advantage.estimator gtpo --algo.gtpo.alpha 0.3 --algo.gtpo.alpha1 1 --algo.gtpo.kappa 3",
-            "here: --algo.gtpo.alpha (only variant v1 reads it); --algo.gtpo.kappa (only variant v1_clipped or v2 reads",
+            "here: --algo.gtpo.alpha (only variant v1 reads it); --algo.gtpo.kappa (only variant v1_clipped or v2",
         ),
         (
             "--algo.advantage.estimator grpo_s --algo.grpo_s.variant v1 --algo.grpo_s.beta2 1 --algo.grpo_s.beta 1",
@@ -253,7 +253,8 @@ def test_flags_mirror_the_fields_of_the_configuration(name: str, config: type) -
 
 def test_a_field_that_shares_its_description_gets_it_too() -> None:
     help_of = flags.field_descriptions(GTPOConfig)
-    assert help_of["alpha1"] == help_of["alpha2"] == "weights of outcome and entropy share in the other variants."
+    of_grpo_s = flags.field_descriptions(GRPOSConfig)
+    assert of_grpo_s["beta1"] == of_grpo_s["beta2"] == "weights of outcome and entropy share in v3."
     assert "(Eq. 2)" in help_of["variant"] and "`" not in help_of["variant"]
     assert help_of["compare"].endswith("or the whole group.")
 

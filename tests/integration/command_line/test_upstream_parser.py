@@ -95,6 +95,21 @@ def test_a_refusal_of_upstream_is_one_sentence_also_where_upstream_trips() -> No
         ours([*BASE, "--algo.advantage.estimator", "rloo"])
 
 
+def test_help_begins_with_the_flags_of_this_package_and_their_defaults(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")  # one line a flag
+    with pytest.raises(SystemExit):
+        upstream_parser.parse(["--help"])
+    ours, _, theirs = capsys.readouterr().out.partition("\nOpenRLHF's own:\n")
+    assert ours.startswith("usage: python3 -m openrlhf_gtpo.cli.train_ppo_ray --flag VALUE ...\n")
+    ours = ours.replace("\n                        ", " ")
+    lines = [line for line in ours.splitlines() if line.startswith("  --")]
+    assert {line.split()[0].rstrip(",").removeprefix("--") for line in lines} == OURS - UPSTREAM_DESTINATIONS
+    assert [line for line in lines if line.count("(default: ") != 1 or "None" in line] == []
+    assert "  --algo.gtpo.kappa KAPPA" in ours and "--actor.adam.betas BETAS BETAS" in theirs
+
+
 def _prefixes() -> list[tuple[str, str]]:
     """(abbreviation, flag) of every abbreviation that argparse can resolve upstream, the shortest of each flag."""
     known = [flag for flag, _ in CASES]
