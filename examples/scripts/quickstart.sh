@@ -86,13 +86,14 @@ else
 fi
 [[ -z "$task_config" ]] || question_args+=(--task-config "$task_config")
 python3 -m openrlhf_gtpo.cli.prepare task "${question_args[@]}" --train-rows "$((steps * prompts))" --output "$data" >/dev/null
-reward="${reward:-$root/openrlhf_gtpo/tasks/reasoning_gym_reward.py}"
+label_key=label
+[[ -n "$reward" ]] || reward="$root/openrlhf_gtpo/tasks/reasoning_gym_reward.py" label_key=scorer_label
 
 data_args=(
     --data.prompt_dataset "$data/train.jsonl"
     --eval.dataset "$data/eval.jsonl"
     --data.input_key input
-    --data.label_key label
+    --data.label_key "$label_key"
     --data.apply_chat_template
     --data.max_len 512
     --reward.remote_url "$reward"
@@ -153,3 +154,6 @@ if ((status != 0)); then
     exit "$status"
 fi
 python3 -m openrlhf_gtpo.cli.report run "$output" --png "$output/curves.png" --title "$estimator on $task, seed $seed"
+if $smoke; then
+    printf 'A smoke run shows that the whole pipeline works; it is too short, and its model too small, to show learning.\n'
+fi

@@ -133,7 +133,7 @@ if $cpu; then
         # shellcheck source=examples/scripts/setup_env.sh
         source "$root/examples/scripts/setup_env.sh"
         [[ -n "${CPU_MODEL:-}" ]] || python3 -m openrlhf_gtpo.cli.prepare tiny-model --output "$MODEL" >/dev/null
-        python3 -m openrlhf_gtpo.cli.prepare task --preset smoke --label answer --train-size 75 --eval-size 24 \
+        python3 -m openrlhf_gtpo.cli.prepare task --preset smoke --train-size 75 --eval-size 24 \
             --train-rows "$rows" --output "$task" >/dev/null
     fi
 fi

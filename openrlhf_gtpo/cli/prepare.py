@@ -69,12 +69,6 @@ def build_parser() -> argparse.ArgumentParser:
         metavar=("QUESTION", "ANSWER"),
         help="a worked turn before the question; may be repeated",
     )
-    task.add_argument(
-        "--label",
-        choices=["scorer", "answer"],
-        default="scorer",
-        help="scorer: what reasoning_gym_reward.py needs; answer: the expected answer, for math_verify_reward.py",
-    )
     task.set_defaults(run=_task)
 
     math = commands.add_parser("math", help="a data set of problems and answers, for math_verify_reward.py")
@@ -138,7 +132,7 @@ def _task(args: argparse.Namespace) -> Path:
         raise ValueError(f"name a task with --task, or a preset ({', '.join(sorted(PRESETS))}) with --preset")
     sizes = (args.train_size, args.eval_size, args.seed)
     task, output = settings.pop("task"), args.output
-    return write_task_files(task, output, *sizes, train_rows=args.train_rows, label=args.label, **settings)
+    return write_task_files(task, output, *sizes, train_rows=args.train_rows, **settings)
 
 
 def _math(args: argparse.Namespace) -> Path:

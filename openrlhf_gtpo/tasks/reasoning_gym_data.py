@@ -1,7 +1,8 @@
 """reasoning-gym's verifiable tasks as the train.jsonl and eval.jsonl that OpenRLHF reads.
 
 The flags that fit: `--data.prompt_dataset DIR/train.jsonl --eval.dataset DIR/eval.jsonl --data.input_key input
---data.label_key label --data.apply_chat_template`, with `reasoning_gym_reward.py` as `--reward.remote_url`.
+--data.apply_chat_template`, with `--data.label_key scorer_label` and `reasoning_gym_reward.py` as
+`--reward.remote_url`, or with `--data.label_key label` and a reward that compares answers.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from openrlhf_gtpo.tasks.build_once import build_once
 
@@ -37,7 +38,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "examples": (("2 * 3", "The result is 6."),),
     },
 }
-DATA_VERSION = 2
+DATA_VERSION = 3
 # A task draws with replacement; after about this many draws in a row without a new question it counts as used up.
 PATIENCE = 2000
 
@@ -89,13 +90,13 @@ def write_task_files(
     question_form: str = "{question}",
     examples: Sequence[tuple[str, str]] = (),
     train_rows: int | None = None,
-    label: Literal["scorer", "answer"] = "scorer",
 ) -> Path:
     """Write `train.jsonl` and `eval.jsonl` for a reasoning-gym task, once, and return their directory.
 
-    A row has `input` (what `PromptForm.prompt` gives), `label` (see below) and `datasource` (the task's name). All
-    questions differ, within a file and between the two and the examples, so no held-out question is ever trained
-    on. That is a matter of text: where `3 * 4` is held out, `4 * 3` may be trained on.
+    A row has `input` (what `PromptForm.prompt` gives), `label` (the expected answer; null where many are right),
+    `scorer_label` (for `reasoning_gym_reward.py`: the task's name and what its scorer looks at) and `datasource` (the
+    task's name). All questions differ, within a file and between the two and the examples, so no held-out question is
+    ever trained on. That is a matter of text: where `3 * 4` is held out, `4 * 3` may be trained on.
 
     Args:
         task: a reasoning-gym data set, such as "products".
@@ -105,8 +106,6 @@ def write_task_files(
         instruction, system, question_form, examples: see `PromptForm`.
         train_rows: rows of `train.jsonl`, so that one episode has a wanted number of steps: the training questions
             over and over, each time in a new order, cut off there. None writes each once.
-        label: what `reasoning_gym_reward.py` needs, the task's name and what its scorer looks at ("scorer"), or the
-            expected answer alone, for `math_verify_reward.py` ("answer").
 
     Raises:
         ValueError: unknown task or config field, a value the task refuses, a question form with an unknown field, or
@@ -125,16 +124,20 @@ def write_task_files(
         "seed": seed,
         "task_config": config,
         "prompt_form": dataclasses.asdict(form),
-        "label": label,
         "data_version": DATA_VERSION,
     }
 
     def build(directory: Path) -> None:
         entries = draw_entries(task, train_size + eval_size, seed, config, form)
-        if label == "answer" and any(entry["answer"] is None for entry in entries):
-            raise ValueError(f"{task} has questions without an answer; use --label scorer.")
-        make_label = _scorer_label if label == "scorer" else lambda task, entry: str(entry["answer"])
-        rows = [{"input": form.prompt(e), "label": make_label(task, e), "datasource": task} for e in entries]
+        rows = [
+            {
+                "input": form.prompt(entry),
+                "label": None if entry["answer"] is None else str(entry["answer"]),
+                "scorer_label": _scorer_label(task, entry),
+                "datasource": task,
+            }
+            for entry in entries
+        ]
         held_out, train = rows[:eval_size], rows[eval_size:]
         if train_rows is not None:
             shuffle = random.Random(seed).sample

@@ -1,7 +1,7 @@
 """OpenRLHF reward function that asks reasoning-gym's own scorer: `--reward.remote_url .../reasoning_gym_reward.py`.
 
-OpenRLHF loads this file by its path and calls `reward_func` from a thread for one response at a time. Labels are those
-that `reasoning_gym_data.py` writes.
+OpenRLHF loads this file by its path and calls `reward_func` from a thread for one response at a time. Labels are the
+`scorer_label` that `reasoning_gym_data.py` writes.
 """
 
 import functools
@@ -43,7 +43,7 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
     except (ValueError, TypeError, KeyError):
         raise ValueError(
             f"label {text!r:.80} is not one that `python3 -m openrlhf_gtpo.cli.prepare task` writes; "
-            "pass --data.label_key label"
+            "pass --data.label_key scorer_label"
         ) from None
     answer = extract_answer(response, str(entry["answer"]))
     reward = float(_scorer(task)(answer=answer, entry=entry)) if answer else 0.0

@@ -65,7 +65,7 @@ def trainer_argv(tiny_model: Path, task: Path, tmp_path: Path) -> list[str]:
         "--vllm.num_engines": 1,
         "--reward.remote_url": REWARD,
         "--data.prompt_dataset": task / "train.jsonl",
-        "--data.label_key": "label",
+        "--data.label_key": "scorer_label",
         "--data.max_samples": 8,
         "--data.max_len": 64,
         "--rollout.batch_size": 4,

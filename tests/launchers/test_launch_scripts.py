@@ -180,3 +180,22 @@ def test_the_planners_script_has_its_fp8(tmp_path: Path) -> None:
     assert plan.main(f"--model 32b --gpus 32 --nodes 4 --fp8-param --emit {path}".split()) == 0
     done = subprocess.run(["bash", str(path), "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "--megatron.fp8_param" in done.stdout.split() and "--megatron.fp8" in done.stdout.split()
+
+
+# Bash functions of the environment: nothing is installed, and each command of Python's prints its arguments.
+ONLY_PRINTED = {"BASH_FUNC_source%%": "() { :; }", "BASH_FUNC_python3%%": '() { printf "%s\\n" "$*"; }'}
+
+
+@pytest.mark.parametrize(
+    ("flags", "label_key", "reward"),
+    [([], "scorer_label", "reasoning_gym_reward.py"), (["--smoke", "--reward", "mine.py"], "label", "mine.py")],
+)
+def test_the_quickstart_gives_a_reward_of_ones_own_the_answers(
+    tmp_path: Path, flags: list[str], label_key: str, reward: str
+) -> None:
+    done = run_script("quickstart.sh", *flags, "--output", str(tmp_path), **ONLY_PRINTED)
+    assert done.returncode == 0, done.stderr
+    command = shlex.split((tmp_path / "train.log").read_text())
+    assert command[command.index("--data.label_key") + 1] == label_key
+    assert command[command.index("--reward.remote_url") + 1].endswith(reward)
+    assert ("to show learning" in done.stdout) == ("--smoke" in flags)

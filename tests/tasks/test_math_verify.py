@@ -218,10 +218,3 @@ def test_a_mistake_in_the_data_is_one_sentence(tmp_path, capsys, flags, message)
     assert main(["math", "--source", source, "--output", str(tmp_path / "out"), *flags]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_tasks_can_carry_plain_answers(tmp_path):
-    arguments = ["task", "--preset", "smoke", "--train-size", "4", "--eval-size", "2", "--label", "answer"]
-    assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
-    labels = [row["label"] for row in _rows(tmp_path / "out" / "train.jsonl")]
-    assert len(labels) == 4 and all(label.isdigit() for label in labels)

@@ -73,13 +73,13 @@ def test_presets_have_room_for_the_default_sizes_and_load_as_openrlhf_loads_them
     loaded = datasets.load_dataset("json", data_files=str(out / "train.jsonl"), cache_dir=str(tmp_path))["train"]
     assert len(loaded) == 75
     assert loaded[0]["input"] == _rows(out, "train")[0]["input"]
-    assert set(loaded.column_names) == {"input", "label", "datasource"}
+    assert set(loaded.column_names) == {"input", "label", "scorer_label", "datasource"}
 
 
 def test_task_config_reaches_the_task(tmp_path):
     out = write_task_files("products", tmp_path / "out", 5, 5, task_config={"min_digits": 3, "max_digits": 3})
     for row in _rows(out, "train"):
-        factors = json.loads(row["label"])["entry"]["metadata"]["expression"].split(" * ")
+        factors = json.loads(row["scorer_label"])["entry"]["metadata"]["expression"].split(" * ")
         assert all(len(factor) == 3 for factor in factors)
 
 
@@ -87,7 +87,9 @@ def test_a_task_that_is_not_about_numbers(tmp_path):
     out = write_task_files("leg_counting", tmp_path / "legs", 3, 2)
     assert len(_rows(out, "train")) == 3
     out = write_task_files("spell_backward", tmp_path / "spell", 3, 2)
-    assert json.loads(_rows(out, "train")[0]["label"])["task"] == "spell_backward"
+    assert json.loads(_rows(out, "train")[0]["scorer_label"])["task"] == "spell_backward"
+    out = write_task_files("graph_color", tmp_path / "colors", 1, 1)  # its scorer knows a right one; there are many
+    assert _rows(out, "train")[0]["label"] is None
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,6 @@ def test_a_task_that_is_not_about_numbers(tmp_path):
         ({"task_config": {"seed": 3}}, "seed"),
         ({"eval_size": 0}, "the eval size must be at least 1"),
         ({"train_rows": 0}, "the train rows must be at least 1"),
-        ({"task": "graph_color", "label": "answer"}, "has questions without an answer; use --label scorer"),
     ],
 )
 def test_what_a_user_got_wrong_is_one_sentence(tmp_path, settings, message):

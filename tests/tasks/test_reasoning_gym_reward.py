@@ -1,5 +1,7 @@
 import importlib.util
 import json
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import openrlhf_gtpo.tasks.reasoning_gym_reward as reward
+from openrlhf_gtpo.cli.prepare import main
 from openrlhf_gtpo.tasks.reasoning_gym_data import write_task_files
 
 PROMPT = "<|im_start|>user\nSolve: 3 * 4<|im_end|>\n<|im_start|>assistant\n"
@@ -72,11 +75,26 @@ def test_every_written_label_scores_its_own_answer(tmp_path):
         out = write_task_files(task, tmp_path / task, 10, 5)
         for line in (out / "train.jsonl").read_text().splitlines():
             row = json.loads(line)
-            assert _score(json.loads(row["label"])["entry"]["answer"] + "<|im_end|>", row["label"]) == 1.0
+            assert _score(row["label"] + "<|im_end|>", row["scorer_label"]) == 1.0
+
+
+def test_the_readmes_reward_pays_the_right_answer_on_the_quickstarts_rows(tmp_path):
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    [source] = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "def reward_func" in block]
+    (tmp_path / "reward.py").write_text(source)
+    reward_func = runpy.run_path(str(tmp_path / "reward.py"))["reward_func"]
+    assert main(["task", "--preset", "quickstart", "--train-rows", "160", "--output", str(tmp_path / "data")]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "data" / "train.jsonl").read_text().splitlines()]
+    for row in rows:
+        prompt = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in row["input"])
+        wrong = str(int(row["label"]) + 1)
+        for response, expected in ((row["label"], 1.0), (wrong, 0.0), (f"1{row['label']}", 0.0), ("", 0.0)):
+            query = f"{prompt}The result is {response}.<|im_end|>"
+            assert reward_func([query], [prompt], [row["label"]])["rewards"] == expected
 
 
 def test_a_label_of_another_kind_is_named():
-    with pytest.raises(ValueError, match="--data.label_key label"):
+    with pytest.raises(ValueError, match="--data.label_key scorer_label"):
         _score("12", label="12")
     with pytest.raises(ValueError, match="Expected one response at a time"):
         reward.reward_func(["a", "b"], ["a", "b"], [LABEL, LABEL])
