@@ -20,6 +20,7 @@ CLIP_FRACTION = "clip/fraction"
 GROUPS_UNIFORM = "groups/uniform"  # groups whose rows all succeed or all fail
 GROUPS_TOTAL = "groups/total"
 RESPONSE_LENGTH_MEAN = "response_length/mean"  # tokens
+WARNING_PREFIX = "warning/"  # texts, of the steps of which they are true; in metrics.jsonl alone
 
 FP8_PREFIX = "fp8/"  # an audit: the fields of algorithms.ErrorBudget
 FP8_SIGN_FLIPS = "fp8/sign_flips"
@@ -47,6 +48,7 @@ PEAK_MEMORY_PREFIX = "peak_memory_gib/"
 
 EVAL_PREFIX = "eval_"
 EVAL_PASS1_SUFFIX = "_pass1"
+EVAL_ERROR_SUFFIX = "_stderr"  # after a held-out reward's name: its standard error over the questions
 EVAL_RESPONSE_LENGTH_MEAN = "eval_response_length_mean"
 
 

@@ -12,12 +12,16 @@ from openrlhf_gtpo.report.metrics import Rows, before_and_after, datasource_of, 
 
 def print_run_summary(metrics: Rows, console: Console | None = None) -> None:
     """Print tables: held-out reward before, after and change; metrics of the first and last step; seconds and tokens/s
-    of a step by phase. Without a terminal rich leaves colors out and the lines are plain text."""
+    of a step by phase; then the run's warnings, a line each. Without a terminal rich leaves colors out and the lines
+    are plain text."""
     console = console or Console()
-    held_out = _table("Held-out reward", "task", "before", "after", "change", "evaluations")
+    held_out = _table("Held-out reward ± standard error", "task", "before", "after", "change", "evaluations")
     for name in held_out_names(metrics):
         evaluations = len(series(metrics, names.KIND_EVAL, name)[0])
-        held_out.add_row(datasource_of(name), *_cells(*before_and_after(metrics, name)), str(evaluations))
+        cells = _cells(*before_and_after(metrics, name))
+        for place, error in enumerate(before_and_after(metrics, name + names.EVAL_ERROR_SUFFIX)):
+            cells[place] += "" if error is None else f" ± {error:.3f}"
+        held_out.add_row(datasource_of(name), *cells, str(evaluations))
     if not held_out.rows:
         held_out.add_row("no evaluation in this run", "-", "-", "-", "0")
 
@@ -39,6 +43,12 @@ def print_run_summary(metrics: Rows, console: Console | None = None) -> None:
             rate = f"{median(rates):,.0f}" if rates else "-"
             timing.add_row(phase.replace("_", " "), f"{median(seconds):.2f}", share, rate)
     console.print(held_out, "", training, "", timing)
+
+    steps = [row for row in metrics if row["kind"] == names.KIND_TRAIN]
+    for name in sorted({name for row in steps for name in row if name.startswith(names.WARNING_PREFIX)}):
+        warned = [row for row in steps if name in row]
+        text = f"Warning in {len(warned)} of {len(steps)} steps, last in step {warned[-1]['step']}: {warned[-1][name]}"
+        console.print(f"\n{text}", markup=False, highlight=False, soft_wrap=True)
 
 
 def comparison_markdown(runs: Mapping[str, Sequence[Rows]]) -> str:

@@ -13,7 +13,7 @@ from openrlhf_gtpo.report.metrics import MetricsWriter, read_runs
 from openrlhf_gtpo.report.summary import comparison_markdown, print_run_summary
 
 
-def _run(path, steps=4, evaluations=((0, 0.2), (4, 0.5)), seed=1, entropies=True):
+def _run(path, steps=4, evaluations=((0, 0.2), (4, 0.5)), seed=1, entropies=True, more=lambda kind, step: {}):
     with closing(MetricsWriter(path)) as writer:
         writer.write("run", 0, {"seed": seed})
         for step in range(1, steps + 1):
@@ -26,9 +26,10 @@ def _run(path, steps=4, evaluations=((0, 0.2), (4, 0.5)), seed=1, entropies=True
             }
             if entropies:
                 metrics |= {names.ENTROPY_ALL: 1.0 / step, names.ENTROPY_POSITIVE: 0.5, names.ENTROPY_NEGATIVE: None}
-            writer.write("train", step, metrics)
+            writer.write("train", step, metrics | more("train", step))
         for step, value in evaluations:
-            writer.write("eval", step, {"eval_products_pass1": value, names.EVAL_RESPONSE_LENGTH_MEAN: 9.0})
+            metrics = {"eval_products_pass1": value, names.EVAL_RESPONSE_LENGTH_MEAN: 9.0}
+            writer.write("eval", step, metrics | more("eval", step))
     return path
 
 
@@ -79,6 +80,21 @@ def test_two_runs_in_one_file_are_two_runs_in_every_report(tmp_path, capsys):
         assert words in out
     assert main(["compare", f"gtpo={path}"]) == 0
     assert "**gtpo, mean of 2** | products | 0.200 ± 0.000 | 0.500 ± 0.566" in capsys.readouterr().out
+
+
+def test_the_summary_repeats_warnings_in_a_line_each_and_has_standard_errors(tmp_path, capsys):
+    def more(kind, step):
+        if kind == "eval":
+            return {"eval_products_pass1_stderr": 0.041 if step == 0 else 0.052}
+        text = f"in each of the {step} groups [8 of them] " + 20 * "and so on, "
+        return {names.WARNING_PREFIX + "groups": text} if step in (2, 3) else {}
+
+    assert main(["run", str(_run(tmp_path / "m.jsonl", more=more))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("0.200 ± 0.041" in line and "0.500 ± 0.052" in line and "+0.300" in line for line in lines)
+    [warning] = [line for line in lines if "Warning" in line]
+    assert warning.startswith("Warning in 2 of 4 steps, last in step 3: in each of the 3 groups [8 of them] and so on")
+    assert warning.endswith("and so on, ")
 
 
 def test_comparison_has_a_row_a_run_and_means_of_the_complete_ones(tmp_path):

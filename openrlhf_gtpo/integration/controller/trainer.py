@@ -2,15 +2,21 @@
 end on request.
 """
 
+import math
+from collections.abc import Mapping, Sequence
+from statistics import mean, stdev
+from types import SimpleNamespace
 from typing import Any
 
 import ray
 from openrlhf.trainer import ppo_trainer
+from openrlhf.trainer.ppo_utils.experience import Experience
 
 from openrlhf_gtpo.errors import StoppedOnRequest
 from openrlhf_gtpo.integration.controller import stop
 from openrlhf_gtpo.integration.controller.failures import write_errors
 from openrlhf_gtpo.integration.controller.step_costs import StepCosts
+from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
 from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
 from openrlhf_gtpo.integration.rollout.samples_generator import OrderedSamplesGenerator
 from openrlhf_gtpo.report import names
@@ -20,6 +26,9 @@ _KL_COEFFICIENT = "kl_coefficient"  # in a checkpoint's client states, which ups
 
 # What upstream's (0.11.2) init_checkpoint_states returns where --ckpt.load_enable finds no folder.
 _FRESH = {"episode": 0, "global_step": 0, "total_consumed_prompts": 0, "data_loader_state_dict": {}}
+
+_COMPARE_WITHIN_GROUPS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")  # of upstream's estimators
+_MOSTLY = 0.9  # of a step's responses
 
 _UpstreamTrainer: Any = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
 
@@ -43,6 +52,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         )
         path = self.args.logger.metrics_path
         self.metrics_writer = MetricsWriter(path) if path else None
+        self.warnings: dict[str, str] = {}  # of the last step
         self.costs = StepCosts(self.args, self.actor_model_group, self.vllm_engines)
 
     def fit(self, global_step: int = 0) -> None:
@@ -83,6 +93,9 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         status.update(self.experience_maker.metrics)
         if "ppo_clip_ratio" in status:
             status[names.CLIP_FRACTION] = status["ppo_clip_ratio"]
+        before, self.warnings = self.warnings, step_warnings(status, self.args, self.experience_maker.credit)
+        for name in self.warnings.keys() - before.keys():
+            print(f"Warning, from step {global_step} on: {self.warnings[name]}", flush=True)
         return status, global_step
 
     def init_checkpoint_states(self) -> dict[str, Any]:
@@ -116,7 +129,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
                 logs[names.tokens_per_second(phase)] = self.costs.response_tokens / logs[names.timing(phase)]
         if self.metrics_writer:
             numbers = {name: value for name, value in logs.items() if is_number(value)}
-            self.metrics_writer.write(names.KIND_TRAIN, global_step, numbers)
+            self.metrics_writer.write(names.KIND_TRAIN, global_step, numbers | self.warnings)
         ckpt, save_steps, stopping = self.args.ckpt, self.args.ckpt.save_steps, stop.requested(self.args)
         if stopping:
             ckpt.save_steps = 1  # upstream saves where the step divides by it
@@ -138,9 +151,63 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     def evaluate(self, global_step: int, **generate_kwargs: Any) -> dict[str, float]:
         logs = super().evaluate(global_step, **generate_kwargs)
         if self.metrics_writer:
-            self.metrics_writer.write(names.KIND_EVAL, global_step, logs)
+            sources = {prompt: source for rows in self.eval_dataloader for source, prompt in zip(rows[0], rows[1])}
+            errors = held_out_errors(self.samples_generator.held_out, sources, generate_kwargs["n_samples_per_prompt"])
+            self.metrics_writer.write(names.KIND_EVAL, global_step, logs | errors)
         self.costs.begin()
         return logs
+
+
+def step_warnings(status: Mapping[str, Any], args: SimpleNamespace, credit: EntropyCredit | None) -> dict[str, str]:
+    """What in a step's metrics, ``status``, leaves nothing to learn: by name a sentence with the flag that helps.
+
+    GTPO and GRPO-S learn from groups with successes and failures, upstream's estimators from unequal rewards.
+    """
+    found = {}
+    groups, samples = status[names.GROUPS_TOTAL], args.rollout.n_samples_per_prompt
+    if credit is None:
+        compares = args.algo.advantage.estimator in _COMPARE_WITHIN_GROUPS
+        uniform = compares and status.get("group_reward_std", 1.0) < 1e-6
+        what = "rewards are equal"
+    else:
+        compares = not getattr(credit.config, "shape_uniform_groups", True)
+        uniform = compares and status[names.GROUPS_UNIFORM] == groups
+        threshold = f"--algo.{credit.name}.success_threshold {credit.config.success_threshold:g}"
+        what = f"responses all succeed or all fail ({threshold})"
+    if uniform:
+        found[names.WARNING_PREFIX + "groups"] = (
+            f"in each of the {groups:.0f} groups the {samples} {what}, with a mean reward of "
+            f"{status[names.REWARD_MEAN]:.3f}, so nothing is learned; check the reward, or give "
+            f"--rollout.n_samples_per_prompt more than {samples}."
+        )
+    cut, rows = status["rollout/truncated_rate"], status["rollout/num_samples"]
+    if cut >= _MOSTLY:
+        limit = f"--rollout.max_new_tokens {args.rollout.max_new_tokens}"
+        if args.train.agent_func_path or not args.rollout.max_new_tokens:
+            limit = f"--data.max_len {args.data.max_len}"
+        found[names.WARNING_PREFIX + "truncated"] = (
+            f"{cut * rows:.0f} of {rows:.0f} responses were cut off at {limit} before their end; give it more."
+        )
+    return found
+
+
+def held_out_errors(
+    samples: Sequence[Experience], sources: Mapping[str, str], samples_per_prompt: int
+) -> dict[str, float]:
+    """Standard errors of held-out reward, by metric's name; of a data source with one question there is none.
+
+    Args:
+        samples: one row each, the responses to a prompt adjacent.
+        sources: of the data, by prompt.
+    """
+    rewards: dict[str, list[float]] = {}
+    for row in range(0, len(samples), samples_per_prompt):
+        responses = samples[row : row + samples_per_prompt]
+        source = sources.get(responses[0].prompts[0], "unknown")
+        rewards.setdefault(source, []).append(mean(float(response.rewards) for response in responses))
+    suffix = names.EVAL_PASS1_SUFFIX + names.EVAL_ERROR_SUFFIX
+    errors = {source: stdev(values) / math.sqrt(len(values)) for source, values in rewards.items() if len(values) > 1}
+    return {names.EVAL_PREFIX + source + suffix: error for source, error in errors.items()}
 
 
 Trainer = ray.remote(EntropyTrainer)

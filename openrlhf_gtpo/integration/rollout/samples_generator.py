@@ -37,11 +37,13 @@ class OrderedSamplesGenerator(SamplesGenerator):
 
     Attributes:
         dispatched: prompts of training since the run began; a resumed run sets it to what its checkpoint has consumed.
+        held_out: the rows of the last evaluation.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.dispatched = 0
+        self.held_out: list[Experience] = []
         self._evaluated: int | None = None  # prompts of the evaluation that is going on
 
     def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Experience], float | None, int, bool]:
@@ -56,7 +58,8 @@ class OrderedSamplesGenerator(SamplesGenerator):
         """As upstream's; under full determinism every evaluation has the same seeds, and training's do not move."""
         self._evaluated = 0
         try:
-            return super().generate_eval_samples(**generate_kwargs)
+            self.held_out = super().generate_eval_samples(**generate_kwargs)
+            return self.held_out
         finally:
             self._evaluated = None
 

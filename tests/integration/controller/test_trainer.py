@@ -1,0 +1,107 @@
+"""What the controller adds to a step's log and to an evaluation: warnings, and standard errors."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rollouts import arguments
+
+from openrlhf_gtpo.integration.controller import trainer
+from openrlhf_gtpo.integration.controller.trainer import EntropyTrainer, held_out_errors, step_warnings
+from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.metrics import MetricsWriter
+
+LEARNS = {
+    names.GROUPS_UNIFORM: 15.0,
+    names.GROUPS_TOTAL: 16.0,
+    names.REWARD_MEAN: 0.25,
+    "group_reward_std": 0.1,
+    "rollout/truncated_rate": 0.85,
+    "rollout/num_samples": 64.0,
+}
+ALL_FAIL = {names.GROUPS_UNIFORM: 16.0}  # with partial credit: rewards differ
+EQUAL = ALL_FAIL | {"group_reward_std": 3e-9}
+
+
+def warnings(estimator: str, status: dict[str, float], *flags: str) -> str:
+    args = arguments("--algo.advantage.estimator", estimator, *flags)
+    return " ".join(step_warnings(LEARNS | status, args, entropy_credit(args)).values())
+
+
+@pytest.mark.parametrize(
+    ("estimator", "status", "flags", "sentence"),
+    [
+        ("gtpo", {}, [], None),
+        ("group_norm", {}, [], None),
+        ("group_norm", ALL_FAIL, [], None),
+        ("group_norm", {"rollout/truncated_rate": 1.0, "group_reward_std": math.nan}, [], "64 of 64 responses"),
+        ("reinforce", EQUAL, [], None),  # compares no rewards within a group
+        ("gtpo", EQUAL, ["--algo.gtpo.shape_uniform_groups"], None),
+        (
+            "gtpo",
+            ALL_FAIL,
+            [],
+            "in each of the 16 groups the 4 responses all succeed or all fail (--algo.gtpo.success_threshold 1), with "
+            "a mean reward of 0.250, so nothing is learned; check the reward, or give --rollout.n_samples_per_prompt "
+            "more than 4.",
+        ),
+        ("grpo_s", EQUAL, ["--algo.grpo_s.success_threshold", "0.5"], "(--algo.grpo_s.success_threshold 0.5)"),
+        ("rloo", EQUAL, [], "in each of the 16 groups the 4 rewards are equal, with a mean reward of 0.250"),
+        (
+            "gtpo",
+            {"rollout/truncated_rate": 0.90625},
+            ["--rollout.max_new_tokens", "32"],
+            "58 of 64 responses were cut off at --rollout.max_new_tokens 32 before their end; give it more.",
+        ),
+        ("gtpo", {"rollout/truncated_rate": 0.95}, ["--data.max_len", "512"], "61 of 64 responses were cut off at "
+         "--data.max_len 512"),
+    ],
+)  # fmt: skip
+def test_a_step_that_teaches_nothing_is_named_with_the_flag_that_helps(
+    estimator: str, status: dict[str, float], flags: list[str], sentence: str | None
+) -> None:
+    found = warnings(estimator, status, *flags)
+    assert found == "" if sentence is None else sentence in found
+
+
+def test_a_warning_is_printed_when_it_begins_and_written_as_long_as_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = arguments("--algo.advantage.estimator", "gtpo")
+    controller = object.__new__(EntropyTrainer)
+    controller.args, controller.warnings = args, {}
+    controller.costs = SimpleNamespace(
+        sampled=lambda samples: None, trained=lambda: None, begin=lambda: None, end=dict, response_tokens=1
+    )
+    controller.experience_maker = SimpleNamespace(metrics={}, seconds={}, credit=entropy_credit(args))
+    controller.metrics_writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    controller.kl_ctl = SimpleNamespace(value=0.0)
+    steps = [{}, ALL_FAIL, ALL_FAIL | {"rollout/truncated_rate": 1.0}, ALL_FAIL, {}, EQUAL]
+    upstream: Any = trainer._UpstreamTrainer
+    monkeypatch.setattr(upstream, "train_step", lambda self, rows, step: (LEARNS | steps[step], step + 1))
+    monkeypatch.setattr(upstream, "save_logs_and_checkpoints", lambda *arguments: None)
+    for step in range(len(steps)):
+        controller.save_logs_and_checkpoints(step + 1, controller.train_step([], step)[0])
+    begun = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("Warning")]
+    assert begun == ["Warning, from step 2 on", "Warning, from step 3 on", "Warning, from step 6 on"]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    held = [[name for name in row if name.startswith(names.WARNING_PREFIX)] for row in rows]
+    groups, truncated = "warning/groups", "warning/truncated"
+    assert held == [[], [groups], [groups, truncated], [groups], [], [groups]]
+
+
+def test_the_standard_error_of_held_out_reward_is_over_questions() -> None:
+    rewards = {"a": ("x", (0.0, 1.0)), "b": ("x", (1.0, 1.0)), "c": ("x", (0.0, 0.0)), "d": ("y", (0.0, 1.0))}
+    samples: Any = [
+        SimpleNamespace(prompts=[prompt], rewards=torch.tensor([reward]))
+        for prompt, (_, pair) in rewards.items()
+        for reward in pair
+    ]
+    sources = {prompt: source for prompt, (source, _) in rewards.items()}
+    # The questions' means are 0.5, 1 and 0, with a standard deviation of 0.5; y has one question.
+    assert held_out_errors(samples, sources, 2) == {"eval_x_pass1_stderr": pytest.approx(0.5 / math.sqrt(3))}
