@@ -47,13 +47,39 @@ def test_a_reward_of_zero_is_a_reward(tmp_path: Path) -> None:
     assert answer(executor(tmp_path, "return {'rewards': 0.0}"))["reward"] == 0.0
 
 
+RETURNED_NONE = "it returned no 'rewards'"
+
+
 @pytest.mark.parametrize(
-    "body",
-    ["raise KeyError('no key')", "return {}", "return None", "return {'scores': 1.0}", "return {'rewards': None}"],
+    ("body", "reason"),
+    [
+        ("raise KeyError('no key')", "KeyError: 'no key' ({file}, line 2)"),
+        ("raise ValueError('two\\nlines')", "ValueError: two lines ({file}, line 2)"),
+        # Raised in the standard library; what a user can mend is the line that called it.
+        ("import json; json.loads('')", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) ({file}, line 2)"),
+        ("return {}", RETURNED_NONE),
+        ("return None", RETURNED_NONE),
+        ("return {'scores': 1.0}", RETURNED_NONE),
+        ("return {'rewards': None}", RETURNED_NONE),
+    ],
 )
-def test_a_reward_that_fails_stops_the_run_and_names_the_prompt(tmp_path: Path, body: str) -> None:
-    with pytest.raises(TrainingStopped, match=r"reward\.py.*Prompt: '2 \+ 2 = '"):
+def test_a_reward_that_fails_stops_the_run_with_the_reason_and_the_prompt(
+    tmp_path: Path, body: str, reason: str
+) -> None:
+    file = tmp_path / "reward.py"
+    with pytest.raises(TrainingStopped) as stopped:
         answer(executor(tmp_path, body))
+    sentence = f"Could not get the reward of a response from {file}: {reason.format(file=file)}. Prompt: '2 + 2 = '"
+    assert str(stopped.value) == sentence
+
+
+def test_a_reward_server_that_does_not_answer_is_named_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_pause(seconds: float) -> None:
+        pass
+
+    monkeypatch.setattr(asyncio, "sleep", no_pause)  # between upstream's attempts
+    with pytest.raises(TrainingStopped, match="from http://127.0.0.1:9/: RuntimeError: Request error for 5 times"):
+        answer(StrictRewardExecutor(["http://127.0.0.1:9/"]))
 
 
 def test_without_a_reward_function_there_is_no_reward_to_wait_for() -> None:

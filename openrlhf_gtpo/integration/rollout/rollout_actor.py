@@ -9,6 +9,9 @@ vLLM's batch invariance, in 0.29 for CUDA alone, covers CPUs: https://github.com
 """
 
 import asyncio
+import os
+import traceback
+from collections.abc import Awaitable
 from contextvars import ContextVar
 from copy import copy
 from typing import Any
@@ -35,23 +38,45 @@ _ALONE = {
     "enable_chunked_prefill": False,
 }
 
+_FAILURE = "failure"  # among a response's extra logs: what its reward raised
+
 # The sample that the current task makes; an agent may hand on sampling parameters of its own, without a seed.
 _sample_seed: ContextVar[tuple[int, ...] | None] = ContextVar("_sample_seed", default=None)
 
 
 class StrictRewardExecutor(SingleTurnAgentExecutor):
-    """Raises TrainingStopped with the prompt when the reward function or server fails, or returns no reward: upstream
-    logs a failed reward and goes on without one (openrlhf 0.11.2, utils/agent.py, SingleTurnAgentExecutor.execute).
-    Can go once that raises."""
+    """Raises TrainingStopped with the reason and the prompt when the reward function or server fails, or returns no
+    reward: upstream logs a failed reward and goes on without one (openrlhf 0.11.2, utils/agent.py,
+    SingleTurnAgentExecutor.execute). Can go once that raises."""
 
     async def execute(self, prompt: str, label: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         output = await super().execute(prompt, label, *args, **kwargs)
         if self.reward_endpoints and output["reward"] is None:
+            endpoint, failure = self.reward_endpoints[0], output["extra_logs"].get(_FAILURE)
+            reason = "it returned no 'rewards'"
+            if failure is not None:
+                frames = traceback.extract_tb(failure.__traceback__)
+                frame = ([f for f in frames if f.filename == os.path.abspath(endpoint)] or frames)[-1]
+                text = " ".join(str(failure).split())[:500]
+                reason = f"{type(failure).__name__}: {text} ({frame.filename}, line {frame.lineno})"
             raise TrainingStopped(
-                f"Could not get the reward of a response from {self.reward_endpoints[0]}: it returned no 'rewards' "
-                f"or raised (its own message is in the log above). Prompt: {prompt!r}"
-            )
+                f"Could not get the reward of a response from {endpoint}: {reason}. Prompt: {prompt!r}"
+            ) from failure
         return output
+
+    async def _fetch_rewards_via_func(self, *columns: Any) -> list[dict[str, Any]]:
+        return await _or_failure(super()._fetch_rewards_via_func(*columns))
+
+    async def _fetch_rewards_via_http(self, *columns: Any) -> list[dict[str, Any]]:
+        return await _or_failure(super()._fetch_rewards_via_http(*columns))
+
+
+async def _or_failure(rewards: Awaitable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What upstream's ``execute`` takes for a response without a reward, where fetching raises."""
+    try:
+        return await rewards
+    except Exception as failure:  # a user's code
+        return [{"rewards": None, "extra_logs": {_FAILURE: failure}}]
 
 
 class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
