@@ -69,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar=("QUESTION", "ANSWER"),
         help="a worked turn before the question; may be repeated",
     )
+    task.add_argument("--label", choices=["answer"], help=argparse.SUPPRESS)  # what labels were made of in 0.1
     task.set_defaults(run=_task)
 
     math = commands.add_parser("math", help="a data set of problems and answers, for math_verify_reward.py")
