@@ -2,13 +2,12 @@
 end on request.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from statistics import mean, stdev
 from types import SimpleNamespace
 from typing import Any
 
 import ray
+import torch
 from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ppo_utils.experience import Experience
 
@@ -200,14 +199,18 @@ def held_out_errors(
         samples: one row each, the responses to a prompt adjacent.
         sources: of the data, by prompt.
     """
-    rewards: dict[str, list[float]] = {}
+    means: dict[str, list[float]] = {}
     for row in range(0, len(samples), samples_per_prompt):
         responses = samples[row : row + samples_per_prompt]
         source = sources.get(responses[0].prompts[0], "unknown")
-        rewards.setdefault(source, []).append(mean(float(response.rewards) for response in responses))
-    suffix = names.EVAL_PASS1_SUFFIX + names.EVAL_ERROR_SUFFIX
-    errors = {source: stdev(values) / math.sqrt(len(values)) for source, values in rewards.items() if len(values) > 1}
-    return {names.EVAL_PREFIX + source + suffix: error for source, error in errors.items()}
+        means.setdefault(source, []).append(sum(float(r.rewards) for r in responses) / len(responses))
+    return {
+        f"{names.EVAL_PREFIX}{source}{names.EVAL_PASS1_SUFFIX}{names.EVAL_ERROR_SUFFIX}": (
+            torch.tensor(values).std().item() / len(values) ** 0.5
+        )
+        for source, values in means.items()
+        if len(values) > 1
+    }
 
 
 Trainer = ray.remote(EntropyTrainer)

@@ -97,11 +97,13 @@ def test_a_warning_is_printed_when_it_begins_and_written_as_long_as_it_holds(
 
 def test_the_standard_error_of_held_out_reward_is_over_questions() -> None:
     rewards = {"a": ("x", (0.0, 1.0)), "b": ("x", (1.0, 1.0)), "c": ("x", (0.0, 0.0)), "d": ("y", (0.0, 1.0))}
+    rewards |= {"e": ("z", (math.nan, 1.0)), "f": ("z", (0.0, 1.0))}
     samples: Any = [
         SimpleNamespace(prompts=[prompt], rewards=torch.tensor([reward]))
         for prompt, (_, pair) in rewards.items()
         for reward in pair
     ]
     sources = {prompt: source for prompt, (source, _) in rewards.items()}
-    # The questions' means are 0.5, 1 and 0, with a standard deviation of 0.5; y has one question.
-    assert held_out_errors(samples, sources, 2) == {"eval_x_pass1_stderr": pytest.approx(0.5 / math.sqrt(3))}
+    # The means of x's questions are 0.5, 1 and 0, with a standard deviation of 0.5; y has one question.
+    expected = {"eval_x_pass1_stderr": 0.5 / math.sqrt(3), "eval_z_pass1_stderr": math.nan}
+    assert held_out_errors(samples, sources, 2) == pytest.approx(expected, nan_ok=True)
