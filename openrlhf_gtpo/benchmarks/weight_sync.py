@@ -4,7 +4,6 @@ The engine is vLLM's, or a process with a plain model where neither vLLM nor Ray
 """
 
 import argparse
-import json
 import re
 import statistics
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.benchmarks.harness import Measured, measure, median_and_range, print_table, ratios, write_results
@@ -135,12 +135,19 @@ def _check_gpus(args: argparse.Namespace) -> None:
 
 
 def parameters_of(model: Path) -> list[ParameterMeta]:
-    """Names and shapes of a Hugging Face checkpoint, from the headers of its safetensors."""
+    """Names and shapes of a Hugging Face checkpoint, from the headers of its safetensors.
+
+    Raises:
+        UsageError: a file that is cut off, or none.
+    """
     parameters = []
     for file in sorted(model.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        parameters += [ParameterMeta(name, tuple(h["shape"])) for name, h in header.items() if name != "__metadata__"]
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
+        except SafetensorError as error:
+            raise UsageError(f"--model {model}: {file.name} cannot be read: {error}") from error
+        parameters += [ParameterMeta(name, tuple(shape)) for name, shape in shapes.items()]
     return parameters
 
 

@@ -10,18 +10,20 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from openrlhf_gtpo.cli import Parser, check_output
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.megatron.fp8.options import RECIPES
-from openrlhf_gtpo.platform.processes import LaunchError
+from openrlhf_gtpo.platform.processes import LaunchError, ProcessFailed
 
 # Of the flags that take a number; of all others 1. An advantage compares at least two responses to a prompt.
-_LEAST = {"warmup": 0, "bucket_mb": 0, "rows": 2, "samples": 2, "sequence_length": 2}
+_LEAST = {"warmup": 0, "bucket_mb": 0, "rows": 2, "samples": 2, "sequence_length": 2, "seed": -(2**31)}
+_MOST = 2**31 - 1
 _RECOMPUTE = ("none", "selective", "full")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one benchmark; 0, 2 after a sentence for a mistake in the command line, or 1 where a training run failed."""
-    parser = argparse.ArgumentParser(
+    """Run one benchmark; 0, 2 after a sentence for a mistake in the command line, or 1 where a process failed."""
+    parser = Parser(
         prog="python3 -m openrlhf_gtpo.cli.benchmark",
         description="Measurements whose numbers the documentation quotes.",
     )
@@ -33,12 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, value in vars(args).items():
             least = _LEAST.get(name, 1)
             for number in value if isinstance(value, list) else [value]:
-                if isinstance(number, int) and name != "seed" and number < least and not isinstance(number, bool):
-                    raise UsageError(f"Expected --{name.replace('_', '-')} >= {least}, got {number}.")
+                if type(number) is int and not least <= number <= _MOST:
+                    limit = f">= {least}" if number < least else f"<= {_MOST}"
+                    raise UsageError(f"Expected --{name.replace('_', '-')} {limit}, got {number}.")
+        for name in ("output", "png"):  # what is measured must not be lost in the end
+            check_output(f"--{name}", getattr(args, name, None))
         run(args)
-    except (UsageError, LaunchError, TrainingStopped) as error:
+    except (UsageError, LaunchError, TrainingStopped, ProcessFailed) as error:
         print(f"benchmark {args.command}: {error}", file=sys.stderr)
-        return 1 if isinstance(error, TrainingStopped) else 2
+        return 1 if isinstance(error, TrainingStopped | ProcessFailed) else 2
     return 0
 
 
@@ -47,22 +52,17 @@ def run(args: argparse.Namespace) -> None:
     if args.command in ("overhead", "actor"):  # their files import OpenRLHF
         from openrlhf_gtpo import platform
         from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
+        from openrlhf_gtpo.integration.command_line.input_checks import check_model
 
         check_openrlhf()
+        check_model(args.model, "--model")
         platform.choose()
     import_module(f"openrlhf_gtpo.benchmarks.{args.command.replace('-', '_')}").run(args)
 
 
 def _command(commands: Any, name: str, summary: str, description: str = "") -> Callable[..., Any]:
-    """Add a command; what is returned adds a flag to it, whose default its help states."""
-    parser = commands.add_parser(name, help=summary, description=description or summary)
-
-    def flag(*names: str, help: str = "", **options: Any) -> None:
-        default = options.get("default")
-        shown = "" if default is None or isinstance(default, bool) or "(default" in help else "(default: %(default)s)"
-        parser.add_argument(*names, help=f"{help} {shown}".strip(), **options)
-
-    return flag
+    """Add a command; what is returned adds a flag to it."""
+    return commands.add_parser(name, help=summary, description=description or summary).add_argument
 
 
 def _output(flag: Callable[..., Any]) -> None:
@@ -74,7 +74,7 @@ def _overhead(commands: Any) -> None:
     flag("--model", required=True, metavar="DIR", help="Hugging Face checkpoint")
     flag("--prompts", type=int, default=8, help="prompts in a batch")
     flag("--samples", type=int, default=8, help="responses to each")
-    flag("--prompt-tokens", type=int, default=48)
+    flag("--prompt-tokens", type=int, default=48, help="of each prompt")
     flag("--response-tokens", type=int, default=32, help="limit of a response")
     flag("--micro-batch-size", type=int, default=16, help="rows")
     flag("--repeat", type=int, default=7, help="counted steps of each variant")
@@ -85,12 +85,12 @@ def _actor(commands: Any) -> None:
     flag = _command(commands, "actor", "the DeepSpeed actor against the Megatron actor, same ragged batches")
     flag("--model", required=True, metavar="DIR", help="Hugging Face checkpoint")
     flag("--rows", type=int, default=32, help="responses in a batch")
-    flag("--prompt-tokens", type=int, default=64)
+    flag("--prompt-tokens", type=int, default=64, help="of each prompt")
     flag("--response-tokens", type=int, default=512, help="limit of a response")
     flag("--micro-batch-size", type=int, default=8, help="rows, for DeepSpeed")
     flag("--max-tokens", type=int, default=2048, help="of a micro-batch, for Megatron")
     flag("--repeat", type=int, default=5, help="counted batches")
-    flag("--seed", type=int, default=1)
+    flag("--seed", type=int, default=1, help="of what is random")
     _output(flag)
     flag("trainer_flags", nargs="*", metavar="-- FLAG", help="further flags of the trainer, for both")
 
@@ -106,7 +106,13 @@ def _lm_head(commands: Any) -> None:
     )
     shape = ["1024x896x151936"]
     flag("--shape", nargs="+", default=shape, metavar="TxHxV", help="tokens x hidden width x vocabulary")
-    flag("--dtype", nargs="+", choices=("bfloat16", "float16", "float32"), default=["bfloat16"])
+    flag(
+        "--dtype",
+        nargs="+",
+        choices=("bfloat16", "float16", "float32"),
+        default=["bfloat16"],
+        help="of hidden states and weights",
+    )
     flag(
         "--tensor-parallel",
         nargs="+",
@@ -116,7 +122,7 @@ def _lm_head(commands: Any) -> None:
         help="processes that share the vocabulary, one GPU each",
     )
     flag("--repeat", type=int, default=7, help="timed calls of each way")
-    flag("--seed", type=int, default=1)
+    flag("--seed", type=int, default=1, help="of what is random")
     _output(flag)
     flag("--png", "--plot", type=Path, metavar="FILE", help="draw the times over the product's")
 
@@ -143,7 +149,13 @@ def _weight_sync(commands: Any) -> None:
         help="an engine of vLLM's, or a process with a plain model, which needs neither vLLM nor Ray for the "
         "colocated transport",
     )
-    flag("--transport", nargs="+", choices=("broadcast", "colocated"), default=["broadcast", "colocated"])
+    flag(
+        "--transport",
+        nargs="+",
+        choices=("broadcast", "colocated"),
+        default=["broadcast", "colocated"],
+        help="of the weights",
+    )
     flag(
         "--bucket-mb",
         nargs="+",
@@ -176,13 +188,13 @@ def _layers(commands: Any) -> None:
     )
     flag("--layers", type=int, metavar="N", help="(default: 4; 2 of tiny and 32b)")
     flag("--tokens", type=int, default=8192, help="of a micro-batch")
-    flag("--sequence-length", type=int, default=2048)
+    flag("--sequence-length", type=int, default=2048, help="tokens of a row")
     flag("--micro-batches", type=int, default=4, help="of a step")
-    flag("--recipes", nargs="*", choices=RECIPES, default=RECIPES)
-    flag("--recompute", choices=_RECOMPUTE, default="none")
+    flag("--recipes", nargs="*", choices=RECIPES, default=RECIPES, help="of FP8")
+    flag("--recompute", choices=_RECOMPUTE, default="none", help="activations to compute again")
     flag("--repeat", type=int, default=7, help="timed repetitions")
     flag("--matrix", type=int, default=8192, metavar="N", help="side of the square product")
-    flag("--seed", type=int, default=1)
+    flag("--seed", type=int, default=1, help="of what is random")
     _output(flag)
 
 
@@ -202,16 +214,16 @@ def _train_step(commands: Any) -> None:
     flag("--layers", type=int, metavar="N", help="instead of the shape's own")
     flag("--prompts", type=int, default=8, help="of a step")
     flag("--samples", type=int, default=8, help="responses to each")
-    flag("--prompt-tokens", type=int, default=256)
+    flag("--prompt-tokens", type=int, default=256, help="of each prompt")
     flag("--response-tokens", type=int, default=2048, help="limit of a response; the median is a sixth of it")
     flag("--max-tokens", type=int, default=8192, help="of a micro-batch")
-    flag("--recompute", choices=_RECOMPUTE, default="none")
-    flag("--recipes", nargs="*", choices=RECIPES, default=RECIPES)
+    flag("--recompute", choices=_RECOMPUTE, default="none", help="activations to compute again")
+    flag("--recipes", nargs="*", choices=RECIPES, default=RECIPES, help="of FP8")
     flag("--fp8-param", action="store_true", help="each recipe with FP8 primary weights too")
     flag("--deepspeed", action=argparse.BooleanOptionalAction, default=True, help="measure it where it is installed")
     flag("--micro-batch-size", type=int, default=4, help="rows, for DeepSpeed")
     flag("--repeat", type=int, default=3, help="counted steps")
-    flag("--seed", type=int, default=1)
+    flag("--seed", type=int, default=1, help="of what is random")
     _output(flag)
 
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from openrlhf_gtpo.cli import Parser
+from openrlhf_gtpo.integration.command_line.input_checks import check_model
 from openrlhf_gtpo.megatron.checkpoint.folder import SIDE_FILES, CheckpointWriteError, check_checkpoint, resolve
 from openrlhf_gtpo.megatron.parallel.layout import Layout, LayoutError, check_layout
 from openrlhf_gtpo.platform import PLATFORM_VARIABLE
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python3 -m openrlhf_gtpo.cli.convert", description=__doc__)
+    parser = Parser(prog="python3 -m openrlhf_gtpo.cli.convert", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     to_megatron = commands.add_parser("hf-to-megatron", help="a Hugging Face folder to a checkpoint of weights")
@@ -67,7 +69,7 @@ def _hf_to_megatron(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.source} is not a Hugging Face model: it has no config.json.")
     if not any(args.source.glob("*.safetensors")):
         raise ValueError(f"{args.source} has no *.safetensors files, the only weight format that is read.")
-    config = _read_config(args.source)
+    config = check_model(str(args.source), "SRC")
     try:
         layout = Layout(args.tensor_parallel, args.pipeline_parallel)
         check_layout(config, layout, layout.model_parallel_size, cuda=False)
@@ -132,16 +134,6 @@ def _check_destination(path: Path) -> None:
         raise ValueError(f"{path} is a file; name a new folder.")
     if path.is_dir() and any(path.iterdir()):
         raise ValueError(f"{path} is not empty; name a new folder.")
-
-
-def _read_config(source: Path) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(source)
-    except (ValueError, OSError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{source / 'config.json'} cannot be read: {reason}") from None
 
 
 def _own_dtype(source: Path, config: Any) -> str:

@@ -16,8 +16,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from openrlhf_gtpo.cli import Parser, RawHelpFormatter, check_output
 from openrlhf_gtpo.errors import SettingError, UsageError
 from openrlhf_gtpo.megatron.fp8.options import RECIPES
+from openrlhf_gtpo.model_shape import PRESETS
 from openrlhf_gtpo.planner import output
 from openrlhf_gtpo.planner.assumptions import SOURCES, Assumptions
 from openrlhf_gtpo.planner.candidate import PLACEMENTS, Candidate
@@ -42,33 +44,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python3 -m openrlhf_gtpo.cli.plan",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawHelpFormatter,
     )
     count: dict[str, Any] = {"type": int, "metavar": "N"}
     number: dict[str, Any] = {"type": float, "metavar": "X"}
     switch: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": True}
-    default = "(default: %(default)s)"
+    searched = "(default: searched)"
     parser.add_argument(
         "--model", required=True, help="folder of a Hugging Face checkpoint, its config.json, or 3b, 7b, 32b (Qwen2.5)"
     )
 
     add = parser.add_argument_group("cluster").add_argument
     add("--gpus", required=True, help="in all nodes together", **count)
-    add("--gpu", default="h100-80g", help=f"one of {', '.join(GPUS)} {default}")
+    add("--gpu", default="h100-80g", help=f"one of {', '.join(GPUS)}")
     add("--nodes", help="equal ones (default: of 8 GPUs)", **count)
-    add("--network-gbit", default=400, help=f"Gbit/s of each GPU to other nodes {default}", **number)
+    add("--network-gbit", default=400, help="Gbit/s of each GPU to other nodes", **number)
 
     add = parser.add_argument_group("workload", "the defaults are the paper's settings").add_argument
     work = Workload()
-    add("--prompt-length", default=work.prompt_length, help=f"most tokens {default}", **count)
-    add("--response-length", default=work.response_length, help=f"most tokens {default}", **count)
+    add("--prompt-length", default=work.prompt_length, help="most tokens", **count)
+    add("--response-length", default=work.response_length, help="most tokens", **count)
     add("--mean-prompt", help="tokens (default: half of the most)", **number)
     add("--mean-response", help="tokens (default: of a log-normal with a median of a sixth of the most)", **number)
-    add("--samples-per-prompt", default=work.samples_per_prompt, help=default, **count)
-    add("--prompts-per-step", default=work.prompts_per_step, help=default, **count)
+    add("--samples-per-prompt", default=work.samples_per_prompt, help="responses to a prompt", **count)
+    add("--prompts-per-step", default=work.prompts_per_step, help="prompts of a rollout", **count)
     smaller = f"(default: {TRAIN_BATCH}, or all of a smaller step)"
     add("--train-batch", help=f"responses in an optimizer step {smaller}", **count)
     tokens = work.max_tokens_per_gpu
@@ -82,25 +84,25 @@ def build_parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("choices", "what is left out is searched").add_argument
     for name in ("tensor", "pipeline", "context", "expert"):
-        add(f"--{name}-parallel", **count)
-    add("--fp8", choices=("off", "hybrid", "e4m3"), help="of the actor's products")
-    add("--fp8-recipe", choices=RECIPES)
+        add(f"--{name}-parallel", help=searched, **count)
+    add("--fp8", choices=("off", "hybrid", "e4m3"), help=f"of the actor's products {searched}")
+    add("--fp8-recipe", choices=RECIPES, help=searched)
     add("--fp8-param", action="store_true", help="FP8 primary weights")
-    add("--recompute", choices=RECOMPUTE)
-    add("--placement", choices=PLACEMENTS, default=PLACEMENTS[0], help=default)
-    add("--rollout-gpus", help="GPUs of the engines with --placement split", **count)
-    add("--vllm-tensor-parallel", **count)
+    add("--recompute", choices=RECOMPUTE, help=searched)
+    add("--placement", choices=PLACEMENTS, default=PLACEMENTS[0], help="of engines and training")
+    add("--rollout-gpus", help=f"GPUs of the engines with --placement split {searched}", **count)
+    add("--vllm-tensor-parallel", help=searched, **count)
     add("--vllm-gpu-memory", help="share of each GPU's memory (default: 0.6; split 0.85)", **number)
     moved = "move the trainer's memory to the host during rollouts, and put engines to sleep"
     add("--offload", help=f"{moved} (default: yes; colocated alone)", **switch)
     add("--distributed-optimizer", help="shard its states (default: yes)", **switch)
 
     add = parser.add_argument_group("output").add_argument
-    add("--top", default=8, help=f"candidates to list {default}", **count)
+    add("--top", default=8, help="candidates to list", **count)
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--assumptions", action="store_true", help="print what is assumed, and where it comes from")
     add("--emit", type=Path, metavar="FILE", help="write the launch script of the best candidate")
-    add("--algorithm", choices=output.ALGORITHMS, default="gtpo", help=f"of that script {default}")
+    add("--algorithm", choices=output.ALGORITHMS, default="gtpo", help="of that script")
     return parser
 
 
@@ -110,6 +112,7 @@ def _flag(name: str) -> str:
 
 
 def _plan(args: argparse.Namespace, words: list[str]) -> None:
+    check_output("--emit", args.emit)
     request = _request(args)
     found = candidates(request)
     best = found[0]
@@ -121,12 +124,14 @@ def _plan(args: argparse.Namespace, words: list[str]) -> None:
     if not best.fits:
         raise UsageError(_nowhere(args, request, best))
     if args.emit is not None:
-        model, command = _HUB.get(args.model, args.model), _command(words)
+        model, command = _model(args.model), _command(words)
         args.emit.parent.mkdir(parents=True, exist_ok=True)
         args.emit.write_text(output.launch_script(best, algorithm=args.algorithm, model=model, command=command))
         args.emit.chmod(0o755)
         if not args.json:
-            print(f"\nwrote {args.emit}; from the project's root: bash {args.emit} --dry-run")
+            print(
+                f"\nwrote {args.emit}; from the project's root: bash {shlex.quote(str(args.emit.resolve()))} --dry-run"
+            )
 
 
 def _request(args: argparse.Namespace) -> Request:
@@ -161,6 +166,12 @@ def _config(model: str) -> SimpleNamespace:
         return planned_config(model)
     except ValueError as error:
         raise UsageError(f"--model {model}: {error}") from error
+
+
+def _model(name: str) -> str:
+    """What the launcher, which runs from the project's root, is given for ``--model``."""
+    path = Path(name).resolve()
+    return _HUB.get(name) or (name if name in PRESETS else str(path.parent if path.is_file() else path))
 
 
 def _command(words: list[str]) -> str:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from openrlhf_gtpo.cli import Parser
 from openrlhf_gtpo.tasks.math_data import INSTRUCTION, load_table, write_math_files
 from openrlhf_gtpo.tasks.reasoning_gym_data import PRESETS, write_task_files
 
@@ -26,14 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python3 -m openrlhf_gtpo.cli.prepare", description=__doc__)
+    parser = Parser(prog="python3 -m openrlhf_gtpo.cli.prepare", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     smollm2 = commands.add_parser("smollm2", help="SmolLM2-135M-Instruct as a Hugging Face checkpoint (20 s, 270 MB)")
     smollm2.set_defaults(run=_smollm2)
 
     tiny = commands.add_parser("tiny-model", help="a 2-layer Llama for smoke tests, warm-started on `products` (20 s)")
-    tiny.add_argument("--seed", type=int, default=1)
+    tiny.add_argument("--seed", type=int, default=1, help="of the weights and of the warm start")
     tiny.set_defaults(run=_tiny_model)
 
     task = commands.add_parser("task", help="train.jsonl and eval.jsonl of a reasoning-gym task")
@@ -43,11 +44,15 @@ def build_parser() -> argparse.ArgumentParser:
         help="settings that belong together, which the flags below override: quickstart (products of two "
         "one-digit numbers, for SmolLM2) or smoke (what tiny-model can do)",
     )
-    task.add_argument("--task", help="a reasoning-gym data set, such as products, gcd, chain_sum")
-    task.add_argument("--train-size", type=int, default=75, help="training questions (default: %(default)s)")
-    task.add_argument("--train-rows", type=int, help="repeat the training questions to this many rows")
-    task.add_argument("--eval-size", type=int, default=24, help="held-out questions (default: %(default)s)")
-    task.add_argument("--seed", type=int, default=1)
+    task.add_argument(
+        "--task", help="a reasoning-gym data set, such as products, gcd, chain_sum (default: the preset's)"
+    )
+    task.add_argument("--train-size", type=int, default=75, help="training questions")
+    task.add_argument(
+        "--train-rows", type=int, help="repeat the training questions to this many rows (default: each once)"
+    )
+    task.add_argument("--eval-size", type=int, default=24, help="held-out questions")
+    task.add_argument("--seed", type=int, default=1, help="of the questions")
     task.add_argument(
         "--task-config",
         metavar="JSON",
@@ -77,13 +82,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--source", required=True, help="a .jsonl, .json, .csv or .parquet file, or a name on the Hugging Face hub"
     )
     math.add_argument("--config", help="the hub data set's configuration, such as main")
-    math.add_argument("--split", default="train", help="the hub data set's split (default: %(default)s)")
+    math.add_argument("--split", default="train", help="the hub data set's split")
     math.add_argument(
         "--problem-key",
         default="problem",
         help="column with the problem, a text or chat messages (default: %(default)s); a.b is field b of column a",
     )
-    math.add_argument("--answer-key", default="answer", help="column with the answer (default: %(default)s)")
+    math.add_argument("--answer-key", default="answer", help="column with the answer")
     math.add_argument(
         "--answer-after", metavar="TEXT", help="the answer is what follows the last TEXT, such as '####'"
     )
@@ -91,13 +96,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--instruction",
         default=INSTRUCTION,
         metavar="TEXT",
-        help="appended to each problem that is a text (default: %(default)s)",
+        help="appended to each problem that is a text",
     )
     math.add_argument("--system", default="", metavar="TEXT", help="system message (default: the template's own)")
-    math.add_argument(
-        "--eval-size", type=int, default=0, help="problems to hold out as eval.jsonl (default: %(default)s)"
-    )
-    math.add_argument("--seed", type=int, default=1, help="of the choice of those (default: %(default)s)")
+    math.add_argument("--eval-size", type=int, default=0, help="problems to hold out as eval.jsonl")
+    math.add_argument("--seed", type=int, default=1, help="of the choice of those")
     math.set_defaults(run=_math)
 
     for command in (smollm2, tiny, task, math):

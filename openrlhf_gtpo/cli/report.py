@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_gtpo import platform
+from openrlhf_gtpo.cli import Parser, check_output
 from openrlhf_gtpo.cli.score import add_input_flags, nested
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line import megatron_flags
@@ -39,14 +40,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python3 -m openrlhf_gtpo.cli.report", description=__doc__)
+    parser = Parser(prog="python3 -m openrlhf_gtpo.cli.report", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     run = commands.add_parser("run", help="one run: held-out reward before and after, time per step, curves")
     run.add_argument(
         "metrics", type=Path, metavar="DIR_OR_FILE", help="a metrics file, or a directory with metrics.jsonl"
     )
-    run.add_argument("--png", type=Path, metavar="OUT", help="also draw reward, entropy and response length")
+    run.add_argument(
+        "--png", type=Path, metavar="OUT", help="draw reward, entropy and response length (default: DIR/curves.png)"
+    )
     run.add_argument("--title", help="of the PNG (default: the run's path)")
     run.set_defaults(run=_run)
 
@@ -70,8 +73,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_input_flags(fp8)
     fp8.add_argument("--output", required=True, type=Path, metavar="DIR", help="gets fp8.md, fp8.png and fp8.json")
-    fp8.add_argument("--estimator", choices=_ESTIMATORS, default=_ESTIMATORS[0], help="(default: %(default)s)")
-    fp8.add_argument("--megatron.fp8", choices=MODES, default="emulated", help="(default: %(default)s)")
+    fp8.add_argument("--estimator", choices=_ESTIMATORS, default=_ESTIMATORS[0], help="of the credit")
+    fp8.add_argument("--megatron.fp8", choices=MODES, default="emulated", help="of the products")
     fp8.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="(default: all of them)")
     fp8.add_argument(
         "--layers_in_bf16",
@@ -88,19 +91,22 @@ def build_parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> None:
     from openrlhf_gtpo.report.summary import print_run_summary
 
+    folder = args.metrics.is_dir()
+    png = args.png or (args.metrics / "curves.png" if folder else None)
+    check_output("--png", png, args.metrics / "metrics.jsonl" if folder else args.metrics)
     runs = read_runs(args.metrics)
     for number, metrics in enumerate(runs, start=1):
         if len(runs) > 1:
             print(f"{args.metrics}: run {number} of {len(runs)}")
         print_run_summary(metrics)
-    if args.png:
+    if png:
         from openrlhf_gtpo.report.curves import plot_comparison, plot_run
 
         title = args.title or str(args.metrics)
         if len(runs) == 1:
-            print(plot_run(runs[0], args.png, title))
+            print(plot_run(runs[0], png, title))
         else:
-            print(plot_comparison({f"run {i}": [rows] for i, rows in enumerate(runs, start=1)}, args.png, title))
+            print(plot_comparison({f"run {i}": [rows] for i, rows in enumerate(runs, start=1)}, png, title))
 
 
 def _compare(args: argparse.Namespace) -> None:
@@ -111,6 +117,8 @@ def _compare(args: argparse.Namespace) -> None:
         label, separator, path = text.partition("=")
         if not (label and separator and path):
             raise ValueError(f"{text!r} is not LABEL=FILE: write it as gtpo={text.strip('=') or 'metrics.jsonl'}")
+        for flag, output in (("--png", args.png), ("--markdown", args.markdown)):
+            check_output(flag, output, Path(path), Path(path, "metrics.jsonl"))
         runs.setdefault(label, []).extend(read_runs(path))
     table = comparison_markdown(runs)
     print(table, end="")
@@ -126,6 +134,8 @@ def _compare(args: argparse.Namespace) -> None:
 def _watch(args: argparse.Namespace) -> None:
     from openrlhf_gtpo.report.watch import watch
 
+    if not 1 <= args.steps < 2**31:
+        raise UsageError(f"Expected --steps >= 1 and below 2^31, got {args.steps}.")
     watch(args.metrics, args.steps, args.pid)
 
 

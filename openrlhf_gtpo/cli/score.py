@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from openrlhf_gtpo import platform
+from openrlhf_gtpo.cli import Parser, RawHelpFormatter
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line import megatron_flags
 from openrlhf_gtpo.platform.processes import LaunchError, ProcessFailed, is_first_process, launched_world_size
@@ -38,14 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python3 -m openrlhf_gtpo.cli.score",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawHelpFormatter,
     )
     add_input_flags(parser)
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="appears when it is complete")
-    parser.add_argument("--dtype", choices=_DTYPES, default=_DTYPES[0], help="of the model (default: %(default)s)")
+    parser.add_argument("--dtype", choices=_DTYPES, default=_DTYPES[0], help="of the model")
     parser.add_argument(
         "--processes",
         type=int,
@@ -68,14 +69,14 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that ``report fp8`` has too."""
     parser.add_argument("--model", required=True, metavar="DIR", help="folder of a Hugging Face checkpoint")
     parser.add_argument("--input", required=True, type=Path, metavar="FILE", help="JSON lines")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of the policy (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the policy")
     parser.add_argument(
         "--max-tokens",
         "--max_tokens",
         type=int,
         default=8192,
         metavar="N",
-        help="of a micro-batch (default: %(default)s)",
+        help="of a micro-batch",
     )
 
 

@@ -140,7 +140,9 @@ def _finish(axes: Axes, title: str, y_label: str, over_steps: bool = True) -> No
         axes.set_yticks([])
         return
     low, high = axes.get_ylim()
-    axes.set_ylim(min(0.0, low), high + 0.05 * (high - min(0.0, low)))
+    if all(min(line.get_ydata()) >= 0 for line in axes.lines):  # the margin below a line of zeros is below zero
+        low = 0.0
+    axes.set_ylim(low, high + 0.05 * (high - low))
     if over_steps:
         last = max(1.0, *(float(max(line.get_xdata())) for line in axes.lines))
         axes.set_xlim(-0.04 * last, 1.04 * last)

@@ -106,7 +106,7 @@ def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict) and row.get("kind") in KINDS and isinstance(row.get("step"), int):
             key = (row["kind"], row["step"])

@@ -104,5 +104,5 @@ def _values(model: ScoreModel, source: RowFile, processes: int) -> tuple[Tensor,
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         yield from map(json.loads, lines)

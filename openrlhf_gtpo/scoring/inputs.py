@@ -145,6 +145,8 @@ def _entry(line: bytes, where: str) -> dict[str, Any]:
     for name in text:
         if not isinstance(entry[name], str):
             raise UsageError(f"{where}: {name} must be text; apply a chat template before.")
+        if any("\ud800" <= letter <= "\udfff" for letter in entry[name]):
+            raise UsageError(f"{where}: {name} has half of a surrogate pair, which is no character; remove it.")
     return entry
 
 
@@ -164,6 +166,10 @@ def check(model: ScoreModel, source: Path, target: Path, processes: int) -> RowF
         raise UsageError(f"--input {source} {'is a folder' if source.is_dir() else 'does not exist'}; give a file.")
     if target.is_dir():
         raise UsageError(f"--output {target} is a folder; name a file in it.")
+    if target.exists() and not target.is_file():  # it would be replaced, such as /dev/null
+        raise UsageError(f"--output {target} is not a regular file; name another.")
+    if target.exists() and target.samefile(source):
+        raise UsageError(f"--output {target} is the input, which would be lost; name another file.")
     if not target.parent.is_dir():
         raise UsageError(f"--output {target}: the folder {target.parent} does not exist; create it first.")
     if not Path(model.folder).is_dir():

@@ -34,18 +34,19 @@ def score(model: ScoreModel, source: RowFile, target: Path, processes: int) -> N
         processes: world size; model replicas come out even.
 
     Raises:
-        UsageError: a line that cannot be scored, or a target that cannot be written; no process has started.
+        UsageError: no line, one that cannot be scored, or a target that cannot be written; no process has started.
         LaunchError, ProcessFailed: see :func:`openrlhf_gtpo.platform.processes.run_processes`.
     """
     total = sum(1 for _ in source.rows())
+    if not total:
+        raise UsageError(f"--input {source.path} is empty; give at least one line.")
     unfinished = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         try:
             unfinished.touch()
         except OSError as error:
             raise UsageError(f"--output {target} cannot be written: {error.strerror}.") from error
-        if total:
-            run_processes(score_rank, processes, model, source, unfinished, total)
+        run_processes(score_rank, processes, model, source, unfinished, total)
         if is_first_process():
             unfinished.replace(target)
     finally:

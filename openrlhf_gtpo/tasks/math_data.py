@@ -28,14 +28,23 @@ def load_table(source: str, config: str | None = None, split: str = "train") -> 
     kind = _FILES.get(path.suffix)
     if kind is not None and not path.is_file():
         raise ValueError(f"--source {source} does not exist")
+    if kind in ("json", "csv"):
+        try:  # here, as the library's readers fail later, at a row, without the file's name
+            with path.open(encoding="utf-8") as lines:
+                empty = not sum(1 for _ in lines)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--source {source} is not UTF-8 text ({error}); convert it, as with iconv") from error
+        if empty:
+            raise ValueError(f"--source {source} is empty")
     try:
         if kind is not None:
             return datasets.load_dataset(kind, data_files=str(path), split="train")
         return datasets.load_dataset(source, config, split=split)
-    except Exception as error:  # the library's readers raise whatever their parsers do
+    except Exception as error:  # the library's readers raise whatever their parsers do, and wrap some of it
+        cause = error.__cause__ or error
         raise ValueError(
             f"--source {source} cannot be read as {', '.join(_FILES)} or as a data set of the Hugging Face hub: "
-            f"{' '.join(str(error).split()) or type(error).__name__}"
+            f"{' '.join(str(cause).split()) or type(cause).__name__}"
         ) from error
 
 
@@ -67,8 +76,9 @@ def write_math_files(
         ValueError: a column that is not there, an output folder that is not empty, or too few problems.
     """
     directory = Path(output_dir).expanduser().resolve()
-    if directory.exists() and any(directory.iterdir()):  # before the answers are read, which may take minutes
-        raise ValueError(f"--output {directory} is not empty; name a new folder or remove it")
+    # Before the answers are read, which may take minutes.
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"--output {directory} is not an empty folder; name a new folder or remove it")
     problems: dict[str, dict[str, Any]] = {}
     repeated = without_answer = 0
     for number, row in enumerate(table, 1):

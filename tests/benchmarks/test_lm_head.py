@@ -39,6 +39,9 @@ def test_every_way_gives_the_same_numbers(tmp_path: Path) -> None:
         ("--shape 0x20x30", "--shape '0x20x30' is not TxHxV"),
         ("--shape 4x4x9 --tensor-parallel 2", "--tensor-parallel 2 does not divide every vocabulary of --shape."),
         ("--repeat 0", "Expected --repeat >= 1, got 0."),
+        ("--repeat 99999999999", "Expected --repeat <= 2147483647, got 99999999999."),
+        ("--output .", "--output . is a folder; name a file in it."),
+        ("--png .", "--png . is a folder; name a file in it."),
         ("--tensor-parallel 1 0", "Expected --tensor-parallel >= 1, got 0."),
     ],
 )

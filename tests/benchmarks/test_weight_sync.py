@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 
 from openrlhf_gtpo.benchmarks.weight_sync import llama_parameters, parameters_of
 from openrlhf_gtpo.cli import benchmark
+from openrlhf_gtpo.errors import UsageError
 
 
 @pytest.mark.slow
@@ -32,6 +34,13 @@ def test_shapes_come_from_the_headers_of_safetensors(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(5), "c": torch.zeros(())}, tmp_path / "model-00001-of-00002.safetensors")
     found = {p.name: p.shape for p in parameters_of(tmp_path)}
     assert found == {"a": (5,), "b": (3, 4), "c": ()}
+
+
+def test_weights_that_are_cut_off_are_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(5)}, tmp_path / "model.safetensors")
+    os.truncate(tmp_path / "model.safetensors", 90)
+    with pytest.raises(UsageError, match="model.safetensors cannot be read"):
+        parameters_of(tmp_path)
 
 
 def test_the_shape_of_an_8b_llama() -> None:

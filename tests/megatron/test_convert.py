@@ -1,6 +1,8 @@
 """The conversion command keeps every weight and the tokenizer, and answers a user's mistake in one sentence."""
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ import torch
 from export_program import alone
 from families import make_checkpoint
 from rank_pool import RankPool
+from safetensors.torch import save_file
 from test_megatron_export import tensors
 
 from openrlhf_gtpo import platform
@@ -80,14 +83,19 @@ def test_mistakes_are_one_sentence(convert: Callable[..., Ended], source: Path, 
     full, foreign, truncated = tmp_path / "full", tmp_path / "foreign", tmp_path / "truncated"
     for folder in (full, foreign, truncated):
         folder.mkdir()
+    cut = tmp_path / "cut"
+    shutil.copytree(source, cut)
+    weights = next(cut.glob("*.safetensors"))
+    os.truncate(weights, weights.stat().st_size - 100)
     (full / "something").touch()
     (foreign / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    (foreign / "model.safetensors").touch()
+    save_file({}, foreign / "model.safetensors")
     manifest = {"format": 1, "model": {}, "dtype": "float32", "optimizer": False, "files": {"common.pt": {"size": 9}}}
     (truncated / "checkpoint.json").write_text(json.dumps(manifest))
     new = tmp_path / "new"
     mistakes = [
         (("hf-to-megatron", tmp_path / "nowhere", new), "is not a Hugging Face model: it has no config.json."),
+        (("hf-to-megatron", cut, new), f"SRC {cut}: {weights.name} cannot be read: "),
         (("hf-to-megatron", source, full), "is not empty; name a new folder."),
         (("hf-to-megatron", source, full / "something"), "is a file; name a new folder."),
         (("hf-to-megatron", foreign, new), "does not know the architecture 'gpt2'"),

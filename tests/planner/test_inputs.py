@@ -131,6 +131,18 @@ def test_a_mistake_is_one_sentence(words: str, sentence: str, capsys: pytest.Cap
     assert capsys.readouterr().err == f"plan: {sentence}\n"
 
 
+def test_a_script_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said before anything is planned."""
+    (tmp_path / "file").touch()
+    inside = tmp_path / "file" / "plan.sh"
+    for emit, problem in (
+        (tmp_path, "is a folder; name a file in it."),
+        (inside, f"cannot be written, because of {tmp_path / 'file'}; name another file."),
+    ):
+        assert plan.main(["--model", "7b", "--gpus", "8", "--emit", str(emit)]) == 2
+        assert capsys.readouterr() == ("", f"plan: --emit {emit} {problem}\n")
+
+
 def write(folder: Path, fields: Any) -> Path:
     (folder / "config.json").write_text(fields if isinstance(fields, str) else json.dumps(fields))
     return folder

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from openrlhf_gtpo.cli import plan
+from openrlhf_gtpo.model_shape import PRESETS
 from openrlhf_gtpo.planner.candidate import Candidate
 from openrlhf_gtpo.planner.cluster import parse_cluster
 from openrlhf_gtpo.planner.output import details, ranking, trainer_flags
@@ -143,12 +144,14 @@ def test_without_offload_both_must_fit_at_once() -> None:
     assert held >= 2 * 7.6e9 / 4 and off.seconds["between"] < on.seconds["between"]
 
 
-def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan.main("--model 32b --gpus 4 --gpu a100-40g --fp8 off".split()) == 2
+@pytest.mark.parametrize(
+    "cluster, nearest",
+    [("--gpus 4 --gpu a100-40g", "4 × a100-40g: the nearest, TP4"), ("--gpus 1", "1 × h100-80g: the nearest, TP1")],
+)
+def test_a_model_that_fits_nowhere(cluster: str, nearest: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(f"--model 32b {cluster} --fp8 off".split()) == 2
     message = capsys.readouterr().err
-    assert message.startswith(
-        "plan: 32b fits nowhere on 4 × a100-40g: the nearest, TP4 PP1 CP1 DP1, bf16, recompute full, is "
-    )
+    assert message.startswith(f"plan: 32b fits nowhere on {nearest} PP1 CP1 DP1, bf16, recompute full, is ")
     assert "the smallest cluster of them on which it would fit has " in message and message.count("\n") == 1
 
 
@@ -229,6 +232,19 @@ def test_a_script_that_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert ran.stdout.endswith("] gtpo_colocated -- --actor.adam.lr 5e-7\n")
     elsewhere = subprocess.run(["bash", str(path)], cwd=path.parent, env=environment, capture_output=True, text=True)
     assert elsewhere.returncode == 2 and "run this from the root of openrlhf_gtpo" in elsewhere.stderr
+
+
+def test_a_script_finds_a_local_model_from_anywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "my model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(PRESETS["tiny"]))
+    monkeypatch.chdir(tmp_path)
+    for model in ("my model", "my model/config.json"):
+        assert plan.main(["--model", model, "--gpus", "1", "--emit", "a plan.sh"]) == 0
+        assert capsys.readouterr().out.endswith(f"root: bash '{tmp_path / 'a plan.sh'}' --dry-run\n")
+        assert f'export MODEL="${{MODEL:-{folder}}}"\n' in Path("a plan.sh").read_text()
 
 
 def test_flags_of_the_script_are_the_trainer_s() -> None:

@@ -133,6 +133,7 @@ def test_runs_of_version_0_1_stay_apart(tmp_path, evaluated):
         ("hello\n", "line 1 is not"),
         ("[1]\n", "line 1"),
         ('{"a": 1}', "line 1"),
+        ("[" * 100_000, "line 1"),
     ],
 )
 def test_an_unreadable_file_is_one_sentence(tmp_path, content, message):

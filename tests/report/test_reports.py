@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from openrlhf_gtpo.cli.report import main
-from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report import curves, names
 from openrlhf_gtpo.report.curves import plot_comparison, plot_run
 from openrlhf_gtpo.report.metrics import MetricsWriter, read_runs
 from openrlhf_gtpo.report.summary import comparison_markdown, print_run_summary
@@ -52,6 +52,17 @@ def test_every_kind_of_run_is_drawn(tmp_path, settings):
     ):
         height, width = matplotlib.image.imread(png).shape[:2]
         assert width > 1200 and height > 400
+
+
+def test_a_plot_of_zeros_begins_at_zero(tmp_path, monkeypatch):
+    with closing(MetricsWriter(tmp_path / "m.jsonl")) as writer:
+        for step in (1, 2):
+            zeros = (names.REWARD_MEAN, names.ENTROPY_ALL, names.RESPONSE_LENGTH_MEAN)
+            writer.write("train", step, dict.fromkeys(zeros, 0.0))
+    limits = []
+    monkeypatch.setattr(curves, "save", lambda figure, *rest: limits.extend(axes.get_ylim() for axes in figure.axes))
+    plot_run(read_metrics(tmp_path / "m.jsonl"), tmp_path / "m.png")
+    assert [low for low, _ in limits] == [0.0] * 3 and all(high > 0 for _, high in limits)
 
 
 @pytest.mark.parametrize("settings", RUNS.values(), ids=RUNS)
@@ -124,6 +135,13 @@ def test_command_line_writes_its_files(tmp_path, capsys):
     assert markdown.read_text() in capsys.readouterr().out
 
 
+def test_a_folder_gets_its_curves(tmp_path, capsys):
+    _run(tmp_path / "metrics.jsonl")
+    assert main(["run", str(tmp_path)]) == 0
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert capsys.readouterr().out.endswith(f"{tmp_path / 'curves.png'}\n")
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -131,13 +149,18 @@ def test_command_line_writes_its_files(tmp_path, capsys):
         (["run", "{tmp}"], "metrics.jsonl"),
         (["compare", "{tmp}/a.jsonl"], "is not LABEL=FILE: write it as gtpo="),
         (["compare", "gtpo="], "is not LABEL=FILE"),
+        (["run", "{tmp}/a.jsonl", "--png", "{tmp}/a.jsonl"], "--png {tmp}/a.jsonl is the input, which would be lost"),
+        (["run", "{tmp}/a.jsonl", "--png", "{tmp}"], "--png {tmp} is a folder; name a file in it."),
+        (["compare", "gtpo={tmp}/a.jsonl", "--markdown", "{tmp}/a.jsonl"], "--markdown {tmp}/a.jsonl is the input"),
+        (["watch", "{tmp}/a.jsonl", "--pid", "1", "--steps", "0"], "Expected --steps >= 1 and below 2^31, got 0."),
+        (["watch", "{tmp}/a.jsonl", "--pid", "1", "--steps", "9" * 400], "Expected --steps >= 1 and below 2^31"),
     ],
 )
 def test_a_users_mistake_is_one_sentence_and_exit_code_2(tmp_path, capsys, arguments, message):
     _run(tmp_path / "a.jsonl")
     assert main([argument.format(tmp=tmp_path) for argument in arguments]) == 2
     error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    assert message.format(tmp=tmp_path) in error and error.count("\n") == 1
 
 
 def test_the_room_imports_no_torch():

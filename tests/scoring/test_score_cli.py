@@ -103,10 +103,18 @@ def test_a_mistake_that_a_rank_finds_is_one_sentence_too(
     assert sorted(tmp_path.iterdir()) == before and flags["--output"].read_text() == "earlier\n"
 
 
-def test_an_input_without_lines_gives_an_output_without_lines(flags: dict[str, Any]) -> None:
+def test_an_input_without_lines_is_refused(flags: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     flags["--input"].write_text("")
-    assert cli.main(argv(flags)) == 0
-    assert flags["--output"].read_text() == ""
+    refuse(flags, f"--input {flags['--input']} is empty; give at least one line.", capsys)
+
+
+def test_an_output_that_is_no_regular_file_is_not_replaced(
+    flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As root, a rename would replace a device such as /dev/null."""
+    os.mkfifo(tmp_path / "pipe")
+    refuse(flags | {"--output": tmp_path / "pipe"}, f"--output {tmp_path / 'pipe'} is not a regular file", capsys)
+    assert (tmp_path / "pipe").is_fifo()
 
 
 @pytest.mark.parametrize(
@@ -130,6 +138,7 @@ def test_an_input_without_lines_gives_an_output_without_lines(flags: dict[str, A
         (json.dumps({"tokens": [1] * 25}), "in.jsonl:2 has 25 tokens, and the model reads at most 24"),
         ('{"prompt": "", "response": "two"}', "in.jsonl:2: prompt has no token"),
         ('{"prompt": ["two"], "response": "two"}', "in.jsonl:2: prompt must be text"),
+        ('{"prompt": "\\ud800", "response": "two"}', "in.jsonl:2: prompt has half of a surrogate pair"),
         ('{"prompt": "two", "response": null}', "in.jsonl:2: response must be text"),
     ],
 )
@@ -149,6 +158,7 @@ def test_a_line_that_cannot_be_scored_is_named(
         ({"--input": "{tmp}"}, "--input {tmp} is a folder; give a file"),
         ({"--output": "{tmp}/absent/out"}, "--output {tmp}/absent/out: the folder {tmp}/absent does not exist"),
         ({"--output": "{tmp}"}, "--output {tmp} is a folder"),
+        ({"--output": "{tmp}/./in.jsonl"}, "--output {tmp}/in.jsonl is the input, which would be lost"),
         ({"--max_tokens": 0}, "Expected --max-tokens >= 1, got 0."),
         ({"--temperature": 0}, "--temperature 0 gives no probabilities"),
         ({"--temperature": "nan"}, "--temperature nan gives no probabilities"),
@@ -200,7 +210,7 @@ def test_code_of_the_checkpoint_is_not_run_unasked(
     refuse(chosen, f"--model {folder} brings Python code of its own (auto_map in its config.json)", capsys)
     assert not (tmp_path / "mark").exists()
     flags["--input"].write_text("")
-    assert cli.main([*argv(chosen), "--trust-remote-code"]) == 0
+    assert cli.main([*argv(chosen), "--trust-remote-code"]) == 2  # for its input, read after the configuration
     assert (tmp_path / "mark").exists()
 
 

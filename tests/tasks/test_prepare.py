@@ -29,6 +29,7 @@ def test_task_prints_its_directory_and_is_done_once(tmp_path, capsys):
     [
         (["--task", "produts"], "did you mean products"),
         (["--task", "products", "--task-config", "{max_digits: 2}"], "is not JSON"),
+        (["--task", "products", "--train-rows", "9" * 20], "the train rows must be at least 1 and below 2^31"),
         (["--task", "products", "--task-config", "[1]"], "is not a JSON object"),
         ([], "name a task with --task, or a preset (quickstart, smoke)"),
     ],
@@ -37,6 +38,23 @@ def test_a_users_mistake_is_one_sentence_and_exit_code_2(tmp_path, capsys, argum
     assert main(["task", "--output", str(tmp_path / "out"), *arguments]) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.jsonl", b'{"problem": "caf\xe9 1+1", "answer": "2"}\n', "a.jsonl is not UTF-8 text"),
+        ("a.csv", b"problem,answer\ncaf\xe9,2\n", "a.csv is not UTF-8 text"),
+        ("a.json", b"", "a.json is empty"),
+        ("a.jsonl", b"{\n", "a.jsonl cannot be read as"),
+    ],
+)
+def test_a_table_that_cannot_be_read(tmp_path, capsys, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    assert main(["math", "--source", str(tmp_path / name), "--output", str(tmp_path / "out")]) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("prepare")]
+    assert len(said) == 1 and message in said[0] and "while generating" not in said[0]
     assert not (tmp_path / "out").exists()
 
 

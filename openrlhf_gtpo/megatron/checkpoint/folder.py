@@ -58,7 +58,7 @@ def latest(folder: str | Path) -> Path | None:
     """
     folder = Path(folder)
     try:
-        path = folder / (folder / LATEST).read_text(encoding="utf-8").strip()
+        path = folder / (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
     # One that was being replaced in a crash is beside its place.

@@ -1,0 +1,58 @@
+"""Every command line: its usage and its help."""
+
+import argparse
+from importlib import import_module
+
+import pytest
+
+from openrlhf_gtpo.cli import Parser
+
+COMMANDS = {
+    "score": [[]],
+    "plan": [[]],
+    "report": [[], ["run"], ["compare"], ["watch"], ["fp8"]],
+    "convert": [[], ["hf-to-megatron"], ["megatron-to-hf"]],
+    "prepare": [[], ["smollm2"], ["tiny-model"], ["task"], ["math"]],
+    "benchmark": [
+        [],
+        *([name] for name in ("overhead", "actor", "lm-head", "weight-sync", "layers", "train-step", "train")),
+    ],
+}
+PARSERS = [(name, words) for name, commands in COMMANDS.items() for words in commands]
+
+
+@pytest.mark.parametrize(
+    "name, words", PARSERS, ids=lambda value: value if isinstance(value, str) else "-".join(value)
+)
+def test_a_usage_and_a_help(name: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    main = import_module(f"openrlhf_gtpo.cli.{name}").main
+    for mistake in (["--no-such-flag"], *([] if words else [[]])):
+        with pytest.raises(SystemExit) as ended:
+            main([*words, *mistake])
+        printed = capsys.readouterr()
+        assert ended.value.code == 2 and not printed.out
+        assert printed.err.startswith("usage: ") and printed.err.count("error: ") == 1
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--help"])
+    assert ended.value.code == 0 and "usage: " in capsys.readouterr().out
+
+
+def test_every_default_is_in_the_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for switches that are off, and what is left out (an output, a text)."""
+    seen: list[argparse.Action] = []
+    add = argparse._ActionsContainer._add_action
+
+    def note(self: argparse._ActionsContainer, action: argparse.Action) -> argparse.Action:
+        seen.append(action)
+        return add(self, action)
+
+    monkeypatch.setattr(argparse._ActionsContainer, "_add_action", note)
+    for name in COMMANDS:
+        with pytest.raises(SystemExit):
+            import_module(f"openrlhf_gtpo.cli.{name}").main(["--help"])
+    formatter = Parser()._get_formatter()
+    valued = [one for one in seen if one.option_strings and one.default not in (None, "", [], argparse.SUPPRESS)]
+    assert len(valued) > 80
+    for action in valued:
+        if action.default is not False:
+            assert action.help and "(default: " in formatter._get_help_string(action), action.option_strings
