@@ -152,8 +152,8 @@ def test_a_folder_gets_its_curves(tmp_path, capsys):
         (["run", "{tmp}/a.jsonl", "--png", "{tmp}/a.jsonl"], "--png {tmp}/a.jsonl is the input, which would be lost"),
         (["run", "{tmp}/a.jsonl", "--png", "{tmp}"], "--png {tmp} is a folder; name a file in it."),
         (["compare", "gtpo={tmp}/a.jsonl", "--markdown", "{tmp}/a.jsonl"], "--markdown {tmp}/a.jsonl is the input"),
-        (["watch", "{tmp}/a.jsonl", "--pid", "1", "--steps", "0"], "Expected --steps >= 1 and below 2^31, got 0."),
-        (["watch", "{tmp}/a.jsonl", "--pid", "1", "--steps", "9" * 400], "Expected --steps >= 1 and below 2^31"),
+        (["watch", "{tmp}/a.jsonl", "--pid", "0", "--steps", "0"], "Expected --steps >= 1 and below 2^31, got 0."),
+        (["watch", "{tmp}/a.jsonl", "--pid", "0", "--steps", "9" * 400], "Expected --steps >= 1 and below 2^31"),
     ],
 )
 def test_a_users_mistake_is_one_sentence_and_exit_code_2(tmp_path, capsys, arguments, message):
