@@ -6,6 +6,7 @@ Each stand-in below answers one of those questions; all can go when upstream ask
 """
 
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -52,6 +53,9 @@ def environment() -> dict[str, str]:
 def activate() -> None:
     """Make this process answer like a host whose only device is the CPU. Safe to call twice."""
     os.environ.update(environment())  # before torch, which reads OMP_WAIT_POLICY when it is loaded
+
+    # It asks for a package for 4-bit products, which OpenRLHF imports it for and no run here has.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
     import torch
 

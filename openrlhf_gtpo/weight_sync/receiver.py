@@ -1,5 +1,6 @@
 """The vLLM side of the weight transfer: a worker extension that takes buckets into the model."""
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from openrlhf_gtpo.weight_sync import transports
 from openrlhf_gtpo.weight_sync.buckets import WIRE_DTYPE, Bucket, numel, unpack
 from openrlhf_gtpo.weight_sync.receipts import Arrivals, Receipt
 from openrlhf_gtpo.weight_sync.transports import open_shared, place
+
+_RELOAD_LOG = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
 
 
 @dataclass
@@ -86,6 +89,13 @@ class WeightReceiver:
             self._load(sync.kept, sync.arrivals)
         return sync.arrivals.receipt() if sync.arrivals else None
 
+    def _is_news(self, record: logging.LogRecord) -> bool:
+        """Not that nothing came for what has no weight of its own: rotary tables, and a head tied to the embedding."""
+        if record.msg != "%s: Failed to load weights" or not isinstance(record.args, tuple):
+            return True
+        tied = getattr(self.model_runner.model_config.hf_config, "tie_word_embeddings", False)
+        return not str(record.args[0]).endswith(("RotaryEmbedding", "ParallelLMHead") if tied else "RotaryEmbedding")
+
     def _rank_in_engine(self) -> int:
         return torch.distributed.get_rank()
 
@@ -102,6 +112,7 @@ class WeightReceiver:
                 self.model_runner.get_model().load_weights(weights)
                 torch.cuda.synchronize()
                 return
+            _RELOAD_LOG.addFilter(self._is_news)  # which it has already, from the second time on
             self.model_runner.reload_weights(weights_iterator=weights)
             # On CPU vLLM computes logits from a packed copy of the head's weight. A head tied to the embedding gets no
             # weight of its own in a reload, which updates the shared weight and leaves the copy stale. Can go once a

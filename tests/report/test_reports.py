@@ -61,7 +61,7 @@ def test_a_plot_of_zeros_begins_at_zero(tmp_path, monkeypatch):
             writer.write("train", step, dict.fromkeys(zeros, 0.0))
     limits = []
     monkeypatch.setattr(curves, "save", lambda figure, *rest: limits.extend(axes.get_ylim() for axes in figure.axes))
-    plot_run(read_metrics(tmp_path / "m.jsonl"), tmp_path / "m.png")
+    plot_run(read_runs(tmp_path / "m.jsonl")[-1], tmp_path / "m.png")
     assert [low for low, _ in limits] == [0.0] * 3 and all(high > 0 for _, high in limits)
 
 

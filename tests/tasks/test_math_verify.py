@@ -193,7 +193,7 @@ def test_a_data_set_is_cleaned_and_split(tmp_path, capsys):
     first = next(row for row in train + held_out if row["label"] == "1")
     assert first["input"].startswith("What is 0 + 1? Please reason") and first["input"].endswith(r"\boxed{}.")
     assert main([*flags, "--output", str(tmp_path / "out")]) == 2
-    assert "is not empty" in capsys.readouterr().err
+    assert "is not an empty folder" in capsys.readouterr().err
 
 
 def test_nested_columns_and_messages_are_taken_as_they_are(tmp_path):

@@ -3,7 +3,9 @@
 The processes and their gloo group are real; vLLM's model is a plain one.
 """
 
+import logging
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from weight_workers import SHAPES, assert_arrived, start_engine, weights
 from openrlhf_gtpo.weight_sync.buckets import ParameterMeta, TensorBuckets
 from openrlhf_gtpo.weight_sync.process_engine import ProcessEngine
 from openrlhf_gtpo.weight_sync.receipts import WeightSyncError
+from openrlhf_gtpo.weight_sync.receiver import WeightReceiver
 from openrlhf_gtpo.weight_sync.sender import WeightSender
 
 PARAMETERS = [ParameterMeta(name, shape) for name, shape in SHAPES.items()]
@@ -86,3 +89,20 @@ def test_every_worker_gets_every_tensor_and_its_death_ends_the_transfer(start: S
     engines[0].processes[0].kill()
     with pytest.raises((RuntimeError, EOFError, OSError)):
         group.send(bucketed(weights(2)))
+
+
+@pytest.mark.parametrize(
+    ("layer", "tied", "said"),
+    [
+        ("Llama3RotaryEmbedding", False, False),
+        ("ParallelLMHead", True, False),
+        ("ParallelLMHead", False, True),
+        ("QKVParallelLinear", True, True),
+    ],
+)
+def test_vllm_warns_of_layers_that_should_have_got_weights_alone(layer: str, tied: bool, said: bool) -> None:
+    worker = WeightReceiver()
+    config = SimpleNamespace(tie_word_embeddings=tied)
+    worker.model_runner = SimpleNamespace(model_config=SimpleNamespace(hf_config=config))
+    record = logging.LogRecord("vllm", logging.WARNING, "", 1, "%s: Failed to load weights", (layer,), None)
+    assert worker._is_news(record) == said

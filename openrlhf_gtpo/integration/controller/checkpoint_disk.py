@@ -10,7 +10,9 @@ from safetensors import safe_open
 
 from openrlhf_gtpo.errors import UsageError
 
-_BYTES = 2 + 12  # of a parameter: bfloat16 weights; float32 weights and two moments of Adam
+# Of a parameter: in bfloat16; and in float32 with two moments of Adam.
+_WEIGHT_BYTES = 2
+_STATE_BYTES = 12
 
 
 def writes_checkpoints(args: SimpleNamespace) -> bool:
@@ -19,13 +21,13 @@ def writes_checkpoints(args: SimpleNamespace) -> bool:
 
 
 def check_room(args: SimpleNamespace) -> None:
-    """Refuse folders of results that cannot be written, and a disk on which not even one checkpoint fits, where the
-    model's size and the room are known.
+    """Refuse folders of results that cannot be written, and a disk on which the trained model or not even one
+    checkpoint fits, where the model's size and the room are known.
 
     Quotas are not seen here. A disk with room for one checkpoint and not for ``--ckpt.max_num`` passes.
 
     Raises:
-        UsageError: a folder cannot be written, or one checkpoint does not fit.
+        UsageError: a folder cannot be written, or what goes there does not fit.
     """
     for flag, path in (("--ckpt.output_dir", args.ckpt.output_dir), ("--ckpt.path", args.ckpt.path)):
         there = _existing(path)
@@ -33,20 +35,25 @@ def check_room(args: SimpleNamespace) -> None:
             raise UsageError(f"{flag} {path} cannot be a folder, as {there} is a file; give another path.")
         if not os.access(there, os.W_OK | os.X_OK):
             raise UsageError(f"{flag} {path} cannot be written, as {there} is not writable; give another path.")
-    parameters = parameters_of(args.actor.model_name_or_path) if writes_checkpoints(args) else None
+    parameters = parameters_of(args.actor.model_name_or_path)
     if parameters is None:
         return
-    free, needed = free_bytes(args.ckpt.path), checkpoint_bytes(parameters)
-    if free is not None and free < needed:
-        raise UsageError(
-            f"--ckpt.path {args.ckpt.path} is on a disk with {gigabytes(free)} free, and one checkpoint of "
-            f"{args.actor.model_name_or_path} takes about {gigabytes(needed)}; free some, or change --ckpt.path."
-        )
+    needs = [("--ckpt.output_dir", args.ckpt.output_dir, "the trained model", parameters * _WEIGHT_BYTES)]
+    if writes_checkpoints(args):
+        what = f"one checkpoint of {args.actor.model_name_or_path}"
+        needs.append(("--ckpt.path", args.ckpt.path, what, checkpoint_bytes(parameters)))
+    for flag, path, what, needed in needs:
+        free = free_bytes(path)
+        if free is not None and free < needed:
+            raise UsageError(
+                f"{flag} {path} is on a disk with {gigabytes(free)} free, and {what} takes about {gigabytes(needed)}; "
+                f"free some, or change {flag}."
+            )
 
 
 def checkpoint_bytes(parameters: int) -> int:
     """Size of a checkpoint, from below: weights and the optimizer's states."""
-    return parameters * _BYTES
+    return parameters * (_WEIGHT_BYTES + _STATE_BYTES)
 
 
 def parameters_of(model: str | None) -> int | None:

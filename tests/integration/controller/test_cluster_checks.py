@@ -142,6 +142,11 @@ def test_a_disk_on_which_no_checkpoint_fits_is_refused(model, tmp_path, monkeypa
         saving("Qwen/Qwen2.5-7B", tmp_path),
     ):
         check_room(unchecked)
+    free = 15107 * 2 - 1
+    with pytest.raises(
+        UsageError, match=r"--ckpt.output_dir .*, and the trained model takes about 0\.0 MB; free some"
+    ):
+        check_room(saving(model, tmp_path, save_steps=-1))
 
 
 def task_error(cause: BaseException) -> BaseException:
