@@ -94,7 +94,7 @@ def _train_until_stopped(argv: list[str], folder: Path, hold: Hold) -> None:
         metrics = folder / "metrics.jsonl"
         try:
             until(
-                lambda: metrics.exists() and metrics.read_text().count("\n") >= 1 or run.poll() is not None,
+                lambda: metrics.exists() and '"train"' in metrics.read_text() or run.poll() is not None,
                 600,
                 "a step",
             )

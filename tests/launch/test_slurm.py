@@ -24,6 +24,16 @@ while [[ "$1" != --submit ]]; do shift; done
 exec ray job submit --address "$2" -- bash -c 'touch {started}; setsid bash -c "sleep 4321 & sleep 4322" & sleep 4323'
 """
 
+# A training that makes a step a second, follows a request to stop, and once requeued comes to its end.
+STOPPABLE = """
+while [[ "$1" != --ckpt.stop_file ]]; do shift; done
+((SLURM_RESTART_COUNT == 0)) || exit 0
+touch {started}
+until [[ -e "$2" ]]; do sleep 1; done
+rm "$2"
+exit 75
+"""
+
 # A Ray whose nodes join by a file in a folder; its dashboard takes every job.
 STAND_IN = """#!{python}
 import http.server, json, os, signal, sys
@@ -143,3 +153,17 @@ def test_a_node_that_is_lost_requeues_no_more_than_it_may(
     assert job.state() == "FAILED" and cluster.restarts(job.number) == 0
     assert "Ray on the node n2 has ended" in job.log, job.everything
     assert "the job has lost nodes (n2), and MAX_REQUEUES is 0: look at n2" in job.log
+
+
+def test_a_request_to_stop_is_handed_on_and_requeues_whatever_the_limit(
+    cluster: SlurmCluster, tmp_path: Path, path: str
+) -> None:
+    launcher = tmp_path / "launcher.sh"
+    launcher.write_text(STOPPABLE.format(started=tmp_path / "started"))
+    job = submit(cluster, tmp_path, launcher, SETUP=path, MAX_REQUEUES="0")
+    until(lambda: (tmp_path / "started").exists() or job.ended(), 300, "training starts")
+    cluster.run("scancel", "--signal=USR1", "--batch", job.number)
+    until(lambda: cluster.restarts(job.number) == 1 or job.ended(), 300, "a requeue")
+    until(job.ended, 300, "the job ends")
+    assert job.state() == "COMPLETED" and cluster.restarts(job.number) == 1, job.everything
+    assert not [*tmp_path.glob("run/slurm/*/stop")] and len([*tmp_path.glob("run/slurm/*-[01]")]) == 2

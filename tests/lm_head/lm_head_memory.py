@@ -1,4 +1,4 @@
-"""Measures how far resident memory rises during a call at T = 32768; run in a process of its own, prints JSON.
+"""Measures how far resident memory rises during a call at T = 16384; run in a process of its own, prints JSON.
 
 Usage: MALLOC_MMAP_THRESHOLD_=65536 python lm_head_memory.py
 Tiles are given the size they have off the CPU, so that the budget alone limits them. Linux with glibc: the peak is
@@ -12,13 +12,13 @@ import torch
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy, tiles
 from openrlhf_gtpo.platform.memory import PeakMemory
 
-TOKENS, WIDTH, COLUMNS = 32768, 64, 4096
+TOKENS, WIDTH, COLUMNS = 16384, 64, 4096
 MIB = 2**20
-# (dtype, what it does, budget in MiB). In 10 MiB a float32 d_hidden of 8 MiB leaves too little room, and turns follow.
+# (dtype, what it does, budget in MiB). In 5 MiB a float32 d_hidden of 4 MiB leaves too little room, and turns follow.
 CASES = [
     (dtype, what, budget)
     for dtype in ("bfloat16", "float32")
-    for what, budget in (("forward", 64), ("log_prob", 64), ("both", 64), ("both", 10), ("main_grad", 10))
+    for what, budget in (("forward", 32), ("log_prob", 32), ("both", 32), ("both", 5), ("main_grad", 5))
 ]
 
 
