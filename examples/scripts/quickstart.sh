@@ -1,23 +1,25 @@
 #!/usr/bin/env bash
 # Trains a small language model with GTPO through OpenRLHF, Ray, vLLM and DeepSpeed or Megatron, without a GPU.
 #
-#   bash examples/scripts/quickstart.sh                     SmolLM2-135M-Instruct on one-digit products, under 20 minutes
-#   bash examples/scripts/quickstart.sh --smoke             a tiny model made on the spot, under 4 minutes
+#   bash examples/scripts/quickstart.sh                     SmolLM2-135M-Instruct on one-digit products, 6 to 10 minutes
+#   bash examples/scripts/quickstart.sh --smoke             a tiny model made on the spot, about 90 seconds
 #   bash examples/scripts/quickstart.sh --estimator grpo_s  or group_norm, dr_grpo, rloo, reinforce_baseline
 #   bash examples/scripts/quickstart.sh --task gcd          another reasoning-gym task
 #   bash examples/scripts/quickstart.sh --model DIR         another Hugging Face checkpoint
 #   bash examples/scripts/quickstart.sh --reward FILE.py    a reward function of your own
 #   bash examples/scripts/quickstart.sh --backend megatron --tensor-parallel 3 --pipeline-parallel 2
 #   bash examples/scripts/quickstart.sh --steps 40 --seed 2 --output DIR -- --actor.adam.lr 5e-6
+#   bash examples/scripts/quickstart.sh --resume            with the same flags: goes on with a run that was interrupted
 #
 # What follows -- goes to the trainer as it is. Results: DIR/metrics.jsonl, DIR/curves.png, DIR/model; the log is
 # DIR/train.log. Made once and kept in .cache/quickstart: the converted model and the task's files.
 
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+from="$PWD"
 cd "$root"
 
-estimator=gtpo steps='' seed=1 task='' task_config='' model='' reward='' output='' smoke=false
+estimator=gtpo steps='' seed=1 task='' task_config='' model='' reward='' output='' smoke=false resume=false
 backend=deepspeed tensor_parallel=1 pipeline_parallel=1
 refuse() {
     printf 'quickstart: %s\n' "$*" >&2
@@ -26,6 +28,7 @@ refuse() {
 while (($# > 0)); do
     case "$1" in
         --smoke) smoke=true ;;
+        --resume) resume=true ;;
         --estimator | --steps | --seed | --task | --task-config | --model | --reward | --output | \
             --backend | --tensor-parallel | --pipeline-parallel)
             (($# > 1)) || refuse "$1 needs a value."
@@ -41,7 +44,7 @@ while (($# > 0)); do
             shift
             break
             ;;
-        *) refuse "unknown flag $1; known: --smoke --estimator --steps --seed --task --task-config --model --reward --output --backend --tensor-parallel --pipeline-parallel, and -- before flags of the trainer." ;;
+        *) refuse "unknown flag $1; known: --smoke --resume --estimator --steps --seed --task --task-config --model --reward --output --backend --tensor-parallel --pipeline-parallel, and -- before flags of the trainer." ;;
     esac
     shift
 done
@@ -53,6 +56,10 @@ for size in "--tensor-parallel $tensor_parallel" "--pipeline-parallel $pipeline_
     [[ "$backend" == megatron || "${size#* }" == 1 ]] || refuse "$size needs --backend megatron."
 done
 
+for path in model reward output; do # from where the caller is
+    [[ -z "${!path}" ]] || printf -v "$path" '%s' "$(cd "$from" && realpath -ms "${!path}")"
+done
+
 # shellcheck source=examples/scripts/setup_env.sh
 source examples/scripts/setup_env.sh
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
@@ -60,17 +67,21 @@ export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 
 if $smoke; then
     kind=smoke steps="${steps:-3}" prompts=8 samples=4 max_new_tokens=8 learning_rate=1e-4
-    eval_samples=4 maker=tiny-model cached=tiny-model
+    eval_samples=4 save_steps=1 maker=tiny-model cached=tiny-model
 else
     kind=quickstart steps="${steps:-10}" prompts=16 samples=8 max_new_tokens=32 learning_rate=2e-5
-    eval_samples=16 maker=smollm2 cached=smollm2-135m-instruct
+    eval_samples=16 save_steps=2 maker=smollm2 cached=smollm2-135m-instruct
 fi
 name="$kind-$estimator-${task:-products}"
 [[ "$backend" == deepspeed ]] || name="$name-megatron-tp$tensor_parallel-pp$pipeline_parallel"
 output="${output:-runs/$name-seed$seed}"
 mkdir -p "$output" || refuse "--output $output cannot be made."
 output="$(cd "$output" && pwd)"
-[[ ! -e "$output/metrics.jsonl" ]] || refuse "$output holds an earlier run; give --output another folder or remove it."
+if $resume; then
+    [[ -e "$output/metrics.jsonl" ]] || refuse "$output holds no run to go on with; leave --resume out."
+elif [[ -e "$output/metrics.jsonl" ]]; then
+    refuse "$output holds an earlier run; go on with it by --resume, give --output another folder, or remove it."
+fi
 
 if [[ -z "$model" ]]; then
     model="$root/.cache/quickstart/$cached"
@@ -136,19 +147,29 @@ log_args=(
     --logger.tensorboard_dir "$output/tensorboard"
     --ckpt.output_dir "$output/model"
     --ckpt.path "$output/checkpoints"
+    --ckpt.save_steps "$save_steps"
+    --ckpt.max_num 2
+    --ckpt.load_enable
     --ckpt.best_metric_key none
 )
 
 printf '[quickstart] %s on %s, %s steps; log: %s\n' "$estimator" "$task" "$steps" "$output/train.log" >&2
 python3 -m openrlhf_gtpo.cli.train_ppo_ray \
-    "${train_args[@]}" "${data_args[@]}" "${rollout_args[@]}" "${log_args[@]}" "$@" >"$output/train.log" 2>&1 &
+    "${train_args[@]}" "${data_args[@]}" "${rollout_args[@]}" "${log_args[@]}" "$@" >>"$output/train.log" 2>&1 &
 trainer=$!
-trap 'kill "$trainer" 2>/dev/null || true; wait "$trainer" 2>/dev/null || true' EXIT INT TERM
-python3 -m openrlhf_gtpo.cli.report watch "$output/metrics.jsonl" --steps "$steps" --pid "$trainer"
+stopped=0 # the status of whom a signal ends: jobs of a script ignore Ctrl-C, so it is handed on as SIGTERM
+trap 'stopped=143; kill "$trainer" 2>/dev/null || true' TERM EXIT
+trap 'stopped=130; kill "$trainer" 2>/dev/null || true' INT
+python3 -m openrlhf_gtpo.cli.report watch "$output/metrics.jsonl" --steps "$steps" --pid "$trainer" &
+watcher=$!
 status=0
+wait "$watcher" || wait "$watcher" || true # a signal ends the first one
 wait "$trainer" || status=$?
 trap - EXIT INT TERM
-if ((status != 0)); then
+if ((stopped)); then
+    printf '[quickstart] stopped; the same command with --resume goes on from the last checkpoint.\n' >&2
+    exit "$stopped"
+elif ((status != 0)); then
     grep -E '^train_ppo_ray' "$output/train.log" >&2 || tail -n 20 "$output/train.log" >&2
     printf '[quickstart] training ended with exit code %s; the whole log: %s\n' "$status" "$output/train.log" >&2
     exit "$status"
@@ -157,3 +178,11 @@ python3 -m openrlhf_gtpo.cli.report run "$output" --png "$output/curves.png" --t
 if $smoke; then
     printf 'A smoke run shows that the whole pipeline works; it is too short, and its model too small, to show learning.\n'
 fi
+question='...'
+[[ "$task" != products ]] || question='What is 3 * 4?'
+cat <<END
+
+The model is in $output/model. Ask it, from here, with .venv active:
+  python3 -m openrlhf_gtpo.cli.ask $output/model "$question"
+Load it: AutoModelForCausalLM.from_pretrained("$output/model") in Transformers, vllm serve $output/model in vLLM.
+END

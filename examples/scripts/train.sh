@@ -105,6 +105,9 @@ done
 [[ "$STEPS" =~ ^([1-9][0-9]*)?$ ]] || refuse "STEPS is '$STEPS'; it must be a positive number, or empty for one pass over the data."
 [[ "$SAVE_STEPS" =~ ^(-1|[1-9][0-9]*)$ ]] || refuse "SAVE_STEPS is '$SAVE_STEPS'; it must be a positive number, or -1 for never."
 [[ "$PLACEMENT" == colocated || "$PLACEMENT" == split ]] || refuse "PLACEMENT is '$PLACEMENT'; it must be colocated or split."
+[[ "$FP8" =~ ^(hybrid|e4m3|emulated)?$ ]] || refuse "FP8 is '$FP8'; it must be hybrid or e4m3, or empty for BF16."
+[[ "$FP8_RECIPE" =~ ^(blockwise|tensorwise|delayed)$ ]] || refuse "FP8_RECIPE is '$FP8_RECIPE'; it must be blockwise, tensorwise or delayed."
+[[ "$RECOMPUTE" =~ ^(none|selective|full)$ ]] || refuse "RECOMPUTE is '$RECOMPUTE'; it must be none, selective or full."
 OUTPUT="$(realpath -m "$OUTPUT")"
 
 if $cpu; then
@@ -235,10 +238,14 @@ if $dry_run; then
     done
     (($# == 0)) || line+="$(printf ' \\\n  ' && printf ' %q' "$@")"
     printf '%s\n' "${line:1}"
+fi
+missing=''
+[[ -e "$DATA" || ! "$DATA" =~ \.(jsonl|json|csv|parquet)$ ]] || missing="DATA=$DATA is not there; bash examples/scripts/train.sh --help says how it is made."
+if $dry_run; then
+    [[ -z "$missing" ]] || $cpu || printf '%s: %s\n' "$name" "$missing" >&2
     exit 0
 fi
-
-[[ -e "$DATA" || ! "$DATA" =~ \.(jsonl|json|csv|parquet)$ ]] || refuse "DATA=$DATA is not there; bash examples/scripts/train.sh --help says how it is made."
+[[ -z "$missing" ]] || refuse "$missing"
 mkdir -p "$OUTPUT" 2>/dev/null || refuse "OUTPUT=$OUTPUT cannot be made."
 exec "${command[@]}" "${algorithm_args[@]}" "${model_args[@]}" "${data_args[@]}" "${rollout_args[@]}" "${train_args[@]}" \
     "${placement_args[@]}" "${log_args[@]}" "$@"

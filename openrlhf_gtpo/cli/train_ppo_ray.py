@@ -10,7 +10,7 @@ from openrlhf_gtpo.integration.run import train
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; the exit status: 0 when it ended well, 2 for a mistake in the command line, 1 where training cannot go on
-    (bad data, a full disk, a dead node), 75 where it was asked to stop and saved a checkpoint."""
+    (bad data, a full disk, a dead node), 75 where it was asked to stop and saved a checkpoint, 130 after Ctrl-C."""
     try:
         train(sys.argv[1:] if argv is None else argv)
     except UsageError as error:
@@ -22,6 +22,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StoppedOnRequest as error:
         print(f"train_ppo_ray stopped: {error}", file=sys.stderr)
         return STOPPED_STATUS
+    except KeyboardInterrupt:
+        print(
+            "train_ppo_ray stopped: interrupted; with --ckpt.load_enable it goes on from its last checkpoint.",
+            file=sys.stderr,
+        )
+        return 130
     return 0
 
 

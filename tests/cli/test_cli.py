@@ -8,6 +8,7 @@ import pytest
 from openrlhf_gtpo.cli import Parser
 
 COMMANDS = {
+    "ask": [[]],
     "score": [[]],
     "plan": [[]],
     "report": [[], ["run"], ["compare"], ["watch"], ["fp8"]],

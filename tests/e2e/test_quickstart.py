@@ -1,6 +1,7 @@
 """The README's command as written: would catch a launcher whose flags, files or reports do not fit together."""
 
-import json
+import re
+import shlex
 import subprocess
 import time
 from contextlib import suppress
@@ -9,7 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from openrlhf_gtpo.cli import ask
+from openrlhf_gtpo.integration import run
+from openrlhf_gtpo.integration.command_line import host
 from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.metrics import read_runs
 from tests.e2e.conftest import ROOT
 from tests.e2e.phases import check_phases
 
@@ -46,31 +51,49 @@ def own_seconds(run: psutil.Popen, timeout: float) -> float:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_smoke_run_ends_with_a_table_and_curves(tmp_path: Path) -> None:
+def test_a_smoke_run_is_stopped_resumed_and_ends_with_a_table_curves_and_a_model(tmp_path: Path) -> None:
     output = tmp_path / "run"
+    command = ["bash", str(SCRIPT), "--smoke", "--steps", "4", "--output", str(output)]
+    command += ["--", "--algo.advantage.is_correction_level", "token", "--train.colocate_all"]
+    command += ["--vllm.enable_prefix_caching", "--vllm.sync_checksum"]
+    saved = output / "checkpoints" / "_actor" / "latest"
+
+    shell = psutil.Popen(command, stderr=subprocess.PIPE, text=True)
+    started = time.monotonic()
+    while not saved.exists():  # which the first step leaves
+        assert shell.poll() is None and time.monotonic() - started < 400
+        time.sleep(0.2)
+    processes = shell.children(recursive=True)
+    shell.terminate()
+    progress = shell.communicate(timeout=60)[1]  # 15 s on two cores of its own
+    assert shell.returncode == 143 and "--resume goes on" in progress and "Traceback" not in progress
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert not alive
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 2 and "holds an earlier run; go on with it by --resume" in again.stderr
+
+    command.insert(3, "--resume")
     with (tmp_path / "stdout").open("w") as stdout, (tmp_path / "stderr").open("w") as stderr:
-        command = ["bash", str(SCRIPT), "--smoke", "--output", str(output)]
-        command += ["--", "--algo.advantage.is_correction_level", "token", "--train.colocate_all"]
-        command += ["--vllm.enable_prefix_caching", "--vllm.sync_checksum"]
-        run = psutil.Popen(command, stdout=stdout, stderr=stderr)
-        seconds = own_seconds(run, timeout=800)
+        shell = psutil.Popen(command, stdout=stdout, stderr=stderr)
+        seconds = own_seconds(shell, timeout=800)
     printed, progress = (tmp_path / "stdout").read_text(), (tmp_path / "stderr").read_text()
-    assert run.returncode == 0, progress[-3000:]
+    assert shell.returncode == 0, progress[-3000:]
     assert seconds < 240  # what the script promises; about 90 on two cores of its own
     assert "products" in printed and "curves.png" in printed
-    assert "step 3/3" in progress  # a line per step where there is no terminal
+    assert "step 4/4" in progress  # a line per step where there is no terminal
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert (output / "model" / "model.safetensors").exists()
-    metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    [metrics] = read_runs(output)
+    metrics = [entry for entry in metrics if entry["kind"] != names.KIND_RUN]
     assert [(m["kind"], m["step"]) for m in metrics] == [
-        ("run", 0), ("eval", 0), ("train", 1), ("train", 2), ("train", 3), ("eval", 3), ("run", 3)
+        ("eval", 0), ("train", 1), ("train", 2), ("train", 3), ("train", 4), ("eval", 4)
     ]  # fmt: skip
-    for step in metrics[2:5]:
+    for step in metrics[1:5]:
         for name in (names.ENTROPY_ALL, names.SHARES_STD, names.ADVANTAGE_MAX, names.CLIP_FRACTION):
             assert step[name] is not None
         assert step[names.tokens_per_second("generation")] > 0
         assert abs(step["vllm_kl"]) < 0.05  # vLLM and the trainer agree on what was sampled
     check_phases(metrics[3:5])
+    assert ask.answer(str(output / "model"), "What is 2 * 3?", max_tokens=4)
 
 
 @pytest.mark.parametrize(
@@ -89,3 +112,20 @@ def test_wrong_flag_is_one_sentence_before_anything_is_set_up(flags: list[str], 
     assert ended.returncode == 2
     assert ended.stderr.startswith("quickstart: ") and message in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_the_readmes_own_command_is_accepted(
+    tiny_model: Path, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command for a model, data and a reward of one's own as printed, with files for its names."""
+    readme = (ROOT / "README.md").read_text()
+    block = next(text for text in re.findall(r"```bash\n(.*?)```", readme, re.S) if "train_ppo_ray" in text)
+    reward = tmp_path / "reward.py"
+    reward.write_text(re.search(r"```python\n(.*?)```", readme, re.S).group(1))  # type: ignore[union-attr]
+    files = {"MODEL": tiny_model, "DATA.jsonl": task / "train.jsonl", "REWARD.py": reward}
+    command = next(line for line in block.replace("\\\n", " ").splitlines() if "train_ppo_ray" in line)
+    monkeypatch.chdir(tmp_path)
+    args = run.parse([str(files.get(word, word)) for word in shlex.split(command)[3:]])
+    run.check(args)
+    assert sum(host.gpus_of(args)) == 2  # as many processes on a laptop

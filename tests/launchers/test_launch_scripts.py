@@ -127,6 +127,7 @@ def test_what_a_cluster_runs_has_absolute_paths(tmp_path: Path) -> None:
         (["--submit"], {}, "--submit needs the address"),
         ([], {"ALGORITHM": "ppo"}, "ALGORITHM is 'ppo'; it must be gtpo, grpo_s, grpo, dapo or gspo."),
         ([], {"PLACEMENT": "both"}, "PLACEMENT is 'both'; it must be colocated or split."),
+        ([], {"FP8": "yes"}, "FP8 is 'yes'; it must be hybrid or e4m3, or empty for BF16."),
         ([], {"TENSOR_PARALLEL": "two"}, "TENSOR_PARALLEL is 'two'; it must be a positive number."),
         ([], {"STEPS": "0"}, "STEPS is '0'"),
         ([], {"SAVE_STEPS": "often"}, "SAVE_STEPS is 'often'"),
@@ -188,7 +189,7 @@ ONLY_PRINTED = {"BASH_FUNC_source%%": "() { :; }", "BASH_FUNC_python3%%": '() { 
 
 @pytest.mark.parametrize(
     ("flags", "label_key", "reward"),
-    [([], "scorer_label", "reasoning_gym_reward.py"), (["--smoke", "--reward", "mine.py"], "label", "mine.py")],
+    [([], "scorer_label", "reasoning_gym_reward.py"), (["--smoke", "--reward", "mine.py"], "label", "/mine.py")],
 )
 def test_the_quickstart_gives_a_reward_of_ones_own_the_answers(
     tmp_path: Path, flags: list[str], label_key: str, reward: str
@@ -197,5 +198,6 @@ def test_the_quickstart_gives_a_reward_of_ones_own_the_answers(
     assert done.returncode == 0, done.stderr
     command = shlex.split((tmp_path / "train.log").read_text())
     assert command[command.index("--data.label_key") + 1] == label_key
-    assert command[command.index("--reward.remote_url") + 1].endswith(reward)
+    given = command[command.index("--reward.remote_url") + 1]
+    assert given.endswith(reward) and ("--reward" not in flags or given == reward)  # from where the script is called
     assert ("to show learning" in done.stdout) == ("--smoke" in flags)

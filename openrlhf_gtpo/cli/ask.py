@@ -1,0 +1,54 @@
+"""`python3 -m openrlhf_gtpo.cli.ask MODEL QUESTION`: what a model answers, such as one that was just trained.
+
+The question goes through the model's chat template, where it has one. The answer is the likeliest, token by token.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from openrlhf_gtpo.cli import Parser
+from openrlhf_gtpo.errors import UsageError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the answer; 0, or 2 after one sentence on stderr for what the user got wrong."""
+    parser = Parser(prog="python3 -m openrlhf_gtpo.cli.ask", description=__doc__)
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face checkpoint: a folder, or a name on the hub")
+    parser.add_argument("question", metavar="QUESTION")
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="of the answer")
+    args = parser.parse_args(argv)
+    try:
+        print(answer(args.model, args.question, args.max_tokens))
+    except UsageError as error:
+        print(f"ask: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def answer(model: str, question: str, max_tokens: int) -> str:
+    """The text that the checkpoint ``model`` answers ``question`` with, by greedy decoding.
+
+    Raises:
+        UsageError: no checkpoint that can be read, an empty question, or no room for an answer.
+    """
+    from transformers import AutoModelForCausalLM, pipeline
+    from transformers.utils import logging
+
+    from openrlhf_gtpo.integration.command_line.input_checks import check_model, load_tokenizer
+
+    if max_tokens < 1:
+        raise UsageError(f"Expected --max-tokens >= 1, got {max_tokens}.")
+    if not question.strip():
+        raise UsageError("The question is empty.")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    check_model(model, "MODEL")
+    tokenizer = load_tokenizer(model, "MODEL")
+    generate = pipeline("text-generation", AutoModelForCausalLM.from_pretrained(model), tokenizer=tokenizer)
+    asked = [{"role": "user", "content": question}] if tokenizer.chat_template else question
+    [made] = generate(asked, max_new_tokens=max_tokens, do_sample=False, return_full_text=False)
+    return made["generated_text"].strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
