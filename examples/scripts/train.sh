@@ -3,7 +3,7 @@
 #
 #   bash examples/scripts/train.sh PRESET [--dry-run] [--cpu] [--submit URL] [--help] [-- FLAGS]
 #
-#   --dry-run       print the resolved command, an argument group a line, and start nothing
+#   --dry-run       print the resolved command, a flag a line, and start nothing
 #   --cpu           the same run in small, for a host without a GPU
 #   --submit URL    hand the run to a Ray cluster, `ray job submit --address URL`, instead of starting a Ray here
 #   --help          what the preset says of itself, then this
@@ -230,22 +230,21 @@ fi
 command=("$(command -v python3 || printf python3)" -m "${program[@]:-openrlhf_gtpo.cli.train_ppo_ray}")
 [[ -z "$submit" ]] || command=(ray job submit --address "$submit" -- "${command[@]}")
 
-if $dry_run; then
-    printf -v line ' %q' "${command[@]}"
-    for group in algorithm_args model_args data_args rollout_args train_args placement_args log_args; do
-        declare -n words="$group"
-        ((${#words[@]} == 0)) || line+="$(printf ' \\\n  ' && printf ' %q' "${words[@]}")"
-    done
-    (($# == 0)) || line+="$(printf ' \\\n  ' && printf ' %q' "$@")"
-    printf '%s\n' "${line:1}"
-fi
+words=("${algorithm_args[@]}" "${model_args[@]}" "${data_args[@]}" "${rollout_args[@]}" "${train_args[@]}" "${placement_args[@]}"
+    "${log_args[@]}" "$@")
 missing=''
 [[ -e "$DATA" || ! "$DATA" =~ \.(jsonl|json|csv|parquet)$ ]] || missing="DATA=$DATA is not there; bash examples/scripts/train.sh --help says how it is made."
 if $dry_run; then
+    printf -v line ' %q' "${command[@]}"
+    for word in "${words[@]}"; do
+        [[ "$word" != --* ]] || line+=$' \\\n   '
+        printf -v word ' %q' "$word"
+        line+="$word"
+    done
+    printf '%s\n' "${line:1}"
     [[ -z "$missing" ]] || $cpu || printf '%s: %s\n' "$name" "$missing" >&2
     exit 0
 fi
 [[ -z "$missing" ]] || refuse "$missing"
 mkdir -p "$OUTPUT" 2>/dev/null || refuse "OUTPUT=$OUTPUT cannot be made."
-exec "${command[@]}" "${algorithm_args[@]}" "${model_args[@]}" "${data_args[@]}" "${rollout_args[@]}" "${train_args[@]}" \
-    "${placement_args[@]}" "${log_args[@]}" "$@"
+exec "${command[@]}" "${words[@]}"

@@ -65,7 +65,7 @@ def test_a_smoke_run_is_stopped_resumed_and_ends_with_a_table_curves_and_a_model
         time.sleep(0.2)
     processes = shell.children(recursive=True)
     shell.terminate()
-    progress = shell.communicate(timeout=60)[1]  # 15 s on two cores of its own
+    progress = shell.communicate(timeout=120)[1]
     assert shell.returncode == 143 and "--resume goes on" in progress and "Traceback" not in progress
     _, alive = psutil.wait_procs(processes, timeout=30)
     assert not alive
