@@ -20,6 +20,8 @@ CLIP_FRACTION = "clip/fraction"
 GROUPS_UNIFORM = "groups/uniform"  # groups whose rows all succeed or all fail
 GROUPS_TOTAL = "groups/total"
 RESPONSE_LENGTH_MEAN = "response_length/mean"  # tokens
+SAMPLE = "sample"  # a prompt and its response as one text, its last letters; in metrics.jsonl alone
+SAMPLE_REWARD = "sample_reward"
 WARNING_PREFIX = "warning/"  # texts, of the steps of which they are true; in metrics.jsonl alone
 
 FP8_PREFIX = "fp8/"  # an audit: the fields of algorithms.ErrorBudget

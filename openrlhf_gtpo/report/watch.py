@@ -20,6 +20,7 @@ from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import datasource_of, held_out_names, read_runs
 
 _POLL_SECONDS = 0.5
+_SAMPLE_LETTERS = 80
 
 
 def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> None:
@@ -53,6 +54,11 @@ def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> N
                     progress.update(bar, description="sampling and training the first step")
                 if not console.is_terminal or entry["kind"] == names.KIND_EVAL:
                     console.print(f"step {entry['step']}/{steps}  {line}", highlight=False)
+                if names.SAMPLE in entry:
+                    text = " ".join(entry[names.SAMPLE].split())
+                    ending = text if len(text) <= _SAMPLE_LETTERS else f"…{text[-_SAMPLE_LETTERS:]}"
+                    sample = f"  for example, with reward {entry[names.SAMPLE_REWARD]:.2f}: {ending}"
+                    console.print(sample, markup=False, highlight=False, soft_wrap=True)
             shown = max(shown, len(entries))
             if running:
                 time.sleep(_POLL_SECONDS)

@@ -80,7 +80,9 @@ def test_a_smoke_run_is_stopped_resumed_and_ends_with_a_table_curves_and_a_model
     assert shell.returncode == 0, progress[-3000:]
     assert seconds < 240  # what the script promises; about 90 on two cores of its own
     assert "products" in printed and "curves.png" in printed
-    assert "step 4/4" in progress  # a line per step where there is no terminal
+    assert (
+        "for example, with reward" in progress and "step 4/4" in progress
+    )  # a line per step where there is no terminal
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
     [metrics] = read_runs(output)
     metrics = [entry for entry in metrics if entry["kind"] != names.KIND_RUN]
@@ -91,6 +93,7 @@ def test_a_smoke_run_is_stopped_resumed_and_ends_with_a_table_curves_and_a_model
         for name in (names.ENTROPY_ALL, names.SHARES_STD, names.ADVANTAGE_MAX, names.CLIP_FRACTION):
             assert step[name] is not None
         assert step[names.tokens_per_second("generation")] > 0
+        assert "assistant" in step[names.SAMPLE] and 0 <= step[names.SAMPLE_REWARD] <= 1
         assert abs(step["vllm_kl"]) < 0.05  # vLLM and the trainer agree on what was sampled
     check_phases(metrics[3:5])
     assert ask.answer(str(output / "model"), "What is 2 * 3?", max_tokens=4)

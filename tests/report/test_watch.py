@@ -30,7 +30,8 @@ def test_describe_names_the_held_out_task_and_leaves_out_what_is_absent() -> Non
 
 def test_watch_prints_every_line_and_ends_with_the_process(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    lines = [json.dumps({"kind": "eval", "step": 0, "eval_gcd_pass1": 0.1}), json.dumps(TRAIN)]
+    sampled = TRAIN | {names.SAMPLE: f"{'long ' * 40}What is\n[3 * 4]? 12", names.SAMPLE_REWARD: 1.0}
+    lines = [json.dumps({"kind": "eval", "step": 0, "eval_gcd_pass1": 0.1}), json.dumps(sampled)]
     script = f"import time; time.sleep(1); open({str(path)!r}, 'w').write({chr(10).join(lines)!r} + chr(10))"
     trainer = subprocess.Popen([sys.executable, "-c", script])
     output = io.StringIO()
@@ -41,6 +42,7 @@ def test_watch_prints_every_line_and_ends_with_the_process(tmp_path: Path) -> No
     assert output.getvalue().splitlines() == [
         "step 0/4  held-out reward gcd 0.100",
         "step 1/4  reward 0.25  entropy 1.50  length 12  seconds 20.4",
+        f"  for example, with reward 1.00: …{('long ' * 40 + 'What is [3 * 4]? 12')[-80:]}",
     ]
 
 

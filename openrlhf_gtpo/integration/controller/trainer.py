@@ -28,6 +28,7 @@ _FRESH = {"episode": 0, "global_step": 0, "total_consumed_prompts": 0, "data_loa
 
 _COMPARE_WITHIN_GROUPS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")  # of upstream's estimators
 _MOSTLY = 0.9  # of a step's responses
+_SAMPLE_LETTERS = 2000  # of a step's sample, from its end
 
 _UpstreamTrainer: Any = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
 
@@ -128,7 +129,10 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
                 logs[names.tokens_per_second(phase)] = self.costs.response_tokens / logs[names.timing(phase)]
         if self.metrics_writer:
             numbers = {name: value for name, value in logs.items() if is_number(value)}
-            self.metrics_writer.write(names.KIND_TRAIN, global_step, numbers | self.warnings)
+            sample = dict(zip((names.SAMPLE, names.SAMPLE_REWARD), logs.get("generated_samples", ())))
+            if sample:
+                sample[names.SAMPLE] = sample[names.SAMPLE][-_SAMPLE_LETTERS:]
+            self.metrics_writer.write(names.KIND_TRAIN, global_step, numbers | sample | self.warnings)
         ckpt, save_steps, stopping = self.args.ckpt, self.args.ckpt.save_steps, stop.requested(self.args)
         if stopping:
             ckpt.save_steps = 1  # upstream saves where the step divides by it
