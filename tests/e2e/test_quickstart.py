@@ -16,6 +16,7 @@ from openrlhf_gtpo.integration.command_line import host
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import read_runs
 from tests.e2e.conftest import ROOT
+from tests.e2e.holding import Hold
 from tests.e2e.phases import check_phases
 
 SCRIPT = ROOT / "examples" / "scripts" / "quickstart.sh"
@@ -53,9 +54,12 @@ def own_seconds(run: psutil.Popen, timeout: float) -> float:
 @pytest.mark.slow
 def test_a_smoke_run_is_stopped_resumed_and_ends_with_a_table_curves_and_a_model(tmp_path: Path) -> None:
     output = tmp_path / "run"
-    command = ["bash", str(SCRIPT), "--smoke", "--steps", "4", "--output", str(output)]
+    output.mkdir()
+    hold = Hold(output)
+    hold.after(1)
+    command = ["bash", str(SCRIPT), "--smoke", "--steps", "4", "--output", str(output), "--reward", str(hold.reward)]
     command += ["--", "--algo.advantage.is_correction_level", "token", "--train.colocate_all"]
-    command += ["--vllm.enable_prefix_caching", "--vllm.sync_checksum"]
+    command += ["--vllm.enable_prefix_caching", "--vllm.sync_checksum", "--data.label_key", "scorer_label"]
     saved = output / "checkpoints" / "_actor" / "latest"
 
     shell = psutil.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -72,6 +76,7 @@ def test_a_smoke_run_is_stopped_resumed_and_ends_with_a_table_curves_and_a_model
     again = subprocess.run(command, capture_output=True, text=True)
     assert again.returncode == 2 and "holds an earlier run; go on with it by --resume" in again.stderr
 
+    hold.release()
     command.insert(3, "--resume")
     with (tmp_path / "stdout").open("w") as stdout, (tmp_path / "stderr").open("w") as stderr:
         shell = psutil.Popen(command, stdout=stdout, stderr=stderr)
