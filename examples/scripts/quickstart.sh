@@ -154,18 +154,18 @@ log_args=(
 )
 
 printf '[quickstart] %s on %s, %s steps; log: %s\n' "$estimator" "$task" "$steps" "$output/train.log" >&2
-python3 -m openrlhf_gtpo.cli.train_ppo_ray \
+setsid python3 -m openrlhf_gtpo.cli.train_ppo_ray \
     "${train_args[@]}" "${data_args[@]}" "${rollout_args[@]}" "${log_args[@]}" "$@" >>"$output/train.log" 2>&1 &
 trainer=$!
-stopped=0 # the status of whom a signal ends: jobs of a script ignore Ctrl-C, so it is handed on as SIGTERM
-trap 'stopped=143; kill "$trainer" 2>/dev/null || true' TERM EXIT
+stopped=0 # Ctrl-C must reach the script alone, hence setsid: engines and workers that it ends make the trainer fail
+trap 'stopped=143; kill "$trainer" 2>/dev/null || true' TERM HUP EXIT
 trap 'stopped=130; kill "$trainer" 2>/dev/null || true' INT
 python3 -m openrlhf_gtpo.cli.report watch "$output/metrics.jsonl" --steps "$steps" --pid "$trainer" &
 watcher=$!
 status=0
 wait "$watcher" || wait "$watcher" || true # a signal ends the first one
 wait "$trainer" || status=$?
-trap - EXIT INT TERM
+trap - EXIT HUP INT TERM
 if ((stopped)); then
     printf '[quickstart] stopped; the same command with --resume goes on from the last checkpoint.\n' >&2
     exit "$stopped"

@@ -184,7 +184,11 @@ def test_the_planners_script_has_its_fp8(tmp_path: Path) -> None:
 
 
 # Bash functions of the environment: nothing is installed, and each command of Python's prints its arguments.
-ONLY_PRINTED = {"BASH_FUNC_source%%": "() { :; }", "BASH_FUNC_python3%%": '() { printf "%s\\n" "$*"; }'}
+ONLY_PRINTED = {
+    "BASH_FUNC_source%%": "() { :; }",
+    "BASH_FUNC_setsid%%": '() { "$@"; }',
+    "BASH_FUNC_python3%%": '() { printf "%s\\n" "$*"; }',
+}
 
 
 @pytest.mark.parametrize(
