@@ -74,9 +74,8 @@ else
 fi
 name="$kind-$estimator-${task:-products}"
 [[ "$backend" == deepspeed ]] || name="$name-megatron-tp$tensor_parallel-pp$pipeline_parallel"
-output="${output:-runs/$name-seed$seed}"
+output="${output:-$root/runs/$name-seed$seed}"
 mkdir -p "$output" || refuse "--output $output cannot be made."
-output="$(cd "$output" && pwd)"
 if $resume; then
     [[ -e "$output/metrics.jsonl" ]] || refuse "$output holds no run to go on with; leave --resume out."
 elif [[ -e "$output/metrics.jsonl" ]]; then
@@ -154,6 +153,8 @@ log_args=(
 )
 
 printf '[quickstart] %s on %s, %s steps; log: %s\n' "$estimator" "$task" "$steps" "$output/train.log" >&2
+touch "$output/train.log"
+logged="$(wc -c <"$output/train.log")" # by an earlier start
 setsid python3 -m openrlhf_gtpo.cli.train_ppo_ray \
     "${train_args[@]}" "${data_args[@]}" "${rollout_args[@]}" "${log_args[@]}" "$@" >>"$output/train.log" 2>&1 &
 trainer=$!
@@ -170,11 +171,11 @@ if ((stopped)); then
     printf '[quickstart] stopped; the same command with --resume goes on from the last checkpoint.\n' >&2
     exit "$stopped"
 elif ((status != 0)); then
-    grep -E '^train_ppo_ray' "$output/train.log" >&2 || tail -n 20 "$output/train.log" >&2
+    tail -c "+$((logged + 1))" "$output/train.log" | grep -E '^train_ppo_ray' >&2 || tail -n 20 "$output/train.log" >&2
     printf '[quickstart] training ended with exit code %s; the whole log: %s\n' "$status" "$output/train.log" >&2
     exit "$status"
 fi
-python3 -m openrlhf_gtpo.cli.report run "$output" --png "$output/curves.png" --title "$estimator on $task, seed $seed"
+python3 -m openrlhf_gtpo.cli.report run "$output" --title "$estimator on $task, seed $seed"
 if $smoke; then
     printf 'A smoke run shows that the whole pipeline works; it is too short, and its model too small, to show learning.\n'
 fi

@@ -205,3 +205,12 @@ def test_the_quickstart_gives_a_reward_of_ones_own_the_answers(
     given = command[command.index("--reward.remote_url") + 1]
     assert given.endswith(reward) and ("--reward" not in flags or given == reward)  # from where the script is called
     assert ("to show learning" in done.stdout) == ("--smoke" in flags)
+
+
+def test_the_quickstart_names_the_mistake_of_this_start_alone(tmp_path: Path) -> None:
+    said = '() { case "$*" in *train_ppo_ray*) echo "train_ppo_ray: now."; return 2 ;; esac; }'
+    (tmp_path / "train.log").write_text("train_ppo_ray: before.\n")
+    done = run_script("quickstart.sh", "--output", str(tmp_path), **ONLY_PRINTED | {"BASH_FUNC_python3%%": said})
+    assert done.returncode == 2
+    assert "train_ppo_ray: now." in done.stderr and "before" not in done.stderr
+    assert "before" in (tmp_path / "train.log").read_text()
