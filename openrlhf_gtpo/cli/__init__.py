@@ -38,8 +38,10 @@ def check_output(flag: str, path: Path | None, *sources: Path) -> None:
         return
     if path.is_dir():
         raise UsageError(f"{flag} {path} is a folder; name a file in it.")
-    if any(os.path.exists(path) and os.path.exists(source) and path.samefile(source) for source in sources):
-        raise UsageError(f"{flag} {path} is the input, which would be lost; name another file.")
     there = next(part for part in (path, *path.parents) if os.path.exists(part))
-    if not os.access(there, os.W_OK) or not (there.is_file() if there == path else there.is_dir()):
+    if there == path and not path.is_file():  # such as /dev/null, which a command may replace
+        raise UsageError(f"{flag} {path} is not a regular file; name another.")
+    if there == path and any(os.path.exists(source) and path.samefile(source) for source in sources):
+        raise UsageError(f"{flag} {path} is the input, which would be lost; name another file.")
+    if not os.access(there, os.W_OK) or (there != path and not there.is_dir()):
         raise UsageError(f"{flag} {path} cannot be written, because of {there}; name another file.")

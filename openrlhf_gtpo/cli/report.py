@@ -159,6 +159,7 @@ def _fp8(args: argparse.Namespace) -> None:
     model = ScoreModel(args.model, "megatron", layout, temperature=args.temperature, max_tokens=args.max_tokens)
     args.output.mkdir(parents=True, exist_ok=True)
     page = args.output / "fp8.json"
+    check_output("--output", page, args.input)
     processes = layout.model_parallel_size
     for fp8 in candidates.values():
         source = check(replace(model, fp8=fp8), args.input, page, processes)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.cli import Parser, RawHelpFormatter
+from openrlhf_gtpo.cli import Parser, RawHelpFormatter, check_output
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line import megatron_flags
 from openrlhf_gtpo.platform.processes import LaunchError, ProcessFailed, is_first_process, launched_world_size
@@ -96,6 +96,7 @@ def _score(args: argparse.Namespace) -> None:
     from openrlhf_gtpo.scoring.score import score
 
     check_openrlhf()
+    check_output("--output", args.output, args.input)
     flags = nested(args)
     layout = megatron_flags.layout_of(flags)
     processes = args.processes

@@ -164,12 +164,6 @@ def check(model: ScoreModel, source: Path, target: Path, processes: int) -> RowF
         raise UsageError(f"Expected --processes >= 1, got {processes}.")
     if not source.is_file():
         raise UsageError(f"--input {source} {'is a folder' if source.is_dir() else 'does not exist'}; give a file.")
-    if target.is_dir():
-        raise UsageError(f"--output {target} is a folder; name a file in it.")
-    if target.exists() and not target.is_file():  # it would be replaced, such as /dev/null
-        raise UsageError(f"--output {target} is not a regular file; name another.")
-    if target.exists() and target.samefile(source):
-        raise UsageError(f"--output {target} is the input, which would be lost; name another file.")
     if not target.parent.is_dir():
         raise UsageError(f"--output {target}: the folder {target.parent} does not exist; create it first.")
     if not Path(model.folder).is_dir():

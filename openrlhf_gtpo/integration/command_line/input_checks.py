@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.report.metrics import read_runs
 
 # Where a checkpoint may name Python code of its own.
 _CONFIGURATIONS = (
@@ -75,8 +76,6 @@ def check_metrics_file(args: SimpleNamespace) -> None:
     Raises:
         UsageError: ``--logger.metrics_path`` holds such a run.
     """
-    from openrlhf_gtpo.report.metrics import read_runs
-
     path, resumes = args.logger.metrics_path, args.ckpt.load_enable
     if not path or (resumes and (Path(args.ckpt.path) / "_actor" / "latest").exists()):
         return
