@@ -1,11 +1,13 @@
 """Upstream's command line as upstream reads it, the same one as this package reads it, and values for its flags."""
 
 import argparse
+import json
 import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,6 +16,8 @@ from openrlhf_gtpo.integration.command_line import flags, upstream_parser
 
 # The least that upstream accepts: its default estimator (gae) wants a reward to copy its critic from.
 BASE = ("--reward.remote_url", "reward.py", "--vllm.num_engines", "1")
+
+ROWS = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(4)]
 
 
 class FixedClock(datetime):
@@ -129,3 +133,9 @@ def words(action: argparse.Action, flag: str) -> list[str]:
         values = ["alpha", "beta"]
     count = action.nargs if isinstance(action.nargs, int) else 2 if action.nargs in ("*", "+") else 1
     return [flag, *values[:count]]
+
+
+def table(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """A data set of JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

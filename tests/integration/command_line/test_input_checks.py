@@ -1,0 +1,376 @@
+"""What a run is given (models, rewards, data) is refused in one sentence before any engine starts, or works."""
+
+import json
+import socket
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from command_lines import ROWS, argv_of, table
+
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.integration.command_line.checks import check_every_run, check_inputs
+from openrlhf_gtpo.integration.command_line.input_checks import check_metrics_file
+from openrlhf_gtpo.integration.controller.step_costs import dense_shape
+from openrlhf_gtpo.integration.run import parse
+from openrlhf_gtpo.report.metrics import MetricsWriter
+
+pytestmark = pytest.mark.usefixtures("no_engine")
+
+
+# ── The model ──
+
+
+def folder(path: Path, **files: str) -> Path:
+    path.mkdir()
+    for name, text in files.items():
+        (path / name.replace("_json", ".json")).write_text(text)
+    return path
+
+
+def test_a_model_that_is_not_there(refused: Callable[..., str], tmp_path: Path) -> None:
+    flag = "--actor.model_name_or_path"
+    assert refused({flag: None}) == f"{flag} is missing; give a Hugging Face checkpoint."
+    assert refused({flag: tmp_path / "nowhere"}) == f"{flag} {tmp_path / 'nowhere'} does not exist."
+    assert "is not a Hugging Face checkpoint" in refused({flag: "no-such-user/no-such-model"})
+    assert "without config.json" in refused({flag: folder(tmp_path / "empty")})
+    assert "no weights" in refused({flag: folder(tmp_path / "config", config_json='{"model_type": "llama"}')})
+
+
+@pytest.mark.parametrize("config", ["{", "[]", '{"model_type": "no_such_model"}', "{}"])
+def test_a_model_whose_configuration_cannot_be_read(refused: Callable[..., str], tmp_path: Path, config: str) -> None:
+    path = folder(tmp_path / "broken", config_json=config, model_safetensors="")
+    (path / "model_safetensors").rename(path / "model.safetensors")
+    assert "is not a Hugging Face checkpoint that can be read" in refused({"--actor.model_name_or_path": path})
+
+
+def copy_model(model: Path, path: Path, *without: str) -> Path:
+    path.mkdir()
+    for file in model.iterdir():
+        if not file.name.startswith(without):
+            (path / file.name).write_bytes(file.read_bytes())
+    return path
+
+
+def test_a_model_whose_weights_are_cut_off(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
+    path = copy_model(model, tmp_path / "short")
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    message = refused({"--actor.model_name_or_path": path})
+    assert "model.safetensors" in message and "cannot be read" in message
+
+
+def test_a_model_without_a_tokenizer(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
+    path = copy_model(model, tmp_path / "mute", "tokenizer", "special_tokens")
+    assert "has no tokenizer that can be read" in refused({"--actor.model_name_or_path": path})
+
+
+def test_a_tokenizer_of_another_model(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
+    path = copy_model(model, tmp_path / "mixed")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"vocab_size": 94}))
+    message = refused({"--actor.model_name_or_path": path})
+    assert "has embeddings for 94 tokens (vocab_size in its config.json), but its tokenizer has 95" in message
+
+
+def test_a_chat_template_that_is_not_there(refused: Callable[..., str]) -> None:
+    assert "chat_template" in refused({"--data.apply_chat_template": True})
+
+
+def test_a_vision_language_model(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
+    path = copy_model(model, tmp_path / "sees")
+    (path / "config.json").write_text('{"model_type": "qwen2_vl", "vision_config": {}}')
+    assert "is a vision-language model" in refused({"--actor.model_name_or_path": path})
+
+
+# ── A checkpoint with code of its own ──
+
+
+@pytest.fixture
+def with_code(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """A copy of the model where one configuration file names a class in a file that leaves a mark when imported."""
+
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+    def make(file: str) -> Path:
+        path = copy_model(model, tmp_path / "with_code")
+        mark = f"open({str(tmp_path / 'mark')!r}, 'w').close()\n"
+        imports = "from transformers import LlamaConfig as C, PreTrainedTokenizerFast as T\n"
+        (path / "own.py").write_text(f"{imports}{mark}class Config(C): ...\nclass Tokenizer(T): ...\n")
+        named = {"AutoConfig": "own.Config"}
+        if file == "tokenizer_config.json":
+            named = {"AutoTokenizer": ["own.Tokenizer", "own.Tokenizer"]}
+        target = path / file
+        fields = json.loads(target.read_text()) if target.exists() else {}
+        target.write_text(json.dumps(fields | {"auto_map": named}))
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "processor_config.json"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"--algo.advantage.estimator": "group_norm"}, {"--actor.backend": "megatron"}]
+)
+def test_code_of_a_checkpoint_is_not_run_unasked(
+    refused: Callable[..., str], with_code: Callable[[str], Path], tmp_path: Path, changes: dict[str, Any], file: str
+) -> None:
+    path = with_code(file)
+    message = refused({"--actor.model_name_or_path": path} | changes)
+    assert message.startswith(
+        f"--actor.model_name_or_path {path} brings Python code of its own (auto_map in its {file})"
+    )
+    assert "give --actor.trust_remote_code" in message
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_of_a_checkpoint_is_run_where_the_flag_is_given(
+    command: dict[str, Any], with_code: Callable[[str], Path], tmp_path: Path, file: str
+) -> None:
+    trusted = {"--actor.model_name_or_path": with_code(file), "--actor.trust_remote_code": True}
+    # A prompt longer in bytes than there is room for has to be tokenised.
+    rows = table(tmp_path / "long.jsonl", [{"question": "é" * 30, "answer": ""}])
+    args = parse(argv_of(command | trusted | {"--data.prompt_dataset": rows}))
+    check_every_run(args)
+    check_inputs(args)
+    assert (tmp_path / "mark").exists()
+
+
+def test_code_of_every_model_that_is_named_is_looked_for(
+    refused: Callable[..., str], with_code: Callable[[str], Path]
+) -> None:
+    path = with_code("config.json")
+    reward = {"--reward.remote_url": None, "--reward.model_name_or_path": path}
+    assert refused(reward).startswith(f"--reward.model_name_or_path {path} brings Python code")
+    critic = {"--algo.advantage.estimator": "gae", "--critic.model_name_or_path": path}
+    assert refused(critic).startswith(f"--critic.model_name_or_path {path} brings Python code")
+
+
+def test_code_of_a_model_of_the_hub(
+    refused: Callable[..., str], with_code: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = tmp_path / "cache" / "models--someone--something"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    (cached / "snapshots").mkdir()
+    with_code("config.json").rename(cached / "snapshots" / ("0" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cached.parent))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    message = refused({"--actor.model_name_or_path": "someone/something"})
+    assert message.startswith("--actor.model_name_or_path someone/something brings Python code of its own")
+    assert not (tmp_path / "mark").exists()
+
+
+def test_counting_a_models_work_runs_no_code_of_its_own(with_code: Callable[[str], Path], tmp_path: Path) -> None:
+    path = with_code("config.json")
+    known = dense_shape(str(path))
+    assert known is not None and known.model_type == "llama"
+    fields = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(fields | {"model_type": "own"}))
+    assert dense_shape(str(path)) is None
+    assert not (tmp_path / "mark").exists()
+
+
+# ── The reward ──
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def reward_func(queries, prompts, labels:\n", "cannot be imported: SyntaxError"),
+        ("import a_module_that_is_not_there\n", "cannot be imported: ModuleNotFoundError"),
+        ("raise RuntimeError('no key')\n", "cannot be imported: RuntimeError: no key"),
+        ("import sys\nsys.exit(3)\n", "cannot be imported: SystemExit: 3"),
+        ("raise ValueError('two\\nlines')\n", "cannot be imported: ValueError: two lines"),
+        ("def reward(queries, prompts, labels): ...\n", "defines no reward_func"),
+        ("reward_func = 3\n", "defines no reward_func"),
+        ("def reward_func(queries, prompts): ...\n", "which it does not take: too many positional arguments."),
+        ("def reward_func(q, p, labels, scale): ...\n", "does not take: missing a required argument: 'scale'."),
+    ],
+)
+def test_a_reward_function_that_cannot_be_used(
+    refused: Callable[..., str], tmp_path: Path, source: str, message: str
+) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text(source)
+    found = refused({"--reward.remote_url": path})
+    assert found.startswith(f"--reward.remote_url {path}") and message in found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def reward_func(queries, prompts, labels, scale=1): ...\n",
+        "def reward_func(*lists): ...\n",
+        "class Reward:\n    def __call__(self, q, p, ls): ...\n\n\nreward_func = Reward()\n",
+        "reward_func = max\n",
+    ],
+)
+def test_a_reward_function_that_takes_three_lists(command: dict[str, Any], tmp_path: Path, source: str) -> None:
+    (tmp_path / "reward.py").write_text(source)
+    check_inputs(parse(argv_of(command)))
+
+
+def test_a_reward_that_is_not_there(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert refused({"--reward.remote_url": tmp_path / "no.py"}).endswith("no.py does not exist.")
+    assert refused({"--reward.remote_url": None}).startswith("There is no reward: give --reward.remote_url")
+    assert "--reward.model_name_or_path" in refused(
+        {"--reward.remote_url": None, "--reward.model_name_or_path": tmp_path / "no"}
+    )
+
+
+def test_a_reward_server_that_does_not_answer(refused: Callable[..., str]) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]  # bound, but nobody listens
+        for url in (f"http://127.0.0.1:{port}/get_reward", f"127.0.0.1:{port}"):
+            message = refused({"--reward.remote_url": url})
+            assert message.startswith(f"--reward.remote_url {url}: no reward server answers there")
+    assert "no reward server answers there" in refused({"--reward.remote_url": "http://127.0.0.1:99999/"})
+
+
+def test_an_agent_that_cannot_be_used(refused: Callable[..., str], tmp_path: Path) -> None:
+    agent = tmp_path / "agent.py"
+    assert "does not exist" in refused({"--train.agent_func_path": agent})
+    agent.write_text("class Agent: ...\n")
+    assert "defines no AgentExecutor" in refused({"--train.agent_func_path": agent})
+
+
+# ── The data ──
+
+
+@pytest.fixture(params=["--data.prompt_dataset", "--eval.dataset"])
+def data_flag(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_a_data_set_that_is_not_there(refused: Callable[..., str], data_flag: str, tmp_path: Path) -> None:
+    for name in ("no.jsonl", "no_folder"):
+        assert refused({data_flag: tmp_path / name}) == f"{data_flag} {tmp_path / name} does not exist."
+    assert refused({data_flag: "./no_folder"}) == f"{data_flag} ./no_folder does not exist."
+
+
+def test_no_data_set(refused: Callable[..., str]) -> None:
+    assert refused({"--data.prompt_dataset": None}) == "--data.prompt_dataset is missing; give a data set."
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("empty.jsonl", "", "is empty"),
+        ("blank.jsonl", "\n\n", ""),
+        ("header.csv", "question,answer\n", "has no rows"),
+        ("broken.jsonl", '{"question": "a", "answer": \n', "cannot be read as jsonl"),
+        ("text.parquet", "this is no parquet file", "cannot be read as parquet"),
+        ("text.arrow", "this is no arrow file", "cannot be read as arrow"),
+        ("script.py", "import os\n", "cannot be read as a data set: Dataset scripts are no longer supported"),
+        (
+            "latin.jsonl",
+            '{"question": "caf\xe9", "answer": "a"}\n',
+            "is not in UTF-8 ('utf-8' codec can't decode byte",
+        ),
+        ("latin.csv", "question,answer\ncaf\xe9,a\n", "cannot be read as csv: 'utf-8' codec can't decode byte 0xe9"),
+    ],
+)
+def test_a_data_set_that_cannot_be_read(
+    refused: Callable[..., str], data_flag: str, tmp_path: Path, name: str, text: str, message: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(text, encoding="latin-1")
+    found = refused({data_flag: path})
+    assert found.startswith(f"{data_flag} {path}") and message in found
+
+
+def test_a_folder_of_data(
+    refused: Callable[..., str], command: dict[str, Any], data_flag: str, tmp_path: Path
+) -> None:
+    """An empty one is refused; one of files, and one that datasets saved, are looked into."""
+    empty = folder(tmp_path / "empty")
+    assert refused({data_flag: empty}).startswith(f"{data_flag} {empty} cannot be read as a data set: ")
+    files, saved = folder(tmp_path / "files"), tmp_path / "saved"
+    rows = table(files / "train.jsonl", ROWS)
+    check_inputs(parse(argv_of(command | {data_flag: files})))
+    datasets.Dataset.from_list(ROWS).save_to_disk(saved)
+    check_inputs(parse(argv_of(command | {data_flag: saved})))
+    splits = tmp_path / "splits"
+    datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)).save_to_disk(splits)
+    split = data_flag.replace("_dataset", "_split").replace(".dataset", ".split")
+    assert refused({data_flag: splits, split: "test"}).endswith(f"no split 'test' ({split}); it has train.")
+    table(rows, [{"text": "a"}])
+    assert "has no column 'question'" in refused({data_flag: files})
+
+
+def test_a_data_set_without_the_columns(refused: Callable[..., str], data_flag: str, tmp_path: Path) -> None:
+    path = table(tmp_path / "other.jsonl", [{"text": "a", "answer": "b"}])
+    assert refused({data_flag: path}).endswith("has no column 'question' (--data.input_key); it has text, answer.")
+    path = table(tmp_path / "more.jsonl", [{"question": "a"}])
+    assert refused({data_flag: path}).endswith("has no column 'answer' (--data.label_key); it has question.")
+
+
+def test_a_data_set_without_the_split(refused: Callable[..., str]) -> None:
+    assert "has no split 'test' (--data.prompt_split)" in refused({"--data.prompt_split": "test"})
+
+
+@pytest.mark.parametrize("content", [None, 7, ["a"]])
+def test_a_prompt_that_is_no_text(refused: Callable[..., str], data_flag: str, tmp_path: Path, content: Any) -> None:
+    rows = [*ROWS, {"question": content, "answer": "b"}] if content is None else [{"question": content, "answer": "b"}]
+    path = table(tmp_path / "odd.jsonl", rows)
+    found = refused({data_flag: path})
+    assert found.startswith(f"{data_flag} {path}: the prompt of row {len(rows) - 1} ")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "", "answer": "b"}, "the prompt of row 4 is empty; drop that row."),
+        (
+            {"question": "a", "answer": None},
+            "row 4 has no label ('answer' of --data.label_key is null); drop that row.",
+        ),
+    ],
+)
+def test_a_row_with_a_gap(
+    refused: Callable[..., str], data_flag: str, tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
+    path = table(tmp_path / "gap.jsonl", [*ROWS, row])
+    assert refused({data_flag: path}).startswith(f"{data_flag} {path}: {message}")
+
+
+def test_a_prompt_that_does_not_fit(refused: Callable[..., str], data_flag: str, tmp_path: Path) -> None:
+    path = table(tmp_path / "long.jsonl", [*ROWS, {"question": "x" * 49, "answer": ""}])
+    found = refused({data_flag: path})
+    assert found.startswith(f"{data_flag} {path}: the prompt of row 4 has 49 tokens, but --data.max_len 64 with ")
+    assert "leaves 48" in found
+
+
+def test_a_prompt_that_just_fits(command: dict[str, Any], tmp_path: Path) -> None:
+    path = table(tmp_path / "fits.jsonl", [{"question": "x" * 48, "answer": ""}])
+    check_inputs(parse(argv_of(command | {"--data.prompt_dataset": path})))
+
+
+def test_every_one_of_several_data_sets_is_looked_at(refused: Callable[..., str], tmp_path: Path) -> None:
+    good = table(tmp_path / "good.jsonl", ROWS)
+    assert refused({"--data.prompt_dataset": f"{good},{tmp_path}/no.jsonl"}).endswith("no.jsonl does not exist.")
+
+
+def test_metrics_of_another_run_are_not_added_to(command: dict[str, Any], tmp_path: Path) -> None:
+    metrics, checkpoints = tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
+    command |= {"--logger.metrics_path": metrics, "--ckpt.path": checkpoints}
+    with closing(MetricsWriter(metrics)) as writer:
+        writer.begin(0, {"seed": 1})
+        writer.write("train", 1, {})
+
+        resumed = argv_of(command | {"--ckpt.load_enable": True})
+        check_metrics_file(parse(resumed))  # it died before its first checkpoint
+        with pytest.raises(UsageError, match="holds a run of 1 steps, and --ckpt.load_enable is not given"):
+            check_metrics_file(parse(argv_of(command)))
+        writer.end()
+    with pytest.raises(UsageError, match=f"and --ckpt.path {checkpoints} has no checkpoint to go on with it"):
+        check_metrics_file(parse(resumed))
+    (checkpoints / "_actor").mkdir(parents=True)
+    (checkpoints / "_actor" / "latest").write_text("global_step1")
+    check_metrics_file(parse(resumed))
