@@ -62,6 +62,8 @@ done
 
 # shellcheck source=examples/scripts/setup_env.sh
 source examples/scripts/setup_env.sh
+# shellcheck source=examples/scripts/watched_run.sh
+source examples/scripts/watched_run.sh
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 
@@ -153,37 +155,11 @@ log_args=(
 )
 
 printf '[quickstart] %s on %s, %s steps; log: %s\n' "$estimator" "$task" "$steps" "$output/train.log" >&2
-touch "$output/train.log"
-logged="$(wc -c <"$output/train.log")" # by an earlier start
-setsid python3 -m openrlhf_gtpo.cli.train_ppo_ray \
-    "${train_args[@]}" "${data_args[@]}" "${rollout_args[@]}" "${log_args[@]}" "$@" >>"$output/train.log" 2>&1 &
-trainer=$!
-stopped=0 # Ctrl-C must reach the script alone, hence setsid: engines and workers that it ends make the trainer fail
-trap 'stopped=143; kill "$trainer" 2>/dev/null || true' TERM HUP EXIT
-trap 'stopped=130; kill "$trainer" 2>/dev/null || true' INT
-python3 -m openrlhf_gtpo.cli.report watch "$output/metrics.jsonl" --steps "$steps" --pid "$trainer" &
-watcher=$!
-status=0
-wait "$watcher" || wait "$watcher" || true # a signal ends the first one
-wait "$trainer" || status=$?
-trap - EXIT HUP INT TERM
-if ((stopped)); then
-    printf '[quickstart] stopped; the same command with --resume goes on from the last checkpoint.\n' >&2
-    exit "$stopped"
-elif ((status != 0)); then
-    tail -c "+$((logged + 1))" "$output/train.log" | grep -E '^train_ppo_ray' >&2 || tail -n 20 "$output/train.log" >&2
-    printf '[quickstart] training ended with exit code %s; the whole log: %s\n' "$status" "$output/train.log" >&2
-    exit "$status"
-fi
-python3 -m openrlhf_gtpo.cli.report run "$output" --title "$estimator on $task, seed $seed"
+run_watched quickstart 'the same command with --resume' "$output" "$steps" \
+    python3 -m openrlhf_gtpo.cli.train_ppo_ray "${train_args[@]}" "${data_args[@]}" "${rollout_args[@]}" "${log_args[@]}" "$@"
+question='...'
+[[ "$task" != products ]] || question='What is 3 * 4?'
+print_result "$output" "$estimator on $task, seed $seed" "$question"
 if $smoke; then
     printf 'A smoke run shows that the whole pipeline works; it is too short, and its model too small, to show learning.\n'
 fi
-question='...'
-[[ "$task" != products ]] || question='What is 3 * 4?'
-cat <<END
-
-The model is in $output/model. Ask it, from here, with .venv active:
-  python3 -m openrlhf_gtpo.cli.ask $output/model "$question"
-Load it: AutoModelForCausalLM.from_pretrained("$output/model") in Transformers, vllm serve $output/model in vLLM.
-END

@@ -247,4 +247,12 @@ if $dry_run; then
 fi
 [[ -z "$missing" ]] || refuse "$missing"
 mkdir -p "$OUTPUT" 2>/dev/null || refuse "OUTPUT=$OUTPUT cannot be made."
+if $cpu && [[ -z "$submit${program[*]:-}" ]]; then
+    # shellcheck source=examples/scripts/watched_run.sh
+    source "$root/examples/scripts/watched_run.sh"
+    printf '[%s] %s, %s steps; log: %s\n' "$name" "$ALGORITHM" "$STEPS" "$OUTPUT/train.log" >&2
+    run_watched "$name" 'the same command' "$OUTPUT" "$STEPS" "${command[@]}" "${words[@]}"
+    print_result "$OUTPUT" "$name, $ALGORITHM" 'What is 3 * 4?'
+    exit 0
+fi
 exec "${command[@]}" "${words[@]}"

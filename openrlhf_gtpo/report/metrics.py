@@ -56,6 +56,15 @@ class MetricsWriter:
     def end(self) -> None:
         """Append the last line of a run that was begun and came to its own end."""
         self.write(names.KIND_RUN, self._step, self._run | {"ended": True})
+        phase_file(self._path).unlink(missing_ok=True)
+
+    def steps(self, kind: str) -> set[int]:
+        """The steps that the file's last run has a line of ``kind`` for."""
+        return {row["step"] for row in read_runs(self._path)[-1] if row["kind"] == kind}
+
+    def phase(self, name: str) -> None:
+        """Replace what the run is doing now, one of `names.DOING`, which is no part of its record."""
+        phase_file(self._path).write_text(name, encoding="utf-8")
 
     def write(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one line.
@@ -83,6 +92,11 @@ class MetricsWriter:
 
     def close(self) -> None:
         self._file.close()
+
+
+def phase_file(path: Path) -> Path:
+    """Where a run with the metrics file `path` says what it is doing."""
+    return path.with_name(f"{path.name}.phase")
 
 
 def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:

@@ -36,8 +36,17 @@ TIMING_PPO_TRAIN = "timing/ppo_train"
 TIMING_BROADCAST = "timing/broadcast"
 TIMING_STEP_TOTAL = "timing/step_total"
 GENERATION, OLD_LOG_PROBS, ADVANTAGES = "generation", "old_log_probs", "advantages"
-PPO_TRAIN, BROADCAST = "ppo_train", "broadcast"
-PHASES = (GENERATION, "make_experience", PPO_TRAIN, BROADCAST)
+MAKE_EXPERIENCE, PPO_TRAIN, BROADCAST = "make_experience", "ppo_train", "broadcast"
+PHASES = (GENERATION, MAKE_EXPERIENCE, PPO_TRAIN, BROADCAST)
+EVALUATION, CHECKPOINT = "evaluation", "checkpoint"  # between steps
+DOING = {
+    GENERATION: "sampling",
+    MAKE_EXPERIENCE: "log-probs and advantages",
+    PPO_TRAIN: "training",
+    BROADCAST: "sending weights to the engines",
+    EVALUATION: "evaluating",
+    CHECKPOINT: "saving a checkpoint",
+}
 TIMING_OLD_LOG_PROBS = "timing/old_log_probs"  # within make_experience: the forward passes of all models
 TIMING_ADVANTAGES = "timing/advantages"  # within make_experience: shaping
 TIMING_STEP_WALL = "timing/step_wall"  # without evaluation and checkpoints; step_total is the sum of the phases

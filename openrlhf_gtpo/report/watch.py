@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,10 @@ from rich.progress import (
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.report.metrics import datasource_of, held_out_names, read_runs
+from openrlhf_gtpo.report.metrics import datasource_of, held_out_names, phase_file, read_runs
 
 _POLL_SECONDS = 0.5
 _SAMPLE_LETTERS = 80
@@ -33,10 +33,12 @@ def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> N
     """
     console = console or Console(stderr=True)
     what, count = (SpinnerColumn(), TextColumn("{task.description}")), (BarColumn(), MofNCompleteColumn())
-    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    times = (TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
     shown = 0
+    last: Mapping[str, Any] = {}
+    started, begun, line = time.time(), 0.0, ""
     with Progress(*what, *count, *times, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("starting Ray, vLLM and DeepSpeed", total=steps)
+        bar = progress.add_task("starting Ray, vLLM and the trainer", total=steps, left="")
         running = True
         while running:
             running = _runs(pid)  # asked first, so that what it wrote last is still read
@@ -49,9 +51,9 @@ def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> N
                     continue
                 line = describe(entry)
                 if entry["kind"] == names.KIND_TRAIN:
-                    progress.update(bar, completed=entry["step"], description=line)
-                elif not shown:
-                    progress.update(bar, description="sampling and training the first step")
+                    last = entry
+                if entry.get("time", started) < started:
+                    continue  # of the run that this one goes on with
                 if not console.is_terminal or entry["kind"] == names.KIND_EVAL:
                     console.print(f"step {entry['step']}/{steps}  {line}", highlight=False)
                 if names.SAMPLE in entry:
@@ -60,8 +62,32 @@ def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> N
                     sample = f"  for example, with reward {entry[names.SAMPLE_REWARD]:.2f}: {ending}"
                     console.print(sample, markup=False, highlight=False, soft_wrap=True)
             shown = max(shown, len(entries))
+            if doing := _doing(path, started):
+                begun = begun or time.time()
+                done, left = _done(last, steps, begun)
+                progress.update(bar, description="; ".join(filter(None, (line, doing))), completed=done, left=left)
             if running:
                 time.sleep(_POLL_SECONDS)
+        progress.update(bar, description=line, left="")
+
+
+def _doing(path: Path, started: float) -> str | None:
+    """What the run is doing, once it has said so since ``started``."""
+    try:
+        file = phase_file(path)
+        return names.DOING.get(file.read_text()) if file.stat().st_mtime >= started else None
+    except OSError:
+        return None
+
+
+def _done(last: Mapping[str, Any], steps: int, begun: float) -> tuple[float, str]:
+    """The steps that are done, the one under way in part, and the time left, if each takes as long as the ``last``."""
+    seconds = last.get(names.TIMING_STEP_WALL)
+    if not seconds:
+        return last.get("step", 0), ""
+    part = min((time.time() - max(last["time"], begun)) / seconds, 0.99) if last["step"] < steps else 0.0
+    done = last["step"] + part
+    return done, f"{timedelta(seconds=round((steps - done) * seconds))} left"
 
 
 def describe(entry: Mapping[str, Any]) -> str:

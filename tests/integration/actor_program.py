@@ -1,8 +1,11 @@
 """What a process runs to compare the two actors: upstream's or Megatron's, with the same rollouts, without Ray."""
 
 import os
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -11,8 +14,11 @@ ROWS = [(3, 9), (1, 4), (5, 12), (2, 2), (4, 7), (3, 1), (6, 10), (2, 8)]
 BATCHES = [[0, 1, 2], [3, 4], [5, 6, 7]]
 
 
-def run_actor(backend: str, model: str, argv: list[str]) -> dict[str, Any]:
-    """Old log-probs, reference log-probs, the metrics of two rounds of training, and log-probs afterwards."""
+def run_actor(backend: str, model: str, argv: list[str], output: str | None = None) -> dict[str, Any]:
+    """Old log-probs, reference log-probs, the metrics of two rounds of training, and log-probs afterwards.
+
+    The model is then saved to ``output``, where it can be written at the second attempt only.
+    """
     from openrlhf.utils import get_strategy
     from rollouts import arguments
 
@@ -37,6 +43,12 @@ def run_actor(backend: str, model: str, argv: list[str]) -> dict[str, Any]:
         policy.append(_experience(batch, old, args))
     second = policy.fit(0.1)
     after = [_log_probs(result) for result in _forward(policy, batches)]
+    if output is not None:
+        args.ckpt.output_dir = output
+        with mock.patch(
+            "time.sleep", lambda seconds: shutil.rmtree(Path(output, "model.safetensors"), ignore_errors=True)
+        ):
+            policy.save_model()
     if backend == "megatron":
         from openrlhf_gtpo.megatron.parallel import groups
 

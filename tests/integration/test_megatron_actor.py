@@ -1,11 +1,13 @@
 """Would catch a Megatron actor whose losses, metrics, schedule or batches mean something else than OpenRLHF's own."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from actor_program import run_actor
 from rank_pool import RankPool
+from transformers import AutoModelForCausalLM
 
 CORRECTION = ["--algo.advantage.is_correction_level", "token"]
 KL_LOSS = ["--algo.kl.use_loss", "--algo.kl.estimator", "k3", "--algo.kl.init_coef", "0.1"]
@@ -29,12 +31,22 @@ def pools() -> Iterator[tuple[RankPool, RankPool]]:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_training_is_that_of_upstreams_actor(name: str, actor_model: str, pools: tuple[RankPool, RankPool]) -> None:
-    """Two rounds on the same rollouts. TP2 × PP2 in bf16 against one DeepSpeed process in bf16."""
+def test_training_is_that_of_upstreams_actor(
+    name: str, actor_model: str, pools: tuple[RankPool, RankPool], tmp_path: Path
+) -> None:
+    """Two rounds on the same rollouts. TP2 × PP2 in bf16 against one DeepSpeed process in bf16.
+
+    Both save what they trained, though at first it cannot be written: a folder stands in its place.
+    """
     argv = [*COMMON, *ALGORITHMS[name]]
     layout = ["--megatron.tensor_model_parallel_size", "2", "--megatron.pipeline_model_parallel_size", "2"]
-    exact = pools[0].run(run_actor, "deepspeed", actor_model, argv)[0]
-    found = pools[1].run(run_actor, "megatron", actor_model, [*argv, *layout])
+    outputs = [tmp_path / backend for backend in ("deepspeed", "megatron")]
+    for output in outputs:
+        (output / "model.safetensors").mkdir(parents=True)
+    exact = pools[0].run(run_actor, "deepspeed", actor_model, argv, str(outputs[0]))[0]
+    found = pools[1].run(run_actor, "megatron", actor_model, [*argv, *layout], str(outputs[1]))
+    theirs_saved, ours_saved = (AutoModelForCausalLM.from_pretrained(output).state_dict() for output in outputs)
+    assert theirs_saved.keys() == ours_saved.keys()
     for rank in found:
         for theirs, ours in zip(exact["before"] + exact["after"], rank["before"] + rank["after"], strict=True):
             torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=0, atol=0.15)

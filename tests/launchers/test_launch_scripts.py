@@ -185,7 +185,7 @@ def test_the_planners_script_has_its_fp8(tmp_path: Path) -> None:
 
 # Bash functions of the environment: nothing is installed, and each command of Python's prints its arguments.
 ONLY_PRINTED = {
-    "BASH_FUNC_source%%": "() { :; }",
+    "BASH_FUNC_source%%": '() { [[ "$1" == *setup_env.sh ]] || builtin source "$@"; }',
     "BASH_FUNC_setsid%%": '() { "$@"; }',
     "BASH_FUNC_python3%%": '() { printf "%s\\n" "$*"; }',
 }
@@ -205,6 +205,18 @@ def test_the_quickstart_gives_a_reward_of_ones_own_the_answers(
     given = command[command.index("--reward.remote_url") + 1]
     assert given.endswith(reward) and ("--reward" not in flags or given == reward)  # from where the script is called
     assert ("to show learning" in done.stdout) == ("--smoke" in flags)
+
+
+def test_a_cpu_run_of_a_preset_is_watched_and_its_noise_goes_to_the_log(tmp_path: Path) -> None:
+    data = tmp_path / "data" / "16-prompts" / "train.jsonl"
+    data.parent.mkdir(parents=True)
+    data.touch()
+    done = run_script("train.sh", "gtpo_split", "--cpu", OUTPUT=str(tmp_path), STEPS="2", **ONLY_PRINTED)
+    assert done.returncode == 0, done.stderr
+    assert "--actor.backend megatron" in (tmp_path / "train.log").read_text()
+    assert "--actor.backend" not in done.stdout + done.stderr
+    assert f"report watch {tmp_path}/metrics.jsonl --steps 2 --pid" in done.stdout
+    assert f"report run {tmp_path}" in done.stdout and f"cli.ask {tmp_path}/model" in done.stdout
 
 
 def test_the_quickstart_names_the_mistake_of_this_start_alone(tmp_path: Path) -> None:

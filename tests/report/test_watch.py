@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.metrics import MetricsWriter
 from openrlhf_gtpo.report.watch import describe, watch
 
 TRAIN = {
@@ -52,3 +54,28 @@ def test_watch_of_a_run_that_dies_before_its_first_line_ends_quietly(tmp_path: P
     watch(tmp_path / "metrics.jsonl", 4, trainer.pid, Console(file=output, force_terminal=False))
     assert output.getvalue() == ""
     trainer.wait()
+
+
+def test_on_a_terminal_the_bar_says_the_phase_and_the_time_left_inside_a_step(tmp_path: Path) -> None:
+    """The second of four steps of 30 s; what an earlier start said of its phase is not repeated."""
+    path = tmp_path / "metrics.jsonl"
+    trainer = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(2)"])
+    shown: list[str] = []
+    for said_before_the_start in (True, False):
+        writer = MetricsWriter(path)
+        writer.begin(0, {})
+        writer.write(names.KIND_TRAIN, 1, {names.TIMING_STEP_WALL: 30.0, names.REWARD_MEAN: 0.25})
+        writer.phase(names.PPO_TRAIN)
+        output = io.StringIO()
+        os.utime(tmp_path / "metrics.jsonl.phase", (time.time() + (-60 if said_before_the_start else 5),) * 2)
+        watch(path, 4, trainer.pid, Console(file=output, force_terminal=True, width=160))
+        shown.append(output.getvalue())
+        trainer.wait()
+        trainer = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(2)"])
+    trainer.wait()
+    stale, bar = shown
+    assert "starting Ray, vLLM and the trainer" in stale and "training" not in stale and "left" not in stale
+    assert "reward 0.25; training" in bar and "1/4" in bar
+    assert "0:01:29 left" in bar or "0:01:28 left" in bar  # three steps, less what the second one has taken
+    writer.end()
+    assert not (tmp_path / "metrics.jsonl.phase").exists()

@@ -17,13 +17,16 @@ from transformers import get_scheduler
 
 from openrlhf_gtpo.integration.actors.megatron_trainer import MegatronActorTrainer
 from openrlhf_gtpo.integration.actors.micro_batches import PaddedBatch, forward_padded
+from openrlhf_gtpo.integration.actors.policy_actor import keep_trying
 from openrlhf_gtpo.integration.command_line.megatron_flags import fp8_of, layout_of, refusals_name_flags
 from openrlhf_gtpo.integration.command_line.megatron_overrides import parse_overrides
 from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy
 from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints
 from openrlhf_gtpo.megatron.checkpoint.export import save_hf
+from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
 from openrlhf_gtpo.megatron.model.policy import LoadedModel, ModelOptions, load_model
 from openrlhf_gtpo.megatron.parallel import groups
+from openrlhf_gtpo.megatron.parallel.agreement import from_first_rank
 from openrlhf_gtpo.megatron.train import schedule
 from openrlhf_gtpo.megatron.train.offload import Offload
 from openrlhf_gtpo.megatron.train.trainer import MakeSchedule, OptimizerOptions, Trainer
@@ -173,12 +176,11 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
         """Write the trained policy as a Hugging Face checkpoint to ``--ckpt.output_dir``."""
         self.offload.restore(optimizer=self.model.options.fp8_primary_weights)  # which then has the exact weights
         self.checkpoints.finish()
-        self._save_hf(self.strategy.args.ckpt.output_dir)
+        keep_trying(self._save_hf, self.strategy.args.ckpt.output_dir)
 
     def _save_hf(self, directory: str) -> None:
         save_hf(self.megatron, self.source, directory)
-        if torch.distributed.get_rank() == 0:
-            self.tokenizer.save_pretrained(directory)
+        from_first_rank(lambda: self.tokenizer.save_pretrained(directory), CheckpointWriteError)
         torch_dist_barrier_and_cuda_sync()
 
     def _rest(self) -> None:

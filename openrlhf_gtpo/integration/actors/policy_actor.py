@@ -1,9 +1,10 @@
 """The Ray actors that hold a policy, and upstream's `gae` critic, on DeepSpeed: old-policy forward with entropies, the
 estimator's loss, bucketed weight sync."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import deepspeed
@@ -13,6 +14,7 @@ from openrlhf.trainer.ray import ppo_actor, ppo_critic
 from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 from openrlhf.trainer.ray.ppo_critic import CriticPPOTrainer
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
+from safetensors import SafetensorError
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.algorithms.config import Mean
@@ -177,6 +179,14 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
         with self.peaks.phase(names.BROADCAST):
             super().broadcast_to_vllm()
 
+    def save_model(self) -> None:
+        """As upstream's; its first rank, the one that writes, tries again where it cannot."""
+        args = self.strategy.args
+        model = self.strategy._unwrap_model(self.ema_model if args.train.enable_ema else self.actor)
+        for part in (model, self.tokenizer):
+            part.save_pretrained = partial(keep_trying, part.save_pretrained)
+        super().save_model()
+
     def finish_checkpoint(self) -> None:
         """Nothing to wait for: DeepSpeed's checkpoints are whole when saving returns."""
 
@@ -198,8 +208,33 @@ class DeepspeedCriticActor(_UpstreamCriticActor):  # type: ignore[misc]
         super().init_model_from_pretrained(*args, **kwargs)
 
 
+_TRIES, _WAIT = 60, 30  # seconds
+
 PolicyActor = ray.remote(num_gpus=1)(EntropyPolicyActor)
 CriticActor = ray.remote(num_gpus=1)(DeepspeedCriticActor)
+
+
+def keep_trying(write: Callable[..., Any], directory: str, **kwargs: Any) -> None:
+    """Call ``write(directory, **kwargs)`` until it succeeds, so that a full disk does not cost the trained model.
+
+    Ranks that write together fail together, and try again as often.
+
+    Raises:
+        TrainingStopped: it still fails after half an hour.
+    """
+    for left in range(_TRIES - 1, -1, -1):
+        try:
+            write(directory, **kwargs)
+            return
+        except (OSError, SafetensorError) as error:
+            failure = f"The trained model could not be written into {directory}: {error}."
+        if left:
+            print(f"Warning: {failure} Make room for it; trying again every {_WAIT} s, {left} more times.", flush=True)
+            time.sleep(_WAIT)
+    raise TrainingStopped(
+        f"{failure} Make room for it and start the same command with --ckpt.load_enable, which goes on from the last "
+        "checkpoint of --ckpt.path."
+    )
 
 
 def _all_gather_objects(mine: Any) -> list[Any]:

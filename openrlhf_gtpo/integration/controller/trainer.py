@@ -68,13 +68,15 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         if self.metrics_writer:
             settings = {"seed": self.args.train.seed, "estimator": self.args.algo.advantage.estimator}
             self.metrics_writer.begin(saved_step, settings)
-        if self.args.eval.before_training and self.eval_dataloader is not None and saved_step == 0:
+        if self._lacks_evaluation(saved_step):
+            if saved_step > 0:
+                self.broadcast_to_vllm()  # as upstream's fit does, after this
             generation = self.generate_kwargs | {
                 "temperature": self.args.eval.temperature,
                 "n_samples_per_prompt": self.args.eval.n_samples_per_prompt,
             }
-            self.evaluate(0, **generation)
-        self.costs.begin()
+            self.evaluate(saved_step, **generation)
+        self._begin_step()
         try:
             super().fit(global_step)
         except StoppedOnRequest:
@@ -85,7 +87,34 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         if self.metrics_writer:
             self.metrics_writer.end()
 
+    def _lacks_evaluation(self, saved_step: int) -> bool:
+        """Whether the step that the run starts from is to be evaluated, and an interrupted run has not got to it."""
+        if self.eval_dataloader is None:
+            return False
+        if saved_step == 0:
+            return bool(self.args.eval.before_training)
+        if self.metrics_writer is None or saved_step % self.args.eval.steps:
+            return False
+        return saved_step not in self.metrics_writer.steps(names.KIND_EVAL)
+
+    def _begin_step(self) -> None:
+        self.costs.begin()
+        self._show(names.GENERATION)
+
+    def _show(self, phase: str) -> None:
+        if self.metrics_writer:
+            self.metrics_writer.phase(phase)
+
+    def ppo_train(self, global_steps: int) -> dict[str, Any]:
+        self._show(names.PPO_TRAIN)
+        return super().ppo_train(global_steps)
+
+    def broadcast_to_vllm(self) -> None:
+        self._show(names.BROADCAST)
+        super().broadcast_to_vllm()
+
     def train_step(self, rollout_samples: list[Any], global_step: int) -> tuple[dict[str, Any], int]:
+        self._show(names.MAKE_EXPERIENCE)
         self.costs.sampled(rollout_samples)
         with write_errors(self.args.ckpt):  # an asynchronous save of an earlier step may end in this one
             status, global_step = super().train_step(rollout_samples, global_step)
@@ -114,7 +143,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     ) -> None:
         with write_errors(self.args.ckpt, f"best_global_step{global_step}"):
             super().save_best_checkpoint(eval_metrics, global_step, self._with_kl(client_states))
-        self.costs.begin()
+        self._begin_step()
 
     def _with_kl(self, client_states: dict[str, Any] | None) -> dict[str, Any]:
         return (client_states or {}) | {_KL_COEFFICIENT: self.kl_ctl.value}
@@ -134,6 +163,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
                 sample[names.SAMPLE] = sample[names.SAMPLE][-_SAMPLE_LETTERS:]
             self.metrics_writer.write(names.KIND_TRAIN, global_step, numbers | sample | self.warnings)
         ckpt, save_steps, stopping = self.args.ckpt, self.args.ckpt.save_steps, stop.requested(self.args)
+        self._show(names.CHECKPOINT)
         if stopping:
             ckpt.save_steps = 1  # upstream saves where the step divides by it
         try:
@@ -149,15 +179,16 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             if ckpt.disable_ds:
                 left = "and --ckpt.disable_ds leaves no checkpoint to go on from."
             raise StoppedOnRequest(f"asked to, after step {global_step}, {left}")
-        self.costs.begin()
+        self._begin_step()
 
     def evaluate(self, global_step: int, **generate_kwargs: Any) -> dict[str, float]:
+        self._show(names.EVALUATION)
         logs = super().evaluate(global_step, **generate_kwargs)
         if self.metrics_writer:
             sources = {prompt: source for rows in self.eval_dataloader for source, prompt in zip(rows[0], rows[1])}
             errors = held_out_errors(self.samples_generator.held_out, sources, generate_kwargs["n_samples_per_prompt"])
             self.metrics_writer.write(names.KIND_EVAL, global_step, logs | errors)
-        self.costs.begin()
+        self._begin_step()
         return logs
 
 

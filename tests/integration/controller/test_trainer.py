@@ -95,6 +95,31 @@ def test_a_warning_is_printed_when_it_begins_and_written_as_long_as_it_holds(
     assert held == [[], [groups], [groups, truncated], [groups], [], [groups]]
 
 
+@pytest.mark.parametrize(
+    ("saved", "evaluated", "made"), [(0, [], [0]), (4, [0], [4]), (4, [0, 4], []), (3, [0, 2], [])], ids=str
+)
+def test_an_evaluation_that_an_interruption_cut_off_is_made_when_the_run_goes_on(
+    saved: int, evaluated: list[int], made: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second step is evaluated; the engines have the checkpoint's weights by then."""
+    args = arguments("--algo.advantage.estimator", "gtpo", "--eval.before_training", "--eval.dataset", "x")
+    args.eval.steps = 2
+    controller = object.__new__(EntropyTrainer)
+    controller.args, controller.eval_dataloader, controller.generate_kwargs = args, [], {}
+    controller.costs = SimpleNamespace(begin=lambda: None)
+    controller.metrics_writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    for step in evaluated:
+        controller.metrics_writer.write(names.KIND_EVAL, step, {})
+    done: list[Any] = []
+    upstream: Any = trainer._UpstreamTrainer
+    monkeypatch.setattr(upstream, "fit", lambda self, step: None)
+    monkeypatch.setattr(upstream, "broadcast_to_vllm", lambda self: done.append("weights"))
+    monkeypatch.setattr(EntropyTrainer, "evaluate", lambda self, step, **generation: done.append(step))
+    monkeypatch.setattr(EntropyTrainer, "init_checkpoint_states", lambda self: {"global_step": saved})
+    controller.fit()
+    assert done == (["weights", *made] if saved and made else made)
+
+
 def test_the_standard_error_of_held_out_reward_is_over_questions() -> None:
     rewards = {"a": ("x", (0.0, 1.0)), "b": ("x", (1.0, 1.0)), "c": ("x", (0.0, 0.0)), "d": ("y", (0.0, 1.0))}
     rewards |= {"e": ("z", (math.nan, 1.0)), "f": ("z", (0.0, 1.0))}

@@ -1,0 +1,42 @@
+# shellcheck shell=bash
+# To be sourced: a training run on this machine with its output in a log and its progress on the screen.
+
+# run_watched NAME HOW OUTPUT STEPS COMMAND...: ends as the command does, or with 143 or 130 where it was stopped.
+#   NAME   of the script, before what it says
+#   HOW    to go on with a run that was stopped
+#   OUTPUT the folder of train.log and metrics.jsonl
+run_watched() {
+    local name="$1" how="$2" output="$3" steps="$4" log="$3/train.log" status=0 logged watcher
+    shift 4
+    touch "$log"
+    logged="$(wc -c <"$log")" # by an earlier start
+    setsid "$@" >>"$log" 2>&1 &
+    trainer=$!
+    stopped=0 # Ctrl-C must reach the script alone, hence setsid: engines and workers that it ends make the trainer fail
+    trap 'stopped=143; kill "$trainer" 2>/dev/null || true' TERM HUP EXIT
+    trap 'stopped=130; kill "$trainer" 2>/dev/null || true' INT
+    python3 -m openrlhf_gtpo.cli.report watch "$output/metrics.jsonl" --steps "$steps" --pid "$trainer" &
+    watcher=$!
+    wait "$watcher" || wait "$watcher" || true # a signal ends the first one
+    wait "$trainer" || status=$?
+    trap - EXIT HUP INT TERM
+    if ((stopped)); then
+        printf '[%s] stopped; %s goes on from the last checkpoint.\n' "$name" "$how" >&2
+        exit "$stopped"
+    elif ((status != 0)); then
+        tail -c "+$((logged + 1))" "$log" | grep -E '^train_ppo_ray' >&2 || tail -n 20 "$log" >&2
+        printf '[%s] training ended with exit code %s; the whole log: %s\n' "$name" "$status" "$log" >&2
+        exit "$status"
+    fi
+}
+
+# print_result OUTPUT TITLE QUESTION: the run's table, curves, and what to do with its model.
+print_result() {
+    python3 -m openrlhf_gtpo.cli.report run "$1" --title "$2"
+    cat <<END
+
+The model is in $1/model. Ask it, from $(pwd), with .venv active:
+  python3 -m openrlhf_gtpo.cli.ask $1/model "$3"
+Load it: AutoModelForCausalLM.from_pretrained("$1/model") in Transformers, vllm serve $1/model in vLLM.
+END
+}
