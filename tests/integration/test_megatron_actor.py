@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from actor_program import run_actor
+from offload_program import run_policy, run_reference
 from rank_pool import RankPool
 from transformers import AutoModelForCausalLM
 
@@ -54,3 +55,34 @@ def test_training_is_that_of_upstreams_actor(
             assert set(rank[phase]) == set(exact[phase])
             for metric, value in exact[phase].items():
                 assert rank[phase][metric] == pytest.approx(value, rel=0.03, abs=0.01), (phase, metric)
+
+
+def test_the_trainer_rests_while_engines_work(
+    actor_model: str, tmp_path: Path, pools: tuple[RankPool, RankPool]
+) -> None:
+    """A start, then a resume: what the trainer reserves whenever upstream wakes an engine, sends, loads or saves."""
+    argv = [*COMMON, "--algo.preset", "grpo", *NO_KL, "--ckpt.path", str(tmp_path), "--ckpt.save_steps", "1"]
+    staying = pools[0].run(run_policy, actor_model, argv)[0]
+    argv += ["--megatron.offload", "--vllm.enable_sleep"]
+    started, log_probs = pools[0].run(run_policy, actor_model, argv)[0]
+    assert log_probs == staying[1]
+    resumed, again = pools[0].run(run_policy, actor_model, [*argv, "--ckpt.load_enable"])[0]
+    assert again[0] == log_probs[1]
+    parameters, states = {"parameters"}, {"parameters", "optimizer"}
+    sync = [("wake weights", parameters), ("send", parameters)]
+    step = [("wake", set()), ("sleep", set()), ("step", states | {"gradients"}), *sync, ("save", states)]
+    evaluation = [("wake", set()), ("sleep", set())]
+    assert started == [*evaluation, *step, *evaluation]
+    sync = [("wake weights", set()), ("send", parameters)]  # out of the rest, for once
+    assert resumed == [("load", states), *sync, *evaluation, *step, *evaluation]
+
+
+@pytest.mark.parametrize("flag", ["--ref.offload", "--megatron.offload"])
+def test_the_reference_rests_between_its_forwards(
+    flag: str, actor_model: str, pools: tuple[RankPool, RankPool]
+) -> None:
+    argv = [*COMMON, *ALGORITHMS["grpo"]]
+    staying, expected = pools[0].run(run_reference, actor_model, argv)[0]
+    reserved, found = pools[0].run(run_reference, actor_model, [*argv, flag])[0]
+    assert found == expected and found[0] == found[1]
+    assert staying == [{"parameters"}] * 3 and reserved == [set()] * 3

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -168,3 +169,30 @@ def offloaded_twin(
 
     with on(layout):
         return train(False), train(True), freed
+
+
+def pinned_memory(source: str) -> tuple[list[int], int]:
+    """Bytes that offloading pins (below zero: gives back), in order, over a start and three steps; and parameters."""
+    from openrlhf_gtpo.megatron.train import offload
+    from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
+
+    pinned: dict[int, int] = {}
+    calls: list[int] = []
+
+    def pin(address: int, size: int) -> None:
+        pinned[address] = size
+        calls.append(size)
+
+    played = {"on_cuda": lambda: True, "pin_memory": pin, "unpin_memory": lambda at: calls.append(-pinned.pop(at))}
+    with on(Layout()), mock.patch.multiple(offload, **played):
+        model = load_model(source, ModelOptions(layout=Layout()))
+        trainer = Trainer(model, OptimizerOptions())
+        mover = offload.Offload(trainer)
+        for step in range(4):
+            mover.restore()
+            if step:
+                batch = all_actions([[1, 2, 3, 4]])
+                trainer.step([batch], lambda i, log_probs, entropy: (-log_probs.sum(), None))
+            mover.optimizer()
+            mover.parameters()
+        return list(calls), sum(parameter.numel() for parameter in model.stage.parameters())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from families import make_checkpoint, ragged_rows
-from logits_program import log_probs_and_entropies, offloaded_twin, sft_losses
+from logits_program import log_probs_and_entropies, offloaded_twin, pinned_memory, sft_losses
 from rank_pool import RankPool
 from test_megatron_logits import LAYOUTS, MICRO_BATCHES
 
@@ -85,3 +85,12 @@ def test_offloading_changes_nothing(checkpoint: tuple, distributed: bool, dtype:
     for staying, moving, freed in ranks.run(offloaded_twin, str(source), layout, dtype, distributed, rows):
         assert staying == moving
         assert freed
+
+
+def test_offloading_pins_what_it_moves_and_no_more(narrow: str, one_rank: RankPool) -> None:
+    """Once; AdamW's moments come with the first step, and what was pinned without them goes before."""
+    (masters, weights, without, states), parameters = one_rank.run(pinned_memory, narrow)[0]
+    assert without == -masters and masters < states
+    # Megatron pads its buffers to multiples of 64 elements of each parameter, and of 128 in all.
+    for found, bytes_each in ((weights, 2), (masters, 4), (states, 12)):
+        assert bytes_each * parameters <= found < 1.02 * bytes_each * parameters

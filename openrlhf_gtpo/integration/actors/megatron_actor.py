@@ -92,6 +92,8 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
         self.tokenizer = get_tokenizer(pretrain, None, "left", strategy, use_fast=not args.data.disable_fast_tokenizer)
         self.megatron = Trainer(self.model, _optimizer_options(args), _schedule(args, max_steps or 1))
         self.offload = Offload(self.megatron)
+        if args.megatron.offload:
+            self.offload.gradients()  # room for the checkpoint, and the reference that is loaded meanwhile
         self.checkpoints = Checkpoints(
             os.path.join(args.ckpt.path, "_actor"),
             asynchronous=args.megatron.async_save,
@@ -138,8 +140,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
         with self.peaks.phase(names.BROADCAST):
             self.offload.restore(optimizer=False)
             self.trainer.broadcast_to_vllm()
-        if self.strategy.args.megatron.offload:
-            self.offload.parameters()  # the engines generate next
+        self._rest()  # the engines generate next
 
     def reload_states(self) -> None:
         """Bring back what :meth:`offload_states` moved."""
@@ -158,7 +159,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
     ) -> None:
         """Save the training state under ``tag``, and a Hugging Face checkpoint if ``--ckpt.save_hf`` asks for it."""
         args = self.strategy.args
-        self.offload.restore()
+        self.offload.restore(gradients=False)  # the engines' weights are awake beside them
         if not args.ckpt.disable_ds:
             self.checkpoints.save(
                 tag, self.megatron, client_states or {}, metric_value=metric_value, metric_key=metric_key
@@ -174,7 +175,8 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
 
     def save_model(self) -> None:
         """Write the trained policy as a Hugging Face checkpoint to ``--ckpt.output_dir``."""
-        self.offload.restore(optimizer=self.model.options.fp8_primary_weights)  # which then has the exact weights
+        # The optimizer has the exact weights of FP8 ones.
+        self.offload.restore(optimizer=self.model.options.fp8_primary_weights, gradients=False)
         self.checkpoints.finish()
         keep_trying(self._save_hf, self.strategy.args.ckpt.output_dir)
 
@@ -186,6 +188,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
     def _rest(self) -> None:
         if self.strategy.args.megatron.offload:
             self.offload.optimizer()
+            self.offload.parameters()
 
 
 class MegatronReference(MegatronModelActor):
@@ -195,6 +198,18 @@ class MegatronReference(MegatronModelActor):
         """Load ``pretrain``."""
         self._load(strategy, pretrain)
         self.model.stage.requires_grad_(False)
+        self.offload = Offload(self.model)
+        self._rest()
+
+    def _forward_all(self, batches: list[PaddedBatch]) -> list[Any]:
+        self.offload.restore()
+        results = super()._forward_all(batches)
+        self._rest()
+        return results
+
+    def _rest(self) -> None:
+        if self.strategy.args.ref.offload:
+            self.offload.parameters()
 
 
 MegatronPolicyActor = ray.remote(num_gpus=1)(MegatronPolicy)

@@ -22,7 +22,6 @@ NOT_READ = (
     "ds.use_liger_kernel",
     "ds.use_universal_ckpt",
     "ds.zpg",
-    "ref.offload",
     "train.ema_beta",
 )
 # Nor these, but a reward model beside it, which runs on DeepSpeed, does.
@@ -65,7 +64,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--megatron.offload",
         action="store_true",
         help="move parameters, gradients and optimizer states to host memory between the phases of a colocated run, "
-        "as --ds.enable_sleep does for DeepSpeed (which asks for the same here)",
+        "as --ds.enable_sleep does for DeepSpeed (which asks for the same here), and the reference model between its "
+        "forward passes (--ref.offload asks for that alone)",
     )
     group.add_argument(
         "--megatron.fp8",
@@ -188,6 +188,7 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
     layout = layout_of(SimpleNamespace(megatron=SimpleNamespace(**sizes)))
     values["ds.tensor_parallel_size"] = layout.model_parallel_size
     values["ds.enable_sleep"] = values["megatron.offload"] = values["ds.enable_sleep"] or values["megatron.offload"]
+    values["ref.offload"] = values["ref.offload"] or values["megatron.offload"]
     if values["actor.gradient_checkpointing_enable"] and "megatron.recompute" not in given:
         values["megatron.recompute"] = "full"
 

@@ -1,52 +1,68 @@
-"""Moves a trainer's memory to the host and back, between the phases of a run that shares its GPUs."""
+"""Moves memory of a trainer or a model to the host and back, between the phases of a run that shares its GPUs."""
 
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from openrlhf_gtpo.megatron.fp8.weights import memory_of
+from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.parallel.host import on_cuda
 from openrlhf_gtpo.megatron.train.trainer import Trainer
 
 
 class Offload:
-    """The storages of one trainer: parameters, gradient buffers, and optimizer states with their float32 weights.
+    """The storages of one trainer: parameters, gradient buffers, and optimizer states with their float32 weights; or
+    the parameters of a model alone.
 
-    Tensors stay what they are; only the memory behind them goes, so that every view of a buffer is valid again after
-    :meth:`restore`. Gradients are not kept, since a step begins with zeros.
+    Tensors stay what they are; only the memory behind them goes, for other processes to take, so that every view of a
+    buffer is valid again after :meth:`restore`. Gradients are not kept, since a step begins with zeros.
+
+    Host memory, pinned and kept from one move to the next: 2 bytes a bfloat16 parameter of this rank, and 12 (float32
+    weight, AdamW's two moments) a parameter whose states it has, which the distributed optimizer shards over DP × CP.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._on_host: dict[str, list[tuple[torch.UntypedStorage, Tensor]]] = {}
+    def __init__(self, target: Trainer | LoadedModel) -> None:
+        self._trainer: Any = target if isinstance(target, Trainer) else None
+        self._model = target.model if isinstance(target, Trainer) else target
+        self._host: dict[str, Tensor] = {}
+        self._moved: dict[str, list[tuple[torch.UntypedStorage, Tensor]]] = {}
         self._gradients: list[tuple[torch.UntypedStorage, int]] = []
+
+    def gradients(self) -> None:
+        """Release gradients alone, which neither loading nor saving reads."""
+        for buffer in self._buffers():
+            storage = buffer.grad_data.untyped_storage()
+            if storage.nbytes():
+                self._gradients.append((storage, storage.nbytes()))
+                storage.resize_(0)
+        torch.cuda.empty_cache()
 
     def optimizer(self) -> None:
         """Release gradients, and move optimizer states; parameters remain, so that forward passes still work."""
-        if "optimizer" in self._on_host:
-            return
-        parameters = {_address(tensor) for tensor in self._parameters()}
-        self._move("optimizer", (t for t in self._optimizer_tensors() if _address(t) not in parameters))
-        for buffer in self._buffers():
-            storage = buffer.grad_data.untyped_storage()
-            self._gradients.append((storage, storage.nbytes()))
-            storage.resize_(0)
+        if "optimizer" not in self._moved:
+            parameters = {_address(tensor) for tensor in self._parameters()}
+            self._move("optimizer", (t for t in self._optimizer_tensors() if _address(t) not in parameters))
+        self.gradients()
 
     def parameters(self) -> None:
         """Move the parameters too."""
-        if "parameters" not in self._on_host:
+        if "parameters" not in self._moved:
             self._move("parameters", self._parameters())
-            if self._trainer.model.fp8 is not None:
-                self._trainer.model.fp8.drop_caches()
+            if self._model.fp8 is not None:
+                self._model.fp8.drop_caches()
+        torch.cuda.empty_cache()
 
-    def restore(self, optimizer: bool = True) -> None:
-        """Bring parameters back, and with ``optimizer`` the rest. What is here stays."""
+    def restore(self, *, optimizer: bool = True, gradients: bool = True) -> None:
+        """Bring parameters back, with ``optimizer`` its states, and with both the gradients. What is here stays."""
         for name in ("parameters", *(["optimizer"] if optimizer else [])):
-            for storage, host in self._on_host.pop(name, []):
+            for storage, host in self._moved.pop(name, []):
                 storage.resize_(host.numel())
                 _bytes(storage).copy_(host, non_blocking=True)
-        if optimizer:
+        if optimizer and gradients:
             for storage, size in self._gradients:
                 storage.resize_(size)
                 _bytes(storage).zero_()
@@ -55,24 +71,22 @@ class Offload:
             torch.cuda.synchronize()
 
     def _move(self, name: str, tensors: Iterator[Tensor]) -> None:
-        moved: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in moved:
-                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_cuda())
-                host.copy_(_bytes(storage))
-                moved[storage.data_ptr()] = storage, host
-        for storage, _ in moved.values():
+        """Free the memory of ``tensors`` once it is copied; only ``empty_cache`` gives it to other processes."""
+        storages = {s.data_ptr(): s for s in (tensor.untyped_storage() for tensor in tensors) if s.nbytes()}
+        sizes = [storage.nbytes() for storage in storages.values()]
+        if name not in self._host or self._host[name].numel() < sum(sizes):  # moments come with the first step
+            self._host.pop(name, None)  # not beside the larger one
+            self._host[name] = _host_memory(sum(sizes))
+        self._moved[name] = list(zip(storages.values(), self._host[name][: sum(sizes)].split(sizes), strict=True))
+        for storage, host in self._moved[name]:
+            host.copy_(_bytes(storage))
             storage.resize_(0)
-        self._on_host[name] = list(moved.values())
-        if on_cuda():
-            torch.cuda.empty_cache()
 
     def _buffers(self) -> list:
         return [*self._trainer.ddp.buffers, *self._trainer.ddp.expert_parallel_buffers]
 
     def _parameters(self) -> Iterator[Tensor]:
-        for parameter in self._trainer.model.stage.parameters():
+        for parameter in self._model.stage.parameters():
             yield from memory_of(parameter)
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
@@ -90,3 +104,16 @@ def _address(tensor: Tensor) -> int:
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _host_memory(size: int) -> Tensor:
+    """(size,) bytes, pinned where they are copied from and to a CUDA device.
+
+    Not by ``pin_memory=True``, whose allocator rounds up to a power of two. With pinned_max_round_threshold_mb it does
+    not, but torch 2.13 may then hand out less than it was asked for (https://github.com/pytorch/pytorch/pull/192722).
+    """
+    host = torch.empty(size, dtype=torch.uint8)
+    if on_cuda() and size:
+        pin_memory(host.data_ptr(), size)
+        weakref.finalize(host, unpin_memory, host.data_ptr()).atexit = False  # CUDA is gone by then
+    return host

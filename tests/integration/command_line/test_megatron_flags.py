@@ -128,10 +128,10 @@ def test_every_flag_of_deepspeeds_is_read_or_named() -> None:
 
 
 def test_flags_of_deepspeeds_are_named_where_nothing_runs_on_it(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = (*MEGATRON, "--ds.zero_stage", "3", "--ref.offload", "--train.micro_batch_size", "2")
+    argv = (*MEGATRON, "--ds.zero_stage", "3", "--ds.zpg", "2", "--train.micro_batch_size", "2")
     args_of(*argv, "--rollout.micro_batch_size", "2")
     assert capsys.readouterr().err.splitlines() == [
-        "These flags were given but have no effect here: --ds.zero_stage, --ref.offload, --train.micro_batch_size "
+        "These flags were given but have no effect here: --ds.zero_stage, --ds.zpg, --train.micro_batch_size "
         "(not read by the Megatron actor)."
     ]
     reward_model = ("--reward.model_name_or_path", "m")
@@ -140,13 +140,14 @@ def test_flags_of_deepspeeds_are_named_where_nothing_runs_on_it(capsys: pytest.C
     without_function = ["--vllm.num_engines", "1", "--rollout.n_samples_per_prompt", "8", *reward_model]
     without_function += ["--algo.advantage.estimator", "group_norm", *argv]
     upstream_parser.parse(without_function)
-    assert "no effect here: --ref.offload (not" in capsys.readouterr().err
+    assert "no effect here: --ds.zpg (not" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--ds.enable_sleep", "--megatron.offload"])
 def test_either_name_of_offloading_asks_for_it(flag: str) -> None:
     args = args_of(*MEGATRON, flag)
     assert args.megatron.offload and args.ds.enable_sleep, "upstream's trainer reads ds.enable_sleep"
+    assert args.ref.offload and not args_of(*MEGATRON, "--ref.offload").megatron.offload
 
 
 def test_gradient_checkpointing_asks_for_recomputation() -> None:
