@@ -65,14 +65,22 @@ class Candidate:
         weights, caches = {"weights": held["weights"]}, {"fp8_caches": held["fp8_caches"]}
         reference = {"reference": held["weights"]} if self.engines.workload.kl else {}
         states = {} if away else {name: held[name] for name in ("gradients", "optimizer")} | caches
+        resting = {} if away else reference
         loaded = {name: engine[name] for name in ("vllm_weights", "vllm_working")}
         bucket = {"sync_bucket": 2.0 * SYNC_BUCKET}  # one is filled while the other is sent
         beside_engine = weights | states | reference if self.colocated and not away else {}
+        beside_trainer = context | resting | (loaded if self.colocated else {})  # the cache is asleep
         activations = {"activations": forward_bytes(training, stage)}
+        optimizer = {"optimizer": held["optimizer"]}
+        made = {"gradients": held["gradients"], "optimizer": held["optimizer"] / 3}  # the float32 weights alone
+        # A checkpoint brings the moments when the gradients have left.
+        starting = max(made, optimizer, key=lambda parts: sum(parts.values())) if away else states
         return {
+            "start": asleep | weights | starting | reference,
             "forward": asleep | weights | states | caches | reference | activations,
-            "train": asleep | ({} if away else reference) | step_bytes(training, stage),
-            "sync": context | weights | states | bucket | (loaded if self.colocated else {}),
+            "train": asleep | resting | step_bytes(training, stage),
+            "sync": beside_trainer | weights | states | bucket,
+            "save": beside_trainer | weights | states | optimizer,
             "rollout": context | loaded | {"kv_cache": max(0.0, engine["kv_cache"])} | beside_engine,
         }
 
@@ -104,7 +112,7 @@ class Candidate:
             "forward": self.speed.scoring() * (2 if work.kl else 1),
             "train": work.optimizer_steps * sum(self.speed.optimizer_step().values()),
             "sync": self._sync(),
-            "between": self.engines.assumptions.phase * 3 + self._moves(),
+            "between": self.engines.assumptions.phase * 3 + 2 * self.host_bytes / self.engines.assumptions.host_copy,
         }
 
     @property
@@ -138,13 +146,15 @@ class Candidate:
             seconds += total / (network if cluster.nodes > 1 or self.engines.cluster.nodes > 1 else link)
         return seconds
 
-    def _moves(self) -> float:
-        """To the host and back: the trainer's weights and optimizer, and the engines' weights."""
+    @property
+    def host_bytes(self) -> float:
+        """Of host memory for each GPU that offloading keeps and moves to and fro in a step: weights and optimizer of
+        the trainer, weights of the reference and of the engines."""
         if not (self.colocated and self.offload):
             return 0.0
         held = held_bytes(self.training, 0)
-        moved = held["weights"] + held["optimizer"] + self.engines.memory()["vllm_weights"]
-        return 2 * moved / self.engines.assumptions.host_copy
+        models = 2 if self.engines.workload.kl else 1
+        return models * held["weights"] + held["optimizer"] + self.engines.memory()["vllm_weights"]
 
     @property
     def preference(self) -> tuple:

@@ -64,6 +64,9 @@ def details(one: Candidate) -> str:
             f"{_PARTS.get(name, name)} {size / GIB:.1f}" for name, size in parts.items() if size >= 0.05 * GIB
         )
         lines.append(f"  {phase:8}{sum(parts.values()) / GIB:7.1f}  {named}")
+    if one.host_bytes:
+        on_node = one.host_bytes * one.cluster.gpus_per_node / GIB
+        lines.append(f"host memory of a node that offloading keeps, pinned: {on_node:.0f} GiB")
     kept = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in one.activations().items())
     lines.append(f"activations by recompute: {kept}")
     phase, over = one.breaks
@@ -104,6 +107,7 @@ def as_json(one: Candidate) -> dict[str, Any]:
         "memory_bytes": one.memory,
         "activation_bytes": one.activations(),
         "limit_bytes": one.limit,
+        "host_bytes_per_gpu": one.host_bytes,
         "breaks_first": {"phase": phase, "bytes_over": over},
         "seconds": one.seconds if one.fits else None,
         "step_seconds": one.step_seconds if one.fits else None,

@@ -144,6 +144,38 @@ def test_without_offload_both_must_fit_at_once() -> None:
     assert held >= 2 * 7.6e9 / 4 and off.seconds["between"] < on.seconds["between"]
 
 
+def test_start_and_save_are_planned_for() -> None:
+    """32B on eight GPUs, where a resumed optimizer beside gradients and a reference, or gradients beside the engines'
+    weights, would not fit."""
+    eight = replace(request("32b", 8, replace(WORK, kl=True), **FIXED | {"tensor": 8, "recompute": "full"}))
+    found = one(eight)
+    weights, optimizer = 2 * found.training.shape.parameters / 8, 12 * found.training.shape.parameters / 8
+    start, train, save = (found.memory[phase] for phase in ("start", "train", "save"))
+    assert start.keys() == {"context", "vllm_asleep", "weights", "reference", "optimizer"}
+    assert "reference" not in train, "it rests between its forward passes"
+    assert start["reference"] == pytest.approx(weights, rel=0.01) and start["weights"] == start["reference"]
+    assert start["optimizer"] == save["optimizer"] == pytest.approx(optimizer, rel=0.01)
+    assert save.keys() == {"context", "vllm_weights", "vllm_working", "weights", "optimizer"}
+    assert found.breaks[0] == "save" and found.fits
+    # Of many replicas the float32 weights and gradients of a start, not the optimizer's share of a resume.
+    many = one(replace(eight, cluster=parse_cluster("h100-80g", 64))).memory["start"]
+    assert many["gradients"] == pytest.approx(2 * weights, rel=0.01)
+    assert many["optimizer"] == pytest.approx(optimizer / 8 / 3, rel=0.01)
+    staying = one(replace(eight, offload=False)).memory
+    parts = {"weights", "reference", "gradients", "optimizer"}
+    assert all(parts <= phase.keys() for phase in staying.values()), "in every phase"
+
+
+def test_host_memory_of_a_node(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two replicas, two copies of the reference and two engines, of 2 bytes a parameter each; one optimizer of 12."""
+    found = one(request("7b", 8, replace(WORK, kl=True), **FIXED))
+    in_all = 8 * found.host_bytes
+    assert in_all == pytest.approx((3 * 2 * 2 + 12) * found.training.shape.parameters, rel=0.01)
+    assert f"offloading keeps, pinned: {in_all / 2**30:.0f} GiB" in details(found)
+    split = one(replace(request("7b", 8, **FIXED), colocated=False, rollout_gpus=4))
+    assert split.host_bytes == 0 and "host memory" not in details(split)
+
+
 @pytest.mark.parametrize(
     "cluster, nearest",
     [("--gpus 4 --gpu a100-40g", "4 × a100-40g: the nearest, TP4"), ("--gpus 1", "1 × h100-80g: the nearest, TP1")],
