@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced by train_gtpo_slurm.sh, after it has set its variables: a Ray cluster over the nodes of a SLURM job, a training on
-# it, and the end of both. Each node runs `python3 -m openrlhf_gtpo.cli.ray_cluster`, which hosts without SLURM run by hand
-# (docs/slurm.md).
+# it, and the end of both. Each node runs `python3 -m openrlhf_gtpo.cli.doctor` and, where it finds nothing wrong, `python3 -m
+# openrlhf_gtpo.cli.ray_cluster`, which hosts without SLURM run by hand (docs/slurm.md).
 #
 # shellcheck disable=SC2154,SC2034
 
@@ -67,14 +67,17 @@ show_step() {
 
 # start LOG NODE COMMAND   a step in the background; its process is $!
 start() {
-    step_words "$2" bash -c "exec $3"
+    step_words "$2" bash -c "$3"
     "${step[@]}" >>"$1" 2>&1 &
 }
 
 # The command of names[$1].
 node_command() {
+    local -a checks=(python3 -m openrlhf_gtpo.cli.doctor --gpus "${SLURM_GPUS_ON_NODE:-0}" --shared "$token" --temporary "$NODE_TMP")
     local -a words=(python3 -m openrlhf_gtpo.cli.ray_cluster)
+    [[ -z "${MODEL:-}" ]] || checks+=(--model "$MODEL")
     if (($1 == 0)); then
+        checks+=(--port "$port")
         words+=(head --port "$port")
     else
         words+=(worker --head "${addresses[0]}:$port")
@@ -82,6 +85,8 @@ node_command() {
     words+=(--name "${names[$1]}" --address "${addresses[$1]}" --token "$token" --logs "$logs/${names[$1]}-ray" --temporary "$NODE_TMP")
     local -a flags
     read -ra flags <<<"$RAY_FLAGS"
+    printf '%q ' "${checks[@]}"
+    printf '&& exec '
     printf '%q ' "${words[@]}" -- "${flags[@]}"
 }
 
@@ -123,13 +128,15 @@ lose() {
     [[ -z "$trainer" ]] || printf '%s\n' "$1" >>"$losses"
 }
 
-# Loses the nodes whose Ray has ended.
+# Loses the nodes whose Ray has ended, or where the doctor found something wrong.
 find_lost() {
-    local i
+    local i log what
     for i in "${!pids[@]}"; do
         if ! running "${pids[i]}"; then
-            lose "${names[i]}" "Ray on the node ${names[i]} has ended; $logs/${names[i]}.log says why. Its last lines:"
-            tail -n 5 "$logs/${names[i]}.log" >&2 || true
+            log="$logs/${names[i]}.log" what="Ray on the node ${names[i]} has ended"
+            ! grep -aq '^wrong ' "$log" || what="the node ${names[i]} is not fit for a run"
+            lose "${names[i]}" "$what; $log says why. Its last lines:"
+            grep -a '^wrong ' "$log" >&2 || tail -n 5 "$log" >&2 || true
         fi
     done
 }
@@ -149,7 +156,7 @@ run_on_cluster() {
         start "$logs/${names[i]}.log" "${names[i]}" "$(node_command "$i")"
         pids+=($!)
     done
-    start "$logs/wait.log" "${names[0]}" "$(wait_command)"
+    start "$logs/wait.log" "${names[0]}" "exec $(wait_command)"
     waiter=$!
     attend "$waiter"
     if [[ -n "$lost" ]] || $stopping || $cancelled; then
@@ -160,7 +167,7 @@ run_on_cluster() {
         say "logs: $logs"
     else
         say "${#names[@]} nodes joined in $SECONDS s; training: $logs/train.log"
-        start "$logs/train.log" "${names[0]}" "$(printf '%q ' "${training[@]}")"
+        start "$logs/train.log" "${names[0]}" "exec $(printf '%q ' "${training[@]}")"
         trainer=$!
         attend "$trainer"
         if ! running "$trainer"; then

@@ -32,6 +32,8 @@ def test_a_dry_run_shows_every_step_and_the_launchers_own(launcher: Path, tmp_pa
     ended = run("--dry-run", "--", "--actor.adam.lr", "5e-7", **settings)
     assert ended.returncode == 0, ended.stderr
     head, worker, wait, training = (line for line in ended.stdout.splitlines() if line.startswith("    "))
+    token = f"--gpus 0 --shared {output}/slurm/1-0/ray_token --temporary /tmp"
+    assert f"cli.doctor {token} --port 7000 && exec python3 -m" in head and f"cli.doctor {token} && exec" in worker
     assert "ray_cluster head --port 7000 --name HEAD" in head
     assert "ray_cluster worker --head HEAD-ADDRESS:7000 --name WORKER" in worker
     assert "ray_cluster wait --dashboard http://127.0.0.1:7001" in wait and "--nodes HEAD WORKER" in wait
@@ -100,3 +102,38 @@ def test_another_folder_than_the_projects_is_refused(tmp_path: Path) -> None:
 
 def test_help_is_the_scripts_header() -> None:
     assert "sbatch examples/scripts/train_gtpo_slurm.sh" in run("--help").stdout
+
+
+# One node, and a SLURM whose steps are processes of this host.
+PROGRAMS = {
+    "scontrol": "[[ $2 == hostnames ]] && echo n1 || echo 'x NodeAddr=127.0.0.1 x'",
+    "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+    "squeue": "true",
+    "scancel": "true",
+    "python3": "case $2-$3 in *-wait) sleep 3 ;; *-head) echo a Ray that ends ;; *doctor-*) "
+    'echo "ok       disk: $*"; [[ -z $FOUND ]] || { echo "$FOUND"; exit 1; } ;; esac',
+}
+
+
+@pytest.mark.parametrize("found", ["", "wrong    model: half of it\nwrong    ports: taken"])
+def test_ray_starts_where_the_doctor_finds_nothing_wrong(found: str, launcher: Path, tmp_path: Path) -> None:
+    """Else the job ends with what it found."""
+    for name, text in PROGRAMS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    settings = {"LAUNCHER": str(launcher), "OUTPUT": str(tmp_path / "run"), "PORT": "7000", "MODEL": "a/model"}
+    settings |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FOUND": found}
+    settings |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_GPUS_ON_NODE": "8"}
+    command = ["bash", str(SCRIPT)]
+    ended = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=90)
+    assert ended.returncode == 1
+    log = tmp_path / "run" / "slurm" / "7-0" / "n1.log"
+    checked, *others = log.read_text().splitlines()
+    flags = f"--gpus 8 --shared {log.parent}/ray_token --temporary /tmp --model a/model --port 7000"
+    assert checked == f"ok       disk: -m openrlhf_gtpo.cli.doctor {flags}"
+    assert others == (found.splitlines() if found else ["a Ray that ends"])
+    said = ended.stderr.splitlines()
+    what = "the node n1 is not fit for a run" if found else "Ray on the node n1 has ended"
+    at = said.index(f"[slurm] {what}; {log} says why. Its last lines:")
+    assert said[at + 1 : -1] == (others if found else [checked, *others])
+    assert "no training without all nodes: look at n1" in said[-1]

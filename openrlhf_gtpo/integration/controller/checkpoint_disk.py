@@ -6,8 +6,6 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-from safetensors import safe_open
-
 from openrlhf_gtpo.errors import UsageError
 
 # Of a parameter: in bfloat16; and in float32 with two moments of Adam.
@@ -58,6 +56,8 @@ def checkpoint_bytes(parameters: int) -> int:
 
 def parameters_of(model: str | None) -> int | None:
     """How many parameters the safetensors of a local model have, from their headers; None where there are none."""
+    from safetensors import safe_open  # here, as the doctor asks this file where nothing may be installed
+
     if not model or not Path(model).is_dir():
         return None
     count = 0

