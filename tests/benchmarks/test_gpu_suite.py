@@ -2,6 +2,7 @@
 ten minutes.
 """
 
+import json
 import os
 import shlex
 import subprocess
@@ -42,6 +43,31 @@ def test_every_part_is_one_that_can_run(tiny: list[str], monkeypatch: pytest.Mon
     assert [args.command for args in asked] == PARTS
     assert {args.output.parent for args in asked} == {tmp_path / "out"}
     assert len(limits) == len(PARTS) + 1 and sum(limits) < 600
+
+
+@pytest.mark.parametrize(("memory", "smaller"), [(79, True), (140, False)])
+def test_a_smaller_gpu_gets_smaller_measurements(memory: int, smaller: bool, tmp_path: Path) -> None:
+    """On a host whose Python does nothing but say what its GPU has."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -m ] || echo {memory}\n')
+    python.chmod(0o755)
+    command = ["bash", str(ROOT / "benchmarks/gpu/run_all.sh"), str(tmp_path / "out")]
+    ended = subprocess.run(command, env=os.environ | {"PYTHON": str(python)}, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    parts = [json.loads(line) for line in (tmp_path / "out" / "parts.jsonl").read_text().splitlines()]
+    commands = {part["part"]: part["command"] for part in parts}
+    assert ("layers --shape 7b 32b --layers 1 " in commands["layers"]) == smaller
+    assert ("--max-tokens 4096" in commands["train_step"]) == smaller
+    assert commands["correctness"].count("_gpu.py") >= 4
+
+
+def test_a_host_without_a_gpu_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        ["bash", str(ROOT / "benchmarks/gpu/run_all.sh"), str(tmp_path / "out")],
+        env=os.environ | {"PYTHON": "/bin/false"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ended.returncode == 2 and not (tmp_path / "out").exists()
+    assert ended.stderr == "run_all: no CUDA device is visible to /bin/false; --tiny runs without one.\n"
 
 
 def test_a_mistake_is_one_sentence() -> None:

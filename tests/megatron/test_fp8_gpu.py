@@ -1,6 +1,8 @@
 """Transformer Engine's FP8 on a CUDA device against its emulation: rounding, blocks, and the matrices multiplied."""
 
 import importlib.util
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -88,3 +90,29 @@ def test_blocks_round_as_the_emulation_s_do(dim: int, by_rows: Any, by_columns: 
     for data, block in ((theirs._rowwise_data, by_rows), (theirs._columnwise_data.T, by_columns)):
         ours = quantize_blocks(matrix, E4M3, block)
         assert torch.equal(data.view(torch.uint8), ours.data.view(torch.uint8))
+
+
+# In a worker's order: this package, then OpenRLHF, which imports PEFT, and that Transformer Engine; Megatron last.
+IN_FORCE = """
+import importlib.util
+import openrlhf_gtpo
+if importlib.util.find_spec("peft"):
+    import peft
+import transformer_engine.pytorch as te
+import torch
+import openrlhf_gtpo.megatron.train.trainer
+from transformer_engine.common.recipe import Float8BlockScaling
+
+layer = te.Linear(256, 256, params_dtype=torch.bfloat16, device="cuda")
+with te.autocast(enabled=True, recipe=Float8BlockScaling()):
+    layer(torch.randn(256, 256, device="cuda", dtype=torch.bfloat16))
+for quantizer in layer.quantizers["scaling_fwd"][:2]:
+    quantized = quantizer(torch.randn(256, 256, device="cuda", dtype=torch.bfloat16))
+    fractions = torch.frexp(quantized._rowwise_scale_inv[:2, :2])[0]  # what lies beyond may be padding
+    assert (fractions != 0.5).any(), "scales are powers of two"
+"""
+
+
+def test_a_worker_s_blocks_have_scales_that_are_no_powers_of_two() -> None:
+    ended = subprocess.run([sys.executable, "-c", IN_FORCE], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr[-2000:]

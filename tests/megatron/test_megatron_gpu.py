@@ -3,6 +3,7 @@ FP8 that stays on or off when it must not, quantised weights that outlive a step
 that a resume forgets.
 """
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pytest
 import torch
 from checkpoint_program import train
 from families import make_checkpoint, ragged_rows
-from logits_program import on
+from logits_program import all_actions, on
 
 from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints
 from openrlhf_gtpo.megatron.fp8 import weights as fp8_weights
@@ -198,3 +199,39 @@ def test_delayed_scales_are_resumed(sources: list[str], tmp_path: Path, alone: N
         train(twin, range(2, 4)), train(first, range(2, 4)), strict=True
     ):
         assert loss == pytest.approx(expected, rel=0.02) and norm == pytest.approx(expected_norm, rel=0.2)
+
+
+def test_what_is_offloaded_is_free_for_an_engine(sources: list[str], tmp_path: Path, alone: None) -> None:
+    """At a colocated start and after a step: what PyTorch has reserved, which an engine finds taken."""
+    train(trainer(sources[0], None), range(1))  # workspaces of the libraries, which stay
+    wide = {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 128}
+    source = str(make_checkpoint(tmp_path, "llama", **wide))
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    trained = trainer(source, None)
+    size = sum(parameter.nbytes for parameter in trained.model.stage.parameters())  # gradients have twice as much
+    mover = Offload(trained)
+    for step in range(2):
+        mover.optimizer()
+        assert torch.cuda.memory_reserved() - before < 2 * size
+        mover.parameters()
+        assert torch.cuda.memory_reserved() - before < 0.5 * size
+        mover.restore()
+        train(trained, range(step, step + 1))
+
+
+@pytest.mark.parametrize("recipe", [None, "blockwise"])
+def test_full_determinism_reaches_attention(
+    recipe: str | None, sources: list[str], alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sequence of many blocks, whose gradients of queries other kernels add up in the order in which they end."""
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # read when a layer is built
+    found = []
+    for _ in range(2):
+        trained = trainer(sources[0], TE[recipe] if recipe else None)
+        rows = all_actions([ragged_rows(151, [4096], seed=5)[0]])
+        norm = trained.step([rows], lambda index, log_probs, entropy: (-log_probs.mean(), None)).grad_norm
+        found.append((norm, [parameter.detach().clone() for parameter in trained.model.stage.parameters()]))
+    (norm, weights), (same_norm, same) = found
+    assert norm == same_norm and all(map(torch.equal, weights, same))
