@@ -3,6 +3,8 @@
 #
 #   bash examples/scripts/setup_env.sh                  make it, unless it is there
 #   source examples/scripts/setup_env.sh                the same, and activate it
+#   bash examples/scripts/setup_env.sh --cuda           .venv-cuda beside it: the CUDA image's environment, without Docker;
+#                                                       or source it, the flag first
 #   bash examples/scripts/setup_env.sh --packages-only  without the project: the layer of an image that code does not change
 #
 # Linux x86-64, CPython 3.11 (or 3.12: see requirements/README.md), no CUDA. A second call finds the stamps below and
@@ -10,30 +12,33 @@
 # one, which stays as it is, and in use, until the new one is whole. A .venv that is a link, or that this script did not
 # make, is refused. Whatever the user can put right ends in one sentence and exit code 2; a failed download or build
 # ends with exit code 1 and pip's own words.
+#
+# --cuda takes requirements/cuda.lock, CPython 3.12 and g++, needs no GPU, and compiles what docker/Dockerfile compiles, with
+# the lock's own nvcc, headers and cuDNN (NVIDIA's nvidia-* wheels). As there, MAX_JOBS (8) is how many compilers run at once,
+# each with up to 8 GB of memory, and TORCH_CUDA_ARCH_LIST ("9.0", Hopper) is what for. Activated, it sets CUDA_HOME to that
+# toolkit, for what is compiled at run time.
 
 if [[ "${BASH_SOURCE[0]}" != "$0" ]]; then
     # Sourced: the work runs in a process of its own, so that its `set -e` and its exits never reach the caller's shell.
-    bash "${BASH_SOURCE[0]}" || return
-    # shellcheck disable=SC1091
-    source "$(dirname "${BASH_SOURCE[0]}")/../../.venv/bin/activate"
+    if [[ "${1:-}" == --cuda ]]; then
+        bash "${BASH_SOURCE[0]}" --cuda || return
+        # shellcheck disable=SC1091
+        source "$(dirname "${BASH_SOURCE[0]}")/../../.venv-cuda/bin/activate"
+    else # what else may stand there are arguments of the script that sources this one
+        bash "${BASH_SOURCE[0]}" || return
+        # shellcheck disable=SC1091
+        source "$(dirname "${BASH_SOURCE[0]}")/../../.venv/bin/activate"
+    fi
     return
 fi
 
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
-venv="$root/.venv"
-being_made="$root/.venv.being_made" # the new environment, until put_in_place
-replaced="$root/.venv.replaced"     # the old one, from there until it is deleted
-target="$venv"                      # what pip works on: .venv, or the environment that is being made
-lock="$root/requirements/cpu.lock"
 environment_stamp=.environment_stamp # written last: its absence means an unfinished environment
 project_stamp=.project_stamp
 our_mark=.made_by_setup_env # written first: only a .venv that carries it, or is empty, is replaced
 torch_index="https://download.pytorch.org/whl/cpu"
-# Beside the environment that it replaces: 4.6 GB of packages, and 1.2 GB of downloads twice, until they are unpacked and
-# in pip's cache.
-needed_mb=7500
 
 say() { printf '[setup] %s\n' "$*" >&2; }
 
@@ -42,12 +47,27 @@ refuse() {
     exit 2
 }
 
-packages_only=false
-case "$*" in
-    '') ;;
-    --packages-only) packages_only=true ;;
-    *) refuse "unknown arguments $*; known: --packages-only." ;;
-esac
+packages_only=false cuda=false
+for word in "$@"; do
+    case "$word" in
+        --packages-only) packages_only=true ;;
+        --cuda) cuda=true ;;
+        *) refuse "unknown arguments $*; known: --cuda --packages-only." ;;
+    esac
+done
+
+# Beside the environment that it replaces, needed_mb has room for the packages, and for the downloads twice, until they are
+# unpacked and in pip's cache.
+if $cuda; then
+    venv="$root/.venv-cuda" lock="$root/requirements/cuda.lock" pythons=(12) needed_mb=24000
+    size="about 4.4 GB to download, 11 GB on disk, and up to an hour of compiling"
+else
+    venv="$root/.venv" lock="$root/requirements/cpu.lock" pythons=(11 12) needed_mb=7500
+    size="about 1.2 GB to download, 4.6 GB on disk, a few minutes"
+fi
+being_made="$venv.being_made" # the new environment, until put_in_place
+replaced="$venv.replaced"     # the old one, from there until it is deleted
+target="$venv"                # what pip works on: $venv, or the environment that is being made
 
 # What an outer environment may carry in and what would make pip see packages that are not in .venv.
 unset PYTHONPATH PYTHONHOME PIP_TARGET PIP_PREFIX
@@ -71,11 +91,11 @@ project_is_ready() {
     $packages_only || [[ -f "$1/$project_stamp" && "$(<"$1/$project_stamp")" == "$(wanted_project)" ]]
 }
 
-# The path of a CPython 3.11, or else 3.12, outside any virtual environment: `python3.11` may be .venv's own, which is to
-# be replaced, or a version manager's shim that does not start.
+# The path of a CPython of the first of $pythons that is there, outside any virtual environment: `python3.11` may be .venv's
+# own, which is to be replaced, or a version manager's shim that does not start.
 find_python() {
     local minor candidate
-    for minor in 11 12; do
+    for minor in "${pythons[@]}"; do
         for candidate in "python3.$minor" python3 python; do
             if "$candidate" -I -c "import sys; sys.exit(sys.version_info[:2] != (3, $minor))" >/dev/null 2>&1; then
                 "$candidate" -I -c 'import sys; print(sys._base_executable)'
@@ -87,21 +107,30 @@ find_python() {
 
 check_host() {
     [[ "$(uname -sm)" == "Linux x86_64" ]] ||
-        refuse "requirements/cpu.lock is for Linux on x86-64; this is $(uname -sm)."
+        refuse "${lock#"$root/"} is for Linux on x86-64; this is $(uname -sm)."
 
     python="$(find_python)"
+    [[ -n "$python" ]] || ! $cuda || refuse "Python 3.12 was not found on PATH, and requirements/cuda.lock is for no other:" \
+        "load or install it (module load python/3.12, uv python install 3.12, Ubuntu 24.04: apt-get install python3-venv python3-dev)."
     [[ -n "$python" ]] || refuse "neither Python 3.11 nor 3.12 was found on PATH: install one" \
         "(Debian 12: apt-get install python3 python3-venv python3-dev)."
     # DeepSpeed compiles its CPU optimizer on first use, and pycosat comes as source.
     command -v g++ >/dev/null ||
-        refuse "g++ was not found, and DeepSpeed compiles its CPU optimizer with it: install it (Debian: apt-get install g++)."
+        refuse "g++ was not found, and DeepSpeed compiles its CPU optimizer with it: install it (Debian: apt-get install g++; a cluster: module load gcc)."
     "$python" -I -c 'import pathlib, sys, sysconfig
 sys.exit(not (pathlib.Path(sysconfig.get_paths()["include"]) / "Python.h").exists())' ||
         refuse "$python has no header Python.h, which DeepSpeed's CPU optimizer is compiled against: install it" \
             "(Debian: apt-get install python3-dev)."
-    "$python" -I -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
-        refuse "libnuma.so.1 was not found, and vLLM's CPU build is linked against it: install it" \
-            "(Debian: apt-get install libnuma1)."
+    if $cuda; then
+        # What llguidance and tensorboard-data-server are built for, the newest of the lock's wheels.
+        printf 'glibc 2.31\n%s\n' "$(getconf GNU_LIBC_VERSION)" | sort -V -C ||
+            refuse "packages of requirements/cuda.lock need glibc 2.31 or newer, and this system has" \
+                "$(getconf GNU_LIBC_VERSION): use the image, as with Apptainer (docs/docker.md)."
+    else
+        "$python" -I -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
+            refuse "libnuma.so.1 was not found, and vLLM's CPU build is linked against it: install it" \
+                "(Debian: apt-get install libnuma1)."
+    fi
 
     local free_mb
     free_mb="$(df -Pm "$root" | awk 'NR == 2 { print $4 }')"
@@ -135,30 +164,69 @@ fail() {
 
 locked() { grep -E "^($1)==" "$lock"; }
 
+# torch is fetched first, since its CPU build is what an index may not have, and unpacked last, since DeepSpeed's build
+# behaves differently where it finds torch (its setup.py, torch_available).
+install_cpu_packages() {
+    local pins="$TMPDIR/pins.txt" torch
+    grep -Ev '^(#|torch==|setuptools==|wheel==|$)' "$lock" >"$pins"
+    torch="$(locked torch)"
+    if ! run_pip 1 download -d "$TMPDIR/torch" "$torch"; then
+        say "pip's own sources do not have $torch; trying $torch_index"
+        run_pip 1 download -d "$TMPDIR/torch" --extra-index-url "$torch_index" "$torch" || fail "pip could not fetch $torch"
+    fi
+    install_tools
+    run_pip "$(wc -l <"$pins")" install -r "$pins" || fail "pip could not install the packages of requirements/cpu.lock"
+    run_pip 1 install --no-index --find-links "$TMPDIR/torch" "$torch" || fail "pip could not install $torch"
+}
+
+# As docker/Dockerfile, which says why each variable: wheels first, then what is compiled against their torch; the
+# longest last.
+install_cuda_packages() {
+    local pins="$TMPDIR/pins.txt" nvidia
+    grep -Ev '^(#|flash-attn==|transformer-engine-torch==|deepspeed==|setuptools==|wheel==|$)' "$lock" >"$pins"
+    install_tools
+    run_pip "$(wc -l <"$pins")" install -r "$pins" || fail "pip could not install the packages of requirements/cuda.lock"
+
+    nvidia="$(echo "$target"/lib/python3*/site-packages/nvidia)"
+    export CUDA_HOME="$nvidia/cu13" PATH="$target/bin:$PATH" # ninja
+    # A whole toolkit, but for the names that linkers look for.
+    ln -s lib "$CUDA_HOME/lib64"
+    ln -s libcudart.so.13 "$CUDA_HOME/lib/libcudart.so"
+    export MAX_JOBS="${MAX_JOBS:-8}" TORCH_CUDA_ARCH_LIST="${TORCH_CUDA_ARCH_LIST:-9.0}"
+    NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE CPATH="$nvidia/cudnn/include:$nvidia/nccl/include" \
+        compile transformer-engine-torch
+    DS_ACCELERATOR=cuda DS_BUILD_FUSED_ADAM=1 compile deepspeed
+    FLASH_ATTENTION_FORCE_BUILD=TRUE NVCC_THREADS=1 FLASH_ATTN_CUDA_ARCHS="${TORCH_CUDA_ARCH_LIST//./}" compile flash-attn
+    printf 'export CUDA_HOME="%s"\n' "$CUDA_HOME" >>"$target/bin/activate"
+    "$target/bin/python" "$root/docker/healthcheck.py" --packages-only >&2 || {
+        say "what was installed does not fit together, as the lines above say."
+        exit 1
+    }
+}
+
+# Without pip's cache, which would hand out a wheel that was compiled against another torch.
+compile() {
+    say "compiling $1 ($MAX_JOBS compilers at once; MAX_JOBS)"
+    run_pip 1 install --no-cache-dir --no-binary "$1" "$(locked "$1")" || fail "pip could not compile $1"
+}
+
+# The packages that come as source are built with the locked setuptools and wheel rather than with whatever is newest
+# that day.
+install_tools() {
+    local -a tools
+    mapfile -t tools < <(locked 'setuptools|wheel')
+    run_pip 2 install "${tools[@]}" || fail "pip could not install ${tools[*]}"
+}
+
 make_environment() {
-    local started=$SECONDS pins torch tools
-    say "making $venv with $("$python" -V): about 1.2 GB to download, 4.6 GB on disk, a few minutes"
+    local started=$SECONDS
+    say "making $venv with $("$python" -V): $size"
     mkdir "$target"
     touch "$target/$our_mark"
     "$python" -m venv "$target" || refuse "$python could not make a virtual environment (Debian: apt-get install python3-venv)."
     export TMPDIR="$target/tmp" # pip keeps its downloads here until they are unpacked; /tmp is small on many machines
     mkdir "$TMPDIR"
-
-    pins="$TMPDIR/pins.txt"
-    grep -Ev '^(#|torch==|setuptools==|wheel==|$)' "$lock" >"$pins"
-    torch="$(locked torch)"
-    mapfile -t tools < <(locked 'setuptools|wheel')
-
-    # torch is fetched first, since its CPU build is what an index may not have, and unpacked last, since DeepSpeed's
-    # build behaves differently where it finds torch (its setup.py, torch_available). The packages that come as source
-    # are built with the locked setuptools and wheel rather than with whatever is newest that day.
-    if ! run_pip 1 download -d "$TMPDIR/torch" "$torch"; then
-        say "pip's own sources do not have $torch; trying $torch_index"
-        run_pip 1 download -d "$TMPDIR/torch" --extra-index-url "$torch_index" "$torch" || fail "pip could not fetch $torch"
-    fi
-    run_pip 2 install "${tools[@]}" || fail "pip could not install ${tools[*]}"
-    run_pip "$(wc -l <"$pins")" install -r "$pins" || fail "pip could not install the packages of requirements/cpu.lock"
-    run_pip 1 install --no-index --find-links "$TMPDIR/torch" "$torch" || fail "pip could not install $torch"
+    if $cuda; then install_cuda_packages; else install_cpu_packages; fi
 
     rm -rf "$TMPDIR"
     unset TMPDIR
@@ -178,7 +246,7 @@ make_project() {
 # the user without one for the minutes that takes, and with half of one after an interruption.
 put_in_place() {
     grep -rlIZF "${being_made##*/}" "$being_made/bin" "$being_made/pyvenv.cfg" |
-        xargs -0 sed -i 's/\.venv\.being_made/.venv/g'
+        xargs -0 sed -i "s/${being_made##*/}/${venv##*/}/g"
     [[ ! -d "$venv" ]] || mv -T "$venv" "$replaced"
     mv -T "$being_made" "$venv"
     rm -rf "$replaced"

@@ -5,6 +5,7 @@ real interpreter run only where the script made the environment that pytest runs
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,7 +28,7 @@ PYTHON = r"""#!/bin/bash
 last="${@: -1}"
 case "$*" in
     *_base_executable*) echo "$0" ;;
-    *"print("*) echo 3.11 ;;
+    *"print("*) echo "${PYTHON_VERSION:-3.11}" ;;
     *"-m venv "*)
         mkdir -p "$last/bin"
         cp "$0" "$last/bin/python"
@@ -36,9 +37,14 @@ case "$*" in
         ;;
     *"-m pip "*)
         [[ "$*" != *"$PIP_FAILS_AT"* ]] || { echo "ERROR: no such package" && exit 1; }
+        if [[ "$*" == *pins.txt ]]; then
+            cat "$last" >"${0%/*}/../pins"
+            mkdir -p "${0%/*}/../lib/python3.12/site-packages/nvidia/cu13/lib" # what NVIDIA's wheels make
+        fi
         [[ "$*" != *"$PIP_STOPS_AT"* ]] || { touch "${0%/*}/stopped" && sleep 600; }
         printf '#!%s\n' "$0" >"${0%/*}/ray"
         echo "Collecting $*"
+        ! [[ "$*" == *--no-binary* ]] || env
         ;;
 esac
 """
@@ -46,7 +52,8 @@ esac
 
 def add_project(root: Path) -> Path:
     """A copy of what the set-up script reads, without an environment."""
-    for name in ("setup.py", "requirements/cpu.lock", "openrlhf_gtpo/_version.py", str(SETUP_ENV)):
+    locks = ("requirements/cpu.lock", "requirements/cuda.lock")
+    for name in ("setup.py", *locks, "openrlhf_gtpo/_version.py", str(SETUP_ENV)):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     return root
@@ -67,6 +74,16 @@ def host(tmp_path) -> dict[str, str]:
         (tmp_path / "host" / name).chmod(0o755)
     path = f"{tmp_path / 'host'}:{os.environ['PATH']}"
     return {"PATH": path, "PIP_FAILS_AT": "nothing at all", "PIP_STOPS_AT": "nothing at all"}
+
+
+@pytest.fixture
+def cuda_host(host, tmp_path) -> dict[str, str]:
+    """The same with Python 3.12, on a system that is new enough."""
+    programs = {"python3.12": PYTHON, "getconf": "#!/bin/bash\necho glibc 2.34\n"}
+    for name, text in programs.items():
+        (tmp_path / "host" / name).write_text(text)
+        (tmp_path / "host" / name).chmod(0o755)
+    return {**host, "PYTHON_VERSION": "3.12"}
 
 
 def disk(free_mb: int) -> str:
@@ -222,6 +239,63 @@ def test_the_disk_must_have_room_for_the_new_environment_beside_the_old_one(bare
     (tmp_path / "host" / "df").write_text(disk(7499))
     assert_refused(run_setup_env(bare_project, **host), "has 7499 MB of free disk", "needs 7500 MB")
     assert files(bare_project / ".venv") == before
+
+
+def test_the_cuda_environment_is_the_images_beside_the_other_one(bare_project, cuda_host):
+    """Every line of its lock once; what docker/Dockerfile compiles is compiled, with the variables that it sets."""
+    made = run_setup_env(bare_project, "--cuda", **cuda_host)
+    assert made.returncode == 0, made.stderr
+    venv = bare_project / ".venv-cuda"
+    assert made.stderr.endswith(f"[setup] {venv} is ready\n")
+    assert [path.name for path in sorted(bare_project.glob(".venv*"))] == [".venv-cuda"]
+    assert (venv / "bin" / "ray").read_text() == f"#!{venv}/bin/python\n"
+    log = (venv / "pip.log").read_text()
+    again = run_setup_env(bare_project, "--cuda", **{**cuda_host, "PIP_FAILS_AT": ""})
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+
+    lock = (ROOT / "requirements" / "cuda.lock").read_text().splitlines()
+    pins = (venv / "pins").read_text().splitlines()
+    compiled = re.findall(r"Collecting .* --no-cache-dir --no-binary (\S+) (\S+)\n((?:\w+=.*\n)+)", log)
+    alone = [*re.findall(r"(?:setuptools|wheel)==\S+", log), *(pin for _, pin, _ in compiled)]
+    assert sorted([*pins, *alone]) == sorted(line for line in lock if "==" in line)
+    dockerfile = re.sub(r"\\\n", " ", (ROOT / "docker" / "Dockerfile").read_text())
+    runs = [run for run in re.findall(r"^RUN .*", dockerfile, re.MULTILINE) if "pip wheel" in run]
+    assert len(runs) == len(compiled) == 3
+    environments = {name: dict(line.split("=", 1) for line in said.splitlines()) for name, _, said in compiled}
+    for run in runs:
+        (package,) = re.findall(r"--no-binary (\S+)", run)
+        for name, value in re.findall(r"\b([A-Z_]+)=(\S+)", run.partition("pip wheel")[0]):
+            there = environments[package][name]
+            assert there == value or "$" in value and there, (package, name)
+    nvidia = f"{venv}.being_made/lib/python3.12/site-packages/nvidia"
+    found = environments["transformer-engine-torch"]
+    assert found["CPATH"] == f"{nvidia}/cudnn/include:{nvidia}/nccl/include"
+    assert environments["flash-attn"]["FLASH_ATTN_CUDA_ARCHS"] == "90"
+    assert found["PATH"].startswith(f"{venv}.being_made/bin:")  # ninja's
+
+    # The compiler is the lock's, then and after activation.
+    assert all(each["CUDA_HOME"] == f"{nvidia}/cu13" for each in environments.values())
+    toolkit = venv / "lib" / "python3.12" / "site-packages" / "nvidia" / "cu13"
+    assert (toolkit / "lib64").is_dir() and os.readlink(toolkit / "lib" / "libcudart.so") == "libcudart.so.13"
+    assert (venv / "bin" / "activate").read_text().endswith(f'export CUDA_HOME="{toolkit}"\n')
+
+
+@pytest.mark.parametrize(
+    ("program", "text", "parts"),
+    [
+        ("getconf", "#!/bin/bash\necho glibc 2.28\n", ["need glibc 2.31 or newer, and this system has glibc 2.28"]),
+        ("python3.12", "#!/bin/bash\nexit 127\n", ["Python 3.12 was not found on PATH", "module load python/3.12"]),
+        ("df", disk(23999), ["has 23999 MB of free disk", "needs 24000 MB"]),
+    ],
+)
+def test_what_the_cuda_environment_lacks_is_one_sentence(bare_project, cuda_host, tmp_path, program, text, parts):
+    (tmp_path / "host" / program).write_text(text)
+    assert_refused(run_setup_env(bare_project, "--cuda", **cuda_host), *parts)
+    assert not list(bare_project.glob(".venv*"))
+
+
+def test_an_unknown_flag_is_refused(bare_project):
+    assert_refused(run_setup_env(bare_project, "--cuda", "--gpu"), "unknown arguments --cuda --gpu; known: --cuda")
 
 
 def path_with_only(directory: Path, *programs: str) -> str:
