@@ -3,14 +3,17 @@
 The actors themselves bring what they need into their worker processes, which import upstream afresh.
 """
 
+from functools import partial
+
 from openrlhf_gtpo import platform
 
 
-def apply(backend: str = "deepspeed") -> None:
+def apply(backend: str = "deepspeed", tensor_parallel_size: int = 1) -> None:
     """Replace the names through which upstream's ``train`` finds its actors. Safe to call twice.
 
     Args:
         backend: what holds the policy and the reference model, as ``--actor.backend``.
+        tensor_parallel_size: of their models.
     """
     from openrlhf.cli import train_ppo_ray
     from openrlhf.trainer import ppo_trainer
@@ -23,7 +26,7 @@ def apply(backend: str = "deepspeed") -> None:
     from openrlhf_gtpo.integration.controller.trainer import Trainer
     from openrlhf_gtpo.integration.rollout.rollout_actor import RolloutActor
 
-    train_ppo_ray.RayActorGroup = ActorGroup
+    train_ppo_ray.RayActorGroup = partial(ActorGroup, tensor_parallel_size=tensor_parallel_size)
     train_ppo_ray.CriticModelActor = CriticActor
     train_ppo_ray.PolicyModelActor = PolicyActor
     if backend == "megatron":

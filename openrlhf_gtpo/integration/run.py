@@ -27,7 +27,11 @@ def train(argv: Sequence[str]) -> None:
     args = parse(argv)
     check(args)
     stop.prepare(args)
-    patch.apply(args.actor.backend)
+    on_megatron = args.actor.backend == "megatron"
+    patch.apply(
+        args.actor.backend,
+        args.megatron.tensor_model_parallel_size if on_megatron else args.ds.tensor_parallel_size,
+    )
     host.start_ray(args, sum(host.gpus_of(args)))
     run(args)
 

@@ -1,14 +1,76 @@
-"""Upstream's group of Ray actors, for batches that have fewer entries than there are replicas."""
+"""Upstream's group of Ray actors: where its ranks run, and batches that have fewer entries than there are replicas."""
 
+import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import ray
 from openrlhf.trainer.ray.launcher import RayActorGroup
+from openrlhf.trainer.ray.utils import get_bundle_indices
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch.distributed import TCPStore
+
+from openrlhf_gtpo import platform
+from openrlhf_gtpo.errors import UsageError
 
 
 class ActorGroup(RayActorGroup):
-    """Upstream's, which ends the run where the end of the data leaves a replica without an entry ("Insufficient batch
-    size", openrlhf 0.11.2, trainer/ray/launcher.py). Can go once it deals out fewer entries."""
+    """Upstream's (openrlhf 0.11.2, trainer/ray/launcher.py), but for two things.
+
+    Upstream gives rank i the bundle i, and Ray packs equal bundles with std::sort, which leaves more than 16 in no
+    order (https://github.com/ray-project/ray/issues/51117): tensor-parallel groups then cross nodes. Here ranks go
+    from node to node, as the GPUs of upstream's engines do. And upstream ends the run where the end of the data leaves
+    a replica without an entry ("Insufficient batch size"). Each can go once upstream does the same.
+
+    Args:
+        tensor_parallel_size: consecutive ranks that share every matrix; the others are upstream's.
+
+    Raises:
+        UsageError: such ranks would be on several nodes.
+    """
+
+    def __init__(self, *args: Any, tensor_parallel_size: int = 1, **kwargs: Any) -> None:
+        self._tensor_parallel_size = tensor_parallel_size
+        super().__init__(*args, **kwargs)
+
+    def _initiate_actors(self, pg: PlacementGroup | None, num_gpus_per_actor: float) -> None:
+        world_size = self._num_nodes * self._num_gpus_per_node
+        if pg is None and world_size > 1:
+            pg = placement_group([{"GPU": 1, "CPU": 1}] * world_size, strategy="PACK")
+            ray.get(pg.ready())
+        places: list[PlacementGroupSchedulingStrategy | None] = [None]
+        if pg is not None:
+            bundles = get_bundle_indices(pg, 0, world_size)
+            self._check_nodes(pg, bundles)
+            places = [PlacementGroupSchedulingStrategy(pg, bundle) for bundle in bundles]
+
+        def start(rank: int, *meeting: Any) -> Any:
+            options = {"num_cpus": num_gpus_per_actor, "num_gpus": num_gpus_per_actor}
+            kind: Any = self.ray_actor_type
+            return kind.options(**options, scheduling_strategy=places[rank]).remote(world_size, rank, *meeting)
+
+        first = start(0, None, None)
+        store = first.__ray_call__.remote(open_store)
+        self._actor_handlers = [first]
+        if world_size > 1:
+            meeting = ray.get(store)
+            self._actor_handlers += [start(rank, *meeting) for rank in range(1, world_size)]
+
+    def _check_nodes(self, pg: PlacementGroup, bundles: list[int]) -> None:
+        if platform.chosen_platform() == "cpu":  # where several nodes are one host, on purpose
+            return
+        node_of = ray.util.placement_group_table(pg)["bundles_to_node_id"]
+        nodes, size = [node_of[bundle] for bundle in bundles], self._tensor_parallel_size
+        if any(len(set(nodes[rank : rank + size])) > 1 for rank in range(0, len(nodes), size)):
+            names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
+            counts = ", ".join(f"{names[node]}: {count}" for node, count in Counter(nodes).items())
+            raise UsageError(
+                f"Expected a multiple of {size} GPUs on each node, so that no tensor-parallel group crosses nodes; "
+                f"Ray placed the model's {len(nodes)} processes as {counts}. End what holds GPUs there, or give a "
+                "smaller tensor-parallel size."
+            )
 
     def async_run_method_batch(self, method_name: str, **columns: Sequence[Any]) -> list[Any]:
         """As upstream's; the results are those of the entries.
@@ -29,3 +91,15 @@ class ActorGroup(RayActorGroup):
             for entry in range(entries)
             for actor in self._actor_handlers[entry * ranks : (entry + 1) * ranks]
         ]
+
+
+def open_store(actor: Any) -> tuple[str, int]:
+    """In rank 0's process: open the store at which the ranks meet; returns its address and port.
+
+    Upstream picks a port that is free, and binds it minutes later, while engines start and take ports. torch's
+    rendezvous shares a store that its process has open at the port (torch 2.13.0, distributed/rendezvous.py,
+    ``_create_c10d_store``: ``multi_tenant``).
+    """
+    actor._store = TCPStore(actor._master_addr, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    os.environ["MASTER_PORT"] = str(actor._store.port)
+    return actor._master_addr, actor._store.port

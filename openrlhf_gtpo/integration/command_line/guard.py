@@ -48,7 +48,10 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
         "PPOTrainer.evaluate(self, global_step)",
         "PPOTrainer.fit(self, global_step)",
     ),
-    "openrlhf.trainer.ray.launcher": ("RayActorGroup.async_run_method_batch(self, method_name)",),
+    "openrlhf.trainer.ray.launcher": (
+        "RayActorGroup._initiate_actors(self, pg, num_gpus_per_actor)",
+        "RayActorGroup.async_run_method_batch(self, method_name)",
+    ),
     "openrlhf.trainer.ray.ppo_actor": (
         "ActorPPOTrainer.training_step(self, experience, kl_ctl, step, loss_batch_info)",
         "ActorPPOTrainer._init_vllm_sync_group(self, backend)",
@@ -63,6 +66,7 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
         "CriticModelActor.init_model_from_pretrained(self, strategy, pretrain, max_steps)",
         "CriticPPOTrainer.training_step(self, experience, step, loss_batch_info)",
     ),
+    "openrlhf.trainer.ray.utils": ("get_bundle_indices(placement_group, index, length)",),
     "openrlhf.trainer.ray.vllm_engine": (
         "RolloutRayActor.__init__(self)",
         "RolloutRayActor.generate(self, prompt_token_ids, sampling_params, multi_modal_data)",

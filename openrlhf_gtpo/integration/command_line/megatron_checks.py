@@ -12,7 +12,7 @@ from openrlhf_gtpo.integration.command_line.megatron_overrides import parse_over
 from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointError, check_latest
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options, check_fp8
-from openrlhf_gtpo.megatron.parallel.layout import Layout, WorldSizeError, check_layout
+from openrlhf_gtpo.megatron.parallel.layout import Layout, WorldSizeError, check_layout, legal_tensor_parallel_sizes
 
 _BACKEND = "--actor.backend megatron"
 
@@ -42,7 +42,7 @@ def check_megatron(args: SimpleNamespace) -> None:
 
 
 def _check_world_size(config: Any, layout: Layout, section: SimpleNamespace, name: str) -> None:
-    """Refuse a layout that the model or the processes of one group do not allow."""
+    """Refuse a layout that the model, the processes of one group or its nodes do not allow."""
     try:
         world_size = section.num_nodes * section.num_gpus_per_node
         check_layout(config, layout, world_size, cuda=platform.chosen_platform() == "cuda")
@@ -51,6 +51,13 @@ def _check_world_size(config: Any, layout: Layout, section: SimpleNamespace, nam
             f"--{name}.num_nodes {section.num_nodes} × --{name}.num_gpus_per_node {section.num_gpus_per_node}: "
             f"{error.with_flags(megatron_flag)}"
         ) from error
+    size, on_node = layout.tensor_model_parallel_size, section.num_gpus_per_node
+    if on_node % size and platform.chosen_platform() == "cuda":  # nodes of a host without it are one host
+        fitting = [str(legal) for legal in legal_tensor_parallel_sizes(config) if on_node % legal == 0]
+        raise UsageError(
+            f"--megatron.tensor_model_parallel_size {size} does not divide --{name}.num_gpus_per_node {on_node}, so "
+            f"that tensor-parallel groups would cross nodes; sizes that fit: {', '.join(fitting)}."
+        )
 
 
 def _check_fp8_flags(args: SimpleNamespace, fp8: Fp8Options) -> None:

@@ -196,6 +196,23 @@ def test_context_parallelism_needs_cuda(command: dict[str, Any], monkeypatch: py
         check_megatron(args)
 
 
+def test_a_tensor_parallel_group_stays_in_a_node(command: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of a host without CUDA are one host."""
+    three = {TP: 2, "--actor.num_nodes": 2, "--actor.num_gpus_per_node": 3, "--train.batch_size": 6}
+    args = parse(argv_of(command | three))
+    check_megatron(args)
+    monkeypatch.setenv(platform.PLATFORM_VARIABLE, "cuda")
+    with pytest.raises(UsageError) as refusal:
+        check_megatron(args)
+    assert str(refusal.value) == (
+        f"{TP} 2 does not divide --actor.num_gpus_per_node 3, so that tensor-parallel groups would cross nodes; "
+        "sizes that fit: 1."
+    )
+    args.actor.num_gpus_per_node = 4
+    args.train.batch_size = 8
+    check_megatron(args)
+
+
 def test_a_host_without_cuda_still_hears_of_offloading(command: dict[str, Any]) -> None:
     """Moving states is Megatron's own there, while DeepSpeed's needs CUDA."""
     if platform.detect() != "cpu":

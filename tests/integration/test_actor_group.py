@@ -1,0 +1,110 @@
+"""Where a model's ranks run, and how they find each other."""
+
+import os
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+from openrlhf.trainer.ray.utils import get_bundle_indices
+from rollouts import arguments
+
+from openrlhf_gtpo import platform
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.integration import run
+from openrlhf_gtpo.integration.actors import dispatch
+from openrlhf_gtpo.integration.actors.dispatch import ActorGroup, open_store
+
+# Where Ray's PACK put 32 equal bundles on 4 nodes of 8 GPUs (ray 2.55.0): the node of each bundle.
+PACKED = "23333333" "32222222" "01111111" "10000000"
+
+
+class FakeCluster:
+    """Ray's placement groups and actors: ``nodes`` has the node of each bundle."""
+
+    def __init__(self, nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.nodes = nodes
+        self.ranks: dict[int, tuple[int, Any]] = {}  # bundle, and what the rank is told of rank 0
+        self.group: Any = SimpleNamespace(ready=lambda: None)
+        monkeypatch.setattr(dispatch, "placement_group", self._make_group)
+        monkeypatch.setattr(
+            ray.util, "placement_group_table", lambda _: {"bundles_to_node_id": dict(enumerate(nodes))}
+        )
+        monkeypatch.setattr(ray, "get", lambda value: value)
+        monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": node, "NodeName": f"n{node}"} for node in set(nodes)])
+
+    def _make_group(self, bundles: list[Any], strategy: str) -> Any:
+        assert len(bundles) == len(self.nodes)
+        return self.group
+
+    def options(self, scheduling_strategy: Any, **unused: Any) -> Any:
+        def start(world_size: int, rank: int, *meeting: Any) -> Any:
+            self.ranks[rank] = scheduling_strategy.placement_group_bundle_index, meeting
+            return SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda function: ("10.0.0.9", 1234)))
+
+        return SimpleNamespace(remote=start)
+
+    def start(self, gpus_per_node: int, tensor_parallel_size: int, shared: bool) -> None:
+        num_nodes = len(self.nodes) // gpus_per_node
+        pg = self.group if shared else None
+        ActorGroup(num_nodes, gpus_per_node, self, pg=pg, tensor_parallel_size=tensor_parallel_size)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["colocated", "split"])
+def test_ranks_go_from_node_to_node(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(platform.PLATFORM_VARIABLE, "cuda")
+    cluster = FakeCluster(PACKED, monkeypatch)
+    cluster.start(8, 8, shared)
+    bundles = [cluster.ranks[rank][0] for rank in range(32)]
+    nodes = [PACKED[bundle] for bundle in bundles]
+    assert sorted(bundles) == list(range(32))
+    assert [len(set(nodes[rank : rank + 8])) for rank in range(0, 32, 8)] == [1, 1, 1, 1]
+    # A colocated engine of 8 GPUs has those of 8 consecutive ranks.
+    assert [get_bundle_indices(cluster.group, engine, 8) for engine in range(4)] == [
+        bundles[rank : rank + 8] for rank in range(0, 32, 8)
+    ]
+    assert cluster.ranks[0][1] == (None, None)
+    assert {cluster.ranks[rank][1] for rank in range(1, 32)} == {("10.0.0.9", 1234)}
+
+
+def test_a_tensor_parallel_group_that_would_cross_nodes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FakeCluster("0" * 6 + "1" * 2, monkeypatch)
+    monkeypatch.setenv(platform.PLATFORM_VARIABLE, "cuda")
+    cluster.start(4, 2, shared=False)
+    with pytest.raises(UsageError, match="a multiple of 4 GPUs on each node.*8 processes as n0: 6, n1: 2."):
+        cluster.start(4, 4, shared=False)
+    monkeypatch.setenv(platform.PLATFORM_VARIABLE, "cpu")
+    cluster.start(4, 4, shared=False)
+
+
+MEGATRON = "--actor.backend megatron --megatron.tensor_model_parallel_size 2 --megatron.pipeline_model_parallel_size 2"
+
+
+@pytest.mark.parametrize(("argv", "size"), [(MEGATRON, 2), ("--ds.tensor_parallel_size 4", 4)])
+def test_a_group_knows_its_tensor_parallel_size(argv: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(run, "parse", lambda argv: arguments(*argv))
+    monkeypatch.setattr(run.patch, "apply", lambda *values: told.extend(values))
+    for module, name in ((run, "check"), (run, "run"), (run.stop, "prepare"), (run.host, "start_ray")):
+        monkeypatch.setattr(module, name, lambda *values: None)
+    run.train(["--algo.advantage.estimator", "gtpo", *argv.split()])
+    assert told[1] == size
+
+
+def test_nobody_else_gets_the_port_at_which_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's rendezvous does: it shares the store."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    actor = SimpleNamespace(_master_addr="127.0.0.1")
+    address, port = open_store(actor)
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", port))
+    assert (address, os.environ["MASTER_PORT"]) == ("127.0.0.1", str(port))
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1)
+    try:
+        torch.distributed.barrier()
+    finally:
+        torch.distributed.destroy_process_group()
