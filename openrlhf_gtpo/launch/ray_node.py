@@ -1,6 +1,7 @@
 """One node of a Ray cluster, in the foreground: `ray start --block`, its logs kept and its processes cleared away."""
 
 import os
+import resource
 import secrets
 import shutil
 import tempfile
@@ -70,7 +71,7 @@ def with_token(environment: Mapping[str, str], token: Path | None) -> dict[str, 
 
 
 def run_node(node: Node, token: Path | None, logs: Path | None) -> int:
-    """Run this node until Ray or a signal ends it; returns the exit status.
+    """Run this node until Ray or a signal ends it; returns the exit status. Its processes may open many files.
 
     Args:
         token: the cluster's secret; None leaves the cluster open.
@@ -79,6 +80,9 @@ def run_node(node: Node, token: Path | None, logs: Path | None) -> int:
     Raises:
         OSError: there is no `ray` on PATH, or no folder can be made.
     """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # As ray.init does, and `ray start` does not (ray 2.55.0, _private/worker.py).
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
     folder = Path(tempfile.mkdtemp(prefix="ray", dir=node.temporary))
     try:
         return run_and_clear(node.command(folder), {**_NO_METRICS_SERVERS, **with_token(os.environ, token)})

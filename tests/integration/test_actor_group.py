@@ -5,10 +5,12 @@ import socket
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import ray
 import torch
 from openrlhf.trainer.ray.utils import get_bundle_indices
+from openrlhf.utils.deepspeed import DeepspeedStrategy
 from rollouts import arguments
 
 from openrlhf_gtpo import platform
@@ -16,6 +18,7 @@ from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration import run
 from openrlhf_gtpo.integration.actors import dispatch
 from openrlhf_gtpo.integration.actors.dispatch import ActorGroup, open_store
+from openrlhf_gtpo.integration.actors.strategy import Strategy
 
 # Where Ray's PACK put 32 equal bundles on 4 nodes of 8 GPUs (ray 2.55.0): the node of each bundle.
 PACKED = "23333333" "32222222" "01111111" "10000000"
@@ -108,3 +111,18 @@ def test_nobody_else_gets_the_port_at_which_ranks_meet(monkeypatch: pytest.Monke
         torch.distributed.barrier()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_gloo_takes_the_interface_by_which_ray_knows_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    interfaces = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "ib0": "10.0.0.2"}
+    addresses = {name: [SimpleNamespace(address=address)] for name, address in interfaces.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
+    monkeypatch.setattr(DeepspeedStrategy, "setup_distributed", lambda self, timeout: None)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.2")
+    strategy = object.__new__(Strategy)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    strategy.setup_distributed()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1", "the user's wins"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    strategy.setup_distributed()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from openrlhf_gtpo.cli import ray_cluster
+from openrlhf_gtpo.launch import ray_node
 from openrlhf_gtpo.launch.ray_node import Node, make_token, with_token
 
 
@@ -165,3 +167,12 @@ def test_a_node_keeps_rays_logs_and_nothing_else(tmp_path: Path) -> None:
     assert subprocess.run(command, env=os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}).returncode == 3
     assert (tmp_path / "logs" / "raylet.out").read_text() == "token\n"
     assert [path.name for path in temporary.iterdir()] == ["notes"]
+
+
+def test_a_node_may_open_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {resource.RLIMIT_NOFILE: (1024, 524288)}
+    monkeypatch.setattr(resource, "getrlimit", limits.get)
+    monkeypatch.setattr(resource, "setrlimit", limits.__setitem__)
+    monkeypatch.setattr(ray_node, "run_and_clear", lambda *command: 0)
+    assert ray_cluster.main(["head", "--address", "10.0.0.1", "--temporary", str(tmp_path)]) == 0
+    assert limits == {resource.RLIMIT_NOFILE: (65536, 524288)}

@@ -1,9 +1,12 @@
 """OpenRLHF's DeepSpeed strategy: a backward pass tells if it ends an optimizer step; a CPU host compiles nothing."""
 
+import os
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
+import psutil  # vLLM and DeepSpeed depend on it
+import ray
 import torch
 from openrlhf.utils.deepspeed import DeepspeedStrategy
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -35,6 +38,12 @@ class Strategy(DeepspeedStrategy):
         return super().setup_dataloader(dataset, batch_size, pin_memory, shuffle, *args, sampler=sampler, **kwargs)
 
     def setup_distributed(self, timeout: timedelta = timedelta(minutes=60)) -> None:
+        # Left alone, gloo listens where the host's name resolves to, on many hosts a loopback (torch 2.13.0,
+        # ProcessGroupGloo::createDefaultDevice), and Megatron has gloo groups over all nodes. NCCL skips loopbacks.
+        address = ray.util.get_node_ip_address()
+        for name, addresses in psutil.net_if_addrs().items():
+            if address in [known.address for known in addresses]:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         super().setup_distributed(timeout)
         self.accumulated_gradient = 1  # a moving average of the weights counts calls, and is called once a step
 
