@@ -80,8 +80,17 @@ def test_openrlhf_and_megatron_get_what_their_metadata_pins() -> None:
     if Version(metadata.version) != CUDA["openrlhf"]:
         pytest.skip(f"openrlhf {metadata.version} is installed here, and the lock has {CUDA['openrlhf']}")
     parsed = [Requirement(text) for text in metadata.requires or []]
-    pinned = {r.name: r.specifier for r in parsed if r.marker is None or r.marker.evaluate({"extra": "vllm"})}
-    assert {"flash-attn", "vllm", "deepspeed", "ray", "transformers"} <= pinned.keys()
+    extras = [{"extra": name} for name in ("vllm", "liger", "ring")]
+    pinned = {r.name: r.specifier for r in parsed if not r.marker or any(map(r.marker.evaluate, extras))}
+    assert {
+        "flash-attn",
+        "vllm",
+        "deepspeed",
+        "ray",
+        "transformers",
+        "liger-kernel",
+        "ring-flash-attn",
+    } <= pinned.keys()
     for name, specifier in pinned.items():
         if name not in LEFT_OUT:
             assert specifier.contains(CUDA[canonicalize_name(name)]), f"{name}{specifier}"
