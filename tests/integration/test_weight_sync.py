@@ -3,6 +3,7 @@
 Engines are processes with plain models; the trainer is one process.
 """
 
+import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from rollouts import arguments
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.actors.policy_actor import EntropyActorTrainer
+from openrlhf_gtpo.integration.rollout import rollout_actor
 from openrlhf_gtpo.weight_sync.process_engine import ProcessEngine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "weight_sync"))
@@ -111,3 +113,34 @@ def test_rays_transfer_is_upstreams(
         monkeypatch.setattr(ppo_actor.ActorPPOTrainer, name, lambda self, *args, name=name: called.append(name))
     trainer_of(policy, actors, "--vllm.sync_with_ray").broadcast_to_vllm()
     assert called == ["_init_vllm_sync_group", "broadcast_to_vllm"]
+
+
+def test_experts_in_an_engine_on_a_gpu_stay_as_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own conversion after loading leaves them alone, unlike those of the kernels that it prefers on Blackwell;
+    on a CPU it reloads them and has one kernel."""
+    from vllm import AsyncEngineArgs
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    started: dict[str, Any] = {}
+
+    async def start(self: Any, **kwargs: Any) -> None:
+        started.update(kwargs)
+        self.executor = None
+
+    monkeypatch.setattr(rollout_actor._UpstreamRolloutActor, "__init__", start)
+    for platform in ("cpu", "cuda"):
+        monkeypatch.setenv("OPENRLHF_GTPO_PLATFORM", platform)
+        actor = object.__new__(rollout_actor.StrictRolloutActor)
+        asyncio.run(actor.__init__())  # type: ignore[misc]
+        assert ("moe_backend" in started) == (platform == "cuda")
+    assert "moe_backend" in AsyncEngineArgs.__dataclass_fields__
+
+    weights = torch.randn(2, 8, 4), torch.randn(2, 4, 4)  # gate and up, down: (experts, out, in)
+
+    def kept(backend: str) -> list[bool]:
+        kernel = unquantized.map_unquantized_backend(backend)
+        moe = SimpleNamespace(is_act_and_mul=True)
+        after = unquantized.convert_to_unquantized_kernel_format(kernel, moe, *weights)
+        return [new.equal(sent) for new, sent in zip(after, weights)]
+
+    assert kept(started["moe_backend"]) == [True, True] and kept("flashinfer_cutlass") == [False, True]

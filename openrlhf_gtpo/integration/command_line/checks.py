@@ -20,6 +20,7 @@ from openrlhf_gtpo.integration.command_line.input_checks import (
     connect,
     load_tokenizer,
     refuse_own_code,
+    refuse_quantized,
 )
 from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
 
@@ -132,6 +133,7 @@ def check_every_run(args: SimpleNamespace) -> None:
     ):
         if args.vllm.sync_checksum and given:
             raise UsageError(f"--vllm.sync_checksum does not go with {flag}, {why}; leave one of them out.")
+    refuse_quantized(args.actor.model_name_or_path, "--actor.model_name_or_path")
     if not args.actor.trust_remote_code:
         for role in ("actor", "critic") if args.reward.remote_url else ("actor", "critic", "reward"):
             name = getattr(args, role).model_name_or_path

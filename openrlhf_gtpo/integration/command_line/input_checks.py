@@ -67,6 +67,26 @@ def refuse_own_code(name: str | None, flag: str, trust_flag: str) -> None:
             )
 
 
+def refuse_quantized(name: str | None, flag: str) -> None:
+    """Refuse a quantized checkpoint, a folder or a hub name, as the policy. One that cannot be read is left to whoever
+    loads it.
+
+    Raises:
+        UsageError: its config.json has a ``quantization_config``.
+    """
+    from transformers import PretrainedConfig
+
+    try:
+        quantization = PretrainedConfig.get_config_dict(name or "")[0].get("quantization_config")
+    except Exception:  # whatever is wrong with it
+        return
+    if quantization is not None:
+        raise UsageError(
+            f"{flag} {name} is quantized (quantization_config in its config.json): vLLM packs such weights when it "
+            "loads them, and cannot take trained ones in their place; give the checkpoint that it was made from."
+        )
+
+
 def check_metrics_file(args: SimpleNamespace) -> None:
     """Refuse to add to the metrics of a run that this one does not go on with.
 

@@ -86,8 +86,14 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
 
     async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         kwargs["worker_extension_cls"] = WORKER_EXTENSION
-        if kwargs.get("full_determinism") and platform.chosen_platform() == "cpu":
+        on_cpu = platform.chosen_platform() == "cpu"
+        if on_cpu and kwargs.get("full_determinism"):
             kwargs |= _ALONE
+        if not on_cpu:
+            # Experts' weights stay as they are loaded. The kernels that vLLM prefers on Blackwell have them swapped or
+            # shuffled, which a transfer would write over (vllm 0.29.0, model_executor/layers/fused_moe/oracle/
+            # unquantized.py, convert_to_unquantized_kernel_format). On Hopper it is vLLM's own choice.
+            kwargs["moe_backend"] = "triton"
         await super().__init__(*args, **kwargs)
         if type(self.executor) is SingleTurnAgentExecutor:
             self.executor = StrictRewardExecutor(self.executor.reward_endpoints)

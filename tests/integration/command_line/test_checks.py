@@ -1,6 +1,8 @@
 """A contradiction in the command line is one sentence before any engine starts, and what works is not refused."""
 
+import json
 import os
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -133,6 +135,16 @@ def test_what_works_with_no_estimator(
     refused: Callable[..., str], changes: dict[str, Any], message: str, estimator: str
 ) -> None:
     assert refused(changes | {"--algo.advantage.estimator": estimator}).startswith(message)
+
+
+@pytest.mark.parametrize("estimator", ["gtpo", "group_norm"])
+def test_a_quantized_policy(refused: Callable[..., str], model: Path, tmp_path: Path, estimator: str) -> None:
+    quantized = tmp_path / "quantized"
+    shutil.copytree(model, quantized)
+    fields = json.loads((quantized / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps(fields | {"quantization_config": {"quant_method": "fp8"}}))
+    message = refused({"--actor.model_name_or_path": quantized, "--algo.advantage.estimator": estimator})
+    assert message.startswith(f"--actor.model_name_or_path {quantized} is quantized (quantization_config")
 
 
 def test_numbers_that_have_a_meaning_upstream_are_accepted(command: dict[str, Any]) -> None:

@@ -172,7 +172,7 @@ def test_the_rules_hold_for_every_estimator(refused: Callable[..., str], estimat
         ({"model_type": "gpt_neox"}, "does not know the architecture 'gpt_neox'"),
         ({"model_type": "mistral", "sliding_window": 16}, "has no sliding-window attention"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, "rotary embedding 'yarn'"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "this checkpoint is quantized"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantized (quantization_config"),
         ({"model_type": "qwen2_vl", "vision_config": {}}, "does not know the architecture 'qwen2_vl'"),
     ],
     ids=lambda value: str(value)[:40],
