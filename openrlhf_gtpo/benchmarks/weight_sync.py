@@ -179,7 +179,9 @@ def vllm_engine(model: Path, workers: int) -> Iterator[Engine]:
     from openrlhf_gtpo.integration.command_line.host import start_ray
     from openrlhf_gtpo.integration.rollout.rollout_actor import RolloutActor
 
-    start_ray(SimpleNamespace(actor=SimpleNamespace(num_nodes=1, num_gpus_per_node=1)), gpus=workers)
+    start_ray(
+        SimpleNamespace(actor=SimpleNamespace(backend="deepspeed", num_nodes=1, num_gpus_per_node=1)), gpus=workers
+    )
     try:
         group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * workers)
         ray.get(group.ready())

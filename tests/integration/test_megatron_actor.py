@@ -1,5 +1,8 @@
 """Would catch a Megatron actor whose losses, metrics, schedule or batches mean something else than OpenRLHF's own."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,3 +89,26 @@ def test_the_reference_rests_between_its_forwards(
     reserved, found = pools[0].run(run_reference, actor_model, [*argv, flag])[0]
     assert found == expected and found[0] == found[1]
     assert staying == [{"parameters"}] * 3 and reserved == [set()] * 3
+
+
+# Stands for Transformer Engine: says what it finds when it is first imported, and by whom, and ends the process.
+FIRST_IMPORT = """
+import os, traceback
+print("first imported with", os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES"), flush=True)
+print(*(frame.filename for frame in traceback.extract_stack()), sep="\\n", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_transformer_engine_finds_its_variable_however_early_it_is_imported(tmp_path: Path) -> None:
+    """In a worker's order: the actor's module, OpenRLHF, PEFT, which imports it long before Megatron does."""
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text(FIRST_IMPORT)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")}
+    environment |= {"OPENRLHF_GTPO_PLATFORM": "cpu", "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    program = "from openrlhf_gtpo import platform; platform.activate(); "  # Ray's hook on such a host
+    program += "import openrlhf_gtpo.integration.actors.megatron_actor"
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert "first imported with 1\n" in ended.stdout, ended.stdout + ended.stderr[-2000:]
+    assert "/peft/" in ended.stdout and "/megatron/core/" not in ended.stdout

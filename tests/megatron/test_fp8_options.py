@@ -1,18 +1,16 @@
 """FP8 is refused on a device, build or width that cannot do it and on no other; Megatron knows the fields it sets."""
 
 import dataclasses
-import os
-import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from openrlhf_gtpo.megatron.fp8.options import MODES, RECIPES, Fp8Options, check_fp8, check_fp8_host
+from openrlhf_gtpo.megatron.fp8.options import FP32_SCALES, MODES, RECIPES, Fp8Options, check_fp8, check_fp8_host
 from openrlhf_gtpo.megatron.parallel.layout import Layout, LayoutError
 
-HOPPER, ADA, AMPERE = (9, 0), (8, 9), (8, 0)
+BLACKWELL, HOPPER, ADA, AMPERE = (10, 0), (9, 0), (8, 9), (8, 0)
 
 
 def model(**changes: Any) -> SimpleNamespace:
@@ -91,6 +89,7 @@ def test_layers_in_bf16() -> None:
         ("tensorwise", HOPPER, (12, 4)),
         ("blockwise", HOPPER, (12, 9)),
         ("blockwise", HOPPER, (13, 0)),
+        ("tensorwise", BLACKWELL, (13, 0)),
     ],
 )
 def test_devices_that_can(recipe: str, capability: tuple[int, int], cuda: tuple[int, int]) -> None:
@@ -102,6 +101,15 @@ def test_devices_that_can(recipe: str, capability: tuple[int, int], cuda: tuple[
     [
         ("blockwise", HOPPER, (12, 8), (2, 11), "the recipes that run here are: delayed, tensorwise."),
         ("blockwise", ADA, (13, 0), (2, 11), "needs compute capability 9.0"),
+        (
+            "blockwise",
+            BLACKWELL,
+            (13, 0),
+            (2, 11),
+            "as MXFP8, with powers of two alone; the recipes that run here are: ",
+        ),
+        ("blockwise", (12, 0), (13, 0), (2, 11), "(compute capability 12.0)"),
+        ("delayed", BLACKWELL, (11, 8), (2, 11), "no recipe runs here."),
         ("delayed", AMPERE, (13, 0), (2, 11), "no recipe runs here."),
         ("delayed", HOPPER, (13, 0), None, "none is installed; fp8 emulated needs none."),
         ("delayed", HOPPER, (13, 0), (2, 8), "from 2.9 to below 2.12, and 2.8 is installed."),
@@ -134,15 +142,34 @@ def test_alignment_and_formats() -> None:
     assert not Fp8Options("emulated", "blockwise").gradients_in_e5m2 and not Fp8Options("e4m3").gradients_in_e5m2
 
 
-def test_scales_of_blocks_are_settled_before_transformer_engine_is_imported() -> None:
-    """It reads the variable once; Megatron's first import brings it in, and these imports come before that."""
-    variable = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
-    program = f"import openrlhf_gtpo.megatron, os, sys; print(os.environ[{variable!r}], 'megatron' in sys.modules)"
-    environment = {name: value for name, value in os.environ.items() if name != variable}
-    found = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    )
-    assert found.stdout.split() == ["1", "False"]
+@pytest.mark.parametrize("value", ["0", "true"])
+def test_powers_of_two_that_the_user_asks_for_are_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(FP32_SCALES, value)
+    for mode in MODES:
+        assert f"{FP32_SCALES}={value} in the environment" in refusal(Fp8Options(mode, "blockwise"), model(), Layout())
+    check_fp8(Fp8Options("hybrid", "tensorwise"), model(), Layout(), cuda=True)
+
+
+@pytest.mark.parametrize("rounded", ["", "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"])
+def test_the_recipe_in_force_has_float32_scales(monkeypatch: pytest.MonkeyPatch, rounded: str) -> None:
+    """Whoever imported Transformer Engine, and whenever: its class tells."""
+    from openrlhf_gtpo.megatron.fp8.fp8 import check_host
+
+    names = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
+    recipe = SimpleNamespace(**{name: SimpleNamespace(power_2_scale=name == rounded) for name in names})
+    module = SimpleNamespace(Float8BlockScaling=recipe)
+    monkeypatch.setitem(sys.modules, "transformer_engine.common.recipe", module)  # type: ignore[arg-type]
+    for parent in ("transformer_engine", "transformer_engine.common"):
+        monkeypatch.setitem(sys.modules, parent, SimpleNamespace(__path__=[]))  # type: ignore[arg-type]
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.11.0")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: HOPPER)
+    monkeypatch.setattr("torch.version.cuda", "12.9")
+    check_host(Fp8Options("hybrid", "tensorwise"))
+    if rounded:
+        with pytest.raises(LayoutError, match="in this process Transformer Engine rounds them to powers of two"):
+            check_host(Fp8Options("hybrid", "blockwise"))
+    else:
+        check_host(Fp8Options("hybrid", "blockwise"))
 
 
 def test_the_emulation_takes_the_portable_layers_where_transformer_engine_is(monkeypatch: pytest.MonkeyPatch) -> None:

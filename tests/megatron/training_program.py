@@ -79,6 +79,16 @@ def gradients(source: str, layout: Layout, options: dict, steps: list[list[tuple
         return found if torch.distributed.get_rank() == 0 else {}
 
 
+def deterministic_gradients(*args: Any) -> Any:
+    """:func:`gradients` as ``--train.full_determinism_enable`` has torch compute them."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert ModelOptions().fields()["deterministic_mode"]
+        return gradients(*args)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def train(
     source: str, layout: Layout, distributed: bool, steps: list[list[tuple[list, list]]], optimizer: dict
 ) -> tuple[dict[str, Any], list[float], list[float]]:

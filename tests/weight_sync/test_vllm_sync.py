@@ -33,7 +33,7 @@ def bundle() -> Iterator[Any]:
     platform.activate()
     import ray
 
-    args = SimpleNamespace(actor=SimpleNamespace(num_nodes=1, num_gpus_per_node=1))
+    args = SimpleNamespace(actor=SimpleNamespace(backend="deepspeed", num_nodes=1, num_gpus_per_node=1))
     host.start_ray(args, gpus=2)
     group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * 2)
     ray.get(group.ready())

@@ -46,12 +46,8 @@ class MegatronModelActor(BaseModelActor):
 
     def _load(self, strategy: Any, source: str) -> None:
         args = strategy.args
-        layout = layout_of(args)
-        if layout.tensor_model_parallel_size * layout.context_parallel_size > 1:
-            # How Megatron overlaps communication with products: kernels start in the order they were launched in.
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         self._setup_distributed(strategy)
-        groups.initialize(layout, args.train.seed)
+        groups.initialize(layout_of(args), args.train.seed)
         with refusals_name_flags():  # what this GPU cannot do in FP8
             self.model = load_model(source, _model_options(args), for_training=self.trains)
 

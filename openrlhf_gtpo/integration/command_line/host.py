@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.megatron.fp8.options import FP32_SCALES
 
 # What upstream sets in its workers' environment, with upstream's defaults.
 _UPSTREAM_ENVIRONMENT = {
@@ -14,6 +15,10 @@ _UPSTREAM_ENVIRONMENT = {
     "NCCL_DEBUG": "WARN",
     "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
 }
+
+# What Megatron asks for in its deterministic mode (megatron-core 0.16.1: TEDotProductAttention in
+# core/extensions/transformer_engine.py, validate_args in training/arguments.py).
+_DETERMINISTIC_ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
 
 _UPSTREAM_GPUS = 8  # of each group, by upstream's default: as many processes on a host without GPUs
 
@@ -101,7 +106,17 @@ def start_ray(args: SimpleNamespace, gpus: int) -> None:
     """
     import ray
 
-    environment = {name: os.environ.get(name, value) for name, value in _UPSTREAM_ENVIRONMENT.items()}
+    defaults = _UPSTREAM_ENVIRONMENT | {FP32_SCALES: "1"}
+    if args.actor.backend == "megatron":
+        if args.megatron.tensor_model_parallel_size * args.megatron.context_parallel_size > 1:
+            # How Megatron overlaps communication with products: kernels start in the order they were launched in.
+            # Blackwell needs it no more (megatron-core 0.16.1, training/arguments.py, validate_args).
+            defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        if args.train.full_determinism_enable:
+            defaults |= _DETERMINISTIC_ENVIRONMENT
+    environment = {name: os.environ.get(name, value) for name, value in defaults.items()}
+    # The environment of a job that `ray job submit` started is in os.environ, and Ray refuses names that come twice.
+    os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     options: dict[str, Any] = {"runtime_env": {"env_vars": environment}}
     if platform.chosen_platform() == "cpu":
         from openrlhf_gtpo.platform import cpu

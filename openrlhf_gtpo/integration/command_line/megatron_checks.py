@@ -1,5 +1,6 @@
 """What can be known to fail with ``--actor.backend megatron`` before any engine starts. Holds for every estimator."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,6 +100,12 @@ def _check_modes(args: SimpleNamespace, layout: Layout) -> None:
             f"--reward.model_name_or_path {args.reward.model_name_or_path} runs on DeepSpeed and takes a batch for "
             f"each process, while --megatron.*_parallel_size gives each batch to {layout.model_parallel_size} of "
             "them; serve it behind --reward.remote_url URL, or leave these sizes at 1."
+        )
+    nondeterministic = os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    if args.train.full_determinism_enable and nondeterministic != "0":
+        raise UsageError(
+            "--train.full_determinism_enable does not go with NVTE_ALLOW_NONDETERMINISTIC_ALGO="
+            f"{nondeterministic} in the environment; unset it, or leave the flag out."
         )
     images, aux_loss = args.data.max_images_per_prompt, args.actor.aux_loss_coef
     offload = "leave it out, or give --megatron.offload to move the states to host memory between phases"

@@ -4,6 +4,7 @@ Alignment and support: Transformer Engine 2.11 (``assert_dim_for_fp8_exec``, ``F
 ``check_recipe_support``).
 """
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,10 @@ BLOCK = 128  # side of a scaled block
 TRANSFORMER_ENGINE = ((2, 9), (2, 12))  # that megatron-core 0.16.1 works with: from the first, below the second
 CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0)}
 _CUDA = {"delayed": (12, 1), "tensorwise": (12, 1), "blockwise": (12, 9)}
+# From it on blocks are multiplied as MXFP8, and other scales than powers of two are an error in the middle of a step
+# (https://github.com/NVIDIA/TransformerEngine/pull/2157).
+_BLOCKS_AS_MXFP8 = (10, 0)
+FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"  # set to 1 by openrlhf_gtpo/__init__.py
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,12 @@ def check_fp8(options: Fp8Options, hf_config: Any, layout: Layout, *, cuda: bool
         )
     if hf_config.model_type == "qwen3_moe":
         raise LayoutError(f"$fp8 {options.mode} does not cover the experts of {hf_config.model_type}; leave it out.")
+    scales = os.environ.get(FP32_SCALES)
+    if options.recipe == "blockwise" and scales != "1":
+        raise LayoutError(
+            f"$fp8_recipe blockwise has float32 scales, and {FP32_SCALES}={scales} in the environment asks for powers "
+            "of two; unset it, or take tensorwise."
+        )
     if options.primary_weights and options.recipe == "delayed":
         raise LayoutError(
             "$fp8_param cannot have $fp8_recipe delayed, whose scales know nothing of the weights when "
@@ -119,9 +130,16 @@ def check_fp8_host(
         raise LayoutError(f"{asked} needs {wanted}, and none is installed; $fp8 emulated needs none.")
     if not oldest <= transformer_engine < first_unknown:
         raise LayoutError(f"{asked} needs {wanted}, and {_version(transformer_engine)} is installed.")
+    too_new = {"blockwise"} if capability >= _BLOCKS_AS_MXFP8 else set()
     possible = [recipe for recipe in RECIPES if capability >= CAPABILITY[recipe] and cuda >= _CUDA[recipe]]
+    possible = [recipe for recipe in possible if recipe not in too_new]
     if options.recipe not in possible:
         others = f"the recipes that run here are: {', '.join(possible)}" if possible else "no recipe runs here"
+        if options.recipe in too_new:
+            raise LayoutError(
+                f"{asked} has float32 scales, and on this device (compute capability {_version(capability)}) "
+                f"Transformer Engine multiplies blocks as MXFP8, with powers of two alone; {others}."
+            )
         raise LayoutError(
             f"{asked} needs compute capability {_version(CAPABILITY[options.recipe])} and torch built with CUDA "
             f"{_version(_CUDA[options.recipe])} or above, and this device has {_version(capability)} and this torch "

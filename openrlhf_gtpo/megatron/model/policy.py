@@ -83,6 +83,7 @@ class ModelOptions:
             "bias_dropout_fusion": fused,
             "apply_rope_fusion": fused,
             "gradient_accumulation_fusion": False,
+            "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
             # A loss callable's values add up over micro-batches and replicas: nothing is divided behind its back.

@@ -1,4 +1,8 @@
-"""A run's GPUs are those that OpenRLHF's ``train`` makes placement groups for; a missing Ray is one sentence."""
+"""A run's GPUs are those that OpenRLHF's ``train`` makes placement groups for; a missing Ray is one sentence; workers
+start with the variables that are read before any code of theirs runs."""
+
+import os
+from typing import Any
 
 import pytest
 import ray
@@ -70,3 +74,67 @@ def test_a_ray_that_does_not_answer_is_the_users_mistake(monkeypatch: pytest.Mon
     args = upstream_parser.parse(GROUP.split())
     with pytest.raises(UsageError, match="No Ray cluster answers at RAY_ADDRESS=auto: start one there, or unset"):
         start_ray(args, gpus=1)
+
+
+VARIABLES = (
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+    "NCCL_ALGO",
+    "NCCL_DEBUG",
+)
+MEGATRON = "--actor.backend megatron"
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A command line and the driver's environment to the runtime environment that Ray is given, of VARIABLES."""
+
+    def started(argv: str, **environment: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        monkeypatch.setattr(ray, "init", lambda **options: found.update(options["runtime_env"]))
+        for name in VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("RAY_OVERRIDE_JOB_RUNTIME_ENV", "")
+        monkeypatch.delenv("RAY_OVERRIDE_JOB_RUNTIME_ENV")
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        start_ray(upstream_parser.parse(f"{GROUP} {argv}".split()), gpus=1)
+        return found
+
+    return started
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("", ("1", None, None, None)),
+        ("--train.full_determinism_enable", ("1", None, None, None)),  # OpenRLHF's own on DeepSpeed
+        (MEGATRON, ("1", None, None, None)),
+        (f"{MEGATRON} --megatron.tensor_model_parallel_size 2", ("1", "1", None, None)),
+        (f"{MEGATRON} --megatron.context_parallel_size 2", ("1", "1", None, None)),
+        (f"{MEGATRON} --megatron.pipeline_model_parallel_size 2", ("1", None, None, None)),
+        (f"{MEGATRON} --train.full_determinism_enable", ("1", None, "0", "Ring")),
+    ],
+)
+def test_workers_start_with_what_libraries_read_early(workers: Any, argv: str, expected: tuple) -> None:
+    environment = workers(argv)["env_vars"]
+    assert tuple(environment.get(name) for name in VARIABLES[:4]) == expected
+
+
+def test_what_the_user_has_set_reaches_the_workers_instead(workers: Any) -> None:
+    argv = f"{MEGATRON} --megatron.tensor_model_parallel_size 2 --train.full_determinism_enable"
+    own = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "NCCL_ALGO": "Tree", "NCCL_DEBUG": "INFO"}
+    environment = workers(argv, **own)["env_vars"]
+    assert own.items() <= environment.items()
+
+
+def test_a_submitted_jobs_own_environment_is_no_conflict(workers: Any) -> None:
+    """`ray job submit --runtime-env-json` puts it into the driver's environment too."""
+    from ray.runtime_env.runtime_env import _merge_runtime_env  # as ray.init of 2.55 does
+
+    of_job = {"NCCL_DEBUG": "INFO", "CUDA_DEVICE_MAX_CONNECTIONS": "8", "OF_THE_JOB": "x"}
+    of_run = workers(f"{MEGATRON} --megatron.tensor_model_parallel_size 2", **of_job)
+    override = os.environ.get("RAY_OVERRIDE_JOB_RUNTIME_ENV") == "1"
+    merged = _merge_runtime_env({"env_vars": of_job}, of_run, override=override)  # type: ignore[arg-type]
+    assert merged is not None and of_job.items() <= merged["env_vars"].items()

@@ -161,6 +161,15 @@ def test_what_cannot_work_is_one_sentence(refused: Callable[..., str], changes: 
     assert message in refused(changes)
 
 
+def test_full_determinism_against_transformer_engines_own_variable(
+    command: dict[str, Any], refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
+    check_megatron(parse(argv_of(command)))
+    message = refused({"--train.full_determinism_enable": True})
+    assert "does not go with NVTE_ALLOW_NONDETERMINISTIC_ALGO=1 in the environment" in message
+
+
 @pytest.mark.parametrize("estimator", ["gtpo", "group_norm"])
 def test_the_rules_hold_for_every_estimator(refused: Callable[..., str], estimator: str) -> None:
     assert "it can be 1 or 2." in refused({TP: 3, "--algo.advantage.estimator": estimator})
