@@ -1,5 +1,10 @@
 """What the ranks run in the tests of checkpoints: some training steps, a save, and the steps after a load."""
 
+import ctypes
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +12,12 @@ import torch
 from families import ragged_rows
 from logits_program import all_actions, on
 
+from openrlhf_gtpo.megatron.checkpoint import state as checkpoint_state
 from openrlhf_gtpo.megatron.checkpoint import writer as checkpoint_writer
 from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints
 from openrlhf_gtpo.megatron.model.policy import LoadedModel, ModelOptions, load_model
 from openrlhf_gtpo.megatron.parallel.layout import Layout
+from openrlhf_gtpo.megatron.train import trainer as trainer_module
 from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
 
 MICRO_BATCHES = [[5, 9], [17], [3, 11], [8, 4]]
@@ -49,12 +56,15 @@ def train(trainer: Trainer, steps: range) -> list[tuple[float, float, float]]:
 
 
 def save_and_go_on(source: str, layout: Layout, folder: str, dtype: str, distributed: bool) -> dict[str, Any]:
-    """Three steps, a save in each way, two more steps while the asynchronous one is written."""
+    """Three steps, a save in each way and in Megatron's own format, two more steps while the asynchronous one is
+    written."""
     with on(layout):
         trainer = make_trainer(source, layout, dtype, distributed)
         train(trainer, range(3))
         torch.rand(5 + torch.distributed.get_rank())  # each rank's generator is somewhere else
         Checkpoints(Path(folder) / "now", hf_source=source).save("step3", trainer, CLIENT_STATE)
+        with gathered_by_megatron():
+            Checkpoints(Path(folder) / "whole", hf_source=source).save("step3", trainer, CLIENT_STATE)
         later = Checkpoints(Path(folder) / "later", asynchronous=True, hf_source=source)
         later.save("step3", trainer, CLIENT_STATE)
         draws = torch.rand(3).tolist()
@@ -65,7 +75,8 @@ def save_and_go_on(source: str, layout: Layout, folder: str, dtype: str, distrib
 
 
 def resume(source: str, layout: Layout, folders: list[str], dtype: str, distributed: bool) -> list[dict[str, Any]]:
-    """Load what ``save_and_go_on`` saved into trainers with other weights, and take the steps that it took."""
+    """Load what ``save_and_go_on`` saved into trainers with other weights, and take the steps that it took; after the
+    first, every state of a distributed optimizer is compared with the checkpoint in Megatron's own format."""
     found = []
     with on(layout):
         for folder in folders:
@@ -74,8 +85,131 @@ def resume(source: str, layout: Layout, folders: list[str], dtype: str, distribu
             loader = client_state["data_loader_state_dict"]
             loader["position"] = loader["position"].tolist()
             draws = torch.rand(3).tolist()
-            found.append({"reports": train(trainer, range(3, 5)), "draws": draws, "client_state": client_state})
+            answer = {"client_state": client_state, "draws": draws}
+            if distributed and folder == folders[0]:
+                answer["different"] = differences_as_whole(trainer, str(Path(folder).with_name("whole")))
+            found.append(answer | {"reports": train(trainer, range(3, 5))})
     return found
+
+
+@contextmanager
+def gathered_by_megatron() -> Iterator[None]:
+    """Saves gather the optimizer's states and write them whole, in Megatron's own format, as earlier versions did."""
+    ours, checkpoint_state.METADATA = checkpoint_state.METADATA, {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": True,
+        "chained_optim_avoid_prefix": True,
+    }
+    try:
+        yield
+    finally:
+        checkpoint_state.METADATA = ours
+
+
+def differences_as_whole(trainer: Trainer, whole: str) -> list[str]:
+    """Tensors of the checkpoint in ``whole`` that are not bit for bit what Megatron gathers from the trainer."""
+    from megatron.core.dist_checkpointing.serialization import load_plain_tensors
+
+    again = f"{whole}-again"
+    with gathered_by_megatron():
+        Checkpoints(again).save("step3", trainer, {})
+    loaded = (load_plain_tensors(str(Path(folder) / "step3")) for folder in (whole, again))
+    exact, tensors = ({k: v for k, v in state.items() if isinstance(v, torch.Tensor)} for state in loaded)
+    assert set(tensors) == set(exact) and any("exp_avg_sq" in key for key in exact)
+    # Another TP pads the vocabulary to another size.
+    common = {k: tuple(slice(min(n)) for n in zip(t.shape, exact[k].shape, strict=True)) for k, t in tensors.items()}
+    return [key for key, part in common.items() if not torch.equal(tensors[key][part], exact[key][part])]
+
+
+def boxes_of(shape: tuple[int, ...]) -> int:
+    """How many boxes the flat ranges of a tensor take at most; each range is checked to be its boxes, in order."""
+    most = 0
+    flat = torch.arange(math.prod(shape))
+    for start in range(len(flat)):
+        for stop in range(start, len(flat) + 1):
+            boxes = list(checkpoint_state.split_into_boxes(shape, start, stop))
+            parts = [
+                flat.view(shape)[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))].flatten()
+                for _, offset, size in boxes
+            ]
+            assert [begin for begin, _, _ in boxes] == [int(part[0]) for part in parts]
+            assert torch.equal(torch.cat(parts) if parts else flat[:0], flat[start:stop])
+            most = max(most, len(boxes))
+    return most
+
+
+def peak_of_save(source: str, layout: Layout, folder: str) -> tuple[float, float]:
+    """Bytes of this rank's memory (resident, as the kernel counts it) that asynchronous saves add at their peak, for
+    each parameter of its share of the model; and those that they keep."""
+    with on(layout):
+        trainer = make_trainer(source, layout, "bfloat16")
+        train(trainer, range(1))
+        checkpoints = Checkpoints(folder, asynchronous=True)
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+        before = _resident("VmRSS")
+        checkpoints.save("step1", trainer, {})
+        checkpoints.finish()
+        parameters = sum(parameter.numel() for parameter in trainer.model.stage.parameters())
+        kept = checkpoints._host._bytes.data_ptr(), checkpoints._host._bytes.numel()
+        checkpoints.save("step1", trainer, {})
+        checkpoints.finish()
+        assert kept == (checkpoints._host._bytes.data_ptr(), checkpoints._host._bytes.numel())
+        return (_resident("VmHWM") - before) / parameters, kept[1] / parameters
+
+
+def _resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def pinned(sizes: list[int]) -> list[tuple[str, int]]:
+    """What host memory for these sizes, one after another, pins and releases on a CUDA host; the bytes, or their
+    place among what was pinned."""
+    calls: list[tuple[str, int]] = []
+    addresses: list[int] = []
+
+    class Cudart:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            addresses.append(address)
+            calls.append(("pin", size))
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            calls.append(("release", addresses.index(address)))
+            return 0
+
+    patched = {torch.cuda: {"cudart": Cudart, "check_error": bool}, checkpoint_writer: {"on_cuda": lambda: True}}
+    before = {module: {name: getattr(module, name) for name in names} for module, names in patched.items()}
+    for values in (patched, before):
+        for module, names in values.items():
+            for name, value in names.items():
+                setattr(module, name, value)
+        if values is patched:
+            host = checkpoint_writer.HostMemory()
+            assert all(len(host.of_size(size)) >= size for size in sizes)
+    return calls
+
+
+def save_while_parameters_are_gathered_late(source: str, layout: Layout, folder: str) -> bool:
+    """A save right after a step whose weights the replicas gather in the next forward pass; whether the weights that
+    it wrote are the optimizer's."""
+    from megatron.core.dist_checkpointing.serialization import load_plain_tensors
+
+    config = trainer_module.DistributedDataParallelConfig
+    trainer_module.DistributedDataParallelConfig = partial(config, overlap_grad_reduce=True, overlap_param_gather=True)
+    try:
+        with on(layout):
+            trainer = make_trainer(source, layout)
+            train(trainer, range(1))
+            Checkpoints(folder).save("step1", trainer, {})
+    finally:
+        trainer_module.DistributedDataParallelConfig = config
+    tensors = load_plain_tensors(str(Path(folder) / "step1"))
+    prefix = "optimizer.state.param."
+    exact = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+    assert exact
+    return all(torch.equal(tensors[key], tensor) for key, tensor in exact.items())
 
 
 def refused(

@@ -136,3 +136,14 @@ def test_the_driver_asks_without_megatron_or_torch() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "set()"
+
+
+def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_folder, "FORMAT", 2)
+    path = write(tmp_path, "t0")
+    monkeypatch.undo()
+    with pytest.raises(
+        CheckpointError, match="has checkpoint format 2, and this version of openrlhf_gtpo reads for"
+    ) as e:
+        check_checkpoint(path)
+    assert str(e.value).endswith("; go on with the version that wrote it, or from another checkpoint.")

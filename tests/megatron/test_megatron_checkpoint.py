@@ -54,12 +54,13 @@ def written(tmp_path_factory: pytest.TempPathFactory, ranks: RankPool) -> Callab
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_training_goes_on_bit_for_bit_at_the_same_layout(written: Callable, variant: str, ranks: RankPool) -> None:
     folder, before = written(variant)
-    folders = [str(folder / how) for how in ("now", "later")]
+    folders = [str(folder / how) for how in ("now", "later", "whole")]
     after = ranks.run(program.resume, str(folder / "other"), SAVED_AT, folders, *VARIANTS[variant][3:])
     for old, resumed in zip(before, after, strict=True):
         for new in resumed:
             assert new["reports"] == old["reports"]
             assert new["draws"] == old["draws"]
+            assert not new.get("different")
             position = {"position": [0, 1, 2]}
             assert new["client_state"] == program.CLIENT_STATE | {"data_loader_state_dict": position}
     assert before[0]["draws"] != before[1]["draws"]
@@ -78,14 +79,41 @@ def test_training_goes_on_bit_for_bit_at_the_same_layout(written: Callable, vari
 def test_training_goes_on_at_another_layout(written: Callable, variant: str, name: str, ranks: RankPool) -> None:
     folder, before = written(variant)
     dtype, distributed = VARIANTS[variant][3:]
-    other, folders = str(folder / "other"), [str(folder / "now")]
-    (after,) = ranks.run(program.resume, other, RESUMED_AT[name], folders, dtype, distributed)[0]
+    other, folders = str(folder / "other"), [str(folder / how) for how in ("now", "whole")[: 1 + distributed]]
+    after, *whole = ranks.run(program.resume, other, RESUMED_AT[name], folders, dtype, distributed)[0]
+    assert not after.get("different") and all(found["reports"] == after["reports"] for found in whole)
     exact = dtype == "float32"
     for i, tolerance in enumerate([1e-6, 1e-5] if exact else [1e-2, 1e-2]):
         old, new = before[0]["reports"][i], after["reports"][i]
         assert new[0] == pytest.approx(old[0], abs=tolerance)
         assert new[1] == pytest.approx(old[1], rel=1e-4 if exact else 5e-2)
         assert new[2] == old[2]
+
+
+@pytest.mark.parametrize(("shape", "most"), [((7,), 1), ((3, 4), 3), ((3, 3, 3), 5), ((1, 5), 1)])
+def test_a_flat_range_is_a_few_boxes(shape: tuple[int, ...], most: int, one_rank: RankPool) -> None:
+    assert one_rank.run(program.boxes_of, shape) == [most]
+
+
+def test_a_save_takes_14_bytes_a_parameter_over_all_replicas(tmp_path: Path, ranks: RankPool) -> None:
+    """BF16 weights, float32 weights and two moments, each copied on one rank alone; 24 bytes where the first gathers
+    the states. Most tensors of a rank without CUDA are copied once more while the save is planned."""
+    shape = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "head_dim": 64}
+    source = str(make_checkpoint(tmp_path / "model", "llama", **shape))
+    for tensor in (1, 2):
+        layout, replicas = Layout(tensor_model_parallel_size=tensor), 4 // tensor
+        for peak, kept in ranks.run(program.peak_of_save, source, layout, str(tmp_path / f"TP{tensor}")):
+            assert peak <= 14 and kept == pytest.approx(14 / replicas, rel=0.05)
+
+
+def test_memory_of_saves_is_pinned_once_and_not_rounded_up(one_rank: RankPool) -> None:
+    (calls,) = one_rank.run(program.pinned, [1000, 900, 1000, 5000])
+    assert calls == [("pin", 1000), ("release", 0), ("pin", 5000)]
+
+
+def test_weights_that_replicas_gather_late_are_saved(model: Path, tmp_path: Path, ranks: RankPool) -> None:
+    answers = ranks.run(program.save_while_parameters_are_gathered_late, str(model), Layout(), str(tmp_path))
+    assert answers == [True] * 4
 
 
 @pytest.fixture(scope="module")

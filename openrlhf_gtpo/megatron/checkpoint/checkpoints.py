@@ -12,8 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy, load_sharded_metadata
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 from torch.distributed import get_rank, get_world_size
 
 from openrlhf_gtpo.megatron.checkpoint import folder as checkpoint_folder
@@ -27,7 +31,7 @@ from openrlhf_gtpo.megatron.checkpoint.folder import (
     check_checkpoint,
 )
 from openrlhf_gtpo.megatron.checkpoint.state import dtype_name, model_and_trainer
-from openrlhf_gtpo.megatron.checkpoint.writer import RankWrite, ThreadStrategy
+from openrlhf_gtpo.megatron.checkpoint.writer import HostMemory, RankWrite, ThreadStrategy
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.parallel.agreement import failure_of, from_first_rank, raise_together
 from openrlhf_gtpo.megatron.parallel.host import device, megatron_calls
@@ -53,6 +57,7 @@ class Checkpoints:
     max_mem_gb: float = math.inf
     hf_source: str | Path | None = None
     _pending: "PendingSave | None" = field(default=None, init=False)
+    _host: HostMemory = field(default_factory=HostMemory, init=False)
 
     def save(
         self,
@@ -74,9 +79,8 @@ class Checkpoints:
         """
         self.finish()
         metric = {"key": metric_key, "value": metric_value}
-        self._pending = PendingSave(
-            Path(self.folder, tag), trainer, client_state, self.hf_source, metric, asynchronous=self.asynchronous
-        )
+        host = self._host if self.asynchronous else None
+        self._pending = PendingSave(Path(self.folder, tag), trainer, client_state, self.hf_source, metric, host)
         if not self.asynchronous:
             self.finish()
 
@@ -141,7 +145,7 @@ def save_checkpoint(path: Path, model: LoadedModel, *, hf_source: str | Path | N
 
 
 class PendingSave:
-    """One checkpoint on its way to ``path`` (collective); arguments as of :class:`Checkpoints`.
+    """One checkpoint on its way to ``path`` (collective); arguments as of :class:`Checkpoints` and ``RankWrite``.
 
     With a trainer, the folder of ``path`` is taken to hold checkpoints alone.
 
@@ -156,8 +160,7 @@ class PendingSave:
         client_state: dict[str, Any],
         hf_source: str | Path | None,
         metric: dict[str, Any],
-        *,
-        asynchronous: bool = False,
+        host: HostMemory | None = None,
     ) -> None:
         self._path = path
         model, trainer = model_and_trainer(target)
@@ -178,12 +181,11 @@ class PendingSave:
             request = dist_checkpointing.save(
                 state,
                 str(self._temporary),
-                strategy,
+                # Replicas share the writing of what they have in common.
+                FullyParallelSaveStrategyWrapper(strategy, _replicas()),
                 async_sharded_save=True,
-                # Only data-parallel ranks that gather no optimizer states would differ, in that.
-                preprocess_common_before_consistancy_check=lambda common: {},
             )
-        del state  # the gathered optimizer states, which the writer has its own references to
+        del state  # what is written has the writer's own references
         self._finalize = request.finalize_fns
         randoms: list[Any] = [None] * get_world_size()
         torch.distributed.all_gather_object(randoms, checkpoint_state.random_state())
@@ -197,7 +199,7 @@ class PendingSave:
                 copy_side_files(hf_source, self._temporary / SIDE_FILES)
 
         self._failure = failure_of(write_small_files) if get_rank() == 0 else None
-        self._write = RankWrite(strategy.writer, asynchronous=asynchronous)
+        self._write = RankWrite(strategy.writer, host)
 
     def done(self) -> bool:
         """True when this rank has nothing left to write."""
@@ -261,10 +263,16 @@ def load_checkpoint(path: Path, target: Trainer | LoadedModel) -> dict[str, Any]
     raise_together(failure_of(compare_and_read), CheckpointError)
     with megatron_calls():
         # What may be absent (Transformer Engine's states) is left as it is; all else is known to be there.
-        loaded = dist_checkpointing.load(state, str(path), strict="log_unexpected")
+        read = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(path)), _replicas())
+        loaded = dist_checkpointing.load(state, str(path), read, strict="log_unexpected")
     checkpoint_state.apply(loaded, model, trainer)
     if trainer is not None:
         trainer.load_schedule_state(small["trainer"])
         if manifest["layout"] == asdict(model.options.layout) and manifest["world_size"] == get_world_size():
             checkpoint_state.apply_random_state(small["random"][get_rank()])
     return small["client_state"]
+
+
+def _replicas() -> torch.distributed.ProcessGroup:
+    """The ranks that hold the same weights, among whom Megatron deals what is to be written or read."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -111,7 +111,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}); use another checkpoint.") from None
     if version != FORMAT:
-        raise CheckpointError(f"{folder} has checkpoint format {version}, and this version reads format {FORMAT}.")
+        raise CheckpointError(
+            f"{folder} has checkpoint format {version}, and this version of openrlhf_gtpo reads format {FORMAT}; go "
+            "on with the version that wrote it, or from another checkpoint."
+        )
     return manifest
 
 

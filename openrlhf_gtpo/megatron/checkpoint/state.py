@@ -1,14 +1,17 @@
 """What a checkpoint holds: weights and optimizer as Megatron shards them, and the small state around them."""
 
+import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from openrlhf_gtpo.megatron.fp8.fp8 import STATE
 from openrlhf_gtpo.megatron.fp8.weights import in_high_precision, is_fp8
@@ -16,14 +19,8 @@ from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.parallel.host import megatron_calls, on_cuda
 from openrlhf_gtpo.megatron.train.trainer import Trainer
 
-# Optimizer states in the shape of their parameters, which any TP × PP × DP can read; Megatron's other format can be
-# read at another DP alone. They are gathered over the data-parallel ranks on the first of them (in its host memory, 12
-# bytes a parameter of its TP × PP share), and on loading each rank reads that much.
-METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,
-    "chained_optim_avoid_prefix": True,
-}
+# The distributed optimizer's states as parts of their whole parameters' states, see ``_own_boxes``.
+METADATA = {"distrib_optim_sharding_type": "fully_sharded_model_space", "chained_optim_avoid_prefix": True}
 # Absent from checkpoints of hosts without Transformer Engine (its own state), and of runs without FP8 (scales).
 _OPTIONAL = ("_extra_state", STATE)
 
@@ -41,6 +38,9 @@ def dtype_name(model: LoadedModel) -> str:
 def sharded_state(model: LoadedModel, trainer: Trainer | None, *, is_loading: bool) -> dict[str, Any]:
     """Megatron's sharded state dict of the model and, if there is a trainer, its optimizer (collective)."""
     with megatron_calls():
+        if trainer is not None and trainer.ddp.ddp_config.overlap_param_gather:
+            # Replicas have the weights of a step only once the next forward pass has asked for them.
+            trainer.ddp.start_param_sync(force_sync=True)
         state = {"model": model.stage.sharded_state_dict(metadata=dict(METADATA))}
         if trainer is not None:
             _allocate(trainer.optimizer)
@@ -118,20 +118,73 @@ def _allocate(optimizer: Any) -> None:
 
 
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Load one of Megatron's optimizers; its moments last, as the distributed one looks for torch's step counters
-    among them, where it has not put them."""
-    moments = state.pop("param_state", None)
-    if moments is None and _states(optimizer):
+    """Load what Megatron keeps beside the distributed optimizer's states, which were read in place, or all of a plain
+    one."""
+    if state.pop("param_state", None) is None and _states(optimizer):
         # Megatron does not write a step count of 0, and torch's Adam does not start without one. Can go once it does
         # (megatron-core 0.16.1, optimizer/optimizer.py, sharded_state_dict: ``if step``).
         state.get("optimizer", state)["state"].setdefault("common_step", torch.tensor(0.0))
     optimizer.load_state_dict(state)
-    if moments is None:
-        return
-    steps = [(state, state.pop("step")) for state in _states(optimizer)]
-    optimizer.load_parameter_state_from_fully_reshardable(moments)
-    for state, step in steps:
-        state["step"] = step
+
+
+def _own_boxes(
+    optimizer: DistributedOptimizer, model_state: dict[str, Any], is_loading: bool = False, metadata: Any = None
+) -> dict[int, ShardedTensor]:
+    """This rank's share of the states of a distributed optimizer, in place: it writes and reads nothing else.
+
+    A rank owns a flat range of each parameter, whatever rows that cuts. The range is a few boxes, and as boxes of the
+    whole parameter's state any TP × PP × DP finds its own, as it does in states that were written whole (Megatron's
+    "fully_reshardable", which gathers them on one rank). Megatron's formats that gather nothing are "dp_reshardable",
+    tied to the layout of its buffers, and the one in whose place this is, "fully_sharded_model_space": flat ranges,
+    which ``ShardedTensor`` of megatron-core 0.16.1 refuses.
+    """
+    places = {part.data: part for part in _sharded_parts(model_state) if not isinstance(part, ShardedObject)}
+    boxes = []
+    for parameter in optimizer.model_param_gbuf_map:
+        owned = optimizer._get_model_param_range_map(parameter)["param"]
+        states = optimizer._get_main_param_and_optimizer_states(parameter)
+        states.pop("step", None)  # one for all parameters, beside their states
+        place = replace(places[parameter], data=torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+        # A factory's parts, gate and up projection, lie in different places of the whole.
+        for part in nested_values(place.build()) if isinstance(place, ShardedTensorFactory) else [place]:
+            assert part.data.is_contiguous(), f"{part.key} is no flat range of its parameter"
+            first = part.data.storage_offset()
+            shape = (1,) * part.prepend_axis_num + part.local_shape
+            start, stop = max(owned.start - first, 0), min(owned.end - first, part.data.numel())
+            for begin, offset, size in split_into_boxes(shape, start, stop):
+                begin += first - owned.start
+                for name, state in states.items():
+                    boxes.append(
+                        ShardedTensor(
+                            f"optimizer.state.{name}.{part.key}",
+                            state.detach()[begin : begin + math.prod(size)].view(size),
+                            state.dtype,
+                            local_shape=size,
+                            global_shape=part.global_shape,
+                            global_offset=tuple(map(sum, zip(part.global_offset, offset, strict=True))),
+                            axis_fragmentations=None,
+                            replica_id=(*part.replica_id[:2], 0),  # of replicas, this one alone has it
+                            allow_shape_mismatch=part.allow_shape_mismatch,
+                        )
+                    )
+    return dict(enumerate(boxes))
+
+
+DistributedOptimizer.sharded_param_state_fs_model_space = _own_boxes
+
+
+def split_into_boxes(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """The flat range [start, stop) of a tensor as boxes, at most 2 · dimensions - 1 of them; in order, of each its
+    first element in the flat tensor, its offset and its size."""
+    rows = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]  # elements of one step along each axis
+    while start < stop:
+        axis = next(i for i, row in enumerate(rows) if start % row == 0 and start + row <= stop)
+        offset = tuple(start // row % extent for row, extent in zip(rows, shape, strict=True))
+        count = min(shape[axis] - offset[axis], (stop - start) // rows[axis])
+        yield start, offset, (1,) * axis + (count, *shape[axis + 1 :])
+        start += count * rows[axis]
 
 
 def _own_steps(optimizer: Any) -> None:

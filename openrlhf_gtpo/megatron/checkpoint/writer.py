@@ -10,8 +10,11 @@ and its file writes release the interpreter. Can go with a Megatron that writes 
 import os
 import queue
 import threading
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
+import numpy
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -20,6 +23,8 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_
 
 from openrlhf_gtpo.megatron.parallel.agreement import failure_of
 from openrlhf_gtpo.megatron.parallel.host import on_cuda
+
+_ALIGNMENT = 64  # bytes, of each tensor's copy
 
 
 class ThreadStrategy(TorchDistSaveShardedStrategy):
@@ -40,19 +45,41 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
         return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
 
 
+class HostMemory:
+    """Where asynchronous saves copy this rank's part to, one at a time; kept from one to the next.
+
+    Exactly as much as the part has, and on CUDA hosts pinned, which makes copies several times faster. torch's own
+    pinned memory would be up to twice that: it rounds each tensor to a power of two (CachingHostAllocator.h).
+    """
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def of_size(self, size: int) -> numpy.ndarray:
+        """At least ``size`` bytes; what they held is lost."""
+        if self._bytes.numel() < size:
+            if on_cuda() and self._bytes.numel():
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr()))
+            self._bytes = torch.empty(size, dtype=torch.uint8)
+            if on_cuda():
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), size, 0))
+        return self._bytes.numpy()
+
+
 class RankWrite:
     """This rank's files on their way to disk.
 
     Args:
         writer: Megatron's, with its write plan made.
-        asynchronous: return once everything is copied to host memory; otherwise once it is written.
+        host: return once everything is copied there, and write while training goes on; None returns once it is
+            written.
     """
 
-    def __init__(self, writer: Any, *, asynchronous: bool) -> None:
+    def __init__(self, writer: Any, host: HostMemory | None) -> None:
         self._writer = writer
         self._thread: threading.Thread | None = None
-        self._failure = failure_of(self._stage if asynchronous else self._write)
-        if asynchronous and self._failure is None:
+        self._failure = failure_of(self._write if host is None else partial(self._stage, host))
+        if host is not None and self._failure is None:
             self._thread = threading.Thread(target=self._write_in_background, name="checkpoint-writer")
             self._thread.start()
 
@@ -69,12 +96,16 @@ class RankWrite:
     def _write_in_background(self) -> None:
         self._failure = failure_of(self._write)
 
-    def _stage(self) -> None:
-        """Copies that the next training step does not change; one tensor's memory is freed before the next copy."""
-        for _, _, (_, tensors) in self._writer.write_buckets:
-            for i, (item, tensor) in enumerate(tensors):
-                # Pinned memory makes the copies from a CUDA device several times faster.
-                tensors[i] = (item, tensor.to("cpu", non_blocking=True) if tensor.is_cuda else tensor.clone())
+    def _stage(self, host: HostMemory) -> None:
+        """Copies that the next training step does not change."""
+        tensors = [tensors for _, _, (_, tensors) in self._writer.write_buckets]
+        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for bucket in tensors for _, tensor in bucket]
+        memory, offsets = host.of_size(sum(sizes)), accumulate(sizes, initial=0)
+        for bucket in tensors:
+            for i, (item, tensor) in enumerate(bucket):
+                # A storage of its own, as torch.save writes whole storages.
+                copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=next(offsets))
+                bucket[i] = (item, copy.view(tensor.shape).copy_(tensor, non_blocking=True))
         if on_cuda():
             torch.cuda.synchronize()
 

@@ -64,6 +64,7 @@ def activate() -> None:
     # Activation recompute saves and restores both states; the CPU's is saved beside it anyway.
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
     random._set_cuda_rng_state = lambda *args, **kwargs: None
+    torch.cuda.synchronize = lambda device=None: None  # at the end of loads that replicas share
     _dispatch_without_streams()
     _exchange_unequal_parts()
     _gather_buffers_one_by_one()
