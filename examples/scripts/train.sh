@@ -85,7 +85,7 @@ FP8="${FP8:-}"                         # hybrid: FP8 products on Hopper; empty: 
 FP8_RECIPE="${FP8_RECIPE:-blockwise}"  # delayed, tensorwise
 FP8_PARAM="${FP8_PARAM:-}"             # 1: the decoder's weights in FP8 alone, which takes half their memory (not delayed)
 FP8_AUDIT_STEPS="${FP8_AUDIT_STEPS:-0}" # every N-th batch is compared with BF16; 0: never
-RECOMPUTE="${RECOMPUTE:-selective}"    # none is faster and needs more memory, full the other way round
+RECOMPUTE="${RECOMPUTE:-none}"         # selective (the MLP) and full need less memory and are slower: cli.plan
 MAX_TOKENS_PER_GPU="${MAX_TOKENS_PER_GPU:-12288}"
 VLLM_ENGINES="${VLLM_ENGINES:-4}"      # colocated: engines × their tensor parallelism = all GPUs
 VLLM_TENSOR_PARALLEL="${VLLM_TENSOR_PARALLEL:-2}"

@@ -96,6 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
     moved = "move the trainer's memory to the host during rollouts, and put engines to sleep"
     add("--offload", help=f"{moved} (default: yes; colocated alone)", **switch)
     add("--distributed-optimizer", help="shard its states (default: yes)", **switch)
+    add("--overlap", help="gradients and weights travel between replicas while passes run (default: yes)", **switch)
 
     add = parser.add_argument_group("output").add_argument
     add("--top", default=8, help="candidates to list", **count)
@@ -158,6 +159,7 @@ def _request(args: argparse.Namespace) -> Request:
         offload=args.offload,
         distributed_optimizer=args.distributed_optimizer,
         vllm_memory=args.vllm_gpu_memory,
+        assumptions=Assumptions(overlap=args.overlap),
     )
 
 
@@ -199,7 +201,7 @@ def _print(args: argparse.Namespace, request: Request, found: list[Candidate]) -
         )
         return
     print("\nassumed:")
-    for name, value in asdict(Assumptions()).items():
+    for name, value in asdict(request.assumptions).items():
         shown = f"{value / GIB:.1f} GiB" if name.endswith("_bytes") else f"{value:g}"
         print(f"  {name:20}{shown:>10}  {SOURCES[name]}")
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import tiles
 from .portable import PortableTile
 from .projection import Settings, TileWork, backward, forward
 from .shard import VocabularyShard
@@ -30,7 +31,7 @@ def linear_log_prob_and_entropy(
     bias: Tensor | None = None,
     vocab_size: int | None = None,
     group: dist.ProcessGroup | None = None,
-    chunk_bytes: int = 256 * 2**20,
+    chunk_bytes: int | None = None,
     with_entropy: bool = True,
     accumulate_into_main_grad: bool = False,
     implementation: Implementation = "auto",
@@ -51,7 +52,7 @@ def linear_log_prob_and_entropy(
             is 0). None: all are real.
         group: the process group over which the vocabulary is sharded. None: it is not.
         chunk_bytes: most bytes of temporary memory, in the forward and in the backward pass, besides a few numbers a
-            token. On CPU much less is used, because tiles that stay in cache are faster.
+            token. None: 1 GiB on a device; 256 MiB on CPU, where tiles that stay in cache are faster.
         with_entropy: False returns None for the entropy.
         accumulate_into_main_grad: add the gradient of `weight` to `weight.main_grad` instead of returning it, and set
             `weight.grad_added_to_main_grad`, as megatron-core's LinearWithGradAccumulationAndAsyncCommunication does
@@ -74,6 +75,8 @@ def linear_log_prob_and_entropy(
         raise ValueError("accumulate_into_main_grad needs weight.main_grad, which Megatron's DDP makes; it is not set")
     shard = VocabularyShard.describe(labels, weight.size(0), vocab_size, group)
     work = _choose(implementation, hidden)
+    if chunk_bytes is None:
+        chunk_bytes = tiles.default_budget(on_cpu=hidden.device.type == "cpu")
     settings = Settings(float(temperature), shard, chunk_bytes, with_entropy, accumulate_into_main_grad, work)
     settings.check_budget(hidden)
     return _LinearLogProbAndEntropy.apply(hidden, weight, bias, labels, settings)

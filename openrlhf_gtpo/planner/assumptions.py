@@ -13,8 +13,8 @@ GIB = 2**30
 class Assumptions:
     """Fractions are of the data sheet's peak."""
 
-    compute_bf16: float = 0.617
-    compute_fp8: float = 0.491
+    compute_bf16: float = 0.602
+    compute_fp8: float = 0.488
     compute_experts: float = 0.2
     link: float = 0.75
     network: float = 0.8
@@ -33,6 +33,7 @@ class Assumptions:
     vllm_memory: float = 0.85
     vllm_memory_shared: float = 0.6
     vllm_rows: int = 1024
+    overlap: bool = True
 
 
 SOURCES = {
@@ -56,6 +57,7 @@ SOURCES = {
     "usable": "of the memory; the rest is lost to fragments of the allocator: assumed",
     "vllm_memory": "--vllm.gpu_memory_utilization where engines have GPUs of their own",
     "vllm_memory_shared": "the same where they share GPUs with training (OpenRLHF's examples: 0.5 to 0.7)",
+    "overlap": "whether gradients and weights travel while passes run (--megatron.ddp): the actor's default",
     "vllm_rows": "most rows that an engine decodes at once (vLLM's default on such GPUs)",
 }
 assert set(SOURCES) == {field.name for field in fields(Assumptions)}

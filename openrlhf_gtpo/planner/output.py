@@ -84,6 +84,8 @@ def details(one: Candidate) -> str:
             f"a step takes {one.step_seconds:.0f} s ({step}): {one.tokens_per_second:.0f} tokens/s/GPU, "
             f"MFU of training {one.mfu:.0%}"
         )
+        update = ", ".join(f"{part} {seconds:.2f}" for part, seconds in one.speed.optimizer_step().items())
+        lines.append(f"each of its {engines.workload.optimizer_steps} optimizer steps: {update}")
     return "\n".join(lines)
 
 
@@ -110,6 +112,7 @@ def as_json(one: Candidate) -> dict[str, Any]:
         "host_bytes_per_gpu": one.host_bytes,
         "breaks_first": {"phase": phase, "bytes_over": over},
         "seconds": one.seconds if one.fits else None,
+        "optimizer_step_seconds": one.speed.optimizer_step() if one.fits else None,
         "step_seconds": one.step_seconds if one.fits else None,
         "tokens_per_second_per_gpu": one.tokens_per_second if one.fits else None,
         "mfu": one.mfu if one.fits else None,
@@ -189,6 +192,8 @@ def trainer_flags(one: Candidate) -> list[str]:
         flags.append(f"--megatron.expert_model_parallel_size {expert}")
     if not one.training.distributed_optimizer:
         flags.append("--no-megatron.use_distributed_optimizer")
+    if not one.engines.assumptions.overlap:
+        flags.append("--megatron.ddp overlap_grad_reduce=false --megatron.ddp overlap_param_gather=false")
     return flags
 
 

@@ -20,7 +20,6 @@ from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.model_shape import ModelShape
 
-CHUNK_BYTES = 256 * 2**20  # ModelOptions.chunk_bytes
 RECOMPUTE = ("none", "selective", "full")
 # Sequences shorter than this are attended to in float32 on a CPU; ``megatron.model.layers`` says why.
 SHORT_ROW = 384
@@ -109,25 +108,29 @@ class Training:
 
 def layer_bytes(training: Training) -> float:
     """Activations that a decoder layer keeps for backward, per token of a micro-batch on one rank: with recompute
-    ``full`` the layer's input alone; with ``selective`` attention's inputs, not its result."""
+    ``full`` the layer's input alone; with ``selective`` the MLP's input, which before its own norm a dense one has."""
+    hidden = 2 * training.shape.hidden_size * training.spread
     if training.recompute == "full":
-        return 2 * training.shape.hidden_size * training.spread
-    return _norms(training) + _attention(training) + _mlp(training)
+        return hidden
+    norm, attention = _norm(training), _attention(training)
+    if training.recompute == "selective":
+        return norm + attention + (norm if training.shape.num_experts else hidden)
+    return 2 * norm + attention + _mlp(training)
 
 
-def _norms(training: Training) -> float:
-    """The two norms of a layer, each with the input of the product that follows."""
+def _norm(training: Training) -> float:
+    """One of a layer's two norms, with the input of the product that follows."""
     hidden, reciprocal = float(training.shape.hidden_size), 4.0
     if training.local:  # the input in float32, normalized in bfloat16, and scaled for the product
         each = 4 * hidden + 2 * hidden + 2 * hidden
     else:  # the input, and normalized
         each = 2 * hidden + training.input_bytes * hidden
-    return 2 * (each + reciprocal) * training.spread
+    return (each + reciprocal) * training.spread
 
 
 def _attention(training: Training) -> float:
     """Between the two products of attention, the input of the second included."""
-    shape, recomputed = training.shape, training.recompute == "selective"
+    shape = training.shape
     query, key = shape.query_width, shape.key_value_width
     heads, groups = shape.num_attention_heads, shape.num_key_value_heads
     # Rotated query and key, and the first product's result, of which value is a part.
@@ -135,17 +138,15 @@ def _attention(training: Training) -> float:
     logsumexp = 4 * heads
     result = 2 * query  # which is the second product's input too, except in FP8
     if training.local:
-        if recomputed:
-            kept: float = inputs + result
-        elif training.short_rows:  # copies in float32 replace the inputs
-            kept = 4 * (query + 2 * key) + 4 * query + logsumexp + result
+        if training.short_rows:  # copies in float32 replace the inputs
+            kept: float = 4 * (query + 2 * key) + 4 * query + logsumexp + result
         else:
             kept = inputs + 2 * query + logsumexp + result
         normed = 6 * (query + key) + 4 * (heads + groups)
         angles = 8.0 * shape.head_dim  # cosines and sines, for query and for key, on every rank
     else:
         quantized = 0.0 if training.fp8 is None or training.fp8.emulated else training.input_bytes * query
-        kept = inputs + result + quantized + (0 if recomputed else logsumexp)
+        kept = inputs + result + quantized + logsumexp
         normed = 2 * query + 2 * key
         angles = 0.0
     return (kept + (normed if shape.qk_norm else 0)) / training.tensor + angles
@@ -210,9 +211,10 @@ def temporary_bytes(training: Training, stage: int) -> dict[str, float]:
     # A matrix's gradient in bfloat16, on a CPU beside its widened copy while it is added to the float32 buffer.
     gradient = 6 if local else 2
     matrix = hidden * shape.intermediate_size / training.tensor
-    again = 0.0  # what full recompute brings back of one layer, beside its input
-    if training.recompute == "full":
-        again = (layer_bytes(replace(training, recompute="none")) + 2 * hidden * share) * tokens
+    again = 0.0  # what recompute brings back of one layer, beside its input
+    if training.recompute != "none":
+        kept_anyway = layer_bytes(training) if training.recompute == "selective" else 0
+        again = (layer_bytes(replace(training, recompute="none")) - kept_anyway + 2 * hidden * share) * tokens
     gathered = 2 * hidden * tokens if training.sequence_parallel else 0.0
     embedding = 2 * shape.embedding_parameters(training.tensor)
     # The gradient of a head that is the embedding waits for the embedding's.
@@ -252,7 +254,9 @@ def head_bytes(training: Training) -> float:
     shape = training.shape
     tokens = max(1, int(training.response_tokens / training.layout.context_parallel_size))
     columns = shape.padded_vocab_size(training.tensor) // training.tensor
-    working = tiles.backward_peak(tokens, columns, shape.hidden_size, budget=CHUNK_BYTES, on_cpu=training.local)
+    working = tiles.backward_peak(
+        tokens, columns, shape.hidden_size, budget=tiles.default_budget(training.local), on_cpu=training.local
+    )
     weight = 2 * columns * shape.hidden_size
     hidden = 2 * shape.hidden_size * tokens
     if not shape.tied:
@@ -279,4 +283,4 @@ def peak_bytes(training: Training, stage: int) -> float:
 def forward_bytes(training: Training, stage: int) -> float:
     """Beside the weights, of a forward pass without gradients: one layer's intermediates, and the head's tiles."""
     layer = layer_bytes(replace(training, fp8=None, recompute="none")) * training.rank_tokens
-    return layer + (CHUNK_BYTES if stage == training.pipeline - 1 else 0)
+    return layer + (tiles.default_budget(training.local) if stage == training.pipeline - 1 else 0)

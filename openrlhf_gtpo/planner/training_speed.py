@@ -1,7 +1,7 @@
 """Seconds of one optimizer step and of forward passes on Megatron: products, collectives, pipeline bubble, optimizer.
 
-Nothing overlaps but what the code overlaps: Megatron's gradient reduction and parameter gather run after the backward
-pass, as the actor sets them up.
+Nothing overlaps but what the code overlaps: gradients are reduced while the last micro-batch's backward pass runs, and
+weights gathered while the next optimizer step's first forward pass does.
 """
 
 import math
@@ -52,18 +52,29 @@ class TrainingSpeed:
         return 1 + deviation / mean * math.sqrt(2 * math.log(replicas) / rows) if replicas > 1 else 1.0
 
     def optimizer_step(self) -> dict[str, float]:
-        """``passes`` (forward and backward through the pipeline), ``reduction`` and ``update``."""
+        """``passes`` (forward and backward through the pipeline), what these do not hide of ``reduction`` and
+        ``gather``, and ``update``."""
         training, gpu = self.training, self.cluster.gpu
         parameters = max(sum(training.stage_parameters(stage).values()) for stage in training.ends)
         sharded, replicas = training.distributed_optimizer, training.replicas
-        # Gradients in float32 to their owners, and weights back in bfloat16 (or as much in one all-reduce).
-        moved = (6 if sharded else 8) * parameters * (replicas - 1) / replicas
+        # Gradients in float32 to their owners, and weights back in bfloat16 (or gradients in one all-reduce).
+        moved = parameters * (replicas - 1) / replicas
+        bandwidth = self._bandwidth(training.layout.model_parallel_size * training.data_parallel)
+        reduction, gather = (4 if sharded else 8) * moved / bandwidth, (2 if sharded else 0) * moved / bandwidth
+        forward, backward = self._micro_batch()
+        if self.assumptions.overlap:
+            # What is ready last cannot hide: the first bucket of 40 M parameters (Megatron's bucket_size). Nothing
+            # hides the gather after a rollout's last optimizer step.
+            first, steps = min(1, 40e6 / parameters), self.workload.optimizer_steps
+            gather = (gather + (steps - 1) * max(first * gather, gather - forward)) / steps
+            reduction = max(first * reduction, reduction - backward)
         # AdamW reads gradient, weight and two moments in float32, writes three of them and the bfloat16 weight.
         updated = 30 * (parameters / (replicas if sharded else 1))
         slots = self.micro_batches + (training.pipeline - 1) / self.interleaved
         return {
-            "passes": slots * sum(self._micro_batch()) * self.stragglers,
-            "reduction": moved / self._bandwidth(training.layout.model_parallel_size * training.data_parallel),
+            "passes": slots * (forward + backward) * self.stragglers,
+            "reduction": reduction,
+            "gather": gather,
             "update": updated / (gpu.memory_bandwidth * self.assumptions.memory_bandwidth),
         }
 
@@ -98,10 +109,17 @@ class TrainingSpeed:
         kept /= training.layout.context_parallel_size
         between = 2 * kept / (self.cluster.gpu.memory_bandwidth * self.assumptions.memory_bandwidth)
         collectives = self._collectives()
-        # Twice the products, and what was kept is read, a gradient of its size written and read.
-        times = 2 + {"none": 0.0, "selective": attention, "full": 1.0}[training.recompute]
-        again = 2 if training.recompute == "full" else 1
-        return products + between + collectives, times * products + times * between + again * collectives
+        # Twice the products, and what was kept is read, a gradient of its size written and read; then what is computed
+        # again: a layer, or its MLP with one of two collectives (of experts, with their exchange too).
+        again = products, between, collectives
+        if training.recompute == "none":
+            again = 0.0, 0.0, 0.0
+        elif training.recompute == "selective":
+            inner = 6 * shape.hidden_size * shape.intermediate_size * max(1, shape.experts_per_token)
+            share = shape.num_layers * inner * sum(self._lengths) / decoder_flops(shape, self._lengths)
+            dropped = 1 - layer_bytes(training) / layer_bytes(replace(training, recompute="none"))
+            again = share * decoder / self._rate(), dropped * between, collectives / (1 if shape.num_experts else 2)
+        return products + between + collectives, 2 * products + 2 * between + collectives + sum(again)
 
     def _rate(self, in_fp8: bool = True) -> float:
         """FLOP/s of one GPU."""

@@ -1,10 +1,12 @@
 """The backward pass against autograd of the naive formula, and what it keeps, adds to and plans."""
 
+import functools
+
 import pytest
 import torch
 from lm_head_reference import gradients, make_case, naive
 
-from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
+from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy, tiles
 from openrlhf_gtpo.lm_head.portable import PortableTile
 from openrlhf_gtpo.lm_head.projection import Settings, plan_sweeps
 from openrlhf_gtpo.lm_head.shard import VocabularyShard
@@ -144,6 +146,16 @@ class TestPlan:
         assert len(self.sweeps(10**6, 2**20, dtype=torch.float32, weight_dtype=torch.float32)) == 1
         assert len(self.sweeps(10**6, 2**20, needs_hidden=False)) == 1
         assert self.sweeps(0, 2**20) == []
+
+    def test_a_device_has_large_tiles(self):
+        """Of Qwen2.5-32B's head at TP8."""
+        tokens, width, columns, budget = 12288, 5120, 19072, tiles.default_budget(on_cpu=False)
+        assert tokens * width * 4 <= budget * tiles.ACCUMULATOR_SHARE, "one turn"
+        sizes = {"per_logit": 2, "width": width, "item": 2, "wide": 4, "adds_in_place": True, "direct_from": None}
+        needed = functools.partial(tiles.backward_bytes, **sizes)
+        assert tiles.choose_tile(tokens, columns, budget - tokens * width * 4, False, needed) == tiles.Tile(
+            8192, columns
+        )
 
     def test_every_gradient_sees_every_token_once(self):
         for weight_dtype in (torch.bfloat16, torch.float32, None):

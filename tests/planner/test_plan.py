@@ -93,6 +93,27 @@ def test_times_move_the_right_way() -> None:
     assert sum(kl.memory["forward"].values()) > sum(base.memory["forward"].values())
 
 
+def test_what_travels_hides_behind_passes() -> None:
+    work = replace(WORK, train_batch=WORK.rows // 4)
+    asked = request("32b", 32, work, tensor=8, pipeline=1, context=1, fp8="off", recompute="none")
+    apart = one(replace(asked, assumptions=replace(asked.assumptions, overlap=False)))
+    hidden, shown = one(asked).speed.optimizer_step(), apart.speed.optimizer_step()
+    assert all(hidden[part] == shown[part] for part in ("passes", "update"))
+    assert hidden["reduction"] < shown["reduction"] / 5 and hidden["gather"] < shown["gather"]
+    assert "--megatron.ddp overlap_grad_reduce=false" in " ".join(trainer_flags(apart))
+    assert trainer_flags(one(asked)) == []
+
+
+def test_less_is_kept_the_more_is_computed_again() -> None:
+    kinds = [
+        one(request("32b", 32, tensor=8, pipeline=1, context=1, recompute=kind, fp8="off"))
+        for kind in ("none", "selective", "full")
+    ]
+    passes = [kind.speed.optimizer_step()["passes"] for kind in kinds]
+    kept = [kind.activations()[kind.training.recompute] for kind in kinds]
+    assert passes == sorted(passes) and kept == sorted(kept, reverse=True) and len(set(passes)) == 3
+
+
 def test_a_pipeline_waits_for_its_first_micro_batch() -> None:
     """Two stages and m micro-batches take (m + 1) / m of what their work does."""
     work = Workload(

@@ -18,7 +18,6 @@ from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.model_shape import ModelShape
 from openrlhf_gtpo.planner.training_memory import (
-    CHUNK_BYTES,
     RECOMPUTE,
     SHORT_ROW,
     Training,
@@ -154,7 +153,6 @@ def test_constants_are_the_actor_s() -> None:
     from openrlhf_gtpo.megatron.model import layers, policy
 
     assert SHORT_ROW == layers._SHORT
-    assert CHUNK_BYTES == policy.ModelOptions().chunk_bytes
     assert RECOMPUTE == policy.RECOMPUTE
 
 

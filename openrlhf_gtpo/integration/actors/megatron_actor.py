@@ -232,6 +232,7 @@ def _optimizer_options(args: SimpleNamespace) -> OptimizerOptions:
         weight_decay=adam.weight_decay,
         max_norm=args.actor.max_norm,
         distributed=args.megatron.use_distributed_optimizer,
+        ddp=parse_overrides(args.megatron.ddp, "ddp"),
     )
 
 

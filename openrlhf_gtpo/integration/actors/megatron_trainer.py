@@ -50,16 +50,21 @@ class MegatronActorTrainer(EntropyActorTrainer):
         items = self.replay_buffer.items
         # The same order on every rank of a replica, and again after a resume.
         shuffle = np.random.default_rng([self.args.train.seed, self.megatron.steps])
-        steps, report = 0, None
-        for rows in optimizer_steps(len(items), self.args, self._data_group(), device(), shuffle):
+        report = None
+        steps = list(optimizer_steps(len(items), self.args, self._data_group(), device(), shuffle))
+        for number, rows in enumerate(steps, start=1):
             step = _StepLoss(self, [items[row] for row in rows], kl_ctl)
-            report = self.megatron.step(step.micro_batches, step.loss, with_entropy=step.with_entropy)
-            steps += 1
+            report = self.megatron.step(
+                step.micro_batches,
+                step.loss,
+                with_entropy=step.with_entropy,
+                another_follows=number < len(steps),
+            )
             for experience, kept in zip(step.experiences, report.kept, strict=bool(report.kept)):
                 metrics.add(
                     _of_rows(experience) | kept, float(experience.action_mask.sum()), len(experience.action_mask)
                 )
-        status = metrics.averages(steps, is_reporter())
+        status = metrics.averages(len(steps), is_reporter())
         if report is not None:
             status |= {"actor_lr": report.next_lr, "actor_grad_norm": report.grad_norm}
         return status

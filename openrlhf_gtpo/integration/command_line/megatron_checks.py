@@ -40,6 +40,7 @@ def check_megatron(args: SimpleNamespace) -> None:
             except CheckpointError as error:
                 raise UsageError(f"--ckpt.load_enable: {error}") from error
         parse_overrides(args.megatron.override)
+        parse_overrides(args.megatron.ddp, "ddp")
 
 
 def _check_world_size(config: Any, layout: Layout, section: SimpleNamespace, name: str) -> None:

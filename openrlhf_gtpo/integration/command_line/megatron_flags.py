@@ -51,8 +51,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--megatron.recompute",
         choices=["none", "selective", "full"],
         default="none",
-        help="activations to compute again in the backward pass instead of keeping them: none, those of attention "
-        "(selective), or everything inside a layer (full; --actor.gradient_checkpointing_enable asks for this)",
+        help="activations to compute again in the backward pass instead of keeping them: none, those of the MLP "
+        "or the experts (selective), or all of a layer's (full; --actor.gradient_checkpointing_enable asks for this)",
     )
     group.add_argument(
         "--megatron.use_distributed_optimizer",
@@ -116,6 +116,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="FIELD=VALUE",
         help="set a field of Megatron's TransformerConfig, for example moe_router_dtype=fp32; may be repeated",
+    )
+    group.add_argument(
+        "--megatron.ddp",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="set a field of Megatron's DistributedDataParallelConfig, for example overlap_param_gather=false or "
+        "bucket_size=100000000; may be repeated (default, on GPUs: gradients are reduced while the backward pass runs, "
+        "and with the distributed optimizer weights are gathered while the next forward pass does)",
     )
     group.add_argument(
         "--megatron.async_save",

@@ -1,4 +1,5 @@
-"""``--megatron.override FIELD=VALUE``: words of a command line to values of Megatron's ``TransformerConfig``.
+"""``--megatron.override`` and ``--megatron.ddp FIELD=VALUE``: words of a command line to values of Megatron's
+``TransformerConfig`` and ``DistributedDataParallelConfig``.
 
 Megatron is imported where it is asked, so that a command line without the flag does not wait for it.
 """
@@ -7,6 +8,7 @@ import contextlib
 import dataclasses
 import difflib
 import enum
+import importlib
 import math
 import types
 import typing
@@ -63,11 +65,35 @@ _OWNED |= dict.fromkeys(
     "the training step relies on its value",
 )
 
+_OWNED_BY_DDP = {
+    "use_distributed_optimizer": "give --megatron.use_distributed_optimizer",
+    "fp8_param_gather": "give --megatron.fp8_param",
+    "num_distributed_optimizer_instances": "optimizer states are sharded over all replicas",
+    "align_param_gather": "each pipeline stage gathers its own weights",
+}
+_OWNED_BY_DDP |= dict.fromkeys(
+    ("grad_reduce_in_fp32", "average_in_collective", "delay_wgrad_compute"), "the training step relies on its value"
+)
+_OWNED_BY_DDP |= dict.fromkeys(
+    (
+        *("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy", "outer_dp_sharding_strategy"),
+        *("gradient_reduce_div_fusion", "suggested_communication_unit_size", "preserve_fp32_weights"),
+        *("keep_fp8_transpose_cache", "fsdp_double_buffer", "fsdp_manual_registration"),
+        "reuse_grad_buf_for_mxfp8_param_ag",
+    ),
+    "it belongs to Megatron's FSDP or to MXFP8, which the actor does not use",
+)
+# Of each flag: the dataclass in megatron.core, and its fields that are not the user's.
+_FLAGS = {
+    "override": ("transformer", "TransformerConfig", _OWNED),
+    "ddp": ("distributed", "DistributedDataParallelConfig", _OWNED_BY_DDP),
+}
+
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
-def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
-    """Field of ``TransformerConfig`` -> value, in the field's own type.
+def parse_overrides(words: Sequence[str], flag: str = "override") -> dict[str, Any]:
+    """Field of ``flag``'s dataclass -> value, in the field's own type.
 
     Values: ``true`` or ``false``; a number; one of the field's choices; a member's name for an enumeration; items
     with commas between them for a list; ``none`` where the field may be empty.
@@ -77,41 +103,43 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
     """
     if not words:
         return {}
+    module, name_of_config, owned = _FLAGS[flag]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what this process lacks for training, which others do
-        from megatron.core.transformer import TransformerConfig
+        config = getattr(importlib.import_module(f"megatron.core.{module}"), name_of_config)
 
-    hints = typing.get_type_hints(TransformerConfig)
-    fields = {field.name for field in dataclasses.fields(TransformerConfig) if not field.name.startswith("_")}
+    hints = typing.get_type_hints(config)
+    fields = {field.name for field in dataclasses.fields(config) if not field.name.startswith("_")}
     values: dict[str, Any] = {}
     for word in words:
+        shown = f"--megatron.{flag} {word}"
         name, equals, text = word.partition("=")
         if not equals:
-            raise UsageError(f"--megatron.override {word} has no value; write FIELD=VALUE.")
+            raise UsageError(f"{shown} has no value; write FIELD=VALUE.")
         if name not in fields:
             nearest = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
             hint = f"did you mean {nearest[0]}?" if nearest else "Megatron's documentation lists its fields."
-            raise UsageError(f"--megatron.override {word}: TransformerConfig has no field {name!r}; {hint}")
-        if name in _OWNED:
-            raise UsageError(f"--megatron.override {word}: {name} cannot be set here; {_OWNED[name]}.")
+            raise UsageError(f"{shown}: {name_of_config} has no field {name!r}; {hint}")
+        if name in owned:
+            raise UsageError(f"{shown}: {name} cannot be set here; {owned[name]}.")
         if name in values:
-            raise UsageError(f"--megatron.override {word}: {name} is given twice; leave one out.")
-        values[name] = _value(word, text, hints[name])
+            raise UsageError(f"{shown}: {name} is given twice; leave one out.")
+        values[name] = _value(shown, text, hints[name])
     return values
 
 
-def _value(word: str, text: str, hint: Any) -> Any:
+def _value(shown: str, text: str, hint: Any) -> Any:
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     readers = [_reader(kind, text) for kind in (typing.get_args(hint) if union else (hint,))]
     known = [reader for reader in readers if reader is not None]
     if len(known) < len(readers):
-        raise UsageError(f"--megatron.override {word}: the field takes a Python object, which no text can give.")
+        raise UsageError(f"{shown}: the field takes a Python object, which no text can give.")
     for reader in sorted(known, key=lambda reader: reader.rank):
         with contextlib.suppress(ValueError, KeyError):
             return reader.read(text)
     *most, last = [wanted for reader in known for wanted in reader.wanted]
     choices = f"{', '.join(most)} or {last}" if most else last
-    raise UsageError(f"--megatron.override {word}: {text!r} is not one of its values; give {choices}.")
+    raise UsageError(f"{shown}: {text!r} is not one of its values; give {choices}.")
 
 
 class _Reader(NamedTuple):

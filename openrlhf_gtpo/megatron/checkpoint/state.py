@@ -78,7 +78,8 @@ def apply(loaded: dict[str, Any], model: LoadedModel, trainer: Trainer | None) -
                 # What FP8 makes of the float32 weights, rather than of what it made of them before.
                 for part in parts:
                     part._copy_main_params_to_model_params()
-                trainer.ddp.start_param_sync(force_sync=True)
+                trainer.ddp.start_param_sync()
+                trainer.gather_parameters()
 
 
 def random_state() -> dict[str, Any]:

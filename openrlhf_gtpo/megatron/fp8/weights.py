@@ -114,7 +114,9 @@ class EmulatedWeight(torch.Tensor):
 
     @property
     def quantized(self) -> Quantized:
-        return Quantized(self.codes.view(E4M3), self.scale, self.block)
+        # ``data``: Megatron may still gather other weights into the buffer of these codes when backward passes read
+        # them, and autograd counts changes of a buffer, not of parts of it.
+        return Quantized(self.codes.data.view(E4M3), self.scale, self.block)
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
         return self.quantized.dequantize(self.dtype)

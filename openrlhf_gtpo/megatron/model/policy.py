@@ -36,11 +36,10 @@ class ModelOptions:
         layout: the parallel sizes.
         dtype: of parameters and activations, bfloat16 or float32.
         temperature: of the policy; log-probs and entropies are those of softmax(logits / temperature).
-        recompute: activations computed again in the backward pass: none, those of attention (selective), or whole
-            layers (full).
+        recompute: activations computed again in the backward pass: none, those of the MLP or the mixture of experts
+            (selective), or whole layers (full).
         overrides: TransformerConfig fields that win.
         fp8: products in FP8; None for none.
-        chunk_bytes: temporary memory of the LM head.
     """
 
     layout: Layout = Layout()
@@ -49,7 +48,6 @@ class ModelOptions:
     recompute: str = "none"
     overrides: dict[str, Any] = field(default_factory=dict)
     fp8: Fp8Options | None = None
-    chunk_bytes: int = 256 * 2**20
 
     @property
     def fp8_primary_weights(self) -> bool:
@@ -62,7 +60,8 @@ class ModelOptions:
         if self.recompute == "full":
             recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         elif self.recompute == "selective":
-            recompute = {"recompute_granularity": "selective"}
+            # Megatron's default, core attention, saves nothing where attention is fused. Of these two a layer has one.
+            recompute = {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}
         # The emulation of FP8 takes place in the portable layers.
         fused = has_transformer_engine() and not (self.fp8 and self.fp8.emulated)
         ranks = self.layout.tensor_model_parallel_size if self.layout.sequence_parallel else 1
@@ -104,7 +103,6 @@ class PolicyGPTModel(GPTModel):
 
     temperature: float
     real_vocab_size: int
-    chunk_bytes: int
 
     def forward(self, packed: Packed, *, with_entropy: bool = True) -> Any:  # type: ignore[override]
         """A micro-batch to (log-probs (N,), entropies (N,) or None) of its actions, float32, on the last stage; to
@@ -119,6 +117,8 @@ class PolicyGPTModel(GPTModel):
         if self.config.sequence_parallel:
             # The head's backward already sums the gradient over the group, so each rank only keeps its own part.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        for wait_for_weight in self.output_layer._forward_pre_hooks.values():  # it is read without a forward
+            wait_for_weight(self.output_layer, ())
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         log_probs, entropy = linear_log_prob_and_entropy(
@@ -128,7 +128,6 @@ class PolicyGPTModel(GPTModel):
             temperature=self.temperature,
             vocab_size=self.real_vocab_size,
             group=parallel_state.get_tensor_model_parallel_group(),
-            chunk_bytes=self.chunk_bytes,
             with_entropy=with_entropy,
             # A tied weight also gets the embedding's gradient, which Megatron would then take for added (megatron-core
             # 0.16.1, distributed/distributed_data_parallel.py, _make_backward_post_hook).
@@ -202,7 +201,6 @@ def _build_stage(bridge: Any, options: ModelOptions) -> PolicyGPTModel:
     )
     stage.temperature = options.temperature
     stage.real_vocab_size = bridge.vocab_size
-    stage.chunk_bytes = options.chunk_bytes
     for name, parameter in stage.named_parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         if EXPERTS in name:

@@ -125,9 +125,22 @@ def _gather_buffers_one_by_one() -> None:
     Can go once https://github.com/pytorch/pytorch/issues/35671 is solved."""
     from megatron.core.distributed import param_and_grad_buffer
 
-    def one_by_one(group: Any, async_ops: bool = False) -> contextlib.AbstractContextManager:
-        together = torch.distributed._coalescing_manager
-        return together(group, async_ops=True) if async_ops else contextlib.nullcontext()
+    together = torch.distributed._coalescing_manager
+    started = torch.distributed.distributed_c10d._world.pg_coalesce_state
+
+    @contextlib.contextmanager
+    def one_by_one(group: Any, async_ops: bool = False) -> Iterator[Any]:
+        if not async_ops:
+            yield None
+            return
+        with together(group, async_ops=True) as handle:
+            yield handle
+            _, *others = operations = started[group]
+            started[group] = operations[:1]
+        for operation in others:
+            with together(group, async_ops=True) as one:
+                started[group].append(operation)
+            handle.works += one.works
 
     param_and_grad_buffer._coalescing_manager = one_by_one
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get
 from openrlhf_gtpo.megatron.fp8.weights import is_fp8
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.parallel import groups
-from openrlhf_gtpo.megatron.parallel.host import device, megatron_calls
+from openrlhf_gtpo.megatron.parallel.host import device, megatron_calls, on_cuda
 from openrlhf_gtpo.megatron.train import schedule
 from openrlhf_gtpo.token_values import MicroBatch
 
@@ -29,6 +29,7 @@ class OptimizerOptions:
         betas, eps, weight_decay: as AdamW's.
         max_norm: gradients are scaled to at most this L2 norm; 0 leaves them.
         distributed: shard optimizer states and gradients over the data-parallel ranks.
+        ddp: DistributedDataParallelConfig fields that win.
     """
 
     lr: float = 1e-6
@@ -37,6 +38,7 @@ class OptimizerOptions:
     weight_decay: float = 0.0
     max_norm: float = 1.0
     distributed: bool = True
+    ddp: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,15 @@ class Trainer:
             self.ddp = DistributedDataParallel(
                 config=config,
                 ddp_config=DistributedDataParallelConfig(
-                    grad_reduce_in_fp32=True,
-                    use_distributed_optimizer=options.distributed,
-                    fp8_param_gather=model.options.fp8_primary_weights,
+                    **{
+                        "grad_reduce_in_fp32": True,
+                        "use_distributed_optimizer": options.distributed,
+                        # Over gloo the threads that would communicate take the processor from those that compute.
+                        "overlap_grad_reduce": on_cuda(),
+                        "overlap_param_gather": on_cuda() and options.distributed,
+                        "fp8_param_gather": model.options.fp8_primary_weights,
+                        **options.ddp,
+                    }
                 ),
                 module=model.stage,
             )
@@ -100,15 +108,23 @@ class Trainer:
         self._schedule_carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=options.lr)
         self.lr_schedule = make_schedule(self._schedule_carrier) if make_schedule else None
         self.steps = 0  # optimizer steps so far, those before a resume included
+        self.gather_parameters()
 
     def step(
-        self, micro_batches: Sequence[MicroBatch], loss: schedule.Loss, *, with_entropy: bool = False
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: schedule.Loss,
+        *,
+        with_entropy: bool = False,
+        another_follows: bool = False,
     ) -> StepReport:
         """One optimizer step over all ``micro_batches`` of this replica.
 
         Args:
             loss: see :data:`openrlhf_gtpo.megatron.train.schedule.Loss`.
             with_entropy: hand the loss differentiable entropies too.
+            another_follows: the next thing done with the model is another step, whose forward pass then gathers the
+                new weights as it goes. Until then they are this replica's shard and old ones.
 
         Raises:
             FloatingPointError: the gradient is not finite; no weight has changed.
@@ -132,11 +148,24 @@ class Trainer:
                 raise FloatingPointError(f"The gradient's norm is {norm}; no weights were changed.")
             updated, _, _ = self.optimizer.step()
         assert updated, "without a loss scale there is no step to skip"
+        if not another_follows:
+            self.gather_parameters()
         self.steps += 1
         if self.lr_schedule is not None:
             self._schedule_carrier.step()
             self.lr_schedule.step()
         return StepReport(norm, self._schedule_carrier.param_groups[0]["lr"], kept)
+
+    def gather_parameters(self) -> None:
+        """Gather over the replicas what no forward pass has since the optimizer's step; collective where there is any.
+
+        Megatron's forward hooks do the same one bucket after another, and nothing where it is done: passes outside a
+        step, which replicas make in different numbers, then never wait for each other.
+        """
+        if self.ddp.use_forward_hook:
+            with megatron_calls():
+                for bucket in (*self.ddp.bucket_groups, *self.ddp.expert_parallel_bucket_groups):
+                    bucket.finish_param_sync(skip_next_bucket_dispatch=True)
 
     @torch.no_grad()
     def exact_weight(self, parameter: torch.Tensor) -> torch.Tensor:

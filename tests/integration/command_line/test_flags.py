@@ -341,6 +341,7 @@ FROZEN = """
 --logger.metrics_path None
 --megatron.async_save True
 --megatron.context_parallel_size 1
+--megatron.ddp []
 --megatron.expert_model_parallel_size 1
 --megatron.fp8 None
 --megatron.fp8_audit_gate None

@@ -115,6 +115,7 @@ def test_deepspeed_is_not_held_to_these_rules(command: dict[str, Any]) -> None:
         ({"--train.batch_size": 6}, "--train.batch_size 6 cannot be shared evenly by the 4 data-parallel replicas"),
         ({"--train.max_tokens_per_gpu": 0}, "Expected --train.max_tokens_per_gpu >= 1, got 0."),
         ({"--megatron.override": "moe_router_dtype=fp8"}, "give fp32, fp64 or none."),
+        ({"--megatron.ddp": "overlap=false"}, "DistributedDataParallelConfig has no field 'overlap'"),
         ({"--megatron.override": "fp8=hybrid"}, "fp8 cannot be set here; give --megatron.fp8."),
         ({FP8: "hybrid"}, "needs a CUDA device of compute capability 8.9 or above, and this host has none"),
         ({FP8: "emulated", "--megatron.num_layers_at_end_in_bf16": 4}, "leave none of this model's 4 layers in FP8"),

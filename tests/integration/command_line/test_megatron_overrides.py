@@ -1,6 +1,7 @@
 """Would catch an override that Megatron gets as the wrong type, or that contradicts another flag without a word."""
 
 import dataclasses
+import importlib
 from typing import Any
 
 import pytest
@@ -8,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.integration.command_line.megatron_overrides import _OWNED, parse_overrides
+from openrlhf_gtpo.integration.command_line.megatron_overrides import _FLAGS, parse_overrides
 
 
-def refusal(*words: str) -> str:
+def refusal(*words: str, flag: str = "override") -> str:
     with pytest.raises(UsageError) as caught:
-        parse_overrides(words)
+        parse_overrides(words, flag)
     message = str(caught.value)
-    assert "\n" not in message and message.endswith((".", "?")) and message.startswith("--megatron.override ")
+    assert "\n" not in message and message.endswith((".", "?")) and message.startswith(f"--megatron.{flag} ")
     return message
 
 
@@ -92,10 +93,38 @@ def test_what_cannot_be_used_is_one_sentence(word: str, message: str) -> None:
     assert found.startswith(f"--megatron.override {word}") and message in found
 
 
-def test_reserved_names_are_fields_of_megatron() -> None:
-    from megatron.core.transformer import TransformerConfig
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [("overlap_param_gather=false", False), ("bucket_size=100000000", 10**8), ("bucket_size=none", None)],
+)
+def test_the_same_for_gradients_and_their_reduction(word: str, value: Any) -> None:
+    assert parse_overrides([word], "ddp") == {word.partition("=")[0]: value}
 
-    assert set(_OWNED) <= {field.name for field in dataclasses.fields(TransformerConfig)}
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        (
+            "overlap_grad_reduces=true",
+            "DistributedDataParallelConfig has no field 'overlap_grad_reduces'; did you mean",
+        ),
+        ("moe_router_dtype=fp32", "DistributedDataParallelConfig has no field 'moe_router_dtype'"),
+        ("overlap_grad_reduce=maybe", "'maybe' is not one of its values; give true or false."),
+        ("use_distributed_optimizer=false", "give --megatron.use_distributed_optimizer."),
+        ("grad_reduce_in_fp32=false", "the training step relies on its value."),
+        ("use_megatron_fsdp=true", "which the actor does not use."),
+    ],
+)
+def test_which_refuses_in_the_same_way(word: str, message: str) -> None:
+    found = refusal(word, flag="ddp")
+    assert found.startswith(f"--megatron.ddp {word}") and message in found
+
+
+@pytest.mark.parametrize("flag", _FLAGS)
+def test_reserved_names_are_fields_of_megatron(flag: str) -> None:
+    module, name, owned = _FLAGS[flag]
+    config = getattr(importlib.import_module(f"megatron.core.{module}"), name)
+    assert set(owned) <= {field.name for field in dataclasses.fields(config)}
 
 
 @given(st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False))

@@ -1,0 +1,54 @@
+"""Gradients and weights that travel while passes run give what they give when they travel alone, to every reader."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from families import make_checkpoint
+from moe_program import make_mixture
+from overlap_program import with_and_without
+from rank_pool import RankPool
+
+from openrlhf_gtpo.megatron.fp8.options import Fp8Options
+from openrlhf_gtpo.megatron.parallel.layout import Layout
+
+SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+FP8 = Fp8Options("emulated", "blockwise", primary_weights=True)
+# model, layout, FP8
+CASES: dict[str, tuple[str, Layout, Fp8Options | None]] = {
+    "TP2": ("wide", Layout(**SP), None),
+    "TP2-fp8-weights": ("wide", Layout(**SP), FP8),
+    "PP2-tied": ("tied", Layout(pipeline_model_parallel_size=2), None),
+    "TP2xEP2": ("mixture", Layout(**SP, expert_model_parallel_size=2), None),
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory, wide: str) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp
+    return {
+        "tied": str(make_checkpoint(folder("tied"), "qwen2", tie_word_embeddings=True)),
+        "mixture": str(make_mixture(folder("mixture"), "normalised")),
+        "wide": wide,
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_reader_finds_the_same_weights(
+    name: str, sources: dict[str, str], tmp_path: Path, ranks: RankPool
+) -> None:
+    model, layout, fp8 = CASES[name]
+    # Megatron's "fully_reshardable" format puts states in the wrong places where buckets are padded (0.16.1,
+    # optimizer/distrib_optimizer.py, sharded_param_state_fully_reshardable); those of sizes that 128 divides are not.
+    folder = str(tmp_path) if model == "wide" else None
+    stale = False
+    for found, expected in ranks.run(with_and_without, sources[model], layout, fp8, folder):
+        between = found.pop("between"), expected.pop("between")
+        stale |= any(not torch.equal(between[0][key], value) for key, value in between[1].items())
+        assert {name: set(part) for name, part in found.items()} == {
+            name: set(part) for name, part in expected.items()
+        }
+        for reader, tensors in expected.items():
+            for key, value in tensors.items():
+                assert torch.equal(found[reader][key], value), (reader, key)
+    assert stale, "weights of the next step are to be gathered in its forward pass"
