@@ -123,8 +123,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="FIELD=VALUE",
         help="set a field of Megatron's DistributedDataParallelConfig, for example overlap_param_gather=false or "
-        "bucket_size=100000000; may be repeated (default, on GPUs: gradients are reduced while the backward pass runs, "
-        "and with the distributed optimizer weights are gathered while the next forward pass does)",
+        "bucket_size=100000000; may be repeated (default, on GPUs: gradients are reduced while the backward pass "
+        "runs, and with the distributed optimizer weights are gathered while the next forward pass does)",
     )
     group.add_argument(
         "--megatron.async_save",
