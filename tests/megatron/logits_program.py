@@ -52,6 +52,12 @@ def logits(source: str, layout: Layout, micro_batches: list[list[list[int]]]) ->
         return [result.numpy() for result in _logits(model, micro_batches)]
 
 
+def logits_of_hub(name: str, fetched: str, *args: Any) -> list[Any]:
+    """As :func:`logits`, of the model ``name`` on the Hub, whose files are in the folder ``fetched`` once fetched."""
+    with mock.patch("huggingface_hub.snapshot_download", lambda asked, **patterns: {name: fetched}[asked]):
+        return logits(name, *args)
+
+
 @torch.no_grad()
 def _logits(model: LoadedModel, micro_batches: list[list[list[int]]]) -> list[torch.Tensor]:
     from megatron.core import parallel_state

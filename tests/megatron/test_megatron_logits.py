@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from families import make_checkpoint, ragged_rows
-from logits_program import full_weights, logits, several
+from logits_program import full_weights, logits, logits_of_hub, several
 from rank_pool import RankPool
 from safetensors.torch import load_file
 
@@ -96,3 +96,11 @@ def test_every_rank_gets_the_checkpoint(found: tuple, checkpoints: dict) -> None
             assert set(weights) == set(exact), name
             for key, value in exact.items():
                 assert np.array_equal(weights[key], value.to(torch.bfloat16).float().numpy()), (name, key)
+
+
+def test_a_model_of_the_hub_is_loaded_by_its_name(checkpoints: dict, ranks: RankPool) -> None:
+    source, micro_batches, exact = checkpoints["llama"]
+    call = (logits_of_hub, ("someone/something", str(source), LAYOUTS["TP4"], micro_batches))
+    [found] = [rank[0] for rank in ranks.run(several, LAYOUTS["TP4"], [call]) if rank[0]]
+    for ours, theirs in zip(found, exact, strict=True):
+        assert np.abs(ours - theirs.numpy()).max() <= 1e-4

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.platform.model_files import model_folder
 from openrlhf_gtpo.report.metrics import read_runs
 
 # Where a checkpoint may name Python code of its own.
@@ -132,6 +133,10 @@ def check_model(name: str | None, flag: str, trust_remote_code: bool = False) ->
     weights = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
     if path.is_dir() and not any(found for pattern in weights for found in path.glob(pattern)):
         raise UsageError(f"{flag} {name} has a config.json but no weights (*.safetensors or *.bin).")
+    try:
+        model_folder(name, weights=False)
+    except UsageError as error:
+        raise UsageError(f"{flag} {error}") from error
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # a configuration's own class may raise anything

@@ -12,13 +12,15 @@ import ray
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line.host import gpus_of
 from openrlhf_gtpo.integration.controller.checkpoint_disk import writes_checkpoints
+from openrlhf_gtpo.platform.model_files import model_folder
 
 _PATIENCE = 10.0  # seconds until a network file system shows a new file to other hosts
 _LOOK_LIMIT = 300.0  # seconds for a node to start a process and look
 
 
 def check_nodes(args: SimpleNamespace) -> None:
-    """Refuse a cluster with too few GPUs, and a folder that is to hold checkpoints and that its nodes do not share.
+    """Refuse a cluster with too few GPUs, a folder that is to hold checkpoints and that its nodes do not share, and a
+    model that one of them does not have and cannot fetch.
 
     Raises:
         UsageError: with the nodes in question.
@@ -27,6 +29,9 @@ def check_nodes(args: SimpleNamespace) -> None:
     check_gpus(args, nodes)
     if len(nodes) > 1 and writes_checkpoints(args):
         check_shared_folder(args.ckpt.path, nodes)
+    name = args.actor.model_name_or_path
+    if len(nodes) > 1 or not Path(name).is_dir():
+        fetch_model(name, nodes, weights=args.actor.backend == "megatron")
 
 
 def check_gpus(args: SimpleNamespace, nodes: list[dict[str, Any]]) -> None:
@@ -41,6 +46,18 @@ def check_gpus(args: SimpleNamespace, nodes: list[dict[str, Any]]) -> None:
             "--train.colocate_all, or lower --vllm.num_engines or num_nodes and num_gpus_per_node of --actor, --ref, "
             "--critic or --reward."
         )
+
+
+def fetch_model(name: str, nodes: list[dict[str, Any]], *, weights: bool) -> None:
+    """Have the files of ``--actor.model_name_or_path`` on every node with GPUs: what waits for engines and trainer to
+    start then waits for no download.
+
+    Raises:
+        UsageError: in Ray's error, from a node that neither has it nor can fetch it.
+    """
+    fetch = ray.remote(num_cpus=0, max_retries=0)(model_folder)
+    there = [node for node in nodes if node["Resources"].get("GPU")]
+    ray.get([fetch.options(scheduling_strategy=_on(node)).remote(name, weights=weights) for node in there])
 
 
 def check_shared_folder(folder: str, nodes: list[dict[str, Any]]) -> None:
@@ -66,9 +83,12 @@ def check_shared_folder(folder: str, nodes: list[dict[str, Any]]) -> None:
 
 
 def _look_from(node: dict[str, Any], token: Path) -> Any:
-    there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
     look = ray.remote(num_cpus=0, max_retries=0)(look_for)
-    return look.options(scheduling_strategy=there).remote(str(token), _PATIENCE)
+    return look.options(scheduling_strategy=_on(node)).remote(str(token), _PATIENCE)
+
+
+def _on(node: dict[str, Any]) -> Any:
+    return ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
 
 
 def _answer(reference: Any) -> str | None:

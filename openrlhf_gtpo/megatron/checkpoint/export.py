@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
 from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
@@ -20,23 +20,9 @@ from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.model.weights import FullWeights
 from openrlhf_gtpo.megatron.parallel.agreement import failure_of, from_first_rank, raise_together
 from openrlhf_gtpo.megatron.train.trainer import Trainer
+from openrlhf_gtpo.platform.model_files import INDEX, SIDE_FILE_PATTERNS, model_folder
 
-INDEX = "model.safetensors.index.json"
 BUCKET_BYTES = 64 * 2**20  # gathered at once
-SIDE_FILE_PATTERNS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.tiktoken",
-    "sentencepiece*",
-    "spiece.model",
-    "chat_template*",
-    "LICENSE*",
-)
 
 
 def save_hf(
@@ -105,12 +91,9 @@ def copy_side_files(source: str | Path, directory: Path, *, dtype: str | None = 
 
     Raises:
         OSError: a file cannot be read or written.
-        ValueError: the configuration is not JSON.
+        ValueError: the configuration is not JSON; the model is neither here nor to be fetched.
     """
-    folder = Path(source)
-    if not folder.is_dir():
-        folder = Path(snapshot_download(str(source), allow_patterns=list(SIDE_FILE_PATTERNS)))
-    for path in sorted(folder.iterdir()):
+    for path in sorted(model_folder(source, weights=False).iterdir()):
         if path.is_file() and any(fnmatch(path.name, pattern) for pattern in SIDE_FILE_PATTERNS):
             shutil.copyfile(path, directory / path.name)
     if dtype is not None:

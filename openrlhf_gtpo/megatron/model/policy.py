@@ -24,6 +24,7 @@ from openrlhf_gtpo.megatron.parallel import groups
 from openrlhf_gtpo.megatron.parallel.context import gather_actions
 from openrlhf_gtpo.megatron.parallel.host import device, has_transformer_engine, megatron_calls, on_cuda
 from openrlhf_gtpo.megatron.parallel.layout import Layout
+from openrlhf_gtpo.platform.model_files import model_folder
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -157,7 +158,8 @@ class LoadedModel:
 def load_model(
     source: str | Path, options: ModelOptions, *, with_weights: bool = True, for_training: bool = True
 ) -> LoadedModel:
-    """This rank's part of the checkpoint in ``source``, on the groups that ``groups.initialize`` made.
+    """This rank's part of the checkpoint ``source``, a folder or a name on the Hub, on the groups that
+    ``groups.initialize`` made.
 
     Weights are streamed a tensor at a time; no rank holds the whole model.
 
@@ -167,10 +169,13 @@ def load_model(
 
     Raises:
         LayoutError: this process's device cannot do the FP8 that is asked for.
+        UsageError: as :func:`model_folder`.
     """
     if options.fp8 is not None:
         check_host(options.fp8)
-    config = read_config(source)
+    # mbridge would fetch config.json alone (0.15.1, core/bridge.py, _get_actual_hf_path).
+    folder = model_folder(source, weights=with_weights)
+    config = read_config(folder)
     # The cache of this method (an lru_cache in megatron-core 0.16.1) keeps embeddings, and each of those a group.
     groups.at_destroy(RotaryEmbedding.forward.cache_clear)
     with megatron_calls():
@@ -179,7 +184,7 @@ def load_model(
             stage = _build_stage(bridge, options).to(device())
         if with_weights:
             with torch.no_grad(), fp8_weights.loading(stage, for_training=for_training):
-                bridge.load_weights([stage], str(source), memory_efficient=True)
+                bridge.load_weights([stage], str(folder), memory_efficient=True)
         # After the weights, as mbridge takes every buffer for one that a checkpoint has (0.15.1, core/bridge.py,
         # _weight_name_mapping_mcore_local_to_global).
         fp8 = Fp8(options.fp8, stage, for_training=for_training) if options.fp8 else None

@@ -35,7 +35,7 @@ def test_a_model_that_is_not_there(refused: Callable[..., str], tmp_path: Path) 
     flag = "--actor.model_name_or_path"
     assert refused({flag: None}) == f"{flag} is missing; give a Hugging Face checkpoint."
     assert refused({flag: tmp_path / "nowhere"}) == f"{flag} {tmp_path / 'nowhere'} does not exist."
-    assert "is not a Hugging Face checkpoint" in refused({flag: "no-such-user/no-such-model"})
+    assert "HF_HUB_OFFLINE is set, and the cache" in refused({flag: "no-such-user/no-such-model"})
     assert "without config.json" in refused({flag: folder(tmp_path / "empty")})
     assert "no weights" in refused({flag: folder(tmp_path / "config", config_json='{"model_type": "llama"}')})
 

@@ -23,7 +23,9 @@ from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
 
 def run_of(actor: int, engines: int, colocated: bool = False) -> SimpleNamespace:
     return SimpleNamespace(
-        actor=SimpleNamespace(num_nodes=2, num_gpus_per_node=actor),
+        actor=SimpleNamespace(
+            num_nodes=2, num_gpus_per_node=actor, model_name_or_path="someone/something", backend="megatron"
+        ),
         vllm=SimpleNamespace(num_engines=engines, tensor_parallel_size=2),
         train=SimpleNamespace(
             colocate_all=colocated, colocate_actor_ref=False, colocate_critic_reward=False, async_enable=False
@@ -89,7 +91,10 @@ def test_only_a_run_that_saves_needs_a_shared_folder(tmp_path: Path, elsewhere: 
     monkeypatch.setattr(cluster_checks.ray, "nodes", lambda: nodes)
     args = run_of(1, 1)
     args.ckpt = saving("none", tmp_path / "checkpoints", save_steps=-1).ckpt
+    fetched: list[tuple[str, bool]] = []
+    monkeypatch.setattr(cluster_checks, "fetch_model", lambda name, nodes, weights: fetched.append((name, weights)))
     check_nodes(args)
+    assert fetched == [("someone/something", True)]
     args.ckpt.save_steps = 5
     with pytest.raises(UsageError, match="does not exist on node n2"):
         check_nodes(args)
