@@ -6,17 +6,21 @@ Engines are processes with plain models; the trainer is one process.
 import asyncio
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
+import ray.util.state
 import torch
 from openrlhf.trainer.ray import ppo_actor
 from rollouts import arguments
 
 from openrlhf_gtpo.errors import TrainingStopped
-from openrlhf_gtpo.integration.actors.policy_actor import EntropyActorTrainer
+from openrlhf_gtpo.integration.actors.policy_actor import EntropyActorTrainer, wait_for_engines
 from openrlhf_gtpo.integration.rollout import rollout_actor
 from openrlhf_gtpo.weight_sync.process_engine import ProcessEngine
 
@@ -34,6 +38,12 @@ TRANSPORT = {
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
+def started() -> Future:
+    future: Future = Future()
+    future.set_result(True)
+    return future
+
+
 class Actor:
     """A handle like Ray's to an engine, which notes what it is asked."""
 
@@ -43,6 +53,8 @@ class Actor:
 
     def __getattr__(self, method: str) -> Any:
         def remote(*args: Any) -> Any:
+            if method == "__ray_ready__":
+                return SimpleNamespace(future=started)
             self.asked.append(method)
             return SimpleNamespace(future=lambda: self.engine(method, *args))
 
@@ -144,3 +156,43 @@ def test_experts_in_an_engine_on_a_gpu_stay_as_they_are_sent(monkeypatch: pytest
         return [new.equal(sent) for new, sent in zip(after, weights)]
 
     assert kept(started["moe_backend"]) == [True, True] and kept("flashinfer_cutlass") == [False, True]
+
+
+class Starting:
+    """A handle like Ray's to an engine that is ready, or has died, or neither, after some seconds."""
+
+    def __init__(self, after: float | None, failure: Exception | None = None) -> None:
+        future: Future = Future()
+        if after is not None:
+            Timer(after, future.set_exception if failure else future.set_result, [failure]).start()
+        self.__ray_ready__ = SimpleNamespace(remote=lambda: SimpleNamespace(future=lambda: future))
+        self._actor_id = b"\x01"
+
+
+def test_the_trainer_waits_for_engines_and_says_for_which(capsys: pytest.CaptureFixture[str]) -> None:
+    wait_for_engines([Starting(0.0), Starting(0.5), Starting(0.25)], report_every=0.1)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "The trainer waits for vLLM engines 1, 2 of 3: 0 s"
+    assert lines[-1] == "The trainer waits for vLLM engines 1 of 3: 0 s"
+
+
+def test_an_engine_that_does_not_start_is_named_with_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        ray.util.state, "get_log", lambda actor_id, **how: [f":actor_name:{actor_id}\nloading\n\n9 %\n"]
+    )
+    with pytest.raises(TrainingStopped, match=r"Of 3 .*, 1, 2 did not start in 0 s; its log ends: loading \| 9 %$"):
+        wait_for_engines([Starting(0.0), Starting(None), Starting(None)], limit=0.2, report_every=0.1)
+    died = RuntimeError("died\nValueError: no kernel image")
+    with pytest.raises(TrainingStopped, match="engine 1 of 2 .* died 0 s after .*: no kernel image; its log ends"):
+        wait_for_engines([Starting(None), Starting(0.0, died)])
+    monkeypatch.setattr(ray.util.state, "get_log", None)
+    with pytest.raises(TrainingStopped, match="no kernel image; its node's Ray logs say why"):
+        wait_for_engines([Starting(0.0, died)])
+
+
+def test_no_group_is_joined_before_every_engine_is_there(
+    policy: torch.nn.Module, actors: list[Actor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    died = RuntimeError("out of memory")
+    with pytest.raises(TrainingStopped, match="out of memory"):
+        trainer_of(policy, [actors[0], Starting(0.0, died)])  # type: ignore[list-item]

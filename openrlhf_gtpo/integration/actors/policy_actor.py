@@ -2,13 +2,15 @@
 estimator's loss, bucketed weight sync."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
 
 import deepspeed
 import ray
+import ray.util.state
 import torch
 from openrlhf.trainer.ray import ppo_actor, ppo_critic
 from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
@@ -34,6 +36,56 @@ _UpstreamPolicyActor: Any = ppo_actor.PolicyModelActor.__ray_metadata__.modified
 _UpstreamCriticActor: Any = ppo_critic.CriticModelActor.__ray_metadata__.modified_class
 
 
+# Seconds that engines have to start: the trainer's other ranks wait for the first an hour (`setup_distributed`).
+_START_LIMIT = 45 * 60.0
+_LOG_LINES = 5
+
+
+def wait_for_engines(engines: Sequence[Any], limit: float = _START_LIMIT, report_every: float = 60.0) -> None:
+    """Wait until every engine has loaded and compiled its model, saying from time to time which have not.
+
+    The group for weights that they join next gives up after 300 s (vllm 0.29.0, distributed/utils.py,
+    ``StatelessProcessGroup.create``), in which a first download or compilation need not end.
+
+    Args:
+        engines: handles of Ray actors.
+
+    Raises:
+        TrainingStopped: an engine died, or some are not ready after ``limit`` seconds.
+    """
+    began = time.monotonic()
+    starting = {engine.__ray_ready__.remote().future(): number for number, engine in enumerate(engines)}
+    while starting:
+        ready, _ = wait(starting, timeout=report_every, return_when=FIRST_COMPLETED)
+        waited = time.monotonic() - began
+        for future in ready:
+            number = starting.pop(future)
+            failure = future.exception()
+            if failure is not None:
+                raise TrainingStopped(
+                    f"vLLM engine {number} of {len(engines)} (counted from 0) died {waited:.0f} s after the trainer "
+                    f"began to wait for it: {' '.join(str(failure).split())[-400:]}{_last_words(engines[number])}"
+                )
+        names = ", ".join(map(str, sorted(starting.values())))
+        if starting and waited >= limit:
+            raise TrainingStopped(
+                f"Of {len(engines)} vLLM engines (counted from 0), {names} did not start in {waited:.0f} s"
+                f"{_last_words(engines[min(starting.values())])}"
+            )
+        if starting and not ready:
+            print(f"The trainer waits for vLLM engines {names} of {len(engines)}: {waited:.0f} s", flush=True)
+
+
+def _last_words(engine: Any) -> str:
+    """The end of the engine's log, to end a sentence; nothing where Ray's dashboard cannot be asked for it."""
+    try:
+        text = "".join(ray.util.state.get_log(actor_id=engine._actor_id.hex(), tail=_LOG_LINES, timeout=30))
+    except Exception:  # no dashboard, or one that wants a token, or its agent died with the node
+        return "; its node's Ray logs say why."
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(":")]
+    return f"; its log ends: {' | '.join(lines)}"
+
+
 class EntropyActorTrainer(ActorPPOTrainer):
     """Upstream's trainer with the loss of the estimator and a weight transfer in buckets; on either backend."""
 
@@ -56,6 +108,7 @@ class EntropyActorTrainer(ActorPPOTrainer):
         if self.args.vllm.sync_with_ray:
             super()._init_vllm_sync_group(backend)
         elif not self._colocated:
+            wait_for_engines(self.vllm_engines)
             self._broadcaster = WeightSender(
                 self._engines(),
                 self.args.vllm.tensor_parallel_size,
