@@ -90,6 +90,8 @@ MAX_TOKENS_PER_GPU="${MAX_TOKENS_PER_GPU:-12288}"
 VLLM_ENGINES="${VLLM_ENGINES:-4}"      # colocated: engines × their tensor parallelism = all GPUs
 VLLM_TENSOR_PARALLEL="${VLLM_TENSOR_PARALLEL:-2}"
 VLLM_GPU_MEMORY="${VLLM_GPU_MEMORY:-0.6}"
+VLLM_MAX_NUM_SEQS="${VLLM_MAX_NUM_SEQS:-1024}" # responses that an engine decodes at once (vLLM's own: 128); as planned
+VLLM_MAX_NUM_BATCHED_TOKENS="${VLLM_MAX_NUM_BATCHED_TOKENS:-8192}" # and tokens of a step, prompts among them (2048)
 
 SAMPLES_PER_PROMPT="${SAMPLES_PER_PROMPT:-16}" # G
 PROMPTS_PER_STEP="${PROMPTS_PER_STEP:-128}"
@@ -98,7 +100,7 @@ PROMPT_LENGTH="${PROMPT_LENGTH:-2048}"
 RESPONSE_LENGTH="${RESPONSE_LENGTH:-4096}"
 LEARNING_RATE="${LEARNING_RATE:-1e-6}"
 
-for variable in NODES GPUS_PER_NODE TENSOR_PARALLEL PIPELINE_PARALLEL CONTEXT_PARALLEL VLLM_ENGINES VLLM_TENSOR_PARALLEL \
+for variable in NODES GPUS_PER_NODE TENSOR_PARALLEL PIPELINE_PARALLEL CONTEXT_PARALLEL VLLM_ENGINES VLLM_TENSOR_PARALLEL VLLM_MAX_NUM_SEQS VLLM_MAX_NUM_BATCHED_TOKENS \
     SAMPLES_PER_PROMPT PROMPTS_PER_STEP TRAIN_BATCH PROMPT_LENGTH RESPONSE_LENGTH MAX_TOKENS_PER_GPU EVAL_STEPS; do
     [[ "${!variable}" =~ ^[1-9][0-9]*$ ]] || refuse "$variable is '${!variable}'; it must be a positive number."
 done
@@ -120,7 +122,7 @@ if $cpu; then
     CONTEXT_PARALLEL=1 processes="$((TENSOR_PARALLEL * PIPELINE_PARALLEL))"
     NODES="$((NODES > 1 && processes > 1 ? 2 : 1))"
     GPUS_PER_NODE="$((processes / NODES))"
-    VLLM_TENSOR_PARALLEL=1 VLLM_ENGINES=1 VLLM_GPU_MEMORY=0.2
+    VLLM_TENSOR_PARALLEL=1 VLLM_ENGINES=1 VLLM_GPU_MEMORY=0.2 VLLM_MAX_NUM_SEQS=128 VLLM_MAX_NUM_BATCHED_TOKENS=2048
     [[ "$PLACEMENT" == split ]] || VLLM_ENGINES="$processes"
     [[ -z "$FP8" ]] || FP8=emulated
     STEPS="${STEPS:-3}" EVAL_STEPS="${STEPS:-3}"
@@ -180,6 +182,8 @@ rollout_args=(
     --vllm.num_engines "$VLLM_ENGINES"
     --vllm.tensor_parallel_size "$VLLM_TENSOR_PARALLEL"
     --vllm.gpu_memory_utilization "$VLLM_GPU_MEMORY"
+    --vllm.max_num_seqs "$VLLM_MAX_NUM_SEQS"
+    --vllm.max_num_batched_tokens "$VLLM_MAX_NUM_BATCHED_TOKENS"
     --vllm.enable_prefix_caching
 )
 # --vllm.sync_bucket_mb 1024             larger buckets of the weight transfer

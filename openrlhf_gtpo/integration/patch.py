@@ -4,17 +4,22 @@ The actors themselves bring what they need into their worker processes, which im
 """
 
 from functools import partial
+from typing import Any
 
 from openrlhf_gtpo import platform
 
 
-def apply(backend: str = "deepspeed", tensor_parallel_size: int = 1) -> None:
+def apply(
+    backend: str = "deepspeed", tensor_parallel_size: int = 1, engine_args: dict[str, Any] | None = None
+) -> None:
     """Replace the names through which upstream's ``train`` finds its actors. Safe to call twice.
 
     Args:
         backend: what holds the policy and the reference model, as ``--actor.backend``.
         tensor_parallel_size: of their models.
+        engine_args: of every vLLM engine, beside those that upstream gives it.
     """
+    import ray
     from openrlhf.cli import train_ppo_ray
     from openrlhf.trainer import ppo_trainer
     from openrlhf.trainer.ray import vllm_engine
@@ -24,7 +29,7 @@ def apply(backend: str = "deepspeed", tensor_parallel_size: int = 1) -> None:
     from openrlhf_gtpo.integration.actors.policy_actor import CriticActor, PolicyActor
     from openrlhf_gtpo.integration.actors.strategy import CpuStrategy, Strategy
     from openrlhf_gtpo.integration.controller.trainer import Trainer
-    from openrlhf_gtpo.integration.rollout.rollout_actor import RolloutActor
+    from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRolloutActor
 
     train_ppo_ray.RayActorGroup = partial(ActorGroup, tensor_parallel_size=tensor_parallel_size)
     train_ppo_ray.CriticModelActor = CriticActor
@@ -34,6 +39,7 @@ def apply(backend: str = "deepspeed", tensor_parallel_size: int = 1) -> None:
 
         train_ppo_ray.PolicyModelActor = MegatronPolicyActor
         train_ppo_ray.ReferenceModelActor = MegatronReferenceActor
-    vllm_engine.RolloutRayActor = RolloutActor
+    rollout_actor = type("RolloutActor", (StrictRolloutActor,), {"engine_args": engine_args or {}})
+    vllm_engine.RolloutRayActor = ray.remote(rollout_actor)
     ppo_trainer.PPOTrainer = Trainer
     deepspeed.DeepspeedStrategy = CpuStrategy if platform.chosen_platform() == "cpu" else Strategy

@@ -34,6 +34,7 @@ class Assumptions:
     vllm_memory_shared: float = 0.6
     vllm_rows: int = 1024
     overlap: bool = True
+    vllm_tokens: int = 8192
 
 
 SOURCES = {
@@ -58,6 +59,7 @@ SOURCES = {
     "vllm_memory": "--vllm.gpu_memory_utilization where engines have GPUs of their own",
     "vllm_memory_shared": "the same where they share GPUs with training (OpenRLHF's examples: 0.5 to 0.7)",
     "overlap": "whether gradients and weights travel while passes run (--megatron.ddp): the actor's default",
-    "vllm_rows": "most rows that an engine decodes at once (vLLM's default on such GPUs)",
+    "vllm_rows": "--vllm.max_num_seqs, most rows that an engine decodes at once; written by --emit",
+    "vllm_tokens": "--vllm.max_num_batched_tokens, in which products bind prefill; written by --emit",
 }
 assert set(SOURCES) == {field.name for field in fields(Assumptions)}

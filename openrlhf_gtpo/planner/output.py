@@ -149,6 +149,8 @@ def launch_script(one: Candidate, *, algorithm: str, model: str, command: str) -
             "VLLM_ENGINES": engines.count,
             "VLLM_TENSOR_PARALLEL": engines.tensor,
             "VLLM_GPU_MEMORY": f"{engines.memory_share:g}",
+            "VLLM_MAX_NUM_SEQS": engines.assumptions.vllm_rows,
+            "VLLM_MAX_NUM_BATCHED_TOKENS": engines.assumptions.vllm_tokens,
         },
         "A step": {
             "SAMPLES_PER_PROMPT": work.samples_per_prompt,

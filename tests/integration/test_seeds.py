@@ -230,7 +230,9 @@ def test_a_request_has_the_engine_to_itself_on_a_cpu_under_full_determinism(
     monkeypatch.setattr(rollout_actor._UpstreamRolloutActor, "__init__", start)
     monkeypatch.setenv("OPENRLHF_GTPO_PLATFORM", platform)
     actor = object.__new__(StrictRolloutActor)
+    actor.engine_args = {"max_num_seqs": 512, "max_num_batched_tokens": 4096}
     asyncio.run(actor.__init__(full_determinism=deterministic, enable_prefix_caching=True))  # type: ignore[misc]
     is_alone = alone and deterministic
-    assert started.get("max_num_seqs") == (1 if is_alone else None)
+    given = {"max_num_seqs": 1, "max_num_batched_tokens": None} if is_alone else actor.engine_args
+    assert {name: started[name] for name in given} == given
     assert started["enable_prefix_caching"] is not is_alone

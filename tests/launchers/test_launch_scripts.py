@@ -13,6 +13,7 @@ from launcher_runs import PRESETS, ROOT, SCRIPTS, resolved, run_script
 from openrlhf_gtpo.cli import plan
 from openrlhf_gtpo.integration import run
 from openrlhf_gtpo.integration.command_line.megatron_flags import fp8_of, layout_of
+from openrlhf_gtpo.planner.assumptions import Assumptions
 
 PAPER = {"gtpo": ("gtpo", {"alpha1": 1.0, "alpha2": 0.1}), "grpo_s": ("grpo_s", {"beta1": 1.0, "beta2": 0.1})}
 
@@ -174,6 +175,8 @@ def test_the_planners_script_is_one_of_them(placement: str, tmp_path: Path) -> N
     engines = args.vllm.num_engines * args.vllm.tensor_parallel_size
     assert (actor, engines) == (8, 8) if placement == "colocated" else actor + engines == 8
     assert (args.rollout.batch_size, args.train.batch_size) == (128, 128)
+    assert f'export VLLM_MAX_NUM_SEQS="${{VLLM_MAX_NUM_SEQS:-{Assumptions().vllm_rows}}}"\n' in path.read_text()
+    assert (args.vllm.max_num_seqs, args.vllm.max_num_batched_tokens) == (1024, Assumptions().vllm_tokens)
 
 
 def test_the_planners_script_has_its_fp8(tmp_path: Path) -> None:

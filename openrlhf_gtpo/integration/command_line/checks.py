@@ -24,6 +24,10 @@ from openrlhf_gtpo.integration.command_line.input_checks import (
 )
 from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
 
+# vLLM 0.29's for an engine that an actor makes: ENGINE_CONTEXT is not in its table of defaults (engine/arg_utils.py,
+# get_batch_defaults), so config/scheduler.py's count.
+_VLLM_BATCHED_TOKENS = 2048
+
 # What the numbers of OpenRLHF 0.11.2 and of this package may be: the rule in words, the rule, its flags. Beyond it
 # they fail in an actor, or mean what nobody would guess (-2 for --eval.steps is every second step). NaN keeps no rule;
 # infinity may open a clip range. Not here: what infinity or -1 switches off, as for --actor.max_norm, --ckpt.max_mem.
@@ -37,7 +41,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "train.micro_batch_size train.max_tokens_per_gpu train.async_queue_size rollout.batch_size "
         "rollout.micro_batch_size rollout.n_samples_per_prompt rollout.max_tokens_per_gpu rollout.max_new_tokens "
         "data.max_samples eval.n_samples_per_prompt logger.logging_steps ckpt.max_num algo.kl.horizon "
-        "vllm.sync_bucket_mb",
+        "vllm.sync_bucket_mb vllm.max_num_seqs vllm.max_num_batched_tokens",
     ),
     ("{} >= 2, for a prompt and a response", lambda number: number >= 2, "data.max_len"),
     ("{} >= 1, or -1 for never", lambda number: number >= 1 or number == -1, "eval.steps ckpt.save_steps"),
@@ -127,6 +131,13 @@ def check_every_run(args: SimpleNamespace) -> None:
         raise UsageError("--ds.load_in_4bit packs the weights into bytes, which vLLM cannot load; leave it out.")
     if (args.vllm.num_engines or 0) < 1:
         raise UsageError(f"Expected --vllm.num_engines >= 1 to sample from, got {args.vllm.num_engines}.")
+    rows, tokens = args.vllm.max_num_seqs, args.vllm.max_num_batched_tokens
+    if rows is not None and rows > (tokens or _VLLM_BATCHED_TOKENS):
+        raise UsageError(
+            f"--vllm.max_num_seqs {rows} decodes a token of each response in a step, of which "
+            f"--vllm.max_num_batched_tokens {tokens or f'is {_VLLM_BATCHED_TOKENS} by default and'} allows fewer; "
+            f"give it at least {rows}."
+        )
     for given, flag, why in (
         (args.vllm.sync_with_ray, "--vllm.sync_with_ray", "whose transfer is OpenRLHF's own"),
         (args.actor.freeze_visual_encoder, "--actor.freeze_visual_encoder", "which sends a part of the model"),

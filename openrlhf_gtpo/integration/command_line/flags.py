@@ -107,6 +107,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="log policy entropies with the other estimators too (gtpo and grpo_s always do)",
     )
     group.add_argument(
+        "--vllm.max_num_seqs",
+        type=int,
+        help="most responses that an engine decodes at once (default: vLLM's for an engine in an actor, 128)",
+    )
+    group.add_argument(
+        "--vllm.max_num_batched_tokens",
+        type=int,
+        help="most tokens that an engine computes in a step, of prompts too (default: vLLM's likewise, 2048)",
+    )
+    group.add_argument(
         "--vllm.sync_bucket_mb", type=int, default=256, help="size of one bucket of the weight transfer, in MiB"
     )
     group.add_argument(

@@ -32,6 +32,7 @@ WORKER_EXTENSION = "openrlhf_gtpo.integration.rollout.worker_extension.WorkerExt
 
 _ALONE = {
     "max_num_seqs": 1,
+    "max_num_batched_tokens": None,  # as vLLM wants it for whole prompts
     "enable_prefix_caching": False,  # the first response to a prompt would be computed otherwise than the next
     # After a chunk of a prompt vLLM rewinds its generator's offset, which a CPU's lacks. Can go once it spares CPUs
     # that (vllm 0.29.0, v1/worker/gpu_model_runner.py, _bookkeeping_sync).
@@ -80,12 +81,17 @@ async def _or_failure(rewards: Awaitable[list[dict[str, Any]]]) -> list[dict[str
 
 
 class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
-    """Upstream's rollout actor; its vLLM workers also know how to receive buckets."""
+    """Upstream's rollout actor; its vLLM workers also know how to receive buckets.
+
+    Fields:
+        engine_args: vLLM's that upstream's ``create_vllm_engines`` has no place for (``patch.apply``).
+    """
 
     executor: Any
+    engine_args: dict[str, Any] = {}
 
     async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
-        kwargs["worker_extension_cls"] = WORKER_EXTENSION
+        kwargs |= {"worker_extension_cls": WORKER_EXTENSION} | self.engine_args
         on_cpu = platform.chosen_platform() == "cpu"
         if on_cpu and kwargs.get("full_determinism"):
             kwargs |= _ALONE

@@ -1,5 +1,6 @@
 """A contradiction in the command line is one sentence before any engine starts, and what works is not refused."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -8,10 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 from command_lines import argv_of
 
 from openrlhf_gtpo.cli import train_ppo_ray
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.integration.command_line import host
 from openrlhf_gtpo.integration.command_line.checks import check_every_run, check_inputs
 from openrlhf_gtpo.integration.run import parse
 
@@ -102,6 +106,17 @@ def test_a_contradiction_in_the_command_line(
         ({"--vllm.num_engines": 0}, "Expected --vllm.num_engines >= 1 to sample from, got 0."),
         ({"--vllm.num_engines": -1}, "Expected --vllm.num_engines >= 1 to sample from, got -1."),
         ({"--vllm.num_engines": None}, "Expected --vllm.num_engines >= 1 to sample from, got None."),
+        ({"--vllm.max_num_seqs": 0}, "Expected --vllm.max_num_seqs >= 1, got 0."),
+        (
+            {"--vllm.max_num_seqs": 4096},
+            "--vllm.max_num_seqs 4096 decodes a token of each response in a step, of which "
+            "--vllm.max_num_batched_tokens is 2048 by default and allows fewer; give it at least 4096.",
+        ),
+        (
+            {"--vllm.max_num_seqs": 9, "--vllm.max_num_batched_tokens": 8},
+            "--vllm.max_num_seqs 9 decodes a token of each response in a step, of which "
+            "--vllm.max_num_batched_tokens 8 allows fewer; give it at least 9.",
+        ),
         ({"--reward.remote_url": None}, "There is no reward: give --reward.remote_url FILE.py (a reward function)"),
         ({"--train.num_episodes": 0}, "Expected --train.num_episodes >= 1, got 0."),
         ({"--rollout.micro_batch_size": 0}, "Expected --rollout.micro_batch_size >= 1, got 0."),
@@ -210,3 +225,31 @@ def test_a_cluster_that_does_not_answer(
         assert refused({}).startswith(f"No Ray cluster answers at RAY_ADDRESS={address} (")
     monkeypatch.setenv("RAY_ADDRESS", f"{scheme}127.0.0.1:999999")
     assert "No Ray cluster answers" in refused({})
+
+
+def test_the_engines_are_told_their_sizes(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the start of Ray, a run does what it does."""
+    from openrlhf.cli import train_ppo_ray
+    from openrlhf.trainer import ppo_trainer
+    from openrlhf.trainer.ray import vllm_engine
+    from openrlhf.utils import deepspeed
+
+    for module, name in (
+        (train_ppo_ray, "RayActorGroup CriticModelActor PolicyModelActor"),
+        (vllm_engine, "RolloutRayActor"),
+        (ppo_trainer, "PPOTrainer"),
+        (deepspeed, "DeepspeedStrategy"),
+    ):
+        for one in name.split():
+            monkeypatch.setattr(module, one, getattr(module, one))  # as it is, and was, at the end
+
+    def start_ray(*args: Any) -> None:
+        raise UsageError("as far as this test goes.")
+
+    monkeypatch.setattr(host, "start_ray", start_ray)
+    for sizes in ({}, {"--vllm.max_num_seqs": 512, "--vllm.max_num_batched_tokens": 4096}):
+        assert refused(sizes) == "as far as this test goes."
+        actor = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class
+        copy = cloudpickle.loads(cloudpickle.dumps(actor))  # the way to its process
+        assert list(copy.engine_args.values()) == (list(sizes.values()) or [None, None])
+        assert set(copy.engine_args) <= {field.name for field in dataclasses.fields(vllm_engine.vllm.AsyncEngineArgs)}

@@ -358,6 +358,8 @@ FROZEN = """
 --megatron.tensor_model_parallel_size 1
 --megatron.use_distributed_optimizer True
 --reward.overlong_form 'continuous'
+--vllm.max_num_batched_tokens None
+--vllm.max_num_seqs None
 --vllm.sync_bucket_mb 256
 --vllm.sync_checksum False
 """
