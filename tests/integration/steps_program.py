@@ -12,11 +12,12 @@ PROMPT = 3
 
 
 def run_rounds(backend: str, model: str, argv: list[str], rounds: list[list[int]]) -> list[dict[str, float]]:
-    """The status of each round: lengths of its responses, dealt to the replicas as evenly as they can be."""
+    """The status of each round: lengths of its responses, dealt to the replicas as ``ActorGroup`` does."""
     from openrlhf.utils import get_strategy
     from rollouts import arguments
 
     from openrlhf_gtpo.integration import patch
+    from openrlhf_gtpo.integration.actors.optimizer_steps import deal_rows
     from openrlhf_gtpo.integration.command_line import host
 
     args = arguments(*argv, "--actor.model_name_or_path", model, "--actor.backend", backend)
@@ -35,7 +36,12 @@ def run_rounds(backend: str, model: str, argv: list[str], rounds: list[list[int]
     replicas = strategy.ds_device_mesh["dp"]
     found = []
     for lengths in rounds:
-        mine = np.array_split(np.arange(len(lengths)), replicas.size())[replicas.get_local_rank()]
+        order = trained.row_order()
+        if order is None or len(lengths) < replicas.size():
+            dealt = np.array_split(np.arange(len(lengths)), replicas.size())
+        else:
+            dealt = deal_rows([PROMPT + length for length in lengths], replicas.size(), order)
+        mine = dealt[replicas.get_local_rank()]
         batches = [_row(int(row), lengths[row]) for row in mine]
         old = [_log_probs(result) for result in _forward(trained, batches)] if batches else []
         for row, batch, values in zip(mine, batches, old, strict=True):

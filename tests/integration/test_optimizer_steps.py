@@ -12,7 +12,9 @@ from rank_pool import RankPool
 from steps_program import run_rounds
 from tp_program import sent_weights
 
+from openrlhf_gtpo.integration.actors import dispatch, optimizer_steps
 from openrlhf_gtpo.integration.actors.dispatch import ActorGroup
+from openrlhf_gtpo.integration.actors.optimizer_steps import RowOrder, deal_rows
 
 LENGTHS = [9, 4, 12, 2, 7, 1, 10, 8, 5, 3, 11, 6, 13, 2, 9, 4]
 # The second round is short, as the end of the data or a filter leaves it; the last leaves one of two replicas no row.
@@ -161,11 +163,94 @@ def test_a_replica_without_an_entry(duplicates: int, monkeypatch: pytest.MonkeyP
         values = list(range(entries))
         if entries < 4:
             with pytest.raises(ValueError, match="Insufficient batch size"):
-                RayActorGroup.async_run_method_batch(group, "append", x=values)
-        for method in ("forward", "append"):
+                RayActorGroup.async_run_method_batch(group, "score", x=values)
+        for method in ("forward", "score"):
             given = group.async_run_method_batch(method, x=values)
             assert [x for _, part in given[::duplicates] for x in part] == values
             assert [rank for rank, _ in given] == list(range(min(4, entries) * duplicates))
+
+
+def long_tailed(rows: int, seed: int) -> list[int]:
+    """Tokens of rows whose responses are log-normal and cut off at 4096, with prompts of a like length each."""
+    generator = np.random.default_rng(seed)
+    responses = np.minimum(4096, generator.lognormal(np.log(683), 0.9, rows)).astype(int)
+    return (responses + generator.integers(200, 400, rows)).tolist()
+
+
+def steps_of(buffers: list[np.ndarray], order: RowOrder) -> list[list[list[int]]]:
+    """The rows of each optimizer step of the first epoch, by replica, as the replicas themselves find them."""
+    args = SimpleNamespace(train=SimpleNamespace(batch_size=order.batch_size, max_epochs=1))
+    total = sum(map(len, buffers))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(optimizer_steps, "all_reduce", lambda tensor, group: tensor.fill_(total))
+        of_replica = []
+        for buffer in buffers:
+            shuffle = np.random.default_rng(order.seed)
+            steps = optimizer_steps.optimizer_steps(len(buffer), args, None, torch.device("cpu"), shuffle)  # type: ignore[arg-type]
+            of_replica.append([buffer[places].tolist() for places in steps])
+    return [list(step) for step in zip(*of_replica, strict=True)]
+
+
+def imbalance(step: list[list[int]], lengths: list[int]) -> float:
+    """How much longer the heaviest replica's tokens are than those of a replica on average."""
+    tokens = [sum(lengths[row] for row in rows) for rows in step]
+    return max(tokens) * len(tokens) / sum(tokens) - 1
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_replicas_have_as_many_tokens_in_every_optimizer_step(replicas: int) -> None:
+    """16 steps of 128 rows, each with the rows that it has without dealing: how much the heaviest replica has above
+    the mean one, as docs/openrlhf.md has it (-s prints it)."""
+    lengths, order = long_tailed(2048, seed=replicas), RowOrder(128, [7, 48])
+    chunks = np.array_split(np.arange(2048), replicas)
+    before, after = steps_of(chunks, order), steps_of(deal_rows(lengths, replicas, order), order)
+    assert len(after) == 16
+    for was, step in zip(before, after, strict=True):
+        assert sorted(sum(step, [])) == sorted(sum(was, []))
+        assert {len(rows) for rows in step} == {128 // replicas}
+    by_count, by_tokens = ([imbalance(step, lengths) for step in steps] for steps in (before, after))
+    print(f"{replicas} replicas: {np.mean(by_count):.1%} by count, {np.mean(by_tokens):.2%} by tokens", end=", ")
+    print(f"at most {max(by_tokens):.2%}")
+    assert np.mean(by_count) > 0.04 and max(by_tokens) < 0.02
+
+
+def test_rows_that_replicas_cannot_share_evenly_are_all_dealt_once() -> None:
+    for rows in (5, 16, 127, 129, 300):
+        lengths, order = long_tailed(rows, seed=rows), RowOrder(128, [0, 0])
+        dealt = deal_rows(lengths, 4, order)
+        assert sorted(np.concatenate(dealt)) == list(range(rows))
+        assert [len(one) for one in dealt] == [len(one) for one in np.array_split(np.arange(rows), 4)]
+
+
+@pytest.mark.parametrize("order", [RowOrder(8, [0, 0]), None])
+def test_what_replicas_append_is_dealt_by_tokens(order: RowOrder | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two ranks of two replicas gets its replica's rows, in micro-batches; rows in their own order stay."""
+    from openrlhf.trainer.ray import launcher
+    from rollouts import arguments, maker, rollout
+
+    from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
+
+    monkeypatch.setattr(launcher, "ray", SimpleNamespace(put=lambda value: value))
+    monkeypatch.setattr(dispatch, "ray", SimpleNamespace(get=lambda value: value))
+    args = arguments("--algo.advantage.estimator", "gtpo", "--rollout.micro_batch_size", "2")
+    args.actor.num_gpus_per_node = 2
+    batch = rollout(prompts=4, samples=4)
+    samples = maker(EntropyExperienceMaker, args, batch, monkeypatch).split_rollout_samples(batch.samples())
+    lengths = [int(length) for one in samples for length in one.total_length]
+    group = object.__new__(ActorGroup)
+    group.duplicate_actors = 2
+    group._actor_handlers = [
+        SimpleNamespace(
+            row_order=SimpleNamespace(remote=lambda: order),
+            execute_batch=SimpleNamespace(remote=lambda method, columns, *part: columns["experience"]),
+        )
+        for _ in range(4)
+    ]
+    given = group.async_run_method_batch("append", experience=samples)
+    assert len(given) == 4 and given[0] is given[1] and given[2] is given[3]
+    found = [[int(length) for one in entries for length in one.total_length] for entries in given[::2]]
+    expected = np.array_split(np.arange(16), 2) if order is None else deal_rows(lengths, 2, order)
+    assert found == [[lengths[row] for row in rows] for rows in expected]
 
 
 def test_rows_are_dealt_evenly() -> None:

@@ -1,11 +1,14 @@
-"""Upstream's group of Ray actors: where its ranks run, and batches that have fewer entries than there are replicas."""
+"""Upstream's group of Ray actors: where its ranks run, how rows to train on are dealt to them, and batches that have
+fewer entries than there are replicas."""
 
 import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import ray
+from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch, split_experience_batch
 from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.trainer.ray.utils import get_bundle_indices
 from ray.util.placement_group import PlacementGroup, placement_group
@@ -14,15 +17,17 @@ from torch.distributed import TCPStore
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.integration.actors.optimizer_steps import deal_rows
 
 
 class ActorGroup(RayActorGroup):
-    """Upstream's (openrlhf 0.11.2, trainer/ray/launcher.py), but for two things.
+    """Upstream's (openrlhf 0.11.2, trainer/ray/launcher.py), but for three things.
 
     Upstream gives rank i the bundle i, and Ray packs equal bundles with std::sort, which leaves more than 16 in no
     order (https://github.com/ray-project/ray/issues/51117): tensor-parallel groups then cross nodes. Here ranks go
-    from node to node, as the GPUs of upstream's engines do. And upstream ends the run where the end of the data leaves
-    a replica without an entry ("Insufficient batch size"). Each can go once upstream does the same.
+    from node to node, as the GPUs of upstream's engines do. Upstream deals rows by count, here it is by tokens
+    (:func:`deal_rows`). And upstream ends the run where the end of the data leaves a replica without an entry
+    ("Insufficient batch size"). Each can go once upstream does the same.
 
     Args:
         tensor_parallel_size: consecutive ranks that share every matrix; the others are upstream's.
@@ -76,8 +81,11 @@ class ActorGroup(RayActorGroup):
         """As upstream's; the results are those of the entries.
 
         A replica without one computes a forward of the last entry, whose result nobody sees: under ZeRO-3 and expert
-        parallelism the others cannot compute theirs alone. Any other method is not called on it.
+        parallelism the others cannot compute theirs alone. Any other method is not called on it. Rows to ``append``
+        are dealt as :func:`deal_rows` says.
         """
+        if method_name == "append":
+            columns = {"experience": self._deal(columns["experience"])}
         entries = len(next(iter(columns.values())))
         ranks = self.duplicate_actors  # of a replica, which all get its entries
         replicas = len(self._actor_handlers) // ranks
@@ -91,6 +99,18 @@ class ActorGroup(RayActorGroup):
             for entry in range(entries)
             for actor in self._actor_handlers[entry * ranks : (entry + 1) * ranks]
         ]
+
+    def _deal(self, experiences: Sequence[Experience]) -> Sequence[Experience]:
+        """The same rows in as many entries for each replica, one replica's after the other's."""
+        replicas = len(self._actor_handlers) // self.duplicate_actors
+        order = ray.get(self._actor_handlers[0].row_order.remote())
+        if order is None or sum(len(experience.sequences) for experience in experiences) < replicas:
+            return experiences
+        rows = [row for experience in experiences for row in split_experience_batch(experience)]
+        dealt = deal_rows([int(row.total_length) for row in rows], replicas, order)
+        entries = min(-(-len(experiences) // replicas), len(dealt[-1]))
+        parts = [part for mine in dealt for part in np.array_split(mine, entries)]
+        return [make_experience_batch([rows[row] for row in part]) for part in parts]
 
 
 def open_store(actor: Any) -> tuple[str, int]:

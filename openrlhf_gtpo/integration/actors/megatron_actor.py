@@ -17,6 +17,7 @@ from transformers import get_scheduler
 
 from openrlhf_gtpo.integration.actors.megatron_trainer import MegatronActorTrainer
 from openrlhf_gtpo.integration.actors.micro_batches import PaddedBatch, forward_padded
+from openrlhf_gtpo.integration.actors.optimizer_steps import RowOrder
 from openrlhf_gtpo.integration.actors.policy_actor import keep_trying
 from openrlhf_gtpo.integration.command_line.megatron_flags import fp8_of, layout_of, refusals_name_flags
 from openrlhf_gtpo.integration.command_line.megatron_overrides import parse_overrides
@@ -121,6 +122,10 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
     def append(self, experience: Experience) -> None:
         """Add the rows of one micro-batch to this replica's replay buffer."""
         self.trainer.replay_buffer.append(experience)
+
+    def row_order(self) -> RowOrder:
+        """See ``MegatronActorTrainer``."""
+        return self.trainer.row_order()
 
     def fit(self, kl_ctl: float = 0) -> dict[str, float]:
         """Train on the replay buffer and empty it; returns the metrics, the same on every rank."""

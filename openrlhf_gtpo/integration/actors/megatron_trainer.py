@@ -13,7 +13,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_ba
 from torch import Tensor
 
 from openrlhf_gtpo.integration.actors.micro_batches import fill, token_row
-from openrlhf_gtpo.integration.actors.optimizer_steps import StepMetrics, optimizer_steps
+from openrlhf_gtpo.integration.actors.optimizer_steps import RowOrder, StepMetrics, optimizer_steps
 from openrlhf_gtpo.integration.actors.policy_actor import EntropyActorTrainer
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.model.weights import FullWeights
@@ -48,8 +48,7 @@ class MegatronActorTrainer(EntropyActorTrainer):
         """Train on everything in the replay buffer; returns upstream's metrics, averaged over the replicas."""
         metrics = StepMetrics(self.args)
         items = self.replay_buffer.items
-        # The same order on every rank of a replica, and again after a resume.
-        shuffle = np.random.default_rng([self.args.train.seed, self.megatron.steps])
+        shuffle = np.random.default_rng(self.row_order().seed)
         report = None
         steps = list(optimizer_steps(len(items), self.args, self._data_group(), device(), shuffle))
         for number, rows in enumerate(steps, start=1):
@@ -68,6 +67,10 @@ class MegatronActorTrainer(EntropyActorTrainer):
         if report is not None:
             status |= {"actor_lr": report.next_lr, "actor_grad_norm": report.grad_norm}
         return status
+
+    def row_order(self) -> RowOrder:
+        """Of the next training: the same on every rank of a replica, and again after a resume."""
+        return RowOrder(self.args.train.batch_size, [self.args.train.seed, self.megatron.steps])
 
     def _data_group(self) -> torch.distributed.ProcessGroup:
         return self.strategy.ds_device_mesh["dp"].get_group()

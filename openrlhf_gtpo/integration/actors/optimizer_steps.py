@@ -1,14 +1,14 @@
-"""From a replay buffer to whole optimizer steps: which rows, in which micro-batches, which of them is the last,
-and metrics that do not depend on how rows were split.
+"""From a replay buffer to whole optimizer steps: which rows, on which replica, in which micro-batches, which of them
+is the last, and metrics that do not depend on how rows were split.
 
 A rollout may be short (end of the data, dynamic filtering) and its rows dealt unevenly. Every replica makes as many
 optimizer steps all the same, and on DeepSpeed as many backward passes: one without a row keeps the others company.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,10 +35,47 @@ def optimizer_steps(
     """
     total = torch.tensor(num_rows, device=device)
     all_reduce(total, group=group)
-    # What a batch is short of, or what is left over, makes its steps smaller or larger, and not one more.
-    steps = max(1, int(total) // args.train.batch_size)
     for _ in range(args.train.max_epochs if total else 0):
-        yield from np.array_split(shuffle.permutation(num_rows) if shuffle else np.arange(num_rows), steps)
+        order = shuffle.permutation(num_rows) if shuffle else np.arange(num_rows)
+        yield from np.array_split(order, _count_steps(int(total), args.train.batch_size))
+
+
+def _count_steps(total: int, batch_size: int) -> int:
+    """What a batch is short of, or what is left over, makes its steps smaller or larger, and not one more."""
+    return max(1, total // batch_size)
+
+
+class RowOrder(NamedTuple):
+    """How replicas go through their rows: in optimizer steps of ``batch_size`` rows over all of them, shuffled by a
+    generator of ``seed``."""
+
+    batch_size: int
+    seed: list[int]
+
+
+def deal_rows(lengths: Sequence[int], replicas: int, order: RowOrder) -> list[np.ndarray]:
+    """The rows that each replica gets, in the order of its replay buffer, with about as many tokens on each in every
+    optimizer step of the first epoch.
+
+    Which rows a step has over all replicas, and how many of them a replica has, is as with equal chunks of consecutive
+    rows. Within a step the longest row that is left goes to the replica with the fewest tokens.
+
+    Args:
+        lengths: tokens of each row, prompt and response.
+    """
+    chunks = np.array_split(np.arange(len(lengths)), replicas)
+    steps = _count_steps(len(lengths), order.batch_size)
+    shuffled = [np.random.default_rng(order.seed).permutation(len(chunk)) for chunk in chunks]
+    dealt = [chunk.copy() for chunk in chunks]
+    for places in zip(*(np.array_split(one, steps) for one in shuffled), strict=True):  # of a step, by replica
+        rows = np.concatenate([chunk[place] for chunk, place in zip(chunks, places, strict=True)])
+        tokens = [0] * replicas
+        free = [list(place) for place in places]
+        for row in sorted(rows, key=lambda row: -lengths[row]):
+            to = min((replica for replica in range(replicas) if free[replica]), key=lambda replica: tokens[replica])
+            dealt[to][free[to].pop()] = row
+            tokens[to] += lengths[row]
+    return dealt
 
 
 class StepMetrics:
@@ -122,6 +159,12 @@ class WholeSteps:
         reports = mesh["sp"].get_local_rank() == 0 and mesh["tp"].get_local_rank() == 0  # one rank of each replica
         return metrics.averages(sum(self.replay_buffer.dynamic_optimizer_step), reports) | last
 
+    def row_order(self, engine: Any) -> RowOrder | None:
+        """Of the next training on ``engine``: the same on every rank of a replica, and after a resume. None for the
+        rows' own order, in which dynamic batches come sorted for balance."""
+        train = self.strategy.args.train
+        return None if train.dynamic_batch_enable else RowOrder(train.batch_size, [train.seed, engine.global_steps])
+
     def micro_batches(self, engine: Any) -> Iterator[tuple[int, Experience, int]]:
         """For each backward pass on ``engine``: its number, the batch, and how many rows of it count."""
         assert (
@@ -130,9 +173,8 @@ class WholeSteps:
         args, buffer = self.strategy.args, self.replay_buffer
         group = self.strategy.ds_device_mesh["dp"].get_group()
         device = torch.device(torch.cuda.current_device())
-        # The same order on every rank of a replica, and after a resume. Dynamic batches come sorted for balance.
-        seed = [args.train.seed, engine.global_steps]
-        shuffle = None if args.train.dynamic_batch_enable else np.random.default_rng(seed)
+        order = self.row_order(engine)
+        shuffle = None if order is None else np.random.default_rng(order.seed)
         buffer.dynamic_optimizer_step, buffer.dynamic_sample_loss_scale = [], []
         buffer.dynamic_batch_num_tokens, buffer.dynamic_global_batch_size = [], []
         for rows in optimizer_steps(len(buffer.items), args, group, device, shuffle):

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.algorithms.config import Mean
 from openrlhf_gtpo.errors import TrainingStopped
-from openrlhf_gtpo.integration.actors.optimizer_steps import WholeSteps
+from openrlhf_gtpo.integration.actors.optimizer_steps import RowOrder, WholeSteps
 from openrlhf_gtpo.integration.actors.policy_model import PolicyModel
 from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy, entropy_credit
 from openrlhf_gtpo.integration.credit.loss import CreditLoss, loss_options
@@ -224,6 +224,10 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
             entropy = output.entropy[:, -action_mask.shape[1] :]
             return TokenValues(log_probs.to("cpu"), (entropy * action_mask.to(device)).to("cpu"))
 
+    def row_order(self) -> RowOrder | None:
+        """See ``WholeSteps``."""
+        return self.trainer.row_order(self.actor.model)
+
     def fit(self, kl_ctl: float = 0) -> dict[str, float]:
         with self.peaks.phase(names.PPO_TRAIN):
             return super().fit(kl_ctl)
@@ -259,6 +263,10 @@ class DeepspeedCriticActor(_UpstreamCriticActor):  # type: ignore[misc]
         """As upstream's."""
         ppo_critic.CriticPPOTrainer = DeepspeedCriticTrainer
         super().init_model_from_pretrained(*args, **kwargs)
+
+    def row_order(self) -> RowOrder | None:
+        """See ``WholeSteps``."""
+        return self.trainer.row_order(self.critic)
 
 
 _TRIES, _WAIT = 60, 30  # seconds

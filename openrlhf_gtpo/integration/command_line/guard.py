@@ -25,6 +25,10 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
         "PolicyLoss.forward(self, log_probs, old_log_probs, advantages, action_mask, rollout_log_probs, dp_size, "
         "batch_num_tokens, global_batch_size)",
     ),
+    "openrlhf.trainer.ppo_utils.experience": (
+        "make_experience_batch(items, packing_samples)",
+        "split_experience_batch(experience)",
+    ),
     "openrlhf.trainer.ppo_utils.experience_maker": (
         "RemoteExperienceMaker.make_experience(self, samples_list)",
         "RemoteExperienceMaker.compute_advantages_and_returns(self, experiences)",
