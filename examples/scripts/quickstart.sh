@@ -31,7 +31,7 @@ while (($# > 0)); do
         --resume) resume=true ;;
         --estimator | --steps | --seed | --task | --task-config | --model | --reward | --output | \
             --backend | --tensor-parallel | --pipeline-parallel)
-            (($# > 1)) || refuse "$1 needs a value."
+            [[ -n "${2:-}" && "$2" != --* ]] || refuse "$1 needs a value."
             name="${1#--}"
             printf -v "${name//-/_}" '%s' "$2"
             shift
@@ -48,8 +48,8 @@ while (($# > 0)); do
     esac
     shift
 done
-[[ -z "$steps" || "$steps" =~ ^[1-9][0-9]*$ ]] || refuse "--steps $steps is not a positive number."
-[[ "$seed" =~ ^[0-9]+$ ]] || refuse "--seed $seed is not a number."
+[[ -z "$steps" || "$steps" =~ ^[1-9][0-9]{0,8}$ ]] || refuse "--steps $steps is not a positive number."
+[[ "$seed" =~ ^[0-9]{1,10}$ ]] || refuse "--seed $seed is not a number."
 [[ "$backend" == deepspeed || "$backend" == megatron ]] || refuse "--backend $backend is neither deepspeed nor megatron."
 for size in "--tensor-parallel $tensor_parallel" "--pipeline-parallel $pipeline_parallel"; do
     [[ "${size#* }" =~ ^[1-9][0-9]*$ ]] || refuse "$size is not a positive number."
@@ -57,8 +57,21 @@ for size in "--tensor-parallel $tensor_parallel" "--pipeline-parallel $pipeline_
 done
 
 for path in model reward output; do # from where the caller is
-    [[ -z "${!path}" ]] || printf -v "$path" '%s' "$(cd "$from" && realpath -ms "${!path}")"
+    [[ -z "${!path}" || "${!path}" == *://* ]] || printf -v "$path" '%s' "$(cd "$from" && realpath -ms -- "${!path}")"
 done
+[[ -z "$model" || -e "$model" ]] || refuse "--model $model does not exist."
+[[ -z "$reward" || "$reward" == *://* || -e "$reward" ]] || refuse "--reward $reward does not exist."
+kind=quickstart
+! $smoke || kind=smoke
+name="$kind-$estimator-${task:-products}"
+[[ "$backend" == deepspeed ]] || name="$name-megatron-tp$tensor_parallel-pp$pipeline_parallel"
+output="${output:-$root/runs/$name-seed$seed}"
+if $resume; then
+    [[ -e "$output/metrics.jsonl" ]] || refuse "$output holds no run to go on with; leave --resume out."
+elif [[ -e "$output/metrics.jsonl" ]]; then
+    refuse "$output holds an earlier run; go on with it by --resume, give --output another folder, or remove it."
+fi
+mkdir -p "$output" 2>/dev/null || refuse "--output $output cannot be made."
 
 # shellcheck source=examples/scripts/setup_env.sh
 source examples/scripts/setup_env.sh
@@ -68,20 +81,11 @@ export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 
 if $smoke; then
-    kind=smoke steps="${steps:-3}" prompts=8 samples=4 max_new_tokens=8 learning_rate=1e-4
+    steps="${steps:-3}" prompts=8 samples=4 max_new_tokens=8 learning_rate=1e-4
     eval_samples=4 save_steps=1 maker=tiny-model cached=tiny-model
 else
-    kind=quickstart steps="${steps:-10}" prompts=16 samples=8 max_new_tokens=32 learning_rate=2e-5
+    steps="${steps:-10}" prompts=16 samples=8 max_new_tokens=32 learning_rate=2e-5
     eval_samples=16 save_steps=2 maker=smollm2 cached=smollm2-135m-instruct
-fi
-name="$kind-$estimator-${task:-products}"
-[[ "$backend" == deepspeed ]] || name="$name-megatron-tp$tensor_parallel-pp$pipeline_parallel"
-output="${output:-$root/runs/$name-seed$seed}"
-mkdir -p "$output" || refuse "--output $output cannot be made."
-if $resume; then
-    [[ -e "$output/metrics.jsonl" ]] || refuse "$output holds no run to go on with; leave --resume out."
-elif [[ -e "$output/metrics.jsonl" ]]; then
-    refuse "$output holds an earlier run; go on with it by --resume, give --output another folder, or remove it."
 fi
 
 if [[ -z "$model" ]]; then

@@ -42,7 +42,7 @@ while (($# > 0)); do
         --cpu) cpu=true ;;
         --dry-run) dry_run=true ;;
         --submit)
-            (($# > 1)) || refuse "--submit needs the address of a Ray cluster's dashboard, such as http://127.0.0.1:8265."
+            [[ -n "${2:-}" && "$2" != --* ]] || refuse "--submit needs the address of a Ray cluster's dashboard, such as http://127.0.0.1:8265."
             submit="$2"
             shift
             ;;
@@ -100,17 +100,20 @@ PROMPT_LENGTH="${PROMPT_LENGTH:-2048}"
 RESPONSE_LENGTH="${RESPONSE_LENGTH:-4096}"
 LEARNING_RATE="${LEARNING_RATE:-1e-6}"
 
-for variable in NODES GPUS_PER_NODE TENSOR_PARALLEL PIPELINE_PARALLEL CONTEXT_PARALLEL VLLM_ENGINES VLLM_TENSOR_PARALLEL VLLM_MAX_NUM_SEQS VLLM_MAX_NUM_BATCHED_TOKENS \
-    SAMPLES_PER_PROMPT PROMPTS_PER_STEP TRAIN_BATCH PROMPT_LENGTH RESPONSE_LENGTH MAX_TOKENS_PER_GPU EVAL_STEPS; do
-    [[ "${!variable}" =~ ^[1-9][0-9]*$ ]] || refuse "$variable is '${!variable}'; it must be a positive number."
+for variable in NODES GPUS_PER_NODE TENSOR_PARALLEL PIPELINE_PARALLEL CONTEXT_PARALLEL VLLM_ENGINES VLLM_TENSOR_PARALLEL \
+    VLLM_MAX_NUM_SEQS VLLM_MAX_NUM_BATCHED_TOKENS SAMPLES_PER_PROMPT PROMPTS_PER_STEP TRAIN_BATCH PROMPT_LENGTH RESPONSE_LENGTH \
+    MAX_TOKENS_PER_GPU EVAL_STEPS; do
+    [[ "${!variable}" =~ ^[1-9][0-9]{0,8}$ ]] || refuse "$variable is '${!variable}'; it must be a positive number."
 done
-[[ "$STEPS" =~ ^([1-9][0-9]*)?$ ]] || refuse "STEPS is '$STEPS'; it must be a positive number, or empty for one pass over the data."
+[[ "$STEPS" =~ ^([1-9][0-9]{0,8})?$ ]] || refuse "STEPS is '$STEPS'; it must be a positive number, or empty for one pass over the data."
 [[ "$SAVE_STEPS" =~ ^(-1|[1-9][0-9]*)$ ]] || refuse "SAVE_STEPS is '$SAVE_STEPS'; it must be a positive number, or -1 for never."
+[[ "$ALGORITHM" =~ ^(gtpo|grpo_s|grpo|dapo|gspo)$ ]] || refuse "ALGORITHM is '$ALGORITHM'; it must be gtpo, grpo_s, grpo, dapo or gspo."
 [[ "$PLACEMENT" == colocated || "$PLACEMENT" == split ]] || refuse "PLACEMENT is '$PLACEMENT'; it must be colocated or split."
 [[ "$FP8" =~ ^(hybrid|e4m3|emulated)?$ ]] || refuse "FP8 is '$FP8'; it must be hybrid or e4m3, or empty for BF16."
 [[ "$FP8_RECIPE" =~ ^(blockwise|tensorwise|delayed)$ ]] || refuse "FP8_RECIPE is '$FP8_RECIPE'; it must be blockwise, tensorwise or delayed."
 [[ "$RECOMPUTE" =~ ^(none|selective|full)$ ]] || refuse "RECOMPUTE is '$RECOMPUTE'; it must be none, selective or full."
-OUTPUT="$(realpath -m "$OUTPUT")"
+OUTPUT="$(realpath -m -- "$OUTPUT")"
+[[ ! -e "$OUTPUT" || -d "$OUTPUT" ]] || refuse "OUTPUT=$OUTPUT is a file; it must be a folder."
 
 if $cpu; then
     # Two cores run this in a minute or two: a 2-layer model made on the spot (or CPU_MODEL=DIR), one-digit products,
@@ -150,7 +153,6 @@ case "$ALGORITHM" in
     dapo | gspo) algorithm_args=(--algo.preset "$ALGORITHM") ;;
     # No KL term here, as with the others: one needs --algo.kl.init_coef 0.04 and GPUs for the reference model, --ref.*
     grpo) algorithm_args=(--algo.preset grpo --algo.kl.init_coef 0) ;;
-    *) refuse "ALGORITHM is '$ALGORITHM'; it must be gtpo, grpo_s, grpo, dapo or gspo." ;;
 esac
 [[ "$ALGORITHM" == gspo ]] || algorithm_args+=(--actor.eps_clip_low_high 0.2 0.28) # GSPO's range belongs to its ratio
 

@@ -34,7 +34,7 @@ def answer(model: str, question: str, max_tokens: int) -> str:
     from transformers import AutoModelForCausalLM, pipeline
     from transformers.utils import logging
 
-    from openrlhf_gtpo.integration.command_line.input_checks import check_model, load_tokenizer
+    from openrlhf_gtpo.integration.command_line.input_checks import check_model, check_weights_fit, load_tokenizer
 
     if max_tokens < 1:
         raise UsageError(f"Expected --max-tokens >= 1, got {max_tokens}.")
@@ -43,6 +43,7 @@ def answer(model: str, question: str, max_tokens: int) -> str:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     check_model(model, "MODEL")
+    check_weights_fit(model, "MODEL")
     tokenizer = load_tokenizer(model, "MODEL")
     generate = pipeline("text-generation", AutoModelForCausalLM.from_pretrained(model), tokenizer=tokenizer)
     asked = [{"role": "user", "content": question}] if tokenizer.chat_template else question

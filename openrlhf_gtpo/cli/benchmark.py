@@ -10,9 +10,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from openrlhf_gtpo.cli import Parser, check_output
+from openrlhf_gtpo.cli import Parser
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.megatron.fp8.options import RECIPES
+from openrlhf_gtpo.platform.files import check_output
 from openrlhf_gtpo.platform.processes import LaunchError, ProcessFailed
 
 # Of the flags that take a number; of all others 1. An advantage compares at least two responses to a prompt.

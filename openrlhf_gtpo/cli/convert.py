@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_gtpo.cli import Parser
-from openrlhf_gtpo.integration.command_line.input_checks import check_model
+from openrlhf_gtpo.integration.command_line.input_checks import check_model, check_weights_fit
 from openrlhf_gtpo.megatron.checkpoint.folder import SIDE_FILES, CheckpointWriteError, check_checkpoint, resolve
 from openrlhf_gtpo.megatron.parallel.layout import Layout, LayoutError, check_layout
 from openrlhf_gtpo.platform import PLATFORM_VARIABLE
@@ -75,6 +75,7 @@ def _hf_to_megatron(args: argparse.Namespace) -> None:
         check_layout(config, layout, layout.model_parallel_size, cuda=False)
     except LayoutError as error:
         raise ValueError(error.with_flags(lambda name: FLAGS.get(name, name))) from None
+    check_weights_fit(str(args.source), "SRC")
     dtype = args.dtype or _own_dtype(args.source, config)
     run_processes(
         hf_to_megatron, layout.model_parallel_size, str(args.source), str(args.destination.resolve()), layout, dtype

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from openrlhf_gtpo.cli import Parser, RawHelpFormatter, check_output
+from openrlhf_gtpo.cli import Parser, RawHelpFormatter
 from openrlhf_gtpo.errors import SettingError, UsageError
 from openrlhf_gtpo.megatron.fp8.options import RECIPES
 from openrlhf_gtpo.model_shape import PRESETS
@@ -27,6 +27,7 @@ from openrlhf_gtpo.planner.cluster import GIB, GPUS, parse_cluster
 from openrlhf_gtpo.planner.plan import Asked, Request, candidates, planned_config, smallest_cluster
 from openrlhf_gtpo.planner.training_memory import RECOMPUTE
 from openrlhf_gtpo.planner.workload import Workload
+from openrlhf_gtpo.platform.files import check_output
 
 TRAIN_BATCH = 128  # the launch scripts'
 _HUB = {"3b": "Qwen/Qwen2.5-3B", "7b": "Qwen/Qwen2.5-7B", "32b": "Qwen/Qwen2.5-32B"}
@@ -114,6 +115,8 @@ def _flag(name: str) -> str:
 
 def _plan(args: argparse.Namespace, words: list[str]) -> None:
     check_output("--emit", args.emit)
+    if args.emit is not None and args.emit.exists() and "openrlhf_gtpo.cli.plan" not in args.emit.read_text("latin-1"):
+        raise UsageError(f"--emit {args.emit} exists and is not a script that this command wrote; name another file.")
     request = _request(args)
     found = candidates(request)
     best = found[0]

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.cli import Parser, check_output
+from openrlhf_gtpo.cli import Parser
 from openrlhf_gtpo.cli.score import add_input_flags, nested
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line import megatron_flags
 from openrlhf_gtpo.megatron.fp8.options import MODES, RECIPES
+from openrlhf_gtpo.platform.files import check_output
 from openrlhf_gtpo.platform.processes import ProcessFailed
 from openrlhf_gtpo.report.metrics import read_runs
 
@@ -120,6 +121,8 @@ def _compare(args: argparse.Namespace) -> None:
         for flag, output in (("--png", args.png), ("--markdown", args.markdown)):
             check_output(flag, output, Path(path), Path(path, "metrics.jsonl"))
         runs.setdefault(label, []).extend(read_runs(path))
+    if args.png and args.markdown and args.png.resolve() == args.markdown.resolve():
+        raise UsageError(f"--png and --markdown are both {args.png}; name two files.")
     table = comparison_markdown(runs)
     print(table, end="")
     if args.markdown:

@@ -15,9 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.cli import Parser, RawHelpFormatter, check_output
+from openrlhf_gtpo.cli import Parser, RawHelpFormatter
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line import megatron_flags
+from openrlhf_gtpo.platform.files import check_output
 from openrlhf_gtpo.platform.processes import LaunchError, ProcessFailed, is_first_process, launched_world_size
 
 _DTYPES = ("bfloat16", "float32")

@@ -10,7 +10,11 @@ from openrlhf_gtpo.integration import patch
 from openrlhf_gtpo.integration.command_line import host, upstream_parser
 from openrlhf_gtpo.integration.command_line.checks import check_every_run, check_inputs, check_ray_address
 from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
-from openrlhf_gtpo.integration.command_line.input_checks import check_metrics_file
+from openrlhf_gtpo.integration.command_line.input_checks import (
+    check_metrics_file,
+    check_results,
+    check_weights_fit,
+)
 from openrlhf_gtpo.integration.command_line.megatron_checks import check_megatron
 from openrlhf_gtpo.integration.controller import stop
 from openrlhf_gtpo.integration.controller.checkpoint_disk import check_room
@@ -60,7 +64,9 @@ def check(args: SimpleNamespace) -> None:
     """
     check_megatron(args)
     check_metrics_file(args)
+    check_results(args)
     check_inputs(args)
+    check_weights_fit(args.actor.model_name_or_path, "--actor.model_name_or_path")
     check_room(args)
     check_ray_address()
 

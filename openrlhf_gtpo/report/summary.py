@@ -59,6 +59,7 @@ def comparison_markdown(runs: Mapping[str, Sequence[Rows]]) -> str:
     """
     lines = ["| run | held-out task | before | after | change | steps |", "|---|---|---:|---:|---:|---:|"]
     for label, rows_of_runs in runs.items():
+        label = label.replace("|", r"\|")
         complete: dict[str, list[tuple[float, float]]] = {}
         for number, rows in enumerate(rows_of_runs, start=1):
             seeds = [row["seed"] for row in rows if row["kind"] == names.KIND_RUN and "seed" in row]

@@ -9,7 +9,12 @@ from typing import Any
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.integration.command_line.input_checks import check_model, load_tokenizer, refuse_own_code
+from openrlhf_gtpo.integration.command_line.input_checks import (
+    check_model,
+    check_weights_fit,
+    load_tokenizer,
+    refuse_own_code,
+)
 from openrlhf_gtpo.integration.command_line.megatron_flags import megatron_flag, refusals_name_flags
 from openrlhf_gtpo.integration.command_line.megatron_overrides import parse_overrides
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options, check_fp8
@@ -187,5 +192,6 @@ def check(model: ScoreModel, source: Path, target: Path, processes: int) -> RowF
                 raise UsageError(f"--processes {processes}: {error.with_flags(megatron_flag)}") from error
             if model.fp8 is not None:
                 check_fp8(model.fp8, config, model.layout, cuda=cuda)
+    check_weights_fit(model.folder, "--model")
     max_length = getattr(config, "max_position_embeddings", None)
     return RowFile(source, model.folder, config.vocab_size, max_length, model.trust_remote_code)

@@ -1,6 +1,7 @@
 """Every preset of train.sh against the trainer's real parser, and the paper's settings in what comes out."""
 
 import functools
+import os
 import re
 import shlex
 import subprocess
@@ -201,12 +202,14 @@ ONLY_PRINTED = {
 def test_the_quickstart_gives_a_reward_of_ones_own_the_answers(
     tmp_path: Path, flags: list[str], label_key: str, reward: str
 ) -> None:
+    (tmp_path / "mine.py").touch()  # whose path is from the root, where the script is called
+    flags = [os.path.relpath(tmp_path / word, "/") if word == "mine.py" else word for word in flags]
     done = run_script("quickstart.sh", *flags, "--output", str(tmp_path), **ONLY_PRINTED)
     assert done.returncode == 0, done.stderr
     command = shlex.split((tmp_path / "train.log").read_text())
     assert command[command.index("--data.label_key") + 1] == label_key
     given = command[command.index("--reward.remote_url") + 1]
-    assert given.endswith(reward) and ("--reward" not in flags or given == reward)  # from where the script is called
+    assert given.endswith(reward) and ("--reward" not in flags or given == str(tmp_path / "mine.py"))
     assert ("to show learning" in done.stdout) == ("--smoke" in flags)
 
 

@@ -149,6 +149,10 @@ def test_a_folder_gets_its_curves(tmp_path, capsys):
         (["run", "{tmp}"], "metrics.jsonl"),
         (["compare", "{tmp}/a.jsonl"], "is not LABEL=FILE: write it as gtpo="),
         (["compare", "gtpo="], "is not LABEL=FILE"),
+        (
+            ["compare", "gtpo={tmp}/a.jsonl", "--png", "{tmp}/x", "--markdown", "{tmp}/x"],
+            "--markdown are both {tmp}/x",
+        ),
         (["run", "{tmp}/a.jsonl", "--png", "{tmp}/a.jsonl"], "--png {tmp}/a.jsonl is the input, which would be lost"),
         (["run", "{tmp}/a.jsonl", "--png", "{tmp}"], "--png {tmp} is a folder; name a file in it."),
         (["compare", "gtpo={tmp}/a.jsonl", "--markdown", "{tmp}/a.jsonl"], "--markdown {tmp}/a.jsonl is the input"),

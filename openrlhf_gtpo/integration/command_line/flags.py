@@ -251,6 +251,11 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
         (values["actor.backend"] == "megatron", "not read by the Megatron actor", megatron),
         (not values["eval.dataset"], "there is no --eval.dataset", ("eval.",)),
         (
+            values["eval.dataset"] and values["eval.steps"] < 1 and not values["eval.before_training"],
+            "there is neither --eval.steps nor --eval.before_training",
+            ("eval.",),
+        ),
+        (
             not with_ray and values["vllm.sync_backend"] != "nccl",
             "GPUs use NCCL, a host without them gloo",
             ("vllm.sync_backend",),

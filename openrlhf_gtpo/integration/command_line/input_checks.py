@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.platform.model_files import model_folder
+from openrlhf_gtpo.platform.files import check_output, model_folder
 from openrlhf_gtpo.report.metrics import read_runs
 
 # Where a checkpoint may name Python code of its own.
@@ -88,24 +88,57 @@ def refuse_quantized(name: str | None, flag: str) -> None:
         )
 
 
+def resumes(ckpt: SimpleNamespace) -> bool:
+    """Whether the run goes on from a checkpoint, by its ``--ckpt.*``."""
+    return bool(ckpt.load_enable) and (Path(ckpt.path) / "_actor" / "latest").exists()
+
+
+def check_results(args: SimpleNamespace) -> None:
+    """Refuse to write the trained model over another one.
+
+    Raises:
+        UsageError: ``--ckpt.output_dir`` holds a model, and this run does not go on with one that may have written it.
+    """
+    output = Path(args.ckpt.output_dir)
+    for role in ("actor", "reward", "critic"):
+        source = getattr(args, role).model_name_or_path
+        if source and output.is_dir() and Path(source).is_dir() and output.samefile(source):
+            raise UsageError(
+                f"--ckpt.output_dir {output} is the --{role}.model_name_or_path, which the trained model would "
+                "replace; name another folder."
+            )
+    if (output / "config.json").exists() and not resumes(args.ckpt):
+        raise UsageError(
+            f"--ckpt.output_dir {output} holds a model, which the trained one would replace; name another folder, or "
+            "remove it."
+        )
+
+
 def check_metrics_file(args: SimpleNamespace) -> None:
-    """Refuse to add to the metrics of a run that this one does not go on with.
+    """Refuse to add to the metrics of a run that this one does not go on with, or to a file of another kind.
 
     Where ``--ckpt.load_enable`` finds no checkpoint of a run that did not end, it died before its first one; the new
     start is another run in the same file, as a requeued job needs it.
 
     Raises:
-        UsageError: ``--logger.metrics_path`` holds such a run.
+        UsageError: ``--logger.metrics_path`` holds such a run, or cannot be written.
     """
-    path, resumes = args.logger.metrics_path, args.ckpt.load_enable
-    if not path or (resumes and (Path(args.ckpt.path) / "_actor" / "latest").exists()):
+    path = args.logger.metrics_path
+    if not path:
+        return
+    check_output("--logger.metrics_path", Path(path))
+    if not Path(path).exists() or Path(path).stat().st_size == 0:
         return
     try:
         rows = read_runs(path)[-1]
-    except ValueError:  # not there, or nothing in it
+    except ValueError as error:
+        raise UsageError(f"--logger.metrics_path: {error}; name a new file.") from error
+    if resumes(args.ckpt):
         return
-    if not resumes or any(row.get("ended") for row in rows):
-        why = f"--ckpt.path {args.ckpt.path} has no checkpoint" if resumes else "--ckpt.load_enable is not given"
+    if not args.ckpt.load_enable or any(row.get("ended") for row in rows):
+        why = "--ckpt.load_enable is not given"
+        if args.ckpt.load_enable:
+            why = f"--ckpt.path {args.ckpt.path} has no checkpoint"
         raise UsageError(
             f"--logger.metrics_path {path} holds a run of {max(row['step'] for row in rows)} steps, and {why} to go "
             "on with it; choose another folder for this run, or remove the earlier one."
@@ -145,6 +178,47 @@ def check_model(name: str | None, flag: str, trust_remote_code: bool = False) ->
         ) from error
     _check_weights(path, flag)
     return config
+
+
+def check_weights_fit(model: str, flag: str) -> None:
+    """Refuse a local language model that lacks weights, which Transformers would make up, or has some of other sizes.
+
+    It is loaded without its tensors' values, in a fraction of a second. What cannot be, as with code of its own, is
+    left to whoever loads it.
+
+    Raises:
+        UsageError: names one of them.
+    """
+    path = Path(model)
+    if not path.is_dir():
+        return
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    verbosity, progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        _, found = AutoModelForCausalLM.from_pretrained(
+            path, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except Exception:
+        return
+    finally:
+        logging.set_verbosity(verbosity)
+        if progress:
+            logging.enable_progress_bar()
+    if found["missing_keys"]:
+        raise UsageError(
+            f"{flag} {path} lacks {len(found['missing_keys'])} of the weights that its config.json asks for, such as "
+            f"{min(found['missing_keys'])}."
+        )
+    if found["mismatched_keys"]:
+        weight, there, wanted = min(found["mismatched_keys"])
+        raise UsageError(
+            f"{flag} {path}: {weight} is {tuple(there)}, and its config.json asks for {tuple(wanted)}; are weights "
+            "and config.json of the same model?"
+        )
 
 
 def _check_weights(path: Path, flag: str) -> None:
@@ -203,6 +277,11 @@ def check_reward(args: SimpleNamespace) -> None:
                 except ValueError:  # a compiled function may have no signature to read
                     pass
                 continue
+            if Path(url).exists():
+                raise UsageError(
+                    f"--reward.remote_url {url} is {'a folder' if Path(url).is_dir() else 'no .py file'}; give a "
+                    "Python file with reward_func, or the URL of a server."
+                )
             try:
                 connect(url, 443 if url.startswith("https:") else 80)
             except (OSError, ValueError) as error:
@@ -225,7 +304,8 @@ def _import_file(file: str, flag: str, name: str) -> Callable[..., Any]:
         raise UsageError(f"{flag} {file} cannot be imported: {type(error).__name__}: {_reason(error)}") from error
     found = getattr(module, name, None)
     if not callable(found):
-        raise UsageError(f"{flag} {file} defines no {name}; see the README for its signature.")
+        where = "the README" if name == "reward_func" else "OpenRLHF's openrlhf/utils/agent.py"
+        raise UsageError(f"{flag} {file} defines no {name}; {where} shows its signature.")
     return found
 
 
@@ -257,8 +337,9 @@ def _load_table(name: str, split: str, flag: str) -> Any:
     path = Path(folder)
     if path.is_file() and path.stat().st_size == 0:
         raise UsageError(f"{flag} {path} is empty.")
-    progress = datasets.is_progress_bar_enabled()
+    progress, verbosity = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
     try:
         if path.suffix in _TABLES:
             loaded = datasets.load_dataset(_TABLES[path.suffix], data_files=str(path))
@@ -272,6 +353,7 @@ def _load_table(name: str, split: str, flag: str) -> Any:
         kind = path.suffix[1:] if path.suffix in _TABLES else "a data set"
         raise UsageError(f"{flag} {path} cannot be read as {kind}: {_reason(error.__cause__ or error)}") from error
     finally:
+        datasets.logging.set_verbosity(verbosity)
         if progress:
             datasets.enable_progress_bars()
     if isinstance(loaded, dict):  # of splits
@@ -309,7 +391,16 @@ def _check_rows(args: SimpleNamespace, tokenizer: Any, table: Any, where: str) -
     template = tokenizer.apply_chat_template if args.data.apply_chat_template else None
     room = args.data.max_len - (args.rollout.max_new_tokens or 1)
     keys = args.data.input_key, args.data.label_key
-    for row, data in enumerate(islice(table, args.data.max_samples)):
+    if args.data.apply_chat_template and tokenizer.chat_template is None:
+        raise UsageError(
+            f"--data.apply_chat_template: {args.actor.model_name_or_path} has no chat template; leave the flag out, "
+            "or give a model that has one."
+        )
+    for row, data in enumerate(islice(table, args.data.max_samples), start=1):
+        if data[keys[0]] is None:
+            raise UsageError(
+                f"{where}: row {row} has no prompt ({keys[0]!r} of --data.input_key is null); drop that row."
+            )
         try:
             prompt, label = preprocess_data(data, args.data.input_template, *keys, template)
         except Exception as error:  # templates are programs

@@ -122,9 +122,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FIELD=VALUE",
-        help="set a field of Megatron's DistributedDataParallelConfig, for example overlap_param_gather=false or "
-        "bucket_size=100000000; may be repeated (default, on GPUs: gradients are reduced while the backward pass "
-        "runs, and with the distributed optimizer weights are gathered while the next forward pass does)",
+        help="set a field of Megatron's DistributedDataParallelConfig, for example bucket_size=100000000; may be "
+        "repeated. On GPUs overlap_grad_reduce and, with the distributed optimizer, overlap_param_gather are true "
+        "unless they are set",
     )
     group.add_argument(
         "--megatron.async_save",

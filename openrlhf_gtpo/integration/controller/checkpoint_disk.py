@@ -27,7 +27,9 @@ def check_room(args: SimpleNamespace) -> None:
     Raises:
         UsageError: a folder cannot be written, or what goes there does not fit.
     """
-    for flag, path in (("--ckpt.output_dir", args.ckpt.output_dir), ("--ckpt.path", args.ckpt.path)):
+    folders = {"--ckpt.output_dir": args.ckpt.output_dir, "--ckpt.path": args.ckpt.path}
+    folders |= {"--logger.tensorboard_dir": args.logger.tensorboard_dir} if args.logger.tensorboard_dir else {}
+    for flag, path in folders.items():
         there = _existing(path)
         if not there.is_dir():
             raise UsageError(f"{flag} {path} cannot be a folder, as {there} is a file; give another path.")

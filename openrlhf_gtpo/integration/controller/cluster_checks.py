@@ -12,7 +12,7 @@ import ray
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line.host import gpus_of
 from openrlhf_gtpo.integration.controller.checkpoint_disk import writes_checkpoints
-from openrlhf_gtpo.platform.model_files import model_folder
+from openrlhf_gtpo.platform.files import model_folder
 
 _PATIENCE = 10.0  # seconds until a network file system shows a new file to other hosts
 _LOOK_LIMIT = 300.0  # seconds for a node to start a process and look

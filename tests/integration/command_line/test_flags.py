@@ -192,6 +192,7 @@ def test_the_advantage_of_a_short_lone_success_arrives(
             "--reward.overlong_penalty_factor (there is no --reward.overlong_buffer_len)",
         ),
         ("--eval.before_training --eval.steps 3", "--eval.before_training, --eval.steps (there is no --eval.dataset)"),
+        ("--eval.dataset eval.jsonl", "--eval.dataset (there is neither --eval.steps nor --eval.before_training)"),
         (
             "--algo.advantage.estimator gtpo --algo.gtpo.alpha 0.3 --algo.gtpo.alpha1 1 --algo.gtpo.kappa 3",
             "here: --algo.gtpo.alpha (only variant v1 reads it); --algo.gtpo.kappa (only variant v1_clipped or v2",

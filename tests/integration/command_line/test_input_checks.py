@@ -13,7 +13,7 @@ from command_lines import ROWS, argv_of, table
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line.checks import check_every_run, check_inputs
-from openrlhf_gtpo.integration.command_line.input_checks import check_metrics_file
+from openrlhf_gtpo.integration.command_line.input_checks import check_metrics_file, check_results
 from openrlhf_gtpo.integration.controller.step_costs import dense_shape
 from openrlhf_gtpo.integration.run import parse
 from openrlhf_gtpo.report.metrics import MetricsWriter
@@ -77,7 +77,21 @@ def test_a_tokenizer_of_another_model(refused: Callable[..., str], model: Path, 
 
 
 def test_a_chat_template_that_is_not_there(refused: Callable[..., str]) -> None:
-    assert "chat_template" in refused({"--data.apply_chat_template": True})
+    message = refused({"--data.apply_chat_template": True})
+    assert message.startswith("--data.apply_chat_template: ") and "has no chat template; leave the flag out" in message
+
+
+def test_weights_of_another_configuration(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
+    """Transformers makes up the weights of a layer that is not there, differently each time."""
+    for change, message in (
+        ({"num_hidden_layers": 2}, "lacks 9 of the weights that its config.json asks for, such as model.layers.1."),
+        ({"intermediate_size": 32}, "is (16, 16), and its config.json asks for (16, 32); are weights and config.json"),
+    ):
+        path = copy_model(model, tmp_path / next(iter(change)))
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | change))
+        for flags in ({}, {"--algo.advantage.estimator": "group_norm"}):
+            assert message in refused(flags | {"--actor.model_name_or_path": path})
 
 
 def test_a_vision_language_model(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
@@ -233,6 +247,14 @@ def test_a_reward_server_that_does_not_answer(refused: Callable[..., str]) -> No
     assert "no reward server answers there" in refused({"--reward.remote_url": "http://127.0.0.1:99999/"})
 
 
+def test_a_reward_that_is_no_python_file(refused: Callable[..., str], tmp_path: Path) -> None:
+    data = tmp_path / "train.jsonl"
+    assert refused({"--reward.remote_url": data}).startswith(
+        f"--reward.remote_url {data} is no .py file; give a Python"
+    )
+    assert "is a folder; give a Python file" in refused({"--reward.remote_url": tmp_path})
+
+
 def test_an_agent_that_cannot_be_used(refused: Callable[..., str], tmp_path: Path) -> None:
     agent = tmp_path / "agent.py"
     assert "does not exist" in refused({"--train.agent_func_path": agent})
@@ -315,21 +337,23 @@ def test_a_data_set_without_the_split(refused: Callable[..., str]) -> None:
     assert "has no split 'test' (--data.prompt_split)" in refused({"--data.prompt_split": "test"})
 
 
-@pytest.mark.parametrize("content", [None, 7, ["a"]])
+@pytest.mark.parametrize("content", [7, ["a"]])
 def test_a_prompt_that_is_no_text(refused: Callable[..., str], data_flag: str, tmp_path: Path, content: Any) -> None:
-    rows = [*ROWS, {"question": content, "answer": "b"}] if content is None else [{"question": content, "answer": "b"}]
-    path = table(tmp_path / "odd.jsonl", rows)
-    found = refused({data_flag: path})
-    assert found.startswith(f"{data_flag} {path}: the prompt of row {len(rows) - 1} ")
+    path = table(tmp_path / "odd.jsonl", [{"question": content, "answer": "b"}])
+    assert refused({data_flag: path}).startswith(f"{data_flag} {path}: the prompt of row 1 ")
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "", "answer": "b"}, "the prompt of row 4 is empty; drop that row."),
+        ({"question": "", "answer": "b"}, "the prompt of row 5 is empty; drop that row."),
+        (
+            {"question": None, "answer": "b"},
+            "row 5 has no prompt ('question' of --data.input_key is null); drop that row.",
+        ),
         (
             {"question": "a", "answer": None},
-            "row 4 has no label ('answer' of --data.label_key is null); drop that row.",
+            "row 5 has no label ('answer' of --data.label_key is null); drop that row.",
         ),
     ],
 )
@@ -343,7 +367,7 @@ def test_a_row_with_a_gap(
 def test_a_prompt_that_does_not_fit(refused: Callable[..., str], data_flag: str, tmp_path: Path) -> None:
     path = table(tmp_path / "long.jsonl", [*ROWS, {"question": "x" * 49, "answer": ""}])
     found = refused({data_flag: path})
-    assert found.startswith(f"{data_flag} {path}: the prompt of row 4 has 49 tokens, but --data.max_len 64 with ")
+    assert found.startswith(f"{data_flag} {path}: the prompt of row 5 has 49 tokens, but --data.max_len 64 with ")
     assert "leaves 48" in found
 
 
@@ -374,3 +398,29 @@ def test_metrics_of_another_run_are_not_added_to(command: dict[str, Any], tmp_pa
     (checkpoints / "_actor").mkdir(parents=True)
     (checkpoints / "_actor" / "latest").write_text("global_step1")
     check_metrics_file(parse(resumed))
+
+
+def test_a_file_of_another_kind_gets_no_metrics(refused: Callable[..., str], tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    before = reward.read_text()
+    message = refused({"--logger.metrics_path": reward})
+    assert message.endswith("reward.py has no metrics: line 1 is not a metrics line; name a new file.")
+    assert reward.read_text() == before
+    assert "is a folder; name a file in it" in refused({"--logger.metrics_path": tmp_path})
+    assert "as " + str(reward) in refused({"--logger.tensorboard_dir": reward})
+
+
+def test_the_trained_model_replaces_no_other(command: dict[str, Any], model: Path, tmp_path: Path) -> None:
+    """But the one of the run that is gone on with."""
+    with pytest.raises(UsageError, match="is the --actor.model_name_or_path, which the trained model would replace"):
+        check_results(parse(argv_of(command | {"--ckpt.output_dir": model})))
+    command |= {"--ckpt.output_dir": copy_model(model, tmp_path / "trained"), "--ckpt.path": tmp_path / "checkpoints"}
+    resumed = command | {"--ckpt.load_enable": True}
+    for given in (command, resumed):
+        with pytest.raises(
+            UsageError, match="trained holds a model, which the trained one would replace; name another"
+        ):
+            check_results(parse(argv_of(given)))
+    (tmp_path / "checkpoints" / "_actor").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "_actor" / "latest").write_text("global_step1")
+    check_results(parse(argv_of(resumed)))

@@ -13,7 +13,7 @@ from threading import Thread
 import pytest
 
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.platform.model_files import INDEX, model_folder
+from openrlhf_gtpo.platform.files import INDEX, model_folder
 
 COMMIT = "0" * 40
 SHARDS = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
@@ -73,7 +73,7 @@ def hub() -> Iterator[tuple[str, list[str]]]:
 
 PROGRAM = """
 import sys
-from openrlhf_gtpo.platform.model_files import model_folder
+from openrlhf_gtpo.platform.files import model_folder
 try:
     print(model_folder(sys.argv[1]))
 except ValueError as error:

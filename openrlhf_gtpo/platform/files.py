@@ -1,6 +1,7 @@
-"""A Hugging Face model's files on this host: where they lie, and what of a model of the Hub is fetched."""
+"""Files on this host: where a Hugging Face model's lie, what of one of the Hub is fetched, and what can be written."""
 
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -76,3 +77,22 @@ def model_folder(source: str | Path, *, weights: bool = True) -> Path:
             f"(hf download {source}), or give a model with safetensors."
         )
     return folder
+
+
+def check_output(flag: str, path: Path | None, *sources: Path) -> None:
+    """Refuse, before any work, a file to write that cannot be written, or that is one of ``sources``, which are read.
+
+    Raises:
+        UsageError: what is wrong with ``path``.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise UsageError(f"{flag} {path} is a folder; name a file in it.")
+    there = next(part for part in (path, *path.parents) if os.path.exists(part))
+    if there == path and not path.is_file():  # such as /dev/null, which a command may replace
+        raise UsageError(f"{flag} {path} is not a regular file; name another.")
+    if there == path and any(os.path.exists(source) and path.samefile(source) for source in sources):
+        raise UsageError(f"{flag} {path} is the input, which would be lost; name another file.")
+    if not os.access(there, os.W_OK) or (there != path and not there.is_dir()):
+        raise UsageError(f"{flag} {path} cannot be written, because of {there}; name another file.")
