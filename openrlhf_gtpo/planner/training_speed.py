@@ -45,7 +45,7 @@ class TrainingSpeed:
 
     @property
     def stragglers(self) -> float:
-        """How much longer the replica with the most tokens takes than the mean one: rows differ in length."""
+        """How much longer the replica with the most tokens takes than the mean one where rows are dealt by count."""
         replicas, rows = self.training.data_parallel, self.workload.batch / self.training.data_parallel
         mean = sum(self._lengths) / len(self._lengths)
         deviation = math.sqrt(sum((length - mean) ** 2 for length in self._lengths) / len(self._lengths))
@@ -72,7 +72,7 @@ class TrainingSpeed:
         updated = 30 * (parameters / (replicas if sharded else 1))
         slots = self.micro_batches + (training.pipeline - 1) / self.interleaved
         return {
-            "passes": slots * (forward + backward) * self.stragglers,
+            "passes": slots * (forward + backward),  # rows are dealt to replicas by their tokens
             "reduction": reduction,
             "gather": gather,
             "update": updated / (gpu.memory_bandwidth * self.assumptions.memory_bandwidth),

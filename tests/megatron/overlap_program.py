@@ -21,7 +21,7 @@ ROWS = ragged_rows(151, [9, 4, 7], seed=99)
 
 
 def with_and_without(
-    source: str, layout: Layout, fp8: Fp8Options | None, folder: str | None
+    source: str, layout: Layout, fp8: Fp8Options | None, folder: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What every reader finds, with gradients and weights exchanged while the passes run, and one after the other."""
     with on(layout):
@@ -33,12 +33,12 @@ def with_and_without(
             model = load(source, layout, fp8, "bfloat16" if fp8 else "float32")
             # Clipping multiplies by the norm of all gradients, whose last bit depends on the buffers that they lie in.
             trainer = Trainer(model, OptimizerOptions(lr=5e-3, max_norm=0.0, ddp=ddp))
-            results.append(_train_and_read(trainer, folder and Path(folder) / name))
+            results.append(_train_and_read(trainer, Path(folder) / name))
         torch.distributed.barrier()  # no rank closes its connections while another still works with it
         return results[0], results[1]
 
 
-def _train_and_read(trainer: Trainer, folder: Path | None) -> dict[str, Any]:
+def _train_and_read(trainer: Trainer, folder: Path) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     mine, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -82,7 +82,7 @@ def _train_and_read(trainer: Trainer, folder: Path | None) -> dict[str, Any]:
     step(30, 3, another_follows=True)
     step(40, 3, another_follows=False)
     # None of these but the last runs a forward pass, which could gather what is not.
-    found |= {"engines": engines(), "exact": exact()} | ({"saved": saved()} if folder else {})
+    found |= {"engines": engines(), "exact": exact(), "saved": saved()}
     return found | {"offloaded": offloaded()}
 
 

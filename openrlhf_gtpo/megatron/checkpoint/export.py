@@ -20,7 +20,7 @@ from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.model.weights import FullWeights
 from openrlhf_gtpo.megatron.parallel.agreement import failure_of, from_first_rank, raise_together
 from openrlhf_gtpo.megatron.train.trainer import Trainer
-from openrlhf_gtpo.platform.model_files import INDEX, SIDE_FILE_PATTERNS, model_folder
+from openrlhf_gtpo.platform.files import INDEX, SIDE_FILE_PATTERNS, model_folder
 
 BUCKET_BYTES = 64 * 2**20  # gathered at once
 

@@ -24,7 +24,7 @@ from openrlhf_gtpo.megatron.parallel import groups
 from openrlhf_gtpo.megatron.parallel.context import gather_actions
 from openrlhf_gtpo.megatron.parallel.host import device, has_transformer_engine, megatron_calls, on_cuda
 from openrlhf_gtpo.megatron.parallel.layout import Layout
-from openrlhf_gtpo.platform.model_files import model_folder
+from openrlhf_gtpo.platform.files import model_folder
 
 RECOMPUTE = ("none", "selective", "full")
 
