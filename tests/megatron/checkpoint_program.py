@@ -163,34 +163,6 @@ def _resident(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def pinned(sizes: list[int]) -> list[tuple[str, int]]:
-    """What host memory for these sizes, one after another, pins and releases on a CUDA host; the bytes, or their
-    place among what was pinned."""
-    calls: list[tuple[str, int]] = []
-    addresses: list[int] = []
-
-    class Cudart:
-        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-            addresses.append(address)
-            calls.append(("pin", size))
-            return 0
-
-        def cudaHostUnregister(self, address: int) -> int:
-            calls.append(("release", addresses.index(address)))
-            return 0
-
-    patched = {torch.cuda: {"cudart": Cudart, "check_error": bool}, checkpoint_writer: {"on_cuda": lambda: True}}
-    before = {module: {name: getattr(module, name) for name in names} for module, names in patched.items()}
-    for values in (patched, before):
-        for module, names in values.items():
-            for name, value in names.items():
-                setattr(module, name, value)
-        if values is patched:
-            host = checkpoint_writer.HostMemory()
-            assert all(len(host.of_size(size)) >= size for size in sizes)
-    return calls
-
-
 def save_while_parameters_are_gathered_late(source: str, layout: Layout, folder: str) -> bool:
     """A save right after a step whose weights the replicas gather in the next forward pass; whether the weights that
     it wrote are the optimizer's."""

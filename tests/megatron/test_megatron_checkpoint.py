@@ -106,11 +106,6 @@ def test_a_save_takes_14_bytes_a_parameter_over_all_replicas(tmp_path: Path, ran
             assert peak <= 14 and kept == pytest.approx(14 / replicas, rel=0.05)
 
 
-def test_memory_of_saves_is_pinned_once_and_not_rounded_up(one_rank: RankPool) -> None:
-    (calls,) = one_rank.run(program.pinned, [1000, 900, 1000, 5000])
-    assert calls == [("pin", 1000), ("release", 0), ("pin", 5000)]
-
-
 def test_weights_that_replicas_gather_late_are_saved(model: Path, tmp_path: Path, ranks: RankPool) -> None:
     answers = ranks.run(program.save_while_parameters_are_gathered_late, str(model), Layout(), str(tmp_path))
     assert answers == [True] * 4

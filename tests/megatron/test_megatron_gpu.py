@@ -144,7 +144,7 @@ def test_offloading_frees_quantised_weights_too(recipe: str, sources: list[str],
     held = torch.cuda.memory_allocated()
     mover.parameters()
     assert not any(caches) and held - torch.cuda.memory_allocated() >= size
-    assert all(host.is_pinned() for host in mover._host.values())
+    assert all(host._bytes.is_pinned() for host in mover._host.values())
     mover.restore()
     assert np.array_equal(program.values(trained.model, rows()), before)
 

@@ -31,10 +31,10 @@ from openrlhf_gtpo.megatron.checkpoint.folder import (
     check_checkpoint,
 )
 from openrlhf_gtpo.megatron.checkpoint.state import dtype_name, model_and_trainer
-from openrlhf_gtpo.megatron.checkpoint.writer import HostMemory, RankWrite, ThreadStrategy
+from openrlhf_gtpo.megatron.checkpoint.writer import RankWrite, ThreadStrategy
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.parallel.agreement import failure_of, from_first_rank, raise_together
-from openrlhf_gtpo.megatron.parallel.host import device, megatron_calls
+from openrlhf_gtpo.megatron.parallel.host import HostMemory, device, megatron_calls
 from openrlhf_gtpo.megatron.train.trainer import Trainer
 
 

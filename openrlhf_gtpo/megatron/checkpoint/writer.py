@@ -14,7 +14,6 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-import numpy
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -22,7 +21,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 
 from openrlhf_gtpo.megatron.parallel.agreement import failure_of
-from openrlhf_gtpo.megatron.parallel.host import on_cuda
+from openrlhf_gtpo.megatron.parallel.host import HostMemory, on_cuda
 
 _ALIGNMENT = 64  # bytes, of each tensor's copy
 
@@ -43,27 +42,6 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
         self.writer = writer
         return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
-
-
-class HostMemory:
-    """Where asynchronous saves copy this rank's part to, one at a time; kept from one to the next.
-
-    Exactly as much as the part has, and on CUDA hosts pinned, which makes copies several times faster. torch's own
-    pinned memory would be up to twice that: it rounds each tensor to a power of two (CachingHostAllocator.h).
-    """
-
-    def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-
-    def of_size(self, size: int) -> numpy.ndarray:
-        """At least ``size`` bytes; what they held is lost."""
-        if self._bytes.numel() < size:
-            if on_cuda() and self._bytes.numel():
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr()))
-            self._bytes = torch.empty(size, dtype=torch.uint8)
-            if on_cuda():
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), size, 0))
-        return self._bytes.numpy()
 
 
 class RankWrite:
@@ -100,7 +78,7 @@ class RankWrite:
         """Copies that the next training step does not change."""
         tensors = [tensors for _, _, (_, tensors) in self._writer.write_buckets]
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for bucket in tensors for _, tensor in bucket]
-        memory, offsets = host.of_size(sum(sizes)), accumulate(sizes, initial=0)
+        memory, offsets = host.of_size(sum(sizes)).numpy(), accumulate(sizes, initial=0)
         for bucket in tensors:
             for i, (item, tensor) in enumerate(bucket):
                 # A storage of its own, as torch.save writes whole storages.

@@ -1,9 +1,12 @@
-"""Which host the engine runs on, asked in one place: its device, its backend, the context of every Megatron call."""
+"""Which host the engine runs on, asked in one place: its device, its backend, its memory, and the context of every
+Megatron call."""
 
 import contextlib
 import importlib.util
+import weakref
 
 import torch
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from openrlhf_gtpo.megatron.parallel import cpu_host
 
@@ -26,3 +29,24 @@ def has_transformer_engine() -> bool:
 def megatron_calls() -> contextlib.AbstractContextManager:
     """The context in which Megatron is called."""
     return contextlib.nullcontext() if on_cuda() else cpu_host.cuda_calls_on_cpu()
+
+
+class HostMemory:
+    """Where copies of a device's memory lie, kept from one use to the next, and pinned on CUDA hosts.
+
+    Not by ``pin_memory=True``, whose allocator rounds up to a power of two. With pinned_max_round_threshold_mb it does
+    not, but torch 2.13 may then hand out less than it was asked for (https://github.com/pytorch/pytorch/pull/192722).
+    """
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def of_size(self, size: int) -> torch.Tensor:
+        """(size,) bytes; what they held is lost."""
+        if self._bytes.numel() < size:
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # not beside the larger one
+            self._bytes = torch.empty(size, dtype=torch.uint8)
+            if on_cuda():
+                pin_memory(self._bytes.data_ptr(), size)
+                weakref.finalize(self._bytes, unpin_memory, self._bytes.data_ptr()).atexit = False  # CUDA has ended
+        return self._bytes[:size]

@@ -1,16 +1,15 @@
 """Moves memory of a trainer or a model to the host and back, between the phases of a run that shares its GPUs."""
 
-import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from openrlhf_gtpo.megatron.fp8.weights import memory_of
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
-from openrlhf_gtpo.megatron.parallel.host import on_cuda
+from openrlhf_gtpo.megatron.parallel.host import HostMemory, on_cuda
 from openrlhf_gtpo.megatron.train.trainer import Trainer
 
 
@@ -28,7 +27,7 @@ class Offload:
     def __init__(self, target: Trainer | LoadedModel) -> None:
         self._trainer: Any = target if isinstance(target, Trainer) else None
         self._model = target.model if isinstance(target, Trainer) else target
-        self._host: dict[str, Tensor] = {}
+        self._host: dict[str, HostMemory] = defaultdict(HostMemory)
         self._moved: dict[str, list[tuple[torch.UntypedStorage, Tensor]]] = {}
         self._gradients: list[tuple[torch.UntypedStorage, int]] = []
 
@@ -74,10 +73,8 @@ class Offload:
         """Free the memory of ``tensors`` once it is copied; only ``empty_cache`` gives it to other processes."""
         storages = {s.data_ptr(): s for s in (tensor.untyped_storage() for tensor in tensors) if s.nbytes()}
         sizes = [storage.nbytes() for storage in storages.values()]
-        if name not in self._host or self._host[name].numel() < sum(sizes):  # moments come with the first step
-            self._host.pop(name, None)  # not beside the larger one
-            self._host[name] = _host_memory(sum(sizes))
-        self._moved[name] = list(zip(storages.values(), self._host[name][: sum(sizes)].split(sizes), strict=True))
+        host = self._host[name].of_size(sum(sizes))  # moments come with the first step
+        self._moved[name] = list(zip(storages.values(), host.split(sizes), strict=True))
         for storage, host in self._moved[name]:
             host.copy_(_bytes(storage))
             storage.resize_(0)
@@ -104,16 +101,3 @@ def _address(tensor: Tensor) -> int:
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _host_memory(size: int) -> Tensor:
-    """(size,) bytes, pinned where they are copied from and to a CUDA device.
-
-    Not by ``pin_memory=True``, whose allocator rounds up to a power of two. With pinned_max_round_threshold_mb it does
-    not, but torch 2.13 may then hand out less than it was asked for (https://github.com/pytorch/pytorch/pull/192722).
-    """
-    host = torch.empty(size, dtype=torch.uint8)
-    if on_cuda() and size:
-        pin_memory(host.data_ptr(), size)
-        weakref.finalize(host, unpin_memory, host.data_ptr()).atexit = False  # CUDA is gone by then
-    return host
