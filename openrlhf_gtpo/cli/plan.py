@@ -7,6 +7,7 @@ GPU, no network and none of the libraries that train. docs/results/planner.md sa
 
 import argparse
 import json
+import math
 import re
 import shlex
 import sys
@@ -97,12 +98,18 @@ def build_parser() -> argparse.ArgumentParser:
     moved = "move the trainer's memory to the host during rollouts, and put engines to sleep"
     add("--offload", help=f"{moved} (default: yes; colocated alone)", **switch)
     add("--distributed-optimizer", help="shard its states (default: yes)", **switch)
-    add("--overlap", help="gradients and weights travel between replicas while passes run (default: yes)", **switch)
 
     add = parser.add_argument_group("output").add_argument
     add("--top", default=8, help="candidates to list", **count)
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--assumptions", action="store_true", help="print what is assumed, and where it comes from")
+    add(
+        "--assume",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another value for one of these, such as one that was measured, or overlap=0; may be repeated",
+    )
     add("--emit", type=Path, metavar="FILE", help="write the launch script of the best candidate")
     add("--algorithm", choices=output.ALGORITHMS, default="gtpo", help="of that script")
     return parser
@@ -162,8 +169,24 @@ def _request(args: argparse.Namespace) -> Request:
         offload=args.offload,
         distributed_optimizer=args.distributed_optimizer,
         vllm_memory=args.vllm_gpu_memory,
-        assumptions=Assumptions(overlap=args.overlap),
+        assumptions=_assumptions(args.assume),
     )
+
+
+def _assumptions(words: list[str]) -> Assumptions:
+    values = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        if name not in SOURCES:
+            raise UsageError(f"--assume {word}: nothing of that name is assumed; --assumptions lists what is.")
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value < math.inf or (value == 0 and name != "overlap"):
+            raise UsageError(f"--assume {word}: expected {name}=NUMBER, above 0 (overlap=0 or 1).")
+        values[name] = type(getattr(Assumptions, name))(value)
+    return Assumptions(**values)
 
 
 def _config(model: str) -> SimpleNamespace:

@@ -33,8 +33,8 @@ class Assumptions:
     vllm_memory: float = 0.85
     vllm_memory_shared: float = 0.6
     vllm_rows: int = 1024
-    overlap: bool = True
     vllm_tokens: int = 8192
+    overlap: bool = True
 
 
 SOURCES = {

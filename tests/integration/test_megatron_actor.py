@@ -11,7 +11,10 @@ import torch
 from actor_program import run_actor
 from offload_program import run_policy, run_reference
 from rank_pool import RankPool
+from rollouts import arguments
 from transformers import AutoModelForCausalLM
+
+from openrlhf_gtpo.integration.actors.megatron_actor import _model_options
 
 CORRECTION = ["--algo.advantage.is_correction_level", "token"]
 KL_LOSS = ["--algo.kl.use_loss", "--algo.kl.estimator", "k3", "--algo.kl.init_coef", "0.1"]
@@ -89,6 +92,11 @@ def test_the_reference_rests_between_its_forwards(
     reserved, found = pools[0].run(run_reference, actor_model, [*argv, flag])[0]
     assert found == expected and found[0] == found[1]
     assert staying == [{"parameters"}] * 3 and reserved == [set()] * 3
+
+
+def test_the_lm_heads_memory_is_given_in_mib() -> None:
+    for given, expected in (([], None), (["--megatron.lm_head_mb", "512"], 2**29)):
+        assert _model_options(arguments(*given, "--actor.backend", "megatron")).lm_head_bytes == expected
 
 
 # Stands for Transformer Engine: says what it finds when it is first imported, and by whom, and ends the process.

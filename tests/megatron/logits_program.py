@@ -116,6 +116,17 @@ def full_weights(source: str, layout: Layout, dtype: str, buckets: list[int]) ->
         return {name: tensor.float().numpy() for name, tensor in tensors.items()}
 
 
+def head_without_room(source: str) -> str:
+    """What a forward pass says whose LM head may use a byte."""
+    with on(Layout()):
+        model = load_model(source, ModelOptions(lm_head_bytes=1))
+        try:
+            schedule.forward(model, [all_actions([[1, 2, 3, 4]])])
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
 def sft_losses(source: str, layout: Layout, rows: list[list[int]], steps: int) -> list[float]:
     """The mean negative log-probability of ``rows`` before each of ``steps`` optimizer steps; empty but on a last
     stage."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from families import make_checkpoint, ragged_rows
-from logits_program import log_probs_and_entropies, offloaded_twin, pinned_memory, sft_losses
+from logits_program import head_without_room, log_probs_and_entropies, offloaded_twin, pinned_memory, sft_losses
 from rank_pool import RankPool
 from test_megatron_logits import LAYOUTS, MICRO_BATCHES
 
@@ -85,6 +85,10 @@ def test_offloading_changes_nothing(checkpoint: tuple, distributed: bool, dtype:
     for staying, moving, freed in ranks.run(offloaded_twin, str(source), layout, dtype, distributed, rows):
         assert staying == moving
         assert freed
+
+
+def test_the_lm_head_keeps_to_its_memory(narrow: str, one_rank: RankPool) -> None:
+    assert "chunk_bytes" in one_rank.run(head_without_room, narrow)[0]
 
 
 def test_offloading_pins_what_it_moves_and_no_more(narrow: str, one_rank: RankPool) -> None:

@@ -11,7 +11,16 @@ from families import make_checkpoint, ragged_rows
 from logits_program import several
 from rank_pool import RankPool
 from test_megatron_logits import LAYOUTS
-from training_program import TEMPERATURE, actions, batch_of, deterministic_gradients, gradients, gtpo_loss, train
+from training_program import (
+    TEMPERATURE,
+    actions,
+    batch_of,
+    deterministic_gradients,
+    fused_gradients,
+    gradients,
+    gtpo_loss,
+    train,
+)
 
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 
@@ -139,6 +148,14 @@ def test_gradients_are_those_of_transformers(
     found = ranks.run(several, LAYOUTS[name], calls)[0]
     for (model, recompute), answer in zip(CASES[name], found, strict=True):
         assert_close(answer, exact_gradients(model, recompute == "none"), 1e-4)
+
+
+def test_layers_that_add_to_main_grad_do(checkpoints: dict, exact_gradients: Callable, ranks: RankPool) -> None:
+    source, vocab_size = checkpoints["llama"]
+    layout = Layout(tensor_model_parallel_size=2)
+    found, fused = ranks.run(fused_gradients, str(source), layout, {}, steps_for(vocab_size), False)[0]
+    assert fused > 0
+    assert_close(found, exact_gradients("llama", False), 2e-5)
 
 
 def test_full_determinism_is_megatrons_too(checkpoints: dict, exact_gradients: Callable, ranks: RankPool) -> None:

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from logits_program import on
 
 from openrlhf_gtpo.algorithms import policy_loss
+from openrlhf_gtpo.megatron.model.layers import NormColumnParallelLinear
 from openrlhf_gtpo.megatron.model.policy import LoadedModel, ModelOptions, load_model
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
@@ -77,6 +79,35 @@ def gradients(source: str, layout: Layout, options: dict, steps: list[list[tuple
         trainer.optimizer.step = keep_gradients
         trainer.step(mine, gtpo_loss(mine, seeds, tokens, entropy), with_entropy=entropy)
         return found if torch.distributed.get_rank() == 0 else {}
+
+
+class _AddsToMainGrad(torch.autograd.Function):
+    """A weight whose gradient its layer adds to ``main_grad`` itself, as Transformer Engine's do, and gives autograd
+    something else."""
+
+    @staticmethod
+    def forward(context: Any, weight: torch.Tensor) -> torch.Tensor:
+        context.weight = weight
+        return weight.detach()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        context.weight.main_grad += gradient
+        context.weight.grad_added_to_main_grad = True
+        return torch.full_like(gradient, torch.nan)
+
+
+def fused_gradients(*args: Any) -> tuple[Any, int]:
+    """:func:`gradients` with layers that accumulate as Transformer Engine's, and how many of their passes did."""
+    plain, passes = NormColumnParallelLinear.forward, []
+
+    def forward(layer: Any, hidden: torch.Tensor) -> Any:
+        passes.append(layer.fuse_wgrad_accumulation)
+        return plain(layer, hidden, _AddsToMainGrad.apply(layer.weight) if passes[-1] else None)
+
+    patched = {"forward": forward, "fuse_wgrad_accumulation": False}
+    with mock.patch.multiple(NormColumnParallelLinear, create=True, **patched):
+        return gradients(*args), sum(passes)
 
 
 def deterministic_gradients(*args: Any) -> Any:

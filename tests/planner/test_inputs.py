@@ -111,6 +111,12 @@ def test_every_gpu_is_plausible() -> None:
             "and the 8 of a node; it can be 1, 2, 4.",
         ),
         ("--gpus 8 --vllm-gpu-memory 80", "Expected 0 < --vllm-gpu-memory < 1, a share of the memory, got 80."),
+        (
+            "--gpus 8 --assume speed=2",
+            "--assume speed=2: nothing of that name is assumed; --assumptions lists what is.",
+        ),
+        ("--gpus 8 --assume link", "--assume link: expected link=NUMBER, above 0 (overlap=0 or 1)."),
+        ("--gpus 8 --assume link=0", "--assume link=0: expected link=NUMBER, above 0 (overlap=0 or 1)."),
         ("--gpus 8 --response-length 0", "Expected --response-length >= 1, got 0."),
         ("--gpus 8 --max-tokens-per-gpu 0", "Expected --max-tokens-per-gpu >= 1, got 0."),
         ("--gpus 8 --mean-response 5000", "--mean-response 5000 must be between 1 and --response-length 4096."),

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 
 from openrlhf_gtpo.cli import plan
 from openrlhf_gtpo.model_shape import PRESETS
+from openrlhf_gtpo.planner.assumptions import Assumptions
 from openrlhf_gtpo.planner.candidate import Candidate
 from openrlhf_gtpo.planner.cluster import parse_cluster
 from openrlhf_gtpo.planner.output import details, ranking, trainer_flags
@@ -91,6 +92,15 @@ def test_times_move_the_right_way() -> None:
     kl = one(request(workload=replace(work, kl=True), **FIXED))
     assert kl.seconds["forward"] == pytest.approx(2 * base.seconds["forward"])
     assert sum(kl.memory["forward"].values()) > sum(base.memory["forward"].values())
+
+
+def test_another_value_is_assumed_and_reaches_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "7b", "--gpus", "8", "--assume", "vllm_rows=128", "--assume", "overlap=0"]
+    assert plan.main([*words, "--json", "--emit", str(tmp_path / "plan.sh")]) == 0
+    assumed = json.loads(capsys.readouterr().out)["assumptions"]
+    assert assumed == asdict(Assumptions()) | {"vllm_rows": 128, "overlap": False}
+    script = (tmp_path / "plan.sh").read_text()
+    assert 'VLLM_MAX_NUM_SEQS="${VLLM_MAX_NUM_SEQS:-128}"' in script and "overlap_grad_reduce=false" in script
 
 
 def test_what_travels_hides_behind_passes() -> None:

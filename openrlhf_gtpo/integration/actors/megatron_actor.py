@@ -225,6 +225,7 @@ def _model_options(args: SimpleNamespace) -> ModelOptions:
         recompute=args.megatron.recompute,
         overrides=parse_overrides(args.megatron.override),
         fp8=fp8_of(args),
+        lm_head_bytes=args.megatron.lm_head_mb and args.megatron.lm_head_mb * 2**20,
     )
 
 

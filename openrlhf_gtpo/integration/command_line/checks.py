@@ -43,6 +43,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "data.max_samples eval.n_samples_per_prompt logger.logging_steps ckpt.max_num algo.kl.horizon "
         "vllm.sync_bucket_mb vllm.max_num_seqs vllm.max_num_batched_tokens",
     ),
+    ("{} >= 64", lambda number: number >= 64, "megatron.lm_head_mb"),
     ("{} >= 2, for a prompt and a response", lambda number: number >= 2, "data.max_len"),
     ("{} >= 1, or -1 for never", lambda number: number >= 1 or number == -1, "eval.steps ckpt.save_steps"),
     (

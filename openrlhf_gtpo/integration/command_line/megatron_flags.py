@@ -55,6 +55,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "or the experts (selective), or all of a layer's (full; --actor.gradient_checkpointing_enable asks for this)",
     )
     group.add_argument(
+        "--megatron.lm_head_mb",
+        type=int,
+        help="MiB of temporary memory that the LM head works in (default: 1024, and 256 on a CPU host)",
+    )
+    group.add_argument(
         "--megatron.use_distributed_optimizer",
         action=argparse.BooleanOptionalAction,
         default=True,

@@ -41,6 +41,7 @@ class ModelOptions:
             (selective), or whole layers (full).
         overrides: TransformerConfig fields that win.
         fp8: products in FP8; None for none.
+        lm_head_bytes: of temporary memory that the LM head works in; None for its own choice.
     """
 
     layout: Layout = Layout()
@@ -49,6 +50,7 @@ class ModelOptions:
     recompute: str = "none"
     overrides: dict[str, Any] = field(default_factory=dict)
     fp8: Fp8Options | None = None
+    lm_head_bytes: int | None = None
 
     @property
     def fp8_primary_weights(self) -> bool:
@@ -104,6 +106,7 @@ class PolicyGPTModel(GPTModel):
 
     temperature: float
     real_vocab_size: int
+    lm_head_bytes: int | None
 
     def forward(self, packed: Packed, *, with_entropy: bool = True) -> Any:  # type: ignore[override]
         """A micro-batch to (log-probs (N,), entropies (N,) or None) of its actions, float32, on the last stage; to
@@ -129,6 +132,7 @@ class PolicyGPTModel(GPTModel):
             temperature=self.temperature,
             vocab_size=self.real_vocab_size,
             group=parallel_state.get_tensor_model_parallel_group(),
+            chunk_bytes=self.lm_head_bytes,
             with_entropy=with_entropy,
             # A tied weight also gets the embedding's gradient, which Megatron would then take for added (megatron-core
             # 0.16.1, distributed/distributed_data_parallel.py, _make_backward_post_hook).
@@ -206,6 +210,7 @@ def _build_stage(bridge: Any, options: ModelOptions) -> PolicyGPTModel:
     )
     stage.temperature = options.temperature
     stage.real_vocab_size = bridge.vocab_size
+    stage.lm_head_bytes = options.lm_head_bytes
     for name, parameter in stage.named_parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         if EXPERTS in name:

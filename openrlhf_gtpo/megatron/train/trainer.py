@@ -102,6 +102,11 @@ class Trainer:
             self.optimizer = get_megatron_optimizer(
                 optimizer_config, [self.ddp], get_standard_config_overrides(optimizer_config)
             )
+        for module in model.stage.modules():
+            # Transformer Engine's layers add to main_grad in float32. Not by gradient_accumulation_fusion, with which
+            # Megatron's output layer wants Apex (0.16.1, tensor_parallel/layers.py); the LM head adds by itself.
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
         config.finalize_model_grads_func = _finalize
         config.no_sync_func = self.ddp.no_sync
         # The schedule works on an optimizer of its own, whose learning rate is handed on before each step.

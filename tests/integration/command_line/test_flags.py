@@ -343,6 +343,7 @@ FROZEN = """
 --megatron.async_save True
 --megatron.context_parallel_size 1
 --megatron.ddp []
+--megatron.lm_head_mb None
 --megatron.expert_model_parallel_size 1
 --megatron.fp8 None
 --megatron.fp8_audit_gate None

@@ -128,6 +128,7 @@ def saving(model: Path | str, path: Path, **ckpt: Any) -> SimpleNamespace:
     return SimpleNamespace(
         ckpt=SimpleNamespace(**values),
         actor=SimpleNamespace(model_name_or_path=str(model)),
+        logger=SimpleNamespace(tensorboard_dir=None),
         ds=SimpleNamespace(lora=SimpleNamespace(rank=0)),
     )
 
