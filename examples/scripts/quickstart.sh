@@ -48,11 +48,11 @@ while (($# > 0)); do
     esac
     shift
 done
-[[ -z "$steps" || "$steps" =~ ^[1-9][0-9]{0,8}$ ]] || refuse "--steps $steps is not a positive number."
+[[ -z "$steps" || "$steps" =~ ^[1-9][0-9]{0,8}$ ]] || refuse "--steps $steps is not a number from 1 to 999999999."
 [[ "$seed" =~ ^[0-9]{1,10}$ ]] || refuse "--seed $seed is not a number."
 [[ "$backend" == deepspeed || "$backend" == megatron ]] || refuse "--backend $backend is neither deepspeed nor megatron."
 for size in "--tensor-parallel $tensor_parallel" "--pipeline-parallel $pipeline_parallel"; do
-    [[ "${size#* }" =~ ^[1-9][0-9]*$ ]] || refuse "$size is not a positive number."
+    [[ "${size#* }" =~ ^[1-9][0-9]{0,8}$ ]] || refuse "$size is not a number from 1 to 999999999."
     [[ "$backend" == megatron || "${size#* }" == 1 ]] || refuse "$size needs --backend megatron."
 done
 

@@ -103,10 +103,10 @@ LEARNING_RATE="${LEARNING_RATE:-1e-6}"
 for variable in NODES GPUS_PER_NODE TENSOR_PARALLEL PIPELINE_PARALLEL CONTEXT_PARALLEL VLLM_ENGINES VLLM_TENSOR_PARALLEL \
     VLLM_MAX_NUM_SEQS VLLM_MAX_NUM_BATCHED_TOKENS SAMPLES_PER_PROMPT PROMPTS_PER_STEP TRAIN_BATCH PROMPT_LENGTH RESPONSE_LENGTH \
     MAX_TOKENS_PER_GPU EVAL_STEPS; do
-    [[ "${!variable}" =~ ^[1-9][0-9]{0,8}$ ]] || refuse "$variable is '${!variable}'; it must be a positive number."
+    [[ "${!variable}" =~ ^[1-9][0-9]{0,8}$ ]] || refuse "$variable is '${!variable}'; it must be a number from 1 to 999999999."
 done
-[[ "$STEPS" =~ ^([1-9][0-9]{0,8})?$ ]] || refuse "STEPS is '$STEPS'; it must be a positive number, or empty for one pass over the data."
-[[ "$SAVE_STEPS" =~ ^(-1|[1-9][0-9]*)$ ]] || refuse "SAVE_STEPS is '$SAVE_STEPS'; it must be a positive number, or -1 for never."
+[[ "$STEPS" =~ ^([1-9][0-9]{0,8})?$ ]] || refuse "STEPS is '$STEPS'; it must be a number from 1 to 999999999, or empty for one pass over the data."
+[[ "$SAVE_STEPS" =~ ^(-1|[1-9][0-9]{0,8})$ ]] || refuse "SAVE_STEPS is '$SAVE_STEPS'; it must be a number from 1 to 999999999, or -1 for never."
 [[ "$ALGORITHM" =~ ^(gtpo|grpo_s|grpo|dapo|gspo)$ ]] || refuse "ALGORITHM is '$ALGORITHM'; it must be gtpo, grpo_s, grpo, dapo or gspo."
 [[ "$PLACEMENT" == colocated || "$PLACEMENT" == split ]] || refuse "PLACEMENT is '$PLACEMENT'; it must be colocated or split."
 [[ "$FP8" =~ ^(hybrid|e4m3|emulated)?$ ]] || refuse "FP8 is '$FP8'; it must be hybrid or e4m3, or empty for BF16."

@@ -108,15 +108,15 @@ def test_a_smoke_run_is_stopped_resumed_and_ends_with_a_table_curves_and_a_model
     ("flags", "message"),
     [
         (["--stepz", "3"], "unknown flag --stepz"),
-        (["--steps", "none"], "--steps none is not a positive number"),
+        (["--steps", "none"], "--steps none is not a number from 1 to 999999999"),
         (["--model"], "--model needs a value"),
         (["--output", "--smoke"], "--output needs a value"),
         (["--output", ""], "--output needs a value"),
-        (["--steps", "9" * 20], "is not a positive number"),
+        (["--steps", "9" * 20], "is not a number from 1 to 999999999"),
         (["--reward", "no.py"], "no.py does not exist"),
         (["--resume", "--output", "none"], "none holds no run to go on with"),
         (["--backend", "fsdp"], "--backend fsdp is neither deepspeed nor megatron"),
-        (["--backend", "megatron", "--pipeline-parallel", "0"], "--pipeline-parallel 0 is not a positive number"),
+        (["--backend", "megatron", "--pipeline-parallel", "0"], "--pipeline-parallel 0 is not a number from 1 to 999999999"),
         (["--tensor-parallel", "2"], "--tensor-parallel 2 needs --backend megatron"),
     ],
 )

@@ -65,7 +65,7 @@ def test_a_run_without_a_gpu_has_data_for_all_of_its_steps(monkeypatch: pytest.M
         (["--submit"], {}, "--submit needs the address"),
         ([], {"REPEAT": "many"}, "REPEAT is 'many'; it must be a number."),
         ([], {"MEASURE": "train_nothing.sh"}, "MEASURE is 'train_nothing.sh'; it must be a preset or a script: dapo_"),
-        ([], {"TENSOR_PARALLEL": "two"}, "TENSOR_PARALLEL is 'two'; it must be a positive number."),
+        ([], {"TENSOR_PARALLEL": "two"}, "TENSOR_PARALLEL is 'two'; it must be a number from 1 to 999999999."),
     ],
 )
 def test_a_mistake_is_one_sentence(flags: list[str], environment: dict[str, str], message: str) -> None:

@@ -130,7 +130,7 @@ def test_what_a_cluster_runs_has_absolute_paths(tmp_path: Path) -> None:
         ([], {"ALGORITHM": "ppo"}, "ALGORITHM is 'ppo'; it must be gtpo, grpo_s, grpo, dapo or gspo."),
         ([], {"PLACEMENT": "both"}, "PLACEMENT is 'both'; it must be colocated or split."),
         ([], {"FP8": "yes"}, "FP8 is 'yes'; it must be hybrid or e4m3, or empty for BF16."),
-        ([], {"TENSOR_PARALLEL": "two"}, "TENSOR_PARALLEL is 'two'; it must be a positive number."),
+        ([], {"TENSOR_PARALLEL": "two"}, "TENSOR_PARALLEL is 'two'; it must be a number from 1 to 999999999."),
         ([], {"STEPS": "0"}, "STEPS is '0'"),
         ([], {"SAVE_STEPS": "often"}, "SAVE_STEPS is 'often'"),
         (
