@@ -116,7 +116,10 @@ def test_a_smoke_run_is_stopped_resumed_and_ends_with_a_table_curves_and_a_model
         (["--reward", "no.py"], "no.py does not exist"),
         (["--resume", "--output", "none"], "none holds no run to go on with"),
         (["--backend", "fsdp"], "--backend fsdp is neither deepspeed nor megatron"),
-        (["--backend", "megatron", "--pipeline-parallel", "0"], "--pipeline-parallel 0 is not a number from 1 to 999999999"),
+        (
+            ["--backend", "megatron", "--pipeline-parallel", "0"],
+            "--pipeline-parallel 0 is not a number from 1 to 999999999",
+        ),
         (["--tensor-parallel", "2"], "--tensor-parallel 2 needs --backend megatron"),
     ],
 )

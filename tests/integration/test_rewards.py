@@ -47,6 +47,15 @@ def test_a_reward_of_zero_is_a_reward(tmp_path: Path) -> None:
     assert answer(executor(tmp_path, "return {'rewards': 0.0}"))["reward"] == 0.0
 
 
+@pytest.mark.parametrize(
+    "value", ["[0.5]", "torch.tensor([0.5])", "torch.tensor(0.5)", "numpy.float32(0.5)", "[[0.5]]"]
+)
+def test_one_number_may_come_as_a_list_or_a_tensor(tmp_path: Path, value: str) -> None:
+    """OpenRLHF's own reward server answers with a list."""
+    output = answer(executor(tmp_path, f"import numpy, torch; return {{'rewards': {value}}}"))
+    assert (output["reward"], output["scores"]) == (0.5, 0.5)
+
+
 RETURNED_NONE = "it returned no 'rewards'"
 
 
@@ -61,6 +70,10 @@ RETURNED_NONE = "it returned no 'rewards'"
         ("return None", RETURNED_NONE),
         ("return {'scores': 1.0}", RETURNED_NONE),
         ("return {'rewards': None}", RETURNED_NONE),
+        ("return {'rewards': [1.0, 0.0]}", "expected one number for the one response, got 'rewards' '[1.0, 0.0]'"),
+        ("return {'rewards': 'good'}", "expected one number for the one response, got 'rewards' 'good'"),
+        ("return {'rewards': []}", "expected one number for the one response, got 'rewards' '[]'"),
+        ("return {'rewards': 1, 'scores': {}}", "expected one number for the one response, got 'scores' '{{}}'"),
     ],
 )
 def test_a_reward_that_fails_stops_the_run_with_the_reason_and_the_prompt(

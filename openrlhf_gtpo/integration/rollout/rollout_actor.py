@@ -17,6 +17,7 @@ from copy import copy
 from typing import Any
 
 import ray
+import torch
 from openrlhf.trainer.ray import vllm_engine
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 
@@ -46,15 +47,27 @@ _sample_seed: ContextVar[tuple[int, ...] | None] = ContextVar("_sample_seed", de
 
 
 class StrictRewardExecutor(SingleTurnAgentExecutor):
-    """Raises TrainingStopped with the reason and the prompt when the reward function or server fails, or returns no
-    reward: upstream logs a failed reward and goes on without one (openrlhf 0.11.2, utils/agent.py,
-    SingleTurnAgentExecutor.execute). Can go once that raises."""
+    """Raises TrainingStopped with the reason and the prompt when the reward function or server fails, or returns
+    anything but one number, of which a list or tensor may be made.
+
+    Upstream logs a failed reward and goes on without one, and makes rows of (1,) lists, as its own reward server
+    answers, a column (openrlhf 0.11.2, utils/agent.py, SingleTurnAgentExecutor.execute). Can go once that raises.
+    """
 
     async def execute(self, prompt: str, label: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         output = await super().execute(prompt, label, *args, **kwargs)
-        if self.reward_endpoints and output["reward"] is None:
+        if not self.reward_endpoints:
+            return output
+        returned = {"reward": "rewards", "scores": "scores"}
+        try:
+            for name in returned:
+                output[name] = torch.as_tensor(output[name], dtype=torch.float64).reshape(()).item()
+        except (TypeError, ValueError, RuntimeError):
             endpoint, failure = self.reward_endpoints[0], output["extra_logs"].get(_FAILURE)
             reason = "it returned no 'rewards'"
+            if output["reward"] is not None:
+                got = f"{returned[name]!r} {str(output[name])[:200]!r}"
+                reason = f"expected one number for the one response, got {got}"
             if failure is not None:
                 frames = traceback.extract_tb(failure.__traceback__)
                 frame = ([f for f in frames if f.filename == os.path.abspath(endpoint)] or frames)[-1]
