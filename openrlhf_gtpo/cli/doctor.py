@@ -248,7 +248,8 @@ def shared_memory(args: argparse.Namespace) -> Line:
 
 def limits(args: argparse.Namespace) -> Line:
     """Whether Ray may open its files, and NCCL pin its memory."""
-    files, memory = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a node of Ray's raises its own (launch/ray_node.py)
+    memory = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     capabilities = re.search(r"^CapEff:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
     may_pin = memory == resource.RLIM_INFINITY or (capabilities and int(capabilities[1], 16) & _CAP_IPC_LOCK)
     if not may_pin and any(_ADAPTERS.glob("*")):
@@ -258,7 +259,10 @@ def limits(args: argparse.Namespace) -> Line:
             "LimitMEMLOCK=infinity of slurmd, docker --ulimit memlock=-1.",
         )
     if files != resource.RLIM_INFINITY and files < _FILES:
-        return Line("warning", f"nofile is {files}, and Ray opens many files: ulimit -n {_FILES} (SETUP).")
+        return Line(
+            "warning",
+            f"nofile can be {files} at most, and Ray opens many files: LimitNOFILE of slurmd, docker --ulimit.",
+        )
     return Line("ok", f"nofile {files}, memlock {'enough' if may_pin else memory}")
 
 

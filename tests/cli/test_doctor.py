@@ -239,10 +239,17 @@ def test_a_folder_that_is_not_shared(capsys: Any, tmp_path: Path, monkeypatch: p
 
 def test_limits_and_room(capsys: Any, tmp_path: Path, gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = {resource.RLIMIT_NOFILE: 1024, resource.RLIMIT_MEMLOCK: 65536}
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (limit[which], limit[which]))
+    monkeypatch.setattr(
+        doctor.resource,
+        "getrlimit",
+        lambda which: (limit[which] if which == resource.RLIMIT_MEMLOCK else 1024, limit[which]),
+    )
     monkeypatch.setattr(doctor, "_ADAPTERS", tmp_path / "adapters")
     monkeypatch.setattr(doctor, "_CAP_IPC_LOCK", 0)
-    assert said("limits", capsys) == ("warning", "nofile is 1024, and Ray opens many files: ulimit -n 65536 (SETUP).")
+    assert said("limits", capsys) == (
+        "warning",
+        "nofile can be 1024 at most, and Ray opens many files: LimitNOFILE of slurmd, docker --ulimit.",
+    )
     (tmp_path / "adapters" / "mlx5_0").mkdir(parents=True)
     status, text = said("limits", capsys)
     assert status == "wrong" and text.startswith("memlock is 64 KiB, and NCCL pins memory")
