@@ -9,6 +9,7 @@ training reads (recompute, offload, optimizer, checkpoints) change nothing.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from openrlhf_gtpo.integration.command_line import megatron_flags
 from openrlhf_gtpo.platform.files import check_output
 from openrlhf_gtpo.platform.processes import LaunchError, ProcessFailed, is_first_process, launched_world_size
 
+_PROCESSES_PER_CORE = 8
 _DTYPES = ("bfloat16", "float32")
 
 
@@ -103,6 +105,13 @@ def _score(args: argparse.Namespace) -> None:
     processes = args.processes
     if processes is None:
         processes = launched_world_size() or layout.model_parallel_size
+    elif launched_world_size() is None:
+        # More replicas wait for each other, and for memory; one of a large layout may be tried on a small host.
+        most = max(_PROCESSES_PER_CORE * (os.cpu_count() or 1), layout.model_parallel_size)
+        if processes > most:
+            raise UsageError(
+                f"Expected at most {most} processes on this host of {os.cpu_count()} cores, got {processes}."
+            )
     model = ScoreModel(
         folder=args.model,
         backend=getattr(args, "actor.backend"),

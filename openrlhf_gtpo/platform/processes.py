@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from openrlhf_gtpo import platform
 
-_PROCESSES_PER_CORE = 8  # beyond that they wait for each other, and for memory
 _LOOPBACK = "127.0.0.1"
 _SECONDS_TO_END = 10  # after a SIGTERM
 # How long the end of a rank that died may take to show, after another has raised what a lost connection may explain.
@@ -88,7 +87,7 @@ def run_processes(function: Callable[..., T], world_size: int, *args: Any) -> T:
         function: defined at a module's top level; it and ``args`` are pickled.
 
     Raises:
-        LaunchError: fewer GPUs than processes, far fewer cores, or a launcher has started another number of processes.
+        LaunchError: fewer GPUs than processes, or a launcher has started another number of processes.
         ValueError: as a rank raised it, with its traceback as the cause.
         ProcessFailed: a rank raised anything else, or died.
     """
@@ -109,11 +108,6 @@ def run_processes(function: Callable[..., T], world_size: int, *args: Any) -> T:
         raise LaunchError(
             f"{world_size} processes need a GPU each, and this host has {torch.cuda.device_count()}; ask for fewer, "
             "or start this command on several hosts with torchrun."
-        )
-    most = _PROCESSES_PER_CORE * (os.cpu_count() or 1)
-    if world_size > most:
-        raise LaunchError(
-            f"Expected at most {most} processes on this host of {os.cpu_count()} cores, got {world_size}."
         )
     listener = socket.create_server((_LOOPBACK, 0))
     port = listener.getsockname()[1]

@@ -165,7 +165,5 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_no_process_at_all_is_refused() -> None:
-    with pytest.raises(LaunchError, match=r"Expected at most \d+ processes on this host of \d+ cores, got 9999"):
-        run_processes(print, 9999)
     with pytest.raises(LaunchError, match="Expected at least 1 process, got 0"):
         run_processes(process_functions.describe, 0, 0)

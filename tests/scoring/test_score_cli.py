@@ -149,6 +149,13 @@ def test_a_line_that_cannot_be_scored_is_named(
     refuse(flags, message, capsys)
 
 
+def test_more_processes_than_cores_can_serve_are_refused(
+    flags: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    refuse(flags | {"--processes": "9999"}, "Expected at most 16 processes on this host of 2 cores, got 9999.", capsys)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
