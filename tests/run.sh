@@ -3,7 +3,7 @@
 #
 #   bash tests/run.sh                          everything
 #   bash tests/run.sh --quick                  no engine, no ranks: a few minutes
-#   bash tests/run.sh -k gtpo tests/algorithms arguments go to pytest
+#   bash tests/run.sh -k gtpo tests/algorithms arguments go to pytest; -n 0 runs its tests in one process, as --pdb wants
 #
 # All linters run before any failure stops the run, and pytest's summary is the last line.
 set -euo pipefail
@@ -62,4 +62,4 @@ if ((${#failed[@]} > 0)); then
 fi
 
 printf '== pytest\n'
-exec python -m pytest --durations=20 "${quick[@]}" "$@"
+exec python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder --durations=20 "${quick[@]}" "$@"

@@ -16,7 +16,7 @@ TP2 = ["--megatron.tensor_model_parallel_size", "2", "--megatron.sequence_parall
 PP2 = ["--megatron.pipeline_model_parallel_size", "2"]
 
 
-def test_tp2_pp2_trains_what_the_engine_samples_from_and_resumes_at_another_layout(trainer_argv, tmp_path) -> None:
+def test_tp2_trains_what_the_engine_samples_from_and_resumes_as_pp2(trainer_argv, tmp_path) -> None:
     """Five steps of upstream's GRPO with a reference model; each step's rollout log-probs come from the engine.
 
     OpenRLHF asks the engine for at least one token, so its first log-prob is that of a distribution without the end
@@ -25,7 +25,7 @@ def test_tp2_pp2_trains_what_the_engine_samples_from_and_resumes_at_another_layo
     argv = [*trainer_argv, *MEGATRON, "--algo.preset", "grpo", "--logger.entropy_enable", "--data.max_samples", "20"]
     argv += ["--algo.advantage.is_correction_level", "token", "--ckpt.save_steps", "2", "--ckpt.load_enable"]
     argv += ["--rollout.n_samples_per_prompt", "16", "--train.batch_size", "64", "--actor.adam.lr", "3e-4"]
-    whole = [*argv, "--actor.num_gpus_per_node", "4", *TP2, *PP2, "--ref.num_gpus_per_node", "4"]
+    whole = [*argv, "--actor.num_gpus_per_node", "2", *TP2, "--ref.num_gpus_per_node", "2"]
     run = finish([*whole, "--algo.kl.init_coef", "0.1", "--vllm.sync_checksum"], tmp_path)
     assert run.code == 0, run.log[-4000:]
     assert [step["step"] for step in run.steps] == [1, 2, 3, 4, 5]

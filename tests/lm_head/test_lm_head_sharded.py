@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lm_head_ranks import run
+from lm_head_ranks import check_everything
 from lm_head_reference import make_case, naive
+from rank_pool import RankPool
 
 from openrlhf_gtpo.lm_head.portable import PortableTile
 from openrlhf_gtpo.lm_head.projection import token_statistics
@@ -15,12 +15,13 @@ from openrlhf_gtpo.lm_head.tiles import Tile
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_tensor_parallel_ranks(world_size, tmp_path):
+def test_tensor_parallel_ranks(world_size):
     """What the ranks check is in `lm_head_ranks`; a failure there is raised here with its traceback.
 
     A group of one rank is among the checks, so there is no world of one.
     """
-    mp.spawn(run, args=(world_size, str(tmp_path / "store")), nprocs=world_size)
+    with RankPool(world_size) as pool:
+        pool.run(check_everything)
 
 
 @settings(max_examples=40, deadline=None)
