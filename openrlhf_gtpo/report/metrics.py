@@ -39,28 +39,29 @@ class MetricsWriter:
             if self._file.read() != b"\n":  # the last run died while writing; its line must not swallow the next one
                 self._file.write(b"\n")
 
-    def begin(self, step: int, settings: Mapping[str, Any]) -> None:
+    def begin(self, step: int, settings: Mapping[str, Any]) -> Rows:
         """Append the first line of a start: the run's id, and what a reader must know of it.
 
         Args:
             step: the one a resumed run goes on behind, with the id of the file's last run; 0 for a new one.
             settings: as the metrics of :meth:`write`.
+
+        Returns:
+            the lines so far of the run that is gone on with.
         """
-        run = uuid.uuid4().hex[:8]
+        earlier: Rows = []
         if step > 0:
             with suppress(ValueError):  # another file, or one that was removed
-                run = next((row["run"] for row in read_runs(self._path)[-1] if "run" in row), run)
+                earlier = read_runs(self._path)[-1]
+        run = next((row["run"] for row in earlier if "run" in row), uuid.uuid4().hex[:8])
         self._run = {"run": run, **settings}
         self.write(names.KIND_RUN, step, self._run)
+        return earlier
 
     def end(self) -> None:
         """Append the last line of a run that was begun and came to its own end."""
         self.write(names.KIND_RUN, self._step, self._run | {"ended": True})
         phase_file(self._path).unlink(missing_ok=True)
-
-    def steps(self, kind: str) -> set[int]:
-        """The steps that the file's last run has a line of ``kind`` for."""
-        return {row["step"] for row in read_runs(self._path)[-1] if row["kind"] == kind}
 
     def phase(self, name: str) -> None:
         """Replace what the run is doing now, one of `names.DOING`, which is no part of its record."""

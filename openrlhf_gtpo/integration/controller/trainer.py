@@ -36,6 +36,8 @@ _UpstreamTrainer: Any = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
 class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     """Upstream's controller; what it logs goes to TensorBoard and W&B through upstream, and to ``metrics.jsonl``."""
 
+    _unevaluated: dict[str, Any] | None = None  # states of a checkpoint whose evaluation an interruption cut off
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.samples_generator = OrderedSamplesGenerator(
@@ -64,18 +66,15 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         if stop.requested(self.args):
             stop.clear(self.args)
             raise StoppedOnRequest("asked to, before its first step; there is nothing new to save.")
-        saved_step = self.init_checkpoint_states()["global_step"]
+        states, earlier = self.init_checkpoint_states(), []
         if self.metrics_writer:
             settings = {"seed": self.args.train.seed, "estimator": self.args.algo.advantage.estimator}
-            self.metrics_writer.begin(saved_step, settings)
-        if self._lacks_evaluation(saved_step):
-            if saved_step > 0:
-                self.broadcast_to_vllm()  # as upstream's fit does, after this
-            generation = self.generate_kwargs | {
-                "temperature": self.args.eval.temperature,
-                "n_samples_per_prompt": self.args.eval.n_samples_per_prompt,
-            }
-            self.evaluate(saved_step, **generation)
+            earlier = self.metrics_writer.begin(states["global_step"], settings)
+        if self._lacks_evaluation(states["global_step"], earlier):
+            if states["global_step"] > 0:
+                self._unevaluated = states
+            else:
+                self._evaluate(0)
         self._begin_step()
         try:
             super().fit(global_step)
@@ -87,7 +86,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         if self.metrics_writer:
             self.metrics_writer.end()
 
-    def _lacks_evaluation(self, saved_step: int) -> bool:
+    def _lacks_evaluation(self, saved_step: int, earlier: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the step that the run starts from is to be evaluated, and an interrupted run has not got to it."""
         if self.eval_dataloader is None:
             return False
@@ -95,7 +94,12 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             return bool(self.args.eval.before_training)
         if self.metrics_writer is None or saved_step % self.args.eval.steps:
             return False
-        return saved_step not in self.metrics_writer.steps(names.KIND_EVAL)
+        return all((row["kind"], row["step"]) != (names.KIND_EVAL, saved_step) for row in earlier)
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        generation = {"temperature": self.args.eval.temperature}
+        generation["n_samples_per_prompt"] = self.args.eval.n_samples_per_prompt
+        return self.evaluate(step, **(self.generate_kwargs | generation))
 
     def _begin_step(self) -> None:
         self.costs.begin()
@@ -112,6 +116,9 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     def broadcast_to_vllm(self) -> None:
         self._show(names.BROADCAST)
         super().broadcast_to_vllm()
+        states, self._unevaluated = self._unevaluated, None
+        if states is not None:  # upstream's fit sends a checkpoint's weights before it goes on
+            self.save_best_checkpoint(self._evaluate(states["global_step"]), states["global_step"], states)
 
     def train_step(self, rollout_samples: list[Any], global_step: int) -> tuple[dict[str, Any], int]:
         self._show(names.MAKE_EXPERIENCE)

@@ -101,23 +101,46 @@ def test_a_warning_is_printed_when_it_begins_and_written_as_long_as_it_holds(
 def test_an_evaluation_that_an_interruption_cut_off_is_made_when_the_run_goes_on(
     saved: int, evaluated: list[int], made: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every second step is evaluated; the engines have the checkpoint's weights by then."""
+    """Every second step is evaluated; the engines have the checkpoint's weights by then, which they are sent once, and
+    a best one is kept."""
     args = arguments("--algo.advantage.estimator", "gtpo", "--eval.before_training", "--eval.dataset", "x")
-    args.eval.steps = 2
+    args.eval.steps, args.train.num_episodes = 2, 1
     controller = object.__new__(EntropyTrainer)
     controller.args, controller.eval_dataloader, controller.generate_kwargs = args, [], {}
     controller.costs = SimpleNamespace(begin=lambda: None)
+    controller.wandb_logger = controller.tensorboard_logger = controller.critic_model_group = None
+    controller.kl_ctl = SimpleNamespace(value=0.5)
+    controller.best_eval_metric_key, controller.best_eval_metric_value = "", -math.inf
     controller.metrics_writer = MetricsWriter(tmp_path / "metrics.jsonl")
     for step in evaluated:
         controller.metrics_writer.write(names.KIND_EVAL, step, {})
     done: list[Any] = []
     upstream: Any = trainer._UpstreamTrainer
-    monkeypatch.setattr(upstream, "fit", lambda self, step: None)
     monkeypatch.setattr(upstream, "broadcast_to_vllm", lambda self: done.append("weights"))
-    monkeypatch.setattr(EntropyTrainer, "evaluate", lambda self, step, **generation: done.append(step))
-    monkeypatch.setattr(EntropyTrainer, "init_checkpoint_states", lambda self: {"global_step": saved})
+
+    def evaluate(self: Any, step: int, **generation: Any) -> dict[str, float]:
+        done.append(step)
+        return {"eval_x_pass1": 0.25}
+
+    monkeypatch.setattr(EntropyTrainer, "evaluate", evaluate)
+    saves: list[dict[str, Any]] = []
+
+    def save(method_name: str, **of: Any) -> list[Any]:
+        saves.append(of)
+        return []
+
+    controller.actor_model_group = SimpleNamespace(async_run_method=save)
+    monkeypatch.setattr(trainer.ray, "get", lambda references: references)
+    # Of an episode that is over, so that upstream's fit ends where steps would follow.
+    states = {"global_step": saved, "episode": 1, "total_consumed_prompts": 64, "data_loader_state_dict": {}}
+    states |= {"best_eval_metric_key": "eval_x_pass1", "best_eval_metric_value": 0.125}
+    monkeypatch.setattr(EntropyTrainer, "init_checkpoint_states", lambda self: states)
     controller.fit()
-    assert done == (["weights", *made] if saved and made else made)
+    assert done == ["weights"] * (saved > 0) + made
+    assert [one["tag"] for one in saves] == [f"best_global_step{step}" for step in made if step]
+    expected = states | {"best_eval_metric_value": 0.25, "kl_coefficient": 0.5}
+    assert all(expected.items() <= one["client_states"].items() and one["metric_value"] == 0.25 for one in saves)
+    assert controller.best_eval_metric_value == (0.25 if saves else 0.125)
 
 
 def test_the_standard_error_of_held_out_reward_is_over_questions() -> None:
