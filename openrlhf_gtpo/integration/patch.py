@@ -25,7 +25,7 @@ def apply(
     from openrlhf.trainer.ray import vllm_engine
     from openrlhf.utils import deepspeed
 
-    from openrlhf_gtpo.integration.actors.dispatch import ActorGroup
+    from openrlhf_gtpo.integration.actors.dispatch import ActorGroup, engine_bundles
     from openrlhf_gtpo.integration.actors.policy_actor import CriticActor, PolicyActor
     from openrlhf_gtpo.integration.actors.strategy import CpuStrategy, Strategy
     from openrlhf_gtpo.integration.controller.trainer import Trainer
@@ -39,6 +39,7 @@ def apply(
 
         train_ppo_ray.PolicyModelActor = MegatronPolicyActor
         train_ppo_ray.ReferenceModelActor = MegatronReferenceActor
+    vllm_engine.get_bundle_indices = engine_bundles
     rollout_actor = type("RolloutActor", (StrictRolloutActor,), {"engine_args": engine_args or {}})
     vllm_engine.RolloutRayActor = ray.remote(rollout_actor)
     ppo_trainer.PPOTrainer = Trainer

@@ -9,7 +9,11 @@ import psutil
 import pytest
 import ray
 import torch
+from openrlhf.cli import train_ppo_ray
+from openrlhf.trainer import ppo_trainer
+from openrlhf.trainer.ray import vllm_engine
 from openrlhf.trainer.ray.utils import get_bundle_indices
+from openrlhf.utils import deepspeed
 from openrlhf.utils.deepspeed import DeepspeedStrategy
 from rollouts import arguments
 
@@ -22,6 +26,12 @@ from openrlhf_gtpo.integration.actors.strategy import Strategy
 
 # Where Ray's PACK put 32 equal bundles on 4 nodes of 8 GPUs (ray 2.55.0): the node of each bundle.
 PACKED = "23333333" "32222222" "01111111" "10000000"
+
+PATCHED = (
+    *((train_ppo_ray, f"{name}ModelActor") for name in ("Critic", "Policy")),
+    *((train_ppo_ray, "RayActorGroup"), (ppo_trainer, "PPOTrainer"), (deepspeed, "DeepspeedStrategy")),
+    *((vllm_engine, "RolloutRayActor"), (vllm_engine, "get_bundle_indices")),
+)
 
 
 class FakeCluster:
@@ -76,10 +86,34 @@ def test_a_tensor_parallel_group_that_would_cross_nodes_is_refused(monkeypatch: 
     cluster = FakeCluster("0" * 6 + "1" * 2, monkeypatch)
     monkeypatch.setenv(platform.PLATFORM_VARIABLE, "cuda")
     cluster.start(4, 2, shared=False)
-    with pytest.raises(UsageError, match="a multiple of 4 GPUs on each node.*8 processes as n0: 6, n1: 2."):
+    with pytest.raises(
+        UsageError, match="a multiple of 4 GPUs on each node.*8 processes of the model as n0: 6, n1: 2."
+    ):
         cluster.start(4, 4, shared=False)
     monkeypatch.setenv(platform.PLATFORM_VARIABLE, "cpu")
     cluster.start(4, 4, shared=False)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["colocated", "split"])
+def test_an_engine_that_would_cross_nodes_is_refused(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(platform.PLATFORM_VARIABLE, "cuda")
+    for module, name in PATCHED:
+        monkeypatch.setattr(module, name, getattr(module, name))  # to be put back
+    run.patch.apply()
+    cluster = FakeCluster("0" * 6 + "1" * 2, monkeypatch)
+    monkeypatch.setattr(vllm_engine, "placement_group", cluster._make_group)
+    started: list[list[int]] = []
+    fake = SimpleNamespace(remote=lambda bundle_indices, **unused: started.append(bundle_indices))
+    monkeypatch.setattr(vllm_engine, "RolloutRayActor", SimpleNamespace(options=lambda **unused: fake))
+
+    def start(engines: int, size: int) -> None:
+        pg = cluster.group if shared else None
+        vllm_engine.create_vllm_engines(engines, size, "model", 1, False, False, True, 64, shared_pg=pg)
+
+    start(4, 2)
+    assert started == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with pytest.raises(UsageError, match=r"4 processes of vLLM engine 1 \(counted from 0\) as n0: 2, n1: 2."):
+        start(2, 4)
 
 
 MEGATRON = "--actor.backend megatron --megatron.tensor_model_parallel_size 2 --megatron.pipeline_model_parallel_size 2"

@@ -48,7 +48,7 @@ class ActorGroup(RayActorGroup):
         places: list[PlacementGroupSchedulingStrategy | None] = [None]
         if pg is not None:
             bundles = get_bundle_indices(pg, 0, world_size)
-            self._check_nodes(pg, bundles)
+            check_on_one_node(pg, bundles, self._tensor_parallel_size, "the model")
             places = [PlacementGroupSchedulingStrategy(pg, bundle) for bundle in bundles]
 
         def start(rank: int, *meeting: Any) -> Any:
@@ -62,20 +62,6 @@ class ActorGroup(RayActorGroup):
         if world_size > 1:
             meeting = ray.get(store)
             self._actor_handlers += [start(rank, *meeting) for rank in range(1, world_size)]
-
-    def _check_nodes(self, pg: PlacementGroup, bundles: list[int]) -> None:
-        if platform.chosen_platform() == "cpu":  # where several nodes are one host, on purpose
-            return
-        node_of = ray.util.placement_group_table(pg)["bundles_to_node_id"]
-        nodes, size = [node_of[bundle] for bundle in bundles], self._tensor_parallel_size
-        if any(len(set(nodes[rank : rank + size])) > 1 for rank in range(0, len(nodes), size)):
-            names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
-            counts = ", ".join(f"{names[node]}: {count}" for node, count in Counter(nodes).items())
-            raise UsageError(
-                f"Expected a multiple of {size} GPUs on each node, so that no tensor-parallel group crosses nodes; "
-                f"Ray placed the model's {len(nodes)} processes as {counts}. End what holds GPUs there, or give a "
-                "smaller tensor-parallel size."
-            )
 
     def async_run_method_batch(self, method_name: str, **columns: Sequence[Any]) -> list[Any]:
         """As upstream's; the results are those of the entries.
@@ -111,6 +97,33 @@ class ActorGroup(RayActorGroup):
         entries = min(-(-len(experiences) // replicas), len(dealt[-1]))
         parts = [part for mine in dealt for part in np.array_split(mine, entries)]
         return [make_experience_batch([rows[row] for row in part]) for part in parts]
+
+
+def engine_bundles(pg: PlacementGroup, index: int, length: int) -> list[int]:
+    """Upstream's choice of the ``length`` GPUs of the vLLM engine ``index``.
+
+    Raises:
+        UsageError: they are on several nodes.
+    """
+    bundles = get_bundle_indices(pg, index, length)
+    check_on_one_node(pg, bundles, length, f"vLLM engine {index} (counted from 0)")
+    return bundles
+
+
+def check_on_one_node(pg: PlacementGroup, bundles: list[int], size: int, whose: str) -> None:
+    """Refuse ``bundles`` of which ``size`` consecutive ones, a tensor-parallel group of ``whose``, cross nodes."""
+    if platform.chosen_platform() == "cpu":  # where several nodes are one host, on purpose
+        return
+    node_of = ray.util.placement_group_table(pg)["bundles_to_node_id"]
+    nodes = [node_of[bundle] for bundle in bundles]
+    if any(len(set(nodes[rank : rank + size])) > 1 for rank in range(0, len(nodes), size)):
+        names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
+        counts = ", ".join(f"{names[node]}: {count}" for node, count in Counter(nodes).items())
+        raise UsageError(
+            f"Expected a multiple of {size} GPUs on each node, so that no tensor-parallel group crosses nodes; "
+            f"Ray placed the {len(nodes)} processes of {whose} as {counts}. End what holds GPUs there, or give a "
+            "smaller tensor-parallel size."
+        )
 
 
 def open_store(actor: Any) -> tuple[str, int]:

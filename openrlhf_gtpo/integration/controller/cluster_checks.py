@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line.host import gpus_of
 from openrlhf_gtpo.integration.controller.checkpoint_disk import writes_checkpoints
@@ -35,7 +36,8 @@ def check_nodes(args: SimpleNamespace) -> None:
 
 
 def check_gpus(args: SimpleNamespace, nodes: list[dict[str, Any]]) -> None:
-    """Refuse fewer GPUs than the run places on them, for which Ray would wait for ever."""
+    """Refuse fewer GPUs than the run places on them, for which Ray would wait for ever, and engines that no node has
+    the GPUs for: their tensor-parallel groups would cross nodes."""
     there = {_name(node): int(node["Resources"].get("GPU", 0)) for node in nodes}
     needed = gpus_of(args)
     if sum(there.values()) < sum(needed):
@@ -45,6 +47,18 @@ def check_gpus(args: SimpleNamespace, nodes: list[dict[str, Any]]) -> None:
             f"({', '.join(f'{name}: {count}' for name, count in there.items())}); add nodes, give "
             "--train.colocate_all, or lower --vllm.num_engines or num_nodes and num_gpus_per_node of --actor, --ref, "
             "--critic or --reward."
+        )
+    size, engines = args.vllm.tensor_parallel_size, args.vllm.num_engines or 0
+    fitting = [
+        divisor
+        for divisor in range(1, size + 1)
+        if size % divisor == 0 and sum(count // divisor for count in there.values()) * divisor >= engines * size
+    ]
+    if size not in fitting and platform.chosen_platform() != "cpu":  # whose nodes may be one host
+        raise UsageError(
+            f"--vllm.tensor_parallel_size {size} for --vllm.num_engines {engines} would cross nodes, which have "
+            f"{', '.join(f'{name}: {count}' for name, count in there.items())} GPUs; sizes that fit, with as many "
+            f"more engines: {', '.join(map(str, fitting))}."
         )
 
 

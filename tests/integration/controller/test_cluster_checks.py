@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import ray
 
+from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.integration.controller import checkpoint_disk, cluster_checks
 from openrlhf_gtpo.integration.controller.checkpoint_disk import check_room, checkpoint_bytes, parameters_of
@@ -55,6 +56,23 @@ def test_too_few_gpus_are_refused_with_each_nodes_share(args: SimpleNamespace, n
         check_gpus(args, [node("n1", half), node("n2", half - 1)])
     there = f"the Ray cluster has {needed - 1} (n1: {half}, n2: {half - 1})"
     assert f"needs {needed} GPUs ({groups}), and {there}" in str(refusal.value)
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_engines_for_which_no_node_has_enough_gpus_are_refused(
+    colocated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(platform.PLATFORM_VARIABLE, "cuda")
+    args = run_of(8, 2, colocated)
+    args.vllm.tensor_parallel_size = 8
+    more = 0 if colocated else 16
+    check_gpus(args, [node("n1", 8 + more), node("n2", 8 + more)])
+    check_gpus(args, [node("n1", 8 + more), node("n2", 9 + more), node("head", 0)])
+    with pytest.raises(UsageError) as refusal:
+        check_gpus(args, [node(f"n{number}", 4) for number in range(8)])
+    said = str(refusal.value)
+    assert "--vllm.tensor_parallel_size 8 for --vllm.num_engines 2 would cross nodes, which have n0: 4, n1: 4" in said
+    assert said.endswith("n7: 4 GPUs; sizes that fit, with as many more engines: 1, 2, 4.")
 
 
 @pytest.fixture
