@@ -177,9 +177,9 @@ def long_tailed(rows: int, seed: int) -> list[int]:
     return (responses + generator.integers(200, 400, rows)).tolist()
 
 
-def steps_of(buffers: list[np.ndarray], order: RowOrder) -> list[list[list[int]]]:
-    """The rows of each optimizer step of the first epoch, by replica, as the replicas themselves find them."""
-    args = SimpleNamespace(train=SimpleNamespace(batch_size=order.batch_size, max_epochs=1))
+def steps_of(buffers: list[np.ndarray], order: RowOrder, epochs: int = 1) -> list[list[list[int]]]:
+    """The rows of each optimizer step, by replica, as the replicas themselves find them."""
+    args = SimpleNamespace(train=SimpleNamespace(batch_size=order.batch_size, max_epochs=epochs))
     total = sum(map(len, buffers))
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(optimizer_steps, "all_reduce", lambda tensor, group: tensor.fill_(total))
@@ -212,6 +212,17 @@ def test_replicas_have_as_many_tokens_in_every_optimizer_step(replicas: int) -> 
     print(f"{replicas} replicas: {np.mean(by_count):.1%} by count, {np.mean(by_tokens):.2%} by tokens", end=", ")
     print(f"at most {max(by_tokens):.2%}")
     assert np.mean(by_count) > 0.04 and max(by_tokens) < 0.02
+
+
+@pytest.mark.parametrize("rows", [2048, 2045])
+def test_every_epoch_has_the_balanced_steps_in_an_order_of_its_own(rows: int) -> None:
+    lengths, order = long_tailed(rows, seed=rows), RowOrder(128, [7, 48])
+    steps = steps_of(deal_rows(lengths, 4, order), order, epochs=3)
+    epochs = [steps[first : first + len(steps) // 3] for first in range(0, len(steps), len(steps) // 3)]
+    assert len(epochs) == 3 and epochs[0] != epochs[1] != epochs[2]
+    for epoch in epochs:
+        assert sorted(epoch) == sorted(epochs[0]) and sorted(sum(sum(epoch, []), [])) == list(range(rows))
+        assert max(imbalance(step, lengths) for step in epoch) < 0.02
 
 
 def test_rows_that_replicas_cannot_share_evenly_are_all_dealt_once() -> None:

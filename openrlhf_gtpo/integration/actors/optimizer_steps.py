@@ -31,13 +31,19 @@ def optimizer_steps(
     Args:
         num_rows: that this replica holds.
         group: of the replicas; collective over it.
-        shuffle: draws the order of each epoch; None keeps the rows in theirs.
+        shuffle: draws the rows of each step, and the order of the steps in each further epoch, where they remain as
+            balanced as they were dealt; the same on every replica. None keeps rows and steps in theirs.
     """
     total = torch.tensor(num_rows, device=device)
     all_reduce(total, group=group)
-    for _ in range(args.train.max_epochs if total else 0):
-        order = shuffle.permutation(num_rows) if shuffle else np.arange(num_rows)
-        yield from np.array_split(order, _count_steps(int(total), args.train.batch_size))
+    if not total:
+        return
+    rows = shuffle.permutation(num_rows) if shuffle else np.arange(num_rows)
+    steps = np.array_split(rows, _count_steps(int(total), args.train.batch_size))
+    yield from steps
+    draw = shuffle.spawn(1)[0] if shuffle else None  # which does not depend on this replica's number of rows
+    for _ in range(args.train.max_epochs - 1):
+        yield from (steps[step] for step in (draw.permutation(len(steps)) if draw else range(len(steps))))
 
 
 def _count_steps(total: int, batch_size: int) -> int:
@@ -55,7 +61,7 @@ class RowOrder(NamedTuple):
 
 def deal_rows(lengths: Sequence[int], replicas: int, order: RowOrder) -> list[np.ndarray]:
     """The rows that each replica gets, in the order of its replay buffer, with about as many tokens on each in every
-    optimizer step of the first epoch.
+    optimizer step.
 
     Which rows a step has over all replicas, and how many of them a replica has, is as with equal chunks of consecutive
     rows. Within a step the longest row that is left goes to the replica with the fewest tokens.
