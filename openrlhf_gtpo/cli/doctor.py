@@ -25,7 +25,7 @@ from openrlhf_gtpo.cli import Parser
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
 from openrlhf_gtpo.integration.controller.checkpoint_disk import free_bytes, gigabytes, parameters_of
-from openrlhf_gtpo.model_shape import ModelShape
+from openrlhf_gtpo.platform.files import model_folder
 
 _ADAPTERS = Path("/sys/class/infiniband")
 _SHARED_MEMORY = Path("/dev/shm")
@@ -166,18 +166,11 @@ def transformer_engine(args: argparse.Namespace) -> Line:
         return Line("warning", "not installed, or no mbridge: no FP8 on Megatron; setup_env.sh --cuda brings both.")
     # In a worker's order: openrlhf imports peft, and that Transformer Engine, before anything else here can.
     import openrlhf_gtpo.integration.actors.megatron_actor  # noqa: F401, isort: skip
-    from transformer_engine.common.recipe import Float8BlockScaling
+    from openrlhf_gtpo.integration.command_line.megatron_flags import refusals_name_flags
+    from openrlhf_gtpo.megatron.fp8.options import check_transformer_engine
 
-    from openrlhf_gtpo.megatron.fp8.options import TRANSFORMER_ENGINE
-
-    (oldest, first_unknown), found = TRANSFORMER_ENGINE, tuple(map(int, version.split(".")[:2]))
-    if not oldest <= found < first_unknown:
-        wanted = f"{'.'.join(map(str, oldest))} to below {'.'.join(map(str, first_unknown))}"
-        return Line("wrong", f"expected a version from {wanted}, got {version}; setup_env.sh --cuda brings one.")
-    if Float8BlockScaling().fp8_quant_fwd_inp.power_2_scale:
-        return Line(
-            "wrong", "scales of blocks are powers of two: export NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 (SETUP)."
-        )
+    with refusals_name_flags():
+        check_transformer_engine("blockwise")
     return Line("ok", f"{version}; blockwise scales are float32")
 
 
@@ -293,32 +286,24 @@ def model(args: argparse.Namespace) -> Line:
     """Whether the model's configuration and all of its weights are here."""
     if args.model is None:
         return Line("skipped", "no --model.")
-    from openrlhf_gtpo.integration.command_line.input_checks import check_model
-    from openrlhf_gtpo.megatron.parallel.layout import SUPPORTED_ARCHITECTURES
+    from openrlhf_gtpo.integration.command_line.input_checks import check_model, check_weights_fit
 
     folder = args.model
-    if Path(folder).exists() or folder.startswith(("/", ".")):
-        config = check_model(folder, "--model")
-    else:
-        from huggingface_hub import snapshot_download
+    if not Path(folder).exists() and not folder.startswith(("/", ".")):
         from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
 
         try:
-            folder = snapshot_download(folder, local_files_only=True)
-            config = check_model(folder, "--model")
-        except (OSError, ValueError):  # nothing of it is there, or not all
+            folder = str(model_folder(folder, fetch=False))
+        except UsageError:  # nothing of it is there, or not all
             return Line(
                 "wrong" if HF_HUB_OFFLINE else "warning",
                 f"{args.model} is no folder here and not whole in the cache {HF_HUB_CACHE}: hf download {args.model} "
                 "where there is a network, with HF_HOME on a disk that this node sees.",
             )
+    check_model(folder, "--model")
+    check_weights_fit(folder, "--model")
     there = parameters_of(folder)
-    if there is None:
-        return Line("ok", f"{folder}; no safetensors, so the weights are not looked into")
-    wanted = ModelShape.of(config).parameters if config.model_type in SUPPORTED_ARCHITECTURES else 0
-    if there < wanted:
-        return Line("wrong", f"{folder} has {there:,} parameters of {wanted:,}: fetch it again.")
-    return Line("ok", f"{folder}, {there:,} parameters")
+    return Line("ok", f"{folder}, {there:,} parameters" if there else f"{folder}; no safetensors to look into")
 
 
 @cache

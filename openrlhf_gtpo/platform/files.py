@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+from functools import cache
 from pathlib import Path
 
 from openrlhf_gtpo.errors import UsageError
@@ -25,14 +26,16 @@ SIDE_FILE_PATTERNS = (
 )
 
 
-def model_folder(source: str | Path, *, weights: bool = True) -> Path:
+def model_folder(source: str | Path, *, weights: bool = True, fetch: bool = True) -> Path:
     """The folder of the model ``source`` on this host; one that is a name on the Hub is fetched into the cache first.
 
     Of the processes that ask at once, one fetches each file and the others wait for it (huggingface_hub 1.33.0,
-    file_download.py, ``WeakFileLock``). With HF_HUB_OFFLINE, or without a network, what is cached has to do.
+    file_download.py, ``WeakFileLock``). With HF_HUB_OFFLINE, or without a network, what is cached has to do. A process
+    asks the Hub once.
 
     Args:
         weights: fetch safetensors too, and not configuration, tokenizer and templates alone.
+        fetch: False leaves it at what is cached.
 
     Raises:
         UsageError: there is neither such a folder nor such a name, or the Hub and the cache do not have all of it.
@@ -41,16 +44,12 @@ def model_folder(source: str | Path, *, weights: bool = True) -> Path:
     if folder.is_dir():
         return folder
     import httpx
-    from huggingface_hub import constants, errors, snapshot_download
+    from huggingface_hub import constants, errors
 
     where = f"{source} is not a folder on {socket.gethostname()}"
-    cache = f"the cache {constants.HF_HUB_CACHE} does not have all of it"
-    patterns = [*SIDE_FILE_PATTERNS, *((WEIGHTS, INDEX) if weights else ())]
+    lacking = f"the cache {constants.HF_HUB_CACHE} does not have all of it"
     try:
-        # Subfolders hold other formats, and consolidated.safetensors is the whole of a Mistral model once more.
-        folder = Path(
-            snapshot_download(str(source), allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"])
-        )
+        folder = _snapshot(str(source), weights, fetch)
     except errors.HFValidationError as error:
         raise UsageError(f"{where}, and no name on the Hugging Face Hub either.") from error
     except errors.RepositoryNotFoundError as error:
@@ -62,7 +61,7 @@ def model_folder(source: str | Path, *, weights: bool = True) -> Path:
         offline = isinstance(error.__cause__, errors.OfflineModeIsEnabled)
         reason = "HF_HUB_OFFLINE is set" if offline else f"the Hugging Face Hub cannot be reached ({error.__cause__})"
         raise UsageError(
-            f"{where}, {reason}, and {cache}; fetch it where there is a network (hf download {source}), or give a "
+            f"{where}, {reason}, and {lacking}; fetch it where there is a network (hf download {source}), or give a "
             "folder."
         ) from error
     except (OSError, httpx.HTTPError) as error:
@@ -77,6 +76,16 @@ def model_folder(source: str | Path, *, weights: bool = True) -> Path:
             f"(hf download {source}), or give a model with safetensors."
         )
     return folder
+
+
+@cache
+def _snapshot(name: str, weights: bool, fetch: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = [*SIDE_FILE_PATTERNS, *((WEIGHTS, INDEX) if weights else ())]
+    # Subfolders hold other formats, and consolidated.safetensors is the whole of a Mistral model once more.
+    unread = ["*/*", "consolidated*"]
+    return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=unread, local_files_only=not fetch))
 
 
 def check_output(flag: str, path: Path | None, *sources: Path) -> None:

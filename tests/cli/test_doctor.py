@@ -150,8 +150,8 @@ def test_adapters_that_nccl_may_take(gpus: Any, capsys: Any, tmp_path: Path, mon
     ("version", "power_of_two", "expected"),
     [
         ("2.11.0", False, ("ok", "2.11.0; blockwise scales are float32")),
-        ("2.11.0", True, ("wrong", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1")),
-        ("2.12.0", False, ("wrong", "expected a version from 2.9 to below 2.12, got 2.12.0")),
+        ("2.11.0", True, ("wrong", "before NVTE_FP8_BLOCK_SCALING_FP32_SCALES was 1")),
+        ("2.12.0", False, ("wrong", "Expected Transformer Engine from 2.9 to below 2.12, got 2.12.0")),
         (None, False, ("warning", "not installed, or no mbridge: no FP8")),
     ],
 )
@@ -164,12 +164,13 @@ def test_the_recipe_that_is_in_force_after_the_actors_imports(
             raise importlib.metadata.PackageNotFoundError(name)
         return version
 
-    scaling = SimpleNamespace(fp8_quant_fwd_inp=SimpleNamespace(power_2_scale=power_of_two))
+    kinds = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
+    scaling = SimpleNamespace(**{kind: SimpleNamespace(power_2_scale=power_of_two) for kind in kinds})
     monkeypatch.setattr(doctor.metadata, "version", installed)
     stand_in(monkeypatch, "openrlhf_gtpo.integration.actors.megatron_actor")
     stand_in(monkeypatch, "transformer_engine")
     stand_in(monkeypatch, "transformer_engine.common")
-    stand_in(monkeypatch, "transformer_engine.common.recipe", Float8BlockScaling=lambda: scaling)
+    stand_in(monkeypatch, "transformer_engine.common.recipe", Float8BlockScaling=scaling)
     gpus(ROW)
     status, text = said("Transformer Engine", capsys)
     assert status == expected[0] and expected[1] in text
@@ -277,6 +278,8 @@ def test_an_interface_that_is_not_there(capsys: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_the_models_files(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     model, index = tmp_path / "model", {"a": "1.safetensors", "b": "2.safetensors"}
     model.mkdir()
     sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32}
@@ -287,10 +290,13 @@ def test_the_models_files(capsys: Any, tmp_path: Path, monkeypatch: pytest.Monke
     status, text = said("model", capsys, "--model", str(model))
     assert status == "wrong" and "lacks 2.safetensors, which its model.safetensors.index.json lists" in text
     (model / "model.safetensors.index.json").unlink()
+    (model / "1.safetensors").unlink()
+    save_file({"a": np.zeros((8, 32), np.float32)}, model / "model.safetensors", metadata={"format": "pt"})
     status, text = said("model", capsys, "--model", str(model))
-    assert status == "wrong" and text == f"{model} has 256 parameters of 1,176: fetch it again."
-    save_file({"b": np.zeros((8, 200), np.float32)}, model / "2.safetensors")
-    assert said("model", capsys, "--model", str(model))[0] == "ok"
+    assert status == "wrong" and text.startswith(f"--model {model} lacks 12 of the weights that its config.json asks")
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
+    capsys.readouterr()
+    assert said("model", capsys, "--model", str(model)) == ("ok", f"{model}, 1,176 parameters")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     status, text = said("model", capsys, "--model", "someone/something")

@@ -5,7 +5,6 @@ stands in for the product of the portable layers and multiplies what Transformer
 """
 
 import contextlib
-import importlib.metadata
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
-from openrlhf_gtpo.megatron.fp8.options import FP32_SCALES, Fp8Options, check_fp8_host
+from openrlhf_gtpo.megatron.fp8.options import Fp8Options, check_fp8_host, check_transformer_engine
 from openrlhf_gtpo.megatron.fp8.quantize import (
     COLUMNS,
     E4M3,
@@ -29,40 +28,22 @@ from openrlhf_gtpo.megatron.fp8.quantize import (
     scale_of,
 )
 from openrlhf_gtpo.megatron.fp8.weights import EmulatedWeight, in_high_precision, is_fp8, keep_exact
-from openrlhf_gtpo.megatron.parallel.layout import LayoutError
 
 STATE = ".fp8."  # in the names of buffers that a checkpoint made without FP8 lacks
 INPUT, WEIGHT, GRADIENT = range(3)  # the matrices of a product, and the rows of a delayed scaling's state
 
 
 def check_host(options: Fp8Options) -> None:
-    """Check this process's device for Transformer Engine's modes, and the recipe that is in force in it.
+    """Check this process's device and Transformer Engine for that one's modes.
 
     Raises:
-        LayoutError: the device or a build cannot do the recipe, or it is not the one that the emulation computes.
+        LayoutError: as :func:`check_fp8_host` and :func:`check_transformer_engine`.
     """
     if options.emulated:
         return
-
-    def two_numbers(version: str) -> tuple[int, int]:
-        major, minor = version.split(".")[:2]
-        return int(major), int(minor)
-
-    try:
-        installed: tuple[int, int] | None = two_numbers(importlib.metadata.version("transformer-engine"))
-    except importlib.metadata.PackageNotFoundError:
-        installed = None
-    check_fp8_host(options, torch.cuda.get_device_capability(), two_numbers(torch.version.cuda or "0.0"), installed)
-    if options.recipe == "blockwise":
-        # What Megatron's recipe is made of (megatron-core 0.16.1, fp8_utils.py, get_fp8_recipe).
-        from transformer_engine.common.recipe import Float8BlockScaling as recipe
-
-        tensors = (recipe.fp8_quant_fwd_inp, recipe.fp8_quant_fwd_weight, recipe.fp8_quant_bwd_grad)
-        if any(tensor.power_2_scale for tensor in tensors):
-            raise LayoutError(
-                "$fp8_recipe blockwise has float32 scales, and in this process Transformer Engine rounds them to "
-                f"powers of two: it was imported before {FP32_SCALES} was 1; set that before Python and Ray start."
-            )
+    major, minor = (torch.version.cuda or "0.0").split(".")[:2]
+    check_fp8_host(options, torch.cuda.get_device_capability(), (int(major), int(minor)))
+    check_transformer_engine(options.recipe)
 
 
 class Fp8:

@@ -4,6 +4,7 @@ Alignment and support: Transformer Engine 2.11 (``assert_dim_for_fp8_exec``, ``F
 ``check_recipe_support``).
 """
 
+import importlib.metadata
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -107,29 +108,45 @@ def check_fp8(options: Fp8Options, hf_config: Any, layout: Layout, *, cuda: bool
         _check_widths(options, hf_config, layout)
 
 
-def check_fp8_host(
-    options: Fp8Options,
-    capability: tuple[int, int],
-    cuda: tuple[int, int],
-    transformer_engine: tuple[int, int] | None,
-) -> None:
+def check_transformer_engine(recipe: str) -> None:
+    """Refuse an installed Transformer Engine that does not compute what ``recipe`` says, in this process.
+
+    Raises:
+        LayoutError: megatron-core does not work with its version, or its scales are not those of the emulation.
+    """
+    oldest, first_unknown = TRANSFORMER_ENGINE
+    try:
+        version = importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        version = "none"
+    if version == "none" or not oldest <= tuple(map(int, version.split(".")[:2])) < first_unknown:
+        raise LayoutError(
+            f"Expected Transformer Engine from {_version(oldest)} to below {_version(first_unknown)}, got {version}; "
+            "setup_env.sh --cuda brings one, and $fp8 emulated needs none."
+        )
+    if recipe == "blockwise":
+        # What Megatron's recipe is made of (megatron-core 0.16.1, fp8_utils.py, get_fp8_recipe).
+        from transformer_engine.common.recipe import Float8BlockScaling as scaling
+
+        tensors = (scaling.fp8_quant_fwd_inp, scaling.fp8_quant_fwd_weight, scaling.fp8_quant_bwd_grad)
+        if any(tensor.power_2_scale for tensor in tensors):
+            raise LayoutError(
+                "$fp8_recipe blockwise has float32 scales, and in this process Transformer Engine rounds them to "
+                f"powers of two: it was imported before {FP32_SCALES} was 1; set that before Python and Ray start."
+            )
+
+
+def check_fp8_host(options: Fp8Options, capability: tuple[int, int], cuda: tuple[int, int]) -> None:
     """Refuse a recipe of Transformer Engine that this device or build does not have.
 
     Args:
         capability: of the device, such as (9, 0).
         cuda: version that torch was built with.
-        transformer_engine: its version, None where it is not installed.
 
     Raises:
         LayoutError: what is missing, and which recipes run here.
     """
     asked = f"$fp8 {options.mode} $fp8_recipe {options.recipe}"
-    oldest, first_unknown = TRANSFORMER_ENGINE
-    wanted = f"Transformer Engine from {_version(oldest)} to below {_version(first_unknown)}"
-    if transformer_engine is None:
-        raise LayoutError(f"{asked} needs {wanted}, and none is installed; $fp8 emulated needs none.")
-    if not oldest <= transformer_engine < first_unknown:
-        raise LayoutError(f"{asked} needs {wanted}, and {_version(transformer_engine)} is installed.")
     too_new = {"blockwise"} if capability >= _BLOCKS_AS_MXFP8 else set()
     possible = [recipe for recipe in RECIPES if capability >= CAPABILITY[recipe] and cuda >= _CUDA[recipe]]
     possible = [recipe for recipe in possible if recipe not in too_new]
