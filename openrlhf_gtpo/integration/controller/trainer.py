@@ -19,7 +19,7 @@ from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
 from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
 from openrlhf_gtpo.integration.rollout.samples_generator import OrderedSamplesGenerator
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.report.metrics import MetricsWriter, is_number
+from openrlhf_gtpo.report.metrics import MetricsWriter, Rows, is_number
 
 _KL_COEFFICIENT = "kl_coefficient"  # in a checkpoint's client states, which upstream leaves it out of
 
@@ -66,7 +66,8 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         if stop.requested(self.args):
             stop.clear(self.args)
             raise StoppedOnRequest("asked to, before its first step; there is nothing new to save.")
-        states, earlier = self.init_checkpoint_states(), []
+        states = self.init_checkpoint_states()
+        earlier: Rows = []
         if self.metrics_writer:
             settings = {"seed": self.args.train.seed, "estimator": self.args.algo.advantage.estimator}
             earlier = self.metrics_writer.begin(states["global_step"], settings)
@@ -86,7 +87,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         if self.metrics_writer:
             self.metrics_writer.end()
 
-    def _lacks_evaluation(self, saved_step: int, earlier: Sequence[Mapping[str, Any]]) -> bool:
+    def _lacks_evaluation(self, saved_step: int, earlier: Rows) -> bool:
         """Whether the step that the run starts from is to be evaluated, and an interrupted run has not got to it."""
         if self.eval_dataloader is None:
             return False
