@@ -33,7 +33,7 @@ class VocabularyShard:
         One all-gather of five integers, so that a mistake is the same `ValueError` on every rank of the group and
         never a hang, and a check that costs one pass over T integers.
         """
-        lowest, highest = (int(labels.min()), int(labels.max())) if labels.numel() else (0, -1)
+        lowest, highest = torch.stack(labels.aminmax()).tolist() if labels.numel() else (0, -1)
         mine = (local_columns, labels.numel(), -1 if vocab_size is None else vocab_size, lowest, highest)
         ranks = _gather_integers(mine, labels.device, group)
         sizes, tokens, vocab_sizes, lows, highs = zip(*ranks, strict=True)

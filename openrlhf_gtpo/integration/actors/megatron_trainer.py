@@ -22,6 +22,8 @@ from openrlhf_gtpo.megatron.parallel.host import device
 from openrlhf_gtpo.megatron.train.trainer import Trainer
 from openrlhf_gtpo.token_values import place
 
+_READ = ("action_mask", "advantages", "action_log_probs", "base_action_log_probs", "rollout_log_probs")
+
 
 class MegatronActorTrainer(EntropyActorTrainer):
     """Holds the replay buffer of this replica and trains ``model`` on it.
@@ -111,8 +113,11 @@ class _StepLoss:
 
     def loss(self, index: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         """This micro-batch's part of the step's loss, and its metrics, of (N,) values of its actions."""
-        experience = self.experiences[index]
-        experience.to_device(log_probs.device)
+        # Of the host's rows what the loss reads, without waiting for what the device computes.
+        given = {name: getattr(self.experiences[index], name) for name in _READ}
+        experience = SimpleNamespace(
+            **{name: None if v is None else v.to(log_probs.device, non_blocking=True) for name, v in given.items()}
+        )
         mask = experience.action_mask
         log_probs = place(log_probs, mask.bool())
         policy, clip_ratio, approx_kl, vllm_kl, filtered = self.policy_loss(
@@ -137,7 +142,7 @@ class _StepLoss:
             metrics["entropy_loss"] = bonus
         return total, {name: value.detach() for name, value in metrics.items()}
 
-    def _kl(self, experience: Experience, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    def _kl(self, experience: SimpleNamespace, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         if self.args.algo.kl.init_coef <= 0:
             return log_probs.new_zeros(()), log_probs.new_zeros(())
         kl = compute_approx_kl(

@@ -35,7 +35,7 @@ class Packed:
 def pack(
     micro_batch: MicroBatch, device: torch.device, multiple: int = 1, context: tuple[int, int] = (1, 0)
 ) -> Packed:
-    """Pack ``micro_batch`` onto ``device`` for one rank.
+    """Pack ``micro_batch``, of the host, onto ``device`` for one rank, without waiting for what the device computes.
 
     What is missing to the multiple is one more row, which no real token attends to and no action comes from. Under
     context parallelism every row is also filled up at its end, where causal attention keeps it from what is before.
@@ -56,23 +56,27 @@ def pack(
     positions = torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(lengths)
     ends = torch.nn.functional.pad(real, (0, len(lengths) - len(real))).repeat_interleave(lengths)
     places = (positions < ends).nonzero().squeeze(1)  # of the real tokens
-    ids = torch.cat([tokens for tokens, _ in micro_batch]).to(device)
-    actions = torch.cat([actions for _, actions in micro_batch]).to(device)
+    ids = torch.cat([tokens for tokens, _ in micro_batch])
+    actions = torch.cat([actions for _, actions in micro_batch])
     labels = ids[actions]
-    predicts = places.to(device)[actions] - 1  # the hidden state of a token predicts the next one
+    predicts = places[actions] - 1  # the hidden state of a token predicts the next one
     tokens = ids.new_zeros(len(positions))
-    tokens[places.to(device)] = ids
-    positions = positions.to(device)
+    tokens[places] = ids
     mine = None
     if size > 1:
-        here = chunks_of_rank(lengths, size, rank).to(device)
+        here = chunks_of_rank(lengths, size, rank)
         local = torch.full_like(tokens, -1)
-        local[here] = torch.arange(len(here), device=device)
+        local[here] = torch.arange(len(here))
         tokens, positions, predicts = tokens[here], positions[here], local[predicts]
         mine = predicts >= 0
         predicts, labels = predicts[mine], labels[mine]
     longest = int(lengths.max())
-    offsets = starts.to(device, torch.int32)
+    offsets = starts.to(torch.int32).to(device, non_blocking=True)
+    tokens, positions, predicts, labels = (
+        tensor.to(device, non_blocking=True)
+        for tensor in (tokens.unsqueeze(0), positions.unsqueeze(0), predicts, labels)
+    )
+    mine = None if mine is None else mine.to(device, non_blocking=True)
     params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=offsets,
@@ -80,4 +84,4 @@ def pack(
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    return Packed(tokens.unsqueeze(0), positions.unsqueeze(0), params, predicts, labels, mine)
+    return Packed(tokens, positions, params, predicts, labels, mine)

@@ -1,0 +1,77 @@
+"""How often the host waits for the device in a training micro-batch. Tensors on ``meta`` stand for the device's: they
+have no values that could be read."""
+
+from typing import Any
+
+import pytest
+import torch
+from openrlhf.trainer.ppo_utils.experience import Experience
+from rollouts import arguments
+from torch.overrides import TorchFunctionMode
+
+from openrlhf_gtpo.integration.actors.megatron_trainer import _StepLoss
+from openrlhf_gtpo.integration.credit.loss import CreditLoss, loss_options
+from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
+from openrlhf_gtpo.megatron.model.packing import pack
+
+META = torch.device("meta")
+MASK = torch.tensor([[1, 1, 0], [1, 1, 1]])
+
+
+WAITING = {"item", "tolist", "cpu", "nonzero", "masked_select", "__bool__", "__int__", "__float__", "__index__"}
+
+
+class Waits(TorchFunctionMode):
+    """Notes what needs a number of the device's on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += {function.__name__} & WAITING
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("context", [(1, 0), (2, 1)])
+def test_packing_waits_for_nothing(context: tuple[int, int]) -> None:
+    rows = [(torch.arange(length), torch.arange(length) > 2) for length in (9, 5, 7)]
+    here, there = (pack(rows, device, 8, context) for device in (torch.device("cpu"), META))
+    for name in ("tokens", "position_ids", "predicts", "labels", *(["mine"] if context[0] > 1 else [])):
+        assert getattr(there, name).is_meta and getattr(there, name).shape == getattr(here, name).shape
+    assert there.params.cu_seqlens_q.is_meta and there.params.max_seqlen_q == here.params.max_seqlen_q
+
+
+def step_loss(policy_loss: Any, device: torch.device) -> _StepLoss:
+    """A step with one micro-batch, whose rows are the host's."""
+    step = object.__new__(_StepLoss)
+    step.args, step.policy_loss, step.kl_ctl = arguments("--algo.advantage.estimator", "gtpo"), policy_loss, 0.0
+    numbers = {name: torch.zeros(2, 3) for name in ("action_log_probs", "advantages", "rollout_log_probs")}
+    step.experiences = [Experience(action_mask=MASK, sequences=torch.zeros(2, 5), **numbers)]
+    counts = {"batch_num_tokens": torch.tensor(5.0), "global_batch_size": torch.tensor(2.0)}
+    step._totals = {"dp_size": 1} | {name: count.to(device) for name, count in counts.items()}
+    return step
+
+
+def test_the_loss_takes_what_it_reads_and_metrics_stay_with_the_host() -> None:
+    def policy_loss(log_probs: torch.Tensor, *given: torch.Tensor, **more: Any) -> Any:
+        assert all(tensor.is_meta for tensor in (log_probs, *given, more["action_mask"], more["rollout_log_probs"]))
+        return log_probs.sum(), *torch.zeros(2, device="meta"), None, None
+
+    step = step_loss(policy_loss, META)
+    total, metrics = step.loss(0, torch.zeros(5, device="meta"), None)
+    assert total.is_meta and set(metrics) == {"policy_loss", "ppo_clip_ratio", "ppo_kl"}
+    assert not any(value.is_meta for value in vars(step.experiences[0]).values() if isinstance(value, torch.Tensor))
+
+
+@pytest.mark.parametrize(("level", "loss"), [("token", 1), ("sequence", 2)])
+def test_a_micro_batch_waits_for_few_numbers(level: Any, loss: int) -> None:
+    """Whether labels are of the vocabulary, and whether all is finite (and a row has one advantage)."""
+    labels = torch.tensor([3, 0, 7, 1, 2])
+    hidden, weight = torch.randn(5, 4), torch.randn(8, 4)
+    step = step_loss(CreditLoss(level, **loss_options(arguments("--algo.advantage.estimator", "gtpo"))), hidden.device)
+    with Waits() as head:
+        log_probs, _ = linear_log_prob_and_entropy(hidden, weight, labels)
+    with Waits() as of_loss:
+        step.loss(0, log_probs, None)
+    assert len(head.seen) == 1 and len(of_loss.seen) == loss, (head.seen, of_loss.seen)
