@@ -74,14 +74,21 @@ class Arrivals:
 
     def receipt(self) -> Receipt:
         """What was taken, and the parameters that nothing, or not all, was loaded into."""
+        parameters = dict(self._model.named_parameters())
+        # By memory: W_UV and W_UK_T of vLLM's MLA are views of its kv_b_proj (vllm 0.29.0, mla_attention.py).
+        loaded = {_memory(one) for name, one in parameters.items() if self._loaded is None or name in self._loaded}
         unwritten = [
             name
-            for name, parameter in self._model.named_parameters()
-            if (self._loaded is not None and name not in self._loaded)
+            for name, parameter in parameters.items()
+            if _memory(parameter) not in loaded
             or name in self._unfinished
             or (parameter.dtype == torch.bfloat16 and bool((parameter.data.view(torch.int16) == _MARK).any()))
         ]
         return as_integers(self._checksums), unwritten
+
+
+def _memory(parameter: torch.Tensor) -> int:
+    return parameter.untyped_storage().data_ptr() or id(parameter)
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:

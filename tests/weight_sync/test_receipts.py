@@ -1,10 +1,12 @@
 """Would catch a checksum that misses swapped elements, a shift or a single bit, or depends on the device's order."""
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 
 from openrlhf_gtpo.weight_sync import receipts as module
-from openrlhf_gtpo.weight_sync.receipts import checksum
+from openrlhf_gtpo.weight_sync.receipts import Arrivals, checksum
 
 
 def wrapped(value: int) -> int:
@@ -55,3 +57,29 @@ def test_any_change_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     add(tensor[:-1])
     add(torch.zeros_like(tensor))
     add(torch.full_like(tensor, -0.0))
+
+
+class LatentAttention(torch.nn.Module):
+    """As vLLM's, which has a part of a weight under a name of its own that its loader knows nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_b_proj = torch.nn.Parameter(torch.ones(4, 6, dtype=torch.bfloat16), requires_grad=False)
+        self.o_proj = torch.nn.Parameter(torch.ones(4, 6, dtype=torch.bfloat16), requires_grad=False)
+        self.W_UV = torch.nn.Parameter(self.kv_b_proj.T.view(2, 3, 4)[1:].transpose(0, 1), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        return {name for name, tensor in weights if getattr(self, name).copy_(tensor) is not None}
+
+
+def test_a_view_of_another_parameter_is_written_with_it() -> None:
+    for names, missing in (
+        (["kv_b_proj", "o_proj"], []),
+        (["o_proj"], ["kv_b_proj", "W_UV"]),
+        (["kv_b_proj"], ["o_proj"]),
+    ):
+        model = LatentAttention()
+        arrivals = Arrivals(model)
+        with arrivals.loading():
+            model.load_weights((name, torch.zeros(4, 6)) for name in names)
+        assert arrivals.receipt()[1] == missing
