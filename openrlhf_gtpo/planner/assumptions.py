@@ -35,6 +35,7 @@ class Assumptions:
     vllm_rows: int = 1024
     vllm_tokens: int = 8192
     overlap: bool = True
+    lm_head_mb: int = 1024
 
 
 SOURCES = {
@@ -61,5 +62,6 @@ SOURCES = {
     "overlap": "whether gradients and weights travel while passes run (--megatron.ddp): the actor's default",
     "vllm_rows": "--vllm.max_num_seqs, most rows that an engine decodes at once; written by --emit",
     "vllm_tokens": "--vllm.max_num_batched_tokens, in which products bind prefill; written by --emit",
+    "lm_head_mb": "--megatron.lm_head_mb, memory that the LM head works in: the actor's default; times leave it out",
 }
 assert set(SOURCES) == {field.name for field in fields(Assumptions)}

@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from openrlhf_gtpo.planner.assumptions import Assumptions
 from openrlhf_gtpo.planner.candidate import Candidate
 from openrlhf_gtpo.planner.cluster import GIB
 
@@ -196,6 +197,8 @@ def trainer_flags(one: Candidate) -> list[str]:
         flags.append("--no-megatron.use_distributed_optimizer")
     if not one.engines.assumptions.overlap:
         flags.append("--megatron.ddp overlap_grad_reduce=false --megatron.ddp overlap_param_gather=false")
+    if one.engines.assumptions.lm_head_mb != Assumptions.lm_head_mb:
+        flags.append(f"--megatron.lm_head_mb {one.engines.assumptions.lm_head_mb}")
     return flags
 
 

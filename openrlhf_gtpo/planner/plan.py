@@ -144,6 +144,7 @@ def _training(request: Request, layout: Layout, replicas: int, fp8: Fp8Options |
         recompute=recompute,
         distributed_optimizer=request.distributed_optimizer,
         fp8=fp8,
+        lm_head_bytes=request.assumptions.lm_head_mb * 2**20,
     )
 
 

@@ -39,6 +39,7 @@ class Training:
         fp8: products in FP8, whose inputs are then kept in one byte; None for bfloat16.
         kind: layers, ``te`` or ``local``; the latter stands for a host without CUDA altogether.
         short_rows: sequences are below :data:`SHORT_ROW` tokens; counts for ``local`` alone.
+        lm_head_bytes: that the LM head works in; None for its own choice.
     """
 
     shape: ModelShape
@@ -52,6 +53,7 @@ class Training:
     fp8: Fp8Options | None = None
     kind: str = "te"
     short_rows: bool = False
+    lm_head_bytes: int | None = None
 
     @property
     def tensor(self) -> int:
@@ -254,9 +256,8 @@ def head_bytes(training: Training) -> float:
     shape = training.shape
     tokens = max(1, int(training.response_tokens / training.layout.context_parallel_size))
     columns = shape.padded_vocab_size(training.tensor) // training.tensor
-    working = tiles.backward_peak(
-        tokens, columns, shape.hidden_size, budget=tiles.default_budget(training.local), on_cpu=training.local
-    )
+    budget = training.lm_head_bytes or tiles.default_budget(training.local)
+    working = tiles.backward_peak(tokens, columns, shape.hidden_size, budget=budget, on_cpu=training.local)
     weight = 2 * columns * shape.hidden_size
     hidden = 2 * shape.hidden_size * tokens
     if not shape.tied:
@@ -283,4 +284,5 @@ def peak_bytes(training: Training, stage: int) -> float:
 def forward_bytes(training: Training, stage: int) -> float:
     """Beside the weights, of a forward pass without gradients: one layer's intermediates, and the head's tiles."""
     layer = layer_bytes(replace(training, fp8=None, recompute="none")) * training.rank_tokens
-    return layer + (tiles.default_budget(training.local) if stage == training.pipeline - 1 else 0)
+    head = training.lm_head_bytes or tiles.default_budget(training.local)
+    return layer + (head if stage == training.pipeline - 1 else 0)

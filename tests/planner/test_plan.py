@@ -96,11 +96,23 @@ def test_times_move_the_right_way() -> None:
 
 def test_another_value_is_assumed_and_reaches_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "7b", "--gpus", "8", "--assume", "vllm_rows=128", "--assume", "overlap=0"]
+    words += ["--assume", "lm_head_mb=2048"]
     assert plan.main([*words, "--json", "--emit", str(tmp_path / "plan.sh")]) == 0
     assumed = json.loads(capsys.readouterr().out)["assumptions"]
-    assert assumed == asdict(Assumptions()) | {"vllm_rows": 128, "overlap": False}
+    assert assumed == asdict(Assumptions()) | {"vllm_rows": 128, "overlap": False, "lm_head_mb": 2048}
     script = (tmp_path / "plan.sh").read_text()
     assert 'VLLM_MAX_NUM_SEQS="${VLLM_MAX_NUM_SEQS:-128}"' in script and "overlap_grad_reduce=false" in script
+    assert " --megatron.lm_head_mb 2048\n" in script
+
+
+def test_the_lm_head_works_in_what_it_is_given() -> None:
+    asked = request("7b", 8, **FIXED)
+    small, own = (
+        one(replace(asked, assumptions=replace(asked.assumptions, lm_head_mb=size))).memory for size in (512, 1024)
+    )
+    assert one(asked).memory == own
+    assert own["forward"]["activations"] - small["forward"]["activations"] == 512 * 2**20
+    assert own["train"]["head"] > small["train"]["head"]
 
 
 def test_what_travels_hides_behind_passes() -> None:
