@@ -19,19 +19,11 @@ from openrlhf_gtpo.platform.processes import LaunchError, ProcessFailed
 # Of the flags that take a number; of all others 1. An advantage compares at least two responses to a prompt.
 _LEAST = {"warmup": 0, "bucket_mb": 0, "rows": 2, "samples": 2, "sequence_length": 2, "seed": -(2**31)}
 _MOST = 2**31 - 1
-_RECOMPUTE = ("none", "selective", "full")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one benchmark; 0, 2 after a sentence for a mistake in the command line, or 1 where a process failed."""
-    parser = Parser(
-        prog="python3 -m openrlhf_gtpo.cli.benchmark",
-        description="Measurements whose numbers the documentation quotes.",
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_overhead, _actor, _lm_head, _weight_sync, _layers, _train_step, _train):
-        add(commands)
-    args = parser.parse_args(argv)
+    args = build_parser().parse_args(argv)
     try:
         for name, value in vars(args).items():
             least = _LEAST.get(name, 1)
@@ -61,76 +53,63 @@ def run(args: argparse.Namespace) -> None:
     import_module(f"openrlhf_gtpo.benchmarks.{args.command.replace('-', '_')}").run(args)
 
 
-def _command(commands: Any, name: str, summary: str, description: str = "") -> Callable[..., Any]:
-    """Add a command; what is returned adds a flag to it."""
-    return commands.add_parser(name, help=summary, description=description or summary).add_argument
+def build_parser() -> argparse.ArgumentParser:
+    about = "Measurements whose numbers the documentation quotes."
+    parser = Parser(prog="python3 -m openrlhf_gtpo.cli.benchmark", description=about)
+    commands = parser.add_subparsers(dest="command", required=True)
+    count: dict[str, Any] = {"type": int}
+    path: dict[str, Any] = {"type": Path, "metavar": "FILE"}
+    preset = "tiny, 3b, 7b or 32b (Qwen2.5's widths), or a Hugging Face config.json"
+    fp8 = "On a CUDA host FP8 is Transformer Engine's; elsewhere it is emulated, which tells nothing of its speed."
 
+    def command(name: str, summary: str, more: str = "") -> Callable[..., Any]:
+        """Add a command; what is returned adds a flag to it."""
+        flag = commands.add_parser(name, help=summary, description=more or summary).add_argument
+        flag("--output", help="write everything measured to this JSON file", **path)
+        if name not in ("overhead", "weight-sync", "train"):
+            flag("--seed", default=1, help="of what is random", **count)
+        if name in ("layers", "train-step"):
+            flag("--recipes", nargs="*", choices=RECIPES, default=RECIPES, help="of FP8")
+            kinds = ("none", "selective", "full")
+            flag("--recompute", choices=kinds, default="none", help="activations to compute again")
+        return flag
 
-def _output(flag: Callable[..., Any]) -> None:
-    flag("--output", type=Path, metavar="FILE", help="write everything measured to this JSON file")
-
-
-def _overhead(commands: Any) -> None:
-    flag = _command(commands, "overhead", "a GTPO step against upstream's group_norm step, same batches")
+    flag = command("overhead", "a GTPO step against upstream's group_norm step, same batches")
     flag("--model", required=True, metavar="DIR", help="Hugging Face checkpoint")
-    flag("--prompts", type=int, default=8, help="prompts in a batch")
-    flag("--samples", type=int, default=8, help="responses to each")
-    flag("--prompt-tokens", type=int, default=48, help="of each prompt")
-    flag("--response-tokens", type=int, default=32, help="limit of a response")
-    flag("--micro-batch-size", type=int, default=16, help="rows")
-    flag("--repeat", type=int, default=7, help="counted steps of each variant")
-    _output(flag)
+    flag("--prompts", default=8, help="prompts in a batch", **count)
+    flag("--samples", default=8, help="responses to each", **count)
+    flag("--prompt-tokens", default=48, help="of each prompt", **count)
+    flag("--response-tokens", default=32, help="limit of a response", **count)
+    flag("--micro-batch-size", default=16, help="rows", **count)
+    flag("--repeat", default=7, help="counted steps of each variant", **count)
 
-
-def _actor(commands: Any) -> None:
-    flag = _command(commands, "actor", "the DeepSpeed actor against the Megatron actor, same ragged batches")
+    flag = command("actor", "the DeepSpeed actor against the Megatron actor, same ragged batches")
     flag("--model", required=True, metavar="DIR", help="Hugging Face checkpoint")
-    flag("--rows", type=int, default=32, help="responses in a batch")
-    flag("--prompt-tokens", type=int, default=64, help="of each prompt")
-    flag("--response-tokens", type=int, default=512, help="limit of a response")
-    flag("--micro-batch-size", type=int, default=8, help="rows, for DeepSpeed")
-    flag("--max-tokens", type=int, default=2048, help="of a micro-batch, for Megatron")
-    flag("--repeat", type=int, default=5, help="counted batches")
-    flag("--seed", type=int, default=1, help="of what is random")
-    _output(flag)
+    flag("--rows", default=32, help="responses in a batch", **count)
+    flag("--prompt-tokens", default=64, help="of each prompt", **count)
+    flag("--response-tokens", default=512, help="limit of a response", **count)
+    flag("--micro-batch-size", default=8, help="rows, for DeepSpeed", **count)
+    flag("--max-tokens", default=2048, help="of a micro-batch, for Megatron", **count)
+    flag("--repeat", default=5, help="counted batches", **count)
     flag("trainer_flags", nargs="*", metavar="-- FLAG", help="further flags of the trainer, for both")
 
-
-def _lm_head(commands: Any) -> None:
-    flag = _command(
-        commands,
+    flag = command(
         "lm-head",
         "log-probs and entropies: the bare product, OpenRLHF's way, other libraries', ours",
         "Log-probs and entropies from hidden states, every way that is installed, side by side. The bare product is "
         "the limit: one for the forward pass, four for forward and backward (the logits twice, and the products with "
         "their gradient), since no way keeps the logits. Gradients are those of the log-probs alone.",
     )
-    shape = ["1024x896x151936"]
-    flag("--shape", nargs="+", default=shape, metavar="TxHxV", help="tokens x hidden width x vocabulary")
-    flag(
-        "--dtype",
-        nargs="+",
-        choices=("bfloat16", "float16", "float32"),
-        default=["bfloat16"],
-        help="of hidden states and weights",
-    )
-    flag(
-        "--tensor-parallel",
-        nargs="+",
-        type=int,
-        default=[1],
-        metavar="N",
-        help="processes that share the vocabulary, one GPU each",
-    )
-    flag("--repeat", type=int, default=7, help="timed calls of each way")
-    flag("--seed", type=int, default=1, help="of what is random")
-    _output(flag)
-    flag("--png", "--plot", type=Path, metavar="FILE", help="draw the times over the product's")
+    sizes = {"nargs": "+", "default": ["1024x896x151936"], "metavar": "TxHxV"}
+    flag("--shape", help="tokens x hidden width x vocabulary", **sizes)
+    dtypes = ("bfloat16", "float16", "float32")
+    flag("--dtype", nargs="+", choices=dtypes, default=["bfloat16"], help="of hidden states and weights")
+    ranks = "processes that share the vocabulary, one GPU each"
+    flag("--tensor-parallel", nargs="+", default=[1], metavar="N", help=ranks, **count)
+    flag("--repeat", default=7, help="timed calls of each way", **count)
+    flag("--png", "--plot", help="draw the times over the product's", **path)
 
-
-def _weight_sync(commands: Any) -> None:
-    flag = _command(
-        commands,
+    flag = command(
         "weight-sync",
         "whole weight syncs into an engine, beside a device copy",
         "GB/s of whole weight syncs into an engine, beside a device copy of the same bytes. The trainer is one "
@@ -138,99 +117,52 @@ def _weight_sync(commands: Any) -> None:
         "loading. OpenRLHF's own transfer, one call a parameter, is CUDA only; bucket size 0 has its number of calls.",
     )
     flag("--model", type=Path, metavar="DIR", help="Hugging Face checkpoint with safetensors")
-    flag(
-        "--shape",
-        metavar="LxHxIxV",
-        help="instead of --model with --receiver process: a Llama's layers, hidden and intermediate width, vocabulary",
-    )
-    flag(
-        "--receiver",
-        choices=("vllm", "process"),
-        default="vllm",
-        help="an engine of vLLM's, or a process with a plain model, which needs neither vLLM nor Ray for the "
-        "colocated transport",
-    )
-    flag(
-        "--transport",
-        nargs="+",
-        choices=("broadcast", "colocated"),
-        default=["broadcast", "colocated"],
-        help="of the weights",
-    )
-    flag(
-        "--bucket-mb",
-        nargs="+",
-        type=int,
-        default=[0, 16, 64, 256],
-        metavar="MIB",
-        help="bucket sizes; 0 is one parameter a bucket; the last one is measured with checksums too",
-    )
-    flag("--workers", type=int, default=1, help="tensor-parallel size of the engine")
-    flag("--repeat", type=int, default=7, help="counted syncs of each way")
-    _output(flag)
+    llama = "a Llama's layers, hidden and intermediate width, vocabulary"
+    flag("--shape", metavar="LxHxIxV", help=f"instead of --model with --receiver process: {llama}")
+    process = "a process with a plain model, which needs neither vLLM nor Ray for the colocated transport"
+    flag("--receiver", choices=("vllm", "process"), default="vllm", help=f"an engine of vLLM's, or {process}")
+    transports = ["broadcast", "colocated"]
+    flag("--transport", nargs="+", choices=transports, default=transports, help="of the weights")
+    buckets = "bucket sizes; 0 is one parameter a bucket; the last one is measured with checksums too"
+    flag("--bucket-mb", nargs="+", default=[0, 16, 64, 256], metavar="MIB", help=buckets, **count)
+    flag("--workers", default=1, help="tensor-parallel size of the engine", **count)
+    flag("--repeat", default=7, help="counted syncs of each way", **count)
 
-
-def _layers(commands: Any) -> None:
-    flag = _command(
-        commands,
+    flag = command(
         "layers",
         "a stack of decoder layers on Megatron, BF16 against each FP8 recipe",
         "Decoder layers of a given shape with random weights, bfloat16 against each FP8 recipe, on one device. FLOP/s "
         "count products alone (a backward pass has twice a forward's); MFU is over the rate of a big square bfloat16 "
-        "product in the same run. On a CUDA host FP8 is Transformer Engine's; elsewhere it is emulated, which tells "
-        "nothing of its speed.",
+        f"product in the same run. {fp8}",
     )
-    flag(
-        "--shape",
-        nargs="+",
-        default=["7b", "32b"],
-        metavar="NAME",
-        help="tiny, 3b, 7b or 32b (Qwen2.5's widths), or a Hugging Face config.json",
-    )
-    flag("--layers", type=int, metavar="N", help="(default: 4; 2 of tiny and 32b)")
-    flag("--tokens", type=int, default=8192, help="of a micro-batch")
-    flag("--sequence-length", type=int, default=2048, help="tokens of a row")
-    flag("--micro-batches", type=int, default=4, help="of a step")
-    flag("--recipes", nargs="*", choices=RECIPES, default=RECIPES, help="of FP8")
-    flag("--recompute", choices=_RECOMPUTE, default="none", help="activations to compute again")
-    flag("--repeat", type=int, default=7, help="timed repetitions")
-    flag("--matrix", type=int, default=8192, metavar="N", help="side of the square product")
-    flag("--seed", type=int, default=1, help="of what is random")
-    _output(flag)
+    flag("--shape", nargs="+", default=["7b", "32b"], metavar="NAME", help=preset)
+    flag("--layers", metavar="N", help="(default: 4; 2 of tiny and 32b)", **count)
+    flag("--tokens", default=8192, help="of a micro-batch", **count)
+    flag("--sequence-length", default=2048, help="tokens of a row", **count)
+    flag("--micro-batches", default=4, help="of a step", **count)
+    flag("--repeat", default=7, help="timed repetitions", **count)
+    flag("--matrix", default=8192, metavar="N", help="side of the square product", **count)
 
-
-def _train_step(commands: Any) -> None:
-    flag = _command(
-        commands,
+    flag = command(
         "train-step",
         "a whole GTPO train step, BF16 against FP8 against the DeepSpeed actor",
         "Whole GTPO train steps of a model with random weights on Megatron, bfloat16 against FP8, and on the "
         "DeepSpeed actor where OpenRLHF and DeepSpeed are installed. Tokens are real ones, prompts included. Every "
-        "precision gets a process of its own and the same batches, so that ratios are step by step. On a CUDA host "
-        "FP8 is Transformer Engine's; elsewhere it is emulated, which tells nothing of its speed.",
+        f"precision gets a process of its own and the same batches, so that ratios are step by step. {fp8}",
     )
-    flag(
-        "--shape", default="3b", metavar="NAME", help="tiny, 3b, 7b or 32b (Qwen2.5's), or a Hugging Face config.json"
-    )
-    flag("--layers", type=int, metavar="N", help="instead of the shape's own")
-    flag("--prompts", type=int, default=8, help="of a step")
-    flag("--samples", type=int, default=8, help="responses to each")
-    flag("--prompt-tokens", type=int, default=256, help="of each prompt")
-    flag("--response-tokens", type=int, default=2048, help="limit of a response; the median is a sixth of it")
-    flag("--max-tokens", type=int, default=8192, help="of a micro-batch")
-    flag("--recompute", choices=_RECOMPUTE, default="none", help="activations to compute again")
-    flag("--recipes", nargs="*", choices=RECIPES, default=RECIPES, help="of FP8")
+    flag("--shape", default="3b", metavar="NAME", help=preset)
+    flag("--layers", metavar="N", help="instead of the shape's own", **count)
+    flag("--prompts", default=8, help="of a step", **count)
+    flag("--samples", default=8, help="responses to each", **count)
+    flag("--prompt-tokens", default=256, help="of each prompt", **count)
+    flag("--response-tokens", default=2048, help="limit of a response; the median is a sixth of it", **count)
+    flag("--max-tokens", default=8192, help="of a micro-batch", **count)
     flag("--fp8-param", action="store_true", help="each recipe with FP8 primary weights too")
     flag("--deepspeed", action=argparse.BooleanOptionalAction, default=True, help="measure it where it is installed")
-    flag("--micro-batch-size", type=int, default=4, help="rows, for DeepSpeed")
-    flag("--repeat", type=int, default=3, help="counted steps")
-    flag("--seed", type=int, default=1, help="of what is random")
-    _output(flag)
+    flag("--micro-batch-size", default=4, help="rows, for DeepSpeed", **count)
+    flag("--repeat", default=3, help="counted steps", **count)
 
-
-def _train(commands: Any) -> None:
-    flag = _command(
-        commands,
+    flag = command(
         "train",
         "the phases of real training steps, of one configuration or several in turns",
         "The phases of real training steps, of one configuration or several in turns. Each run is the trainer itself, "
@@ -239,32 +171,21 @@ def _train(commands: Any) -> None:
         "run holds; on a CPU host a process that stands for a GPU counts as one. MFU is over the measured rate of a "
         "big square product in the run's dtype, for FP8 too. With RAY_ADDRESS the runs use that cluster.",
     )
-    flag("--steps", type=int, default=3, help="counted steps of a run")
-    flag("--warmup", type=int, default=1, help="steps before them")
-    flag("--repeat", type=int, default=1, help="runs of each configuration")
-    flag(
-        "--compare",
-        action="append",
-        default=[],
-        metavar='NAME="FLAGS"',
-        help="a configuration: flags of the trainer on top of the common ones, which win over them. Give it twice or "
-        "more; ratios are over the first (default: one configuration)",
+    flag("--steps", default=3, help="counted steps of a run", **count)
+    flag("--warmup", default=1, help="steps before them", **count)
+    flag("--repeat", default=1, help="runs of each configuration", **count)
+    configuration = (
+        "a configuration: flags of the trainer on top of the common ones, which win over them. Give it twice or more; "
+        "ratios are over the first (default: one configuration)"
     )
-    flag(
-        "--matrix",
-        type=int,
-        metavar="N",
-        help="side of the product that MFU is over (default: 8192; without CUDA 2048)",
-    )
-    _output(flag)
-    flag("--png", type=Path, metavar="FILE", help="draw the phases, and the ratios")
-    flag(
-        "--runs",
-        type=Path,
-        metavar="DIR",
-        help="new folder for logs and metrics that every node of a cluster sees (default: runs/benchmark_train-TIME)",
-    )
+    flag("--compare", action="append", default=[], metavar='NAME="FLAGS"', help=configuration)
+    side = "side of the product that MFU is over (default: 8192; without CUDA 2048)"
+    flag("--matrix", metavar="N", help=side, **count)
+    flag("--png", help="draw the phases, and the ratios", **path)
+    runs = "new folder for logs and metrics that every node of a cluster sees (default: runs/benchmark_train-TIME)"
+    flag("--runs", type=Path, metavar="DIR", help=runs)
     flag("trainer_flags", nargs="*", metavar="-- FLAG", help="flags of the trainer, for all")
+    return parser
 
 
 if __name__ == "__main__":
