@@ -166,10 +166,7 @@ class ModelShape:
         attention = hidden * (query + 2 * key_value) + query * hidden
         attention += (query + 2 * key_value) if self.qkv_bias else 0
         mlp = 3 * hidden * self.intermediate_size
-        parts = {
-            "attention": attention // tensor,
-            "norms": 2 * hidden + (2 * self.head_dim if self.qk_norm else 0),
-        }
+        parts = {"attention": attention // tensor, "norms": 2 * hidden + (2 * self.head_dim if self.qk_norm else 0)}
         if not self.num_experts:
             return parts | {"mlp": mlp // tensor}
         return parts | {"router": hidden * self.num_experts, "experts": self.num_experts // expert * mlp // tensor}

@@ -1,7 +1,12 @@
 """Command lines: parse, check, call, print. Here is what they share."""
 
 import argparse
+import sys
+from collections.abc import Callable
 from typing import Any
+
+from openrlhf_gtpo.errors import TrainingStopped, UsageError
+from openrlhf_gtpo.platform.processes import LaunchError, ProcessFailed, is_first_process
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -22,3 +27,20 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *, formatter_class: Any = HelpFormatter, **options: Any) -> None:
         super().__init__(formatter_class=formatter_class, **options)
+
+
+def exit_status(command: str, run: Callable[[], Any], *mistakes: type[Exception]) -> int:
+    """Run; 0, or after one sentence on stderr 2 for what the user got wrong and 1 where a process failed.
+
+    Args:
+        command: its name before the sentence.
+        mistakes: exceptions of ``run`` that are the user's, beside :class:`UsageError` and :class:`LaunchError`.
+    """
+    said: tuple[type[Exception], ...] = (UsageError, LaunchError, TrainingStopped, ProcessFailed, *mistakes)
+    try:
+        run()
+    except said as error:
+        if is_first_process():
+            print(f"{command}: {error}", file=sys.stderr)
+        return 1 if isinstance(error, TrainingStopped | ProcessFailed) else 2
+    return 0

@@ -6,7 +6,7 @@ The question goes through the model's chat template, where it has one. The answe
 import sys
 from collections.abc import Sequence
 
-from openrlhf_gtpo.cli import Parser
+from openrlhf_gtpo.cli import Parser, exit_status
 from openrlhf_gtpo.errors import UsageError
 
 
@@ -17,12 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("question", metavar="QUESTION")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="of the answer")
     args = parser.parse_args(argv)
-    try:
-        print(answer(args.model, args.question, args.max_tokens))
-    except UsageError as error:
-        print(f"ask: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status("ask", lambda: print(answer(args.model, args.question, args.max_tokens)))
 
 
 def answer(model: str, question: str, max_tokens: int) -> str:

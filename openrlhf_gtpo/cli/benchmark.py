@@ -10,11 +10,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from openrlhf_gtpo.cli import Parser
-from openrlhf_gtpo.errors import TrainingStopped, UsageError
+from openrlhf_gtpo.cli import Parser, exit_status
+from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.fp8.options import RECIPES
 from openrlhf_gtpo.platform.files import check_output
-from openrlhf_gtpo.platform.processes import LaunchError, ProcessFailed
 
 # Of the flags that take a number; of all others 1. An advantage compares at least two responses to a prompt.
 _LEAST = {"warmup": 0, "bucket_mb": 0, "rows": 2, "samples": 2, "sequence_length": 2, "seed": -(2**31)}
@@ -24,20 +23,19 @@ _MOST = 2**31 - 1
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one benchmark; 0, 2 after a sentence for a mistake in the command line, or 1 where a process failed."""
     args = build_parser().parse_args(argv)
-    try:
-        for name, value in vars(args).items():
-            least = _LEAST.get(name, 1)
-            for number in value if isinstance(value, list) else [value]:
-                if type(number) is int and not least <= number <= _MOST:
-                    limit = f">= {least}" if number < least else f"<= {_MOST}"
-                    raise UsageError(f"Expected --{name.replace('_', '-')} {limit}, got {number}.")
-        for name in ("output", "png"):  # what is measured must not be lost in the end
-            check_output(f"--{name}", getattr(args, name, None))
-        run(args)
-    except (UsageError, LaunchError, TrainingStopped, ProcessFailed) as error:
-        print(f"benchmark {args.command}: {error}", file=sys.stderr)
-        return 1 if isinstance(error, TrainingStopped | ProcessFailed) else 2
-    return 0
+    return exit_status(f"benchmark {args.command}", lambda: _start(args))
+
+
+def _start(args: argparse.Namespace) -> None:
+    for name, value in vars(args).items():
+        least = _LEAST.get(name, 1)
+        for number in value if isinstance(value, list) else [value]:
+            if type(number) is int and not least <= number <= _MOST:
+                limit = f">= {least}" if number < least else f"<= {_MOST}"
+                raise UsageError(f"Expected --{name.replace('_', '-')} {limit}, got {number}.")
+    for name in ("output", "png"):  # what is measured must not be lost in the end
+        check_output(f"--{name}", getattr(args, name, None))
+    run(args)
 
 
 def run(args: argparse.Namespace) -> None:

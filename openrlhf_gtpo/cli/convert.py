@@ -10,14 +10,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from openrlhf_gtpo.cli import Parser
+from openrlhf_gtpo.cli import Parser, exit_status
 from openrlhf_gtpo.integration.command_line.input_checks import check_model, check_weights_fit
 from openrlhf_gtpo.megatron.checkpoint.folder import SIDE_FILES, CheckpointWriteError, check_checkpoint, resolve
 from openrlhf_gtpo.megatron.parallel.layout import Layout, LayoutError, check_layout
 from openrlhf_gtpo.platform import PLATFORM_VARIABLE
-from openrlhf_gtpo.platform.processes import ProcessFailed, is_first_process, run_processes
+from openrlhf_gtpo.platform.processes import is_first_process, run_processes
 
 DTYPES = ("bfloat16", "float32")
 FLAGS = {"tensor_model_parallel_size": "--tensor-parallel", "pipeline_model_parallel_size": "--pipeline-parallel"}
@@ -29,16 +28,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     # Before anything asks: a model that fits no single device fits the host's memory.
     os.environ[PLATFORM_VARIABLE] = "cpu"
-    try:
-        _check_destination(args.destination)
-        args.run(args)
-    except (ValueError, OSError, ProcessFailed) as error:
-        if is_first_process():
-            print(f"convert {args.command}: {error}", file=sys.stderr)
-        return 1 if isinstance(error, ProcessFailed) else 2
+    return exit_status(f"convert {args.command}", lambda: _convert(args), ValueError, OSError)
+
+
+def _convert(args: argparse.Namespace) -> None:
+    target = args.destination
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{target} is a file; name a new folder.")
+    if target.is_dir() and any(target.iterdir()):
+        raise ValueError(f"{target} is not empty; name a new folder.")
+    args.run(args)
     if is_first_process():
-        print(args.destination)
-    return 0
+        print(target)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -51,14 +52,11 @@ def build_parser() -> argparse.ArgumentParser:
             f"--{kind}-parallel", f"--{kind}-model-parallel-size", type=int, default=1, metavar="N", help=meaning
         )
     to_megatron.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as in SRC)")
-    to_megatron.set_defaults(run=_hf_to_megatron)
-
     to_hf = commands.add_parser(
         "megatron-to-hf", help="a checkpoint, of weights or of a training run, to Hugging Face"
     )
-    to_hf.set_defaults(run=_megatron_to_hf)
-
-    for command in (to_megatron, to_hf):
+    for command, run in ((to_megatron, _hf_to_megatron), (to_hf, _megatron_to_hf)):
+        command.set_defaults(run=run)
         command.add_argument("source", type=Path, metavar="SRC")
         command.add_argument("destination", type=Path, metavar="DST", help="a folder that is new or empty")
     return parser
@@ -76,10 +74,12 @@ def _hf_to_megatron(args: argparse.Namespace) -> None:
     except LayoutError as error:
         raise ValueError(error.with_flags(lambda name: FLAGS.get(name, name))) from None
     check_weights_fit(str(args.source), "SRC")
-    dtype = args.dtype or _own_dtype(args.source, config)
-    run_processes(
-        hf_to_megatron, layout.model_parallel_size, str(args.source), str(args.destination.resolve()), layout, dtype
-    )
+    dtype = args.dtype or str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        choices = " or ".join(DTYPES)
+        raise ValueError(f"{args.source} is in {dtype}, in which no model is trained; choose --dtype {choices}.")
+    work = str(args.source), str(args.destination.resolve()), layout, dtype
+    run_processes(hf_to_megatron, layout.model_parallel_size, *work)
 
 
 def _megatron_to_hf(args: argparse.Namespace) -> None:
@@ -128,22 +128,6 @@ def _write_errors() -> Iterator[None]:
         yield
     except CheckpointWriteError as error:
         raise ValueError(str(error)) from error
-
-
-def _check_destination(path: Path) -> None:
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{path} is a file; name a new folder.")
-    if path.is_dir() and any(path.iterdir()):
-        raise ValueError(f"{path} is not empty; name a new folder.")
-
-
-def _own_dtype(source: Path, config: Any) -> str:
-    dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise ValueError(
-            f"{source} is in {dtype}, in which no model is trained; choose --dtype {' or '.join(DTYPES)}."
-        )
-    return dtype
 
 
 if __name__ == "__main__":

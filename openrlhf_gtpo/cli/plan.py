@@ -46,11 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="python3 -m openrlhf_gtpo.cli.plan",
-        description=__doc__,
-        formatter_class=RawHelpFormatter,
-    )
+    parser = Parser(prog="python3 -m openrlhf_gtpo.cli.plan", description=__doc__, formatter_class=RawHelpFormatter)
     count: dict[str, Any] = {"type": int, "metavar": "N"}
     number: dict[str, Any] = {"type": float, "metavar": "X"}
     switch: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": True}

@@ -9,21 +9,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from openrlhf_gtpo.cli import Parser
+from openrlhf_gtpo.cli import Parser, exit_status
 from openrlhf_gtpo.tasks.math_data import INSTRUCTION, load_table, write_math_files
 from openrlhf_gtpo.tasks.reasoning_gym_data import PRESETS, write_task_files
+from openrlhf_gtpo.tasks.smollm2 import convert_smollm2
+from openrlhf_gtpo.tasks.tiny_model import make_tiny_model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0, or 2 after one sentence on stderr where the user's settings cannot be met."""
     args = build_parser().parse_args(argv)
-    try:
-        output = args.run(args)
-    except (ValueError, OSError) as error:
-        print(f"prepare {args.command}: {error}", file=sys.stderr)
-        return 2
-    print(output)
-    return 0
+    return exit_status(f"prepare {args.command}", lambda: print(args.run(args)), ValueError, OSError)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -31,11 +27,11 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     smollm2 = commands.add_parser("smollm2", help="SmolLM2-135M-Instruct as a Hugging Face checkpoint (20 s, 270 MB)")
-    smollm2.set_defaults(run=_smollm2)
+    smollm2.set_defaults(run=lambda args: convert_smollm2(args.output))
 
     tiny = commands.add_parser("tiny-model", help="a 2-layer Llama for smoke tests, warm-started on `products` (20 s)")
     tiny.add_argument("--seed", type=int, default=1, help="of the weights and of the warm start")
-    tiny.set_defaults(run=_tiny_model)
+    tiny.set_defaults(run=lambda args: make_tiny_model(args.output, args.seed))
 
     task = commands.add_parser("task", help="train.jsonl and eval.jsonl of a reasoning-gym task")
     task.add_argument(
@@ -92,12 +88,8 @@ def build_parser() -> argparse.ArgumentParser:
     math.add_argument(
         "--answer-after", metavar="TEXT", help="the answer is what follows the last TEXT, such as '####'"
     )
-    math.add_argument(
-        "--instruction",
-        default=INSTRUCTION,
-        metavar="TEXT",
-        help="appended to each problem that is a text",
-    )
+    instruction = "appended to each problem that is a text"
+    math.add_argument("--instruction", default=INSTRUCTION, metavar="TEXT", help=instruction)
     math.add_argument("--system", default="", metavar="TEXT", help="system message (default: the template's own)")
     math.add_argument("--eval-size", type=int, default=0, help="problems to hold out as eval.jsonl")
     math.add_argument("--seed", type=int, default=1, help="of the choice of those")
@@ -106,18 +98,6 @@ def build_parser() -> argparse.ArgumentParser:
     for command in (smollm2, tiny, task, math):
         command.add_argument("--output", required=True, type=Path, metavar="DIR")
     return parser
-
-
-def _smollm2(args: argparse.Namespace) -> Path:
-    from openrlhf_gtpo.tasks.smollm2 import convert_smollm2
-
-    return convert_smollm2(args.output)
-
-
-def _tiny_model(args: argparse.Namespace) -> Path:
-    from openrlhf_gtpo.tasks.tiny_model import make_tiny_model
-
-    return make_tiny_model(args.output, args.seed)
 
 
 def _task(args: argparse.Namespace) -> Path:
@@ -134,23 +114,14 @@ def _task(args: argparse.Namespace) -> Path:
     settings = {**PRESETS.get(args.preset, {}), **given}
     if "task" not in settings:
         raise ValueError(f"name a task with --task, or a preset ({', '.join(sorted(PRESETS))}) with --preset")
-    sizes = (args.train_size, args.eval_size, args.seed)
-    task, output = settings.pop("task"), args.output
-    return write_task_files(task, output, *sizes, train_rows=args.train_rows, **settings)
+    settings |= {name: getattr(args, name) for name in ("train_size", "eval_size", "seed", "train_rows")}
+    return write_task_files(output_dir=args.output, **settings)
 
 
 def _math(args: argparse.Namespace) -> Path:
-    directory, counts = write_math_files(
-        load_table(args.source, args.config, args.split),
-        args.output,
-        problem_key=args.problem_key,
-        answer_key=args.answer_key,
-        answer_after=args.answer_after,
-        instruction=args.instruction,
-        system=args.system,
-        eval_size=args.eval_size,
-        seed=args.seed,
-    )
+    names = ("problem_key", "answer_key", "answer_after", "instruction", "system", "eval_size", "seed")
+    settings = {name: getattr(args, name) for name in names}
+    directory, counts = write_math_files(load_table(args.source, args.config, args.split), args.output, **settings)
     print(counts, file=sys.stderr)
     return directory
 

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.cli import Parser
+from openrlhf_gtpo.cli import Parser, exit_status
 from openrlhf_gtpo.cli.score import add_input_flags, nested
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line import megatron_flags
 from openrlhf_gtpo.megatron.fp8.options import MODES, RECIPES
 from openrlhf_gtpo.platform.files import check_output
-from openrlhf_gtpo.platform.processes import ProcessFailed
 from openrlhf_gtpo.report.metrics import read_runs
 
 _ESTIMATORS = ("gtpo", "grpo_s")
@@ -32,12 +31,7 @@ compares. Input, a JSON object on each line: {"prompt": ..., "response": ..., "r
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; 0, 2 after a sentence on stderr if the input is unusable, or 1 where a process failed."""
     args = build_parser().parse_args(argv)
-    try:
-        args.run(args)
-    except (ValueError, OSError, ProcessFailed) as error:
-        print(f"report {args.command}: {error}", file=sys.stderr)
-        return 1 if isinstance(error, ProcessFailed) else 2
-    return 0
+    return exit_status(f"report {args.command}", lambda: args.run(args), ValueError, OSError)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -16,11 +16,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.cli import Parser, RawHelpFormatter
+from openrlhf_gtpo.cli import Parser, RawHelpFormatter, exit_status
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line import megatron_flags
 from openrlhf_gtpo.platform.files import check_output
-from openrlhf_gtpo.platform.processes import LaunchError, ProcessFailed, is_first_process, launched_world_size
+from openrlhf_gtpo.platform.processes import launched_world_size
 
 _PROCESSES_PER_CORE = 8
 _DTYPES = ("bfloat16", "float32")
@@ -30,23 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Score; 0, 2 after one sentence on stderr for what the user got wrong, or 1 where a process failed otherwise."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    try:
-        given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
-        megatron_flags.refuse_stray(args, given)
-        _score(args)
-    except (UsageError, LaunchError, ProcessFailed) as error:
-        if is_first_process():
-            print(f"score: {error}", file=sys.stderr)
-        return 1 if isinstance(error, ProcessFailed) else 2
-    return 0
+    given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
+    return exit_status("score", lambda: _score(args, given))
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="python3 -m openrlhf_gtpo.cli.score",
-        description=__doc__,
-        formatter_class=RawHelpFormatter,
-    )
+    prog = "python3 -m openrlhf_gtpo.cli.score"
+    parser = Parser(prog=prog, description=__doc__, formatter_class=RawHelpFormatter)
     add_input_flags(parser)
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="appears when it is complete")
     parser.add_argument("--dtype", choices=_DTYPES, default=_DTYPES[0], help="of the model")
@@ -73,14 +63,7 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="DIR", help="folder of a Hugging Face checkpoint")
     parser.add_argument("--input", required=True, type=Path, metavar="FILE", help="JSON lines")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the policy")
-    parser.add_argument(
-        "--max-tokens",
-        "--max_tokens",
-        type=int,
-        default=8192,
-        metavar="N",
-        help="of a micro-batch",
-    )
+    parser.add_argument("--max-tokens", "--max_tokens", type=int, default=8192, metavar="N", help="of a micro-batch")
 
 
 def nested(args: argparse.Namespace) -> SimpleNamespace:
@@ -91,7 +74,8 @@ def nested(args: argparse.Namespace) -> SimpleNamespace:
     return SimpleNamespace(megatron=SimpleNamespace(**flags))
 
 
-def _score(args: argparse.Namespace) -> None:
+def _score(args: argparse.Namespace, given: Sequence[str]) -> None:
+    megatron_flags.refuse_stray(args, given)
     platform.choose()
 
     from openrlhf_gtpo.integration.command_line.guard import check_openrlhf

@@ -116,11 +116,7 @@ def of_run(rows: Rows, setup: Setup) -> dict[str, Any]:
     phases[STEP] = numbers(step_seconds, _ALL, sum(setup.passes.values()))
     return {
         "phases": phases,
-        IDLE: {
-            "seconds": idle,
-            "share": idle / step_seconds,
-            "gpu_share": 1 - working / (step_seconds * setup.gpus),
-        },
+        IDLE: {"seconds": idle, "share": idle / step_seconds, "gpu_share": 1 - working / (step_seconds * setup.gpus)},
         "peak_memory_gib": _peaks(rows),
     }
 

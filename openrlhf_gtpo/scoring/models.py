@@ -74,11 +74,7 @@ def _transformers(model: ScoreModel) -> Iterator[Forward]:
             valid = pad_sequence([torch.ones_like(tokens) for tokens, _ in rows], batch_first=True)
             mask = pad_sequence([actions for _, actions in rows], batch_first=True)[:, 1:].to(device)
             log_probs, output = actor(
-                sequences.to(device),
-                mask.long(),
-                valid.to(device),
-                return_output=True,
-                return_entropy=True,
+                sequences.to(device), mask.long(), valid.to(device), return_output=True, return_entropy=True
             )
             # The fallback for other architectures gives entropies of all columns.
             entropy = output.entropy[:, -mask.shape[1] :]
