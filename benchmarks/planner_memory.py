@@ -30,8 +30,7 @@ def main() -> None:
             errors = [sum(planned.values()) / sum(measured.values()) - 1 for measured, planned in ranks]
             most = max(sum(measured.values()) for measured, _ in ranks)
             print(f"{name:30}{most / 2**20:8.0f} MiB{min(errors):+8.1%} to {max(errors):+.1%}", flush=True)
-    if args.output:
-        write_results(args.output, args, {"layouts": layouts, "unseen": list(UNSEEN)})
+    write_results(args.output, args, {"layouts": layouts, "unseen": list(UNSEEN)})
 
 
 if __name__ == "__main__":

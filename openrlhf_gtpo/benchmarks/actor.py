@@ -41,18 +41,14 @@ def run(args: argparse.Namespace) -> None:
         speeds = (statistics.median(ratios(one.about["tokens"], one.seconds[phase])) for phase in _PHASES)
         rows.append((backend, *(f"{speed:,.0f}" for speed in speeds), f"{one.about['peak_bytes'] / 2**30:.2f}"))
     faster = {phase: spread(measured["deepspeed"].over(measured["megatron"], phase)) for phase in _PHASES}
-    print_table(
-        f"medians of {args.repeat} batches",
-        ("backend", "forward tok/s", "train tok/s", "peak GiB"),
-        rows,
-        (
-            f"{phase}: megatron is {median:.2f}x as fast as deepspeed (from {low:.2f} to {high:.2f}, batch by batch)"
-            for phase, (low, median, high) in faster.items()
-        ),
+    notes = (
+        f"{phase}: megatron is {median:.2f}x as fast as deepspeed (from {low:.2f} to {high:.2f}, batch by batch)"
+        for phase, (low, median, high) in faster.items()
     )
-    if args.output:
-        sides = {name: {**one.seconds, **one.about} for name, one in measured.items()}
-        write_results(args.output, args, {"measured": sides, "ratios": faster})
+    columns = ("backend", "forward tok/s", "train tok/s", "peak GiB")
+    print_table(f"medians of {args.repeat} batches", columns, rows, notes)
+    sides = {name: {**one.seconds, **one.about} for name, one in measured.items()}
+    write_results(args.output, args, {"measured": sides, "ratios": faster})
 
 
 def measure_actors(

@@ -146,8 +146,11 @@ def median_and_range(values: Iterable[float], digits: int = 2) -> str:
     return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
-def write_results(path: Path, args: argparse.Namespace, results: Mapping[str, Any]) -> None:
-    """Write ``results`` as JSON beside the settings in ``args`` and the machine; parents of ``path`` are created."""
+def write_results(path: Path | None, args: argparse.Namespace, results: Mapping[str, Any]) -> None:
+    """Write ``results`` as JSON beside the settings in ``args`` and the machine; parents of ``path`` are created, and
+    None writes nothing."""
+    if path is None:
+        return
     settings = {name: str(value) for name, value in vars(args).items() if name not in ("run", "output")}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"settings": settings, "machine": _machine(), **results}, indent=1) + "\n")

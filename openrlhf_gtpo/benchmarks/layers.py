@@ -53,8 +53,7 @@ def run(args: argparse.Namespace) -> None:
         case |= {"shape": name, "config": shape.to_dict(), "absent": absent, "derived": derived(case)}
         cases.append(case)
         _print(case, args.repeat)
-        if args.output:  # the next shape may not fit into memory
-            write_results(args.output, args, {"cases": cases})
+        write_results(args.output, args, {"cases": cases})  # the next shape may not fit into memory
 
 
 def case_of(args: argparse.Namespace, config: Any, chosen: dict[str, Fp8Options | None]) -> dict[str, Any]:

@@ -51,8 +51,7 @@ def run(args: argparse.Namespace) -> None:
                 }
                 cases.append(case)
                 _print(case, args.repeat)
-    if args.output:
-        write_results(args.output, args, {"cases": cases})
+    write_results(args.output, args, {"cases": cases})
     if args.png:
         from openrlhf_gtpo.report.benchmark_plots import plot_lm_head
 

@@ -59,8 +59,7 @@ def run(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     results = measure_runs(chosen, args, folder)
     print_phases(results)
-    if args.output:
-        write_results(args.output, args, results)
+    write_results(args.output, args, results)
     if args.png:
         from openrlhf_gtpo.report.benchmark_plots import plot_step_phases
 

@@ -59,24 +59,16 @@ def run(args: argparse.Namespace) -> None:
     else:
         measured[_DEEPSPEED] = _deepspeed(args, shape)
     derived = _derived(measured)
-    print_table(
-        f"{args.shape}: medians of {args.repeat} steps of {args.prompts} x {args.samples} responses, real tokens",
-        ("precision", "phase", "tokens/s", "x bf16"),
-        [
-            (
-                name,
-                phase,
-                f"{statistics.median(numbers['tokens_per_second']):,.0f}",
-                median_and_range(numbers["times_bf16"]),
-            )
-            for name, phases in derived.items()
-            for phase, numbers in phases.items()
-        ],
-        (f"{name} is absent: {reason}" for name, reason in absent.items()),
-    )
-    if args.output:
-        results = {"config": shape.to_dict(), "measured": measured, "derived": derived, "absent": absent}
-        write_results(args.output, args, results)
+    rows = []
+    for name, phases in derived.items():
+        for phase, numbers in phases.items():
+            speed = statistics.median(numbers["tokens_per_second"])
+            rows.append((name, phase, f"{speed:,.0f}", median_and_range(numbers["times_bf16"])))
+    title = f"{args.shape}: medians of {args.repeat} steps of {args.prompts} x {args.samples} responses, real tokens"
+    notes = (f"{name} is absent: {reason}" for name, reason in absent.items())
+    print_table(title, ("precision", "phase", "tokens/s", "x bf16"), rows, notes)
+    results = {"config": shape.to_dict(), "measured": measured, "derived": derived, "absent": absent}
+    write_results(args.output, args, results)
 
 
 def measure_precision(args: argparse.Namespace, config: Any, fp8: Fp8Options | None) -> Measured:
@@ -131,22 +123,19 @@ class Step:
         self.micro_batches = [[rows[i] for i in part] for part in members]
         self.outcome, self.group_ids = (order % 2).float(), order // args.samples
         self.tokens.append(sum(len(tokens) for tokens, _ in rows))
-        actions = [[marks[1:] for _, marks in micro_batch] for micro_batch in self.micro_batches]
-        self._masks = [pad_sequence(part, batch_first=True) for part in actions]  # (b, A) each
+        actions = [marks[1:] for micro_batch in self.micro_batches for _, marks in micro_batch]
+        self._mask = pad_sequence(actions, batch_first=True)  # (B, A)
 
     def old_policy(self) -> None:
         self._old = schedule.forward(self._trainer.model, self.micro_batches)
 
     def advantages(self) -> None:
-        entropy = [place(values.entropy, mask) for values, mask in zip(self._old, self._masks, strict=True)]
-        advantages = gtpo_advantages(
-            _stacked(entropy), _stacked(self._masks), self.outcome, self.group_ids, GTPOConfig()
-        )
-        parts = advantages.split([len(mask) for mask in self._masks])
-        self._advantages = [part[:, : mask.shape[1]][mask] for part, mask in zip(parts, self._masks, strict=True)]
+        entropy = place(torch.cat([values.entropy for values in self._old]), self._mask)
+        advantages = gtpo_advantages(entropy, self._mask, self.outcome, self.group_ids, GTPOConfig())
+        self._advantages = advantages[self._mask].split([len(values.log_probs) for values in self._old])
 
     def train(self) -> None:
-        actions = sum(int(mask.sum()) for mask in self._masks)
+        actions = int(self._mask.sum())
 
         def loss(index: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, None]:
             old, advantages = self._old[index].log_probs, self._advantages[index]
@@ -174,12 +163,6 @@ def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return parts
 
 
-def _stacked(parts: list[Tensor]) -> Tensor:
-    """(b, A) tensors of different widths, which begin at the same column, as one (B, longest A), 0 at their ends."""
-    longest = max(part.shape[1] for part in parts)
-    return torch.cat([torch.nn.functional.pad(part, (0, longest - part.shape[1])) for part in parts])
-
-
 def _deepspeed(args: argparse.Namespace, shape: Any) -> dict[str, Any]:
     """As of a precision; the advantages are computed elsewhere, and are no phase of this actor."""
     from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
@@ -205,13 +188,10 @@ def _derived(measured: dict[str, Any]) -> dict[str, Any]:
     """Of each precision and phase, and of the whole ``step``: tokens/s of each step, and how many times as fast as
     bfloat16 on Megatron."""
     found: dict[str, Any] = {}
-    for name, one in measured.items():
-        phases = {**one["seconds"], "step": [sum(parts) for parts in zip(*one["seconds"].values(), strict=True)]}
-        found[name] = {
-            phase: {"tokens_per_second": ratios(one["tokens"], seconds)} for phase, seconds in phases.items()
-        }
-    for phases in found.values():
-        for phase, numbers in phases.items():
-            bf16 = found[BF16][phase]["tokens_per_second"]
-            numbers["times_bf16"] = ratios(numbers["tokens_per_second"], bf16)
+    for name, one in measured.items():  # BF16 is the first
+        found[name] = {}
+        steps = [sum(parts) for parts in zip(*one["seconds"].values(), strict=True)]
+        for phase, seconds in {**one["seconds"], "step": steps}.items():
+            found[name][phase] = {"tokens_per_second": (speeds := ratios(one["tokens"], seconds))}
+            found[name][phase]["times_bf16"] = ratios(speeds, found[BF16][phase]["tokens_per_second"])
     return found

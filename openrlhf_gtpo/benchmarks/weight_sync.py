@@ -78,15 +78,11 @@ def run(args: argparse.Namespace) -> None:
         share = statistics.median(ratios(seconds[COPY], times))
         rate = median_and_range(size / 1e9 / one for one in times)
         rows.append((name, f"{statistics.median(times) * 1e3:.1f}", rate, f"{share:.4f}"))
-    print_table(
-        f"{len(parameters)} parameters, {size / 1e9:.3f} GB; medians of {args.repeat} syncs, copy = 1",
-        ("way", "ms", "GB/s", "of the copy"),
-        rows,
-    )
-    if args.output:
-        results = {"bytes": size, "parameters": len(parameters), "copy_seconds": seconds[COPY]}
-        results["cases"] = [{**case._asdict(), "seconds": seconds[str(case)]} for case in cases]
-        write_results(args.output, args, results)
+    title = f"{len(parameters)} parameters, {size / 1e9:.3f} GB; medians of {args.repeat} syncs, copy = 1"
+    print_table(title, ("way", "ms", "GB/s", "of the copy"), rows)
+    results = {"bytes": size, "parameters": len(parameters), "copy_seconds": seconds[COPY]}
+    results["cases"] = [{**case._asdict(), "seconds": seconds[str(case)]} for case in cases]
+    write_results(args.output, args, results)
 
 
 def measure_syncs(
