@@ -24,7 +24,7 @@ from openrlhf_gtpo.megatron.parallel.layout import Layout  # noqa: E402
 from openrlhf_gtpo.model_shape import ModelShape  # noqa: E402
 from openrlhf_gtpo.planner.assumptions import Assumptions  # noqa: E402
 from openrlhf_gtpo.planner.cluster import GIB, GPUS, parse_cluster  # noqa: E402
-from openrlhf_gtpo.planner.plan import Asked, Request, candidates  # noqa: E402
+from openrlhf_gtpo.planner.plan import Request, candidates  # noqa: E402
 from openrlhf_gtpo.planner.rollout import Engines  # noqa: E402
 from openrlhf_gtpo.planner.training_memory import Training, peak_bytes  # noqa: E402
 from openrlhf_gtpo.planner.training_speed import TrainingSpeed  # noqa: E402
@@ -124,8 +124,9 @@ def _reinforcement_learning() -> Iterator[Row]:
         work = Workload(
             2 * prompt, 4096 - 2 * prompt, prompt, response, 32, 64, train_batch=512, max_tokens_per_gpu=4096, kl=True
         )
-        asked = Asked(tensor, pipeline, 1, fp8="off", recompute=recompute, vllm_tensor=engine)
-        request = Request(SimpleNamespace(**model), parse_cluster("h100-80g", gpus), work, asked, vllm_memory=0.6)
+        chosen = {"tensor": tensor, "pipeline": pipeline, "context": 1, "vllm_tensor": engine, "vllm_memory": 0.6}
+        chosen |= {"fp8": "off", "recompute": recompute}
+        request = Request(SimpleNamespace(**model), parse_cluster("h100-80g", gpus), work, **chosen)
         yield Row(name, "tokens/s/GPU", published, candidates(request)[0].tokens_per_second)
 
 

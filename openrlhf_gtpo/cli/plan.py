@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo.cli import Parser, RawHelpFormatter
@@ -25,7 +24,7 @@ from openrlhf_gtpo.planner import output
 from openrlhf_gtpo.planner.assumptions import SOURCES, Assumptions
 from openrlhf_gtpo.planner.candidate import PLACEMENTS, Candidate
 from openrlhf_gtpo.planner.cluster import GIB, GPUS, parse_cluster
-from openrlhf_gtpo.planner.plan import Asked, Request, candidates, planned_config, smallest_cluster
+from openrlhf_gtpo.planner.plan import Request, candidates, planned_config, smallest_cluster
 from openrlhf_gtpo.planner.training_memory import RECOMPUTE
 from openrlhf_gtpo.planner.workload import Workload
 from openrlhf_gtpo.platform.files import check_output
@@ -153,20 +152,17 @@ def _request(args: argparse.Namespace) -> Request:
     if args.vllm_gpu_memory is not None and not 0 < args.vllm_gpu_memory < 1:
         raise SettingError(f"Expected 0 < $vllm_gpu_memory < 1, a share of the memory, got {args.vllm_gpu_memory:g}.")
     train_batch = args.train_batch or min(TRAIN_BATCH, args.samples_per_prompt * args.prompts_per_step)
-    given = vars(args) | {"train_batch": train_batch, "vllm_tensor": args.vllm_tensor_parallel}
-    given |= {name: given[f"{name}_parallel"] for name in ("tensor", "pipeline", "context", "expert")}
-    return Request(
-        config=_config(args.model),
-        cluster=parse_cluster(args.gpu, args.gpus, args.nodes, args.network_gbit),
-        workload=Workload(**{field.name: given[field.name] for field in fields(Workload)}),
-        asked=Asked(**{field.name: given[field.name] for field in fields(Asked)}),
-        colocated=args.placement == "colocated",
-        rollout_gpus=args.rollout_gpus,
-        offload=args.offload,
-        distributed_optimizer=args.distributed_optimizer,
-        vllm_memory=args.vllm_gpu_memory,
-        assumptions=_assumptions(args.assume),
-    )
+    given = vars(args) | {"train_batch": train_batch, "vllm_memory": args.vllm_gpu_memory}
+    given |= {name: given[f"{name}_parallel"] for name in ("tensor", "pipeline", "context", "expert", "vllm_tensor")}
+    given["colocated"] = args.placement == "colocated"
+    try:
+        given["config"] = planned_config(args.model)
+    except ValueError as error:
+        raise UsageError(f"--model {args.model}: {error}") from error
+    given["cluster"] = parse_cluster(args.gpu, args.gpus, args.nodes, args.network_gbit)
+    given["workload"] = Workload(**{field.name: given[field.name] for field in fields(Workload)})
+    given["assumptions"] = _assumptions(args.assume)
+    return Request(**{field.name: given[field.name] for field in fields(Request)})
 
 
 def _assumptions(words: list[str]) -> Assumptions:
@@ -183,13 +179,6 @@ def _assumptions(words: list[str]) -> Assumptions:
             raise UsageError(f"--assume {word}: expected {name}=NUMBER, above 0 (overlap=0 or 1).")
         values[name] = type(getattr(Assumptions, name))(value)
     return Assumptions(**values)
-
-
-def _config(model: str) -> SimpleNamespace:
-    try:
-        return planned_config(model)
-    except ValueError as error:
-        raise UsageError(f"--model {model}: {error}") from error
 
 
 def _model(name: str) -> str:

@@ -31,33 +31,16 @@ _NODES = (*range(1, 17), 20, 24, 28, 32, 48, 64, 96, 128, 256, 512)  # that a la
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Sizes that the user has fixed; None leaves one open.
-
-    Fields:
-        fp8: None leaves it open, ``off`` is bfloat16, else a mode.
-        fp8_param: FP8 primary weights, and so no bfloat16.
-    """
-
-    tensor: int | None = None
-    pipeline: int | None = None
-    context: int | None = None
-    expert: int | None = None
-    fp8: str | None = None
-    fp8_recipe: str | None = None
-    fp8_param: bool = False
-    recompute: str | None = None
-    vllm_tensor: int | None = None
-
-
-@dataclass(frozen=True)
 class Request:
-    """What a plan is asked for.
+    """What a plan is asked for; None leaves something open.
 
     Fields:
         config: fields of the model's ``config.json``, from :func:`planned_config`.
+        tensor, pipeline, context, expert, vllm_tensor: parallel sizes of the actor, and of an engine.
+        fp8: ``off`` is bfloat16, else a mode.
+        fp8_param: FP8 primary weights, and so no bfloat16.
         colocated: engines and training share all GPUs; otherwise each has its own.
-        rollout_gpus: of the engines when they have their own; None leaves it open.
+        rollout_gpus: of the engines when they have their own.
         offload: see :class:`Candidate`.
         vllm_memory: ``gpu_memory_utilization``; None for the assumed one.
     """
@@ -65,7 +48,15 @@ class Request:
     config: SimpleNamespace
     cluster: Cluster
     workload: Workload
-    asked: Asked = Asked()
+    tensor: int | None = None
+    pipeline: int | None = None
+    context: int | None = None
+    expert: int | None = None
+    vllm_tensor: int | None = None
+    fp8: str | None = None
+    fp8_recipe: str | None = None
+    fp8_param: bool = False
+    recompute: str | None = None
     colocated: bool = True
     rollout_gpus: int | None = None
     offload: bool = True
@@ -122,9 +113,7 @@ def candidates(request: Request) -> list[Candidate]:
             except SettingError as error:
                 refusals.append(error)
                 continue
-            for fp8, recompute in product(
-                precisions, [request.asked.recompute] if request.asked.recompute else RECOMPUTE
-            ):
+            for fp8, recompute in product(precisions, [request.recompute] if request.recompute else RECOMPUTE):
                 training = _training(request, layout, layout.data_parallel_size(training_gpus), fp8, recompute)
                 found.append(Candidate(training, cluster, engines, request.colocated, request.offload))
     if not found:
@@ -174,7 +163,7 @@ def _engines(request: Request, gpus: int) -> Engines:
     Raises:
         SettingError: the tensor-parallel size that was asked for does not divide the heads, the GPUs or a node.
     """
-    assumed, most, asked = request.assumptions, request.cluster.gpus_per_node, request.asked.vllm_tensor
+    assumed, most, asked = request.assumptions, request.cluster.gpus_per_node, request.vllm_tensor
     share = request.vllm_memory
     if share is None:
         share = assumed.vllm_memory_shared if request.colocated else assumed.vllm_memory
@@ -199,13 +188,13 @@ def _layouts(request: Request, cluster: Cluster) -> list[Layout]:
     Raises:
         SettingError: none is legal; why the first is not.
     """
-    config, asked, batch = request.config, request.asked, request.workload.batch
+    config, batch = request.config, request.workload.batch
     found, refusals = [], []
     for tensor, pipeline, context, expert in product(
-        [asked.tensor] if asked.tensor else legal_tensor_parallel_sizes(config),
-        [asked.pipeline] if asked.pipeline else legal_pipeline_parallel_sizes(config),
-        [asked.context] if asked.context else _CONTEXT,
-        [asked.expert] if asked.expert else _EXPERT if request.shape.num_experts else [1],
+        [request.tensor] if request.tensor else legal_tensor_parallel_sizes(config),
+        [request.pipeline] if request.pipeline else legal_pipeline_parallel_sizes(config),
+        [request.context] if request.context else _CONTEXT,
+        [request.expert] if request.expert else _EXPERT if request.shape.num_experts else [1],
     ):
         layout = Layout(tensor, pipeline, context, expert, sequence_parallel=tensor > 1)
         try:
@@ -236,14 +225,13 @@ def _precisions(request: Request, cluster: Cluster, layout: Layout) -> list[Fp8O
     Raises:
         SettingError: the precision that was asked for is not legal.
     """
-    asked = request.asked
-    if asked.fp8 == "off":
+    if request.fp8 == "off":
         return [None]
-    found: list[Fp8Options | None] = [] if asked.fp8 or asked.fp8_recipe or asked.fp8_param else [None]
+    found: list[Fp8Options | None] = [] if request.fp8 or request.fp8_recipe or request.fp8_param else [None]
     refusals = []
-    for recipe in [asked.fp8_recipe] if asked.fp8_recipe else RECIPES:
-        mode = asked.fp8 or ("e4m3" if recipe == "blockwise" else "hybrid")
-        options = Fp8Options(mode, recipe, primary_weights=asked.fp8_param)
+    for recipe in [request.fp8_recipe] if request.fp8_recipe else RECIPES:
+        mode = request.fp8 or ("e4m3" if recipe == "blockwise" else "hybrid")
+        options = Fp8Options(mode, recipe, primary_weights=request.fp8_param)
         try:
             if cluster.gpu.fp8 is None or cluster.gpu.capability < CAPABILITY[recipe]:
                 raise SettingError(

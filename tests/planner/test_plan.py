@@ -20,7 +20,7 @@ from openrlhf_gtpo.planner.assumptions import Assumptions
 from openrlhf_gtpo.planner.candidate import Candidate
 from openrlhf_gtpo.planner.cluster import parse_cluster
 from openrlhf_gtpo.planner.output import details, ranking, trainer_flags
-from openrlhf_gtpo.planner.plan import Asked, Request, candidates, planned_config, smallest_cluster
+from openrlhf_gtpo.planner.plan import Request, candidates, planned_config, smallest_cluster
 from openrlhf_gtpo.planner.workload import Workload
 
 FOUR_NODES = "--model 32b --gpus 32 --gpu h100-80g --nodes 4"
@@ -43,7 +43,7 @@ MOE = {
 
 
 def request(model: str = "7b", gpus: int = 8, workload: Workload = WORK, **asked: Any) -> Request:
-    return Request(planned_config(model), parse_cluster("h100-80g", gpus), workload, Asked(**asked))
+    return Request(planned_config(model), parse_cluster("h100-80g", gpus), workload, **asked)
 
 
 def one(asked: Request) -> Candidate:
@@ -325,7 +325,7 @@ def test_a_script_finds_a_local_model_from_anywhere(
 def test_flags_of_the_script_are_the_trainer_s() -> None:
     from openrlhf_gtpo.integration.command_line.megatron_flags import add_flags
 
-    asked = Request(SimpleNamespace(**MOE), parse_cluster("h100-80g", 16), WORK, Asked(tensor=2, expert=8))
+    asked = Request(SimpleNamespace(**MOE), parse_cluster("h100-80g", 16), WORK, tensor=2, expert=8)
     flags = " ".join(trainer_flags(candidates(replace(asked, distributed_optimizer=False))[0])).split()
     parser = argparse.ArgumentParser()
     add_flags(parser)
