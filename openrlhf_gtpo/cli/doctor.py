@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,6 +43,9 @@ class Line(NamedTuple):
     text: str
 
 
+ok, warning, wrong, skipped = (partial(Line, status) for status in ("ok", "warning", "wrong", "skipped"))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a line for each check; 1 where one is wrong, else 0."""
     parser = Parser(prog="python3 -m openrlhf_gtpo.cli.doctor", description=__doc__)
@@ -52,17 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shared", metavar="FILE", help="written by another node, in a folder that all must share")
     parser.add_argument("--temporary", default="/tmp", metavar="DIR", help="this node's folder for Ray's files")
     args = parser.parse_args(argv)
-    wrong = False
+    fit = True
     for name, check in CHECKS.items():
         try:
             line = check(args)
         except UsageError as error:
-            line = Line("wrong", str(error))
+            line = wrong(str(error))
         except Exception as error:  # whatever an import or a file system of a broken node may raise
-            line = Line("wrong", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-        wrong |= line.status == "wrong"
+            line = wrong(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        fit &= line.status != "wrong"
         print(f"{line.status:<8} {name}: {line.text}", flush=True)
-    return int(wrong)
+    return int(not fit)
 
 
 def gpus(args: argparse.Namespace) -> Line:
@@ -71,38 +74,37 @@ def gpus(args: argparse.Namespace) -> Line:
     found = [] if ended is None or ended.returncode else [row.split(", ") for row in ended.stdout.splitlines()]
     if ended is not None and not found:
         said = " ".join((ended.stdout + ended.stderr).split())
-        return Line("wrong", f"nvidia-smi fails ({said[:200]}): restart the node or reload its driver.")
+        return wrong(f"nvidia-smi fails ({said[:200]}): restart the node or reload its driver.")
     if len(found) < args.gpus:
-        return Line(
-            "wrong",
+        return wrong(
             f"expected {args.gpus} GPUs, got {len(found)}; leave the node out (sbatch --exclude), or ask for as many "
-            "in the job's header (in apptainer: --nv).",
+            "in the job's header (in apptainer: --nv)."
         )
     if not found:
-        return Line("skipped", "no nvidia-smi here, so nothing of a GPU can be checked.")
+        return skipped("no nvidia-smi here, so nothing of a GPU can be checked.")
     busy = [
         f"{index} ({int(used) // 1024} GiB)"
         for index, (*_, used, _) in enumerate(found)
         if used.isdigit() and int(used) > 2048
     ]
     if busy:
-        return Line("warning", f"memory of GPU {', '.join(busy)} is in use already: end what holds it (nvidia-smi).")
+        return warning(f"memory of GPU {', '.join(busy)} is in use already: end what holds it (nvidia-smi).")
     if any(mode.startswith("Exclusive") for *_, mode in found):
-        return Line("warning", "compute mode Exclusive_Process: a colocated run needs nvidia-smi -c DEFAULT (root).")
-    return Line("ok", f"driver {found[0][0]}, {len(found)} × {found[0][1]}")
+        return warning("compute mode Exclusive_Process: a colocated run needs nvidia-smi -c DEFAULT (root).")
+    return ok(f"driver {found[0][0]}, {len(found)} × {found[0][1]}")
 
 
 def torch_and_driver(args: argparse.Namespace) -> Line:
     """Whether torch is there, is built for what this node has, and computes on each GPU."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
-        return Line("wrong", f"torch is not installed for {sys.executable}: activate the run's environment (SETUP).")
+        return wrong(f"torch is not installed for {sys.executable}: activate the run's environment (SETUP).")
     built = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
     version, cuda = built["__version__"], built["cuda"]
     if _nvidia_smi() is None:
-        return Line("ok" if cuda is None else "skipped", f"{version}, CUDA {cuda}; no GPU here to compute on")
+        return (ok if cuda is None else skipped)(f"{version}, CUDA {cuda}; no GPU here to compute on")
     if cuda is None:
-        return Line("wrong", f"{version} has no CUDA; make the environment with setup_env.sh --cuda, and activate it.")
+        return wrong(f"{version} has no CUDA; make the environment with setup_env.sh --cuda, and activate it.")
     import torch
 
     oldest = _OLDEST_DRIVER.get(int(cuda.split(".")[0]), 0)
@@ -114,26 +116,24 @@ def torch_and_driver(args: argparse.Namespace) -> Line:
         assert count, "torch sees no GPU"
     except Exception as error:
         said = " ".join(str(error).split())[:200]
-        return Line(
-            "wrong", f"{version}: {said}; CUDA {cuda} needs driver {oldest} or newer, see CUDA_VISIBLE_DEVICES."
-        )
-    return Line("ok", f"{version} for CUDA {cuda} computes on {count} GPUs")
+        return wrong(f"{version}: {said}; CUDA {cuda} needs driver {oldest} or newer, see CUDA_VISIBLE_DEVICES.")
+    return ok(f"{version} for CUDA {cuda} computes on {count} GPUs")
 
 
 def nccl(args: argparse.Namespace) -> Line:
     """Torch's NCCL, and the InfiniBand or RoCE adapters that it may take."""
     if _nvidia_smi() is None:
-        return Line("skipped", "no GPU here.")
+        return skipped("no GPU here.")
     import torch
 
     version = ".".join(map(str, torch.cuda.nccl.version()))
     states = {path.parts[-4]: path.read_text() for path in _ADAPTERS.glob("*/ports/*/state")}
     active = [name for name, state in sorted(states.items()) if "ACTIVE" in state]
     if active:
-        return Line("ok", f"{version}; adapters {', '.join(active)}")
+        return ok(f"{version}; adapters {', '.join(active)}")
     if states:
-        return Line("warning", f"{version}; no adapter of {', '.join(sorted(states))} is active: see ibstat.")
-    return Line("ok", f"{version}; no InfiniBand or RoCE adapter: TCP between nodes")
+        return warning(f"{version}; no adapter of {', '.join(sorted(states))} is active: see ibstat.")
+    return ok(f"{version}; no InfiniBand or RoCE adapter: TCP between nodes")
 
 
 def network(args: argparse.Namespace) -> Line:
@@ -143,15 +143,15 @@ def network(args: argparse.Namespace) -> Line:
         there = [name for _, name in socket.if_nameindex()]
         missing = [name for name in interface.split(",") if name not in there]
         if missing:
-            return Line("wrong", f"no interface {missing[0]} here (INTERFACE), only {', '.join(there)}.")
-        return Line("ok", f"GLOO_SOCKET_IFNAME {interface}")
+            return wrong(f"no interface {missing[0]} here (INTERFACE), only {', '.join(there)}.")
+        return ok(f"GLOO_SOCKET_IFNAME {interface}")
     try:
         address = socket.gethostbyname(host)
     except OSError:
         address = "nothing"
     if address == "nothing" or address.startswith("127."):
-        return Line("warning", f"{host} resolves to {address} here, which no other node reaches: set INTERFACE.")
-    return Line("ok", f"{host} is {address}")
+        return warning(f"{host} resolves to {address} here, which no other node reaches: set INTERFACE.")
+    return ok(f"{host} is {address}")
 
 
 def transformer_engine(args: argparse.Namespace) -> Line:
@@ -161,9 +161,9 @@ def transformer_engine(args: argparse.Namespace) -> Line:
     except metadata.PackageNotFoundError:
         version = None
     if _nvidia_smi() is None:
-        return Line("skipped", f"{version or 'not installed'}; no GPU here to use it.")
+        return skipped(f"{version or 'not installed'}; no GPU here to use it.")
     if version is None or find_spec("mbridge") is None:
-        return Line("warning", "not installed, or no mbridge: no FP8 on Megatron; setup_env.sh --cuda brings both.")
+        return warning("not installed, or no mbridge: no FP8 on Megatron; setup_env.sh --cuda brings both.")
     # In a worker's order: openrlhf imports peft, and that Transformer Engine, before anything else here can.
     import openrlhf_gtpo.integration.actors.megatron_actor  # noqa: F401, isort: skip
     from openrlhf_gtpo.integration.command_line.megatron_flags import refusals_name_flags
@@ -171,13 +171,13 @@ def transformer_engine(args: argparse.Namespace) -> Line:
 
     with refusals_name_flags():
         check_transformer_engine("blockwise")
-    return Line("ok", f"{version}; blockwise scales are float32")
+    return ok(f"{version}; blockwise scales are float32")
 
 
 def openrlhf(args: argparse.Namespace) -> Line:
     """Whether OpenRLHF is the one that is extended."""
     check_openrlhf()
-    return Line("ok", metadata.version("openrlhf"))
+    return ok(metadata.version("openrlhf"))
 
 
 def packages(args: argparse.Namespace) -> Line:
@@ -198,18 +198,18 @@ def packages(args: argparse.Namespace) -> Line:
             found[name] = None
     missing = [name for name, version in found.items() if version is None]
     if missing:
-        status = "wrong" if wanted.keys() & set(missing) else "warning"  # DeepSpeed's actor needs no Megatron
-        return Line(status, f"{', '.join(missing)} not installed for {sys.executable}: see requirements/README.md.")
+        line = wrong if wanted.keys() & set(missing) else warning  # DeepSpeed's actor needs no Megatron
+        return line(f"{', '.join(missing)} not installed for {sys.executable}: see requirements/README.md.")
     other = [f"{name}{pin}, got {found[name]}" for name, pin in wanted.items() if pin != f"=={found[name]}"]
     if other:
-        return Line("warning", f"OpenRLHF expects {'; '.join(other)}.")
-    return Line("ok", ", ".join(f"{name} {version}" for name, version in found.items()))
+        return warning(f"OpenRLHF expects {'; '.join(other)}.")
+    return ok(", ".join(f"{name} {version}" for name, version in found.items()))
 
 
 def ports(args: argparse.Namespace) -> Line:
     """Whether the ports of Ray's head are free, and not ones that the system hands to others."""
     if args.port is None:
-        return Line("skipped", "no --port: this is not Ray's head.")
+        return skipped("no --port: this is not Ray's head.")
     wanted = range(args.port, args.port + 3)
     for port in wanted:
         with socket.socket() as server:
@@ -217,11 +217,11 @@ def ports(args: argparse.Namespace) -> Line:
             try:
                 server.bind(("", port))
             except OSError as error:
-                return Line("wrong", f"{port} of {wanted[0]} to {wanted[-1]}: {error.strerror}; set another PORT.")
+                return wrong(f"{port} of {wanted[0]} to {wanted[-1]}: {error.strerror}; set another PORT.")
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     if first <= wanted[-1] and wanted[0] <= last:
-        return Line("warning", f"{args.port} is one that the system hands out ({first} to {last}): set another PORT.")
-    return Line("ok", f"{wanted[0]} to {wanted[-1]} are free")
+        return warning(f"{args.port} is one that the system hands out ({first} to {last}): set another PORT.")
+    return ok(f"{wanted[0]} to {wanted[-1]} are free")
 
 
 def shared_memory(args: argparse.Namespace) -> Line:
@@ -231,12 +231,10 @@ def shared_memory(args: argparse.Namespace) -> Line:
     wanted = min(share * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), most)
     remedy = "in a container give --ipc host or --shm-size, else remount it larger."
     if free < 2**30 and _nvidia_smi() is not None:
-        return Line("wrong", f"{gigabytes(free)} free, and NCCL and torch share memory there; {remedy}")
+        return wrong(f"{gigabytes(free)} free, and NCCL and torch share memory there; {remedy}")
     if free < wanted:
-        return Line(
-            "warning", f"{gigabytes(free)} free, and Ray's object store takes {gigabytes(int(wanted))}; {remedy}"
-        )
-    return Line("ok", f"{gigabytes(free)} free")
+        return warning(f"{gigabytes(free)} free, and Ray's object store takes {gigabytes(int(wanted))}; {remedy}")
+    return ok(f"{gigabytes(free)} free")
 
 
 def limits(args: argparse.Namespace) -> Line:
@@ -246,46 +244,44 @@ def limits(args: argparse.Namespace) -> Line:
     capabilities = re.search(r"^CapEff:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
     may_pin = memory == resource.RLIM_INFINITY or (capabilities and int(capabilities[1], 16) & _CAP_IPC_LOCK)
     if not may_pin and any(_ADAPTERS.glob("*")):
-        return Line(
-            "wrong",
+        return wrong(
             f"memlock is {memory // 1024} KiB, and NCCL pins memory for InfiniBand: ulimit -l unlimited (SETUP), "
-            "LimitMEMLOCK=infinity of slurmd, docker --ulimit memlock=-1.",
+            "LimitMEMLOCK=infinity of slurmd, docker --ulimit memlock=-1."
         )
     if files != resource.RLIM_INFINITY and files < _FILES:
-        return Line(
-            "warning",
-            f"nofile can be {files} at most, and Ray opens many files: LimitNOFILE of slurmd, docker --ulimit.",
+        return warning(
+            f"nofile can be {files} at most, and Ray opens many files: LimitNOFILE of slurmd, docker --ulimit."
         )
-    return Line("ok", f"nofile {files}, memlock {'enough' if may_pin else memory}")
+    return ok(f"nofile {files}, memlock {'enough' if may_pin else memory}")
 
 
 def shared_folder(args: argparse.Namespace) -> Line:
     """Whether this node sees, and may write, the folder where another one wrote a file."""
     if args.shared is None:
-        return Line("skipped", "no --shared FILE of another node.")
+        return skipped("no --shared FILE of another node.")
     from openrlhf_gtpo.integration.controller.cluster_checks import look_for  # imports Ray
 
     folder = Path(args.shared).absolute().parent
     complaint = look_for(args.shared, 10.0)  # seconds that a network file system may take to show it
     if complaint:
-        return Line("wrong", f"{folder} {complaint} here: OUTPUT must be one that all nodes share (NFS, Lustre, …).")
-    return Line("ok", f"{folder}, {gigabytes(free_bytes(folder) or 0)} free")
+        return wrong(f"{folder} {complaint} here: OUTPUT must be one that all nodes share (NFS, Lustre, …).")
+    return ok(f"{folder}, {gigabytes(free_bytes(folder) or 0)} free")
 
 
 def disk(args: argparse.Namespace) -> Line:
     """Whether Ray may write its files and objects."""
     if not os.access(args.temporary, os.W_OK | os.X_OK):
-        return Line("wrong", f"{args.temporary} is not a folder that can be written; set NODE_TMP.")
+        return wrong(f"{args.temporary} is not a folder that can be written; set NODE_TMP.")
     usage = shutil.disk_usage(args.temporary)
     if usage.used > _FULL_DISK * usage.total:
-        return Line("warning", f"{args.temporary} is over 95 % full, where Ray stops writing; free some, or NODE_TMP.")
-    return Line("ok", f"{args.temporary}, {gigabytes(usage.free)} free")
+        return warning(f"{args.temporary} is over 95 % full, where Ray stops writing; free some, or NODE_TMP.")
+    return ok(f"{args.temporary}, {gigabytes(usage.free)} free")
 
 
 def model(args: argparse.Namespace) -> Line:
     """Whether the model's configuration and all of its weights are here."""
     if args.model is None:
-        return Line("skipped", "no --model.")
+        return skipped("no --model.")
     from openrlhf_gtpo.integration.command_line.input_checks import check_model, check_weights_fit
 
     folder = args.model
@@ -295,15 +291,14 @@ def model(args: argparse.Namespace) -> Line:
         try:
             folder = str(model_folder(folder, fetch=False))
         except UsageError:  # nothing of it is there, or not all
-            return Line(
-                "wrong" if HF_HUB_OFFLINE else "warning",
+            return (wrong if HF_HUB_OFFLINE else warning)(
                 f"{args.model} is no folder here and not whole in the cache {HF_HUB_CACHE}: hf download {args.model} "
-                "where there is a network, with HF_HOME on a disk that this node sees.",
+                "where there is a network, with HF_HOME on a disk that this node sees."
             )
     check_model(folder, "--model")
     check_weights_fit(folder, "--model")
     there = parameters_of(folder)
-    return Line("ok", f"{folder}, {there:,} parameters" if there else f"{folder}; no safetensors to look into")
+    return ok(f"{folder}, {there:,} parameters" if there else f"{folder}; no safetensors to look into")
 
 
 @cache

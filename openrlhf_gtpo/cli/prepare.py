@@ -34,35 +34,32 @@ def build_parser() -> argparse.ArgumentParser:
     tiny.set_defaults(run=lambda args: make_tiny_model(args.output, args.seed))
 
     task = commands.add_parser("task", help="train.jsonl and eval.jsonl of a reasoning-gym task")
-    task.add_argument(
+    add = task.add_argument
+    add(
         "--preset",
         choices=sorted(PRESETS),
         help="settings that belong together, which the flags below override: quickstart (products of two "
         "one-digit numbers, for SmolLM2) or smoke (what tiny-model can do)",
     )
-    task.add_argument(
-        "--task", help="a reasoning-gym data set, such as products, gcd, chain_sum (default: the preset's)"
-    )
-    task.add_argument("--train-size", type=int, default=75, help="training questions")
-    task.add_argument(
-        "--train-rows", type=int, help="repeat the training questions to this many rows (default: each once)"
-    )
-    task.add_argument("--eval-size", type=int, default=24, help="held-out questions")
-    task.add_argument("--seed", type=int, default=1, help="of the questions")
-    task.add_argument(
+    add("--task", help="a reasoning-gym data set, such as products, gcd, chain_sum (default: the preset's)")
+    add("--train-size", type=int, default=75, help="training questions")
+    add("--train-rows", type=int, help="repeat the training questions to this many rows (default: each once)")
+    add("--eval-size", type=int, default=24, help="held-out questions")
+    add("--seed", type=int, default=1, help="of the questions")
+    add(
         "--task-config",
         metavar="JSON",
         help="fields of the task's config, as '{\"max_digits\": 2}'; by default small settings for products, gcd and "
         "chain_sum, and reasoning-gym's own for the others ('{}' asks for those)",
     )
-    task.add_argument("--instruction", metavar="TEXT", help="appended to each question")
-    task.add_argument("--system", metavar="TEXT", help="system message (default: the chat template's own)")
-    task.add_argument(
+    add("--instruction", metavar="TEXT", help="appended to each question")
+    add("--system", metavar="TEXT", help="system message (default: the chat template's own)")
+    add(
         "--question-form",
         metavar="TEMPLATE",
         help="the question, from the task's {question} and metadata, such as '{expression} =' for products",
     )
-    task.add_argument(
+    add(
         "--example",
         dest="examples",
         nargs=2,
@@ -70,29 +67,25 @@ def build_parser() -> argparse.ArgumentParser:
         metavar=("QUESTION", "ANSWER"),
         help="a worked turn before the question; may be repeated",
     )
-    task.add_argument("--label", choices=["answer"], help=argparse.SUPPRESS)  # what labels were made of in 0.1
+    add("--label", choices=["answer"], help=argparse.SUPPRESS)  # what labels were made of in 0.1
     task.set_defaults(run=_task)
 
     math = commands.add_parser("math", help="a data set of problems and answers, for math_verify_reward.py")
-    math.add_argument(
-        "--source", required=True, help="a .jsonl, .json, .csv or .parquet file, or a name on the Hugging Face hub"
-    )
-    math.add_argument("--config", help="the hub data set's configuration, such as main")
-    math.add_argument("--split", default="train", help="the hub data set's split")
-    math.add_argument(
+    add = math.add_argument
+    add("--source", required=True, help="a .jsonl, .json, .csv or .parquet file, or a name on the Hugging Face hub")
+    add("--config", help="the hub data set's configuration, such as main")
+    add("--split", default="train", help="the hub data set's split")
+    add(
         "--problem-key",
         default="problem",
         help="column with the problem, a text or chat messages (default: %(default)s); a.b is field b of column a",
     )
-    math.add_argument("--answer-key", default="answer", help="column with the answer")
-    math.add_argument(
-        "--answer-after", metavar="TEXT", help="the answer is what follows the last TEXT, such as '####'"
-    )
-    instruction = "appended to each problem that is a text"
-    math.add_argument("--instruction", default=INSTRUCTION, metavar="TEXT", help=instruction)
-    math.add_argument("--system", default="", metavar="TEXT", help="system message (default: the template's own)")
-    math.add_argument("--eval-size", type=int, default=0, help="problems to hold out as eval.jsonl")
-    math.add_argument("--seed", type=int, default=1, help="of the choice of those")
+    add("--answer-key", default="answer", help="column with the answer")
+    add("--answer-after", metavar="TEXT", help="the answer is what follows the last TEXT, such as '####'")
+    add("--instruction", default=INSTRUCTION, metavar="TEXT", help="appended to each problem that is a text")
+    add("--system", default="", metavar="TEXT", help="system message (default: the template's own)")
+    add("--eval-size", type=int, default=0, help="problems to hold out as eval.jsonl")
+    add("--seed", type=int, default=1, help="of the choice of those")
     math.set_defaults(run=_math)
 
     for command in (smollm2, tiny, task, math):

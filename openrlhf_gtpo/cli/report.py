@@ -39,39 +39,36 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     run = commands.add_parser("run", help="one run: held-out reward before and after, time per step, curves")
-    run.add_argument(
-        "metrics", type=Path, metavar="DIR_OR_FILE", help="a metrics file, or a directory with metrics.jsonl"
-    )
-    run.add_argument(
-        "--png", type=Path, metavar="OUT", help="draw reward, entropy and response length (default: DIR/curves.png)"
-    )
-    run.add_argument("--title", help="of the PNG (default: the run's path)")
+    add = run.add_argument
+    add("metrics", type=Path, metavar="DIR_OR_FILE", help="a metrics file, or a directory with metrics.jsonl")
+    add("--png", type=Path, metavar="OUT", help="draw reward, entropy and response length (default: DIR/curves.png)")
+    add("--title", help="of the PNG (default: the run's path)")
     run.set_defaults(run=_run)
 
     compare = commands.add_parser("compare", help="several runs: a markdown table, with means over a label's runs")
-    compare.add_argument(
-        "runs", nargs="+", metavar="LABEL=FILE", help="repeat a label for several seeds: gtpo=a.jsonl gtpo=b.jsonl"
-    )
-    compare.add_argument("--png", type=Path, metavar="OUT", help="also draw the runs and their means")
-    compare.add_argument("--title", default="", help="of the PNG")
-    compare.add_argument("--markdown", type=Path, metavar="OUT", help="also write the table to this file")
+    add = compare.add_argument
+    add("runs", nargs="+", metavar="LABEL=FILE", help="repeat a label for several seeds: gtpo=a.jsonl gtpo=b.jsonl")
+    add("--png", type=Path, metavar="OUT", help="also draw the runs and their means")
+    add("--title", default="", help="of the PNG")
+    add("--markdown", type=Path, metavar="OUT", help="also write the table to this file")
     compare.set_defaults(run=_compare)
 
     watch = commands.add_parser("watch", help="a progress bar over a run that is under way")
-    watch.add_argument("metrics", type=Path, metavar="FILE", help="the run's metrics file; it may not exist yet")
-    watch.add_argument("--steps", type=int, required=True, help="training steps of the whole run")
-    watch.add_argument("--pid", type=int, required=True, help="the training process; watching ends with it")
+    add = watch.add_argument
+    add("metrics", type=Path, metavar="FILE", help="the run's metrics file; it may not exist yet")
+    add("--steps", type=int, required=True, help="training steps of the whole run")
+    add("--pid", type=int, required=True, help="the training process; watching ends with it")
     watch.set_defaults(run=_watch)
 
-    fp8 = commands.add_parser(
-        "fp8", help="what FP8 does to entropy credit: a table, a page with plots, JSON", description=_FP8
-    )
+    fp8_help = "what FP8 does to entropy credit: a table, a page with plots, JSON"
+    fp8 = commands.add_parser("fp8", help=fp8_help, description=_FP8)
     add_input_flags(fp8)
-    fp8.add_argument("--output", required=True, type=Path, metavar="DIR", help="gets fp8.md, fp8.png and fp8.json")
-    fp8.add_argument("--estimator", choices=_ESTIMATORS, default=_ESTIMATORS[0], help="of the credit")
-    fp8.add_argument("--megatron.fp8", choices=MODES, default="emulated", help="of the products")
-    fp8.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="(default: all of them)")
-    fp8.add_argument(
+    add = fp8.add_argument
+    add("--output", required=True, type=Path, metavar="DIR", help="gets fp8.md, fp8.png and fp8.json")
+    add("--estimator", choices=_ESTIMATORS, default=_ESTIMATORS[0], help="of the credit")
+    add("--megatron.fp8", choices=MODES, default="emulated", help="of the products")
+    add("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="(default: all of them)")
+    add(
         "--layers_in_bf16",
         type=int,
         default=0,
