@@ -4,6 +4,7 @@ import argparse
 import re
 import statistics
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -32,25 +33,20 @@ def run(args: argparse.Namespace) -> None:
         if any(shape["vocabulary"] % ranks for shape in shapes):
             raise UsageError(f"--tensor-parallel {ranks} does not divide every vocabulary of --shape.")
     cases = []
-    for ranks in args.tensor_parallel:
-        for dtype in args.dtype:
-            for sizes in shapes:
-                shape = {**sizes, "dtype": dtype}
-                measured, absent = run_processes(measure_ways, ranks, shape, args.repeat, args.seed)
-                on, off = measured[OURS], measured[OURS_WITHOUT_ENTROPY]
-                case = {
-                    "shape": shape,
-                    "tensor_parallel": ranks,
-                    "measured": {name: one.as_json() for name, one in measured.items()},
-                    "over_product": {
-                        name: {phase: one.over(measured[PRODUCT], phase) for phase in PHASES}
-                        for name, one in measured.items()
-                    },
-                    "entropy_on_over_off": {phase: on.over(off, phase) for phase in PHASES},
-                    "absent": absent,
-                }
-                cases.append(case)
-                _print(case, args.repeat)
+    for ranks, dtype, sizes in product(args.tensor_parallel, args.dtype, shapes):
+        shape = {**sizes, "dtype": dtype}
+        measured, absent = run_processes(measure_ways, ranks, shape, args.repeat, args.seed)
+        base, on, off = (measured[name] for name in (PRODUCT, OURS, OURS_WITHOUT_ENTROPY))
+        case = {
+            "shape": shape,
+            "tensor_parallel": ranks,
+            "measured": {name: one.as_json() for name, one in measured.items()},
+            "over_product": {n: {phase: one.over(base, phase) for phase in PHASES} for n, one in measured.items()},
+            "entropy_on_over_off": {phase: on.over(off, phase) for phase in PHASES},
+            "absent": absent,
+        }
+        cases.append(case)
+        _print(case, args.repeat)
     write_results(args.output, args, {"cases": cases})
     if args.png:
         from openrlhf_gtpo.report.benchmark_plots import plot_lm_head

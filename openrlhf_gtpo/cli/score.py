@@ -38,16 +38,17 @@ def build_parser() -> argparse.ArgumentParser:
     prog = "python3 -m openrlhf_gtpo.cli.score"
     parser = Parser(prog=prog, description=__doc__, formatter_class=RawHelpFormatter)
     add_input_flags(parser)
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="appears when it is complete")
-    parser.add_argument("--dtype", choices=_DTYPES, default=_DTYPES[0], help="of the model")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--output", required=True, type=Path, metavar="FILE", help="appears when it is complete")
+    add("--dtype", choices=_DTYPES, default=_DTYPES[0], help="of the model")
+    add(
         "--processes",
         type=int,
         metavar="N",
         help="processes (GPUs) in all; more than one model needs make replicas of it, which share the rows (default: "
         "those of one model, or those that torchrun has started)",
     )
-    parser.add_argument(
+    add(
         "--trust-remote-code",
         "--trust_remote_code",
         action="store_true",
@@ -60,10 +61,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def add_input_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that ``report fp8`` has too."""
-    parser.add_argument("--model", required=True, metavar="DIR", help="folder of a Hugging Face checkpoint")
-    parser.add_argument("--input", required=True, type=Path, metavar="FILE", help="JSON lines")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of the policy")
-    parser.add_argument("--max-tokens", "--max_tokens", type=int, default=8192, metavar="N", help="of a micro-batch")
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR", help="folder of a Hugging Face checkpoint")
+    add("--input", required=True, type=Path, metavar="FILE", help="JSON lines")
+    add("--temperature", type=float, default=1.0, help="of the policy")
+    add("--max-tokens", "--max_tokens", type=int, default=8192, metavar="N", help="of a micro-batch")
 
 
 def nested(args: argparse.Namespace) -> SimpleNamespace:

@@ -18,7 +18,7 @@ from rank_pool import RankPool
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.scoring import score
 from openrlhf_gtpo.scoring.inputs import RowFile, ScoreModel
-from openrlhf_gtpo.scoring.models import fill_padded
+from openrlhf_gtpo.scoring.score import fill_padded
 
 VOCABULARY, TEMPERATURE = 151, 0.7
 LENGTHS = [3, 1, 40, 17, 5, 2, 80, 6, 33, 9, 2, 64]
