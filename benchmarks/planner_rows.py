@@ -26,7 +26,7 @@ from openrlhf_gtpo.planner.assumptions import Assumptions  # noqa: E402
 from openrlhf_gtpo.planner.cluster import GIB, GPUS, parse_cluster  # noqa: E402
 from openrlhf_gtpo.planner.plan import Request, candidates  # noqa: E402
 from openrlhf_gtpo.planner.rollout import Engines  # noqa: E402
-from openrlhf_gtpo.planner.training_memory import Training, peak_bytes  # noqa: E402
+from openrlhf_gtpo.planner.training_memory import Training, step_bytes  # noqa: E402
 from openrlhf_gtpo.planner.training_speed import TrainingSpeed  # noqa: E402
 from openrlhf_gtpo.planner.workload import Workload  # noqa: E402
 
@@ -161,7 +161,8 @@ def against_measured(results: dict[str, Any]) -> Iterator[Row]:
     )
     speed = TrainingSpeed(training, parse_cluster(gpu, 1), work, Assumptions())
     name = f"{settings['shape']} on {gpu}"
-    yield Row(f"{name}: peak memory", "GiB", measured["peak_bytes"] / GIB, peak_bytes(training, 0) / GIB)
+    planned = sum(step_bytes(training, 0).values())
+    yield Row(f"{name}: peak memory", "GiB", measured["peak_bytes"] / GIB, planned / GIB)
     for phase, seconds in (("old_policy", speed.scoring()), ("train", sum(speed.optimizer_step().values()))):
         yield Row(f"{name}: {phase}", "s", statistics.median(measured["seconds"][phase]), seconds)
 

@@ -141,10 +141,13 @@ def run_trainer(name: str, argv: Sequence[str], folder: Path, steps: int) -> lis
                 if made >= steps:
                     return rows
                 if ended:
-                    code = process.returncode
+                    guess = "its data may be used up" if rows else f"{folder} has to be a folder that every node sees"
+                    guess = "" if process.returncode else f" ({guess})"
+                    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+                    said = [line for line in lines if line.startswith("train_ppo_ray")] or lines[-_LAST_LINES:]
                     raise TrainingStopped(
-                        f"{name} ended with exit code {code} after {made} of {steps} steps; the whole log: {log}"
-                        f"{_guess(code, rows, folder)}. Its last words:\n{_last_words(log)}"
+                        f"{name} ended with exit code {process.returncode} after {made} of {steps} steps; the whole "
+                        f"log: {log}{guess}. Its last words:\n" + "\n".join(f"  {line}" for line in said)
                     )
                 time.sleep(_POLL_SECONDS)
         finally:
@@ -156,18 +159,6 @@ def run_trainer(name: str, argv: Sequence[str], folder: Path, steps: int) -> lis
                 process.wait()
             for place in weights.values():  # of a run that came to its own end, or was asked to stop
                 shutil.rmtree(place, ignore_errors=True)
-
-
-def _guess(code: int, rows: Sequence[Any], folder: Path) -> str:
-    if code != 0:
-        return ""
-    return " (its data may be used up)" if rows else f" ({folder} has to be a folder that every node sees)"
-
-
-def _last_words(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    said = [line for line in lines if line.startswith("train_ppo_ray")] or lines[-_LAST_LINES:]
-    return "\n".join(f"  {line}" for line in said)
 
 
 def measured_rate(gpus: int, side: int, dtype: str) -> float:

