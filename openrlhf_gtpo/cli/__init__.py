@@ -1,12 +1,16 @@
 """Command lines: parse, check, call, print. Here is what they share."""
 
 import argparse
+import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.platform.processes import LaunchError, ProcessFailed, is_first_process
+
+_KEY = "WANDB_API_KEY"
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -44,3 +48,25 @@ def exit_status(command: str, run: Callable[[], Any], *mistakes: type[Exception]
             print(f"{command}: {error}", file=sys.stderr)
         return 1 if isinstance(error, TrainingStopped | ProcessFailed) else 2
     return 0
+
+
+def hide_key(argv: Sequence[str]) -> list[str]:
+    """``argv`` with W&B's key moved to WANDB_API_KEY, its name in its place; before anything prints it or starts.
+
+    A command line is in every user's ``ps``, in Ray's record of the job and in a benchmark's results; an environment
+    is its user's own. This process's own title loses the key too.
+    """
+    from setproctitle import getproctitle, setproctitle  # vLLM depends on it
+
+    words, key = [], ""
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        if words and re.fullmatch(r"--logger\.wandb\.ke?y?", words[-1]) and not word.startswith("--"):
+            key, word = word, _KEY
+        elif re.fullmatch(r"--logger\.wandb\.ke?y?", flag) and equals:
+            key, word = value, f"{flag}={_KEY}"
+        words.append(word)
+    if key not in ("", _KEY):
+        os.environ.setdefault(_KEY, key)
+        setproctitle(getproctitle().replace(key, _KEY))
+    return words

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from openrlhf_gtpo.cli import Parser, exit_status
+from openrlhf_gtpo.cli import Parser, exit_status, hide_key
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.fp8.options import RECIPES
 from openrlhf_gtpo.platform.files import check_output
@@ -187,4 +187,4 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(hide_key(sys.argv[1:])))

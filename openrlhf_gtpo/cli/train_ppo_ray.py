@@ -1,11 +1,14 @@
 """``python3 -m openrlhf.cli.train_ppo_ray`` with GTPO and GRPO-S: the same flags and a few more (see ``--help``)."""
 
+import os
 import sys
 from collections.abc import Sequence
 
+from openrlhf_gtpo.cli import hide_key
 from openrlhf_gtpo.errors import StoppedOnRequest, TrainingStopped, UsageError
 from openrlhf_gtpo.integration.controller.stop import STOPPED_STATUS
 from openrlhf_gtpo.integration.run import train
+from openrlhf_gtpo.launch.ray_node import close_own_ray
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,4 +35,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    close_own_ray(os.environ)
+    sys.exit(main(hide_key(sys.argv[1:])))

@@ -5,7 +5,7 @@ import resource
 import secrets
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +68,15 @@ def with_token(environment: Mapping[str, str], token: Path | None) -> dict[str, 
     if token is None:
         return dict(environment)
     return {**environment, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+
+
+def close_own_ray(environment: MutableMapping[str, str]) -> None:
+    """Have a Ray that this process starts answer to this process and its workers alone, and serve no metrics; before
+    Ray is imported, which reads it once (ray 2.55.0). RAY_AUTH_MODE=disabled leaves it open; what RAY_ADDRESS names is
+    as whoever started it made it."""
+    if not environment.get("RAY_ADDRESS") and not environment.get("RAY_AUTH_MODE"):
+        own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        environment.update({**_NO_METRICS_SERVERS, **environment, **own})
 
 
 def run_node(node: Node, token: Path | None, logs: Path | None) -> int:

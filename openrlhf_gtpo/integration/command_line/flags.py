@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import inspect
+import os
 import re
 import sys
 import typing
@@ -59,6 +60,13 @@ _OF_VARIANTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
 
 # DAPO's buffer as a share of the longest response (4096 of 20480 tokens).
 _DAPO_BUFFER_SHARE = 0.2
+
+
+class Secret(str):
+    """Text that a print of the arguments, to a log or to W&B's configuration, does not show."""
+
+    def __repr__(self) -> str:
+        return "'***'"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -168,6 +176,8 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
         UsageError: a flag that contradicts the preset, the estimator's loss level or the actor's backend.
     """
     values = vars(args)  # by flag
+    if values["logger.wandb.key"]:  # the trackers of a cluster do not have this process's environment
+        values["logger.wandb.key"] = Secret(os.environ.get("WANDB_API_KEY") or values["logger.wandb.key"])
     if "actor.eps_clip" in given:
         given |= {"actor.eps_clip_low_high"}  # OpenRLHF takes the one for both bounds
     preset = values["algo.preset"]
