@@ -12,6 +12,16 @@ from typing import Any
 
 from openrlhf_gtpo.errors import UsageError
 
+# What a config.json's fields are where they are not null, beside the sizes that ``ModelShape.of`` looks at.
+_KINDS: dict[str, type] = {
+    "model_type": str,
+    "max_position_embeddings": int,
+    "sliding_window": int,
+    "rope_parameters": dict,
+    "rope_scaling": dict,
+    "layer_types": list,
+}
+
 VOCABULARY_MULTIPLE = 128  # rows of embedding and head on each rank come in multiples of it, as Megatron pads them
 
 
@@ -66,12 +76,16 @@ def read_config(source: str | Path) -> dict[str, Any]:
     path = Path(source)
     try:
         fields = json.loads((path / "config.json" if path.is_dir() else path).read_text())
-        if isinstance(fields, dict) and "model_type" in fields:
-            return _DEFAULTS.get(fields["model_type"], {}) | fields
-        reason = "it has no model_type"
+        if isinstance(fields, dict) and fields.get("model_type"):
+            wrong = next((n for n, k in _KINDS.items() if not isinstance(fields.get(n), k | None)), None)
+            if wrong is None:
+                return _DEFAULTS.get(fields["model_type"], {}) | fields
+            reason = f"its {wrong} is {str(fields[wrong])[:100]!r}"
+        else:
+            reason = "it has no model_type"
     except OSError as error:
         reason = str(error.strerror)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         reason = f"it is not JSON: {error}"
     raise UsageError(
         f"{str(source)!r} is neither {', '.join(PRESETS)} nor a Hugging Face config.json or a folder with one "
@@ -116,8 +130,8 @@ class ModelShape:
             UsageError: a size is missing or no whole number.
         """
 
-        def size(*names: str) -> int:
-            value = next((found for name in names if (found := getattr(config, name, None)) is not None), None)
+        def size(*names: str, default: int | None = None) -> int:
+            value = next((found for name in names if (found := getattr(config, name, None)) is not None), default)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"Expected a whole number {names[0]} >= 1 in its config.json, got {value!r}.")
             return value
@@ -130,8 +144,8 @@ class ModelShape:
             intermediate_size=size("moe_intermediate_size" if moe else "intermediate_size"),
             num_layers=size("num_hidden_layers"),
             num_attention_heads=heads,
-            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            num_key_value_heads=size("num_key_value_heads", default=heads),
+            head_dim=size("head_dim", default=size("hidden_size") // heads),
             vocab_size=size("vocab_size"),
             tied=bool(getattr(config, "tie_word_embeddings", False)),
             qkv_bias=kind == "qwen2",

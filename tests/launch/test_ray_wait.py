@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from openrlhf_gtpo.cli import ray_cluster
-from openrlhf_gtpo.launch import ray_node
+from openrlhf_gtpo.launch import ray_node, ray_wait
 from openrlhf_gtpo.launch.ray_node import Node, make_token, with_token
 
 
@@ -176,3 +176,10 @@ def test_a_node_may_open_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ray_node, "run_and_clear", lambda *command: 0)
     assert ray_cluster.main(["head", "--address", "10.0.0.1", "--temporary", str(tmp_path)]) == 0
     assert limits == {resource.RLIMIT_NOFILE: (65536, 524288)}
+
+
+@pytest.mark.parametrize("nodes", [None, [None], [{"node_name": [], "state": "ALIVE"}]])
+def test_a_dashboard_that_answers_otherwise_has_no_nodes_yet(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    dashboard = ray_wait.Dashboard("http://127.0.0.1:1", None)
+    monkeypatch.setattr(dashboard, "_ask", lambda path: {"data": {"result": {"result": nodes}}})
+    assert dashboard.alive() == set()

@@ -1,5 +1,6 @@
 """Which checkpoints of a folder go, in which order; a crash at any moment leaves a readable latest one."""
 
+import json
 import os
 import subprocess
 import sys
@@ -147,3 +148,29 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path, monkeypatch: 
     ) as e:
         check_checkpoint(path)
     assert str(e.value).endswith("; go on with the version that wrote it, or from another checkpoint.")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"files": ["shard"]},
+        {"files": {"shard": 10}},
+        {"files": {"shard": {}}},
+        {"files": {"/dev/zero": {"size": 0, "crc32": 0}}},
+        {"files": {"../t0/shard": {"size": 10}}},
+        {"model": [0.0]},
+        {"dtype": None},
+    ],
+)
+def test_a_manifest_of_another_form_is_no_checkpoints(tmp_path: Path, damage: dict) -> None:
+    manifest = write(tmp_path, "t0") / checkpoint_folder.MANIFEST
+    contents = json.loads(manifest.read_text()) | damage
+    manifest.write_text(json.dumps({name: value for name, value in contents.items() if value is not None}))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        check_checkpoint(tmp_path / "t0")
+
+
+def test_a_metric_beyond_all_floats_is_none(tmp_path: Path) -> None:
+    write(tmp_path, "t0", 10**400)
+    write(tmp_path, "t1", 0.5)
+    assert checkpoint_folder.rotate(tmp_path, "t1", max_num=1, max_mem_gb=1) == ["t0"]

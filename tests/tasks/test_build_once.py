@@ -63,9 +63,10 @@ def test_a_directory_of_something_else_is_refused_and_kept(tmp_path):
     with pytest.raises(ValueError, match="not made by this command"):
         build_once(tmp_path, {}, _builder([]))
     (tmp_path / "list").mkdir()
-    (tmp_path / "list" / MARKER).write_text(json.dumps(["not", "ours"]))
-    with pytest.raises(ValueError, match="not made by this command"):
-        build_once(tmp_path / "list", {}, _builder([]))
+    for marker in (["not", "ours"], {"recipe": None, "files": {}}, {"recipe": {}, "files": [1]}):
+        (tmp_path / "list" / MARKER).write_text(json.dumps(marker))
+        with pytest.raises(ValueError, match="not made by this command"):
+            build_once(tmp_path / "list", {}, _builder([]))
     with pytest.raises(ValueError, match="is a file"):
         build_once(tmp_path / "thesis.txt", {}, _builder([]))
     assert (tmp_path / "thesis.txt").read_text() == "years of work"

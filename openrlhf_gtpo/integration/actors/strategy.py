@@ -8,6 +8,10 @@ from typing import Any
 import psutil  # vLLM and DeepSpeed depend on it
 import ray
 import torch
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 from openrlhf.utils.deepspeed import DeepspeedStrategy
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
@@ -74,3 +78,13 @@ class CpuStrategy(Strategy):
         if config.get("optimizer", {}).get("type") == "AdamW":
             config["optimizer"]["params"]["torch_adam"] = True
         return config
+
+
+def _load(self: TorchCheckpointEngine, path: str, map_location: Any = None) -> Any:
+    """As DeepSpeed's, of tensors, plain values and these classes alone: with weights_only=False (deepspeed 0.19.6) it
+    would run whatever a checkpoint's file says."""
+    with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]):
+        return torch.load(path, map_location=map_location, weights_only=True)
+
+
+TorchCheckpointEngine.load = _load

@@ -226,8 +226,12 @@ def _check_weights(path: Path, flag: str) -> None:
     from safetensors import SafetensorError, safe_open
 
     for index in path.glob("*.safetensors.index.json"):
-        for shard in sorted(set(json.loads(index.read_text())["weight_map"].values())):
-            if not (path / shard).exists():
+        try:
+            shards = sorted(set(map(str, json.loads(index.read_text())["weight_map"].values())))
+        except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+            raise UsageError(f"{flag} {path}: {index.name} cannot be read: {_reason(error)}") from error
+        for shard in shards:
+            if not (path / shard).is_file():
                 raise UsageError(f"{flag} {path} lacks {shard}, which its {index.name} lists.")
     for file in path.glob("*.safetensors"):
         try:

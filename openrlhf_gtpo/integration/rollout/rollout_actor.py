@@ -62,8 +62,9 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
         try:
             for name in returned:
                 output[name] = torch.as_tensor(output[name], dtype=torch.float64).reshape(()).item()
-        except (TypeError, ValueError, RuntimeError):
-            endpoint, failure = self.reward_endpoints[0], output["extra_logs"].get(_FAILURE)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            endpoint, logs = self.reward_endpoints[0], output["extra_logs"]
+            failure = logs.get(_FAILURE) if isinstance(logs, dict) else None
             reason = "it returned no 'rewards'"
             if output["reward"] is not None:
                 got = f"{returned[name]!r} {str(output[name])[:200]!r}"
@@ -76,6 +77,14 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
             raise TrainingStopped(
                 f"Could not get the reward of a response from {endpoint}: {reason}. Prompt: {prompt!r}"
             ) from failure
+        try:
+            for value in output["extra_logs"].values():  # the controller makes a tensor of each
+                torch.as_tensor(value, dtype=torch.float64).flatten()[0]
+        except (AttributeError, IndexError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise TrainingStopped(
+                f"Expected 'extra_logs' of names with a number each from {self.reward_endpoints[0]}, got "
+                f"{str(output['extra_logs'])[:200]!r}. Prompt: {prompt!r}"
+            ) from error
         return output
 
     async def _fetch_rewards_via_func(self, *columns: Any) -> list[dict[str, Any]]:

@@ -256,7 +256,8 @@ def load_checkpoint(path: Path, target: Trainer | LoadedModel) -> dict[str, Any]
         missing = checkpoint_state.missing_keys(state, load_sharded_metadata(str(path)))
         if missing:
             raise CheckpointError(f"{path} lacks {len(missing)} tensors that this run needs, such as {missing[0]}.")
-        small.update(torch.load(path / TRAINING_STATE, map_location="cpu", weights_only=False))
+        # NumPy's arrays are among what Megatron lets such a load make (megatron-core 0.16.1, core/safe_globals.py).
+        small.update(torch.load(path / TRAINING_STATE, map_location="cpu", weights_only=True))
         if trainer is not None and (trainer.lr_schedule is None) != (small["trainer"]["lr_schedule"] is None):
             raise CheckpointError(f"{path} and this run do not both have a learning-rate schedule.")
 

@@ -107,8 +107,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder} is not a checkpoint of the Megatron actor: it has no {MANIFEST}.")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        version, _, _ = manifest["format"], manifest["model"], manifest["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        version, files = manifest["format"], {name: dict(entry) for name, entry in dict(manifest["files"]).items()}
+        if any(".." in Path(name).parts or Path(name).is_absolute() for name in files):
+            raise ValueError("a file outside of the folder")
+        manifest |= {"files": files, "model": dict(manifest["model"])}
+        [manifest[name] for name in ("dtype", "optimizer")], [entry["size"] for entry in files.values()]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}); use another checkpoint.") from None
     if version != FORMAT:
         raise CheckpointError(
@@ -140,7 +144,7 @@ def check_checkpoint(
     if hf_config is not None:
         stored, wanted = manifest["model"], describe_model(hf_config)
         differences = [
-            f"{name} {stored.get(name)} and not {wanted.get(name)}"
+            f"{name} {stored.get(name)!r} and not {wanted.get(name)!r}"
             for name in _SHAPE_FIELDS
             if stored.get(name) != wanted.get(name)
         ]
@@ -250,7 +254,7 @@ def rotate(folder: Path, kept: str, *, max_num: int, max_mem_gb: float) -> list[
 def _worth(path: Path) -> tuple[bool, float, float]:
     try:
         metric = float(read_manifest(path)["metric"]["value"])
-    except (CheckpointError, KeyError, TypeError, ValueError):
+    except (CheckpointError, KeyError, TypeError, ValueError, OverflowError):
         metric = math.nan
     known = not math.isnan(metric)
     return known, metric if known else 0.0, path.stat().st_mtime

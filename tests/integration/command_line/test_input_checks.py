@@ -63,6 +63,15 @@ def test_a_model_whose_weights_are_cut_off(refused: Callable[..., str], model: P
     assert "model.safetensors" in message and "cannot be read" in message
 
 
+@pytest.mark.parametrize("index", ["", "null", "{}", '{"weight_map": "x"}', "[" * 100_000])
+def test_a_model_whose_list_of_weights_cannot_be_read(
+    refused: Callable[..., str], model: Path, tmp_path: Path, index: str
+) -> None:
+    path = copy_model(model, tmp_path / "indexed")
+    (path / "model.safetensors.index.json").write_text(index)
+    assert "model.safetensors.index.json cannot be read" in refused({"--actor.model_name_or_path": path})
+
+
 def test_a_model_without_a_tokenizer(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
     path = copy_model(model, tmp_path / "mute", "tokenizer", "special_tokens")
     assert "has no tokenizer that can be read" in refused({"--actor.model_name_or_path": path})

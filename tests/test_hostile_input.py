@@ -1,0 +1,56 @@
+"""What reads foreign data takes it or refuses it in one line: some cases of each parser of
+benchmarks/reliability/fuzz.py, which draws ten thousand."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pytest
+
+FILE = Path(__file__).resolve().parents[1] / "benchmarks/reliability/fuzz.py"
+# Cases that fit a second; of the others hundreds do.
+FEW = {"data_set": 8, "train_flags": 20, "cli_flags": 80, "gguf": 40, "config_run": 40, "weights_index": 60}
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("fuzz", FILE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(os.environ):
+        spec.loader.exec_module(module)
+    return module
+
+
+fuzz = load()
+
+
+@pytest.fixture
+def own_environment() -> Iterator[None]:
+    """A command line may choose a platform, in the environment."""
+    with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1"):
+        yield
+
+
+@pytest.mark.parametrize("name", fuzz.PARSERS)
+def test_no_case_ends_without_a_clear_error(name: str, own_environment: None) -> None:
+    tally = fuzz.fuzz(name, FEW.get(name, 200), 7)
+    assert not tally.crashes
+    assert tally.ends["taken"] + tally.ends["refused"] >= 8
+
+
+def test_a_crash_and_a_refusal_of_two_lines_are_counted() -> None:
+    def read(case: int) -> None:
+        if case == 1:
+            raise KeyError("x")
+        if case == 2:
+            raise fuzz.UsageError("one\ntwo")
+        if case == 3:
+            raise fuzz.UsageError("one line")
+
+    tally = fuzz.Tally(fuzz.Parser(fuzz.st.none(), read))
+    for case in range(4):
+        tally.run(case)
+    assert tally.summary() == {"cases": 4, "taken": 1, "refused": 1, "crashed": 2} and len(tally.crashes) == 2
