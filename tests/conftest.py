@@ -22,8 +22,8 @@ for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "TTY_COMPATIBLE", "CO
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What runs on a pool of ranks, or in a process of its own that imports torch, is slow. A file's tests share
-    fixtures, so one worker gets them all, and the tests of SLURM the addresses of its nodes. Files with whole runs come
-    first: no worker is left with one at the end."""
+    fixtures, so one worker gets them all, and the tests of SLURM the addresses of its nodes. Files with whole runs
+    come first: no worker is left with one at the end."""
     whole_runs = {item.path for item in items if item.get_closest_marker("e2e")}
     for item in items:
         if {"ranks", "one_rank", "four_ranks", "pools", "fresh"} & set(getattr(item, "fixturenames", ())):

@@ -67,6 +67,6 @@ def hide_key(argv: Sequence[str]) -> list[str]:
             key, word = value, f"{flag}={_KEY}"
         words.append(word)
     if key not in ("", _KEY):
-        os.environ.setdefault(_KEY, key)
+        os.environ[_KEY] = key
         setproctitle(getproctitle().replace(key, _KEY))
     return words
