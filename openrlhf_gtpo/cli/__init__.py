@@ -58,7 +58,8 @@ def hide_key(argv: Sequence[str]) -> list[str]:
     """
     from setproctitle import getproctitle, setproctitle  # vLLM depends on it
 
-    words, key = [], ""
+    words: list[str] = []
+    key = ""
     for word in argv:
         flag, equals, value = word.partition("=")
         if words and re.fullmatch(r"--logger\.wandb\.ke?y?", words[-1]) and not word.startswith("--"):
