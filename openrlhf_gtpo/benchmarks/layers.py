@@ -158,9 +158,8 @@ def _print(case: dict[str, Any], repeat: int) -> None:
         for phase, numbers in phases.items():
             tokens, flops = (statistics.median(numbers[f"{unit}_per_second"]) for unit in ("tokens", "flops"))
             times = median_and_range(numbers["times_bf16"])
-            rows.append(
-                (label, phase, f"{tokens:,.0f}", times, f"{flops / 1e12:.2f}", f"{numbers['mfu']:.1%}", memory)
-            )
+            speed = f"{flops / 1e12:.2f}", f"{numbers['mfu']:.1%}"
+            rows.append((label, phase, f"{tokens:,.0f}", times, *speed, memory))
     notes = [f"{name} was not measured: {one['failure']}" for name, one in case["measured"].items() if one["failure"]]
     notes += [f"{name} is absent: {reason}" for name, reason in case["absent"].items()]
     matrix = case["matrix"]

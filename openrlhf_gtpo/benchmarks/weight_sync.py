@@ -63,9 +63,8 @@ def run(args: argparse.Namespace) -> None:
     cases += [Case(transport, args.bucket_mb[-1], checksum=True) for transport in args.transport]
     receiver: AbstractContextManager[Engine]
     if args.receiver == "process":  # on the first GPUs, or on the CPU
-        devices = [
-            torch.device("cuda", i) if torch.cuda.is_available() else torch.device("cpu") for i in range(args.workers)
-        ]
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        devices = [torch.device(kind, i) if kind == "cuda" else torch.device(kind) for i in range(args.workers)]
         receiver = closing(ProcessEngine({p.name: p.shape for p in parameters}, devices))
     else:
         receiver = vllm_engine(args.model, args.workers)
@@ -175,9 +174,8 @@ def vllm_engine(model: Path, workers: int) -> Iterator[Engine]:
     from openrlhf_gtpo.integration.command_line.host import start_ray
     from openrlhf_gtpo.integration.rollout.rollout_actor import RolloutActor
 
-    start_ray(
-        SimpleNamespace(actor=SimpleNamespace(backend="deepspeed", num_nodes=1, num_gpus_per_node=1)), gpus=workers
-    )
+    trainer = SimpleNamespace(backend="deepspeed", num_nodes=1, num_gpus_per_node=1)
+    start_ray(SimpleNamespace(actor=trainer), gpus=workers)
     try:
         group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * workers)
         ray.get(group.ready())

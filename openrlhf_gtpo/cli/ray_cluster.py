@@ -32,9 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             make_token(args.token)
         elif args.token is not None and not args.token.is_file():
             return _say(f"--token {args.token} is not there; the head makes it, on a shared disk.", 2)
-        return run_node(
-            Node(args.name, args.address, args.head, args.port, args.temporary, more), args.token, args.logs
-        )
+        node = Node(args.name, args.address, args.head, args.port, args.temporary, more)
+        return run_node(node, args.token, args.logs)
     except NotJoined as error:
         return _say(str(error), 1)
     except FileNotFoundError as error:
@@ -59,12 +58,11 @@ def _parser() -> argparse.ArgumentParser:
     worker.set_defaults(port=_PORT)
     worker.add_argument("--head", required=True, help="IP:PORT of the head")
     for node in (head, worker):
-        node.add_argument("--address", required=True, help="of this host, as the other hosts reach it")
-        node.add_argument("--name", default=socket.gethostname(), help="of this node in messages (the host's name)")
-        node.add_argument("--logs", type=Path, help="where Ray's logs of this node are copied in the end")
-        node.add_argument(
-            "--temporary", type=Path, default=Path("/tmp"), help="a folder of this host's for Ray's files"
-        )
+        add = node.add_argument
+        add("--address", required=True, help="of this host, as the other hosts reach it")
+        add("--name", default=socket.gethostname(), help="of this node in messages (the host's name)")
+        add("--logs", type=Path, help="where Ray's logs of this node are copied in the end")
+        add("--temporary", type=Path, default=Path("/tmp"), help="a folder of this host's for Ray's files")
     wait = commands.add_parser("wait", help="until all nodes have joined")
     wait.add_argument("--dashboard", default=f"http://127.0.0.1:{_PORT + 1}", help="of the head")
     wait.add_argument("--nodes", nargs="+", required=True, help="their names")

@@ -70,9 +70,8 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
 
 def nested(args: argparse.Namespace) -> SimpleNamespace:
     """``--megatron.*`` as the namespace that ``megatron_flags`` reads."""
-    flags = {
-        name.removeprefix("megatron."): value for name, value in vars(args).items() if name.startswith("megatron.")
-    }
+    prefix = "megatron."
+    flags = {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
     return SimpleNamespace(megatron=SimpleNamespace(**flags))
 
 

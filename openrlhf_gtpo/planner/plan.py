@@ -114,27 +114,23 @@ def candidates(request: Request) -> list[Candidate]:
                 refusals.append(error)
                 continue
             for fp8, recompute in product(precisions, [request.recompute] if request.recompute else RECOMPUTE):
-                training = _training(request, layout, layout.data_parallel_size(training_gpus), fp8, recompute)
+                replicas = layout.data_parallel_size(training_gpus)
+                training = Training(
+                    shape=request.shape,
+                    layout=layout,
+                    data_parallel=replicas,
+                    tokens=work.micro_batch_tokens,
+                    response_tokens=int(work.micro_batch_tokens * (work.response_length / work.row_length)),
+                    micro_batches=work.micro_batches(replicas)[0],
+                    recompute=recompute,
+                    distributed_optimizer=request.distributed_optimizer,
+                    fp8=fp8,
+                    lm_head_bytes=request.assumptions.lm_head_mb * 2**20,
+                )
                 found.append(Candidate(training, cluster, engines, request.colocated, request.offload))
     if not found:
         raise refusals[0]
     return sorted(found, key=lambda one: (not one.fits, *(one.preference if one.fits else (one.breaks[1],))))
-
-
-def _training(request: Request, layout: Layout, replicas: int, fp8: Fp8Options | None, recompute: str) -> Training:
-    work = request.workload
-    return Training(
-        shape=request.shape,
-        layout=layout,
-        data_parallel=replicas,
-        tokens=work.micro_batch_tokens,
-        response_tokens=int(work.micro_batch_tokens * (work.response_length / work.row_length)),
-        micro_batches=work.micro_batches(replicas)[0],
-        recompute=recompute,
-        distributed_optimizer=request.distributed_optimizer,
-        fp8=fp8,
-        lm_head_bytes=request.assumptions.lm_head_mb * 2**20,
-    )
 
 
 def _divisions(request: Request) -> list[tuple[int, int]]:

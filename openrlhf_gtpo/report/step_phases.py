@@ -144,9 +144,7 @@ def summary(runs: Sequence[Mapping[str, Any]], flops_per_second: float | None) -
     return {
         "phases": {name: medians([with_mfu(run["phases"][name]) for run in runs]) for name in first["phases"]},
         IDLE: medians([run[IDLE] for run in runs]),
-        "peak_memory_gib": {
-            name: max(run["peak_memory_gib"][name] for run in runs) for name in first["peak_memory_gib"]
-        },
+        "peak_memory_gib": {key: max(run["peak_memory_gib"][key] for run in runs) for key in first["peak_memory_gib"]},
     }
 
 
