@@ -69,12 +69,12 @@ def run(args: argparse.Namespace) -> None:
     seconds = {name: one.seconds for name, one in measured.items()}
     steps = {name: [sum(phases) for phases in zip(*one.values(), strict=True)] for name, one in seconds.items()}
     over = {f"gtpo/{base}": spread(ratios(steps["gtpo"], steps[base])) for base in ("upstream", "group_norm")}
-    rows = []
+    medians = []
     for name in VARIANTS:
-        rows.append((name, *(f"{statistics.median(one):.2f}" for one in (*seconds[name].values(), steps[name]))))
+        medians.append((name, *(f"{statistics.median(one):.2f}" for one in (*seconds[name].values(), steps[name]))))
     notes = (
         f"{name.replace('/', ' / ')}: {median:.3f} (from {low:.3f} to {high:.3f}, batch by batch)"
         for name, (low, median, high) in over.items()
     )
-    print_table(f"medians of {args.repeat} steps", ("variant", "experience s", "train s", "step s"), rows, notes)
+    print_table(f"medians of {args.repeat} steps", ("variant", "experience s", "train s", "step s"), medians, notes)
     write_results(args.output, args, {"seconds": seconds, "ratios": over})
