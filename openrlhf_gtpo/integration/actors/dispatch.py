@@ -100,11 +100,7 @@ class ActorGroup(RayActorGroup):
 
 
 def engine_bundles(pg: PlacementGroup, index: int, length: int) -> list[int]:
-    """Upstream's choice of the ``length`` GPUs of the vLLM engine ``index``.
-
-    Raises:
-        UsageError: they are on several nodes.
-    """
+    """Upstream's choice of the ``length`` GPUs of the vLLM engine ``index``; UsageError where they cross nodes."""
     bundles = get_bundle_indices(pg, index, length)
     check_on_one_node(pg, bundles, length, f"vLLM engine {index} (counted from 0)")
     return bundles
