@@ -16,6 +16,7 @@ import io
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -706,7 +707,10 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "task_config": lambda: Parser(
         st.tuples(
             st.sampled_from(["products", "gcd", "chain_sum", "no_such", ""]),
-            broken({"max_digits": 2, "min_terms": 2, "max_terms": 3}).map(lambda one: json.dumps(one))
+            # A number of 2^63 digits is what was asked for, and takes as long.
+            broken({"max_digits": 2, "min_terms": 2, "max_terms": 3})
+            .map(json.dumps)
+            .filter(lambda text: not re.search(r"\d{4}|\de", text))
             | st.text(max_size=9),
         ).map(lambda case: ["--task", case[0], f"--task-config={case[1]}"]),
         prepare_task,
@@ -826,32 +830,41 @@ def fuzz(name: str, cases: int, number: int) -> Tally:
     return tally
 
 
-def fuzz_by_coverage(name: str, cases: int, number: int) -> Tally:
-    """The same, with libFuzzer choosing the bytes that Hypothesis draws from; ends the process."""
+def fuzz_by_coverage(name: str, cases: int, number: int, done: Callable[[Tally], None]) -> None:
+    """The same, with libFuzzer choosing the bytes that Hypothesis draws from; ``done`` ends the process."""
     import atheris
 
     with atheris.instrument_imports(include=["openrlhf_gtpo"]):
         tally = Tally(PARSERS[name]())
-        tally.run  # noqa: B018
+        with contextlib.suppress(Exception):  # what is imported by the first case is instrumented too
+            tally.run(None)
+    tally.ends.clear(), tally.crashes.clear()
 
     @settings(database=None, deadline=None, suppress_health_check=list(HealthCheck))
     @given(tally.parser.cases)
     def run(case: Any) -> None:
         tally.run(case)
 
-    calls = 0
-
     def one(data: bytes) -> None:
-        nonlocal calls
         run.hypothesis.fuzz_one_input(data)
-        calls += 1
-        if calls >= cases:
-            print(json.dumps(tally.summary() | {"calls": calls, "crashes": tally.crashes}), flush=True)
-            os._exit(0)
+        if sum(tally.ends.values()) >= cases:
+            done(tally)
 
     atheris.Setup([sys.argv[0], f"-seed={number}", "-max_len=4096", "-verbosity=0"], one)
     atheris.Fuzz()
-    return tally
+
+
+def run_one(name: str, cases: int, number: int, by_coverage: bool) -> None:
+    """Fuzz one parser, and print its summary as the last line."""
+
+    def done(tally: Tally) -> None:
+        print(json.dumps(tally.summary() | {"crashes": tally.crashes}), flush=True)
+        os._exit(0)  # libFuzzer has no other end
+
+    quiet()
+    if by_coverage:
+        fuzz_by_coverage(name, cases, number, done)
+    done(fuzz(name, cases, number))
 
 
 def main() -> None:
@@ -859,31 +872,35 @@ def main() -> None:
     parser.add_argument("parsers", nargs="*", metavar="PARSER", help=f"of {', '.join(PARSERS)} (default: all)")
     parser.add_argument("--cases", type=int, default=10_000, help="of each")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--output", type=Path, help="write a JSON summary to this file")
+    parser.add_argument(
+        "--output", type=Path, help="write a JSON summary to this file; of other parsers it keeps what it has"
+    )
     parser.add_argument("--atheris", action="store_true", help="let libFuzzer choose the cases")
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    quiet()
+    if args.alone:
+        run_one(args.parsers[0], args.cases, args.seed, args.atheris)
     found: dict[str, Any] = {}
-    for name in args.parsers or PARSERS:
+    if args.output and args.output.exists():
+        found = json.loads(args.output.read_text())["parsers"]
+    names = args.parsers or list(PARSERS)
+    for name in names:  # each in a process of its own, which a library may take down
+        words = [sys.executable, __file__, name, "--alone", "--cases", str(args.cases), "--seed", str(args.seed)]
         start = time.monotonic()
-        if args.atheris and len(args.parsers) == 1:
-            fuzz_by_coverage(name, args.cases, args.seed)
-        if args.atheris:  # libFuzzer ends its process
-            words = [sys.executable, __file__, name, "--atheris", "--cases", str(args.cases), "--seed", str(args.seed)]
-            ended = subprocess.run(words, capture_output=True, text=True)
-            found[name] = json.loads(ended.stdout.strip().splitlines()[-1])
+        ended = subprocess.run(words + ["--atheris"] * args.atheris, stdout=subprocess.PIPE, text=True)
+        if ended.returncode:
+            one = {"crashed": 1, "crashes": {f"the process ended with status {ended.returncode}": ended.stdout[-300:]}}
         else:
-            tally = fuzz(name, args.cases, args.seed)
-            found[name] = tally.summary() | {"crashes": tally.crashes}
-        found[name]["seconds"] = round(time.monotonic() - start, 1)
+            one = json.loads(ended.stdout.strip().splitlines()[-1])
+        by = {"by": "atheris" if args.atheris else "hypothesis", "seed": args.seed}
+        found[name] = one | by | {"seconds": round(time.monotonic() - start, 1)}
         print(name, {key: value for key, value in found[name].items() if key != "crashes"}, flush=True)
-        for place, first in found[name]["crashes"].items():
+        for place, first in one["crashes"].items():
             print(f"    {place}\n        {first}", flush=True)
         if args.output:
-            about = {"seed": args.seed, "cases": args.cases, "by": "atheris" if args.atheris else "hypothesis"}
             args.output.parent.mkdir(parents=True, exist_ok=True)
-            args.output.write_text(json.dumps({"settings": about, "parsers": found}, indent=1) + "\n")
-    sys.exit(any(one["crashes"] for one in found.values()))
+            args.output.write_text(json.dumps({"parsers": found}, indent=1) + "\n")
+    sys.exit(any(found[name]["crashes"] for name in names))
 
 
 if __name__ == "__main__":

@@ -226,7 +226,7 @@ log_args=(
     --ckpt.load_enable # goes on from the newest checkpoint, where there is one
     --ckpt.best_metric_key none
 )
-# --logger.wandb.key KEY --logger.wandb.project NAME
+# --logger.wandb.key WANDB_API_KEY --logger.wandb.project NAME     the word itself: the key is in the environment
 if [[ -n "$EVAL_DATA" ]]; then
     log_args+=(--eval.dataset "$(absolute "$EVAL_DATA")" --eval.steps "$EVAL_STEPS" --eval.before_training)
     log_args+=(--eval.n_samples_per_prompt 4 --eval.temperature 1.0)

@@ -6,6 +6,7 @@ The flags that fit: `--data.prompt_dataset DIR/train.jsonl --data.input_key inpu
 
 import json
 import random
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,16 @@ def load_table(source: str, config: str | None = None, split: str = "train") -> 
     if kind in ("json", "csv"):
         try:  # here, as the library's readers fail later, at a row, without the file's name
             with path.open(encoding="utf-8") as lines:
-                empty = not sum(1 for _ in lines)
+                first = next(lines, "")
+                # Such a row would end the process (https://github.com/apache/arrow/issues/47409).
+                later = sum(line.lstrip().startswith("null") for line in lines)
+                null = re.match(r"\ufeff?[\s\[]*null", first) or (later and not first.lstrip().startswith("["))
         except UnicodeDecodeError as error:
             raise ValueError(f"--source {source} is not UTF-8 text ({error}); convert it, as with iconv") from error
-        if empty:
+        if not first:
             raise ValueError(f"--source {source} is empty")
+        if null and kind == "json":
+            raise ValueError(f"--source {source} has a row that is null; drop it")
     try:
         if kind is not None:
             return datasets.load_dataset(kind, data_files=str(path), split="train")

@@ -47,6 +47,8 @@ def test_a_users_mistake_is_one_sentence_and_exit_code_2(tmp_path, capsys, argum
         ("a.jsonl", b'{"problem": "caf\xe9 1+1", "answer": "2"}\n', "a.jsonl is not UTF-8 text"),
         ("a.csv", b"problem,answer\ncaf\xe9,2\n", "a.csv is not UTF-8 text"),
         ("a.json", b"", "a.json is empty"),
+        ("a.json", b"[null]", "a.json has a row that is null"),
+        ("a.jsonl", b'{"problem": "1+1", "answer": "2"}\nnull\n', "a.jsonl has a row that is null"),
         ("a.jsonl", b"{\n", "a.jsonl cannot be read as"),
     ],
 )

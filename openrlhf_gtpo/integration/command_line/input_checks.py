@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import json
+import re
 import socket
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -341,6 +342,18 @@ def _load_table(name: str, split: str, flag: str) -> Any:
     path = Path(folder)
     if path.is_file() and path.stat().st_size == 0:
         raise UsageError(f"{flag} {path} is empty.")
+    if (
+        _TABLES.get(path.suffix) == "json"
+    ):  # whose reader ends the process (https://github.com/apache/arrow/issues/47409)
+        with path.open("rb") as rows:
+            first, number = rows.read(4096), None
+            if re.match(rb"(\xef\xbb\xbf)?[\s\[]*null", first):
+                number = 1
+            elif not first.lstrip().startswith(b"["):  # rows of their own lines
+                rows.seek(0)
+                number = next((n for n, row in enumerate(rows, 1) if row.lstrip().startswith(b"null")), None)
+        if number is not None:
+            raise UsageError(f"{flag} {path}: row {number} is null; drop it.")
     progress, verbosity = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
