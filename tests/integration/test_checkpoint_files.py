@@ -1,42 +1,51 @@
-"""A checkpoint's files are data: what DeepSpeed reads of them runs no code that they bring."""
+"""The DeepSpeed actor's checkpoints: whole or not there, damage is seen, a disk that is full names itself."""
 
-import os
-import pickle
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import checkpoint_files_program as program
 import pytest
 import torch
-from deepspeed.runtime.fp16.loss_scaler import LossScaler
-from deepspeed.utils.tensor_fragment import fragment_address
+from rank_pool import RankPool
 
-from openrlhf_gtpo.integration.actors.strategy import TorchCheckpointEngine
-
-
-class Command:
-    """What a hostile file is made of."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
+from openrlhf_gtpo.megatron.checkpoint.files import DamagedError, HashedFile, check_file, describe
 
 
-@pytest.fixture
-def engine() -> TorchCheckpointEngine:
-    return TorchCheckpointEngine.__new__(TorchCheckpointEngine)
+@pytest.fixture(scope="module")
+def two() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
 
 
-def test_what_deepspeed_writes_is_read(engine: TorchCheckpointEngine, tmp_path: Path) -> None:
-    state = {"w": torch.ones(2), "scaler": LossScaler(1.0), "at": fragment_address(2, 3), "names": {"a"}}
-    torch.save(state, tmp_path / "states.pt")
-    found = engine.load(str(tmp_path / "states.pt"), map_location="cpu")
-    assert found["at"] == state["at"] and found["scaler"].cur_scale == 1.0 and torch.equal(found["w"], torch.ones(2))
+def test_deepspeed_saves_and_loads(actor_model: str, tmp_path: Path, two: RankPool) -> None:
+    argv = ["--algo.preset", "grpo", "--algo.kl.init_coef", "0", "--train.batch_size", "8", "--ds.zero_stage", "2"]
+    for found in two.run(program.run, actor_model, str(tmp_path), argv):
+        assert found["earlier version"] == (1, ["global_step1"])
+        assert found["rotated"] == (2, ["global_step2"])
+        kind, sentence, there = found["full"]
+        assert kind == "CheckpointWriteError" and "global_step3 could not be written" in sentence
+        assert "No space left on device" in sentence and "unexpected pos" not in sentence
+        assert there == ["global_step2"]
+        chosen, missing, fallen_back, there = found["damaged"]
+        assert "global_step3 is damaged: its file" in chosen and "has no checkpoint 'global_step9'" in missing
+        assert fallen_back == 2 and there == ["global_step2", "global_step3.corrupt"]
 
 
-def test_code_in_a_file_is_not_run(engine: TorchCheckpointEngine, tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(2), "x": Command(tmp_path / "ran")}, tmp_path / "states.pt")
-    with pytest.raises(pickle.UnpicklingError, match="mkdir"):
-        engine.load(str(tmp_path / "states.pt"))
-    assert not (tmp_path / "ran").exists()
+def test_what_is_written_is_what_is_described(tmp_path: Path) -> None:
+    tensors = {"weights": torch.arange(3_000_000.0), "step": torch.tensor(1)}
+    with HashedFile(tmp_path / "state.pt") as stream:
+        torch.save(tensors, stream)
+    assert describe(tmp_path / "state.pt") == stream.entry
+    assert torch.equal(torch.load(tmp_path / "state.pt")["weights"], tensors["weights"])
+    check_file(tmp_path, "state.pt", stream.entry, checksum=True)
+    with open(tmp_path / "state.pt", "r+b") as file:
+        file.seek(5_000_000)
+        file.write(b"\x01")
+    check_file(tmp_path, "state.pt", stream.entry, checksum=False)
+    with pytest.raises(DamagedError, match="is damaged: its file state.pt has changed"):
+        check_file(tmp_path, "state.pt", stream.entry, checksum=True)
+
+
+def test_a_full_disk_is_the_error_of_a_torch_save() -> None:
+    with pytest.raises(OSError, match="No space left on device"), HashedFile("/dev/full") as stream:
+        torch.save({"weights": torch.zeros(1_000_000)}, stream)

@@ -15,6 +15,7 @@ from logits_program import all_actions, on
 from openrlhf_gtpo.megatron.checkpoint import state as checkpoint_state
 from openrlhf_gtpo.megatron.checkpoint import writer as checkpoint_writer
 from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints
+from openrlhf_gtpo.megatron.checkpoint.folder import newest_whole
 from openrlhf_gtpo.megatron.model.policy import LoadedModel, ModelOptions, load_model
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.megatron.train import trainer as trainer_module
@@ -69,9 +70,14 @@ def save_and_go_on(source: str, layout: Layout, folder: str, dtype: str, distrib
         later.save("step3", trainer, CLIENT_STATE)
         draws = torch.rand(3).tolist()
         reports = train(trainer, range(3, 5))
-        before = later.latest()
+        before = latest(later)
         later.finish()
-        return {"reports": reports, "draws": draws, "before": before, "latest": later.latest()}
+        return {"reports": reports, "draws": draws, "before": before, "latest": latest(later)}
+
+
+def latest(checkpoints: Checkpoints) -> str | None:
+    path = newest_whole(checkpoints.folder)
+    return None if path is None else path.name
 
 
 def resume(source: str, layout: Layout, folders: list[str], dtype: str, distributed: bool) -> list[dict[str, Any]]:
@@ -185,7 +191,12 @@ def save_while_parameters_are_gathered_late(source: str, layout: Layout, folder:
 
 
 def refused(
-    source: str, layout: Layout, folders: list[str], dtype: str = "float32", distributed: bool = True
+    source: str,
+    layout: Layout,
+    folders: list[str],
+    dtype: str = "float32",
+    distributed: bool = True,
+    tag: str | None = None,
 ) -> list[tuple[str, bool]]:
     """What loading each folder says, and whether every weight and optimizer state is as it was before any of them."""
     found = []
@@ -195,7 +206,7 @@ def refused(
         before = _everything(trainer)
         for folder in folders:
             try:
-                Checkpoints(folder).load(trainer)
+                Checkpoints(folder).load(trainer, tag)
             except ValueError as error:
                 message = f"{type(error).__name__}: {error}"
             else:
@@ -204,6 +215,35 @@ def refused(
             steps = [state["step"].data_ptr() for state in _optimizer_states(trainer)]
             found.append((message, same and len(set(steps)) == len(steps)))
     return found
+
+
+def fall_back(source: str, layout: Layout, folder: str) -> tuple[str, list[str], str]:
+    """Two saves, the second damaged, and a load; what was loaded, what is there, and what a load says once the first
+    has lost a file too."""
+    with on(layout):
+        trainer = make_trainer(source, layout)
+        checkpoints = Checkpoints(folder)
+        for tag in ("step1", "step2"):
+            checkpoints.save(tag, trainer, {"tag": tag})
+        first = torch.distributed.get_rank() == 0
+        if first:
+            shard = sorted(Path(folder, "step2").glob("*.distcp"))[-1]
+            data = bytearray(shard.read_bytes())
+            data[len(data) // 2] ^= 1
+            shard.write_bytes(data)
+            Path(folder, "latest").write_text("step7")
+        torch.distributed.barrier()
+        loaded = checkpoints.load(trainer)["tag"]
+        there = sorted(path.name for path in Path(folder).iterdir())
+        torch.distributed.barrier()
+        if first:
+            Path(folder, "step1", "common.pt").unlink()
+        torch.distributed.barrier()
+        try:
+            checkpoints.load(trainer)
+        except ValueError as error:
+            return loaded, there, str(error)
+        raise AssertionError("loaded")
 
 
 def resume_and_save(source: str, folder: str, tag: str) -> str:
@@ -217,7 +257,8 @@ def resume_and_save(source: str, folder: str, tag: str) -> str:
 
 
 def failing_saves(source: str, layout: Layout, folder: str) -> list[Any]:
-    """A good save, then one whose second rank cannot write, sync and async, then another good one; what is there."""
+    """A good save, then one whose second rank cannot write, sync and async, the latter followed by a good one; what
+    is there after each."""
     with on(layout):
         trainer = make_trainer(source, layout)
         seen = []
@@ -228,25 +269,27 @@ def failing_saves(source: str, layout: Layout, folder: str) -> list[Any]:
         def fail(*args: Any, **kwargs: Any) -> Any:
             raise OSError(28, "No space left on device")
 
-        if torch.distributed.get_rank() == 1:
-            checkpoint_writer._write_item = fail
         for asynchronous in (False, True):
+            if torch.distributed.get_rank() == 1:
+                checkpoint_writer._write_item = fail
             checkpoints.asynchronous = asynchronous
             try:
                 checkpoints.save("step1", trainer, {"global_step": 1})
+                checkpoints._pending._write.join()
+                checkpoint_writer._write_item = whole
                 checkpoints.save("step2", trainer, {"global_step": 2})  # surfaces the failure of step1
             except OSError as error:
                 seen.append(str(error))
+            checkpoints.finish()
             torch.distributed.barrier()  # the first rank has cleared up
-            seen.append((checkpoints.latest(), sorted(path.name.split(".")[0] for path in Path(folder).iterdir())))
+            seen.append((latest(checkpoints), sorted(path.name.split(".")[0] for path in Path(folder).iterdir())))
             torch.distributed.barrier()  # every rank has looked before the next save begins
-        checkpoint_writer._write_item = whole
         seen.append(checkpoints.load(trainer)["global_step"])
         checkpoints.save("step3", trainer, {"global_step": 3})
         while checkpoints.poll():
             pass
         torch.distributed.barrier()
-        seen.append((checkpoints.latest(), sorted(path.name for path in Path(folder).iterdir())))
+        seen.append((latest(checkpoints), sorted(path.name for path in Path(folder).iterdir())))
         return seen
 
 

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from openrlhf_gtpo.megatron.checkpoint import folder as checkpoint_folder
-from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointError, check_checkpoint, write_manifest
+from openrlhf_gtpo.megatron.checkpoint.folder import (
+    CheckpointError,
+    candidate,
+    check_checkpoint,
+    newest_whole,
+    write_manifest,
+)
 
 MODEL = {"model": {}, "dtype": "float32", "optimizer": True}
 
@@ -78,7 +84,7 @@ def test_leftovers_of_crashes_go_with_the_next_write(tmp_path: Path) -> None:
     write(tmp_path, "t0")
     unfinished = checkpoint_folder.begin(tmp_path / "t1", whole_folder=True)
     (unfinished / "shard").write_bytes(b"x")
-    assert checkpoint_folder.latest(tmp_path) == tmp_path / "t0"
+    assert newest_whole(tmp_path) == tmp_path / "t0"
     write(tmp_path, "t2")
     assert tags(tmp_path) == ["t0", "t2"]
     mine = tmp_path / "elsewhere.tmp-12345678"
@@ -102,7 +108,7 @@ def test_a_crash_between_the_renames_of_a_replacement(tmp_path: Path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         checkpoint_folder.publish(temporary, tmp_path / "t0")
     monkeypatch.undo()
-    there = checkpoint_folder.latest(tmp_path)
+    there = newest_whole(tmp_path)
     assert there is not None and there.name.startswith("t0")
     check_checkpoint(there)
     assert (there / "shard").read_bytes() == b"a" * 10
@@ -140,11 +146,11 @@ def test_the_driver_asks_without_megatron_or_torch() -> None:
 
 
 def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_folder, "FORMAT", 2)
+    monkeypatch.setattr(checkpoint_folder, "FORMAT", 3)
     path = write(tmp_path, "t0")
     monkeypatch.undo()
     with pytest.raises(
-        CheckpointError, match="has checkpoint format 2, and this version of openrlhf_gtpo reads for"
+        CheckpointError, match="has checkpoint format 3, and this version of openrlhf_gtpo reads for"
     ) as e:
         check_checkpoint(path)
     assert str(e.value).endswith("; go on with the version that wrote it, or from another checkpoint.")
@@ -174,3 +180,59 @@ def test_a_metric_beyond_all_floats_is_none(tmp_path: Path) -> None:
     write(tmp_path, "t0", 10**400)
     write(tmp_path, "t1", 0.5)
     assert checkpoint_folder.rotate(tmp_path, "t1", max_num=1, max_mem_gb=1) == ["t0"]
+
+
+def test_the_newest_whole_one_is_found_without_latest(tmp_path: Path) -> None:
+    assert newest_whole(tmp_path / "none") is None and candidate([tmp_path / "none"]) is None
+    for tag in ("t5", "t10", "t7"):  # in the order of writing, which may go back
+        write(tmp_path, tag)
+    for latest in ("t5", "gone"):
+        (tmp_path / "latest").write_text(latest)
+        assert newest_whole(tmp_path) == tmp_path / "t7"
+    (tmp_path / "latest").unlink()
+    os.truncate(tmp_path / "t7" / "shard", 3)
+    assert newest_whole(tmp_path) == tmp_path / "t10"
+    (tmp_path / "t10" / "checkpoint.json").write_text("{")
+    assert newest_whole(tmp_path) == tmp_path / "t5"
+    assert candidate([tmp_path]) == tmp_path / "t7"  # which the ranks will set aside
+
+
+def test_folders_that_belong_together_have_the_newest_in_common(tmp_path: Path) -> None:
+    """A kill between the actor's save and the critic's; with max_num 1 neither may then remove the older one."""
+    actor, critic = tmp_path / "_actor", tmp_path / "_critic"
+    write(actor, "t1"), write(critic, "t1"), write(actor, "t2")
+    assert newest_whole(actor, critic) == actor / "t1" and newest_whole(actor) == actor / "t2"
+    assert checkpoint_folder.rotate(actor, "t2", [critic], max_num=1, max_mem_gb=1) == []
+    write(critic, "t2")
+    assert checkpoint_folder.rotate(critic, "t2", [actor], max_num=1, max_mem_gb=1) == ["t1"]
+    assert newest_whole(actor, critic) == actor / "t2"
+
+
+def test_checkpoints_of_an_earlier_version_are_taken_as_latest_names_them(tmp_path: Path) -> None:
+    for tag in ("t1", "t2"):
+        (tmp_path / tag).mkdir()
+        (tmp_path / tag / "mp_rank_00_model_states.pt").write_bytes(b"x")
+    (tmp_path / "latest").write_text("t1")
+    assert newest_whole(tmp_path) == candidate([tmp_path]) == tmp_path / "t1"
+    assert "of an earlier version" in checkpoint_folder.announcement(tmp_path / "t1")
+    (tmp_path / "latest").unlink()
+    assert newest_whole(tmp_path) is None
+    with pytest.raises(CheckpointError, match=r"no checkpoint that is known to be whole \(t1, t2\).*--ckpt.load_tag"):
+        candidate([tmp_path])
+    assert candidate([tmp_path], "t2") == tmp_path / "t2"
+    with pytest.raises(CheckpointError, match="has no checkpoint 't9'; it has t1, t2."):
+        candidate([tmp_path], "t9")
+    write(tmp_path, "t2")  # in the place of one that may not be whole
+    assert checkpoint_folder.rotate(tmp_path, "t2", max_num=1, max_mem_gb=1) == ["t1"]
+    assert tags(tmp_path) == ["t2"]
+
+
+def test_what_is_set_aside_is_neither_found_nor_removed(tmp_path: Path) -> None:
+    write(tmp_path, "t1")
+    aside = checkpoint_folder.set_aside(tmp_path / "t1")
+    assert aside.name == "t1.corrupt" and newest_whole(tmp_path) is None
+    with pytest.raises(CheckpointError, match=r"known to be whole \(t1\.corrupt\)"):
+        candidate([tmp_path])
+    write(tmp_path, "t2")
+    assert checkpoint_folder.rotate(tmp_path, "t2", max_num=1, max_mem_gb=0) == []
+    assert checkpoint_folder.names(tmp_path) == ["t1.corrupt", "t2"]

@@ -100,10 +100,8 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
         )
         self.source = pretrain
         self.checkpoint_states: dict[str, Any] = {}
-        latest = self.checkpoints.latest() if args.ckpt.load_enable else None
-        if latest is not None:
-            strategy.print(f"Loading the checkpoint {latest} of {args.ckpt.path}/_actor")
-            self.checkpoint_states = self.checkpoints.load(self.megatron)
+        if args.ckpt.load_enable:
+            self.checkpoint_states = self.checkpoints.load(self.megatron, args.ckpt.load_tag)
         self.trainer = MegatronActorTrainer(strategy, self.model, self.megatron, vllm_engines)
         self._rest()
 
@@ -131,7 +129,6 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
         """Train on the replay buffer and empty it; returns the metrics, the same on every rank."""
         with self.peaks.phase(names.PPO_TRAIN):
             self.offload.restore()
-            self.checkpoints.poll()
             status = self.trainer.ppo_train(kl_ctl)
             self.trainer.replay_buffer.clear()
         return status
@@ -158,27 +155,44 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
     def save_checkpoint(
         self, tag: str, client_states: dict | None = None, metric_value: Any = None, metric_key: Any = None
     ) -> None:
-        """Save the training state under ``tag``, and a Hugging Face checkpoint if ``--ckpt.save_hf`` asks for it."""
+        """Save the training state under ``tag``, and a Hugging Face checkpoint if ``--ckpt.save_hf`` asks for it.
+
+        Raises:
+            CheckpointWriteError: it could not be written; training can go on.
+        """
         args = self.strategy.args
         self.offload.restore(gradients=False)  # the engines' weights are awake beside them
-        if not args.ckpt.disable_ds:
-            self.checkpoints.save(
-                tag, self.megatron, client_states or {}, metric_value=metric_value, metric_key=metric_key
-            )
-        if args.ckpt.save_hf:
-            self._save_hf(os.path.join(args.ckpt.path, f"{tag}_hf"))
-        torch_dist_barrier_and_cuda_sync()
-        self._rest()
+        try:
+            if not args.ckpt.disable_ds:
+                self.checkpoints.save(
+                    tag, self.megatron, client_states or {}, metric_value=metric_value, metric_key=metric_key
+                )
+            if args.ckpt.save_hf:
+                self._save_hf(os.path.join(args.ckpt.path, f"{tag}_hf"))
+        finally:
+            torch_dist_barrier_and_cuda_sync()
+            self._rest()
 
-    def finish_checkpoint(self) -> None:
-        """Wait until the last checkpoint is whole, which an asynchronous save writes while training goes on."""
-        self.checkpoints.finish()
+    def finish_checkpoint(self, wait: bool = True) -> None:
+        """Give the last checkpoint its place, which an asynchronous save writes while training goes on: once it is
+        whole, or now if it is.
+
+        Raises:
+            CheckpointWriteError: it could not be written; training can go on.
+        """
+        if wait:
+            self.checkpoints.finish()
+        else:
+            self.checkpoints.poll()
 
     def save_model(self) -> None:
         """Write the trained policy as a Hugging Face checkpoint to ``--ckpt.output_dir``."""
         # The optimizer has the exact weights of FP8 ones.
         self.offload.restore(optimizer=self.model.options.fp8_primary_weights, gradients=False)
-        self.checkpoints.finish()
+        try:
+            self.checkpoints.finish()
+        except CheckpointWriteError as error:
+            self.strategy.print(f"Warning: {error} The trained model is written now.")
         keep_trying(self._save_hf, self.strategy.args.ckpt.output_dir)
 
     def _save_hf(self, directory: str) -> None:

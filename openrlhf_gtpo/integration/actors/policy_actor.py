@@ -16,7 +16,6 @@ from openrlhf.trainer.ray import ppo_actor, ppo_critic
 from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 from openrlhf.trainer.ray.ppo_critic import CriticPPOTrainer
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
-from safetensors import SafetensorError
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.algorithms.config import Mean
@@ -237,14 +236,12 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
             super().broadcast_to_vllm()
 
     def save_model(self) -> None:
-        """As upstream's; its first rank, the one that writes, tries again where it cannot."""
+        """As upstream's, tried again where it cannot be written."""
         args = self.strategy.args
-        model = self.strategy._unwrap_model(self.ema_model if args.train.enable_ema else self.actor)
-        for part in (model, self.tokenizer):
-            part.save_pretrained = partial(keep_trying, part.save_pretrained)
-        super().save_model()
+        model = self.ema_model if args.train.enable_ema else self.actor
+        keep_trying(partial(self.strategy.save_model, model, self.tokenizer), args.ckpt.output_dir)
 
-    def finish_checkpoint(self) -> None:
+    def finish_checkpoint(self, wait: bool = True) -> None:
         """Nothing to wait for: DeepSpeed's checkpoints are whole when saving returns."""
 
 
@@ -268,6 +265,12 @@ class DeepspeedCriticActor(_UpstreamCriticActor):  # type: ignore[misc]
         """See ``WholeSteps``."""
         return self.trainer.row_order(self.critic)
 
+    def save_model(self) -> None:
+        """As upstream's, tried again where it cannot be written."""
+        if self.tokenizer is not None:  # upstream has none where there is no --critic.save_value_network
+            save = partial(self.strategy.save_model, self.critic, self.tokenizer)
+            keep_trying(save, self.strategy.args.ckpt.output_dir + "_critic")
+
 
 _TRIES, _WAIT = 60, 30  # seconds
 
@@ -275,8 +278,8 @@ PolicyActor = ray.remote(num_gpus=1)(EntropyPolicyActor)
 CriticActor = ray.remote(num_gpus=1)(DeepspeedCriticActor)
 
 
-def keep_trying(write: Callable[..., Any], directory: str, **kwargs: Any) -> None:
-    """Call ``write(directory, **kwargs)`` until it succeeds, so that a full disk does not cost the trained model.
+def keep_trying(write: Callable[[str], Any], directory: str) -> None:
+    """Call ``write(directory)`` until it succeeds, so that a full disk does not cost what was trained.
 
     Ranks that write together fail together, and try again as often.
 
@@ -285,10 +288,10 @@ def keep_trying(write: Callable[..., Any], directory: str, **kwargs: Any) -> Non
     """
     for left in range(_TRIES - 1, -1, -1):
         try:
-            write(directory, **kwargs)
+            write(directory)
             return
-        except (OSError, SafetensorError) as error:
-            failure = f"The trained model could not be written into {directory}: {error}."
+        except OSError as error:
+            failure = f"{directory} could not be written: {error}"
         if left:
             print(f"Warning: {failure} Make room for it; trying again every {_WAIT} s, {left} more times.", flush=True)
             time.sleep(_WAIT)

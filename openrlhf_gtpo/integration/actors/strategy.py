@@ -1,20 +1,32 @@
-"""OpenRLHF's DeepSpeed strategy: a backward pass tells if it ends an optimizer step; a CPU host compiles nothing."""
+"""OpenRLHF's DeepSpeed strategy: a backward pass tells if it ends an optimizer step; a CPU host compiles nothing;
+checkpoints are written whole or not at all, and read as they were written."""
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import psutil  # vLLM and DeepSpeed depend on it
 import ray
 import torch
-from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from openrlhf.utils.deepspeed import DeepspeedStrategy
+from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
+from safetensors import SafetensorError
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
+
+from openrlhf_gtpo.megatron.checkpoint import folder as checkpoint_folder
+from openrlhf_gtpo.megatron.checkpoint.files import Entry, HashedFile
+from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
+from openrlhf_gtpo.megatron.checkpoint.together import agree, choose, publish, put_in_order
+from openrlhf_gtpo.megatron.parallel.agreement import failure_of, from_first_rank, message_of, raise_together
 
 
 class Strategy(DeepspeedStrategy):
@@ -58,6 +70,72 @@ class Strategy(DeepspeedStrategy):
         del config["train_batch_size"]
         return config | {"train_micro_batch_size_per_gpu": 1}
 
+    def save_ckpt(
+        self,
+        model: Any,
+        save_dir: str,
+        tag: str,
+        max_num: int = 3,
+        max_mem: float = 1000,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        metric_value: float | None = None,
+        metric_key: str | None = None,
+    ) -> None:
+        """As upstream's, in the way of ``Checkpoints`` of the Megatron actor: under a temporary name until it is whole
+        and on disk, with checksums, and earlier ones go after that.
+
+        Raises:
+            CheckpointWriteError: on all ranks, where one could not write; earlier checkpoints are as they were.
+        """
+        target = Path(save_dir, tag)
+        temporary = from_first_rank(partial(checkpoint_folder.begin, target, whole_folder=True), CheckpointWriteError)
+        upstream_engine, copy_script = model.checkpoint_engine, model._copy_recovery_script
+        model.checkpoint_engine = files = _CheckpointFiles(temporary)
+        model._copy_recovery_script = lambda path: files.attempt(partial(copy_script, path))
+        try:
+            model.save_checkpoint(save_dir, tag=temporary.name, client_state=client_state or {}, save_latest=False)
+        finally:
+            model.checkpoint_engine = upstream_engine
+            del model._copy_recovery_script
+        agree(temporary, target, files.failure)
+        publish(temporary, target, {"metric": {"key": metric_key, "value": metric_value}}, files.entries)
+        put_in_order(target, self._saved_together(target.parent)[1:], max_num=max_num, max_mem_gb=max_mem)
+
+    def load_ckpt(self, model: Any, load_dir: str, tag: str | None = None, **kwargs: Any) -> Any:
+        """As upstream's, of the newest checkpoint that is found to be what was written, or of ``--ckpt.load_tag``;
+        actor and critic load the same. DeepSpeed's universal checkpoints are left to it.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none that can be taken.
+        """
+        if not self.use_ds_universal_ckpt:
+            path = choose(self._saved_together(Path(load_dir)), tag or self.args.ckpt.load_tag)
+            if path is None:
+                return None, {}
+            tag = path.name
+        return super().load_ckpt(model, load_dir, tag, **kwargs)
+
+    def _saved_together(self, folder: Path) -> list[Path]:
+        """``folder`` and, in a run with a critic, the other one that has a checkpoint of each tag."""
+        roles = ("_actor", "_critic") if self.args.critic.model_name_or_path else ()
+        return [folder, *(folder.with_name(role) for role in roles if role != folder.name)]
+
+    def save_model(self, model: Any, tokenizer: Any, output_dir: str, **kwargs: Any) -> None:
+        """As upstream's; where the first rank, the one that writes, cannot, all fail and none waits for it.
+
+        Raises:
+            CheckpointWriteError: it could not be written.
+        """
+        from_first_rank(partial(os.makedirs, output_dir, exist_ok=True), CheckpointWriteError)
+        failure = None
+        try:
+            super().save_model(model, tokenizer, output_dir, **kwargs)
+        except (OSError, SafetensorError) as error:
+            failure = message_of(error)
+            torch_dist_barrier_and_cuda_sync()  # upstream's last line, which the other ranks have reached
+        raise_together(failure, CheckpointWriteError)
+
 
 class CpuStrategy(Strategy):
     """Adam is torch's, all-reduce is gloo's: DeepSpeed would build C++ extensions for both on first use.
@@ -88,3 +166,25 @@ def _load(self: TorchCheckpointEngine, path: str, map_location: Any = None) -> A
 
 
 TorchCheckpointEngine.load = _load
+
+
+class _CheckpointFiles(TorchCheckpointEngine):
+    """Writes for DeepSpeed with checksums, and keeps the first failure: DeepSpeed's ranks wait for each other at the
+    end of a save, whatever became of it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self.entries: dict[str, Entry] = {}
+        self.failure: str | None = None
+
+    def attempt(self, write: Callable[[], None]) -> None:
+        self.failure = self.failure or failure_of(write)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        def write() -> None:
+            with HashedFile(path) as stream:
+                torch.save(state_dict, stream)
+            self.entries[str(Path(path).relative_to(self._folder))] = stream.entry
+
+        self.attempt(write)

@@ -108,6 +108,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="when this file appears, save a checkpoint after the step in progress and exit with status 75 (default: "
         "'stop' in --ckpt.path, where one that is left from an earlier run does not count)",
     )
+    group.add_argument(
+        "--ckpt.load_tag",
+        help="with --ckpt.load_enable, go on from this checkpoint, such as global_step40 (default: the newest one)",
+    )
     group.add_argument("--logger.metrics_path", help="append every step's metrics to this JSON-lines file")
     group.add_argument(
         "--logger.entropy_enable",

@@ -13,6 +13,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.megatron.checkpoint.files import CheckpointError, DamagedError
+from openrlhf_gtpo.megatron.checkpoint.folder import backend_of, candidate, names, newest_whole
 from openrlhf_gtpo.platform.files import check_output, model_folder
 from openrlhf_gtpo.report.metrics import read_runs
 
@@ -91,7 +93,38 @@ def refuse_quantized(name: str | None, flag: str) -> None:
 
 def resumes(ckpt: SimpleNamespace) -> bool:
     """Whether the run goes on from a checkpoint, by its ``--ckpt.*``."""
-    return bool(ckpt.load_enable) and (Path(ckpt.path) / "_actor" / "latest").exists()
+    return bool(ckpt.load_enable) and newest_whole(Path(ckpt.path) / "_actor") is not None
+
+
+def check_checkpoints(args: SimpleNamespace) -> None:
+    """Refuse to start anew in a folder with checkpoints, which the new run's would replace, and to go on from those
+    that cannot be loaded.
+
+    Raises:
+        UsageError: ``--ckpt.path`` has such checkpoints, or lacks the one of ``--ckpt.load_tag``.
+    """
+    ckpt, folder = args.ckpt, Path(args.ckpt.path) / "_actor"
+    if not ckpt.load_enable:
+        there = names(folder)
+        if there and not ckpt.disable_ds:
+            raise UsageError(
+                f"--ckpt.path {ckpt.path} has checkpoints of an earlier run ({', '.join(there)}), which this one "
+                "would replace; give --ckpt.load_enable to go on from them, or another folder to start anew."
+            )
+        if ckpt.load_tag is not None:
+            raise UsageError("--ckpt.load_tag chooses the checkpoint to go on from; give --ckpt.load_enable with it.")
+        return
+    try:
+        path = candidate([folder], ckpt.load_tag)
+        backend = backend_of(path) if path is not None else args.actor.backend
+    except DamagedError:  # the one before is taken, unless it was asked for
+        return
+    except CheckpointError as error:
+        raise UsageError(f"--ckpt.load_enable: {error}") from error
+    if backend != args.actor.backend:
+        raise UsageError(
+            f"--ckpt.load_enable: {path} was written with --actor.backend {backend}; give that, or another folder."
+        )
 
 
 def check_results(args: SimpleNamespace) -> None:

@@ -11,7 +11,8 @@ from openrlhf_gtpo.integration.command_line.input_checks import check_model
 from openrlhf_gtpo.integration.command_line.megatron_flags import fp8_of, layout_of, megatron_flag, refusals_name_flags
 from openrlhf_gtpo.integration.command_line.megatron_overrides import parse_overrides
 from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
-from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointError, check_latest
+from openrlhf_gtpo.megatron.checkpoint.files import CheckpointError
+from openrlhf_gtpo.megatron.checkpoint.folder import check_checkpoint, newest_whole
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options, check_fp8
 from openrlhf_gtpo.megatron.parallel.layout import Layout, WorldSizeError, check_layout, legal_tensor_parallel_sizes
 
@@ -35,8 +36,11 @@ def check_megatron(args: SimpleNamespace) -> None:
             _check_fp8_flags(args, fp8)
         _check_batch(args, layout)
         if args.ckpt.load_enable:
+            folder, tag = Path(args.ckpt.path) / "_actor", args.ckpt.load_tag
             try:
-                check_latest(Path(args.ckpt.path) / "_actor", config, dtype="bfloat16")
+                path = folder / tag if tag else newest_whole(folder)
+                if path is not None:
+                    check_checkpoint(path, config, dtype="bfloat16", for_training=True)
             except CheckpointError as error:
                 raise UsageError(f"--ckpt.load_enable: {error}") from error
         parse_overrides(args.megatron.override)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TypeVar
 
@@ -10,13 +9,10 @@ import ray
 
 from openrlhf_gtpo.errors import StoppedOnRequest, TrainingStopped, UsageError
 from openrlhf_gtpo.integration.controller.checkpoint_disk import free_bytes, gigabytes
+from openrlhf_gtpo.megatron.checkpoint.files import CheckpointError
 from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
 
 E = TypeVar("E", bound=BaseException)
-
-# How torch 2.13's archive writer says that the disk is full: a RuntimeError of caffe2/serialize/inline_container.cc.
-# Can go once it is an OSError (asked for in https://github.com/pytorch/pytorch/issues/76108).
-_TORCH_WRITER = ("PytorchStreamWriter", "inline_container", "file write failed")
 
 
 def cause_of(error: BaseException | None, kind: type[E]) -> E | None:
@@ -37,20 +33,19 @@ def cause_of(error: BaseException | None, kind: type[E]) -> E | None:
 
 
 @contextmanager
-def explained(ckpt: SimpleNamespace) -> Iterator[None]:
+def explained() -> Iterator[None]:
     """Raise what ended a run on purpose, or what took it down, in the place of Ray's error.
-
-    Args:
-        ckpt: the run's ``--ckpt.*``.
 
     Raises:
         UsageError, StoppedOnRequest: as an actor raised it.
-        TrainingStopped: as an actor raised it; a checkpoint could not be written; a process or a node died.
+        TrainingStopped: as an actor raised it; no checkpoint could be loaded; a process or a node died.
     """
     try:
-        with write_errors(ckpt):  # the last checkpoint may come to its end after the last step
-            yield
+        yield
     except ray.exceptions.RayError as error:
+        unread = cause_of(error, CheckpointError)
+        if unread is not None:
+            raise TrainingStopped(str(unread)) from None
         for kind in (UsageError, TrainingStopped, StoppedOnRequest):
             ended = cause_of(error, kind)
             if ended is not None:
@@ -80,48 +75,24 @@ def raise_if_lost(error: BaseException) -> None:
 
 
 @contextmanager
-def write_errors(ckpt: SimpleNamespace, tag: str | None = None) -> Iterator[None]:
-    """Turn the failure of an actor to write a checkpoint into a message that says what to do.
+def write_errors(ckpt: SimpleNamespace) -> Iterator[None]:
+    """Say what keeps an actor from writing a checkpoint, and how much room its disk has.
 
     Args:
         ckpt: the run's ``--ckpt.*``.
-        tag: of the checkpoint that is being written; None where one from before may come to its end.
 
     Raises:
-        TrainingStopped: it could not be written.
+        CheckpointWriteError: it could not be written, in the place of Ray's error.
     """
     try:
         yield
     except ray.exceptions.RayTaskError as error:
-        reason = _write_failure(error, tag)
-        if reason is None:
+        known = cause_of(error, CheckpointWriteError)
+        if known is None:
             raise
         free = free_bytes(ckpt.path)
-        room = "" if free is None else f" The disk has {gigabytes(free)} free."
-        try:
-            last = (Path(ckpt.path) / "_actor" / "latest").read_text(encoding="utf-8").strip()
-        except OSError:
-            last = "the start, as there is no checkpoint before it"
-        raise TrainingStopped(
-            f"{reason}{room} Free some (or give --ckpt.path another disk, or keep fewer with --ckpt.max_num) and "
-            f"start the same command with --ckpt.load_enable: it goes on from {last}."
-        ) from error
-
-
-def _write_failure(error: BaseException, tag: str | None) -> str | None:
-    """One sentence; None where it was something else that failed."""
-    known = cause_of(error, CheckpointWriteError)
-    if known is not None:
-        return str(known)
-    if tag is None:
-        return None
-    failure = cause_of(error, OSError)
-    if failure is not None:
-        return f"The checkpoint {tag} could not be written: {_line(failure, 300)}."
-    runtime = cause_of(error, RuntimeError)
-    if any(words in str(runtime) for words in _TORCH_WRITER):
-        return f"The checkpoint {tag} could not be written, as it happens on a full disk: {_line(runtime, 300)}."
-    return None
+        room = "" if free is None else f" The disk of --ckpt.path has {gigabytes(free)} free."
+        raise CheckpointWriteError(f"{known}{room}") from error
 
 
 def _line(error: BaseException | None, length: int) -> str:

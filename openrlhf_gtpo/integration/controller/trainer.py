@@ -2,7 +2,7 @@
 end on request.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +12,14 @@ from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ppo_utils.experience import Experience
 
 from openrlhf_gtpo.errors import StoppedOnRequest
+from openrlhf_gtpo.integration.actors.policy_actor import keep_trying
 from openrlhf_gtpo.integration.controller import stop
 from openrlhf_gtpo.integration.controller.failures import write_errors
 from openrlhf_gtpo.integration.controller.step_costs import StepCosts
 from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
 from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
 from openrlhf_gtpo.integration.rollout.samples_generator import OrderedSamplesGenerator
+from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import MetricsWriter, Rows, is_number
 
@@ -36,6 +38,7 @@ _UpstreamTrainer: Any = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
 class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     """Upstream's controller; what it logs goes to TensorBoard and W&B through upstream, and to ``metrics.jsonl``."""
 
+    best_eval_metric_value: float  # upstream's
     _unevaluated: dict[str, Any] | None = None  # states of a checkpoint whose evaluation an interruption cut off
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -55,6 +58,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         path = self.args.logger.metrics_path
         self.metrics_writer = MetricsWriter(path) if path else None
         self.warnings: dict[str, str] = {}  # of the last step
+        self.failed_saves: list[str] = []  # since the last step's metrics
         self.costs = StepCosts(self.args, self.actor_model_group, self.vllm_engines)
 
     def fit(self, global_step: int = 0) -> None:
@@ -124,8 +128,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     def train_step(self, rollout_samples: list[Any], global_step: int) -> tuple[dict[str, Any], int]:
         self._show(names.MAKE_EXPERIENCE)
         self.costs.sampled(rollout_samples)
-        with write_errors(self.args.ckpt):  # an asynchronous save of an earlier step may end in this one
-            status, global_step = super().train_step(rollout_samples, global_step)
+        status, global_step = super().train_step(rollout_samples, global_step)
         self.costs.trained()
         status.update(self.experience_maker.metrics)
         if "ppo_clip_ratio" in status:
@@ -149,9 +152,24 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     def save_best_checkpoint(
         self, eval_metrics: dict[str, Any], global_step: int, client_states: dict[str, Any] | None = None
     ) -> None:
-        with write_errors(self.args.ckpt, f"best_global_step{global_step}"):
-            super().save_best_checkpoint(eval_metrics, global_step, self._with_kl(client_states))
+        best, states = self.best_eval_metric_value, self._with_kl(client_states)
+        if not self._save(lambda: super(EntropyTrainer, self).save_best_checkpoint(eval_metrics, global_step, states)):
+            self.best_eval_metric_value = best  # of what is saved
         self._begin_step()
+
+    def _save(self, save: Callable[[], Any]) -> bool:
+        """Call ``save``; False where a checkpoint could not be written, without which training goes on."""
+        try:
+            with write_errors(self.args.ckpt):
+                save()
+        except CheckpointWriteError as error:
+            self.failed_saves.append(str(error))
+            print(f"Warning: {error} Make room; training goes on, and the next save is another try.", flush=True)
+            return False
+        return True
+
+    def _finish_checkpoint(self, wait: bool) -> None:
+        ray.get(self.actor_model_group.async_run_method(method_name="finish_checkpoint", wait=wait))
 
     def _with_kl(self, client_states: dict[str, Any] | None) -> dict[str, Any]:
         return (client_states or {}) | {_KL_COEFFICIENT: self.kl_ctl.value}
@@ -159,6 +177,8 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     def save_logs_and_checkpoints(
         self, global_step: int, logs_dict: dict[str, Any] | None = None, client_states: dict[str, Any] | None = None
     ) -> None:
+        if self.args.actor.backend == "megatron":
+            self._save(lambda: self._finish_checkpoint(wait=False))  # an asynchronous one, of an earlier step
         # Not earlier: upstream's fit adds up everything that is called timing (0.11.2, trainer/ppo_trainer.py).
         logs = dict(logs_dict or {}) | self.costs.end() | self.experience_maker.seconds
         for phase in names.PHASES:
@@ -169,16 +189,27 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             sample = dict(zip((names.SAMPLE, names.SAMPLE_REWARD), logs.get("generated_samples", ())))
             if sample:
                 sample[names.SAMPLE] = sample[names.SAMPLE][-_SAMPLE_LETTERS:]
-            self.metrics_writer.write(names.KIND_TRAIN, global_step, numbers | sample | self.warnings)
+            failed = {names.WARNING_PREFIX + "checkpoint": " ".join(self.failed_saves)} if self.failed_saves else {}
+            self.metrics_writer.write(names.KIND_TRAIN, global_step, numbers | sample | self.warnings | failed)
+        self.failed_saves = []
         ckpt, save_steps, stopping = self.args.ckpt, self.args.ckpt.save_steps, stop.requested(self.args)
         self._show(names.CHECKPOINT)
         if stopping:
             ckpt.save_steps = 1  # upstream saves where the step divides by it
+
+        def save() -> None:
+            super(EntropyTrainer, self).save_logs_and_checkpoints(global_step, logs, self._with_kl(client_states))
+
+        def save_at_last(path: str) -> None:
+            with write_errors(ckpt):
+                save()
+                self._finish_checkpoint(wait=True)
+
         try:
-            with write_errors(ckpt, f"global_step{global_step}"):
-                super().save_logs_and_checkpoints(global_step, logs, self._with_kl(client_states))
-                if stopping:
-                    ray.get(self.actor_model_group.async_run_method(method_name="finish_checkpoint"))
+            if stopping:
+                keep_trying(save_at_last, ckpt.path)
+            else:
+                self._save(save)
         finally:
             ckpt.save_steps = save_steps
         if stopping:

@@ -1,11 +1,11 @@
 """Checkpoints of the Megatron actor in Megatron's torch_dist format, readable at another TP × PP × DP.
 
 Save: a temporary folder, every rank's shards (see ``writer``), rank 0's small files, the manifest, then a rename that
-publishes all of it. Load: check the files, compare the keys, then read. ``folder`` says which are kept.
+publishes all of it. Load: check every file, compare the keys, then read. ``folder`` says which are kept.
 """
 
 import math
-import shutil
+import os
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,24 +23,27 @@ from torch.distributed import get_rank, get_world_size
 from openrlhf_gtpo.megatron.checkpoint import folder as checkpoint_folder
 from openrlhf_gtpo.megatron.checkpoint import state as checkpoint_state
 from openrlhf_gtpo.megatron.checkpoint.export import copy_side_files
+from openrlhf_gtpo.megatron.checkpoint.files import CheckpointError, HashedFile
 from openrlhf_gtpo.megatron.checkpoint.folder import (
     SIDE_FILES,
     TRAINING_STATE,
-    CheckpointError,
     CheckpointWriteError,
     check_checkpoint,
 )
 from openrlhf_gtpo.megatron.checkpoint.state import dtype_name, model_and_trainer
+from openrlhf_gtpo.megatron.checkpoint.together import agree, choose, publish, put_in_order, verify
 from openrlhf_gtpo.megatron.checkpoint.writer import RankWrite, ThreadStrategy
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.parallel.agreement import failure_of, from_first_rank, raise_together
 from openrlhf_gtpo.megatron.parallel.host import HostMemory, device, megatron_calls
 from openrlhf_gtpo.megatron.train.trainer import Trainer
 
+_RESERVE_BYTES = 64 * 2**20
+
 
 @dataclass(kw_only=True)
 class Checkpoints:
-    """The checkpoints of one folder. All ranks call every method but ``latest``, ``finish`` at the end of a run.
+    """The checkpoints of one folder. All ranks call every method, ``finish`` at the end of a run.
 
     Args:
         folder: seen by all ranks.
@@ -75,14 +78,17 @@ class Checkpoints:
             metric_value: of this checkpoint, greater is better; the worst go first.
 
         Raises:
-            CheckpointWriteError: this or the previous asynchronous save failed; earlier checkpoints are as they were.
+            CheckpointWriteError: this or the previous asynchronous save failed, of which neither keeps the other from
+                being written; earlier checkpoints are as they were.
         """
-        self.finish()
-        metric = {"key": metric_key, "value": metric_value}
-        host = self._host if self.asynchronous else None
-        self._pending = PendingSave(Path(self.folder, tag), trainer, client_state, self.hf_source, metric, host)
-        if not self.asynchronous:
+        try:
             self.finish()
+        finally:
+            metric = {"key": metric_key, "value": metric_value}
+            host = self._host if self.asynchronous else None
+            self._pending = PendingSave(Path(self.folder, tag), trainer, client_state, self.hf_source, metric, host)
+            if not self.asynchronous:
+                self.finish()
 
     def poll(self) -> bool:
         """Publish the asynchronous save if all ranks have finished writing; True while one is still under way.
@@ -107,32 +113,18 @@ class Checkpoints:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        path = pending.finish()
+        put_in_order(pending.finish(), [], max_num=self.max_num, max_mem_gb=self.max_mem_gb)
 
-        def put_in_order() -> None:
-            checkpoint_folder.set_latest(path.parent, path.name)
-            checkpoint_folder.rotate(path.parent, path.name, max_num=self.max_num, max_mem_gb=self.max_mem_gb)
-
-        failure = failure_of(put_in_order) if get_rank() == 0 else None
-        sentence = f"The checkpoint {path} is written, but its folder could not be put in order: {failure}."
-        raise_together(None if failure is None else sentence, CheckpointWriteError)
-
-    def latest(self) -> str | None:
-        """The name of the last checkpoint that was written whole, or None."""
-        path = checkpoint_folder.latest(self.folder)
-        return None if path is None else path.name
-
-    def load(self, target: Trainer | LoadedModel) -> dict[str, Any]:
-        """Load the latest checkpoint into a trainer or a model alone; the saved client state.
+    def load(self, target: Trainer | LoadedModel, tag: str | None = None) -> dict[str, Any]:
+        """Load the newest checkpoint, or ``tag``, into a trainer or a model alone; the saved client state, which is
+        empty where there is no checkpoint. Damaged ones are set aside.
 
         Raises:
-            CheckpointError: there is none, or it is incomplete or of another model; nothing has changed.
+            CheckpointError: none of those there is whole, or it is of another model; nothing has changed.
         """
         self.finish()
-        path = from_first_rank(lambda: checkpoint_folder.latest(self.folder), CheckpointError)
-        if path is None:
-            raise CheckpointError(f"There is no checkpoint in {self.folder}.")
-        return load_checkpoint(path, target)
+        path = choose([Path(self.folder)], tag)
+        return {} if path is None else _load_verified(path, target)
 
 
 def save_checkpoint(path: Path, model: LoadedModel, *, hf_source: str | Path | None = None) -> None:
@@ -166,6 +158,10 @@ class PendingSave:
         model, trainer = model_and_trainer(target)
         begin = partial(checkpoint_folder.begin, path, whole_folder=trainer is not None)
         self._temporary = from_first_rank(begin, CheckpointWriteError)
+        self._reserve = self._temporary / "reserve"
+        agree(self._temporary, path, failure_of(self._take_reserve) if get_rank() == 0 else None)
+        if get_rank() == 0:
+            self._reserve.unlink()
         self._manifest = {
             "model": checkpoint_folder.describe_model(model.bridge.hf_config),
             "dtype": dtype_name(model),
@@ -191,9 +187,11 @@ class PendingSave:
         torch.distributed.all_gather_object(randoms, checkpoint_state.random_state())
 
         def write_small_files() -> None:
+            self._take_reserve()
             schedule = None if trainer is None else trainer.schedule_state()
             small = {"client_state": client_state, "trainer": schedule, "random": randoms}
-            torch.save(small, self._temporary / TRAINING_STATE)
+            with HashedFile(self._temporary / TRAINING_STATE) as stream:
+                torch.save(small, stream)
             if hf_source is not None:
                 (self._temporary / SIDE_FILES).mkdir()
                 copy_side_files(hf_source, self._temporary / SIDE_FILES)
@@ -211,26 +209,20 @@ class PendingSave:
         Raises:
             CheckpointWriteError: some rank could not write its part; nothing is left of it.
         """
-        self._agree(self._write.join() or self._failure)
+        agree(self._temporary, self._path, self._write.join() or self._failure)
+        if get_rank() == 0:
+            self._reserve.unlink()
         with megatron_calls():
             for finalize in self._finalize:
                 finalize()
-
-        def publish() -> None:
-            checkpoint_folder.write_manifest(self._temporary, self._manifest)
-            checkpoint_folder.publish(self._temporary, self._path)
-
-        self._agree(failure_of(publish) if get_rank() == 0 else None)
+        publish(self._temporary, self._path, self._manifest, self._write.entries)
         return self._path
 
-    def _agree(self, failure: str | None) -> None:
-        sentence = f"The checkpoint {self._path} could not be written: {failure}; earlier ones are as they were."
-        try:
-            raise_together(None if failure is None else sentence, CheckpointWriteError)
-        except CheckpointWriteError:
-            if get_rank() == 0:  # all have ended their writing by now
-                shutil.rmtree(self._temporary, ignore_errors=True)
-            raise
+    def _take_reserve(self) -> None:
+        """Hold room for what Megatron writes next on the first rank alone, whose failure there would leave the others
+        waiting for it (megatron-core 0.16.1: ``save_common`` in a save, ``save_state_dict_async_finalize`` after)."""
+        with open(self._reserve, "wb") as stream:
+            os.posix_fallocate(stream.fileno(), 0, _RESERVE_BYTES)
 
 
 def load_checkpoint(path: Path, target: Trainer | LoadedModel) -> dict[str, Any]:
@@ -240,8 +232,14 @@ def load_checkpoint(path: Path, target: Trainer | LoadedModel) -> dict[str, Any]
     stay as they are.
 
     Raises:
-        CheckpointError: it is missing, incomplete or of another model; nothing has changed.
+        CheckpointError: it is missing, damaged or of another model; nothing has changed.
     """
+    from_first_rank(partial(checkpoint_folder.read_manifest, path), CheckpointError)
+    verify(path)
+    return _load_verified(path, target)
+
+
+def _load_verified(path: Path, target: Trainer | LoadedModel) -> dict[str, Any]:
     model, trainer = model_and_trainer(target)
     hf_config, dtype, for_training = model.bridge.hf_config, dtype_name(model), trainer is not None
     check = partial(check_checkpoint, path, hf_config, dtype=dtype, for_training=for_training)

@@ -1,29 +1,41 @@
-"""A folder of checkpoints, and what is in each: written whole or not at all, checked before it is loaded, rotated.
+"""A folder of checkpoints of either backend: written whole or not at all, found by looking at them, rotated.
 
 A checkpoint is written under a temporary name, its manifest last, and then renamed: what a crash leaves is never taken
-for one. ``latest`` names the last. The driver asks here before any engine starts, so this module knows neither torch
-nor megatron; functions that write are for one process at a time, the first rank's.
+for one. ``latest`` names the last for other tools; nothing here depends on it, except for DeepSpeed's checkpoints of
+earlier versions of this package, which have no manifest. The driver asks here before any engine starts, so this module
+knows neither torch nor megatron; functions that write are for one process at a time, the first rank's.
 """
 
 import json
 import math
-import os
 import re
 import shutil
+import time
 import uuid
-import zlib
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from openrlhf_gtpo.megatron.checkpoint.files import (
+    CheckpointError,
+    DamagedError,
+    Entry,
+    check_file,
+    describe,
+    sync,
+    write_text,
+)
 
 MANIFEST = "checkpoint.json"  # written last: a folder without it is no checkpoint
 TRAINING_STATE = "training_state.pt"
 SIDE_FILES = "hf"  # the tokenizer, configuration and templates of the model, as Hugging Face stores them
 LATEST = "latest"
 
-FORMAT = 1
-_CHECKSUM_UP_TO = 16 * 2**20  # bytes; larger files are known by their size alone, as reading them takes minutes
-_DISTRIBUTIONS = ("openrlhf_gtpo", "openrlhf", "megatron-core", "mbridge", "torch", "transformers")
+FORMAT = 2
+_READABLE = (1, 2)  # 1: Megatron's alone, with checksums of files up to 16 MiB
+_DISTRIBUTIONS = ("openrlhf_gtpo", "openrlhf", "deepspeed", "megatron-core", "mbridge", "torch", "transformers")
 _SHAPE_FIELDS = (
     "model_type",
     "vocab_size",
@@ -40,45 +52,80 @@ _SHAPE_FIELDS = (
 _BEST = "best"  # what OpenRLHF's tags of best checkpoints begin with
 _UNFINISHED = re.compile(r"(?P<tag>.+)\.tmp-[0-9a-f]{8}")
 _REPLACED = ".replaced"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is missing, incomplete, or of another model. Raised before anything is changed."""
+_DAMAGED = ".corrupt"
 
 
 class CheckpointWriteError(OSError):
     """A checkpoint could not be written; what was there before it is as it was."""
 
 
-def latest(folder: str | Path) -> Path | None:
-    """The last checkpoint that was written whole; None where there is none.
+def newest_whole(*folders: str | Path) -> Path | None:
+    """The checkpoint to go on from: the one of the first folder that was written last, and is whole there and, under
+    the same tag, in the others; None where there is none. Whole: all files are there, in their sizes.
+
+    Where no checkpoint has a manifest, the one of an earlier version that ``latest`` names.
 
     Raises:
-        CheckpointError: the folder's ``latest`` names a checkpoint that is not there.
+        CheckpointError: a checkpoint was written by a later version.
     """
-    folder = Path(folder)
-    try:
-        path = folder / (folder / LATEST).read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
-        return None
-    # One that was being replaced in a crash is beside its place.
-    for candidate in (path, path.with_name(path.name + _REPLACED)):
-        if _is_checkpoint(candidate):
-            return candidate
-    there = ", ".join(path.name for path in _checkpoints(folder))
-    hint = f"write the name of one that is ({there}) into {folder / LATEST}" if there else "there is none at all"
-    raise CheckpointError(f"{folder / LATEST} names {path.name!r}, which is not a checkpoint there; {hint}.")
+    for path in _checkpoints(*folders):
+        try:
+            for folder in folders:
+                _check_sizes(Path(folder, path.name))
+        except DamagedError:
+            continue
+        return path
+    return _named_by_latest(folders[0])
 
 
-def check_latest(folder: str | Path, hf_config: Any, *, dtype: str) -> None:
-    """Check that training of the model can resume from the latest checkpoint, if there is one; for the driver.
+def candidate(folders: Sequence[Path], tag: str | None = None) -> Path | None:
+    """The checkpoint to try next, the newest by its name and place, or ``tag``; None in folders without any.
 
     Raises:
-        CheckpointError: as :func:`check_checkpoint`.
+        CheckpointError: there is no ``tag``; or there are checkpoints, but none to go on from.
     """
-    path = latest(folder)
+    there = names(folders[0])
+    if tag is not None:
+        if tag not in there or not all((folder / tag).is_dir() for folder in folders):
+            raise CheckpointError(f"{folders[0]} has no checkpoint {tag!r}; it has {', '.join(there) or 'none'}.")
+        return folders[0] / tag
+    path = next(iter(_checkpoints(*folders)), None)
     if path is not None:
-        check_checkpoint(path, hf_config, dtype=dtype, for_training=True)
+        with suppress(DamagedError):  # which the ranks find too
+            read_manifest(path)  # of a later version?
+        return path
+    path = _named_by_latest(folders[0])
+    if path is None and (there or (folders[0] / LATEST).exists()):
+        others = ", ".join(there) or f"what {LATEST} names is gone"
+        raise CheckpointError(
+            f"{folders[0]} has no checkpoint that is known to be whole ({others}); choose one with --ckpt.load_tag, "
+            "or another folder to start anew."
+        )
+    return path
+
+
+def announcement(path: Path) -> str:
+    """What a log says of the checkpoint that is loaded, loud where it is not what ``latest`` names."""
+    latest = path.with_name(LATEST)
+    named = latest.is_file() and latest.read_text(encoding="utf-8", errors="replace").strip() == path.name
+    warning = "" if named else f"Warning: {latest} does not name the checkpoint that is loaded. "
+    unchecked = "" if _is_checkpoint(path) else ", of an earlier version, which left nothing to check it by"
+    return f"{warning}Loading the checkpoint {path}{unchecked}"
+
+
+def names(folder: Path) -> list[str]:
+    """Names of all that was a checkpoint once, also damaged ones and those that may not be whole."""
+    return sorted(path.name for path in _folders(folder) if _is_checkpoint(path) or _is_unchecked(path))
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that nothing takes it for one, or removes it; its new place."""
+    aside = path.with_name(path.name + _DAMAGED)
+    while aside.exists():
+        aside = aside.with_name(aside.name + _DAMAGED)
+    with suppress(FileNotFoundError):  # the critic's ranks have found the same
+        path.rename(aside)
+    return aside
 
 
 def resolve(path: str | Path) -> Path:
@@ -89,7 +136,7 @@ def resolve(path: str | Path) -> Path:
     """
     path = Path(path)
     if path.is_dir() and not _is_checkpoint(path):
-        path = latest(path) or path
+        path = newest_whole(path) or path
     read_manifest(path)
     return path
 
@@ -110,11 +157,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         version, files = manifest["format"], {name: dict(entry) for name, entry in dict(manifest["files"]).items()}
         if any(".." in Path(name).parts or Path(name).is_absolute() for name in files):
             raise ValueError("a file outside of the folder")
-        manifest |= {"files": files, "model": dict(manifest["model"])}
-        [manifest[name] for name in ("dtype", "optimizer")], [entry["size"] for entry in files.values()]
+        manifest["files"] = files
+        [int(entry["size"]) for entry in files.values()]
+        if "model" in manifest:  # of the Megatron actor
+            manifest["model"] = dict(manifest["model"])
+            [manifest[name] for name in ("dtype", "optimizer")]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}); use another checkpoint.") from None
-    if version != FORMAT:
+        raise DamagedError(f"{path} cannot be read ({type(error).__name__}); use another checkpoint.") from None
+    if version not in _READABLE:
         raise CheckpointError(
             f"{folder} has checkpoint format {version}, and this version of openrlhf_gtpo reads format {FORMAT}; go "
             "on with the version that wrote it, or from another checkpoint."
@@ -125,7 +175,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def check_checkpoint(
     folder: str | Path, hf_config: Any = None, *, dtype: str | None = None, for_training: bool = False
 ) -> dict[str, Any]:
-    """Check that a checkpoint can be loaded, from its files' names, sizes and (of small ones) checksums.
+    """Check that a checkpoint can be loaded by the Megatron actor, from its manifest and its files' sizes.
 
     Args:
         folder: of one checkpoint.
@@ -140,7 +190,9 @@ def check_checkpoint(
         CheckpointError: the first thing that is wrong, in one sentence.
     """
     folder = Path(folder)
-    manifest = read_manifest(folder)
+    manifest = _check_sizes(folder)
+    if "model" not in manifest:
+        raise CheckpointError(f"{folder} is not a checkpoint of the Megatron actor, but of DeepSpeed's.")
     if hf_config is not None:
         stored, wanted = manifest["model"], describe_model(hf_config)
         differences = [
@@ -159,9 +211,12 @@ def check_checkpoint(
             f"{folder} has weights and no optimizer state, so training cannot resume from it; start from its weights "
             "as a Hugging Face model (python3 -m openrlhf_gtpo.cli.convert megatron-to-hf)."
         )
-    for name, expected in manifest["files"].items():
-        _check_file(folder, name, expected)
     return manifest
+
+
+def backend_of(path: Path) -> str:
+    """The ``--actor.backend`` that wrote a checkpoint."""
+    return "megatron" if _is_checkpoint(path) and "model" in read_manifest(path) else "deepspeed"
 
 
 def describe_model(hf_config: Any) -> dict[str, Any]:
@@ -185,7 +240,7 @@ def begin(target: Path, *, whole_folder: bool) -> Path:
         unfinished = _UNFINISHED.fullmatch(path.name)
         if unfinished and path.is_dir() and (whole_folder or unfinished["tag"] == target.name):
             shutil.rmtree(path)
-        elif path.name.endswith(_REPLACED) and _is_checkpoint(path) and whole_folder:
+        elif path.name.endswith(_REPLACED) and whole_folder and (_is_checkpoint(path) or _is_unchecked(path)):
             # A crash left an earlier checkpoint beside its place: back it goes, unless its successor has come.
             place = path.with_name(path.name.removesuffix(_REPLACED))
             if place.exists():
@@ -197,25 +252,34 @@ def begin(target: Path, *, whole_folder: bool) -> Path:
     return temporary
 
 
-def write_manifest(folder: Path, contents: dict[str, Any]) -> None:
-    """Describe every file of ``folder`` beside ``contents``; the folder is complete afterwards, and on disk."""
+def write_manifest(folder: Path, contents: dict[str, Any], known: dict[str, Entry] | None = None) -> None:
+    """Describe every file of ``folder`` beside ``contents``; the folder is complete afterwards, and on disk.
+
+    Args:
+        known: entries of files that their writers have described, by path in ``folder``; the others are read.
+    """
+    known = known or {}
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
-    files = {path.relative_to(folder).as_posix(): _describe_file(path) for path in paths}
-    described = {"format": FORMAT, **contents, "versions": _versions(), "files": files}
-    _write_through(folder / MANIFEST, json.dumps(described, indent=1))
-    _sync(folder)
+    files = {name: known.get(name) or describe(folder / name) for name in (str(p.relative_to(folder)) for p in paths)}
+    missing = sorted(known.keys() - files.keys())
+    if missing:
+        raise FileNotFoundError(f"{missing[0]}, which a rank has written, is not in {folder}")
+    described = {"format": FORMAT, "written": time.time(), **contents, "versions": _versions(), "files": files}
+    write_text(folder / MANIFEST, json.dumps(described, indent=1))
+    for directory in {path.parent for path in paths} | {folder}:
+        sync(directory)
 
 
 def publish(temporary: Path, target: Path) -> None:
     """Give what is complete in ``temporary`` its name; a checkpoint of that name is replaced."""
     replaced = target.with_name(target.name + _REPLACED)
     if target.exists():
-        if _is_checkpoint(target):
+        if _is_checkpoint(target) or _is_unchecked(target):
             target.rename(replaced)
         else:
             target.rmdir()  # an empty folder; anything else is not ours to remove
     temporary.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
 
@@ -223,27 +287,30 @@ def publish(temporary: Path, target: Path) -> None:
 def set_latest(folder: Path, tag: str) -> None:
     """Let ``latest`` name ``tag``, at once or not at all."""
     temporary = folder / f".{LATEST}.tmp"
-    _write_through(temporary, tag + "\n")
+    write_text(temporary, tag + "\n")
     temporary.replace(folder / LATEST)
-    _sync(folder)
+    sync(folder)
 
 
-def rotate(folder: Path, kept: str, *, max_num: int, max_mem_gb: float) -> list[str]:
+def rotate(folder: Path, kept: str, others: Sequence[Path] = (), *, max_num: int, max_mem_gb: float) -> list[str]:
     """Remove excess checkpoints, as OpenRLHF does: those without a metric first, then the worst, then the oldest.
 
     At most ``max_num`` checkpoints and ``max_mem_gb`` (2^30 bytes) stay. Tags that begin with "best" do not count as
-    checkpoints and are not removed, except earlier ones where ``kept`` is a new best. ``kept`` always stays.
+    checkpoints and are not removed, except earlier ones where ``kept`` is a new best. Two always stay: ``kept``, and
+    the newest one whose tag is in ``others`` too, folders of checkpoints that are only of use together.
 
     Returns:
         the removed tags.
     """
-    best = [path for path in _checkpoints(folder) if path.name.startswith(_BEST)]
-    regular = [path for path in _checkpoints(folder) if not path.name.startswith(_BEST)]
-    removed = [path for path in best if path.name != kept] if kept.startswith(_BEST) else []
+    there = [folder / name for name in names(folder) if not name.endswith(_DAMAGED)]
+    staying = {kept, *(path.name for path in _checkpoints(folder, *others)[:1])}
+    best = [path for path in there if path.name.startswith(_BEST)]
+    regular = [path for path in there if not path.name.startswith(_BEST)]
+    removed = [path for path in best if path.name not in staying] if kept.startswith(_BEST) else []
     for path in removed:
         _remove(path)
-    for path in sorted((path for path in regular if path.name != kept), key=_worth):
-        if len(regular) <= max_num and _bytes(folder) <= max_mem_gb * 2**30:
+    for path in sorted((path for path in regular if path.name not in staying), key=_worth):
+        if len(regular) <= max_num and sum(map(_bytes, regular + best)) <= max_mem_gb * 2**30:
             break
         _remove(path)
         removed.append(path)
@@ -257,25 +324,62 @@ def _worth(path: Path) -> tuple[bool, float, float]:
     except (CheckpointError, KeyError, TypeError, ValueError, OverflowError):
         metric = math.nan
     known = not math.isnan(metric)
-    return known, metric if known else 0.0, path.stat().st_mtime
+    return known, metric if known else 0.0, _written(path)
 
 
-def _checkpoints(folder: Path) -> list[Path]:
-    """Complete ones alone, so that whatever else a user keeps in the folder is left alone."""
-    return sorted(
+def _written(path: Path) -> float:
+    """When it was written, in seconds; other folders' times change as they are copied."""
+    try:
+        return float(read_manifest(path)["written"])
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        return path.stat().st_mtime
+
+
+def _checkpoints(first: str | Path, *others: str | Path) -> list[Path]:
+    """Those of the first folder whose tag the others have too, the last written first; nothing else is looked at."""
+    found = [path for path in _folders(Path(first)) if _is_checkpoint(path) and not path.name.endswith(_DAMAGED)]
+    shared = [path for path in found if all(_is_checkpoint(Path(other, path.name)) for other in others)]
+    return sorted(shared, key=_written, reverse=True)
+
+
+def _folders(folder: Path) -> list[Path]:
+    """What may be a checkpoint; of one that was being replaced in a crash, what is beside its place."""
+    found = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    return [
         path
-        for path in folder.iterdir()
-        if _is_checkpoint(path) and not path.name.endswith(_REPLACED) and not _UNFINISHED.fullmatch(path.name)
-    )
+        for path in found
+        if not _UNFINISHED.fullmatch(path.name)
+        and not (path.name.endswith(_REPLACED) and path.with_name(path.name.removesuffix(_REPLACED)) in found)
+    ]
+
+
+def _named_by_latest(folder: str | Path) -> Path | None:
+    """DeepSpeed's checkpoint of an earlier version, which wrote ``latest`` after it."""
+    try:
+        path = Path(folder, Path(folder, LATEST).read_text(encoding="utf-8", errors="replace").strip())
+    except OSError:
+        return None
+    return path if path in _folders(Path(folder)) and _is_unchecked(path) else None
 
 
 def _is_checkpoint(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 
 
-def _bytes(folder: Path) -> int:
-    files = (file for path in _checkpoints(folder) for file in path.rglob("*"))
-    return sum(file.stat().st_size for file in files if file.is_file())
+def _is_unchecked(path: Path) -> bool:
+    """Files of DeepSpeed without a manifest: a checkpoint of an earlier version, perhaps not whole."""
+    return not _is_checkpoint(path) and any(path.glob("*_states.pt"))
+
+
+def _check_sizes(path: Path) -> dict[str, Any]:
+    manifest = read_manifest(path)
+    for name, expected in manifest["files"].items():
+        check_file(path, name, expected, checksum=False)
+    return manifest
+
+
+def _bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def _remove(path: Path) -> None:
@@ -289,30 +393,6 @@ def _unfinished(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
 
 
-def _check_file(folder: Path, name: str, expected: dict[str, int]) -> None:
-    path = folder / name
-    try:
-        found = _describe_file(path) if "crc32" in expected else {"size": path.stat().st_size}
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} is not whole: its file {name} is missing; use another checkpoint.") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}); use another checkpoint.") from None
-    if found["size"] != expected["size"]:
-        raise CheckpointError(
-            f"{folder} is not whole: its file {name} has {found['size']} bytes of {expected['size']}; use another "
-            "checkpoint."
-        )
-    if found != expected:
-        raise CheckpointError(f"{folder} is damaged: its file {name} has changed; use another checkpoint.")
-
-
-def _describe_file(path: Path) -> dict[str, int]:
-    size = path.stat().st_size
-    if size > _CHECKSUM_UP_TO:
-        return {"size": size}
-    return {"size": size, "crc32": zlib.crc32(path.read_bytes())}
-
-
 def _versions() -> dict[str, str]:
     found = {}
     for name in _DISTRIBUTIONS:
@@ -321,19 +401,3 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _write_through(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Bring the names in ``folder`` to disk: without it a rename may not survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 
+from openrlhf_gtpo.megatron.checkpoint.files import Entry, HashedFile
 from openrlhf_gtpo.megatron.parallel.agreement import failure_of
 from openrlhf_gtpo.megatron.parallel.host import HostMemory, on_cuda
 
@@ -45,7 +46,7 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
 
 
 class RankWrite:
-    """This rank's files on their way to disk.
+    """This rank's files on their way to disk; ``entries`` has those that are there, by name.
 
     Args:
         writer: Megatron's, with its write plan made.
@@ -55,6 +56,7 @@ class RankWrite:
 
     def __init__(self, writer: Any, host: HostMemory | None) -> None:
         self._writer = writer
+        self.entries: dict[str, Entry] = {}
         self._thread: threading.Thread | None = None
         self._failure = failure_of(self._write if host is None else partial(self._stage, host))
         if host is not None and self._failure is None:
@@ -90,7 +92,7 @@ class RankWrite:
     def _write(self) -> None:
         results: dict[int, list[Any]] = {}
         for i, (path, storage_key, (objects, tensors)) in enumerate(self._writer.write_buckets):
-            with open(path, "wb") as stream:
+            with HashedFile(path) as stream:
                 results[i] = []
                 for items in (objects, tensors):
                     while items:  # each is freed as soon as it is written
@@ -105,7 +107,6 @@ class RankWrite:
                             serialization_format=SerializationFormat.TORCH_SAVE,
                         )
                         results[i].append(written)
-                stream.flush()
-                os.fsync(stream.fileno())
+            self.entries[os.path.basename(path)] = stream.entry
         if results:
             self._writer.results_queue.put(results)

@@ -336,6 +336,7 @@ FROZEN = """
 --algo.grpo_s.success_threshold 1.0
 --algo.grpo_s.variant 'v3'
 --algo.preset None
+--ckpt.load_tag None
 --ckpt.stop_file None
 --eval.before_training False
 --logger.entropy_enable False

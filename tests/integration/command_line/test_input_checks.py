@@ -13,9 +13,10 @@ from command_lines import ROWS, argv_of, table
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line.checks import check_every_run, check_inputs
-from openrlhf_gtpo.integration.command_line.input_checks import check_metrics_file, check_results
+from openrlhf_gtpo.integration.command_line.input_checks import check_checkpoints, check_metrics_file, check_results
 from openrlhf_gtpo.integration.controller.step_costs import dense_shape
 from openrlhf_gtpo.integration.run import parse
+from openrlhf_gtpo.megatron.checkpoint.folder import write_manifest
 from openrlhf_gtpo.report.metrics import MetricsWriter
 
 pytestmark = pytest.mark.usefixtures("no_engine")
@@ -407,8 +408,7 @@ def test_metrics_of_another_run_are_not_added_to(command: dict[str, Any], tmp_pa
         writer.end()
     with pytest.raises(UsageError, match=f"and --ckpt.path {checkpoints} has no checkpoint to go on with it"):
         check_metrics_file(parse(resumed))
-    (checkpoints / "_actor").mkdir(parents=True)
-    (checkpoints / "_actor" / "latest").write_text("global_step1")
+    make_checkpoint(checkpoints)
     check_metrics_file(parse(resumed))
 
 
@@ -433,6 +433,46 @@ def test_the_trained_model_replaces_no_other(command: dict[str, Any], model: Pat
             UsageError, match="trained holds a model, which the trained one would replace; name another"
         ):
             check_results(parse(argv_of(given)))
-    (tmp_path / "checkpoints" / "_actor").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "_actor" / "latest").write_text("global_step1")
+    make_checkpoint(tmp_path / "checkpoints")
     check_results(parse(argv_of(resumed)))
+
+
+def make_checkpoint(path: Path, tag: str = "global_step1", **contents: Any) -> Path:
+    """A whole one without any files, DeepSpeed's unless ``contents`` say otherwise."""
+    folder = path / "_actor" / tag
+    folder.mkdir(parents=True)
+    write_manifest(folder, contents)
+    return folder
+
+
+def test_a_fresh_run_starts_in_no_folder_with_checkpoints(
+    command: dict[str, Any], refused: Callable[..., str], tmp_path: Path
+) -> None:
+    command["--ckpt.path"] = tmp_path / "checkpoints"
+    check_checkpoints(parse(argv_of(command)))
+    make_checkpoint(tmp_path / "checkpoints").rename(tmp_path / "checkpoints" / "_actor" / "global_step1.corrupt")
+    make_checkpoint(tmp_path / "checkpoints", "global_step2")  # and no `latest`
+    message = refused({})
+    assert message == (
+        f"--ckpt.path {tmp_path}/checkpoints has checkpoints of an earlier run (global_step1.corrupt, global_step2), "
+        "which this one would replace; give --ckpt.load_enable to go on from them, or another folder to start anew."
+    )
+    check_checkpoints(parse(argv_of(command | {"--ckpt.load_enable": True})))
+    check_checkpoints(parse(argv_of(command | {"--ckpt.path": tmp_path / "anew"})))
+
+
+def test_what_cannot_be_gone_on_from_is_refused(
+    command: dict[str, Any], refused: Callable[..., str], tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path)
+    resume = {"--ckpt.path": tmp_path, "--ckpt.load_enable": True}
+    check_checkpoints(parse(argv_of(command | resume | {"--ckpt.load_tag": "global_step1"})))
+    message = refused(resume | {"--ckpt.load_tag": "global_step2"})
+    assert message.endswith("/_actor has no checkpoint 'global_step2'; it has global_step1.")
+    assert "give --ckpt.load_enable with it" in refused({"--ckpt.load_tag": "global_step1"})
+    (folder / "checkpoint.json").write_text("{")  # the training's ranks set it aside
+    check_checkpoints(parse(argv_of(command | resume)))
+    folder.rename(folder.with_name("global_step1.corrupt"))
+    assert "no checkpoint that is known to be whole (global_step1.corrupt)" in refused(resume)
+    make_checkpoint(tmp_path, "global_step3", model={})
+    assert "global_step3 was written with --actor.backend megatron; give that, or" in refused(resume)

@@ -11,9 +11,10 @@ import pytest
 import ray
 
 from openrlhf_gtpo.cli import train_ppo_ray
-from openrlhf_gtpo.errors import StoppedOnRequest, UsageError
+from openrlhf_gtpo.errors import StoppedOnRequest, TrainingStopped, UsageError
 from openrlhf_gtpo.integration.controller import stop
 from openrlhf_gtpo.integration.controller.trainer import EntropyTrainer, _UpstreamTrainer
+from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,7 @@ def arguments(path: Path, stop_file: Path | None = None, **ckpt: Any) -> SimpleN
         train=SimpleNamespace(async_enable=False),
         logger=SimpleNamespace(logging_steps=1),
         eval=SimpleNamespace(before_training=False),
+        actor=SimpleNamespace(backend="deepspeed"),
     )
 
 
@@ -63,6 +65,7 @@ def controller(args: SimpleNamespace) -> EntropyTrainer:
     trainer.kl_ctl = SimpleNamespace(value=0.0)
     trainer.best_eval_metric_key, trainer.best_eval_metric_value = "none", float("-inf")
     trainer._latest_eval_metric_value = None
+    trainer.warnings, trainer.failed_saves = {}, []
     trainer.costs = SimpleNamespace(begin=lambda: None, end=dict, response_tokens=1)
     trainer.experience_maker = SimpleNamespace(seconds={})
     trainer.samples_generator = SimpleNamespace(dispatched=0)
@@ -88,6 +91,74 @@ def test_without_a_request_steps_are_saved_as_upstream_does(tmp_path: Path) -> N
     assert trainer.actor_model_group.called == [
         ("save_checkpoint", "global_step4"),
         ("save_checkpoint", "global_step8"),
+    ]
+
+
+class FullDisk(Group):
+    """Actors whose next ``failures`` saves find no room."""
+
+    def __init__(self, failures: int) -> None:
+        super().__init__()
+        self.failures = failures
+
+    def async_run_method(self, method_name: str, **kwargs: Any) -> list[Any]:
+        super().async_run_method(method_name, **kwargs)
+        if method_name == "save_checkpoint" and self.failures:
+            self.failures -= 1
+            cause = CheckpointWriteError(f"The checkpoint {kwargs['tag']} could not be written: [Errno 28] No space.")
+            raise ray.exceptions.RayTaskError(method_name, "traceback", cause).as_instanceof_cause()
+        return []
+
+
+def test_training_goes_on_without_a_checkpoint_and_tries_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = controller(arguments(tmp_path))
+    trainer.actor_model_group = group = FullDisk(1)
+    trainer.metrics_writer = SimpleNamespace(write=lambda *row: rows.append(row), phase=lambda phase: None)
+    rows: list[Any] = []
+    for step in range(4, 10):
+        trainer.save_logs_and_checkpoints(step, {}, {"global_step": step})
+    assert group.called == [("save_checkpoint", "global_step4"), ("save_checkpoint", "global_step8")]
+    assert "global_step4 could not be written: [Errno 28] No space. The disk of" in capsys.readouterr().out
+    warned = [step for _, step, row in rows if "global_step4" in row.get("warning/checkpoint", "")]
+    assert warned == [5]
+
+
+def test_a_best_checkpoint_that_is_not_saved_is_not_the_best(tmp_path: Path) -> None:
+    trainer = controller(arguments(tmp_path))
+    trainer.best_eval_metric_key = "eval_pass1"
+    trainer.actor_model_group = group = FullDisk(1)
+    trainer.save_best_checkpoint({"eval_pass1": 0.9}, 4)
+    assert trainer.best_eval_metric_value == float("-inf")
+    trainer.save_best_checkpoint({"eval_pass1": 0.8}, 8)
+    assert trainer.best_eval_metric_value == 0.8
+    assert [tag for _, tag in group.called] == ["best_global_step4", "best_global_step8"]
+
+
+def test_a_request_to_stop_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    args = arguments(tmp_path)
+    trainer = controller(args)
+    for failures, ending in ((3, StoppedOnRequest), (1000, TrainingStopped)):
+        trainer.actor_model_group = FullDisk(failures)
+        stop.stop_file(args).touch()
+        with pytest.raises(ending):
+            trainer.save_logs_and_checkpoints(3, {}, {})
+    assert len(waited) == 3 + 59
+
+
+def test_an_asynchronous_save_comes_to_its_end_in_a_later_step(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    args.actor.backend = "megatron"
+    trainer = controller(args)
+    trainer.save_logs_and_checkpoints(4, {}, {})
+    trainer.save_logs_and_checkpoints(5, {}, {})
+    assert [name for name, _ in trainer.actor_model_group.called] == [
+        "finish_checkpoint",
+        "save_checkpoint",
+        "finish_checkpoint",
     ]
 
 
@@ -165,11 +236,12 @@ def test_both_actors_can_be_waited_for() -> None:
     from openrlhf_gtpo.integration.actors.megatron_actor import MegatronPolicy
     from openrlhf_gtpo.integration.actors.policy_actor import EntropyPolicyActor
 
-    finished: list[bool] = []
-    checkpoints = SimpleNamespace(finish=lambda: finished.append(True))
-    MegatronPolicy.finish_checkpoint(SimpleNamespace(checkpoints=checkpoints))  # type: ignore[arg-type]
-    assert finished == [True]
-    EntropyPolicyActor.finish_checkpoint(SimpleNamespace())
+    called: list[str] = []
+    checkpoints = SimpleNamespace(finish=lambda: called.append("finish"), poll=lambda: called.append("poll"))
+    for wait in (True, False):
+        MegatronPolicy.finish_checkpoint(SimpleNamespace(checkpoints=checkpoints), wait)  # type: ignore[arg-type]
+        EntropyPolicyActor.finish_checkpoint(SimpleNamespace(), wait)
+    assert called == ["finish", "poll"]
 
 
 def test_the_driver_hands_the_request_on() -> None:

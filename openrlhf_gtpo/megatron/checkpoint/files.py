@@ -1,0 +1,124 @@
+"""The files of a checkpoint, each known by its size and checksum: what is read is what was written."""
+
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+Entry = dict[str, int | str]  # {"size": bytes, "xxh3": hexadecimal}; of earlier versions "crc32" (int), or size alone
+
+_BLOCK = 2**22  # bytes read at once
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, incomplete, or of another model. Raised before anything is changed."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint that is not what was written."""
+
+
+class HashedFile:
+    """A new file for ``torch.save``, on disk when the ``with`` block ends; ``entry`` is then what was written.
+
+    The block's end raises the first OSError of a write. Raised at once, torch's archive writer would replace it with
+    a RuntimeError about positions in the file (torch 2.13, caffe2/serialize/inline_container.cc,
+    https://github.com/pytorch/pytorch/issues/76108).
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = open(path, "wb")
+        self._hash = xxhash.xxh3_64()
+        self._size = 0
+        self._failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._hash.update(view)
+        self._size += len(view)
+        if self._failure is None:
+            try:
+                self._file.write(view)
+            except OSError as error:
+                self._failure = error
+        return len(view)
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        """What torch calls at the end of an archive; the block's end flushes."""
+
+    @property
+    def entry(self) -> Entry:
+        return {"size": self._size, "xxh3": self._hash.hexdigest()}
+
+    def __enter__(self) -> "HashedFile":
+        return self
+
+    def __exit__(self, kind: Any, *unused: Any) -> None:
+        with self._file:
+            if self._failure is not None:
+                raise self._failure
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+
+def describe(path: Path) -> Entry:
+    """The entry of a small file that something else has written; it is on disk afterwards."""
+    with open(path, "rb") as stream:
+        os.fsync(stream.fileno())
+    return {"size": path.stat().st_size, "xxh3": _xxh3(path)}
+
+
+def check_file(folder: Path, name: str, expected: Entry, *, checksum: bool) -> None:
+    """Check that a file is what ``expected`` says, by its size or by reading it all.
+
+    Raises:
+        DamagedError: it is not.
+    """
+    path = folder / name
+    try:
+        size = path.stat().st_size
+        if size != expected["size"]:
+            raise DamagedError(f"{folder} is not whole: its file {name} has {size} bytes of {expected['size']}")
+        for kind, digest in _CHECKSUMS.items() if checksum else ():
+            if kind in expected and digest(path) != expected[kind]:
+                raise DamagedError(f"{folder} is damaged: its file {name} has changed")
+    except FileNotFoundError:
+        raise DamagedError(f"{folder} is not whole: its file {name} is missing") from None
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file, which is on disk afterwards."""
+    with HashedFile(path) as stream:
+        stream.write(text.encode())
+
+
+def sync(folder: Path) -> None:
+    """Bring the names in ``folder`` to disk: without it a rename may not survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _xxh3(path: Path) -> str:
+    digest = xxhash.xxh3_64()
+    with open(path, "rb") as stream:
+        while block := stream.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+_CHECKSUMS: dict[str, Callable[[Path], int | str]] = {
+    "xxh3": _xxh3,
+    "crc32": lambda path: zlib.crc32(path.read_bytes()),  # of files up to 16 MiB
+}
