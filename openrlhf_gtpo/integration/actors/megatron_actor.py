@@ -129,6 +129,8 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
         """Train on the replay buffer and empty it; returns the metrics, the same on every rank."""
         with self.peaks.phase(names.PPO_TRAIN):
             self.offload.restore()
+            if self.strategy.args.train.async_enable:  # upstream's controller, which does not ask for it
+                self.checkpoints.poll()
             status = self.trainer.ppo_train(kl_ctl)
             self.trainer.replay_buffer.clear()
         return status

@@ -38,14 +38,15 @@ def explained() -> Iterator[None]:
 
     Raises:
         UsageError, StoppedOnRequest: as an actor raised it.
-        TrainingStopped: as an actor raised it; no checkpoint could be loaded; a process or a node died.
+        TrainingStopped: as an actor raised it; a checkpoint could not be loaded or, in asynchronous training, where
+            the controller is upstream's, not be written; a process or a node died.
     """
     try:
         yield
     except ray.exceptions.RayError as error:
-        unread = cause_of(error, CheckpointError)
-        if unread is not None:
-            raise TrainingStopped(str(unread)) from None
+        failed = cause_of(error, CheckpointError) or cause_of(error, CheckpointWriteError)
+        if failed is not None:
+            raise TrainingStopped(str(failed)) from None
         for kind in (UsageError, TrainingStopped, StoppedOnRequest):
             ended = cause_of(error, kind)
             if ended is not None:

@@ -193,9 +193,10 @@ def test_other_failures_stay_what_they_are(tmp_path: Path) -> None:
                 raise task_error(cause)
 
 
-def test_a_checkpoint_that_cannot_be_loaded_ends_the_run_with_a_sentence() -> None:
-    with pytest.raises(TrainingStopped, match="^t3 is damaged$"), explained():
-        raise task_error(DamagedError("t3 is damaged"))
+def test_a_checkpoint_without_which_a_run_cannot_go_on_ends_it_with_a_sentence() -> None:
+    for cause in (DamagedError("t3 is damaged"), CheckpointWriteError("t3 could not be written")):
+        with pytest.raises(TrainingStopped, match=f"^{cause}$"), explained():
+            raise task_error(cause)
 
 
 def test_a_dead_node_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
