@@ -11,8 +11,11 @@ from actor_program import _experience, _forward, _log_probs, _numbers, _policy_c
 PROMPT = 3
 
 
-def run_rounds(backend: str, model: str, argv: list[str], rounds: list[list[int]]) -> list[dict[str, float]]:
-    """The status of each round: lengths of its responses, dealt to the replicas as ``ActorGroup`` does."""
+def run_rounds(
+    backend: str, model: str, argv: list[str], rounds: list[list[int]], save_after: int = 0
+) -> list[dict[str, float]]:
+    """The status of each round: lengths of its responses, dealt to the replicas as ``ActorGroup`` does; and, where
+    there is a moving average of the weights, its norm. The round ``save_after`` is followed by a checkpoint."""
     from openrlhf.utils import get_strategy
     from rollouts import arguments
 
@@ -35,7 +38,7 @@ def run_rounds(backend: str, model: str, argv: list[str], rounds: list[list[int]
         assert comm.cdb.shm_comm_op is None, "DeepSpeed compiled its all-reduce through shared memory"
     replicas = strategy.ds_device_mesh["dp"]
     found = []
-    for lengths in rounds:
+    for number, lengths in enumerate(rounds, start=1):
         order = trained.row_order()
         if order is None or len(lengths) < replicas.size():
             dealt = np.array_split(np.arange(len(lengths)), replicas.size())
@@ -47,6 +50,10 @@ def run_rounds(backend: str, model: str, argv: list[str], rounds: list[list[int]
         for row, batch, values in zip(mine, batches, old, strict=True):
             trained.append(_sample(int(row), batch, values, args))
         found.append(_numbers(trained.fit() if critic else trained.fit(0.1)))
+        if getattr(trained, "ema_model", None) is not None:
+            found[-1]["average"] = float(sum(average.double().square().sum() for average in trained._averages()))
+        if number == save_after:
+            trained.save_checkpoint(f"global_step{number}")
     if backend == "megatron":
         from openrlhf_gtpo.megatron.parallel import groups
 

@@ -1,6 +1,9 @@
 """One optimizer step is one gradient and one set of metrics, however micro-batches and replicas split its rows."""
 
+import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,6 +125,35 @@ def test_several_steps_and_epochs_train_alike(argv: list[str], actor_model: str,
     for i in range(2):
         for metric, value in expected[i].items():
             assert found[i][metric] == pytest.approx(value, rel=0.02, abs=0.005), (i, metric)
+
+
+EMA = ["--algo.advantage.estimator", "gtpo", "--train.enable_ema", "--train.ema_beta", "0.5"]
+
+
+@pytest.mark.parametrize(
+    "argv", [EMA, [*EMA, "--ds.zero_stage", "3"], ["--algo.advantage.estimator", "gae"]], ids=["2", "3", "critic"]
+)
+def test_a_resumed_actor_trains_on_bit_by_bit(
+    argv: list[str], actor_model: str, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """Weights, optimizer, schedule, the order of rows, dropout, and the moving average of the weights."""
+    model = shutil.copytree(actor_model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    argv = [
+        *argv,
+        *THREES,
+        "--train.batch_size",
+        "6",
+        "--train.max_epochs",
+        "2",
+        "--ckpt.path",
+        str(tmp_path / "saved"),
+    ]
+    argv += ["--actor.adam.lr", "1e-3", "--critic.adam.lr", "1e-3"]
+    whole = pools[2].run(run_rounds, "deepspeed", str(model), argv, [LENGTHS[:12]] * 3, 2)
+    resumed = pools[2].run(run_rounds, "deepspeed", str(model), [*argv, "--ckpt.load_enable"], [LENGTHS[:12]])
+    assert resumed == [statuses[2:] for statuses in whole]
 
 
 @pytest.mark.slow

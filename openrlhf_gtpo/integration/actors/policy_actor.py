@@ -38,6 +38,7 @@ _UpstreamCriticActor: Any = ppo_critic.CriticModelActor.__ray_metadata__.modifie
 # Seconds that engines have to start: the trainer's other ranks wait for the first an hour (`setup_distributed`).
 _START_LIMIT = 45 * 60.0
 _LOG_LINES = 5
+_AVERAGES = "averages"  # in a checkpoint's client states; under ZeRO-3 every rank has a file with its own
 
 
 def wait_for_engines(engines: Sequence[Any], limit: float = _START_LIMIT, report_every: float = 60.0) -> None:
@@ -195,6 +196,17 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
         if captures_entropy(strategy.args) or platform.chosen_platform() == "cpu":
             ppo_actor.Actor = PolicyModel
         super().init_model_from_pretrained(strategy, pretrain, max_steps=max_steps, vllm_engines=vllm_engines)
+        for weight, saved in zip(self._averages(), self.checkpoint_states.pop(_AVERAGES, ())):
+            weight.copy_(saved)
+
+    def _averages(self) -> list[torch.Tensor]:
+        """This rank's part of the moving average of the weights; nothing without ``--train.enable_ema``."""
+        return [getattr(p, "ds_tensor", p).data for p in self.ema_model.parameters()] if self.ema_model else []
+
+    def save_checkpoint(self, tag: str, client_states: dict[str, Any] | None = None, **metric: Any) -> None:
+        """As upstream's, with the moving average of the weights, which upstream (0.11.2) starts anew on a resume."""
+        averages = [weight.cpu() for weight in self._averages()]
+        super().save_checkpoint(tag, (client_states or {}) | {_AVERAGES: averages}, **metric)
 
     def forward(
         self,

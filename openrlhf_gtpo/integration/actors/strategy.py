@@ -27,6 +27,9 @@ from openrlhf_gtpo.megatron.checkpoint.files import Entry, HashedFile
 from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
 from openrlhf_gtpo.megatron.checkpoint.together import agree, choose, publish, put_in_order
 from openrlhf_gtpo.megatron.parallel.agreement import failure_of, from_first_rank, message_of, raise_together
+from openrlhf_gtpo.platform.random_state import apply_random_state, random_state
+
+_RANDOM = "random"  # of all ranks, in a checkpoint's client states
 
 
 class Strategy(DeepspeedStrategy):
@@ -83,18 +86,22 @@ class Strategy(DeepspeedStrategy):
         metric_key: str | None = None,
     ) -> None:
         """As upstream's, in the way of ``Checkpoints`` of the Megatron actor: under a temporary name until it is whole
-        and on disk, with checksums, and earlier ones go after that.
+        and on disk, with checksums, and earlier ones go after that; with every rank's generators, from which dropout
+        draws and which DeepSpeed 0.19.6 does not save.
 
         Raises:
             CheckpointWriteError: on all ranks, where one could not write; earlier checkpoints are as they were.
         """
+        randoms: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(randoms, random_state())
+        states = (client_state or {}) | {_RANDOM: randoms}
         target = Path(save_dir, tag)
         temporary = from_first_rank(partial(checkpoint_folder.begin, target, whole_folder=True), CheckpointWriteError)
         upstream_engine, copy_script = model.checkpoint_engine, model._copy_recovery_script
         model.checkpoint_engine = files = _CheckpointFiles(temporary)
         model._copy_recovery_script = lambda path: files.attempt(partial(copy_script, path))
         try:
-            model.save_checkpoint(save_dir, tag=temporary.name, client_state=client_state or {}, save_latest=False)
+            model.save_checkpoint(save_dir, tag=temporary.name, client_state=states, save_latest=False)
         finally:
             model.checkpoint_engine = upstream_engine
             del model._copy_recovery_script
@@ -104,7 +111,8 @@ class Strategy(DeepspeedStrategy):
 
     def load_ckpt(self, model: Any, load_dir: str, tag: str | None = None, **kwargs: Any) -> Any:
         """As upstream's, of the newest checkpoint that is found to be what was written, or of ``--ckpt.load_tag``;
-        actor and critic load the same. DeepSpeed's universal checkpoints are left to it.
+        actor and critic load the same. Generators go on from where they were, unless there were more or fewer ranks.
+        DeepSpeed's universal checkpoints are left to it.
 
         Raises:
             CheckpointError: there are checkpoints, and none that can be taken.
@@ -114,7 +122,11 @@ class Strategy(DeepspeedStrategy):
             if path is None:
                 return None, {}
             tag = path.name
-        return super().load_ckpt(model, load_dir, tag, **kwargs)
+        loaded, states = super().load_ckpt(model, load_dir, tag, **kwargs)
+        randoms = states.pop(_RANDOM, ())
+        if len(randoms) == torch.distributed.get_world_size():
+            apply_random_state(randoms[torch.distributed.get_rank()])
+        return loaded, states
 
     def _saved_together(self, folder: Path) -> list[Path]:
         """``folder`` and, in a run with a critic, the other one that has a checkpoint of each tag."""
@@ -156,6 +168,10 @@ class CpuStrategy(Strategy):
         if config.get("optimizer", {}).get("type") == "AdamW":
             config["optimizer"]["params"]["torch_adam"] = True
         return config
+
+    def moving_average(self, model: Any, model_ema: Any, beta: float = 0.992, device: str = "cpu") -> None:
+        """As upstream's, on the CPU; its trainer says "cuda"."""
+        super().moving_average(model, model_ema, beta, "cpu")
 
 
 def _load(self: TorchCheckpointEngine, path: str, map_location: Any = None) -> Any:

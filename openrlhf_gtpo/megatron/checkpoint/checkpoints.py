@@ -184,7 +184,7 @@ class PendingSave:
         del state  # what is written has the writer's own references
         self._finalize = request.finalize_fns
         randoms: list[Any] = [None] * get_world_size()
-        torch.distributed.all_gather_object(randoms, checkpoint_state.random_state())
+        torch.distributed.all_gather_object(randoms, checkpoint_state.rank_random_state())
 
         def write_small_files() -> None:
             self._take_reserve()
@@ -268,7 +268,7 @@ def _load_verified(path: Path, target: Trainer | LoadedModel) -> dict[str, Any]:
     if trainer is not None:
         trainer.load_schedule_state(small["trainer"])
         if manifest["layout"] == asdict(model.options.layout) and manifest["world_size"] == get_world_size():
-            checkpoint_state.apply_random_state(small["random"][get_rank()])
+            checkpoint_state.apply_rank_random_state(small["random"][get_rank()])
     return small["client_state"]
 
 

@@ -1,12 +1,10 @@
 """What a checkpoint holds: weights and optimizer as Megatron shards them, and the small state around them."""
 
 import math
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -18,6 +16,7 @@ from openrlhf_gtpo.megatron.fp8.weights import in_high_precision, is_fp8
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.parallel.host import megatron_calls, on_cuda
 from openrlhf_gtpo.megatron.train.trainer import Trainer
+from openrlhf_gtpo.platform.random_state import apply_random_state, random_state
 
 # The distributed optimizer's states as parts of their whole parameters' states, see ``_own_boxes``.
 METADATA = {"distrib_optim_sharding_type": "fully_sharded_model_space", "chained_optim_avoid_prefix": True}
@@ -82,22 +81,16 @@ def apply(loaded: dict[str, Any], model: LoadedModel, trainer: Trainer | None) -
                 trainer.gather_parameters()
 
 
-def random_state() -> dict[str, Any]:
-    """The state of every generator that training may draw from on this rank."""
-    state = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
-    if on_cuda():
-        state["cuda"] = torch.cuda.get_rng_state()
-        state["megatron"] = tensor_parallel.get_cuda_rng_tracker().get_states()
-    return state
+def rank_random_state() -> dict[str, Any]:
+    """The state of every generator that training may draw from on this rank, Megatron's own among them."""
+    tracker = {"megatron": tensor_parallel.get_cuda_rng_tracker().get_states()} if on_cuda() else {}
+    return random_state() | tracker
 
 
-def apply_random_state(state: dict[str, Any]) -> None:
-    """The inverse of :func:`random_state`."""
-    random.setstate(state["python"])
-    numpy.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if on_cuda() and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+def apply_rank_random_state(state: dict[str, Any]) -> None:
+    """The inverse of :func:`rank_random_state`."""
+    apply_random_state(state)
+    if on_cuda() and "megatron" in state:
         tensor_parallel.get_cuda_rng_tracker().set_states(state["megatron"])
 
 

@@ -1,0 +1,23 @@
+"""The state of every generator that training may draw from in this process, as plain values and tensors."""
+
+import random
+from typing import Any
+
+import numpy
+import torch
+
+
+def random_state() -> dict[str, Any]:
+    """Of Python's, NumPy's and torch's generators, and of the current CUDA device's."""
+    kind, keys, *rest = numpy.random.get_state()
+    state = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def apply_random_state(state: dict[str, Any]) -> None:
+    """The inverse of :func:`random_state`."""
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
