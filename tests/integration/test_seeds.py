@@ -7,16 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from fake_engines import PROMPTS, Engine, rows, sampling
 from openrlhf.trainer.ppo_utils import samples_generator as upstream
-from openrlhf.utils.agent import AgentExecutorBase
 
 from openrlhf_gtpo.integration.actors.strategy import Strategy
-from openrlhf_gtpo.integration.controller import trainer
 from openrlhf_gtpo.integration.rollout import rollout_actor
 from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRolloutActor
-from openrlhf_gtpo.integration.rollout.samples_generator import OrderedSamplesGenerator
-
-PROMPTS = 40
 
 
 def loader(seed: int, workers: int = 0, shuffle: bool = True) -> Any:
@@ -56,94 +52,6 @@ def test_evaluation_is_not_shuffled() -> None:
     assert epoch(loader(1, shuffle=False)) == list(range(PROMPTS))
 
 
-class Remote:
-    """``method.remote(...)`` that is carried out when its result is asked for, as late as the test likes."""
-
-    def __init__(self, function: Any) -> None:
-        self.remote = lambda *args, **kwargs: lambda: function(*args, **kwargs)
-
-
-class Engine(StrictRolloutActor):
-    """The rollout actor over a vLLM that answers with its request's seed."""
-
-    def __init__(self) -> None:  # a coroutine in the actor itself
-        self.executor = Executor()
-        self.seeds: list[int | None] = []
-        self._mm_pad_token_ids = None
-        self.llm = SimpleNamespace(
-            generate=self.answer, output_processor=SimpleNamespace(get_num_unfinished_requests=lambda: 0)
-        )
-
-    async def answer(self, prompt: Any, params: Any, request_id: str) -> Any:
-        self.seeds.append(params.seed)
-        yield params.seed
-
-
-class Executor(AgentExecutorBase):
-    """Two turns; the agent's parameters for the second are new ones."""
-
-    async def execute(
-        self,
-        prompt: str,
-        label: str,
-        sampling_params: Any,
-        max_length: int,
-        hf_tokenizer: Any,
-        llm_engine: Any,
-        images,
-    ) -> dict[str, Any]:
-        params = type(sampling_params)(max_tokens=4)
-        turns = [await llm_engine.generate([1] * 5, sampling_params), await llm_engine.generate([1] * 9, params)]
-        score = float(int(label) % 2)
-        return {
-            "prompt": prompt,
-            "label": label,
-            "observation_tokens": [1, 2],
-            "action_ranges": [(1, 2)],
-            "rollout_log_probs": None,
-            "reward": score,
-            "scores": score,
-            "extra_logs": {"first": turns[0] or 0, "second": turns[1] or 0},
-        }
-
-
-def sampling(monkeypatch: pytest.MonkeyPatch, engines: int = 1, deterministic: bool = True, seed: int = 1) -> Any:
-    """A generator over prompts "0", "1", ... in order; what was asked for last comes back first."""
-    handles = []
-    for _ in range(engines):
-        engine = Engine()
-        respond = lambda engine=engine, **kwargs: asyncio.run(engine.generate_responses(**kwargs))  # noqa: E731
-        handles.append(
-            SimpleNamespace(
-                engine=engine,
-                generate_responses=Remote(respond),
-                get_num_unfinished_requests=Remote(engine.get_num_unfinished_requests),
-            )
-        )
-    ray = SimpleNamespace(
-        get=lambda refs: [ref() for ref in refs] if isinstance(refs, list) else refs(),
-        wait=lambda refs, **options: (refs[-1:], refs[:-1]),
-    )
-    monkeypatch.setattr(upstream, "ray", ray)
-    args = SimpleNamespace(
-        train=SimpleNamespace(seed=seed, full_determinism_enable=deterministic),
-        vllm=SimpleNamespace(enable_sleep=False),
-        rollout=SimpleNamespace(batch_size=4, n_samples_per_prompt=3),
-        algo=SimpleNamespace(
-            dynamic_filtering_enable=False,
-            dynamic_filtering_range=(0.5, 1.5),
-            advantage=SimpleNamespace(is_correction_level="off"),
-        ),
-    )
-    data = [([""], [str(i)], [str(i)], [None]) for i in range(PROMPTS)]
-    return OrderedSamplesGenerator(SimpleNamespace(args=args), data, data[:6], None, handles)
-
-
-def rows(samples: list[Any]) -> list[tuple[str, int, int]]:
-    """(prompt, first turn's seed, second turn's)"""
-    return [(s.prompts[0], int(s.info["first"]), int(s.info["second"])) for s in samples]
-
-
 @pytest.mark.parametrize("engines", [1, 2])
 def test_rows_come_in_the_order_of_dispatch(monkeypatch: pytest.MonkeyPatch, engines: int) -> None:
     generator = sampling(monkeypatch, engines, deterministic=False)
@@ -179,23 +87,6 @@ def test_under_full_determinism_every_turn_of_every_sample_has_a_seed_of_its_own
     assert evaluations[0] == evaluations[1] and len(evaluations[0]) == 12
     assert not set(seeds) & {seed for _, *turns in evaluations[0] for seed in turns}
     assert not set(seeds) & {seed for _, *turns in rows(other.generate_samples()[0]) for seed in turns}
-
-
-def test_seeds_go_on_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, resumed = sampling(monkeypatch), sampling(monkeypatch)
-    _, second = whole.generate_samples(), whole.generate_samples()[0]
-    resumed.prompts_dataloader = resumed.prompts_dataloader[4:]
-    resumed.dispatched = 4
-    assert rows(resumed.generate_samples()[0]) == rows(second)
-
-
-def test_a_resumed_run_takes_up_the_numbers_of_its_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    states = {"total_consumed_prompts": 12, "global_step": 3}
-    monkeypatch.setattr(trainer._UpstreamTrainer, "init_checkpoint_states", lambda self: states)
-    resumed = object.__new__(trainer.EntropyTrainer)
-    resumed.kl_ctl, resumed.samples_generator = SimpleNamespace(value=0.0), sampling(monkeypatch)
-    assert resumed.init_checkpoint_states() == states
-    assert resumed.samples_generator.dispatched == 12
 
 
 def test_otherwise_requests_are_left_to_the_engines_generator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,7 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     "openrlhf.trainer.ppo_trainer": (
         "BasePPOTrainer.init_checkpoint_states(self)",
         "BasePPOTrainer.train_step(self, rollout_samples, global_step)",
+        "BasePPOTrainer.save_best_checkpoint(self, eval_metrics, global_step, client_states)",
         "BasePPOTrainer.save_logs_and_checkpoints(self, global_step, logs_dict, client_states)",
         "PPOTrainer.evaluate(self, global_step)",
         "PPOTrainer.fit(self, global_step)",
@@ -65,6 +66,7 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
             "mm_train_inputs_list)"
         ),
         "PolicyModelActor.init_model_from_pretrained(self, strategy, pretrain, max_steps, vllm_engines)",
+        "PolicyModelActor.save_checkpoint(self, tag, client_states, metric_value, metric_key)",
     ),
     "openrlhf.trainer.ray.ppo_critic": (
         "CriticModelActor.init_model_from_pretrained(self, strategy, pretrain, max_steps)",
@@ -85,6 +87,10 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
         "images)",
         "SingleTurnAgentExecutor._fetch_rewards_via_func(self, queries_list, prompts_list, labels_list)",
         "SingleTurnAgentExecutor._fetch_rewards_via_http(self, queries_list, prompts_list, labels_list)",
+    ),
+    "openrlhf.utils.logging_utils": (
+        "TensorboardLogger.log_train(self, global_step, logs_dict)",
+        "TensorboardLogger.log_eval(self, global_step, logs_dict)",
     ),
     "openrlhf.utils.deepspeed.deepspeed": (
         "DeepspeedStrategy.get_ds_eval_config(self, offload)",

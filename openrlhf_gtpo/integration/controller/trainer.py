@@ -10,6 +10,7 @@ import ray
 import torch
 from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.utils.logging_utils import TensorboardLogger
 
 from openrlhf_gtpo.errors import StoppedOnRequest
 from openrlhf_gtpo.integration.actors.policy_actor import keep_trying
@@ -23,7 +24,8 @@ from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import MetricsWriter, Rows, is_number
 
-_KL_COEFFICIENT = "kl_coefficient"  # in a checkpoint's client states, which upstream leaves it out of
+# In a checkpoint's client states, which upstream leaves them out of.
+_KL_COEFFICIENT, _FP8_AUDIT = "kl_coefficient", "fp8_audit"
 
 # What upstream's (0.11.2) init_checkpoint_states returns where --ckpt.load_enable finds no folder.
 _FRESH = {"episode": 0, "global_step": 0, "total_consumed_prompts": 0, "data_loader_state_dict": {}}
@@ -35,13 +37,39 @@ _SAMPLE_LETTERS = 2000  # of a step's sample, from its end
 _UpstreamTrainer: Any = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
 
 
+class FlushedTensorboard(TensorboardLogger):
+    """Upstream's; what it logs is in its file before a checkpoint follows (torch's writer may hold it for 120 s)."""
+
+    def log_train(self, *args: Any) -> None:
+        super().log_train(*args)
+        self.writer.flush()
+
+    def log_eval(self, *args: Any) -> None:
+        super().log_eval(*args)
+        self.writer.flush()
+
+    def go_on(self, step: int) -> None:
+        """Have TensorBoard forget what it was told of the steps after ``step``, which are made again."""
+        self.writer.close()  # the next event opens a file, where the purge is the first
+        self.writer.purge_step = step + 1
+
+
 class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
-    """Upstream's controller; what it logs goes to TensorBoard and W&B through upstream, and to ``metrics.jsonl``."""
+    """Upstream's controller; what it logs goes to TensorBoard and W&B through upstream, and to ``metrics.jsonl``.
+
+    It draws from no generator of its own: the loader of prompts has one, whose state is in the loader's.
+    """
+
+    _states: dict[str, Any] | None = None  # that the run goes on from
 
     best_eval_metric_value: float  # upstream's
-    _unevaluated: dict[str, Any] | None = None  # states of a checkpoint whose evaluation an interruption cut off
+    # States of a checkpoint whose evaluation, or best checkpoint, an interruption may have cut off, and the metrics of
+    # that evaluation, if any.
+    _unevaluated: dict[str, Any] | None = None
+    _evaluated: Rows = []
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        ppo_trainer.TensorboardLogger = FlushedTensorboard
         super().__init__(*args, **kwargs)
         self.samples_generator = OrderedSamplesGenerator(
             self.strategy, self.prompts_dataloader, self.eval_dataloader, self.tokenizer, self.vllm_engines
@@ -71,15 +99,18 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             stop.clear(self.args)
             raise StoppedOnRequest("asked to, before its first step; there is nothing new to save.")
         states = self.init_checkpoint_states()
+        step = states["global_step"]
         earlier: Rows = []
         if self.metrics_writer:
             settings = {"seed": self.args.train.seed, "estimator": self.args.algo.advantage.estimator}
-            earlier = self.metrics_writer.begin(states["global_step"], settings)
-        if self._lacks_evaluation(states["global_step"], earlier):
-            if states["global_step"] > 0:
-                self._unevaluated = states
-            else:
-                self._evaluate(0)
+            earlier = self.metrics_writer.begin(step, settings)
+        if self.tensorboard_logger and step > 0:
+            self.tensorboard_logger.go_on(step)
+        if self.eval_dataloader is not None and step > 0 and step % self.args.eval.steps == 0:
+            self._unevaluated = states
+            self._evaluated = [row for row in earlier if (row["kind"], row["step"]) == (names.KIND_EVAL, step)]
+        elif self.eval_dataloader is not None and step == 0 and self.args.eval.before_training:
+            self._evaluate(0)
         self._begin_step()
         try:
             super().fit(global_step)
@@ -90,16 +121,6 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             raise
         if self.metrics_writer:
             self.metrics_writer.end()
-
-    def _lacks_evaluation(self, saved_step: int, earlier: Rows) -> bool:
-        """Whether the step that the run starts from is to be evaluated, and an interrupted run has not got to it."""
-        if self.eval_dataloader is None:
-            return False
-        if saved_step == 0:
-            return bool(self.args.eval.before_training)
-        if self.metrics_writer is None or saved_step % self.args.eval.steps:
-            return False
-        return all((row["kind"], row["step"]) != (names.KIND_EVAL, saved_step) for row in earlier)
 
     def _evaluate(self, step: int) -> dict[str, float]:
         generation = {"temperature": self.args.eval.temperature}
@@ -123,7 +144,9 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         super().broadcast_to_vllm()
         states, self._unevaluated = self._unevaluated, None
         if states is not None:  # upstream's fit sends a checkpoint's weights before it goes on
-            self.save_best_checkpoint(self._evaluate(states["global_step"]), states["global_step"], states)
+            step = states["global_step"]
+            logs = self._evaluated[0] if self._evaluated else self._evaluate(step)
+            self.save_best_checkpoint({name: x for name, x in logs.items() if x is not None}, step, states)
 
     def train_step(self, rollout_samples: list[Any], global_step: int) -> tuple[dict[str, Any], int]:
         self._show(names.MAKE_EXPERIENCE)
@@ -139,20 +162,23 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         return status, global_step
 
     def init_checkpoint_states(self) -> dict[str, Any]:
-        """As upstream's; an adaptive KL coefficient and the seeds of responses go on from where they were.
+        """As upstream's, once; a KL coefficient, the seeds of responses and FP8's audits go on from where they were.
 
         A run that died before its first checkpoint was whole leaves a folder without one, for which upstream has no
         state to start from (https://github.com/OpenRLHF/OpenRLHF/pull/1208 left its PPO trainer out): it starts anew.
         """
-        states = super().init_checkpoint_states() or dict(_FRESH)
-        self.kl_ctl.value = states.get(_KL_COEFFICIENT, self.kl_ctl.value)
-        self.samples_generator.dispatched = states["total_consumed_prompts"]
-        return states
+        if self._states is None:
+            self._states = states = super().init_checkpoint_states() or dict(_FRESH)
+            self.kl_ctl.value = states.get(_KL_COEFFICIENT, self.kl_ctl.value)
+            self.samples_generator.dispatched = states["total_consumed_prompts"]
+            audit = self.experience_maker.audit
+            audit.batches, audit.in_high_precision = states.get(_FP8_AUDIT, (0, False))
+        return self._states
 
     def save_best_checkpoint(
         self, eval_metrics: dict[str, Any], global_step: int, client_states: dict[str, Any] | None = None
     ) -> None:
-        best, states = self.best_eval_metric_value, self._with_kl(client_states)
+        best, states = self.best_eval_metric_value, self._completed(client_states)
         if not self._save(lambda: super(EntropyTrainer, self).save_best_checkpoint(eval_metrics, global_step, states)):
             self.best_eval_metric_value = best  # of what is saved
         self._begin_step()
@@ -171,8 +197,14 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     def _finish_checkpoint(self, wait: bool) -> None:
         ray.get(self.actor_model_group.async_run_method(method_name="finish_checkpoint", wait=wait))
 
-    def _with_kl(self, client_states: dict[str, Any] | None) -> dict[str, Any]:
-        return (client_states or {}) | {_KL_COEFFICIENT: self.kl_ctl.value}
+    def _completed(self, client_states: dict[str, Any] | None) -> dict[str, Any]:
+        """With what upstream leaves out. It also leaves a resumed run in the episode that the step ended, of which the
+        loader then draws every prompt again (torchdata 0.11.0, StatefulDataLoader.__iter__)."""
+        states, audit = dict(client_states or {}), self.experience_maker.audit
+        if self.samples_generator.at_end_of_episode:
+            states["episode"] += 1
+        own = {_KL_COEFFICIENT: float(self.kl_ctl.value), _FP8_AUDIT: (audit.batches, audit.in_high_precision)}
+        return states | own
 
     def save_logs_and_checkpoints(
         self, global_step: int, logs_dict: dict[str, Any] | None = None, client_states: dict[str, Any] | None = None
@@ -198,7 +230,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             ckpt.save_steps = 1  # upstream saves where the step divides by it
 
         def save() -> None:
-            super(EntropyTrainer, self).save_logs_and_checkpoints(global_step, logs, self._with_kl(client_states))
+            super(EntropyTrainer, self).save_logs_and_checkpoints(global_step, logs, self._completed(client_states))
 
         def save_at_last(path: str) -> None:
             with write_errors(ckpt):

@@ -24,6 +24,7 @@ class Fp8Audit:
         args: with ``megatron.fp8_audit_steps`` (0 for none) and ``megatron.fp8_audit_gate`` (None for none).
 
     Attributes:
+        batches: of the run so far.
         in_high_precision: whether the gate has put the old-policy forward back to BF16.
     """
 
@@ -31,7 +32,7 @@ class Fp8Audit:
         on = args.actor.backend == "megatron" and args.megatron.fp8 is not None
         self._every = args.megatron.fp8_audit_steps if on else 0
         self._gate = args.megatron.fp8_audit_gate
-        self._batches = 0
+        self.batches = 0
         self._actors_in_high_precision = False
         self.in_high_precision = False
 
@@ -43,8 +44,8 @@ class Fp8Audit:
         """
         if not self._every:
             return None
-        due = self._batches % self._every == 0
-        self._batches += 1
+        due = self.batches % self._every == 0
+        self.batches += 1
         exact = None
         if due:
             self._set_high_precision(actors, True)

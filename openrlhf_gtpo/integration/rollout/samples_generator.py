@@ -46,6 +46,17 @@ class OrderedSamplesGenerator(SamplesGenerator):
         self.held_out: list[Experience] = []
         self._evaluated: int | None = None  # prompts of the evaluation that is going on
 
+    @property
+    def at_end_of_episode(self) -> bool:
+        """Whether the last call of ``generate_samples`` drew the episode's last prompt and found none behind it.
+
+        Rows do not outlive the step that they were sampled for: synchronous training samples no more than one needs.
+        """
+        if not hasattr(self, "_dataloader_iter"):  # before the first call
+            return False
+        assert not self._sample_buffer, "rows that wait for the next step are not in a checkpoint"
+        return self._dataloader_iter is None
+
     def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Experience], float | None, int, bool]:
         """As upstream's; the percentage of prompts that pass the filter counts prompts (upstream counts responses,
         so that 8 to a prompt make it 800). Can go with https://github.com/OpenRLHF/OpenRLHF/pull/1282 or its like."""

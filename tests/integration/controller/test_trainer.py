@@ -69,16 +69,20 @@ def test_a_step_that_teaches_nothing_is_named_with_the_flag_that_helps(
     assert found == "" if sentence is None else sentence in found
 
 
+NO_AUDIT = SimpleNamespace(batches=0, in_high_precision=False)
+
+
 def test_a_warning_is_printed_when_it_begins_and_written_as_long_as_it_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = arguments("--algo.advantage.estimator", "gtpo")
     controller = object.__new__(EntropyTrainer)
-    controller.args, controller.warnings = args, {}
+    controller.args, controller.warnings, controller.failed_saves = args, {}, []
     controller.costs = SimpleNamespace(
         sampled=lambda samples: None, trained=lambda: None, begin=lambda: None, end=dict, response_tokens=1
     )
-    controller.experience_maker = SimpleNamespace(metrics={}, seconds={}, credit=entropy_credit(args))
+    controller.experience_maker = SimpleNamespace(metrics={}, seconds={}, credit=entropy_credit(args), audit=NO_AUDIT)
+    controller.samples_generator = SimpleNamespace(at_end_of_episode=False)
     controller.metrics_writer = MetricsWriter(tmp_path / "metrics.jsonl")
     controller.kl_ctl = SimpleNamespace(value=0.0)
     steps = [{}, ALL_FAIL, ALL_FAIL | {"rollout/truncated_rate": 1.0}, ALL_FAIL, {}, EQUAL]
@@ -102,7 +106,7 @@ def test_an_evaluation_that_an_interruption_cut_off_is_made_when_the_run_goes_on
     saved: int, evaluated: list[int], made: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every second step is evaluated; the engines have the checkpoint's weights by then, which they are sent once, and
-    a best one is kept."""
+    a best one is kept, also where it was only that which the interruption cut off."""
     args = arguments("--algo.advantage.estimator", "gtpo", "--eval.before_training", "--eval.dataset", "x")
     args.eval.steps, args.train.num_episodes = 2, 1
     controller = object.__new__(EntropyTrainer)
@@ -110,10 +114,12 @@ def test_an_evaluation_that_an_interruption_cut_off_is_made_when_the_run_goes_on
     controller.costs = SimpleNamespace(begin=lambda: None)
     controller.wandb_logger = controller.tensorboard_logger = controller.critic_model_group = None
     controller.kl_ctl = SimpleNamespace(value=0.5)
+    controller.experience_maker = SimpleNamespace(audit=NO_AUDIT)
+    controller.samples_generator, controller.failed_saves = SimpleNamespace(at_end_of_episode=False), []
     controller.best_eval_metric_key, controller.best_eval_metric_value = "", -math.inf
     controller.metrics_writer = MetricsWriter(tmp_path / "metrics.jsonl")
     for step in evaluated:
-        controller.metrics_writer.write(names.KIND_EVAL, step, {})
+        controller.metrics_writer.write(names.KIND_EVAL, step, {"eval_x_pass1": 0.25})
     done: list[Any] = []
     upstream: Any = trainer._UpstreamTrainer
     monkeypatch.setattr(upstream, "broadcast_to_vllm", lambda self: done.append("weights"))
@@ -137,7 +143,7 @@ def test_an_evaluation_that_an_interruption_cut_off_is_made_when_the_run_goes_on
     monkeypatch.setattr(EntropyTrainer, "init_checkpoint_states", lambda self: states)
     controller.fit()
     assert done == ["weights"] * (saved > 0) + made
-    assert [one["tag"] for one in saves] == [f"best_global_step{step}" for step in made if step]
+    assert [one["tag"] for one in saves] == ["best_global_step4"] * (saved == 4)
     expected = states | {"best_eval_metric_value": 0.25, "kl_coefficient": 0.5}
     assert all(expected.items() <= one["client_states"].items() and one["metric_value"] == 0.25 for one in saves)
     assert controller.best_eval_metric_value == (0.25 if saves else 0.125)

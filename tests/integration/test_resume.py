@@ -1,0 +1,150 @@
+"""A controller that goes on from any of its checkpoints does what one does that nobody interrupted. The actors' part
+is in test_optimizer_steps.py and tests/megatron; tests/e2e/test_stop.py kills whole runs.
+"""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+from fake_engines import rows, sampling
+from openrlhf.trainer.ppo_utils.kl_controller import AdaptiveKLController
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from openrlhf_gtpo.integration.actors.strategy import Strategy
+from openrlhf_gtpo.integration.controller.trainer import EntropyTrainer, FlushedTensorboard
+from openrlhf_gtpo.report.metrics import MetricsWriter
+
+SCORES = {2: 0.1, 4: 0.3, 6: 0.2}  # held-out reward, by step: the best is at 4
+
+
+class Group:
+    """Actors that keep what they are to save, by its tag, and answer with what they were started from."""
+
+    def __init__(self, loaded: dict[str, Any]) -> None:
+        self.loaded, self.saved = loaded, {}
+
+    def async_run_method(self, method_name: str, **given: Any) -> list[Any]:
+        if method_name == "save_checkpoint":
+            torch.save(given, path := Path(self.folder, given["tag"]))
+            self.saved[given["tag"]] = torch.load(path)
+        return [dict(self.loaded)]
+
+
+class Controller(EntropyTrainer):
+    """The controller with upstream's ``fit``, over fake actors and engines; training takes down what it is given."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, folder: Path, prompts: int, filtered: bool, loaded: dict[str, Any]
+    ) -> None:
+        monkeypatch.setattr(ray, "get", lambda results: results)
+        self.samples_generator = sampling(monkeypatch)
+        self.args = args = self.samples_generator.args
+        args.algo.dynamic_filtering_enable = filtered  # of even labels
+        args.train.num_episodes = 2
+        args.eval = SimpleNamespace(steps=2, before_training=False, temperature=0.0, n_samples_per_prompt=1)
+        args.logger = SimpleNamespace(logging_steps=1)
+        args.ckpt = SimpleNamespace(save_steps=1, path=str(folder), stop_file=None, load_enable=bool(loaded))
+        args.ds = SimpleNamespace(param_dtype="bf16")
+        (folder / "_actor").mkdir(parents=True, exist_ok=True)
+        data = [("", str(i), str(i), None) for i in range(prompts)]
+        collate = lambda items: [list(column) for column in zip(*items, strict=True)]  # noqa: E731
+        torch.seed()  # nobody seeds this process
+        self.prompts_dataloader = Strategy(seed=1, args=args).setup_dataloader(data, 1, False, True, collate)
+        self.samples_generator.prompts_dataloader, self.eval_dataloader = self.prompts_dataloader, [None]
+        self.actor_model_group, self.critic_model_group, self.vllm_engines = Group(loaded), None, None
+        self.actor_model_group.folder = folder
+        self.wandb_logger = self.tensorboard_logger = None
+        self.metrics_writer = MetricsWriter(folder / "metrics.jsonl")
+        self.kl_ctl = AdaptiveKLController(0.1, 0.05, 100)
+        self.costs = SimpleNamespace(begin=lambda: None, end=dict, response_tokens=1)
+        self.experience_maker = SimpleNamespace(seconds={}, audit=SimpleNamespace(batches=0, in_high_precision=False))
+        self.best_eval_metric_key, self.best_eval_metric_value = "", -math.inf
+        self._latest_eval_metric_value, self.generate_kwargs = None, {}
+        self.warnings: dict[str, str] = {}
+        self.trained: list[Any] = []
+        self.evaluated: list[int] = []
+        args.train.seed, args.algo.advantage.estimator = 1, "gtpo"
+
+    def train_step(self, rollout_samples: list[Any], global_step: int) -> tuple[dict[str, Any], int]:
+        audit = self.experience_maker.audit
+        self.trained.append((global_step + 1, rows(rollout_samples), self.kl_ctl.value, audit.batches))
+        self.kl_ctl.update(0.01 * len(rollout_samples), 12)
+        audit.batches += 1
+        return {}, global_step + 1
+
+    def evaluate(self, global_step: int, **generation: Any) -> dict[str, float]:
+        self.evaluated.append(global_step)
+        logs = {"eval_x_pass1": SCORES.get(global_step, 0.0)}
+        self.metrics_writer.write("eval", global_step, logs)
+        return logs
+
+    def broadcast_to_vllm(self) -> None:
+        pass
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: plain(one) for name, one in value.items()}
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("filtered", [False, True], ids=["all", "filtered"])
+@pytest.mark.parametrize("prompts", [16, 18], ids=["whole rollouts", "a short last one"])
+def test_the_controller_goes_on_from_any_checkpoint(
+    prompts: int, filtered: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The same prompts in the same order with the same seeds, KL coefficients, audits, evaluations and checkpoints."""
+    whole = Controller(monkeypatch, tmp_path / "whole", prompts, filtered, {})
+    whole.fit()
+    drawn = [prompt for _, sampled, *_ in whole.trained for prompt in {row[0] for row in sampled}]
+    wanted = [str(i) for i in range(prompts) if i % 2 or not filtered]
+    assert sorted(drawn) == sorted(2 * wanted) and len(whole.trained) > 2
+    saved = whole.actor_model_group.saved
+    for tag, checkpoint in saved.items():
+        step = checkpoint["client_states"]["global_step"]
+        resumed = Controller(monkeypatch, tmp_path / tag, prompts, filtered, checkpoint["client_states"])
+        if tag.startswith("best"):  # written after its evaluation
+            resumed.metrics_writer.write("eval", step, {"eval_x_pass1": SCORES[step]})
+        resumed.fit()
+        assert resumed.trained == whole.trained[step:]
+        evaluated = [number for number in whole.evaluated if number > step - (not tag.startswith("best"))]
+        assert resumed.evaluated == evaluated
+        later = {name: one for name, one in saved.items() if list(saved).index(name) > list(saved).index(tag)}
+        assert plain(resumed.actor_model_group.saved) == plain(later)
+
+
+def test_an_evaluation_that_was_made_counts_for_the_best_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A run that died between an evaluation and the checkpoint that it calls for."""
+    whole = Controller(monkeypatch, tmp_path, 8, False, {})
+    whole.fit()
+    saved = whole.actor_model_group.saved
+    resumed = Controller(monkeypatch, tmp_path, 8, False, saved["global_step4"]["client_states"])
+    resumed.fit()
+    assert resumed.evaluated == [] and list(resumed.actor_model_group.saved) == ["best_global_step4"]
+    assert plain(resumed.actor_model_group.saved["best_global_step4"]) == plain(saved["best_global_step4"])
+
+
+def test_tensorboard_has_each_step_once(tmp_path: Path) -> None:
+    """What a run has logged is there when it is killed; steps behind the checkpoint are of the run that went on."""
+    args = SimpleNamespace(
+        logger=SimpleNamespace(tensorboard_dir=str(tmp_path), wandb=SimpleNamespace(run_name="run"))
+    )
+
+    def read() -> list[tuple[int, float]]:
+        found = EventAccumulator(str(tmp_path / "run")).Reload()
+        return [(event.step, event.value) for event in found.Scalars("train/x")]
+
+    killed = FlushedTensorboard(args)
+    for step in (1, 2, 3):
+        killed.log_train(step, {"x": 1.0})
+    assert read() == [(1, 1.0), (2, 1.0), (3, 1.0)]
+    resumed = FlushedTensorboard(args)
+    resumed.go_on(2)
+    resumed.log_train(3, {"x": 2.0})
+    assert read() == [(1, 1.0), (2, 1.0), (3, 2.0)]
