@@ -1,6 +1,7 @@
-"""A run that is asked to stop, and resumed by the same command, is the run that nobody stopped: bit by bit, under
-``--train.full_determinism_enable`` on a host without CUDA, with two DeepSpeed actors, a multi-turn agent and every
-OpenRLHF option that changes a step. tests/e2e/test_slurm_training.py stops Megatron.
+"""A run that is asked to stop, resumed, killed, and resumed by the same command is the run that nobody stopped: bit
+by bit, under ``--train.full_determinism_enable`` on a host without CUDA, with two DeepSpeed actors, a multi-turn agent
+and every OpenRLHF option that changes a step. tests/e2e/test_slurm_training.py stops Megatron, and
+benchmarks/reliability/resume_exact.py kills it.
 """
 
 import math
@@ -8,15 +9,20 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from openrlhf_gtpo.integration.controller.checkpoint_disk import checkpoint_bytes, parameters_of
 from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.metrics import read_runs
 from tests.e2e.conftest import Finished, finish
 from tests.e2e.holding import Hold
 from tests.slurm_cluster import until
@@ -26,12 +32,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 TIMES = ("time", names.TIMING_PREFIX, names.TOKENS_PER_SECOND_PREFIX, names.PEAK_MEMORY_PREFIX)
 
 
-def test_a_run_that_is_stopped_and_resumed_is_the_run_that_was_not(trainer_argv, tiny_model, tmp_path) -> None:
+def test_a_run_that_is_stopped_killed_and_resumed_is_the_run_that_was_not(trainer_argv, tiny_model, tmp_path) -> None:
     argv = [*trainer_argv, "--algo.advantage.estimator", "grpo_s", "--train.agent_func_path", "agent.py"]
     argv += ["--train.full_determinism_enable", "--train.seed", "7"]
     argv += ["--train.dynamic_batch_enable", "--train.max_tokens_per_gpu", "256", "--actor.dual_clip", "3"]
     argv += ["--actor.num_gpus_per_node", "2", "--ref.num_gpus_per_node", "1"]
     argv += ["--algo.kl.use_loss", "--algo.kl.estimator", "k3", "--algo.kl.init_coef", "0.01"]
+    argv += ["--algo.kl.target", "0.01", "--algo.kl.horizon", "64", "--logger.wandb.run_name", "run"]
+    argv += ["--train.enable_ema", "--train.ema_beta", "0.5"]
     argv += ["--actor.entropy_coef", "0.001", "--algo.advantage.is_correction_level", "token"]
     argv += ["--reward.overlong_buffer_len", "4", "--algo.dynamic_filtering_enable", "--vllm.sync_checksum"]
     argv += ["--data.max_samples", "32", "--rollout.micro_batch_size", "4", "--ckpt.load_enable"]
@@ -62,11 +70,15 @@ def test_a_run_that_is_stopped_and_resumed_is_the_run_that_was_not(trainer_argv,
     estimate = checkpoint_bytes(parameters_of(str(tiny_model)))  # from below, and not by much
     assert estimate <= size < 1.5 * estimate
     (tmp_path / "parts" / "checkpoints" / "stop").touch()  # one that came too late for the first run
+    _train_until_killed(argv, tmp_path / "parts", hold)
     resumed = finish(argv, tmp_path / "parts")
     assert resumed.code == 0, resumed.log[-4000:]
 
-    for one, other in zip(whole.metrics, resumed.metrics, strict=True):
+    [parts] = read_runs(tmp_path / "parts" / "metrics.jsonl")
+    assert len(resumed.steps) == len(whole.steps) + 1  # the third was made twice, and once more it counts
+    for one, other in zip(whole.metrics, [line for line in parts if line["kind"] != "run"], strict=True):
         assert _without_times(one) == _without_times(other)
+    assert _logged(whole.folder) == _logged(resumed.folder)
     before = load_file(tiny_model / "model.safetensors")
     weights, again = (load_file(run.folder / "model" / "model.safetensors") for run in (whole, resumed))
     assert weights.keys() == again.keys() >= before.keys()  # DeepSpeed's writes a tied head too
@@ -79,12 +91,13 @@ def _own_folder(argv: list[str], folder: Path) -> tuple[list[str], Hold]:
     hold = Hold(folder)
     (folder / "agent.py").write_text(AGENT)
     own = {"--ckpt.output_dir": "model", "--ckpt.path": "checkpoints", "--logger.metrics_path": "metrics.jsonl"}
+    own["--logger.tensorboard_dir"] = "tensorboard"
     return [*argv, *(str(word) for flag, name in own.items() for word in (flag, folder / name))], hold
 
 
-def _train_until_stopped(argv: list[str], folder: Path, hold: Hold) -> None:
-    """SIGUSR1 in the rollout of step 2: the run makes that step, saves it and ends with status 75."""
-    hold.after(1)
+@contextmanager
+def _running(argv: list[str], folder: Path, step: int) -> Iterator[subprocess.Popen]:
+    """A run that has made this step, and is held in the rollout of the next."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with (folder / "log").open("w") as log:
         run = subprocess.Popen(
@@ -94,20 +107,47 @@ def _train_until_stopped(argv: list[str], folder: Path, hold: Hold) -> None:
         metrics = folder / "metrics.jsonl"
         try:
             until(
-                lambda: metrics.exists() and '"train"' in metrics.read_text() or run.poll() is not None,
+                lambda: metrics.exists()
+                and f'"train", "step": {step},' in metrics.read_text()
+                or run.poll() is not None,
                 600,
                 "a step",
             )
-            run.send_signal(signal.SIGUSR1)
-            until(lambda: (folder / "checkpoints" / "stop").exists() or run.poll() is not None, 100, "the request")
-            hold.release()
-            code = run.wait(timeout=300)
+            yield run
         finally:
             run.kill()
+
+
+def _train_until_stopped(argv: list[str], folder: Path, hold: Hold) -> None:
+    """SIGUSR1 in the rollout of step 2: the run makes that step, saves it and ends with status 75."""
+    hold.after(1)
+    with _running(argv, folder, 1) as run:
+        run.send_signal(signal.SIGUSR1)
+        until(lambda: (folder / "checkpoints" / "stop").exists() or run.poll() is not None, 100, "the request")
+        hold.release()
+        code = run.wait(timeout=300)
     text = (folder / "log").read_text()
     assert code == 75, text[-4000:]
     assert [step["step"] for step in Finished(code, text, folder).steps] == [1, 2]  # 2 was in progress
     assert "train_ppo_ray stopped: asked to, after step 2, which is saved" in text.strip().splitlines()[-1]
+
+
+def _train_until_killed(argv: list[str], folder: Path, hold: Hold) -> None:
+    """SIGKILL to all of the run's processes, in the rollout of step 4; step 3 is not saved."""
+    hold.after(3)
+    with _running(argv, folder, 3) as run:
+        assert run.poll() is None, (folder / "log").read_text()[-4000:]
+        for process in [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    hold.release()
+
+
+def _logged(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of a run, but for its times."""
+    events = EventAccumulator(str(folder / "tensorboard" / "run")).Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if not tag.removeprefix("train/").startswith(TIMES)]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
 def _without_times(entry: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,213 @@
+"""Kills runs at random instants with SIGKILL, resumes them, and compares what they leave with one that nobody killed.
+
+    python3 benchmarks/reliability/resume_exact.py --output docs/results/reliability/resume_exact.json --kills 2
+
+On CPU, under `--train.full_determinism_enable`, through Ray and vLLM, on each backend: a whole run; the same run with
+`--kills` kills of all its processes, each a random time after the last start has made another step; then its end. Two
+episodes with a short last rollout each, a checkpoint every second step, an evaluation every third with the best
+checkpoint, an adaptive KL coefficient, a filter, two optimizer steps a rollout whose rows are shuffled; on DeepSpeed a
+moving average of the weights, on Megatron asynchronous saves. A run of the tiny model takes a minute on two cores.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from openrlhf_gtpo.cli import prepare
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.metrics import read_runs
+
+BACKENDS = {
+    "deepspeed": ["--train.enable_ema", "--train.ema_beta", "0.5"],
+    "megatron": ["--actor.backend", "megatron", "--train.max_tokens_per_gpu", "128", "--megatron.async_save"],
+}
+TIMES = ("time", names.TIMING_PREFIX, names.TOKENS_PER_SECOND_PREFIX, names.PEAK_MEMORY_PREFIX)
+# Right is a response of even length, so that the filter lets half of the tiny model's groups through.
+REWARD = """
+import json
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+
+def reward_func(queries, prompts, labels):
+    lines = (FOLDER / "metrics.jsonl").read_text().splitlines()
+    step = max((row["step"] for row in map(json.loads, lines) if row["kind"] == "train"), default=0)
+    with open(FOLDER / "responses.jsonl", "a") as file:
+        file.write(json.dumps([step + 1, prompts[0], queries[0]]) + "\\n")
+    reward = float(len(queries[0]) % 2 == 0)
+    return {"rewards": reward, "scores": reward}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", required=True, type=Path)
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
+    parser.add_argument("--steps", type=int, default=4, help="about half of a run's, N of 2N")
+    parser.add_argument("--kills", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=1, help="of the instants")
+    args = parser.parse_args()
+    instants = random.Random(args.seed)
+    results = {"command": sys.argv, "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        assert prepare.main(["tiny-model", "--output", str(folder / "tiny")]) == 0
+        size = 4 * args.steps + 2
+        task = ["task", "--task", "products", "--train-size", str(size), "--eval-size", "8"]
+        assert prepare.main([*task, "--output", str(folder / "task")]) == 0
+        for backend in args.backends:
+            whole, parts = folder / f"{backend}-whole", folder / f"{backend}-parts"
+            finish(start(argv_of(backend, whole, folder), whole), whole)
+            kills = [kill(argv_of(backend, parts, folder), parts, instants) for _ in range(args.kills)]
+            finish(start(argv_of(backend, parts, folder), parts), parts)
+            results[backend] = {"kills": kills} | compare(whole, parts)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(results, indent=1) + "\n")
+    differences = {backend: results[backend]["differences"] for backend in args.backends}
+    print(json.dumps(differences, indent=1))
+    sys.exit(any(differences.values()))
+
+
+def argv_of(backend: str, run: Path, folder: Path) -> list[str]:
+    run.mkdir(exist_ok=True)
+    (run / "reward.py").write_text(REWARD)
+    flags = {
+        "actor.model_name_or_path": folder / "tiny",
+        "actor.num_gpus_per_node": 2,
+        "ref.num_gpus_per_node": 2,
+        "actor.adam.lr": 3e-4,
+        "algo.advantage.estimator": "gtpo",
+        "algo.kl.init_coef": 0.01,
+        "algo.kl.target": 0.01,
+        "algo.kl.horizon": 64,
+        "algo.kl.estimator": "k3",
+        "vllm.num_engines": 1,
+        "reward.remote_url": run / "reward.py",
+        "data.prompt_dataset": folder / "task" / "train.jsonl",
+        "data.label_key": "scorer_label",
+        "data.max_len": 64,
+        "eval.dataset": folder / "task" / "eval.jsonl",
+        "eval.steps": 3,
+        "rollout.batch_size": 4,
+        "rollout.n_samples_per_prompt": 4,
+        "rollout.max_new_tokens": 8,
+        "rollout.micro_batch_size": 4,
+        "train.batch_size": 8,
+        "train.micro_batch_size": 4,
+        "train.num_episodes": 2,
+        "train.seed": 7,
+        "ckpt.save_steps": 2,
+        "ckpt.path": run / "checkpoints",
+        "ckpt.output_dir": run / "model",
+        "logger.metrics_path": run / "metrics.jsonl",
+        "logger.tensorboard_dir": run / "tensorboard",
+        "logger.wandb.run_name": "run",
+    }
+    switches = ["algo.kl.use_loss", "algo.dynamic_filtering_enable", "data.apply_chat_template", "ckpt.load_enable"]
+    switches += ["train.full_determinism_enable"]
+    argv = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+    return [*argv, *(f"--{name}" for name in switches), *BACKENDS[backend]]
+
+
+def start(argv: list[str], run: Path) -> subprocess.Popen:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray", *argv]
+    return subprocess.Popen(command, cwd=run, env=environment, stdout=open(run / "log", "w"), stderr=subprocess.STDOUT)
+
+
+def finish(run: subprocess.Popen, folder: Path) -> None:
+    assert run.wait() == 0, (folder / "log").read_text()[-4000:]
+
+
+def kill(argv: list[str], folder: Path, instants: random.Random) -> dict[str, Any]:
+    """Start the run, let it make a step, and kill all of its processes up to two steps later."""
+    run, before = start(argv, folder), lines_of(folder)
+    while len(made := lines_of(folder)[len(before) :]) < 1:
+        assert run.poll() is None, (folder / "log").read_text()[-4000:]
+        time.sleep(0.05)
+    seconds = instants.uniform(0, 6)
+    time.sleep(seconds)
+    assert run.poll() is None, "the run ended before it was killed; give it more --steps"
+    processes = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    run.wait()
+    made = lines_of(folder)[len(before) :]
+    checkpoints = sorted(path.name for path in (folder / "checkpoints" / "_actor").glob("*global_step*"))
+    return {"seconds_after_a_step": round(seconds, 2), "processes": len(processes), "steps_made": made} | {
+        "left_in_the_folder": checkpoints
+    }
+
+
+def lines_of(folder: Path) -> list[int]:
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [row["step"] for row in rows if row["kind"] == "train"]
+
+
+def compare(whole: Path, parts: Path) -> dict[str, Any]:
+    """What was compared, and the names of what differs."""
+    differences = []
+    one, other = (
+        {(row["kind"], row["step"]): without_times(row) for row in read_runs(run)[-1] if row["kind"] != "run"}
+        for run in (whole, parts)
+    )
+    differences += [f"metrics {key}" for key in one.keys() | other.keys() if one.get(key) != other.get(key)]
+    said, again = responses_of(whole), responses_of(parts)
+    differences += [
+        f"responses of step {key}" for key in said.keys() | again.keys() if said.get(key) != again.get(key)
+    ]
+    weights, theirs = (load_file(run / "model" / "model.safetensors") for run in (whole, parts))
+    differences += [f"weight {name}" for name in weights if not torch.equal(weights[name], theirs[name])]
+    shown, too = events_of(whole), events_of(parts)
+    differences += [f"TensorBoard {tag}" for tag in shown.keys() | too.keys() if shown.get(tag) != too.get(tag)]
+    return {
+        "steps": max(step for kind, step in one if kind == "train"),
+        "steps_made_in_parts": lines_of(parts),
+        "metrics": sum(len(row) for row in one.values()),
+        "responses": sum(len(texts) for texts in said.values()),
+        "weights": len(weights),
+        "tensorboard_scalars": sum(len(points) for points in shown.values()),
+        "best_checkpoint": sorted(path.name for path in (parts / "checkpoints" / "_actor").glob("best*")),
+        "differences": sorted(differences),
+    }
+
+
+def without_times(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if not name.startswith(TIMES)}
+
+
+def responses_of(run: Path) -> dict[int, list[list[str]]]:
+    """Prompt and text of every response, by the step that was in progress; of one made again, each once."""
+    found: dict[int, set[tuple[str, str]]] = {}
+    for line in (run / "responses.jsonl").read_text().splitlines():
+        with suppress(ValueError):  # the kill cut it off
+            step, prompt, text = json.loads(line)
+            found.setdefault(step, set()).add((prompt, text))
+    return {step: sorted(map(list, texts)) for step, texts in found.items()}
+
+
+def events_of(run: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(run / "tensorboard" / "run")).Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if not tag.split("/", 1)[1].startswith(TIMES)]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+
+
+if __name__ == "__main__":
+    main()
