@@ -9,8 +9,9 @@ import torch
 
 def random_state() -> dict[str, Any]:
     """Of Python's, NumPy's and torch's generators, and of the current CUDA device's."""
-    kind, keys, *rest = numpy.random.get_state()
-    state = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
+    legacy: Any = numpy.random.get_state()  # ("MT19937", (624,) keys, position, ...)
+    numbers = (legacy[0], legacy[1].tolist(), *legacy[2:])
+    state = {"python": random.getstate(), "numpy": numbers, "torch": torch.get_rng_state()}
     return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
