@@ -16,6 +16,11 @@ class TrainingStopped(RuntimeError):
     a checkpoint that cannot be written, a node or process that died."""
 
 
+class Restartable(TrainingStopped):
+    """Training stopped at what need not happen again: a supervised run (``--train.max_restarts``) goes on from its last
+    checkpoint."""
+
+
 class StoppedOnRequest(RuntimeError):
     """Training was asked to stop, and did so after a whole step, whose checkpoint is written."""
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import ray
 
-from openrlhf_gtpo.errors import StoppedOnRequest, TrainingStopped, UsageError
+from openrlhf_gtpo.errors import Restartable, StoppedOnRequest, TrainingStopped, UsageError
 from openrlhf_gtpo.integration.controller.checkpoint_disk import free_bytes, gigabytes
 from openrlhf_gtpo.megatron.checkpoint.files import CheckpointError
 from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
@@ -47,7 +47,7 @@ def explained() -> Iterator[None]:
         failed = cause_of(error, CheckpointError) or cause_of(error, CheckpointWriteError)
         if failed is not None:
             raise TrainingStopped(str(failed)) from None
-        for kind in (UsageError, TrainingStopped, StoppedOnRequest):
+        for kind in (UsageError, Restartable, TrainingStopped, StoppedOnRequest):
             ended = cause_of(error, kind)
             if ended is not None:
                 raise kind(str(ended)) from None

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.errors import TrainingStopped, UsageError
+from openrlhf_gtpo.errors import Restartable, TrainingStopped, UsageError
 from openrlhf_gtpo.integration.controller import checkpoint_disk, cluster_checks
 from openrlhf_gtpo.integration.controller.checkpoint_disk import check_room, checkpoint_bytes, parameters_of
 from openrlhf_gtpo.integration.controller.cluster_checks import (
@@ -212,8 +212,9 @@ def test_a_dead_node_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     raise_if_lost(task_error(ValueError("a bug")))
 
 
-def test_what_an_actor_refuses_is_its_own_sentence() -> None:
+@pytest.mark.parametrize("kind", [UsageError, Restartable, TrainingStopped])
+def test_how_an_actor_ended_a_run_is_its_own_sentence_and_kind(kind: type[Exception]) -> None:
     sentence = "--megatron.fp8 hybrid needs a Hopper GPU."
-    with pytest.raises(UsageError) as caught, explained():
-        raise task_error(UsageError(sentence))
-    assert str(caught.value) == sentence
+    with pytest.raises(kind) as caught, explained():
+        raise task_error(kind(sentence))
+    assert str(caught.value) == sentence and caught.type is kind
