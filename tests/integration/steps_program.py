@@ -1,8 +1,10 @@
-"""What a process runs to train on given rollouts with DeepSpeed or Megatron, without Ray: the status of each round."""
+"""What a process runs to train on given rollouts with DeepSpeed or Megatron, without Ray: the status of each round,
+and all that an optimizer step may change."""
 
 import os
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -16,22 +18,10 @@ def run_rounds(
 ) -> list[dict[str, float]]:
     """The status of each round: lengths of its responses, dealt to the replicas as ``ActorGroup`` does; and, where
     there is a moving average of the weights, its norm. The round ``save_after`` is followed by a checkpoint."""
-    from openrlhf.utils import get_strategy
-    from rollouts import arguments
-
-    from openrlhf_gtpo.integration import patch
     from openrlhf_gtpo.integration.actors.optimizer_steps import deal_rows
-    from openrlhf_gtpo.integration.command_line import host
 
-    args = arguments(*argv, "--actor.model_name_or_path", model, "--actor.backend", backend)
-    args.actor.num_gpus_per_node = int(os.environ["WORLD_SIZE"])
-    host.adapt(args)
-    patch.apply(backend)
-    os.environ["LOCAL_RANK"] = "0"
-    strategy = get_strategy(args)
+    args, strategy, trained = _trained(backend, model, argv)
     critic = args.algo.advantage.estimator == "gae"
-    trained = _start(_critic_class() if critic else _policy_class(backend), int(os.environ["WORLD_SIZE"]))
-    trained.init_model_from_pretrained(strategy, model, max_steps=100)
     if backend == "deepspeed":
         from deepspeed.comm import comm
 
@@ -59,6 +49,104 @@ def run_rounds(
 
         groups.destroy()
     return found
+
+
+def run_poisoned(
+    backend: str, model: str, argv: list[str], rounds: list[str | None], fused: bool = False
+) -> list[tuple[dict[str, float], dict[str, torch.Tensor]]]:
+    """Of each round of four rows a replica: its status, and weights, masters, moments and counts after it.
+
+    Args:
+        rounds: what the last replica has that is not finite: nothing (None), the "gradient" or the "loss" of its
+            last row, the "log_probs" of all rows while it trains, or a "weight" of the optimizer's.
+        fused: with DeepSpeed's own optimizer for FusedAdam, around torch's Adam.
+    """
+    from deepspeed.runtime import engine
+
+    from openrlhf_gtpo.megatron.parallel import groups
+
+    with mock.patch.object(engine, "FusedAdam", torch.optim.AdamW if fused else engine.FusedAdam):
+        args, strategy, trained = _trained(backend, model, argv)
+    try:
+        return [_poisoned_round(backend, trained, args, strategy.ds_device_mesh["dp"], wrong) for wrong in rounds]
+    finally:
+        if backend == "megatron":
+            groups.destroy()
+
+
+def _poisoned_round(backend: str, trained: Any, args: SimpleNamespace, replicas: Any, wrong: str | None) -> Any:
+    critic = args.algo.advantage.estimator == "gae"
+    if replicas.get_local_rank() + 1 != replicas.size():
+        wrong = None
+    module, optimizers = _module(backend, trained, critic), _optimizers(backend, trained, critic)
+    for row in range(4 * replicas.get_local_rank(), 4 * replicas.get_local_rank() + 4):
+        batch = _row(row, 3 + row)
+        old = _log_probs(_forward(trained, [batch])[0])
+        sample = _sample(row, batch, old, args)
+        if row % 4 == 3 and wrong == "gradient":
+            sample.advantages = sample.returns = torch.full_like(sample.advantages, 3e38) * batch.action_mask
+        if row % 4 == 3 and wrong == "loss":  # of which a clamp gives the gradient 0
+            sample.base_action_log_probs = torch.full_like(old, torch.nan)
+        trained.append(sample)
+    norm = [one for name, one in module.named_modules() if name.endswith("norm")][-1]
+    hook = norm.register_forward_hook(
+        lambda module, inputs, output: output * torch.nan if wrong == "log_probs" else None
+    )
+    if wrong == "weight":
+        optimizers[0].param_groups[0]["params"][0].data.view(-1)[0] = torch.nan
+    try:
+        return _numbers(trained.fit() if critic else trained.fit(0.1)), _state(backend, trained, critic)
+    finally:
+        hook.remove()
+
+
+def _module(backend: str, trained: Any, critic: bool) -> torch.nn.Module:
+    return trained.model.stage if backend == "megatron" else (trained.critic if critic else trained.actor.model).module
+
+
+def _optimizers(backend: str, trained: Any, critic: bool) -> list[torch.optim.Optimizer]:
+    """torch's, within the backend's."""
+    if backend == "megatron":
+        return [one.optimizer for one in trained.megatron.optimizer.chained_optimizers]
+    return [(trained.critic if critic else trained.actor.model).basic_optimizer]
+
+
+def _state(backend: str, trained: Any, critic: bool) -> dict[str, torch.Tensor]:
+    """Copies, by name."""
+    parameters = _module(backend, trained, critic).named_parameters()
+    found = {name: getattr(p, "ds_tensor", p).detach().clone() for name, p in parameters}
+    if backend == "megatron":
+        schedule, steps = trained.megatron.lr_schedule, trained.megatron.steps
+    else:
+        engine = trained.critic if critic else trained.actor.model
+        schedule, steps = engine.lr_scheduler, engine.global_steps - engine.skipped_steps
+    for optimizer in _optimizers(backend, trained, critic):
+        for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            found[f"master {i}"] = parameter.detach().clone()
+            state = optimizer.state.get(parameter, {})
+            found |= {f"{name} {i}": torch.as_tensor(value).clone() for name, value in state.items()}
+    counts = {"steps": steps, "schedule": schedule.last_epoch, "learning rate": schedule.get_last_lr()[0]}
+    return found | {name: torch.tensor(value) for name, value in counts.items()}
+
+
+def _trained(backend: str, model: str, argv: list[str]) -> tuple[SimpleNamespace, Any, Any]:
+    """Arguments, strategy, and the actor that holds the policy or, with ``gae``, the critic."""
+    from openrlhf.utils import get_strategy
+    from rollouts import arguments
+
+    from openrlhf_gtpo.integration import patch
+    from openrlhf_gtpo.integration.command_line import host
+
+    args = arguments(*argv, "--actor.model_name_or_path", model, "--actor.backend", backend)
+    args.actor.num_gpus_per_node = int(os.environ["WORLD_SIZE"])
+    host.adapt(args)
+    patch.apply(backend)
+    os.environ["LOCAL_RANK"] = "0"
+    strategy = get_strategy(args)
+    critic = args.algo.advantage.estimator == "gae"
+    trained = _start(_critic_class() if critic else _policy_class(backend), int(os.environ["WORLD_SIZE"]))
+    trained.init_model_from_pretrained(strategy, model, max_steps=100)
+    return args, strategy, trained
 
 
 def _critic_class() -> Any:

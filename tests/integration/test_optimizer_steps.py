@@ -1,6 +1,7 @@
 """One optimizer step is one gradient and one set of metrics, however micro-batches and replicas split its rows."""
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from openrlhf.trainer.ray.launcher import RayActorGroup
 from rank_pool import RankPool
-from steps_program import run_rounds
+from steps_program import run_poisoned, run_rounds
 from tp_program import sent_weights
 
 from openrlhf_gtpo.integration.actors import dispatch, optimizer_steps
@@ -312,3 +313,88 @@ def test_rows_are_dealt_evenly() -> None:
             assert len(samples) % 4 == 0 or len(samples) == 3 * prompts < 4
             assert max(len(one.index) for one in samples) <= 4
             np.testing.assert_equal([len(one.sequences) for one in samples], [len(one.index) for one in samples])
+
+
+# ── Numbers that are not finite ──
+
+GTPO = ["--algo.advantage.estimator", "gtpo", "--algo.kl.init_coef", "0"]
+GRPO = ["--algo.preset", "grpo", "--algo.kl.estimator", "k1"]
+TRAINS = ["--actor.adam.lr", "1e-2", "--critic.adam.lr", "1e-2", "--train.micro_batch_size", "2"]
+
+
+def zero(stage: int, *more: str) -> list[str]:
+    return ["--ds.zero_stage", str(stage), *more]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "argv", "fused"),
+    [
+        ("gradient", [*GTPO, *zero(0)], False),
+        ("gradient", [*GTPO, *zero(0)], True),
+        ("gradient", [*GTPO, *zero(1, "--ds.grad_accum_dtype", "fp32")], False),
+        ("gradient", [*GTPO, *zero(2)], False),
+        ("gradient", [*GTPO, *zero(3)], False),
+        ("loss", [*GRPO, *zero(2)], False),
+        ("log_probs", [*GTPO, *zero(2)], False),
+        ("gradient", ["--algo.advantage.estimator", "gae"], False),
+        ("gradient", [*GTPO, "--actor.backend", "megatron"], False),
+        (
+            "gradient",
+            [*GTPO, "--actor.backend", "megatron", "--no-megatron.use_distributed_optimizer"],
+            False,
+        ),
+        ("gradient", [*GTPO, "--actor.backend", "megatron", "--megatron.tensor_model_parallel_size", "2"], False),
+        ("loss", [*GRPO, "--actor.backend", "megatron"], False),
+        ("log_probs", [*GTPO, "--actor.backend", "megatron"], False),
+    ],
+    ids=str,
+)
+def test_a_step_that_is_not_finite_leaves_no_trace(
+    wrong: str, argv: list[str], fused: bool, actor_model: str, pools: dict[int, RankPool]
+) -> None:
+    """Weights, masters, moments and counts are bitwise those of a run without it, right after it and a step later; two
+    ranks, of which one has the row."""
+    backend = "megatron" if "megatron" in argv else "deepspeed"
+    model = "critic" if "gae" in argv else "actor"
+    rounds = [None, wrong, None], [None, None]
+    with_it, without = (
+        pools[2].run(run_poisoned, backend, actor_model, [*TRAINS, *argv], one, fused) for one in rounds
+    )
+    for (first, skipped, last), (_, second) in zip(with_it, without, strict=True):
+        assert math.isnan(skipped[0][f"{model}_grad_norm"]) or math.isinf(skipped[0][f"{model}_grad_norm"])
+        assert skipped[0][f"{model}_bad_steps"] == 1 and last[0][f"{model}_bad_steps"] == 0
+        assert last[0][f"{model}_grad_norm"] == second[0][f"{model}_grad_norm"] > 0
+        for found, expected in ((skipped[1], first[1]), (last[1], second[1])):
+            assert found.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert torch.equal(found[name], tensor), name
+        assert any(not torch.equal(first[1][name], tensor) for name, tensor in last[1].items() if "weight" in name)
+
+
+@pytest.mark.parametrize("backend", ["deepspeed", "megatron"])
+def test_too_many_in_a_row_and_a_weight_that_is_not_finite_stop_training(
+    backend: str, actor_model: str, pools: dict[int, RankPool]
+) -> None:
+    """In two ranks the last of which has what is wrong: both stop, or the one whose weight it is."""
+    argv = [*TRAINS, *GTPO, "--actor.backend", backend, "--train.max_bad_steps", "2"]
+    with pytest.raises(AssertionError) as stopped:
+        pools[2].run(run_poisoned, backend, actor_model, argv, [None, "log_probs", None, "log_probs", "log_probs"])
+    sentence = (
+        "TrainingStopped: The actor's optimizer step after its 2 good ones was skipped: the gradient, policy_loss was "
+        "not finite, the last of 2 in a row (--train.max_bad_steps); none has changed a weight."
+    )
+    assert str(stopped.value).count(sentence) == 2
+    with pytest.raises(AssertionError, match="TrainingStopped: The actor's weight .* is not finite"):
+        pools[2].run(run_poisoned, backend, actor_model, argv, [None, "weight"])
+
+
+def test_fp16_lives_by_skipping_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed finds its loss scale so, and ends the run itself where there is none."""
+    from rollouts import arguments
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda all_of, mine: all_of.__setitem__(0, mine))
+    args = arguments("--ds.param_dtype", "fp16")
+    steps = optimizer_steps.BadSteps("actor", args)
+    assert all(steps.add(math.inf, 0, optimizer_steps.StepMetrics(args)) for _ in range(20))

@@ -13,8 +13,9 @@ from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_ba
 from torch import Tensor
 
 from openrlhf_gtpo.integration.actors.micro_batches import fill, token_row
-from openrlhf_gtpo.integration.actors.optimizer_steps import RowOrder, StepMetrics, optimizer_steps
+from openrlhf_gtpo.integration.actors.optimizer_steps import BadSteps, RowOrder, StepMetrics, optimizer_steps, poisoned
 from openrlhf_gtpo.integration.actors.policy_actor import EntropyActorTrainer
+from openrlhf_gtpo.megatron.fp8.weights import in_high_precision
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.model.weights import FullWeights
 from openrlhf_gtpo.megatron.parallel.groups import is_first_replica, is_reporter
@@ -45,6 +46,7 @@ class MegatronActorTrainer(EntropyActorTrainer):
         )
         self.model = model
         self.megatron = trainer
+        self._bad_steps = BadSteps("actor", self.args)
 
     def ppo_train(self, kl_ctl: float) -> dict[str, float]:
         """Train on everything in the replay buffer; returns upstream's metrics, averaged over the replicas."""
@@ -52,6 +54,7 @@ class MegatronActorTrainer(EntropyActorTrainer):
         items = self.replay_buffer.items
         shuffle = np.random.default_rng(self.row_order().seed)
         report = None
+        bad = 0
         steps = list(optimizer_steps(len(items), self.args, self._data_group(), device(), shuffle))
         for number, rows in enumerate(steps, start=1):
             step = _StepLoss(self, [items[row] for row in rows], kl_ctl)
@@ -65,9 +68,11 @@ class MegatronActorTrainer(EntropyActorTrainer):
                 metrics.add(
                     _of_rows(experience) | kept, float(experience.action_mask.sum()), len(experience.action_mask)
                 )
+            bad += self._bad_steps.add(report.grad_norm, self.megatron.steps, metrics)
+        self._bad_steps.check_weights((n, in_high_precision(p)) for n, p in self.model.stage.named_parameters())
         status = metrics.averages(len(steps), is_reporter())
         if report is not None:
-            status |= {"actor_lr": report.next_lr, "actor_grad_norm": report.grad_norm}
+            status |= {"actor_lr": report.next_lr, "actor_grad_norm": report.grad_norm, "actor_bad_steps": bad}
         return status
 
     def row_order(self) -> RowOrder:
@@ -140,7 +145,7 @@ class _StepLoss:
             bonus = aggregate_loss(place(entropy, mask.bool()), mask, **self._totals)
             total = total - bonus * self.args.actor.entropy_coef
             metrics["entropy_loss"] = bonus
-        return total, {name: value.detach() for name, value in metrics.items()}
+        return poisoned(total), {name: value.detach() for name, value in metrics.items()}
 
     def _kl(self, experience: SimpleNamespace, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         if self.args.algo.kl.init_coef <= 0:

@@ -1,12 +1,13 @@
 """From a replay buffer to whole optimizer steps: which rows, on which replica, in which micro-batches, which of them
-is the last, and metrics that do not depend on how rows were split.
+is the last, metrics that do not depend on how rows were split, and numbers that must not get into the weights.
 
 A rollout may be short (end of the data, dynamic filtering) and its rows dealt unevenly. Every replica makes as many
 optimizer steps all the same, and on DeepSpeed as many backward passes: one without a row keeps the others company.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_ba
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
+from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.actors.micro_batches import fill
 
 
@@ -101,6 +103,7 @@ class StepMetrics:
         self._replicas = replicas
         self._sums: dict[tuple[str, str], float] = defaultdict(float)
         self._weights = {"token": 0.0, "row": 0.0}
+        self.not_finite: set[str] = set()  # names of what was not, since the last look of ``BadSteps``
 
     def add(self, values: Mapping[str, Tensor], tokens: float, rows: int) -> None:
         """One micro-batch of ``rows`` rows with ``tokens`` action tokens: scalars, or (rows,) each."""
@@ -108,6 +111,8 @@ class StepMetrics:
         self._weights["row"] += rows
         for name, value in values.items():
             mean = float(value.float().mean())
+            if not math.isfinite(mean) and (tokens or value.dim() > 0):
+                self.not_finite.add(name)
             if name in self._parts:
                 self._sums[name, "step"] += mean / self._replicas
             elif value.dim() > 0 or name in self._of_rows:
@@ -129,6 +134,55 @@ class StepMetrics:
         return {name: value / max(weights[kind], 1.0) for (name, kind), value in sums.items()}
 
 
+def poisoned(loss: Tensor) -> Tensor:
+    """``loss``, a scalar; one that is not finite gets a gradient of NaN throughout, on whatever way a clamp or a mask
+    would have hidden it, so that its optimizer step is skipped."""
+    return loss * torch.where(loss.isfinite(), 1.0, torch.nan).to(loss.dtype)
+
+
+class BadSteps:
+    """Watches over a model ("actor" or "critic"): counts optimizer steps whose gradient was not finite, which are
+    skipped (weights, moments, the learning rate's schedule and the count of steps stay, on every rank), and stops
+    training after ``--train.max_bad_steps`` in a row. With fp16 DeepSpeed's loss scale lives by skipping steps."""
+
+    def __init__(self, model: str, args: SimpleNamespace) -> None:
+        self._model = model
+        self._limit = math.inf if args.ds.param_dtype == "fp16" else args.train.max_bad_steps
+        self._in_a_row = 0
+
+    def add(self, norm: float, steps: int, metrics: StepMetrics) -> bool:
+        """Whether a step after ``steps`` good ones, with this gradient norm and what its micro-batches added to
+        ``metrics``, was bad. Collective over all ranks if so. Raises TrainingStopped where it is one too many."""
+        found, metrics.not_finite = metrics.not_finite, set()
+        if math.isfinite(norm):
+            self._in_a_row = 0
+            return False
+        self._in_a_row += 1
+        everywhere: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everywhere, found)
+        what = ", ".join(["the gradient", *sorted(set().union(*everywhere))])
+        sentence = f"The {self._model}'s optimizer step after its {steps} good ones was skipped: {what} was not finite"
+        if self._in_a_row >= self._limit:
+            raise TrainingStopped(
+                f"{sentence}, the last of {self._in_a_row} in a row (--train.max_bad_steps); none has changed a "
+                "weight. The same command with --ckpt.load_enable goes on from the last checkpoint; a smaller "
+                f"--{self._model}.adam.lr, or rows without extreme rewards, may get past it."
+            )
+        if torch.distributed.get_rank() == 0:
+            print(f"Warning: {sentence}.", flush=True)
+        return True
+
+    def check_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise TrainingStopped where one of those that this rank has, by name, is not finite."""
+        largest = {name: torch.linalg.vector_norm(weight, math.inf) for name, weight in weights}
+        finite = torch.stack(list(largest.values())).isfinite().tolist()
+        if not all(finite):
+            raise TrainingStopped(
+                f"The {self._model}'s weight {list(largest)[finite.index(False)]} is not finite after training. No "
+                "checkpoint has it; the same command with --ckpt.load_enable goes on from the last one."
+            )
+
+
 class WholeSteps:
     """Mixed into OpenRLHF's trainers on DeepSpeed: the engine is told which backward pass ends an optimizer step.
 
@@ -146,6 +200,8 @@ class WholeSteps:
         # Upstream's `training_step` asks the buffer's dynamic batches for a step's end; here all batches are dynamic.
         train = SimpleNamespace(**vars(strategy.args.train) | {"dynamic_batch_enable": True})
         self.args = SimpleNamespace(**vars(strategy.args) | {"train": train})
+        self._trained = "critic" if hasattr(self, "critic") else "actor"
+        self._bad_steps = BadSteps(self._trained, self.args)
 
     def train(self, engine: Any, step: Callable[[Experience, int], dict[str, Any]]) -> dict[str, float]:
         """Train on the whole replay buffer; ``step`` is a micro-batch's forward and backward pass on ``engine``.
@@ -156,12 +212,18 @@ class WholeSteps:
         mesh = self.strategy.ds_device_mesh
         metrics = StepMetrics(self.args, mesh["dp"].size())
         last: dict[str, float] = {}
+        bad = 0
         for number, experience, rows in self.micro_batches(engine):
             values = step(experience, number)
             last = {name: values.pop(name) for name in list(values) if name.endswith(("_lr", "_grad_norm"))}
             if rows:
                 tensors = {name: torch.as_tensor(value) for name, value in values.items()}
                 metrics.add(tensors, float(experience.action_mask.sum()), rows)
+            if self.replay_buffer.dynamic_optimizer_step[number]:
+                bad += self._bad_steps.add(last[f"{self._trained}_grad_norm"], _good_steps(engine), metrics)
+        parameters = engine.module.named_parameters()  # with ZeRO 3 a rank has a part of each
+        self._bad_steps.check_weights((name, getattr(p, "ds_tensor", p.data)) for name, p in parameters)
+        last[f"{self._trained}_bad_steps"] = bad
         reports = mesh["sp"].get_local_rank() == 0 and mesh["tp"].get_local_rank() == 0  # one rank of each replica
         return metrics.averages(sum(self.replay_buffer.dynamic_optimizer_step), reports) | last
 
@@ -169,7 +231,7 @@ class WholeSteps:
         """Of the next training on ``engine``: the same on every rank of a replica, and after a resume. None for the
         rows' own order, in which dynamic batches come sorted for balance."""
         train = self.strategy.args.train
-        return None if train.dynamic_batch_enable else RowOrder(train.batch_size, [train.seed, engine.global_steps])
+        return None if train.dynamic_batch_enable else RowOrder(train.batch_size, [train.seed, _good_steps(engine)])
 
     def micro_batches(self, engine: Any) -> Iterator[tuple[int, Experience, int]]:
         """For each backward pass on ``engine``: its number, the batch, and how many rows of it count."""
@@ -213,6 +275,10 @@ class WholeSteps:
             return [items[i : i + size] for i in range(0, len(items), size)]
         budget = args.train.max_tokens_per_gpu * args.ds.ring_attn_size * args.ds.tensor_parallel_size
         return [[items[i] for i in part] for part in fill([int(item.total_length) for item in items], budget)]
+
+
+def _good_steps(engine: Any) -> int:
+    return engine.global_steps - engine.skipped_steps
 
 
 def _no_actions() -> Experience:

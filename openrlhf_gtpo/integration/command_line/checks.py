@@ -41,7 +41,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "train.micro_batch_size train.max_tokens_per_gpu train.async_queue_size rollout.batch_size "
         "rollout.micro_batch_size rollout.n_samples_per_prompt rollout.max_tokens_per_gpu rollout.max_new_tokens "
         "data.max_samples eval.n_samples_per_prompt logger.logging_steps ckpt.max_num algo.kl.horizon "
-        "vllm.sync_bucket_mb vllm.max_num_seqs vllm.max_num_batched_tokens",
+        "train.max_bad_steps vllm.sync_bucket_mb vllm.max_num_seqs vllm.max_num_batched_tokens",
     ),
     ("{} >= 64", lambda number: number >= 64, "megatron.lm_head_mb"),
     ("{} >= 2, for a prompt and a response", lambda number: number >= 2, "data.max_len"),
@@ -56,7 +56,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "a finite {} >= 0",
         lambda number: 0 <= number < math.inf,
         "actor.adam.eps critic.adam.eps actor.adam.weight_decay critic.adam.weight_decay actor.aux_loss_coef "
-        "algo.kl.init_coef algo.kl.target",
+        "algo.kl.init_coef algo.kl.target train.spike_zscore",
     ),
     (
         "0 <= {} <= 1",
@@ -186,6 +186,7 @@ def _check_async(args: SimpleNamespace) -> None:
         (args.logger.metrics_path, "--logger.metrics_path", "give --logger.tensorboard_dir or --logger.wandb.key"),
         (args.eval.before_training, "--eval.before_training", "leave it out, or give --eval.steps"),
         (args.ckpt.stop_file, "--ckpt.stop_file", "leave one of them out"),
+        (args.train.spike_zscore, "--train.spike_zscore", "leave one of them out"),
     ):
         if given:
             raise UsageError(

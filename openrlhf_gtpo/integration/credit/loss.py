@@ -5,6 +5,7 @@ OpenRLHF's train-rollout correction and divided by the counts of the whole optim
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from openrlhf.models.loss import PolicyLoss
 from torch import Tensor
 
@@ -54,17 +55,19 @@ class CreditLoss(PolicyLoss):
                 replicas; of this micro-batch where they are None.
 
         Returns:
-            the loss; what was clipped, and what the correction filtered: means over tokens, or (B,) for each row where
-            they are decided by the row; mean of -(log_probs - old_log_probs), and of the rollout's log-prob minus the
-            old one, over tokens. The correction's two are None without it.
+            the loss, NaN where a log-prob is not finite; what was clipped, and what the correction filtered: means
+            over tokens, or (B,) for each row where they are decided by the row; mean of -(log_probs -
+            old_log_probs), and of the rollout's log-prob minus the old one, over tokens. The correction's two are
+            None without it.
 
         Raises:
-            TrainingStopped: a log-prob or advantage that is not finite, before any backward pass.
+            TrainingStopped: an old log-prob or advantage that is not finite, before any backward pass.
         """
         mask = action_mask.bool()
+        finite = log_probs.isfinite() | ~mask
         try:
             surrogate = policy_surrogate(
-                log_probs,
+                log_probs.where(finite, old_log_probs),
                 old_log_probs,
                 advantages,
                 mask,
@@ -89,7 +92,8 @@ class CreditLoss(PolicyLoss):
         units = batch_num_tokens if self.level == "token" else global_batch_size
         if units is None:
             units = surrogate.unit_mask.sum()
-        return loss.sum() / units * dp_size, clipped, _token_mean(surrogate.approx_kl, mask), rollout_kl, filtered
+        loss = (loss.sum() / units * dp_size) * torch.where(finite.all(), 1.0, torch.nan)
+        return loss, clipped, _token_mean(surrogate.approx_kl, mask), rollout_kl, filtered
 
     def _correction(self, old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Upstream's weights (B, T) of the trainer's policy against the engine's, and what they filter: a token mean,

@@ -46,7 +46,8 @@ class StepReport:
     """Of one optimizer step.
 
     Fields:
-        grad_norm: L2 norm of the whole gradient, before scaling.
+        grad_norm: L2 norm of the whole gradient, before scaling; where it is not finite the step was skipped, and
+            weights, moments, schedule and count of steps are as before it.
         next_lr: the learning rate of the step to come.
         kept: what the loss callable gave back, one entry a micro-batch; empty on all but the last stage.
     """
@@ -130,9 +131,6 @@ class Trainer:
             with_entropy: hand the loss differentiable entropies too.
             another_follows: the next thing done with the model is another step, whose forward pass then gathers the
                 new weights as it goes. Until then they are this replica's shard and old ones.
-
-        Raises:
-            FloatingPointError: the gradient is not finite; no weight has changed.
         """
         lr = self._schedule_carrier.param_groups[0]["lr"]
         for group in self.optimizer.param_groups:
@@ -149,14 +147,14 @@ class Trainer:
                 self.model.fp8.update_scales(after_step=True)
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
-            if not math.isfinite(norm):
-                raise FloatingPointError(f"The gradient's norm is {norm}; no weights were changed.")
-            updated, _, _ = self.optimizer.step()
-        assert updated, "without a loss scale there is no step to skip"
+            finite = math.isfinite(norm)  # on all ranks, or on none
+            if finite:
+                updated, _, _ = self.optimizer.step()
+                assert updated, "without a loss scale Megatron skips no step"
         if not another_follows:
             self.gather_parameters()
-        self.steps += 1
-        if self.lr_schedule is not None:
+        self.steps += finite
+        if finite and self.lr_schedule is not None:
             self._schedule_carrier.step()
             self.lr_schedule.step()
         return StepReport(norm, self._schedule_carrier.param_groups[0]["lr"], kept)

@@ -142,6 +142,8 @@ def test_a_contradiction_in_the_command_line(
             {"--reward.stop_properly_penalty_coef": 2},
             "Expected --reward.stop_properly_penalty_coef from 0 to 1, or a reward below 0, got 2.",
         ),
+        ({"--train.max_bad_steps": 0}, "Expected --train.max_bad_steps >= 1, got 0."),
+        ({"--train.spike_zscore": -1}, "Expected a finite --train.spike_zscore >= 0, got -1."),
         ({"--actor.entropy_coef": "inf"}, "Expected a finite --actor.entropy_coef, got inf."),
     ],
     ids=str,
@@ -183,6 +185,7 @@ def test_upstreams_estimators_may_sample_from_a_part_of_the_distribution(command
         ("--logger.metrics_path", "metrics.jsonl", "give --logger.tensorboard_dir or --logger.wandb.key."),
         ("--eval.before_training", True, "leave it out, or give --eval.steps."),
         ("--ckpt.stop_file", "stop", "leave one of them out."),
+        ("--train.spike_zscore", 10, "leave one of them out."),
     ],
 )
 def test_what_asynchronous_training_does_not_do(

@@ -361,6 +361,8 @@ FROZEN = """
 --megatron.tensor_model_parallel_size 1
 --megatron.use_distributed_optimizer True
 --reward.overlong_form 'continuous'
+--train.max_bad_steps 3
+--train.spike_zscore 0.0
 --vllm.max_num_batched_tokens None
 --vllm.max_num_seqs None
 --vllm.sync_bucket_mb 256
