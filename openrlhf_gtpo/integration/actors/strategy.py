@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
+from openrlhf_gtpo.integration.actors.optimizer_steps import poisoned
 from openrlhf_gtpo.megatron.checkpoint import folder as checkpoint_folder
 from openrlhf_gtpo.megatron.checkpoint.files import Entry, HashedFile
 from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
@@ -36,7 +37,6 @@ from openrlhf_gtpo.megatron.parallel.agreement import failure_of, from_first_ran
 from openrlhf_gtpo.platform.random_state import apply_random_state, random_state
 
 _RANDOM = "random"  # of all ranks, in a checkpoint's client states
-from openrlhf_gtpo.integration.actors.optimizer_steps import poisoned
 
 
 class Strategy(DeepspeedStrategy):

@@ -2,6 +2,7 @@
 end on request.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from openrlhf_gtpo.errors import StoppedOnRequest
 from openrlhf_gtpo.integration.actors.policy_actor import keep_trying
 from openrlhf_gtpo.integration.controller import stop
 from openrlhf_gtpo.integration.controller.failures import write_errors
+from openrlhf_gtpo.integration.controller.spikes import Spikes
 from openrlhf_gtpo.integration.controller.step_costs import StepCosts
 from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
 from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
@@ -25,7 +27,7 @@ from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import MetricsWriter, Rows, is_number
 
 # In a checkpoint's client states, which upstream leaves them out of.
-_KL_COEFFICIENT, _FP8_AUDIT = "kl_coefficient", "fp8_audit"
+_KL_COEFFICIENT, _FP8_AUDIT, _RECENT = "kl_coefficient", "fp8_audit", "recent_metrics"
 
 # What upstream's (0.11.2) init_checkpoint_states returns where --ckpt.load_enable finds no folder.
 _FRESH = {"episode": 0, "global_step": 0, "total_consumed_prompts": 0, "data_loader_state_dict": {}}
@@ -88,6 +90,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         self.warnings: dict[str, str] = {}  # of the last step
         self.failed_saves: list[str] = []  # since the last step's metrics
         self.costs = StepCosts(self.args, self.actor_model_group, self.vllm_engines)
+        self.spikes = Spikes(self.args.train.spike_zscore)
 
     def fit(self, global_step: int = 0) -> None:
         """As upstream's, after one evaluation where ``--eval.before_training`` asks for it.
@@ -151,7 +154,10 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     def train_step(self, rollout_samples: list[Any], global_step: int) -> tuple[dict[str, Any], int]:
         self._show(names.MAKE_EXPERIENCE)
         self.costs.sampled(rollout_samples)
+        coefficient = self.kl_ctl.value
         status, global_step = super().train_step(rollout_samples, global_step)
+        if not math.isfinite(self.kl_ctl.value):  # an adaptive one follows the KL of skipped optimizer steps too
+            self.kl_ctl.value = coefficient
         self.costs.trained()
         status.update(self.experience_maker.metrics)
         if "ppo_clip_ratio" in status:
@@ -170,6 +176,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         if self._states is None:
             self._states = states = super().init_checkpoint_states() or dict(_FRESH)
             self.kl_ctl.value = states.get(_KL_COEFFICIENT, self.kl_ctl.value)
+            self.spikes.recent = states.get(_RECENT, {})
             self.samples_generator.dispatched = states["total_consumed_prompts"]
             audit = self.experience_maker.audit
             audit.batches, audit.in_high_precision = states.get(_FP8_AUDIT, (0, False))
@@ -203,8 +210,8 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         states, audit = dict(client_states or {}), self.experience_maker.audit
         if self.samples_generator.at_end_of_episode:
             states["episode"] += 1
-        own = {_KL_COEFFICIENT: float(self.kl_ctl.value), _FP8_AUDIT: (audit.batches, audit.in_high_precision)}
-        return states | own
+        states |= {_KL_COEFFICIENT: float(self.kl_ctl.value), _RECENT: self.spikes.recent}
+        return states | {_FP8_AUDIT: (audit.batches, audit.in_high_precision)}
 
     def save_logs_and_checkpoints(
         self, global_step: int, logs_dict: dict[str, Any] | None = None, client_states: dict[str, Any] | None = None
@@ -224,6 +231,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             failed = {names.WARNING_PREFIX + "checkpoint": " ".join(self.failed_saves)} if self.failed_saves else {}
             self.metrics_writer.write(names.KIND_TRAIN, global_step, numbers | sample | self.warnings | failed)
         self.failed_saves = []
+        self.spikes.check(global_step, logs)
         ckpt, save_steps, stopping = self.args.ckpt, self.args.ckpt.save_steps, stop.requested(self.args)
         self._show(names.CHECKPOINT)
         if stopping:

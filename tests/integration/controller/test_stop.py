@@ -13,6 +13,7 @@ import ray
 from openrlhf_gtpo.cli import train_ppo_ray
 from openrlhf_gtpo.errors import StoppedOnRequest, TrainingStopped, UsageError
 from openrlhf_gtpo.integration.controller import stop
+from openrlhf_gtpo.integration.controller.spikes import Spikes
 from openrlhf_gtpo.integration.controller.trainer import EntropyTrainer, _UpstreamTrainer
 from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
 
@@ -62,7 +63,7 @@ def controller(args: SimpleNamespace) -> EntropyTrainer:
     trainer.args = args
     trainer.actor_model_group, trainer.critic_model_group = Group(), None
     trainer.wandb_logger = trainer.tensorboard_logger = trainer.metrics_writer = None
-    trainer.kl_ctl = SimpleNamespace(value=0.0)
+    trainer.kl_ctl, trainer.spikes = SimpleNamespace(value=0.0), Spikes(0.0)
     trainer.best_eval_metric_key, trainer.best_eval_metric_value = "none", float("-inf")
     trainer._latest_eval_metric_value = None
     trainer.warnings, trainer.failed_saves = {}, []

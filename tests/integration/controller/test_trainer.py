@@ -11,6 +11,7 @@ import torch
 from rollouts import arguments
 
 from openrlhf_gtpo.integration.controller import trainer
+from openrlhf_gtpo.integration.controller.spikes import Spikes
 from openrlhf_gtpo.integration.controller.trainer import EntropyTrainer, held_out_errors, step_warnings
 from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.report import names
@@ -84,7 +85,7 @@ def test_a_warning_is_printed_when_it_begins_and_written_as_long_as_it_holds(
     controller.experience_maker = SimpleNamespace(metrics={}, seconds={}, credit=entropy_credit(args), audit=NO_AUDIT)
     controller.samples_generator = SimpleNamespace(at_end_of_episode=False)
     controller.metrics_writer = MetricsWriter(tmp_path / "metrics.jsonl")
-    controller.kl_ctl = SimpleNamespace(value=0.0)
+    controller.kl_ctl, controller.spikes = SimpleNamespace(value=0.0), Spikes(0.0)
     steps = [{}, ALL_FAIL, ALL_FAIL | {"rollout/truncated_rate": 1.0}, ALL_FAIL, {}, EQUAL]
     upstream: Any = trainer._UpstreamTrainer
     monkeypatch.setattr(upstream, "train_step", lambda self, rows, step: (LEARNS | steps[step], step + 1))
