@@ -17,8 +17,7 @@ class TrainingStopped(RuntimeError):
 
 
 class Restartable(TrainingStopped):
-    """Training stopped at what need not happen again: a supervised run (``--train.max_restarts``) goes on from its
-    last checkpoint."""
+    """Training stopped at what need not happen again: a supervised run goes on from its last checkpoint."""
 
 
 class StoppedOnRequest(RuntimeError):

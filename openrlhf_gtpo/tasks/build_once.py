@@ -48,8 +48,8 @@ def build_once(output_dir: str | Path, recipe: Mapping[str, Any], build: Callabl
         (partial / MARKER).write_text(json.dumps({"recipe": wanted, "files": files}, indent=2) + "\n")
         damaged = target.exists() and any(target.iterdir())
         if not (damaged and _is_complete(target, wanted)):  # another process may have finished the same work first
-            if damaged:
-                shutil.rmtree(target)
+            if damaged:  # renamed first: a kill while it is deleted must not leave it without its marker
+                shutil.rmtree(target.rename(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent)))
             try:
                 os.replace(partial, target)
             except OSError:  # or may have done so since

@@ -381,7 +381,7 @@ def test_too_many_in_a_row_and_a_weight_that_is_not_finite_stop_training(
         pools[2].run(run_poisoned, backend, actor_model, argv, [None, "log_probs", None, "log_probs", "log_probs"])
     sentence = (
         "TrainingStopped: The actor's optimizer step after its 2 good ones was skipped: the gradient, policy_loss was "
-        "not finite, the last of 2 in a row (--train.max_bad_steps); none has changed a weight."
+        "not finite, the last of 2 in a row (--train.max_bad_steps). No weight has changed;"
     )
     assert str(stopped.value).count(sentence) == 2
     with pytest.raises(AssertionError, match="TrainingStopped: The actor's weight .* is not finite"):
@@ -398,3 +398,11 @@ def test_fp16_lives_by_skipping_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments("--ds.param_dtype", "fp16")
     steps = optimizer_steps.BadSteps("actor", args)
     assert all(steps.add(math.inf, 0, optimizer_steps.StepMetrics(args)) for _ in range(20))
+
+
+def test_muon_on_a_cpu_compiles_no_adam(actor_model: str, pools: dict[int, RankPool]) -> None:
+    """Nothing that the actors' own processes run here does: ``steps_program`` refuses it."""
+    [[(status, _)]] = pools[1].run(
+        run_poisoned, "deepspeed", actor_model, [*TRAINS, *GTPO, "--actor.optim", "muon"], [None]
+    )
+    assert status["actor_bad_steps"] == 0 and status["actor_grad_norm"] > 0

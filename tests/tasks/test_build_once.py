@@ -1,5 +1,7 @@
 import json
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -92,3 +94,18 @@ def test_the_first_of_two_processes_wins_at_the_last_moment(tmp_path, monkeypatc
     out = build_once(tmp_path / "out", {}, _builder([], "second"))
     assert (out / "sub" / "file.txt").read_text() == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_kill_while_a_damaged_result_is_deleted_is_made_good(tmp_path, monkeypatch):
+    """Whatever is deleted first, what is left does not stand where the result belongs."""
+    out = build_once(tmp_path / "out", {}, _builder([]))
+    (out / "sub" / "file.txt").write_text("con")
+
+    def killed(path, **options):
+        (Path(path) / MARKER).unlink(missing_ok=True)
+        raise SystemExit
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(shutil, "rmtree", killed)
+        build_once(out, {}, _builder([]))
+    assert (build_once(out, {}, _builder([])) / "sub" / "file.txt").read_text() == "content"

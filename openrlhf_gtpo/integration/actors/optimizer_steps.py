@@ -135,8 +135,7 @@ class StepMetrics:
 
 
 def poisoned(loss: Tensor) -> Tensor:
-    """``loss``, a scalar; one that is not finite gets a gradient of NaN throughout, on whatever way a clamp or a mask
-    would have hidden it, so that its optimizer step is skipped."""
+    """``loss``; of one that is not finite, which a clamp may hide, the whole gradient is NaN: the step is skipped."""
     return loss * torch.where(loss.isfinite(), 1.0, torch.nan).to(loss.dtype)
 
 
@@ -164,12 +163,10 @@ class BadSteps:
         sentence = f"The {self._model}'s optimizer step after its {steps} good ones was skipped: {what} was not finite"
         if self._in_a_row >= self._limit:
             raise TrainingStopped(
-                f"{sentence}, the last of {self._in_a_row} in a row (--train.max_bad_steps); none has changed a "
-                "weight. The same command with --ckpt.load_enable goes on from the last checkpoint; a smaller "
-                f"--{self._model}.adam.lr, or rows without extreme rewards, may get past it."
+                f"{sentence}, the last of {self._in_a_row} in a row (--train.max_bad_steps). No weight has changed; "
+                f"with a smaller --{self._model}.adam.lr, --ckpt.load_enable may get further from the last checkpoint."
             )
-        if torch.distributed.get_rank() == 0:
-            print(f"Warning: {sentence}.", flush=True)
+        print(f"Warning: {sentence}.", flush=True)
         return True
 
     def check_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -220,7 +217,10 @@ class WholeSteps:
                 tensors = {name: torch.as_tensor(value) for name, value in values.items()}
                 metrics.add(tensors, float(experience.action_mask.sum()), rows)
             if self.replay_buffer.dynamic_optimizer_step[number]:
-                bad += self._bad_steps.add(last[f"{self._trained}_grad_norm"], _good_steps(engine), metrics)
+                if engine.optimizer.overflow:  # of which DeepSpeed gives the norm of the step before
+                    last[f"{self._trained}_grad_norm"] = math.nan
+                good = engine.global_steps - engine.skipped_steps
+                bad += self._bad_steps.add(last[f"{self._trained}_grad_norm"], good, metrics)
         parameters = engine.module.named_parameters()  # with ZeRO 3 a rank has a part of each
         self._bad_steps.check_weights((name, getattr(p, "ds_tensor", p.data)) for name, p in parameters)
         last[f"{self._trained}_bad_steps"] = bad
@@ -231,7 +231,11 @@ class WholeSteps:
         """Of the next training on ``engine``: the same on every rank of a replica, and after a resume. None for the
         rows' own order, in which dynamic batches come sorted for balance."""
         train = self.strategy.args.train
-        return None if train.dynamic_batch_enable else RowOrder(train.batch_size, [train.seed, _good_steps(engine)])
+        return (
+            None
+            if train.dynamic_batch_enable
+            else RowOrder(train.batch_size, [train.seed, engine.global_steps - engine.skipped_steps])
+        )
 
     def micro_batches(self, engine: Any) -> Iterator[tuple[int, Experience, int]]:
         """For each backward pass on ``engine``: its number, the batch, and how many rows of it count."""
@@ -275,10 +279,6 @@ class WholeSteps:
             return [items[i : i + size] for i in range(0, len(items), size)]
         budget = args.train.max_tokens_per_gpu * args.ds.ring_attn_size * args.ds.tensor_parallel_size
         return [[items[i] for i in part] for part in fill([int(item.total_length) for item in items], budget)]
-
-
-def _good_steps(engine: Any) -> int:
-    return engine.global_steps - engine.skipped_steps
 
 
 def _no_actions() -> Experience:

@@ -1,7 +1,6 @@
 """OpenRLHF's DeepSpeed strategy: a backward pass tells if it ends an optimizer step; a CPU host compiles nothing;
 checkpoints are written whole or not at all, and read as they were written."""
 
-import math
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,10 +20,10 @@ from deepspeed.runtime.utils import has_inf_or_nan
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils.tensor_fragment import fragment_address
-from openrlhf.models import Actor
 from openrlhf.utils.deepspeed import DeepspeedStrategy
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 from safetensors import SafetensorError
+from torch.utils import cpp_extension
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
@@ -34,6 +33,7 @@ from openrlhf_gtpo.megatron.checkpoint.files import Entry, HashedFile
 from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
 from openrlhf_gtpo.megatron.checkpoint.together import agree, choose, publish, put_in_order
 from openrlhf_gtpo.megatron.parallel.agreement import failure_of, from_first_rank, message_of, raise_together
+from openrlhf_gtpo.platform.compile_lock import CompileLock
 from openrlhf_gtpo.platform.random_state import apply_random_state, random_state
 
 _RANDOM = "random"  # of all ranks, in a checkpoint's client states
@@ -64,6 +64,7 @@ class Strategy(DeepspeedStrategy):
         return super().setup_dataloader(dataset, batch_size, pin_memory, shuffle, *args, sampler=sampler, **kwargs)
 
     def setup_distributed(self, timeout: timedelta = timedelta(minutes=60)) -> None:
+        cpp_extension.FileBaton = CompileLock  # DeepSpeed builds FusedAdam and its CPU Adam on first use
         # Left alone, gloo listens where the host's name resolves to, on many hosts a loopback (torch 2.13.0,
         # ProcessGroupGloo::createDefaultDevice), and Megatron has gloo groups over all nodes. NCCL skips loopbacks.
         address = ray.util.get_node_ip_address()
@@ -77,15 +78,30 @@ class Strategy(DeepspeedStrategy):
         """As upstream's; see :func:`poisoned`."""
         super().backward(poisoned(loss), *args, **kwargs)
 
-    def get_grad_norm(self, model: torch.nn.Module) -> float:
-        """As upstream's; NaN for a step that was skipped, of which DeepSpeed gives the norm of the one before it."""
-        engine = model.model if isinstance(model, Actor) else model
-        return math.nan if engine.optimizer.overflow else super().get_grad_norm(model)
-
     def _ds_init_train_model(self, model: Any, cfg: dict) -> Any:
-        trained = super()._ds_init_train_model(model, cfg)
-        _skip_what_is_not_finite(trained[1])
-        return trained
+        """As upstream's; a step whose gradient is not finite is skipped, as with ZeRO 2. In bf16 DeepSpeed does not
+        look with ZeRO 3, nor with ZeRO 1 and ``--ds.grad_accum_dtype fp32``; without ZeRO and with FusedAdam it looks
+        and steps all the same (deepspeed 0.19.6, zero/stage3.py, bf16_optimizer.py, fp16/fused_optimizer.py). Can go
+        once all heed ``check_grad_overflow`` (https://github.com/deepspeedai/DeepSpeed/pull/6976)."""
+        model, optimizer, scheduler = super()._ds_init_train_model(model, cfg)
+        if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+            update = optimizer._overflow_check_and_loss_scale_update
+            optimizer._overflow_check_and_loss_scale_update = lambda: optimizer.check_overflow() or update()
+        elif isinstance(optimizer, FP16_Optimizer):
+            optimizer.loss_scale_config.use_grad_scaling = True  # in bf16 by 1
+        elif isinstance(optimizer, BF16_Optimizer):
+            step, optimizer.overflow = optimizer.step, False
+
+            def step_if_finite() -> None:
+                found = (
+                    torch.stack([has_inf_or_nan(one) for one in optimizer.fp32_groups_gradients_flat]).any().float()
+                )
+                torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
+                optimizer.overflow = bool(found)
+                optimizer.clear_hp_grads() if optimizer.overflow else step()
+
+            optimizer.step = step_if_finite
+        return model, optimizer, scheduler
 
     def get_ds_eval_config(self, *args: Any, **kwargs: Any) -> dict:
         """As upstream's, without batch sizes, which DeepSpeed would hold against each other (deepspeed 0.19.6,
@@ -186,7 +202,7 @@ class CpuStrategy(Strategy):
     def get_ds_train_config(self, *args: Any, **kwargs: Any) -> dict:
         """As upstream's, with ``torch_adam`` on."""
         config = super().get_ds_train_config(*args, **kwargs)
-        if config.get("optimizer", {}).get("type") == "AdamW":
+        if "optimizer" in config:  # Muon's has an Adam within
             config["optimizer"]["params"]["torch_adam"] = True
         return config
 
@@ -225,27 +241,3 @@ class _CheckpointFiles(TorchCheckpointEngine):
             self.entries[str(Path(path).relative_to(self._folder))] = stream.entry
 
         self.attempt(write)
-
-
-def _skip_what_is_not_finite(optimizer: Any) -> None:
-    """Have DeepSpeed's ``optimizer`` skip a step whose gradient is not finite, as it does by itself with ZeRO 2.
-
-    In bf16 ZeRO 3 does not look, nor does ZeRO 1 with ``--ds.grad_accum_dtype fp32``; without ZeRO and with FusedAdam
-    it sees it and steps all the same (deepspeed 0.19.6, zero/stage3.py, bf16_optimizer.py, fp16/fused_optimizer.py).
-    Can go once ``check_grad_overflow`` is heeded by all (https://github.com/deepspeedai/DeepSpeed/pull/6976).
-    """
-    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        update = optimizer._overflow_check_and_loss_scale_update
-        optimizer._overflow_check_and_loss_scale_update = lambda: optimizer.check_overflow() or update()
-    elif isinstance(optimizer, FP16_Optimizer):
-        optimizer.loss_scale_config.use_grad_scaling = True  # in bf16 by 1
-    elif isinstance(optimizer, BF16_Optimizer):
-        step, optimizer.overflow = optimizer.step, False
-
-        def step_if_finite() -> None:
-            found = torch.stack([has_inf_or_nan(one) for one in optimizer.fp32_groups_gradients_flat]).any().float()
-            torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
-            optimizer.overflow = bool(found)
-            optimizer.clear_hp_grads() if optimizer.overflow else step()
-
-        optimizer.step = step_if_finite

@@ -116,15 +116,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--train.max_bad_steps",
         type=int,
         default=3,
-        help="stop after so many optimizer steps in a row whose gradient or loss was not finite; each is skipped, "
-        "counted and logged, and changes no weight",
+        help="stop after so many optimizer steps in a row whose gradient or loss was not finite, all of them skipped",
     )
     group.add_argument(
         "--train.spike_zscore",
         type=float,
         default=0.0,
-        help="stop, without a checkpoint, at a step whose policy loss, KL or gradient norm is so many robust standard "
-        "deviations above those of the last 50 steps; 0 never does",
+        help="stop, unsaved, where loss, KL or gradient norm is so many deviations above the last 50 steps'; 0 never",
     )
     group.add_argument("--logger.metrics_path", help="append every step's metrics to this JSON-lines file")
     group.add_argument(

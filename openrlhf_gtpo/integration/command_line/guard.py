@@ -96,7 +96,6 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
         "DeepspeedStrategy._ds_init_train_model(self, model, cfg)",
         "DeepspeedStrategy.backward(self, loss, model, _optimizer)",
         "DeepspeedStrategy.get_ds_eval_config(self, offload)",
-        "DeepspeedStrategy.get_grad_norm(self, model)",
         "DeepspeedStrategy.get_ds_train_config(self, optim_dict)",
         "DeepspeedStrategy.setup_dataloader(self, replay_buffer, batch_size, pin_memory, shuffle, collate_fn, "
         "drop_last, sampler, consumed_samples, num_workers)",

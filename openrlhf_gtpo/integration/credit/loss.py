@@ -2,10 +2,10 @@
 OpenRLHF's train-rollout correction and divided by the counts of the whole optimizer step.
 """
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from openrlhf.models.loss import PolicyLoss
 from torch import Tensor
 
@@ -46,7 +46,7 @@ class CreditLoss(PolicyLoss):
         batch_num_tokens: Tensor | None = None,
         global_batch_size: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """This micro-batch's part of the loss of an optimizer step.
+        """This micro-batch's part of the loss of an optimizer step; NaN where a log-prob is not finite.
 
         Args:
             log_probs, old_log_probs, advantages, action_mask, rollout_log_probs: (B, T).
@@ -55,10 +55,9 @@ class CreditLoss(PolicyLoss):
                 replicas; of this micro-batch where they are None.
 
         Returns:
-            the loss, NaN where a log-prob is not finite; what was clipped, and what the correction filtered: means
-            over tokens, or (B,) for each row where they are decided by the row; mean of -(log_probs -
-            old_log_probs), and of the rollout's log-prob minus the old one, over tokens. The correction's two are
-            None without it.
+            the loss; what was clipped, and what the correction filtered: means over tokens, or (B,) for each row where
+            they are decided by the row; mean of -(log_probs - old_log_probs), and of the rollout's log-prob minus the
+            old one, over tokens. The correction's two are None without it.
 
         Raises:
             TrainingStopped: an old log-prob or advantage that is not finite, before any backward pass.
@@ -81,7 +80,8 @@ class CreditLoss(PolicyLoss):
             raise TrainingStopped(
                 f"The policy loss of a micro-batch: {error} No weights were changed by it."
             ) from error
-        loss, clipped, rollout_kl, filtered = surrogate.loss, surrogate.clipped.float(), None, None
+        loss = surrogate.loss.where(finite.all(), math.nan)
+        clipped, rollout_kl, filtered = surrogate.clipped.float(), None, None
         if self.is_correction_level != "off":
             assert rollout_log_probs is not None, "the rollout returned no log-probs to correct with"
             weight, filtered = self._correction(old_log_probs, rollout_log_probs, mask)
@@ -92,8 +92,7 @@ class CreditLoss(PolicyLoss):
         units = batch_num_tokens if self.level == "token" else global_batch_size
         if units is None:
             units = surrogate.unit_mask.sum()
-        loss = (loss.sum() / units * dp_size) * torch.where(finite.all(), 1.0, torch.nan)
-        return loss, clipped, _token_mean(surrogate.approx_kl, mask), rollout_kl, filtered
+        return loss.sum() / units * dp_size, clipped, _token_mean(surrogate.approx_kl, mask), rollout_kl, filtered
 
     def _correction(self, old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Upstream's weights (B, T) of the trainer's policy against the engine's, and what they filter: a token mean,

@@ -46,8 +46,7 @@ class StepReport:
     """Of one optimizer step.
 
     Fields:
-        grad_norm: L2 norm of the whole gradient, before scaling; where it is not finite the step was skipped, and
-            weights, moments, schedule and count of steps are as before it.
+        grad_norm: L2 norm of the whole gradient, before scaling; not finite where the step was skipped.
         next_lr: the learning rate of the step to come.
         kept: what the loss callable gave back, one entry a micro-batch; empty on all but the last stage.
     """

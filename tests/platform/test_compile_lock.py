@@ -1,0 +1,55 @@
+"""A lock that a killed compiler left is taken over; one that is held is waited for. Nothing is compiled."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from torch.utils.file_baton import FileBaton
+
+from openrlhf_gtpo.platform import compile_lock
+from openrlhf_gtpo.platform.compile_lock import CompileLock
+
+HOLD = "import os, sys, time; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); print(flush=True); time.sleep(600)"
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Path:
+    """The lock of a process that was killed while it had it, as torch's."""
+    lock = tmp_path / "fused_adam" / "lock"
+    lock.parent.mkdir()
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(lock)], stdout=subprocess.PIPE)
+    assert process.stdout and process.stdout.readline()
+    process.kill()
+    process.wait()
+    assert lock.exists() and not FileBaton(str(lock)).try_acquire()
+    return lock
+
+
+def test_the_lock_of_a_killed_compiler_is_taken_over(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.utime(killed, (time.time() - compile_lock._QUIET - 1,) * 2)
+    baton = CompileLock(str(killed))
+    assert baton.try_acquire() and killed.exists() and str(killed.parent) in capsys.readouterr().out
+    baton.release()
+    assert not killed.exists()
+
+
+def test_a_lock_at_work_is_waited_for(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of this host or of another that shares the folder: a compiler writes files."""
+    os.utime(killed, (0, 0))
+    (killed.parent / "multi_tensor_adam.o").touch()
+    baton, acquired = CompileLock(str(killed), wait_seconds=0.01), threading.Event()
+    thread = threading.Thread(target=lambda: baton.try_acquire() and acquired.set(), daemon=True)
+    thread.start()
+    assert not acquired.wait(0.5)
+    killed.unlink()
+    assert acquired.wait(60)
+    thread.join()
+    baton.release()
+    assert (
+        capsys.readouterr().out
+        == f"Waiting for another compilation, until 600 s after its last file: {killed.parent}\n"
+    )
