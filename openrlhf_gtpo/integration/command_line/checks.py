@@ -50,13 +50,13 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "{} >= 0",
         lambda number: number >= 0,
         "actor.eps_clip actor.eps_clip_low_high critic.value_clip data.dataloader_num_workers "
-        "rollout.vllm_generate_batch_size megatron.fp8_audit_steps",
+        "rollout.vllm_generate_batch_size train.max_restarts megatron.fp8_audit_steps",
     ),
     (
         "a finite {} >= 0",
         lambda number: 0 <= number < math.inf,
         "actor.adam.eps critic.adam.eps actor.adam.weight_decay critic.adam.weight_decay actor.aux_loss_coef "
-        "algo.kl.init_coef algo.kl.target train.spike_zscore",
+        "algo.kl.init_coef algo.kl.target train.spike_zscore train.stall_timeout",
     ),
     (
         "0 <= {} <= 1",
@@ -145,6 +145,11 @@ def check_every_run(args: SimpleNamespace) -> None:
     ):
         if args.vllm.sync_checksum and given:
             raise UsageError(f"--vllm.sync_checksum does not go with {flag}, {why}; leave one of them out.")
+    if args.train.max_restarts and args.vllm.sync_with_ray:
+        raise UsageError(
+            "--train.max_restarts does not go with --vllm.sync_with_ray, whose transfer is OpenRLHF's own; leave one "
+            "of them out."
+        )
     refuse_quantized(args.actor.model_name_or_path, "--actor.model_name_or_path")
     if not args.actor.trust_remote_code:
         for role in ("actor", "critic") if args.reward.remote_url else ("actor", "critic", "reward"):
@@ -187,6 +192,8 @@ def _check_async(args: SimpleNamespace) -> None:
         (args.eval.before_training, "--eval.before_training", "leave it out, or give --eval.steps"),
         (args.ckpt.stop_file, "--ckpt.stop_file", "leave one of them out"),
         (args.train.spike_zscore, "--train.spike_zscore", "leave one of them out"),
+        (args.train.max_restarts, "--train.max_restarts", "leave one of them out"),
+        (args.train.stall_timeout, "--train.stall_timeout", "leave one of them out"),
     ):
         if given:
             raise UsageError(

@@ -124,6 +124,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="stop, unsaved, where loss, KL or gradient norm is so many deviations above the last 50 steps'; 0 never",
     )
+    group.add_argument(
+        "--train.max_restarts",
+        type=int,
+        default=0,
+        help="how often a run may replace what died or hangs, and retry rewards that fail, before it stops; 0 stops "
+        "at the first",
+    )
+    group.add_argument(
+        "--train.stall_timeout",
+        type=float,
+        default=0.0,
+        help="seconds without an answer after which a process or a reward counts as hanging; 0 waits for ever. It has "
+        "to be longer than the slowest reward",
+    )
     group.add_argument("--logger.metrics_path", help="append every step's metrics to this JSON-lines file")
     group.add_argument(
         "--logger.entropy_enable",

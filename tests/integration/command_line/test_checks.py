@@ -144,6 +144,12 @@ def test_a_contradiction_in_the_command_line(
         ),
         ({"--train.max_bad_steps": 0}, "Expected --train.max_bad_steps >= 1, got 0."),
         ({"--train.spike_zscore": -1}, "Expected a finite --train.spike_zscore >= 0, got -1."),
+        ({"--train.max_restarts": -1}, "Expected --train.max_restarts >= 0, got -1."),
+        ({"--train.stall_timeout": "inf"}, "Expected a finite --train.stall_timeout >= 0, got inf."),
+        (
+            {"--train.max_restarts": 1, "--vllm.sync_with_ray": True},
+            "--train.max_restarts does not go with --vllm.sync_with_ray, whose transfer is OpenRLHF's own",
+        ),
         ({"--actor.entropy_coef": "inf"}, "Expected a finite --actor.entropy_coef, got inf."),
     ],
     ids=str,
@@ -186,6 +192,8 @@ def test_upstreams_estimators_may_sample_from_a_part_of_the_distribution(command
         ("--eval.before_training", True, "leave it out, or give --eval.steps."),
         ("--ckpt.stop_file", "stop", "leave one of them out."),
         ("--train.spike_zscore", 10, "leave one of them out."),
+        ("--train.max_restarts", 1, "leave one of them out."),
+        ("--train.stall_timeout", 60, "leave one of them out."),
     ],
 )
 def test_what_asynchronous_training_does_not_do(

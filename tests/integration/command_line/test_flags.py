@@ -363,6 +363,8 @@ FROZEN = """
 --reward.overlong_form 'continuous'
 --train.max_bad_steps 3
 --train.spike_zscore 0.0
+--train.max_restarts 0
+--train.stall_timeout 0.0
 --vllm.max_num_batched_tokens None
 --vllm.max_num_seqs None
 --vllm.sync_bucket_mb 256
