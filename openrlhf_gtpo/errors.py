@@ -13,11 +13,12 @@ class UsageError(ValueError):
 
 class TrainingStopped(RuntimeError):
     """Training cannot go on: data that it must not learn from (a NaN, a failed reward; raised before weights change),
-    a checkpoint that cannot be written, a node or process that died."""
+    a checkpoint that cannot be written."""
 
 
 class Restartable(TrainingStopped):
-    """Training stopped at what need not happen again: a supervised run goes on from its last checkpoint."""
+    """Training stopped at what need not happen again, such as the death of a node or process: a supervised run
+    (``--train.max_restarts``) goes on from its last checkpoint."""
 
 
 class StoppedOnRequest(RuntimeError):

@@ -1,37 +1,114 @@
-"""``python3 -m openrlhf.cli.train_ppo_ray`` with GTPO and GRPO-S: the same flags and a few more (see ``--help``)."""
+"""``python3 -m openrlhf.cli.train_ppo_ray`` with GTPO and GRPO-S: the same flags and a few more (see ``--help``).
+
+With ``--train.max_restarts`` or ``--train.stall_timeout`` this process only supervises: the run is the same command in
+a process of its own, of which nothing is left before it is started again. That mends whatever breaks in a run or
+between its processes (ranks, their groups, Ray itself), for the time that a start takes. Engines and rewards, which
+can be replaced while the rest goes on, are the run's own business.
+"""
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 
 from openrlhf_gtpo.cli import hide_key
-from openrlhf_gtpo.errors import StoppedOnRequest, TrainingStopped, UsageError
-from openrlhf_gtpo.integration.controller.stop import STOPPED_STATUS
-from openrlhf_gtpo.integration.run import train
+from openrlhf_gtpo.errors import Restartable, StoppedOnRequest, TrainingStopped, UsageError
+from openrlhf_gtpo.integration.controller import stop
+from openrlhf_gtpo.integration.run import check, parse, train
+from openrlhf_gtpo.launch.process_tree import HUNG, end_with_parent, run_and_clear
 from openrlhf_gtpo.launch.ray_node import close_own_ray
+from openrlhf_gtpo.megatron.checkpoint.folder import newest_whole
+from openrlhf_gtpo.report.heartbeat import Heartbeat
+
+_SUPERVISED = "OPENRLHF_GTPO_SUPERVISED"  # in the environment of a run that a process like this one has started
+
+_NOT_AGAIN = 65  # sysexits.h, EX_DATAERR: how a supervised run ends that would fail again; its supervisor makes it a 1
+_INTERRUPTED = 128 + signal.SIGINT
+# Nothing is started again after these: success, mistakes, requests.
+_ENDS = (0, 2, _NOT_AGAIN, stop.STOPPED_STATUS, _INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; the exit status: 0 when it ended well, 2 for a mistake in the command line, 1 where training cannot go on
     (bad data, a full disk, a dead node), 75 where it was asked to stop and saved a checkpoint, 130 after Ctrl-C."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    supervised = os.environ.pop(_SUPERVISED, None) is not None
     try:
-        train(sys.argv[1:] if argv is None else argv)
+        args = parse(words)
+        if supervised:
+            end_with_parent()
+        else:
+            check(args)
+            if args.train.max_restarts or args.train.stall_timeout:
+                return supervise([sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray", *words], args)
+        train(args)
     except UsageError as error:
         print(f"train_ppo_ray: {error}", file=sys.stderr)
         return 2
     except TrainingStopped as error:
         print(f"train_ppo_ray stopped: {error}", file=sys.stderr)
-        return 1
+        return _NOT_AGAIN if supervised and not isinstance(error, Restartable) else 1
     except StoppedOnRequest as error:
         print(f"train_ppo_ray stopped: {error}", file=sys.stderr)
-        return STOPPED_STATUS
+        return stop.STOPPED_STATUS
     except KeyboardInterrupt:
         print(
             "train_ppo_ray stopped: interrupted; with --ckpt.load_enable it goes on from its last checkpoint.",
             file=sys.stderr,
         )
-        return 130
+        return _INTERRUPTED
     return 0
+
+
+def supervise(command: Sequence[str], args: SimpleNamespace) -> int:
+    """Start ``command`` until it ends on purpose, at most ``--train.max_restarts`` times again, and leave none of its
+    processes; the exit status, as of :func:`main`.
+
+    A request to stop that comes between two starts holds for the next: this process takes SIGUSR1, and the run does
+    not take the file for an old one.
+
+    Raises:
+        KeyboardInterrupt: after SIGINT to this process.
+    """
+    stop.prepare(args)
+    command = [*command, "--ckpt.stop_file", str(stop.stop_file(args))]
+    limit, restarts = args.train.stall_timeout, args.train.max_restarts
+    heartbeat = Heartbeat(args.ckpt.path)
+    before = _newest(args)
+    for restart in range(1, restarts + 2):
+        heartbeat.clear()
+        environment = os.environ | {_SUPERVISED: "1"}
+        status = run_and_clear(command, environment, hangs=lambda: 0 < limit < heartbeat.silence())
+        heartbeat.clear()
+        if status == _INTERRUPTED:
+            raise KeyboardInterrupt
+        if status in _ENDS:
+            return 1 if status == _NOT_AGAIN else status
+        why = f"it ended with status {status}, as its last lines say"
+        if status == HUNG:
+            why = f"nothing got on for {limit:g} s (--train.stall_timeout)"
+        elif status < 0:
+            why = f"its driver was killed by signal {-status}"
+        if restart <= restarts:
+            newest = _newest(args)
+            place = "goes on from its last checkpoint" if newest else "begins again, as there is no checkpoint yet"
+            print(f"train_ppo_ray: {why}; restart {restart} of {restarts} {place}.", file=sys.stderr, flush=True)
+            if restart == 1:
+                command += ["--ckpt.load_enable"]
+            if args.ckpt.load_tag and newest != before:  # one of its own is newer than the one that was asked for
+                command += ["--ckpt.load_tag", ""]
+    used_up = f", after {restarts} restarts" if restarts else ""
+    how = "the same command with --ckpt.load_enable goes on from the last checkpoint"
+    print(f"train_ppo_ray stopped: {why}{used_up}; {how}.", file=sys.stderr)
+    return 1
+
+
+def _newest(args: SimpleNamespace) -> tuple[Path, int] | None:
+    """The newest whole checkpoint, and when it was written."""
+    path = newest_whole(Path(args.ckpt.path) / "_actor")
+    return None if path is None else (path, path.stat().st_mtime_ns)
 
 
 if __name__ == "__main__":

@@ -21,16 +21,15 @@ from openrlhf_gtpo.integration.controller import stop
 from openrlhf_gtpo.integration.controller.checkpoint_disk import check_room
 
 
-def train(argv: Sequence[str]) -> None:
-    """Run OpenRLHF's training with ``argv``.
+def train(args: SimpleNamespace) -> None:
+    """Run OpenRLHF's training with arguments that are parsed and checked.
 
     Raises:
         UsageError: the user's mistake, before any engine starts.
-        TrainingStopped: data that must not be learned from, a checkpoint that cannot be written, a node that died.
+        TrainingStopped: data that must not be learned from, a checkpoint that cannot be written.
+        Restartable: a process or a node died.
         StoppedOnRequest: the run was asked to stop, and can be gone on with.
     """
-    args = parse(argv)
-    check(args)
     stop.prepare(args)
     on_megatron = args.actor.backend == "megatron"
     patch.apply(
@@ -78,7 +77,7 @@ def run(args: SimpleNamespace) -> None:
 
     Raises:
         UsageError: a cluster on which it cannot work.
-        TrainingStopped, StoppedOnRequest: as :func:`train`.
+        TrainingStopped, Restartable, StoppedOnRequest: as :func:`train`.
     """
     import ray
     from openrlhf.cli import train_ppo_ray

@@ -10,37 +10,51 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import psutil  # vLLM and DeepSpeed depend on it
 
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+HUNG = 124  # the exit status of coreutils' timeout
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def run_and_clear(command: Sequence[str], environment: Mapping[str, str], *, patience: float = 10.0) -> int:
+def run_and_clear(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    patience: float = 10.0,
+    hangs: Callable[[], bool] = lambda: False,
+) -> int:
     """Run ``command`` until it ends, or SIGTERM, SIGINT or SIGHUP to this process ends it, then end its descendants.
 
     Args:
         command: program and arguments.
         environment: whole, of the program.
         patience: seconds for the program after such a signal, and for its descendants after SIGTERM, until SIGKILL.
+        hangs: asked about once a second; true ends the program too.
 
     Returns:
-        its exit status, or 128 + the signal that ended this.
+        its exit status, or 128 + the signal that ended this, or HUNG.
 
     Raises:
         OSError: the program cannot be started.
     """
     received: list[int] = []
+    hung = False
     _adopt_orphans(True)
-    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in _FORWARDED}
+    before = {
+        number: signal.signal(number, lambda number, frame: received.append(number))
+        for number in _FORWARDED
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # nohup
+    }
     try:
         child = subprocess.Popen(command, env=dict(environment))
         asked = None
         while child.poll() is None:
-            if received and asked is None:
+            if asked is None and (received or (hung := hangs())):
                 child.terminate()
                 asked = time.monotonic()
             elif asked is not None and time.monotonic() - asked > patience:
@@ -53,13 +67,24 @@ def run_and_clear(command: Sequence[str], environment: Mapping[str, str], *, pat
         for number, handler in before.items():
             signal.signal(number, handler)
         _adopt_orphans(False)
-    return 128 + received[0] if received else child.returncode
+    if received:
+        return 128 + received[0]
+    return HUNG if hung else child.returncode
+
+
+def end_with_parent() -> None:
+    """Have this process get SIGTERM when the one that started it is gone."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _adopt_orphans(yes: bool) -> None:
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(yes))
+
+
+def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    if libc.prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
 def _end_descendants(patience: float) -> None:

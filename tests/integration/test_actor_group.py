@@ -122,11 +122,10 @@ MEGATRON = "--actor.backend megatron --megatron.tensor_model_parallel_size 2 --m
 @pytest.mark.parametrize(("argv", "size"), [(MEGATRON, 2), ("--ds.tensor_parallel_size 4", 4)])
 def test_a_group_knows_its_tensor_parallel_size(argv: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(run, "parse", lambda argv: arguments(*argv))
     monkeypatch.setattr(run.patch, "apply", lambda *values: told.extend(values))
-    for module, name in ((run, "check"), (run, "run"), (run.stop, "prepare"), (run.host, "start_ray")):
+    for module, name in ((run, "run"), (run.stop, "prepare"), (run.host, "start_ray")):
         monkeypatch.setattr(module, name, lambda *values: None)
-    run.train(["--algo.advantage.estimator", "gtpo", *argv.split()])
+    run.train(arguments("--algo.advantage.estimator", "gtpo", *argv.split()))
     assert told[1] == size
 
 

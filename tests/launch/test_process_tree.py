@@ -1,6 +1,7 @@
 """No process outlives the node that started it, and the program's status is kept."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,8 +17,8 @@ PROGRAM += "sys.exit(run_and_clear(sys.argv[2:], os.environ, patience=float(sys.
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def start(patience: float, shell: str, folder: Path) -> subprocess.Popen:
-    command = [sys.executable, "-c", PROGRAM, str(patience), "bash", "-c", shell]
+def start(patience: float, shell: str, folder: Path, program: str = PROGRAM) -> subprocess.Popen:
+    command = [sys.executable, "-c", program, str(patience), "bash", "-c", shell]
     return subprocess.Popen(command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
@@ -60,6 +61,35 @@ def test_what_ignores_the_request_is_killed(tmp_path: Path) -> None:
     run.terminate()
     assert run.wait(timeout=120) == 128 + signal.SIGTERM
     assert not is_running(orphan) and not is_running(own)
+
+
+def test_what_hangs_is_killed_with_its_orphans(tmp_path: Path) -> None:
+    program = PROGRAM.replace("patience", "hangs=lambda: os.path.exists('hangs'), patience")
+    run = start(1, ORPHAN + "echo $$ >own; exec sleep 600", tmp_path, program)
+    orphan, own = pid_in(tmp_path / "orphan"), pid_in(tmp_path / "own")
+    for pid in (orphan, own):
+        os.kill(pid, signal.SIGSTOP)
+    (tmp_path / "hangs").touch()
+    assert run.wait(timeout=120) == 124
+    assert not is_running(orphan) and not is_running(own)
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
+    program = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); " + PROGRAM
+    run = start(30, "echo $$ >own; while [[ ! -e end ]]; do sleep 0.1; done", tmp_path, program)
+    pid_in(tmp_path / "own")
+    run.send_signal(signal.SIGHUP)
+    (tmp_path / "end").touch()
+    assert run.wait(timeout=120) == 0
+
+
+def test_a_program_may_end_with_the_one_that_started_it(tmp_path: Path) -> None:
+    own = "import os, time; from openrlhf_gtpo.launch.process_tree import end_with_parent; end_with_parent(); "
+    own += "open('own', 'w').write(str(os.getpid())); time.sleep(600)"
+    run = start(30, f"exec {sys.executable} -c {shlex.quote(own)}", tmp_path)
+    pid = pid_in(tmp_path / "own")
+    run.kill()
+    until(lambda: not is_running(pid), 60, "its end")
 
 
 def test_processes_of_others_are_left_alone(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.algorithms.config import Mean
-from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.errors import Restartable, TrainingStopped
 from openrlhf_gtpo.integration.actors.optimizer_steps import RowOrder, WholeSteps
 from openrlhf_gtpo.integration.actors.policy_model import PolicyModel
 from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy, entropy_credit
@@ -51,7 +51,7 @@ def wait_for_engines(engines: Sequence[Any], limit: float = _START_LIMIT, report
         engines: handles of Ray actors.
 
     Raises:
-        TrainingStopped: an engine died, or some are not ready after ``limit`` seconds.
+        Restartable: an engine died, or some are not ready after ``limit`` seconds.
     """
     began = time.monotonic()
     starting = {engine.__ray_ready__.remote().future(): number for number, engine in enumerate(engines)}
@@ -62,13 +62,13 @@ def wait_for_engines(engines: Sequence[Any], limit: float = _START_LIMIT, report
             number = starting.pop(future)
             failure = future.exception()
             if failure is not None:
-                raise TrainingStopped(
+                raise Restartable(
                     f"vLLM engine {number} of {len(engines)} (counted from 0) died {waited:.0f} s after the trainer "
                     f"began to wait for it: {' '.join(str(failure).split())[-400:]}{_last_words(engines[number])}"
                 )
         names = ", ".join(map(str, sorted(starting.values())))
         if starting and waited >= limit:
-            raise TrainingStopped(
+            raise Restartable(
                 f"Of {len(engines)} vLLM engines (counted from 0), {names} did not start in {waited:.0f} s"
                 f"{_last_words(engines[min(starting.values())])}"
             )
@@ -121,7 +121,7 @@ class EntropyActorTrainer(ActorPPOTrainer):
         """Send every parameter that upstream would, in buckets; with Ray's transfer, as upstream does.
 
         Raises:
-            TrainingStopped: an engine did not get what was sent.
+            Restartable: an engine did not get what was sent.
         """
         if self.args.vllm.sync_with_ray:
             super().broadcast_to_vllm()
@@ -130,7 +130,7 @@ class EntropyActorTrainer(ActorPPOTrainer):
         try:
             self._send()
         except WeightSyncError as error:
-            raise TrainingStopped(str(error)) from error
+            raise Restartable(str(error)) from error
         torch.cuda.empty_cache()
         torch_dist_barrier_and_cuda_sync()
 

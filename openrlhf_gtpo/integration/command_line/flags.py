@@ -110,6 +110,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--ckpt.load_tag",
+        type=lambda tag: tag or None,  # a supervised run gives "" where it goes on from a checkpoint of its own
         help="with --ckpt.load_enable, go on from this checkpoint, such as global_step40 (default: the newest one)",
     )
     group.add_argument(
@@ -128,15 +129,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--train.max_restarts",
         type=int,
         default=0,
-        help="how often a run may replace what died or hangs, and retry rewards that fail, before it stops; 0 stops "
-        "at the first",
+        help="how often a run may replace engines that died or hang, and retry rewards that fail; and how often it is "
+        "started again from its last checkpoint where another process died or hangs; 0 stops at the first",
     )
     group.add_argument(
         "--train.stall_timeout",
         type=float,
         default=0.0,
         help="seconds without an answer after which a process or a reward counts as hanging; 0 waits for ever. It has "
-        "to be longer than the slowest reward",
+        "to be longer than the slowest reward and than each phase of a step, an evaluation, and a checkpoint",
     )
     group.add_argument("--logger.metrics_path", help="append every step's metrics to this JSON-lines file")
     group.add_argument(

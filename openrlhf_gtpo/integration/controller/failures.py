@@ -39,7 +39,8 @@ def explained() -> Iterator[None]:
     Raises:
         UsageError, StoppedOnRequest: as an actor raised it.
         TrainingStopped: as an actor raised it; a checkpoint could not be loaded or, in asynchronous training, where
-            the controller is upstream's, not be written; a process or a node died.
+            the controller is upstream's, not be written.
+        Restartable: as an actor raised it; a process or a node died.
     """
     try:
         yield
@@ -59,7 +60,7 @@ def raise_if_lost(error: BaseException) -> None:
     """Where a process or a node of the run died, say which nodes are left.
 
     Raises:
-        TrainingStopped: one did.
+        Restartable: one did.
     """
     lost = cause_of(error, ray.exceptions.RayActorError) or cause_of(error, ray.exceptions.NodeDiedError)
     if lost is None:
@@ -69,7 +70,7 @@ def raise_if_lost(error: BaseException) -> None:
     except Exception:  # the head may be what died
         dead = []
     what = f"the node {', '.join(dead)} left the Ray cluster" if dead else "a process of the run died"
-    raise TrainingStopped(
+    raise Restartable(
         f"{what}, and training cannot go on without it; the logs of its node say why. The same command with "
         f"--ckpt.load_enable goes on from the last checkpoint. Ray says: {_line(lost, 600)}"
     ) from None

@@ -24,6 +24,7 @@ from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceM
 from openrlhf_gtpo.integration.rollout.samples_generator import OrderedSamplesGenerator
 from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
 from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.heartbeat import Heartbeat
 from openrlhf_gtpo.report.metrics import MetricsWriter, Rows, is_number
 
 # In a checkpoint's client states, which upstream leaves them out of.
@@ -122,6 +123,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
                 if tracker:
                     tracker.close()
             raise
+        Heartbeat(self.args.ckpt.path).clear()
         if self.metrics_writer:
             self.metrics_writer.end()
 
@@ -137,6 +139,8 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     def _show(self, phase: str) -> None:
         if self.metrics_writer:
             self.metrics_writer.phase(phase)
+        if self.args.train.stall_timeout:
+            Heartbeat(self.args.ckpt.path).beat()
 
     def ppo_train(self, global_steps: int) -> dict[str, Any]:
         self._show(names.PPO_TRAIN)

@@ -202,12 +202,10 @@ def test_a_checkpoint_without_which_a_run_cannot_go_on_ends_it_with_a_sentence()
 def test_a_dead_node_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [node("n1", 1) | {"Alive": True}, node("n2", 1) | {"Alive": False}]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    with pytest.raises(
-        TrainingStopped, match=r"the node n2 \(10\.0\.0\.1\) left the Ray cluster.*--ckpt\.load_enable"
-    ):
+    with pytest.raises(Restartable, match=r"the node n2 \(10\.0\.0\.1\) left the Ray cluster.*--ckpt\.load_enable"):
         raise_if_lost(task_error(ray.exceptions.ActorDiedError()))
     nodes.pop()
-    with pytest.raises(TrainingStopped, match="a process of the run died"):
+    with pytest.raises(Restartable, match="a process of the run died"):
         raise_if_lost(ray.exceptions.ActorDiedError())
     raise_if_lost(task_error(ValueError("a bug")))
 

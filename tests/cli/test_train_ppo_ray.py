@@ -1,0 +1,209 @@
+"""A supervised run is started again after what a new start can mend, and after nothing else."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from openrlhf_gtpo.cli import train_ppo_ray
+from openrlhf_gtpo.errors import Restartable, StoppedOnRequest, TrainingStopped, UsageError
+from openrlhf_gtpo.launch.process_tree import HUNG
+from openrlhf_gtpo.report import heartbeat
+from openrlhf_gtpo.report.heartbeat import Heartbeat
+
+Run = Callable[[Sequence[str], Mapping[str, str], Callable[[], bool]], int]
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGUSR1)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> SimpleNamespace:
+    return SimpleNamespace(
+        ckpt=SimpleNamespace(path=str(tmp_path), stop_file=None),
+        train=SimpleNamespace(async_enable=False, stall_timeout=0.0, max_restarts=2),
+    )
+
+
+class Runs:
+    """In the place of processes: each of ``statuses`` is that of one, or what it does to come to one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *statuses: int | Run) -> None:
+        self.commands: list[list[str]] = []
+        self._left = list(statuses)
+        monkeypatch.setattr(train_ppo_ray, "run_and_clear", self._run)
+
+    def _run(self, command: Sequence[str], environment: Mapping[str, str], *, hangs: Callable[[], bool]) -> int:
+        self.commands.append(list(command))
+        status = self._left.pop(0)
+        return status if isinstance(status, int) else status(command, environment, hangs)
+
+
+def test_a_run_that_dies_goes_on_from_its_checkpoint_until_it_ends(args, tmp_path, monkeypatch, capsys) -> None:
+    def dies_after_a_checkpoint(*_: Any) -> int:
+        (tmp_path / "_actor" / "global_step2").mkdir(parents=True)
+        return -signal.SIGKILL
+
+    runs = Runs(monkeypatch, 1, dies_after_a_checkpoint, 0)
+    assert train_ppo_ray.supervise(["run"], args) == 0
+    first = ["run", "--ckpt.stop_file", str(tmp_path / "stop")]
+    assert runs.commands == [first, [*first, "--ckpt.load_enable"], [*first, "--ckpt.load_enable"]]
+    assert capsys.readouterr().err.splitlines() == [
+        "train_ppo_ray: it ended with status 1, as its last lines say; restart 1 of 2 begins again, as there is no "
+        "checkpoint yet.",
+        "train_ppo_ray: its driver was killed by signal 9; restart 2 of 2 goes on from its last checkpoint.",
+    ]
+
+
+@pytest.mark.parametrize(("status", "kept"), [(0, 0), (2, 2), (65, 1), (75, 75), (143, 143), (129, 129)])
+def test_an_end_on_purpose_is_the_end(status: int, kept: int, args, monkeypatch) -> None:
+    runs = Runs(monkeypatch, status)
+    assert train_ppo_ray.supervise(["run"], args) == kept
+    assert len(runs.commands) == 1
+
+
+def test_ctrl_c_is_the_end(args, monkeypatch) -> None:
+    Runs(monkeypatch, 130)
+    with pytest.raises(KeyboardInterrupt):
+        train_ppo_ray.supervise(["run"], args)
+
+
+@pytest.mark.parametrize(
+    ("restarts", "said"),
+    [
+        (2, "train_ppo_ray stopped: its driver was killed by signal 6, after 2 restarts; the same command with"),
+        (0, "train_ppo_ray stopped: its driver was killed by signal 6; the same command with"),
+    ],
+)
+def test_restarts_are_counted(restarts: int, said: str, args, monkeypatch, capsys) -> None:
+    args.train.max_restarts = restarts
+    runs = Runs(monkeypatch, *[-signal.SIGABRT] * (restarts + 1))
+    assert train_ppo_ray.supervise(["run"], args) == 1
+    assert len(runs.commands) == restarts + 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith(said)
+
+
+def test_a_request_to_stop_outlives_the_run_that_it_was_made_to(args, tmp_path, monkeypatch) -> None:
+    (tmp_path / "stop").touch()  # to an earlier run
+
+    def dies_when_asked(*_: Any) -> int:
+        assert not (tmp_path / "stop").exists()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return 1
+
+    def stops(*_: Any) -> int:
+        assert (tmp_path / "stop").exists()
+        return 75
+
+    Runs(monkeypatch, dies_when_asked, stops)
+    assert train_ppo_ray.supervise(["run"], args) == 75
+
+
+def test_a_run_without_a_sign_of_life_hangs(args, tmp_path, monkeypatch, capsys) -> None:
+    """Not while it starts, not while its steps follow each other, not for what an earlier run has left."""
+    args.train.stall_timeout = 60.0
+    now = 1000.0
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now)
+    controller = Heartbeat(tmp_path)
+    controller.beat()
+
+    def stalls(command: Any, environment: Any, hangs: Callable[[], bool]) -> int:
+        nonlocal now
+        for seconds in (0, 1000):  # engines start
+            now += seconds
+            assert not hangs()
+        for beat in range(3):
+            controller.beat()
+            os.utime(tmp_path / "heartbeat", ns=(beat, beat))  # an hour away, by the clock of another node
+            assert not hangs()
+            now += 59
+            assert not hangs()
+        now += 2
+        assert hangs()
+        return HUNG
+
+    def ends(command: Any, environment: Any, hangs: Callable[[], bool]) -> int:
+        nonlocal now
+        now += 1000
+        assert not hangs()
+        return 0
+
+    Runs(monkeypatch, stalls, ends)
+    assert train_ppo_ray.supervise(["run"], args) == 0
+    assert not (tmp_path / "heartbeat").exists()
+    said = "train_ppo_ray: nothing got on for 60 s (--train.stall_timeout); restart 1 of 2"
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_only_a_stall_timeout_counts_silence(args, monkeypatch) -> None:
+    def ends(command: Any, environment: Any, hangs: Callable[[], bool]) -> int:
+        monkeypatch.setattr(Heartbeat, "silence", lambda self: 1e9)
+        assert not hangs()
+        return 0
+
+    Runs(monkeypatch, ends)
+    assert train_ppo_ray.supervise(["run"], args) == 0
+
+
+@pytest.fixture
+def training(args, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What training raises, and that it began."""
+    said: dict[str, Any] = {"error": None, "began": False}
+
+    def train(args: SimpleNamespace) -> None:
+        said["began"] = True
+        if said["error"] is not None:
+            raise said["error"]
+
+    monkeypatch.setattr(train_ppo_ray, "parse", lambda argv: args)
+    monkeypatch.setattr(train_ppo_ray, "check", lambda args: None)
+    monkeypatch.setattr(train_ppo_ray, "end_with_parent", lambda: None)  # pytest's
+    monkeypatch.setattr(train_ppo_ray, "train", train)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("error", "alone", "supervised"),
+    [
+        (None, 0, 0),
+        (UsageError("no"), 2, 2),
+        (TrainingStopped("no"), 1, 65),
+        (Restartable("no"), 1, 1),
+        (StoppedOnRequest("no"), 75, 75),
+        (KeyboardInterrupt(), 130, 130),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_run_tells_its_supervisor_whether_it_would_fail_again(
+    error, alone, supervised, args, training, monkeypatch
+) -> None:
+    training["error"] = error
+    args.train.max_restarts = 0
+    assert train_ppo_ray.main([]) == alone
+    args.train.max_restarts = 2
+    monkeypatch.setenv("OPENRLHF_GTPO_SUPERVISED", "1")
+    assert train_ppo_ray.main([]) == supervised
+    assert "OPENRLHF_GTPO_SUPERVISED" not in os.environ  # what it starts is not supervised
+
+
+@pytest.mark.parametrize(("flag", "value"), [("max_restarts", 1), ("stall_timeout", 60.0)])
+def test_either_flag_has_the_run_supervised(flag: str, value: float, args, training, monkeypatch) -> None:
+    args.train.max_restarts = 0
+    setattr(args.train, flag, value)
+
+    def run(command: Sequence[str], environment: Mapping[str, str], hangs: Callable[[], bool]) -> int:
+        assert environment["OPENRLHF_GTPO_SUPERVISED"] and not training["began"]
+        return 75
+
+    runs = Runs(monkeypatch, run)
+    assert train_ppo_ray.main(["--train.seed", "7"]) == 75
+    assert runs.commands[0][:5] == [sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray", "--train.seed", "7"]
