@@ -4,6 +4,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.integration import patch
@@ -83,13 +84,25 @@ def run(args: SimpleNamespace) -> None:
     from openrlhf.cli import train_ppo_ray
 
     from openrlhf_gtpo.integration.controller.cluster_checks import check_nodes
-    from openrlhf_gtpo.integration.controller.failures import explained
+    from openrlhf_gtpo.integration.controller.failures import deaths_noticed, explained
+
+    groups: list[Any] = []
+    make_group = train_ppo_ray.RayActorGroup
+
+    def keep_group(*args: Any, **kwargs: Any) -> Any:
+        groups.append(make_group(*args, **kwargs))
+        return groups[-1]
+
+    train_ppo_ray.RayActorGroup = keep_group
 
     # A terminated run ends its workers and engines, as an interrupted one does. Ray's handler, which ray.init of 2.55
     # has just installed, aborts the process instead (https://github.com/ray-project/ray/issues/37288).
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        with explained():
+        with (
+            explained(),
+            deaths_noticed(lambda: [rank for group in groups for rank in group._actor_handlers]),
+        ):
             check_nodes(args)
             train_ppo_ray.train(args)
     finally:

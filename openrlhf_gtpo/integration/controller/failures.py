@@ -1,9 +1,11 @@
 """What is behind an error that Ray hands to whoever waited for a task, said so that a user can act on it."""
 
-from collections.abc import Iterator
+import _thread
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import ray
 
@@ -53,6 +55,56 @@ def explained() -> Iterator[None]:
             if ended is not None:
                 raise kind(str(ended)) from None
         raise_if_lost(error)
+        raise
+
+
+@contextmanager
+def deaths_noticed(ranks: Callable[[], list[Any]], every: float = 2.0) -> Iterator[None]:
+    """Raise the death of a rank in the main thread, whatever that waits for.
+
+    While engines sample, nobody asks the ranks for anything, and a death would show when the rollout is over. Here
+    each is asked for a sign of life, which it gives between two tasks; Ray answers for one that died.
+
+    Args:
+        ranks: gives the handles of the actors that there are by now.
+        every: so many seconds.
+
+    Raises:
+        ActorDiedError: of the rank.
+    """
+    lost: list[Exception] = []
+    over, looking = threading.Event(), threading.Lock()
+
+    def look() -> None:
+        asked: dict[Any, Any] = {}  # ranks by what they have not answered
+        while not over.wait(every):
+            with looking:
+                if over.is_set():
+                    return
+                asked |= {rank.__ray_ready__.remote(): rank for rank in ranks() if rank not in asked.values()}
+                ready, _ = ray.wait([*asked], num_returns=len(asked), timeout=0) if asked else ([], [])
+                for answer in ready:
+                    del asked[answer]
+                    try:
+                        ray.get(answer)
+                    except ray.exceptions.ActorDiedError as error:
+                        lost.append(error)
+                        _thread.interrupt_main()
+                        return
+                    except ray.exceptions.RayError:  # out of reach for a moment: it is asked again
+                        pass
+
+    threading.Thread(target=look, daemon=True).start()
+    try:
+        try:
+            yield
+        finally:
+            over.set()
+            with looking:  # a call after Ray's end would start another one
+                pass
+    except KeyboardInterrupt:
+        if lost:
+            raise lost[0] from None
         raise
 
 

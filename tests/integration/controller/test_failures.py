@@ -1,0 +1,69 @@
+"""A rank that dies ends what the driver waits for."""
+
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import ray
+
+from openrlhf_gtpo.integration.controller.failures import deaths_noticed
+
+
+class Rank:
+    """Answers at once, until it is dead; as Ray's handles, ``__ray_ready__.remote()`` is what it will have said."""
+
+    def __init__(self) -> None:
+        self.dead = False
+        self.asked = 0
+        self.__ray_ready__ = self
+
+    def remote(self) -> "Answer":
+        self.asked += 1
+        return Answer(self)
+
+
+class Answer:
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(answer: Answer) -> None:
+        if answer.rank.dead:
+            raise ray.exceptions.ActorDiedError
+
+    monkeypatch.setattr(ray, "wait", lambda answers, **_: (answers, []))
+    monkeypatch.setattr(ray, "get", get)
+
+
+def _wait(condition: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_a_dead_rank_ends_the_wait() -> None:
+    ranks = [Rank(), Rank()]
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        with deaths_noticed(lambda: ranks, every=0.01):
+            _wait(lambda: all(rank.asked > 1 for rank in ranks))
+            ranks[1].dead = True
+            _wait(lambda: False)
+
+
+def test_ctrl_c_stays_what_it_is() -> None:
+    with pytest.raises(KeyboardInterrupt), deaths_noticed(list, every=0.01):
+        raise KeyboardInterrupt
+
+
+def test_after_the_end_nobody_is_interrupted() -> None:
+    """Not even where a rank and the run end together, to the millisecond."""
+    rank = Rank()
+    for _ in range(100):
+        rank.dead = False
+        with suppress(ray.exceptions.ActorDiedError), deaths_noticed(lambda: [rank], every=0.001):
+            rank.dead = True
+            time.sleep(0.001)
+    time.sleep(0.05)
