@@ -4,8 +4,12 @@ It is in a folder that all nodes share, as the controller is on a node that Ray 
 models load and while the trained model is written: those take what they take, and have limits of their own.
 """
 
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+
+_EVERY = 1.0  # seconds
 
 
 class Heartbeat:
@@ -13,14 +17,26 @@ class Heartbeat:
 
     def __init__(self, folder: str | Path) -> None:
         self._path = Path(folder) / "heartbeat"
+        self._rest = threading.Event()
+        self._beating: threading.Thread | None = None
         self._last: int | None = None
         self._seen = 0.0
 
-    def beat(self) -> None:
-        self._path.touch()
+    def beat(self, steadily: bool = False) -> None:
+        """Say that the run gets on.
+
+        Args:
+            steadily: and go on saying so until the next call, while this process is not stopped.
+        """
+        self._end_beating()
+        self._touch()
+        if steadily:
+            self._beating = threading.Thread(target=self._beat_on, daemon=True)
+            self._beating.start()
 
     def clear(self) -> None:
         """Nobody is to wait for the next beat."""
+        self._end_beating()
         self._path.unlink(missing_ok=True)
 
     def silence(self) -> float:
@@ -33,3 +49,18 @@ class Heartbeat:
         if beat != self._last:
             self._last, self._seen = beat, time.monotonic()
         return 0.0 if beat is None else time.monotonic() - self._seen
+
+    def _touch(self) -> None:
+        with suppress(OSError):  # a full disk is no reason to stop
+            self._path.touch()
+
+    def _beat_on(self) -> None:
+        while not self._rest.wait(_EVERY):
+            self._touch()
+
+    def _end_beating(self) -> None:
+        if self._beating is not None:
+            self._rest.set()
+            self._beating.join()
+            self._rest.clear()
+            self._beating = None

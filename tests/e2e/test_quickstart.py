@@ -75,7 +75,7 @@ def test_a_smoke_run_outlives_its_trainer_is_stopped_resumed_and_ends_with_table
 
     shell = psutil.Popen(command, stderr=subprocess.PIPE, text=True)
     until(lambda: saved.exists() or shell.poll() is not None, 400, "what the first step leaves")
-    [trainer] = [process for process in shell.children(recursive=True) if "ray::PolicyActor" in _title(process)]
+    [trainer] = [process for process in shell.children(recursive=True) if "ray::EntropyPolicyActor" in _title(process)]
     trainer.kill()
     log = output / "train.log"
     said = "train_ppo_ray: it ended with status 1, as its last lines say; restart 1 of 1 goes on from its last"

@@ -137,7 +137,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         help="seconds without an answer after which a process or a reward counts as hanging; 0 waits for ever. It has "
-        "to be longer than the slowest reward and than each phase of a step, an evaluation, and a checkpoint",
+        "to be longer than the slowest reward, and than each phase of a step but the rollout, a checkpoint included",
     )
     group.add_argument("--logger.metrics_path", help="append every step's metrics to this JSON-lines file")
     group.add_argument(

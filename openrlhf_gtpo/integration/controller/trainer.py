@@ -88,6 +88,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         )
         path = self.args.logger.metrics_path
         self.metrics_writer = MetricsWriter(path) if path else None
+        self.heartbeat = Heartbeat(self.args.ckpt.path) if self.args.train.stall_timeout else None
         self.warnings: dict[str, str] = {}  # of the last step
         self.failed_saves: list[str] = []  # since the last step's metrics
         self.costs = StepCosts(self.args, self.actor_model_group, self.vllm_engines)
@@ -123,7 +124,8 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
                 if tracker:
                     tracker.close()
             raise
-        Heartbeat(self.args.ckpt.path).clear()
+        if self.heartbeat:
+            self.heartbeat.clear()
         if self.metrics_writer:
             self.metrics_writer.end()
 
@@ -139,8 +141,9 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     def _show(self, phase: str) -> None:
         if self.metrics_writer:
             self.metrics_writer.phase(phase)
-        if self.args.train.stall_timeout:
-            Heartbeat(self.args.ckpt.path).beat()
+        if self.heartbeat:
+            # How long sampling takes is up to engines and rewards, which are watched from here.
+            self.heartbeat.beat(steadily=phase in (names.GENERATION, names.EVALUATION))
 
     def ppo_train(self, global_steps: int) -> dict[str, Any]:
         self._show(names.PPO_TRAIN)

@@ -39,7 +39,7 @@ def arguments(path: Path, stop_file: Path | None = None, **ckpt: Any) -> SimpleN
     } | ckpt
     return SimpleNamespace(
         ckpt=SimpleNamespace(**values),
-        train=SimpleNamespace(async_enable=False, stall_timeout=0.0),
+        train=SimpleNamespace(async_enable=False),
         logger=SimpleNamespace(logging_steps=1),
         eval=SimpleNamespace(before_training=False),
         actor=SimpleNamespace(backend="deepspeed"),
@@ -61,7 +61,7 @@ def controller(args: SimpleNamespace) -> EntropyTrainer:
     trainer = object.__new__(EntropyTrainer)
     trainer.args = args
     trainer.actor_model_group, trainer.critic_model_group = Group(), None
-    trainer.wandb_logger = trainer.tensorboard_logger = trainer.metrics_writer = None
+    trainer.wandb_logger = trainer.tensorboard_logger = trainer.metrics_writer = trainer.heartbeat = None
     trainer.kl_ctl, trainer.spikes = SimpleNamespace(value=0.0), Spikes(0.0)
     trainer.best_eval_metric_key, trainer.best_eval_metric_value = "none", float("-inf")
     trainer._latest_eval_metric_value = None

@@ -85,6 +85,7 @@ def test_a_warning_is_printed_when_it_begins_and_written_as_long_as_it_holds(
     controller.experience_maker = SimpleNamespace(metrics={}, seconds={}, credit=entropy_credit(args), audit=NO_AUDIT)
     controller.samples_generator = SimpleNamespace(at_end_of_episode=False)
     controller.metrics_writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    controller.heartbeat = None
     controller.kl_ctl, controller.spikes = SimpleNamespace(value=0.0), Spikes(0.0)
     steps = [{}, ALL_FAIL, ALL_FAIL | {"rollout/truncated_rate": 1.0}, ALL_FAIL, {}, EQUAL]
     upstream: Any = trainer._UpstreamTrainer
@@ -119,6 +120,7 @@ def test_an_evaluation_that_an_interruption_cut_off_is_made_when_the_run_goes_on
     controller.samples_generator, controller.failed_saves = SimpleNamespace(at_end_of_episode=False), []
     controller.best_eval_metric_key, controller.best_eval_metric_value = "", -math.inf
     controller.metrics_writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    controller.heartbeat = None
     for step in evaluated:
         controller.metrics_writer.write(names.KIND_EVAL, step, {"eval_x_pass1": 0.25})
     done: list[Any] = []

@@ -1,0 +1,36 @@
+"""A controller that samples for hours gives a sign of life, one that is stopped or over does not."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from openrlhf_gtpo.report import heartbeat
+from openrlhf_gtpo.report.heartbeat import Heartbeat
+
+
+def beats(path: Path, within: float = 60) -> bool:
+    """Whether anything touches the file in so many seconds."""
+    before, deadline = path.stat().st_mtime_ns, time.monotonic() + within
+    while path.stat().st_mtime_ns == before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return path.stat().st_mtime_ns != before
+
+
+def test_it_beats_steadily_only_where_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "_EVERY", 0.02)
+    of_a_run, path = Heartbeat(tmp_path), tmp_path / "heartbeat"
+    of_a_run.beat(steadily=True)
+    assert beats(path) and beats(path)
+    of_a_run.beat(steadily=True)
+    assert beats(path)
+    of_a_run.beat()
+    assert not beats(path, within=0.2)
+    of_a_run.beat(steadily=True)
+    of_a_run.clear()
+    time.sleep(0.1)
+    assert not path.exists()
+
+
+def test_a_disk_that_takes_no_file_ends_no_run(tmp_path: Path) -> None:
+    Heartbeat(tmp_path / "absent").beat()
