@@ -99,9 +99,8 @@ def supervise(command: Sequence[str], args: SimpleNamespace) -> int:
                 command += ["--ckpt.load_enable"]
             if args.ckpt.load_tag and newest != before:  # one of its own is newer than the one that was asked for
                 command += ["--ckpt.load_tag", ""]
-    used_up = f", after {restarts} restarts" if restarts else ""
-    how = "the same command with --ckpt.load_enable goes on from the last checkpoint"
-    print(f"train_ppo_ray stopped: {why}{used_up}; {how}.", file=sys.stderr)
+    how = f"after {restarts} restarts; the same command with --ckpt.load_enable goes on from the last checkpoint"
+    print(f"train_ppo_ray stopped: {why}, {how}.", file=sys.stderr)
     return 1
 
 

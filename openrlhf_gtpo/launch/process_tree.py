@@ -44,12 +44,10 @@ def run_and_clear(
     """
     received: list[int] = []
     hung = False
-    _adopt_orphans(True)
-    before = {
-        number: signal.signal(number, lambda number, frame: received.append(number))
-        for number in _FORWARDED
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # nohup
-    }
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    taken = [number for number in _FORWARDED if not (nohup and number == signal.SIGHUP)]
+    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in taken}
     try:
         child = subprocess.Popen(command, env=dict(environment))
         asked = None
@@ -66,19 +64,13 @@ def run_and_clear(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        _adopt_orphans(False)
-    if received:
-        return 128 + received[0]
-    return HUNG if hung else child.returncode
+        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+    return 128 + received[0] if received else HUNG if hung else child.returncode
 
 
 def end_with_parent() -> None:
     """Have this process get SIGTERM when the one that started it is gone."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _adopt_orphans(yes: bool) -> None:
-    _prctl(_PR_SET_CHILD_SUBREAPER, int(yes))
 
 
 def _prctl(option: int, value: int) -> None:

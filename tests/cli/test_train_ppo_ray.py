@@ -81,7 +81,7 @@ def test_ctrl_c_is_the_end(args, monkeypatch) -> None:
     ("restarts", "said"),
     [
         (2, "train_ppo_ray stopped: its driver was killed by signal 6, after 2 restarts; the same command with"),
-        (0, "train_ppo_ray stopped: its driver was killed by signal 6; the same command with"),
+        (0, "train_ppo_ray stopped: its driver was killed by signal 6, after 0 restarts; the same command with"),
     ],
 )
 def test_restarts_are_counted(restarts: int, said: str, args, monkeypatch, capsys) -> None:
