@@ -10,7 +10,11 @@ from openrlhf_gtpo import platform
 
 
 def apply(
-    backend: str = "deepspeed", tensor_parallel_size: int = 1, engine_args: dict[str, Any] | None = None
+    backend: str = "deepspeed",
+    tensor_parallel_size: int = 1,
+    engine_args: dict[str, Any] | None = None,
+    max_restarts: int = 0,
+    stall_timeout: float = 0.0,
 ) -> None:
     """Replace the names through which upstream's ``train`` finds its actors. Safe to call twice.
 
@@ -18,6 +22,7 @@ def apply(
         backend: what holds the policy and the reference model, as ``--actor.backend``.
         tensor_parallel_size: of their models.
         engine_args: of every vLLM engine, beside those that upstream gives it.
+        max_restarts, stall_timeout: as ``--train.*``.
     """
     import ray
     from openrlhf.cli import train_ppo_ray
@@ -29,6 +34,7 @@ def apply(
     from openrlhf_gtpo.integration.actors.policy_actor import CriticActor, PolicyActor
     from openrlhf_gtpo.integration.actors.strategy import CpuStrategy, Strategy
     from openrlhf_gtpo.integration.controller.trainer import Trainer
+    from openrlhf_gtpo.integration.rollout.rewards import TRIES, Patience
     from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRolloutActor
 
     train_ppo_ray.RayActorGroup = partial(ActorGroup, tensor_parallel_size=tensor_parallel_size)
@@ -40,7 +46,9 @@ def apply(
         train_ppo_ray.PolicyModelActor = MegatronPolicyActor
         train_ppo_ray.ReferenceModelActor = MegatronReferenceActor
     vllm_engine.get_bundle_indices = engine_bundles
-    rollout_actor = type("RolloutActor", (StrictRolloutActor,), {"engine_args": engine_args or {}})
-    vllm_engine.RolloutRayActor = ray.remote(rollout_actor)
+    patience = Patience(TRIES if max_restarts else 1, stall_timeout)
+    fields = {"engine_args": engine_args or {}, "patience": patience}
+    rollout_actor = type("RolloutActor", (StrictRolloutActor,), fields)
+    vllm_engine.RolloutRayActor = ray.remote(max_restarts=max_restarts)(rollout_actor)
     ppo_trainer.PPOTrainer = Trainer
     deepspeed.DeepspeedStrategy = CpuStrategy if platform.chosen_platform() == "cpu" else Strategy

@@ -37,6 +37,8 @@ def train(args: SimpleNamespace) -> None:
         args.actor.backend,
         args.megatron.tensor_model_parallel_size if on_megatron else args.ds.tensor_parallel_size,
         {name: getattr(args.vllm, name) for name in ("max_num_seqs", "max_num_batched_tokens")},
+        args.train.max_restarts,
+        args.train.stall_timeout,
     )
     host.start_ray(args, sum(host.gpus_of(args)))
     run(args)

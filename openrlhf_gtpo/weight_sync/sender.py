@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack
 from functools import partial
+from threading import Thread
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -44,6 +45,8 @@ class WeightSender:
         host: an address of this process that the engines can reach.
         device: where this process's tensors live.
         prove: check by checksum that every parameter arrived; may change between syncs.
+
+    Raises what an engine does that cannot join, or its death.
     """
 
     def __init__(
@@ -59,8 +62,18 @@ class WeightSender:
             engine("join_weight_group", host, port, 1 + i * tensor_parallel_size, world_size)
             for i, engine in enumerate(self._engines)
         ]
-        self._broadcast = transports.join(host, port, 0, world_size, device, listener)
-        _results(joining)
+        # Alone it would wait for an engine that has died: gloo half an hour.
+        joined: Future[Any] = Future()
+
+        def join() -> None:
+            try:
+                joined.set_result(transports.join(host, port, 0, world_size, device, listener))
+            except Exception as error:
+                joined.set_exception(error)
+
+        Thread(target=join, daemon=True).start()
+        _results([joined, *joining])
+        self._broadcast = joined.result()
 
     def send(self, weights: Weights) -> None:
         """Send the whole model; ranks that share it call :func:`gather` meanwhile.

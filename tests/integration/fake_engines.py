@@ -8,6 +8,7 @@ import pytest
 from openrlhf.trainer.ppo_utils import samples_generator as upstream
 from openrlhf.utils.agent import AgentExecutorBase
 
+from openrlhf_gtpo.integration.rollout.rewards import RewardFailed
 from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRolloutActor
 from openrlhf_gtpo.integration.rollout.samples_generator import OrderedSamplesGenerator
 
@@ -29,8 +30,14 @@ class Engine(StrictRolloutActor):
         self.seeds: list[int | None] = []
         self._mm_pad_token_ids = None
         self.llm = SimpleNamespace(
-            generate=self.answer, output_processor=SimpleNamespace(get_num_unfinished_requests=lambda: 0)
+            generate=self.answer,
+            is_sleeping=self.nothing,
+            collective_rpc=self.nothing,
+            output_processor=SimpleNamespace(get_num_unfinished_requests=lambda: 0),
         )
+
+    async def nothing(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
     async def answer(self, prompt: Any, params: Any, request_id: str) -> Any:
         self.seeds.append(params.seed)
@@ -39,6 +46,9 @@ class Engine(StrictRolloutActor):
 
 class Executor(AgentExecutorBase):
     """Two turns; the agent's parameters for the second are new ones."""
+
+    fails: set[str] = set()
+    failure: type[Exception] = RewardFailed
 
     async def execute(
         self,
@@ -51,6 +61,8 @@ class Executor(AgentExecutorBase):
         images,
     ) -> dict[str, Any]:
         params = type(sampling_params)(max_tokens=4)
+        if prompt in self.fails:
+            raise self.failure(f"no reward for {prompt}")
         turns = [await llm_engine.generate([1] * 5, sampling_params), await llm_engine.generate([1] * 9, params)]
         score = float(int(label) % 2)
         return {
@@ -65,7 +77,13 @@ class Executor(AgentExecutorBase):
         }
 
 
-def sampling(monkeypatch: pytest.MonkeyPatch, engines: int = 1, deterministic: bool = True, seed: int = 1) -> Any:
+def never(error: Exception) -> None:
+    raise error
+
+
+def sampling(
+    monkeypatch: pytest.MonkeyPatch, engines: int = 1, deterministic: bool = True, seed: int = 1, recover: Any = None
+) -> Any:
     """A generator over prompts "0", "1", ... in order; what was asked for last comes back first."""
     handles = []
     for _ in range(engines):
@@ -94,7 +112,8 @@ def sampling(monkeypatch: pytest.MonkeyPatch, engines: int = 1, deterministic: b
         ),
     )
     data = [([""], [str(i)], [str(i)], [None]) for i in range(PROMPTS)]
-    return OrderedSamplesGenerator(SimpleNamespace(args=args), data, data[:6], None, handles)
+    strategy = SimpleNamespace(args=args)
+    return OrderedSamplesGenerator(strategy, data, data[:6], None, handles, recover=recover or never)
 
 
 def rows(samples: list[Any]) -> list[tuple[str, int, int]]:

@@ -1,6 +1,7 @@
 """A response whose reward failed stops the run instead of being trained on."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,12 @@ import pytest
 import torch
 
 from openrlhf_gtpo.errors import TrainingStopped
-from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRewardExecutor
+from openrlhf_gtpo.integration.rollout.rewards import (
+    Patience,
+    RewardFailed,
+    StrictRewardExecutor,
+    engine_works,
+)
 
 
 class Tokenizer:
@@ -33,7 +39,7 @@ def answer(executor: StrictRewardExecutor) -> dict[str, Any]:
 def executor(tmp_path: Path, body: str) -> StrictRewardExecutor:
     path = tmp_path / "reward.py"
     path.write_text(f"def reward_func(queries, prompts, labels):\n    {body}\n")
-    return StrictRewardExecutor([str(path)])
+    return StrictRewardExecutor([str(path)], Patience())
 
 
 def test_a_reward_arrives_as_upstream_hands_it_on(tmp_path: Path) -> None:
@@ -105,8 +111,106 @@ def test_a_reward_server_that_does_not_answer_is_named_with_its_error(monkeypatc
 
     monkeypatch.setattr(asyncio, "sleep", no_pause)  # between upstream's attempts
     with pytest.raises(TrainingStopped, match="from http://127.0.0.1:9/: RuntimeError: Request error for 5 times"):
-        answer(StrictRewardExecutor(["http://127.0.0.1:9/"]))
+        answer(StrictRewardExecutor(["http://127.0.0.1:9/"], Patience()))
 
 
 def test_without_a_reward_function_there_is_no_reward_to_wait_for() -> None:
-    assert answer(StrictRewardExecutor(None))["reward"] is None
+    assert answer(StrictRewardExecutor(None, Patience()))["reward"] is None
+
+
+# ── More than one try, and only so long each ──
+
+PATIENT = Patience(tries=3)
+IN_TIME = Patience(tries=2, seconds=1)
+MOODY = """
+import time
+from pathlib import Path
+
+CALLS = Path(__file__).with_suffix(".calls")
+
+
+def reward_func(queries, prompts, labels):
+    calls = len(CALLS.read_text()) if CALLS.exists() else 0
+    CALLS.write_text("x" * (calls + 1))
+    if calls < {failures}:
+        {failure}
+    return {{"rewards": 1.0}}
+"""
+
+
+def moody(tmp_path: Path, failures: int, failure: str, patience: Patience = PATIENT) -> StrictRewardExecutor:
+    path = tmp_path / "reward.py"
+    path.write_text(MOODY.format(failures=failures, failure=failure))
+    return StrictRewardExecutor([str(path)], patience)
+
+
+@pytest.mark.parametrize(
+    ("patience", "failure", "reason"),
+    [
+        (PATIENT, "raise OSError('no connection')", "OSError: no connection"),
+        (IN_TIME, "time.sleep(600)", "TimeoutError: no answer for 1 s"),  # leaves a thread, which keeps nobody
+    ],
+)
+def test_a_reward_that_raises_or_hangs_is_tried_again(
+    tmp_path: Path, patience: Patience, failure: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = patience.tries - 1
+    assert answer(moody(tmp_path, again, failure, patience))["reward"] == 1.0
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"Warning: the reward from {tmp_path / 'reward.py'} failed and is tried again: {reason}"] * again
+
+
+def test_after_three_tries_a_reward_has_failed(tmp_path: Path) -> None:
+    with pytest.raises(RewardFailed, match=r"OSError: no connection \(.*reward.py, line 12\). Prompt: '2 \+ 2 = '"):
+        answer(moody(tmp_path, 3, "raise OSError('no connection')"))
+    assert (tmp_path / "reward.calls").read_text() == "xxx"
+
+
+def test_what_is_no_reward_is_a_mistake_and_not_tried_again(tmp_path: Path) -> None:
+    with pytest.raises(TrainingStopped, match="got 'rewards' 'good'") as stopped:
+        answer(moody(tmp_path, 1, "return {'rewards': 'good'}"))
+    assert not isinstance(stopped.value, RewardFailed)
+    assert (tmp_path / "reward.calls").read_text() == "x"
+
+
+class Agent:
+    """Asks the engine, which takes ``seconds``; its first ``failures`` episodes fail after that."""
+
+    def __init__(self, failures: int, fail: Callable[[], Awaitable[None]], seconds: float = 0.0) -> None:
+        self.episodes, self._failures, self._fail, self._seconds = 0, failures, fail, seconds
+
+    async def episode(self) -> str:
+        self.episodes += 1
+        with engine_works():
+            await asyncio.sleep(self._seconds)
+        if self.episodes <= self._failures:
+            await self._fail()
+        return "done"
+
+
+async def raises() -> None:
+    raise ConnectionError("refused")
+
+
+async def hangs() -> None:
+    await asyncio.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("patience", "fail", "failure"), [(PATIENT, raises, ConnectionError), (IN_TIME, hangs, TimeoutError)]
+)
+def test_an_agent_that_raises_or_hangs_begins_anew(patience: Patience, fail: Any, failure: type[Exception]) -> None:
+    for failures in (patience.tries - 1, patience.tries):
+        agent = Agent(failures, fail)
+        outcome = patience.ask(agent.episode, "the agent")
+        if failures < patience.tries:
+            assert asyncio.run(outcome) == "done"
+        else:
+            with pytest.raises(failure):
+                asyncio.run(outcome)
+        assert agent.episodes == patience.tries
+
+
+def test_the_engines_time_is_not_the_agents() -> None:
+    agent = Agent(0, raises, seconds=1.2)
+    assert asyncio.run(IN_TIME.ask(agent.episode, "the agent")) == "done" and agent.episodes == 1

@@ -6,13 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import torch
 from fake_engines import PROMPTS, Engine, rows, sampling
 from openrlhf.trainer.ppo_utils import samples_generator as upstream
+from vllm.v1.engine.exceptions import EngineDeadError
 
+from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.actors.strategy import Strategy
-from openrlhf_gtpo.integration.rollout import rollout_actor
-from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRolloutActor
+from openrlhf_gtpo.integration.rollout import rollout_actor, samples_generator
+from openrlhf_gtpo.integration.rollout.rewards import Patience, RewardFailed
+from openrlhf_gtpo.integration.rollout.rollout_actor import EngineRestarted, StrictRolloutActor
+from openrlhf_gtpo.integration.rollout.samples_generator import NumberedLabel
 
 
 def loader(seed: int, workers: int = 0, shuffle: bool = True) -> Any:
@@ -87,6 +92,114 @@ def test_under_full_determinism_every_turn_of_every_sample_has_a_seed_of_its_own
     assert evaluations[0] == evaluations[1] and len(evaluations[0]) == 12
     assert not set(seeds) & {seed for _, *turns in evaluations[0] for seed in turns}
     assert not set(seeds) & {seed for _, *turns in rows(other.generate_samples()[0]) for seed in turns}
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_an_engine_that_dies_in_a_rollout_moves_nothing(monkeypatch: pytest.MonkeyPatch, filtered: bool) -> None:
+    """Its responses that nobody has taken are lost; its prompts are asked again, under their own numbers, and those of
+    the other engine are not."""
+    undisturbed = sampling(monkeypatch, engines=2)
+    undisturbed.args.algo.dynamic_filtering_enable = filtered
+    expected = undisturbed.generate_samples()
+    lost: list[Any] = []
+
+    def recover(error: Exception) -> None:
+        assert isinstance(error, ray.exceptions.ActorUnavailableError)
+        if not lost:
+            lost.append(generator.vllm_engines.pop(0))
+
+    generator = sampling(monkeypatch, engines=2, recover=recover)
+    generator.args.algo.dynamic_filtering_enable = filtered
+    monkeypatch.setattr(samples_generator, "ray", SimpleNamespace(**vars(upstream.ray), exceptions=ray.exceptions))
+    dying, other = generator.vllm_engines
+    asked: list[int] = []  # of the other
+    answer = other.generate_responses.remote
+
+    def dead() -> Any:
+        raise ray.exceptions.ActorUnavailableError("it is being started", None)
+
+    def ask(**request: Any) -> Any:
+        asked.append(request["label"].number)
+        return answer(**request)
+
+    dying.generate_responses.remote, other.generate_responses.remote = lambda **request: dead, ask
+    assert rows(generator.generate_samples()[0]) == rows(expected[0])
+    assert lost == [dying] and sorted(asked) == list(range(undisturbed.dispatched))
+    assert rows(generator.generate_samples()[0]) == rows(undisturbed.generate_samples()[0]), "nothing is drawn twice"
+
+
+@pytest.mark.parametrize("failure", [RewardFailed, ConnectionError], ids=["reward", "agent"])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_a_prompt_whose_reward_or_agent_fails_is_dropped_and_counted(
+    monkeypatch: pytest.MonkeyPatch, filtered: bool, failure: type[Exception]
+) -> None:
+    generator = sampling(monkeypatch)
+    generator.vllm_engines[0].engine.executor.failure = failure
+    generator.args.algo.dynamic_filtering_enable = filtered
+    generator.vllm_engines[0].engine.patience = Patience(tries=2)
+    generator.vllm_engines[0].engine.executor.fails = {"1"}
+    samples, passed, consumed, _ = generator.generate_samples()
+    assert [s.prompts[0] for s in samples[::3]] == (list("3579") if filtered else list("023")) and len(
+        samples
+    ) % 3 == 0
+    assert generator.dropped == 1 and consumed == (10 if filtered else 4) and passed in (None, 40)
+    assert len(generator.generate_samples()[0]) == 12 and generator.dropped == 0
+
+
+def test_a_mistake_drops_nothing_and_an_engine_that_died_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    for failure, raised in ((TrainingStopped, TrainingStopped), (ConnectionError, EngineDeadError)):
+        generator = sampling(monkeypatch)
+        engine = generator.vllm_engines[0].engine
+        engine.patience, engine.executor.fails, engine.executor.failure = Patience(tries=2), {"1"}, failure
+
+        async def dead() -> None:
+            raise EngineDeadError
+
+        engine.llm.is_sleeping = dead
+        with pytest.raises(raised):
+            generator.generate_samples()
+        assert generator.dropped == 0
+
+
+def test_too_many_failed_rewards_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = sampling(monkeypatch)
+    generator.vllm_engines[0].engine.patience = Patience(tries=2)
+    generator.vllm_engines[0].engine.executor.fails = {"1", "2"}
+    with pytest.raises(
+        TrainingStopped, match="2 prompts of a rollout have failed rewards.* The last: .*no reward for 1$"
+    ):
+        generator.generate_samples()
+
+
+def test_without_restarts_the_first_failed_reward_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = sampling(monkeypatch)
+    generator.vllm_engines[0].engine.executor.fails = {"1"}
+    with pytest.raises(TrainingStopped, match="^no reward for 1$"):
+        generator.generate_samples()
+
+
+def test_an_engine_that_was_started_again_does_not_sample_before_it_has_the_weights() -> None:
+    from vllm import SamplingParams
+
+    engine, asked = Engine(), {"sampling_params": SamplingParams(), "max_length": 8, "hf_tokenizer": None}
+    engine.kwargs = {"enable_prefix_caching": False}
+    engine._has_old_weights = True
+
+    async def story() -> None:
+        for call in (engine.serves(), engine.generate_responses("p", NumberedLabel("1", 0, None), **asked)):
+            with pytest.raises(EngineRestarted):
+                await call
+        await engine.receive_weights([], True)
+        await engine.serves()
+        assert len(await engine.generate_responses("p", NumberedLabel("1", 0, None), **asked)) == 1
+        engine._has_old_weights = True
+        await engine.receive_bucket([], {}, 0, 2, True)
+        with pytest.raises(EngineRestarted):
+            await engine.serves()
+        await engine.receive_bucket([], {}, 1, 2, True)
+        await engine.serves()
+
+    asyncio.run(story())
 
 
 def test_otherwise_requests_are_left_to_the_engines_generator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,11 @@ import ray
 import ray.util.state
 import torch
 from openrlhf.trainer.ray import ppo_actor
+from ray.exceptions import ActorUnavailableError
 from rollouts import arguments
 
 from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.integration.actors import policy_actor
 from openrlhf_gtpo.integration.actors.policy_actor import EntropyActorTrainer, wait_for_engines
 from openrlhf_gtpo.integration.rollout import rollout_actor
 from openrlhf_gtpo.weight_sync.process_engine import ProcessEngine
@@ -50,12 +52,14 @@ class Actor:
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         self.engine = ProcessEngine(shapes, [torch.device("cpu")], Worker)
         self.asked: list[str] = []
+        self.proven: list[Any] = []  # whether each transfer, or bucket of one, was asked to be proven
 
     def __getattr__(self, method: str) -> Any:
         def remote(*args: Any) -> Any:
             if method == "__ray_ready__":
                 return SimpleNamespace(future=started)
             self.asked.append(method)
+            self.proven.append(args[-1])
             return SimpleNamespace(future=lambda: self.engine(method, *args))
 
         return SimpleNamespace(remote=remote)
@@ -105,6 +109,24 @@ def test_every_engine_gets_the_policy(
     for actor in actors:
         assert set(actor.asked) == {TRANSPORT[argv]}
         assert actor.engine("holds").result(60)[0] == expected
+
+
+@pytest.mark.parametrize("argv", [(), ("--train.colocate_all",)], ids=["broadcast", "colocated"])
+def test_the_first_transfer_to_an_engine_that_came_back_is_proven(
+    argv: tuple[str, ...], policy: torch.nn.Module, actors: list[Actor]
+) -> None:
+    """It has lost the group that it had joined; the weights are those that it gets now."""
+    trainer = trainer_of(policy, actors, *argv)
+    trainer.broadcast_to_vllm()
+    actors[1].engine("forget_group").result(60)
+    trainer.rejoin_engines()
+    for proven in (True, False):
+        for actor in actors:
+            actor.proven.clear()
+        trainer.broadcast_to_vllm()
+        assert [set(actor.proven) for actor in actors] == [{proven}] * 2
+    expected = [(name, p.bfloat16().flatten().tolist(), tuple(p.shape)) for name, p in policy.named_parameters()]
+    assert actors[1].engine("holds").result(60)[0] == expected
 
 
 @pytest.mark.parametrize("argv", [(), ("--train.colocate_all",)], ids=["broadcast", "colocated"])
@@ -174,6 +196,15 @@ def test_the_trainer_waits_for_engines_and_says_for_which(capsys: pytest.Capture
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "The trainer waits for vLLM engines 1, 2 of 3: 0 s"
     assert lines[-1] == "The trainer waits for vLLM engines 1 of 3: 0 s"
+
+
+def test_the_trainer_waits_for_an_engine_that_ray_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_actor, "_AGAIN", 0.0)
+    engine, again = Starting(0.0, ActorUnavailableError("it is being started", None)), Starting(0.1)
+    answers = [engine.__ray_ready__, engine.__ray_ready__, again.__ray_ready__]
+    engine.__ray_ready__ = SimpleNamespace(remote=lambda: answers.pop(0).remote())
+    wait_for_engines([Starting(0.0), engine])
+    assert not answers
 
 
 def test_an_engine_that_does_not_start_is_named_with_the_end_of_its_log(monkeypatch: pytest.MonkeyPatch) -> None:

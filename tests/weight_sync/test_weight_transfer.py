@@ -89,6 +89,8 @@ def test_every_worker_gets_every_tensor_and_its_death_ends_the_transfer(start: S
     engines[0].processes[0].kill()
     with pytest.raises((RuntimeError, EOFError, OSError)):
         group.send(bucketed(weights(2)))
+    with pytest.raises((RuntimeError, EOFError, OSError)):
+        join(engines, 2)  # which on its own waits half an hour for the others
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,10 @@ class Worker(PlainWorker):
         time.sleep(self.delay)
         return super().receive_bucket(*args)
 
+    def forget_group(self) -> None:
+        """As an engine that was started again has none."""
+        self.__dict__.pop("_broadcast", None)
+
     def set_place(self, place: str) -> None:
         receiver.place = lambda device: place
 

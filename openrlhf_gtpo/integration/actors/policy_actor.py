@@ -16,6 +16,7 @@ from openrlhf.trainer.ray import ppo_actor, ppo_critic
 from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 from openrlhf.trainer.ray.ppo_critic import CriticPPOTrainer
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
+from ray.exceptions import ActorUnavailableError
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.algorithms.config import Mean
@@ -37,6 +38,7 @@ _UpstreamCriticActor: Any = ppo_critic.CriticModelActor.__ray_metadata__.modifie
 
 # Seconds that engines have to start: the trainer's other ranks wait for the first an hour (`setup_distributed`).
 _START_LIMIT = 45 * 60.0
+_AGAIN = 1.0
 _LOG_LINES = 5
 _AVERAGES = "averages"  # in a checkpoint's client states; under ZeRO-3 every rank has a file with its own
 
@@ -61,7 +63,10 @@ def wait_for_engines(engines: Sequence[Any], limit: float = _START_LIMIT, report
         for future in ready:
             number = starting.pop(future)
             failure = future.exception()
-            if failure is not None:
+            if isinstance(failure, ActorUnavailableError):  # Ray starts it again
+                time.sleep(_AGAIN)
+                starting[engines[number].__ray_ready__.remote().future()] = number
+            elif failure is not None:
                 raise Restartable(
                     f"vLLM engine {number} of {len(engines)} (counted from 0) died {waited:.0f} s after the trainer "
                     f"began to wait for it: {' '.join(str(failure).split())[-400:]}{_last_words(engines[number])}"
@@ -109,13 +114,30 @@ class EntropyActorTrainer(ActorPPOTrainer):
             super()._init_vllm_sync_group(backend)
         elif not self._colocated:
             wait_for_engines(self.vllm_engines)
-            self._broadcaster = WeightSender(
-                self._engines(),
-                self.args.vllm.tensor_parallel_size,
-                ray.util.get_node_ip_address(),
-                torch.device(torch.cuda.current_device()),
-                self.args.vllm.sync_checksum,
-            )
+            try:
+                self._broadcaster = WeightSender(
+                    self._engines(),
+                    self.args.vllm.tensor_parallel_size,
+                    ray.util.get_node_ip_address(),
+                    torch.device(torch.cuda.current_device()),
+                    self.args.vllm.sync_checksum,
+                )
+            except ray.exceptions.RayError:
+                wait_for_engines(self.vllm_engines)  # which names the one that died
+                raise
+
+    _rejoined = False  # the engines, since the last transfer
+
+    def rejoin_engines(self) -> None:
+        """Meet the engines anew, some of which were started again; the next transfer is proven by checksums.
+
+        Raises:
+            TrainingStopped: one of them died on the way.
+        """
+        self._rejoined = True
+        if torch.distributed.get_rank() == 0:
+            wait_for_engines(self.vllm_engines)
+            self._init_vllm_sync_group("")
 
     def broadcast_to_vllm(self) -> None:
         """Send every parameter that upstream would, in buckets; with Ray's transfer, as upstream does.
@@ -138,10 +160,14 @@ class EntropyActorTrainer(ActorPPOTrainer):
         weights = self._weights_to_send()
         device = torch.device(torch.cuda.current_device())
         first = torch.distributed.get_rank() == 0
+        # A transfer of a part of the model would be taken for an incomplete one.
+        prove = self.args.vllm.sync_checksum or (self._rejoined and not self.args.actor.freeze_visual_encoder)
+        self._rejoined = False
         if self._colocated:
             engines = self._engines() if first else []
-            ColocatedSender(engines, _all_gather_objects, device, self.args.vllm.sync_checksum).send(weights)
+            ColocatedSender(engines, _all_gather_objects, device, prove).send(weights)
         elif first:
+            self._broadcaster.prove = prove
             self._broadcaster.send(weights)
         else:
             gather(weights, device)

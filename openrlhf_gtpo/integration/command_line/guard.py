@@ -75,6 +75,7 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     "openrlhf.trainer.ray.utils": ("get_bundle_indices(placement_group, index, length)",),
     "openrlhf.trainer.ray.vllm_engine": (
         "RolloutRayActor.__init__(self)",
+        "RolloutRayActor._configure_device_env(self, backend, bundle_indices, num_gpus)",
         "RolloutRayActor.generate(self, prompt_token_ids, sampling_params, multi_modal_data)",
         "RolloutRayActor.generate_responses(self, prompt, label, sampling_params, max_length, hf_tokenizer, "
         "num_samples, images)",

@@ -5,11 +5,13 @@ Always on: a step costs a pass over the rows' lengths, and three small questions
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import ray
 from openrlhf.trainer.ppo_utils.experience import Experience
+from ray.exceptions import RayError
 
 from openrlhf_gtpo.megatron.parallel.layout import check_architecture
 from openrlhf_gtpo.model_shape import ModelShape, forward_flops
@@ -64,8 +66,11 @@ class StepCosts:
         return self._costs | {names.TIMING_STEP_WALL: time.perf_counter() - self._begun}
 
     def _engine_peaks(self, phase: str) -> list[Peaks]:
-        answers = ray.get([engine.take_peak_memory.remote(phase) for engine in self._engines])
-        return [worker for answer in answers for worker in answer]
+        peaks: list[Peaks] = []
+        for answer in [engine.take_peak_memory.remote(phase) for engine in self._engines]:
+            with suppress(RayError):  # an engine died, which the next transfer of weights finds out
+                peaks += ray.get(answer)
+        return peaks
 
 
 def dense_shape(model: str) -> ModelShape | None:

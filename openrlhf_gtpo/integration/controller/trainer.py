@@ -11,11 +11,13 @@ import ray
 import torch
 from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
 from openrlhf.utils.logging_utils import TensorboardLogger
 
 from openrlhf_gtpo.errors import StoppedOnRequest
 from openrlhf_gtpo.integration.actors.policy_actor import keep_trying
 from openrlhf_gtpo.integration.controller import stop
+from openrlhf_gtpo.integration.controller.engines import Engines
 from openrlhf_gtpo.integration.controller.failures import write_errors
 from openrlhf_gtpo.integration.controller.spikes import Spikes
 from openrlhf_gtpo.integration.controller.step_costs import StepCosts
@@ -74,8 +76,15 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         ppo_trainer.TensorboardLogger = FlushedTensorboard
         super().__init__(*args, **kwargs)
+        train = self.args.train
+        self.engines = Engines(self.vllm_engines, train.max_restarts, train.stall_timeout)
         self.samples_generator = OrderedSamplesGenerator(
-            self.strategy, self.prompts_dataloader, self.eval_dataloader, self.tokenizer, self.vllm_engines
+            self.strategy,
+            self.prompts_dataloader,
+            self.eval_dataloader,
+            self.tokenizer,
+            self.vllm_engines,
+            recover=self._recover,
         )
         self.experience_maker = EntropyExperienceMaker(
             self.actor_model_group,
@@ -150,13 +159,32 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         return super().ppo_train(global_steps)
 
     def broadcast_to_vllm(self) -> None:
+        """As upstream's, also to engines that were started again.
+
+        Raises:
+            TrainingStopped: an engine died while it was sent to, or too many before.
+        """
         self._show(names.BROADCAST)
-        super().broadcast_to_vllm()
+        self.engines.check()
+        try:
+            self.engines.bring_back(self.actor_model_group)
+            super().broadcast_to_vllm()
+        except ray.exceptions.RayError:
+            self.engines.check()  # which names the engine, where the run stops for it
+            raise
         states, self._unevaluated = self._unevaluated, None
         if states is not None:  # upstream's fit sends a checkpoint's weights before it goes on
             step = states["global_step"]
             logs = self._evaluated[0] if self._evaluated else self._evaluate(step)
             self.save_best_checkpoint({name: x for name, x in logs.items() if x is not None}, step, states)
+
+    def _recover(self, error: Exception) -> None:
+        """Of a rollout: see ``OrderedSamplesGenerator``. Without an engine left it waits for one."""
+        self.engines.recover(error)
+        if not self.vllm_engines:
+            self.broadcast_to_vllm()
+            if self.args.vllm.enable_sleep:
+                batch_vllm_engine_call(self.vllm_engines, "wake_up")
 
     def train_step(self, rollout_samples: list[Any], global_step: int) -> tuple[dict[str, Any], int]:
         self._show(names.MAKE_EXPERIENCE)
@@ -166,6 +194,9 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         if not math.isfinite(self.kl_ctl.value):  # an adaptive one follows the KL of skipped optimizer steps too
             self.kl_ctl.value = coefficient
         self.costs.trained()
+        if self.args.train.max_restarts:
+            status[names.RESTARTS_ENGINES] = float(self.engines.restarts)
+            status[names.DROPPED_PROMPTS] = float(self.samples_generator.dropped)
         status.update(self.experience_maker.metrics)
         if "ppo_clip_ratio" in status:
             status[names.CLIP_FRACTION] = status["ppo_clip_ratio"]

@@ -10,20 +10,27 @@ vLLM's batch invariance, in 0.29 for CUDA alone, covers CPUs: https://github.com
 
 import asyncio
 import os
-import traceback
-from collections.abc import Awaitable
+from contextlib import suppress
 from contextvars import ContextVar
 from copy import copy
+from functools import partial
 from typing import Any
 
+import psutil  # vLLM and DeepSpeed depend on it
 import ray
-import torch
 from openrlhf.trainer.ray import vllm_engine
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import TrainingStopped
-from openrlhf_gtpo.integration.rollout.samples_generator import NumberedLabel, request_seed
+from openrlhf_gtpo.integration.rollout.rewards import (
+    Patience,
+    RewardFailed,
+    StrictRewardExecutor,
+    described,
+    engine_works,
+)
+from openrlhf_gtpo.integration.rollout.samples_generator import DROPPED, NumberedLabel, request_seed
 from openrlhf_gtpo.weight_sync.buckets import Bucket
 from openrlhf_gtpo.weight_sync.receipts import Receipt
 
@@ -40,66 +47,14 @@ _ALONE = {
     "enable_chunked_prefill": False,
 }
 
-_FAILURE = "failure"  # among a response's extra logs: what its reward raised
+_MARK = "OPENRLHF_GTPO_ENGINE"  # in the environment of an engine's processes: its actor
 
 # The sample that the current task makes; an agent may hand on sampling parameters of its own, without a seed.
 _sample_seed: ContextVar[tuple[int, ...] | None] = ContextVar("_sample_seed", default=None)
 
 
-class StrictRewardExecutor(SingleTurnAgentExecutor):
-    """Raises TrainingStopped with the reason and the prompt when the reward function or server fails, or returns
-    anything but one number, of which a list or tensor may be made.
-
-    Upstream logs a failed reward and goes on without one, and makes rows of (1,) lists, as its own reward server
-    answers, a column (openrlhf 0.11.2, utils/agent.py, SingleTurnAgentExecutor.execute). Can go once that raises.
-    """
-
-    async def execute(self, prompt: str, label: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        output = await super().execute(prompt, label, *args, **kwargs)
-        if not self.reward_endpoints:
-            return output
-        returned = {"reward": "rewards", "scores": "scores"}
-        try:
-            for name in returned:
-                output[name] = torch.as_tensor(output[name], dtype=torch.float64).reshape(()).item()
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            endpoint, logs = self.reward_endpoints[0], output["extra_logs"]
-            failure = logs.get(_FAILURE) if isinstance(logs, dict) else None
-            reason = "it returned no 'rewards'"
-            if output["reward"] is not None:
-                got = f"{returned[name]!r} {str(output[name])[:200]!r}"
-                reason = f"expected one number for the one response, got {got}"
-            if failure is not None:
-                frames = traceback.extract_tb(failure.__traceback__)
-                frame = ([f for f in frames if f.filename == os.path.abspath(endpoint)] or frames)[-1]
-                text = " ".join(str(failure).split())[:500]
-                reason = f"{type(failure).__name__}: {text} ({frame.filename}, line {frame.lineno})"
-            raise TrainingStopped(
-                f"Could not get the reward of a response from {endpoint}: {reason}. Prompt: {prompt!r}"
-            ) from failure
-        try:
-            for value in output["extra_logs"].values():  # the controller makes a tensor of each
-                torch.as_tensor(value, dtype=torch.float64).flatten()[0]
-        except (AttributeError, IndexError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise TrainingStopped(
-                f"Expected 'extra_logs' of names with a number each from {self.reward_endpoints[0]}, got "
-                f"{str(output['extra_logs'])[:200]!r}. Prompt: {prompt!r}"
-            ) from error
-        return output
-
-    async def _fetch_rewards_via_func(self, *columns: Any) -> list[dict[str, Any]]:
-        return await _or_failure(super()._fetch_rewards_via_func(*columns))
-
-    async def _fetch_rewards_via_http(self, *columns: Any) -> list[dict[str, Any]]:
-        return await _or_failure(super()._fetch_rewards_via_http(*columns))
-
-
-async def _or_failure(rewards: Awaitable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What upstream's ``execute`` takes for a response without a reward, where fetching raises."""
-    try:
-        return await rewards
-    except Exception as failure:  # a user's code
-        return [{"rewards": None, "extra_logs": {_FAILURE: failure}}]
+class EngineRestarted(RuntimeError):
+    """Ray has started this engine again after its death, and the trainer's weights have not reached it yet."""
 
 
 class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
@@ -107,10 +62,13 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
 
     Fields:
         engine_args: vLLM's that upstream's ``create_vllm_engines`` has no place for (``patch.apply``).
+        patience: with rewards and agents. Where it is for several tries, a prompt that needed more is dropped.
     """
 
     executor: Any
     engine_args: dict[str, Any] = {}
+    patience = Patience()
+    _has_old_weights = False
 
     async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         kwargs |= {"worker_extension_cls": WORKER_EXTENSION} | self.engine_args
@@ -123,23 +81,63 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             # unquantized.py, convert_to_unquantized_kernel_format). On Hopper it is vLLM's own choice.
             kwargs["moe_backend"] = "triton"
         await super().__init__(*args, **kwargs)
+        if self._has_old_weights and kwargs["enable_sleep_mode"]:
+            await self.sleep()  # as upstream's create_vllm_engines has the first do
         if type(self.executor) is SingleTurnAgentExecutor:
-            self.executor = StrictRewardExecutor(self.executor.reward_endpoints)
+            self.executor = StrictRewardExecutor(self.executor.reward_endpoints, self.patience)
+
+    def _configure_device_env(self, *args: Any, **kwargs: Any) -> None:
+        """As upstream's, which begins with it; what the process before this one has left is ended."""
+        context = ray.get_runtime_context()
+        actor = os.environ[_MARK] = context.get_actor_id()
+        self._has_old_weights = context.was_current_actor_reconstructed
+        # vLLM's own processes outlive their actor, and hold the GPU's memory.
+        for process in psutil.process_iter() if self._has_old_weights else ():
+            with suppress(psutil.Error):
+                if process.pid != os.getpid() and process.environ().get(_MARK) == actor:
+                    process.kill()
+        super()._configure_device_env(*args, **kwargs)
 
     async def generate_responses(
         self, prompt: str, label: Any, *args: Any, num_samples: int = 1, **kwargs: Any
     ) -> list[dict[str, Any]]:
-        """As upstream's; responses to a numbered prompt carry its number as ``prompt_number``."""
+        """As upstream's; responses to a numbered prompt carry its number as ``prompt_number``.
+
+        Where a reward or an agent failed, and the run may go on without the prompt, the one response says so. Raises
+        what :meth:`serves` does.
+        """
+        if self._has_old_weights:
+            await self.serves()
         respond = super().generate_responses
         if not isinstance(label, NumberedLabel):  # upstream's asynchronous trainer
             return await respond(prompt, label, *args, num_samples=num_samples, **kwargs)
 
         async def sample(index: int) -> dict[str, Any]:
             _sample_seed.set(label.seed and (*label.seed, index))
-            [response] = await respond(prompt, label.label, *args, num_samples=1, **kwargs)
+            ask = partial(respond, prompt, label.label, *args, num_samples=1, **kwargs)
+            own_agent = not isinstance(self.executor, StrictRewardExecutor)
+            [response] = await (self.patience.ask(ask, "the agent") if own_agent else ask())
             return response | {"prompt_number": label.number}
 
-        return await asyncio.gather(*(sample(index) for index in range(num_samples)))
+        try:
+            return await asyncio.gather(*(sample(index) for index in range(num_samples)))
+        except Exception as failure:  # a user's code
+            is_mistake = isinstance(failure, TrainingStopped) and not isinstance(failure, RewardFailed)
+            if is_mistake or self.patience.tries == 1:
+                raise
+            await self.serves()  # which raises where it is the engine that failed
+            return [{DROPPED: described(failure)}]
+
+    async def serves(self) -> None:
+        """Return as soon as vLLM answers.
+
+        Raises:
+            EngineRestarted: what it samples would not be the current policy's.
+            EngineDeadError: vLLM's process died.
+        """
+        if self._has_old_weights:
+            raise EngineRestarted("it was started again and has not got the current weights yet")
+        await self.llm.is_sleeping()
 
     async def generate(self, prompt_token_ids: list[int], sampling_params: Any, multi_modal_data: Any = None) -> Any:
         """As upstream's; every turn of a seeded sample, told apart by its length, has a seed of its own."""
@@ -147,7 +145,8 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         if key is not None:
             sampling_params = copy(sampling_params)
             sampling_params.seed = request_seed(*key, len(prompt_token_ids))
-        return await super().generate(prompt_token_ids, sampling_params, multi_modal_data)
+        with engine_works():
+            return await super().generate(prompt_token_ids, sampling_params, multi_modal_data)
 
     async def join_weight_group(self, *args: Any) -> list[None]:
         """See ``WeightReceiver.join_weight_group``; one result per worker, here as below."""
@@ -157,6 +156,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         """See ``WeightReceiver.receive_weights``."""
         receipts = await self.llm.collective_rpc("receive_weights", args=(buckets, prove))
         await self._forget_prefixes()
+        self._has_old_weights = False
         return receipts
 
     async def receive_bucket(
@@ -166,6 +166,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         receipts = await self.llm.collective_rpc("receive_bucket", args=(bucket, handles, index, count, prove))
         if index + 1 == count:
             await self._forget_prefixes()
+            self._has_old_weights = False
         return receipts
 
     async def take_peak_memory(self, phase: str) -> list[dict[str, int]]:

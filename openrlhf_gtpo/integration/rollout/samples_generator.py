@@ -2,15 +2,28 @@
 
 Upstream dispatches every prompt in a call of its own and takes responses as they come, so the order of a batch's rows
 depends on timing. Here each prompt travels with its number.
+
+Where an engine dies in the middle, upstream's loop is begun anew with the prompts that it has drawn: responses that
+have come, or are on their way, are not asked for again, and the others go to the engines that are left.
 """
 
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import ray
+import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 
+from openrlhf_gtpo.errors import TrainingStopped
+
 _TRAINING, _EVALUATION = 0, 1  # streams of seeds
+
+DROPPED = "dropped"  # why, in the place of all responses to a prompt
+_MAY_DROP = 0.1  # of the prompts of a rollout, and one in any case
 
 
 class NumberedLabel(NamedTuple):
@@ -35,16 +48,24 @@ def request_seed(*key: int) -> int:
 class OrderedSamplesGenerator(SamplesGenerator):
     """Upstream's, for engines that are ``RolloutActor``.
 
+    Args:
+        recover: gets what an engine's call raised, and returns when those in the list of engines can be asked again;
+            raises it where that was no engine's failure.
+
     Attributes:
         dispatched: prompts of training since the run began; a resumed run sets it to what its checkpoint has consumed.
+        dropped: prompts of the last rollout whose reward or agent failed.
         held_out: the rows of the last evaluation.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, recover: Callable[[Exception], None], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.dispatched = 0
+        self.dropped = 0
         self.held_out: list[Experience] = []
+        self._recover = recover
         self._evaluated: int | None = None  # prompts of the evaluation that is going on
+        self._asked: dict[int, Any] = {}  # prompts that have been sent, with Ray's reference to their responses
 
     @property
     def at_end_of_episode(self) -> bool:
@@ -60,6 +81,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
     def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Experience], float | None, int, bool]:
         """As upstream's; the percentage of prompts that pass the filter counts prompts (upstream counts responses,
         so that 8 to a prompt make it 800). Can go with https://github.com/OpenRLHF/OpenRLHF/pull/1282 or its like."""
+        self.dropped = 0
         samples, passed, consumed, exhausted = super().generate_samples(**generate_kwargs)
         if passed is not None:
             passed /= self.args.rollout.n_samples_per_prompt
@@ -74,13 +96,48 @@ class OrderedSamplesGenerator(SamplesGenerator):
         finally:
             self._evaluated = None
 
-    def _generate_vllm(self, *args: Any, **kwargs: Any) -> tuple[list[Experience], int, bool]:
-        experiences, consumed, exhausted = super()._generate_vllm(*args, **kwargs)
-        experiences.sort(key=lambda experience: experience.index)  # stable: a prompt's responses stay as they are
-        return experiences, consumed, exhausted
+    def _generate_vllm(
+        self, dataloader_iter: Iterable[Any], num_prompts: int, *args: Any, **kwargs: Any
+    ) -> tuple[list[Experience], int, bool]:
+        """As upstream's, in the order of prompts, and whatever becomes of an engine.
 
-    def _dispatch_prompts_to_vllm(self, prompts: list[str], labels: list[Any], **kwargs: Any) -> list[Any]:
-        return super()._dispatch_prompts_to_vllm(prompts, [self._numbered(label) for label in labels], **kwargs)
+        Raises:
+            TrainingStopped: too many prompts were dropped; ``recover`` gives up.
+        """
+        drawn: list[Any] = []
+        before = self.dispatched, self._evaluated
+        self._may_drop = max(1, int(_MAY_DROP * num_prompts))
+
+        def draw() -> Iterator[Any]:
+            for batch in dataloader_iter:
+                drawn.append(batch)
+                yield batch
+
+        while True:
+            (self.dispatched, self._evaluated), self.dropped = before, 0
+            try:
+                found = super()._generate_vllm(chain(tuple(drawn), draw()), num_prompts, *args, **kwargs)
+                break
+            except ray.exceptions.RayError as error:
+                self._recover(error)
+                self._asked = {number: ref for number, ref in self._asked.items() if not _has_failed(ref)}
+        self._asked.clear()
+        experiences, consumed, exhausted = found
+        kept = [experience for experience in experiences if isinstance(experience, Experience)]
+        kept.sort(key=lambda experience: experience.index)  # stable: a prompt's responses stay as they are
+        return kept, consumed, exhausted
+
+    def _dispatch_prompts_to_vllm(
+        self, prompts: list[str], labels: list[Any], *, images: list[Any] | None = None, **kwargs: Any
+    ) -> list[Any]:
+        numbered = [self._numbered(label) for label in labels]
+        images = images or [None] * len(prompts)
+        new = [row for row in zip(prompts, numbered, images, strict=True) if row[1].number not in self._asked]
+        if new:
+            columns = [list(column) for column in zip(*new)]
+            refs = super()._dispatch_prompts_to_vllm(*columns[:2], images=columns[2], **kwargs)
+            self._asked |= {label.number: ref for (_, label, _), ref in zip(new, refs, strict=True)}
+        return [self._asked[label.number] for label in numbered]
 
     def _numbered(self, label: Any) -> NumberedLabel:
         if self._evaluated is None:
@@ -92,7 +149,25 @@ class OrderedSamplesGenerator(SamplesGenerator):
         deterministic = self.args.train.full_determinism_enable
         return NumberedLabel(label, number, (self.args.train.seed, stream, number) if deterministic else None)
 
-    def _process_response_into_experience(self, response: dict[str, Any], **generate_kwargs: Any) -> Experience:
+    def _process_response_into_experience(self, response: dict[str, Any], **generate_kwargs: Any) -> Any:
+        """As upstream's; for a prompt that is dropped something that no filter lets through."""
+        if DROPPED in response:
+            self.dropped += 1
+            if self.dropped > self._may_drop:
+                raise TrainingStopped(
+                    f"{self.dropped} prompts of a rollout have failed rewards or agents, more than a tenth of it. The "
+                    f"last: {response[DROPPED]}"
+                )
+            print(f"Warning: a prompt is dropped. {response[DROPPED]}", flush=True)
+            return SimpleNamespace(scores=[torch.tensor(float("nan"))])
         experience = super()._process_response_into_experience(response, **generate_kwargs)
         experience.index = [response["prompt_number"]]  # until the experience maker numbers rows
         return experience
+
+
+def _has_failed(ref: Any) -> bool:
+    """Whether a call has ended without responses; not of one that is on its way."""
+    try:
+        return bool(ray.wait([ref], timeout=0)[0]) and ray.get(ref) is None
+    except ray.exceptions.RayError:
+        return True

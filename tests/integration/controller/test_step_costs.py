@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
+from ray.exceptions import ActorUnavailableError
 
 from openrlhf_gtpo.benchmarks.synthetic import read_shape
 from openrlhf_gtpo.integration.controller import step_costs
@@ -100,3 +101,18 @@ def test_an_engine_asks_its_workers() -> None:
     engine.llm = SimpleNamespace(collective_rpc=collective_rpc)
     (worker,) = asyncio.run(engine.take_peak_memory(names.GENERATION))
     assert asked == [("take_peak_memory", (names.GENERATION,))] and worker[names.GENERATION] > 2**20
+
+
+def test_an_engine_that_died_reports_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = costs(monkeypatch, None)
+    dead = SimpleNamespace(remote=lambda phase: ActorUnavailableError("it is being started", None))
+    step._engines = [SimpleNamespace(take_peak_memory=dead), *step._engines]
+
+    def get(value: Any) -> Any:
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    monkeypatch.setattr(step_costs, "ray", SimpleNamespace(get=get))
+    step.sampled([sample(3, 5)])
+    assert step.end()[names.peak_memory("engine", names.GENERATION)] == 4

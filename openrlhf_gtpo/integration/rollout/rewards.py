@@ -1,0 +1,154 @@
+"""What asks a user's rewards and agents: more than once where they raise or take too long, and for one number."""
+
+import asyncio
+import contextvars
+import math
+import os
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from openrlhf.utils.agent import SingleTurnAgentExecutor
+
+from openrlhf_gtpo.errors import TrainingStopped
+
+T = TypeVar("T")
+
+TRIES = 3  # in a run that may go on without the prompt
+
+_FAILURE = "failure"  # among a response's extra logs: what its reward raised
+_THREADS = min(32, (os.cpu_count() or 1) + 4)  # for reward functions: as many as asyncio.to_thread has
+
+# Since when the user's code that the current task waits for is at work; infinity while the engine is, for an agent.
+_since: ContextVar[list[float]] = ContextVar("_since")
+
+
+class RewardFailed(TrainingStopped):
+    """A reward raised or did not answer, as often as it was tried."""
+
+
+class Patience(NamedTuple):
+    """How often something is tried, and for how many seconds each time; 0 is for ever."""
+
+    tries: int = 1
+    seconds: float = 0.0
+
+    async def ask(self, call: Callable[[], Awaitable[T]], what: str) -> T:
+        """What ``call()`` returns, or what it raised for the last time; a TimeoutError where it took too long."""
+        for _ in range(self.tries - 1):
+            try:
+                return await self._in_time(call)
+            except Exception as failure:  # a user's code
+                print(f"Warning: {what} failed and is tried again: {described(failure)}", flush=True)
+        return await self._in_time(call)
+
+    async def _in_time(self, call: Callable[[], Awaitable[T]]) -> T:
+        since = [time.monotonic()]
+        _since.set(since)
+        task = asyncio.ensure_future(call())
+        while self.seconds and not task.done():
+            left = since[0] + self.seconds - time.monotonic()
+            if left <= 0:
+                task.cancel()
+                raise TimeoutError(f"no answer for {self.seconds:g} s")
+            await asyncio.wait({task}, timeout=min(left, self.seconds))
+        return await task
+
+
+@contextmanager
+def engine_works() -> Iterator[None]:
+    """Within it, time is not that of the agent who asked the engine."""
+    since = _since.get([0.0])
+    since[0] = math.inf
+    try:
+        yield
+    finally:
+        since[0] = time.monotonic()
+
+
+def described(failure: BaseException) -> str:
+    """Its type and the beginning of its text, in one line."""
+    return f"{type(failure).__name__}: {' '.join(str(failure).split())[:500]}"
+
+
+class StrictRewardExecutor(SingleTurnAgentExecutor):
+    """Raises TrainingStopped with the reason and the prompt when the reward function or server fails, or returns
+    anything but one number, of which a list or tensor may be made.
+
+    Upstream logs a failed reward and goes on without one, and makes rows of (1,) lists, as its own reward server
+    answers, a column (openrlhf 0.11.2, utils/agent.py, SingleTurnAgentExecutor.execute). Can go once that raises.
+    """
+
+    def __init__(self, remote_rm_url: Any, patience: Patience) -> None:
+        super().__init__(remote_rm_url)
+        self._patience = patience
+        self._threads = asyncio.Semaphore(_THREADS)
+
+    async def execute(self, prompt: str, label: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        output = await super().execute(prompt, label, *args, **kwargs)
+        if not self.reward_endpoints:
+            return output
+        returned = {"reward": "rewards", "scores": "scores"}
+        try:
+            for name in returned:
+                output[name] = torch.as_tensor(output[name], dtype=torch.float64).reshape(()).item()
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            endpoint, logs = self.reward_endpoints[0], output["extra_logs"]
+            failure = logs.get(_FAILURE) if isinstance(logs, dict) else None
+            reason = "it returned no 'rewards'"
+            if output["reward"] is not None:
+                got = f"{returned[name]!r} {str(output[name])[:200]!r}"
+                reason = f"expected one number for the one response, got {got}"
+            if failure is not None:
+                frames = traceback.extract_tb(failure.__traceback__)
+                frame = ([f for f in frames if f.filename == os.path.abspath(endpoint)] or frames)[-1]
+                reason = f"{described(failure)} ({frame.filename}, line {frame.lineno})"
+            raise (TrainingStopped if failure is None else RewardFailed)(
+                f"Could not get the reward of a response from {endpoint}: {reason}. Prompt: {prompt!r}"
+            ) from failure
+        try:
+            for value in output["extra_logs"].values():  # the controller makes a tensor of each
+                torch.as_tensor(value, dtype=torch.float64).flatten()[0]
+        except (AttributeError, IndexError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise TrainingStopped(
+                f"Expected 'extra_logs' of names with a number each from {self.reward_endpoints[0]}, got "
+                f"{str(output['extra_logs'])[:200]!r}. Prompt: {prompt!r}"
+            ) from error
+        return output
+
+    async def _fetch_rewards_via_func(self, *columns: Any) -> list[dict[str, Any]]:
+        """As upstream's, in a thread of its own: one that hangs takes none from the others."""
+        async with self._threads:
+            return await self._or_failure(lambda: _in_thread(self.reward_func, *columns))
+
+    async def _fetch_rewards_via_http(self, *columns: Any) -> list[dict[str, Any]]:
+        fetch = super()._fetch_rewards_via_http
+        return await self._or_failure(lambda: fetch(*columns))
+
+    async def _or_failure(self, fetch: Callable[[], Awaitable[list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+        """What upstream's ``execute`` takes for a response without a reward, where fetching raises."""
+        try:
+            return await self._patience.ask(fetch, f"the reward from {self.reward_endpoints[0]}")
+        except Exception as failure:  # a user's code
+            return [{"rewards": None, "extra_logs": {_FAILURE: failure}}]
+
+
+def _in_thread(function: Callable[..., T], *args: Any) -> Awaitable[list[T]]:
+    result: Future[list[T]] = Future()
+    result.set_running_or_notify_cancel()  # it cannot be cancelled
+
+    def run() -> None:
+        try:
+            result.set_result([function(*args)])
+        except Exception as failure:  # a user's code
+            result.set_exception(failure)
+
+    # One that never returns must not keep the process from its end, as a pool's would.
+    threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
+    return asyncio.wrap_future(result)

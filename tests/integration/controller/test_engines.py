@@ -1,0 +1,140 @@
+"""Engines that die or hang leave the list of those that serve, come back with a new group for weights, and may do so
+only so often. The engines are stand-ins, and Ray's part is tested in tests/e2e/test_stop.py.
+"""
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import ActorUnavailableError
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.integration.controller import engines as module
+from openrlhf_gtpo.integration.controller.engines import Engines
+from openrlhf_gtpo.integration.rollout.rollout_actor import EngineRestarted
+
+NEVER = object()
+
+
+class Engine:
+    """A handle. ``state`` is what its calls raise, None where it serves, or NEVER."""
+
+    def __init__(self) -> None:
+        self.state: Any = None
+        self.serves = SimpleNamespace(remote=lambda: (self, self._state))
+
+    def _state(self) -> Any:
+        return self.state
+
+
+@pytest.fixture
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
+    """Those that were killed, with a Ray that has a result at once, or never; the dead are being started."""
+    found: list[Engine] = []
+
+    def get(ref: Any, timeout: float = 0) -> None:
+        for _, state in ref if isinstance(ref, list) else [ref]:
+            failure = state()
+            if failure is not None:
+                raise failure
+
+    def kill(engine: Engine, no_restart: bool) -> None:
+        assert not no_restart
+        found.append(engine)
+        engine.state = ActorUnavailableError("it is being started", None)
+
+    def wait(refs: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        return [ref for ref in refs if ref[1]() is not NEVER], [ref for ref in refs if ref[1]() is NEVER]
+
+    stand_in = SimpleNamespace(get=get, kill=kill, wait=wait, exceptions=ray.exceptions)
+    monkeypatch.setattr(module, "ray", stand_in)
+    monkeypatch.setattr(module, "_LOOK_EVERY", 0.01)
+    return found
+
+
+def task_error(cause: Exception) -> Exception:
+    """As Ray hands on what an actor's method raised."""
+    return ray.exceptions.RayTaskError("serves", "Traceback ...", cause).as_instanceof_cause()
+
+
+def policy(rejoin: Callable[[], None]) -> Any:
+    def call(function: Any) -> Any:
+        function(SimpleNamespace(trainer=SimpleNamespace(rejoin_engines=rejoin)))
+        return None, lambda: None
+
+    return SimpleNamespace(_actor_handlers=[SimpleNamespace(__ray_call__=SimpleNamespace(remote=call))] * 2)
+
+
+@pytest.mark.parametrize(
+    ("state", "kills"),
+    [
+        (ActorUnavailableError("it is being started", None), False),
+        (task_error(EngineRestarted("it has old weights")), False),
+        (task_error(EngineDeadError()), True),  # vLLM's process died, and its actor did not
+    ],
+    ids=["died", "restarted", "core-died"],
+)
+def test_an_engine_that_died_is_left_out_and_comes_back_with_the_next_weights(
+    state: Exception, kills: bool, killed: list[Engine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    serving = [Engine(), Engine()]
+    zero, one = serving
+    engines = Engines(serving, max_restarts=1, stall_timeout=0)
+    assert engines.check() == 0
+    one.state = state
+    engines.recover(state)
+    assert serving == [zero] and engines.restarts == 1 and killed == [one] * kills
+    assert "vLLM engine 1 of 2 (counted from 0) died: " in capsys.readouterr().out
+    engines.recover(state)  # of another of its calls
+    assert serving == [zero] and engines.restarts == 1
+
+    joined: list[int] = []
+    engines.bring_back(policy(lambda: joined.append(len(serving))))
+    assert joined == [1, 1], "every rank of the policy, before it serves"
+    assert serving == [zero, one]
+    one.state = None
+    assert engines.check() == 0
+    engines.bring_back(None)  # nobody to bring back
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_one_engine_too_many_stops_the_run_in_one_sentence(limit: int, killed: list[Engine]) -> None:
+    serving = [Engine() for _ in range(3)]
+    last = serving[2]
+    engines = Engines(serving, max_restarts=limit, stall_timeout=0)
+    if limit:
+        serving[0].state = ActorUnavailableError("it is being started", None)
+        engines.check()
+    last.state = task_error(EngineDeadError())
+    with pytest.raises(
+        TrainingStopped, match=rf"^vLLM engine 2 of 3 .* died: .* \(--train.max_restarts {limit} "
+    ) as stop:
+        engines.check()
+    assert "\n" not in str(stop.value) and not killed
+
+
+def test_what_no_engine_has_raised_is_handed_on(killed: list[Engine]) -> None:
+    engines = Engines([Engine()], max_restarts=3, stall_timeout=0)
+    error = task_error(TrainingStopped("no reward"))
+    with pytest.raises(TrainingStopped) as raised:
+        engines.recover(error)
+    assert raised.value is error
+
+
+def test_a_slow_engine_is_not_dead_and_a_hanging_one_is_killed(killed: list[Engine]) -> None:
+    serving = [Engine(), Engine()]
+    zero, one = serving
+    one.state = NEVER
+    assert Engines(list(serving), max_restarts=1, stall_timeout=0).check() == 0 and not killed
+    engines = Engines(serving, max_restarts=0, stall_timeout=0.1)
+    deadline = time.monotonic() + 60
+    while not killed:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert killed == [one]
+    with pytest.raises(TrainingStopped, match=r"^vLLM engine 1 of 2 \(counted from 0\) did not answer for 0.1 s \("):
+        engines.check()
