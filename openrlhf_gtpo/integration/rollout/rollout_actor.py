@@ -10,6 +10,7 @@ vLLM's batch invariance, in 0.29 for CUDA alone, covers CPUs: https://github.com
 
 import asyncio
 import os
+import warnings
 from contextlib import suppress
 from contextvars import ContextVar
 from copy import copy
@@ -90,7 +91,9 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         """As upstream's, which begins with it; what the process before this one has left is ended."""
         context = ray.get_runtime_context()
         actor = os.environ[_MARK] = context.get_actor_id()
-        self._has_old_weights = context.was_current_actor_reconstructed
+        with warnings.catch_warnings():  # of what it calls itself (ray 2.55.0, runtime_context.py)
+            warnings.simplefilter("ignore")
+            self._has_old_weights = bool(context.was_current_actor_reconstructed)
         # vLLM's own processes outlive their actor, and hold the GPU's memory.
         for process in psutil.process_iter() if self._has_old_weights else ():
             with suppress(psutil.Error):
