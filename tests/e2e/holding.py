@@ -7,6 +7,7 @@ from tests.e2e.conftest import REWARD
 _PROGRAM = """
 import importlib.util
 import json
+import os
 import time
 from pathlib import Path
 
@@ -31,6 +32,8 @@ def limit():
 
 def wait():
     deadline = time.monotonic() + 600
+    if last_step() >= limit():
+        (FOLDER / f"held-{{os.getpid()}}").touch()
     while last_step() >= limit():
         assert time.monotonic() < deadline, "nobody lets the run go on"
         time.sleep(0.1)
@@ -46,6 +49,7 @@ class Hold:
     """Of the run whose metrics are in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._limit = folder / "hold"
         self.reward = folder / "holding_reward.py"
         self.reward.write_text(_PROGRAM.format(folder=str(folder), reward=str(REWARD)))
@@ -55,6 +59,10 @@ class Hold:
         fresh = self._limit.with_suffix(".new")
         fresh.write_text(str(step))
         fresh.rename(self._limit)
+
+    def held(self) -> list[int]:
+        """Engines that have waited, by their actors' processes."""
+        return [int(path.name.partition("-")[2]) for path in self._folder.glob("held-*")]
 
     def release(self) -> None:
         """Let all be made."""

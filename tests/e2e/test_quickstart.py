@@ -18,7 +18,6 @@ from openrlhf_gtpo.report.metrics import read_runs
 from tests.e2e.conftest import ROOT
 from tests.e2e.holding import Hold
 from tests.e2e.phases import check_phases
-from tests.slurm_cluster import until
 
 SCRIPT = ROOT / "examples" / "scripts" / "quickstart.sh"
 
@@ -27,12 +26,6 @@ def _busy_seconds() -> float:
     """Processor seconds of everything on this machine since it came up."""
     times = psutil.cpu_times()
     return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice  # guests are in user and nice too
-
-
-def _title(process: psutil.Process) -> str:
-    with suppress(psutil.Error):
-        return " ".join(process.cmdline())
-    return ""
 
 
 def own_seconds(run: psutil.Popen, timeout: float) -> float:
@@ -59,10 +52,7 @@ def own_seconds(run: psutil.Popen, timeout: float) -> float:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_a_smoke_run_outlives_its_trainer_is_stopped_resumed_and_ends_with_table_curves_and_model(
-    tmp_path: Path,
-) -> None:
-    """The trainer dies while an engine samples, when nobody waits for it."""
+def test_a_smoke_run_is_stopped_resumed_and_ends_with_a_table_curves_and_a_model(tmp_path: Path) -> None:
     output = tmp_path / "run"
     output.mkdir()
     hold = Hold(output)
@@ -70,20 +60,13 @@ def test_a_smoke_run_outlives_its_trainer_is_stopped_resumed_and_ends_with_table
     command = ["bash", str(SCRIPT), "--smoke", "--steps", "4", "--output", str(output), "--reward", str(hold.reward)]
     command += ["--", "--algo.advantage.is_correction_level", "token", "--train.colocate_all"]
     command += ["--vllm.enable_prefix_caching", "--vllm.sync_checksum", "--data.label_key", "scorer_label"]
-    command += ["--train.max_restarts", "1"]
     saved = output / "checkpoints" / "_actor" / "latest"
 
     shell = psutil.Popen(command, stderr=subprocess.PIPE, text=True)
-    until(lambda: saved.exists() or shell.poll() is not None, 400, "what the first step leaves")
-    [trainer] = [process for process in shell.children(recursive=True) if "ray::EntropyPolicyActor" in _title(process)]
-    trainer.kill()
-    log = output / "train.log"
-    said = "train_ppo_ray: it ended with status 1, as its last lines say; restart 1 of 1 goes on from its last"
-    until(lambda: said in log.read_text() or shell.poll() is not None, 100, "a restart")
-    assert "train_ppo_ray stopped: a process of the run died" in log.read_text()
-    starts = '"kind": "run"'
-    metrics_file = output / "metrics.jsonl"
-    until(lambda: metrics_file.read_text().count(starts) == 2 or shell.poll() is not None, 400, "the run goes on")
+    started = time.monotonic()
+    while not saved.exists():  # which the first step leaves
+        assert shell.poll() is None and time.monotonic() - started < 400
+        time.sleep(0.2)
     processes = shell.children(recursive=True)
     shell.terminate()
     progress = shell.communicate(timeout=120)[1]

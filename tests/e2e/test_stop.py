@@ -1,11 +1,12 @@
-"""A run that is asked to stop, resumed, killed, and resumed by the same command is the run that nobody stopped: bit
-by bit, under ``--train.full_determinism_enable`` on a host without CUDA, with two DeepSpeed actors, a multi-turn agent
-and every OpenRLHF option that changes a step. tests/e2e/test_slurm_training.py stops Megatron, and
-benchmarks/reliability/resume_exact.py kills it.
+"""A run that loses an engine, is asked to stop, is resumed by the same command, and loses a trainer is the run that
+nobody disturbed: bit by bit, under ``--train.full_determinism_enable`` on a host without CUDA, with two DeepSpeed
+actors, a multi-turn agent and every OpenRLHF option that changes a step. tests/e2e/test_slurm_training.py stops
+Megatron, and benchmarks/reliability/resume_exact.py kills it.
 """
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,7 +30,8 @@ from tests.slurm_cluster import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-TIMES = ("time", names.TIMING_PREFIX, names.TOKENS_PER_SECOND_PREFIX, names.PEAK_MEMORY_PREFIX)
+NOT_COMPARED = ("time", names.TIMING_PREFIX, names.TOKENS_PER_SECOND_PREFIX, names.PEAK_MEMORY_PREFIX)
+NOT_COMPARED += (names.RESTARTS_ENGINES,)
 
 
 def test_a_run_that_is_stopped_killed_and_resumed_is_the_run_that_was_not(trainer_argv, tiny_model, tmp_path) -> None:
@@ -41,7 +43,7 @@ def test_a_run_that_is_stopped_killed_and_resumed_is_the_run_that_was_not(traine
     argv += ["--algo.kl.target", "0.01", "--algo.kl.horizon", "64", "--logger.wandb.run_name", "run"]
     argv += ["--train.enable_ema", "--train.ema_beta", "0.5"]
     argv += ["--actor.entropy_coef", "0.001", "--algo.advantage.is_correction_level", "token"]
-    argv += ["--reward.overlong_buffer_len", "4", "--algo.dynamic_filtering_enable", "--vllm.sync_checksum"]
+    argv += ["--reward.overlong_buffer_len", "4", "--algo.dynamic_filtering_enable", "--train.max_restarts", "1"]
     argv += ["--data.max_samples", "32", "--rollout.micro_batch_size", "4", "--ckpt.load_enable"]
     # At 1e-3 the policy may soon want to end at once, which OpenRLHF does not let the engine do: see test_megatron.py.
     argv += ["--actor.adam.lr", "3e-4"]
@@ -64,20 +66,22 @@ def test_a_run_that_is_stopped_killed_and_resumed_is_the_run_that_was_not(traine
     argv, hold = _own_folder(argv, tmp_path / "parts")
     # What a run leaves that died in its first checkpoint.
     (tmp_path / "parts" / "checkpoints" / "_actor" / "global_step2").mkdir(parents=True)
-    _train_until_stopped(argv, tmp_path / "parts", hold)
+    _train_until_stopped([*argv, "--vllm.num_engines", "2"], tmp_path / "parts", hold)
     saved = tmp_path / "parts" / "checkpoints" / "_actor" / "global_step2"
     size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
     estimate = checkpoint_bytes(parameters_of(str(tiny_model)))  # from below, and not by much
     assert estimate <= size < 1.5 * estimate
     (tmp_path / "parts" / "checkpoints" / "stop").touch()  # one that came too late for the first run
-    _train_until_killed(argv, tmp_path / "parts", hold)
-    resumed = finish(argv, tmp_path / "parts")
+    resumed = _lose_a_trainer(argv, tmp_path / "parts", hold)
     assert resumed.code == 0, resumed.log[-4000:]
 
     [parts] = read_runs(tmp_path / "parts" / "metrics.jsonl")
+    made = [line for line in parts if line["kind"] != "run"]
     assert len(resumed.steps) == len(whole.steps) + 1  # the third was made twice, and once more it counts
-    for one, other in zip(whole.metrics, [line for line in parts if line["kind"] != "run"], strict=True):
-        assert _without_times(one) == _without_times(other)
+    for one, other in zip(whole.metrics, made, strict=True):
+        assert _to_compare(one) == _to_compare(other)
+    restarts = [line[names.RESTARTS_ENGINES] for line in made if line["kind"] == "train"]
+    assert restarts == [1, 1, *[0] * (len(steps) - 2)]
     assert _logged(whole.folder) == _logged(resumed.folder)
     before = load_file(tiny_model / "model.safetensors")
     weights, again = (load_file(run.folder / "model" / "model.safetensors") for run in (whole, resumed))
@@ -96,32 +100,28 @@ def _own_folder(argv: list[str], folder: Path) -> tuple[list[str], Hold]:
 
 
 @contextmanager
-def _running(argv: list[str], folder: Path, step: int) -> Iterator[subprocess.Popen]:
-    """A run that has made this step, and is held in the rollout of the next."""
+def _running(argv: list[str], folder: Path) -> Iterator[subprocess.Popen]:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with (folder / "log").open("w") as log:
         run = subprocess.Popen(
             [sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray", *argv],
             cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        metrics = folder / "metrics.jsonl"
         try:
-            until(
-                lambda: metrics.exists()
-                and f'"train", "step": {step},' in metrics.read_text()
-                or run.poll() is not None,
-                600,
-                "a step",
-            )
             yield run
         finally:
             run.kill()
 
 
 def _train_until_stopped(argv: list[str], folder: Path, hold: Hold) -> None:
-    """SIGUSR1 in the rollout of step 2: the run makes that step, saves it and ends with status 75."""
-    hold.after(1)
-    with _running(argv, folder, 1) as run:
+    """In the rollout of step 1 one of two engines is killed: the other answers its prompts, and it comes back with the
+    weights of that step. SIGUSR1 in the rollout of step 2: the run makes it, saves it and ends with status 75."""
+    hold.after(0)
+    with _running(argv, folder) as run:
+        until(lambda: len(hold.held()) == 2 or run.poll() is not None, 600, "both engines are asked")
+        os.kill(hold.held()[0], signal.SIGKILL)
+        hold.after(1)
+        _wait_for_step(1, run, folder)
         run.send_signal(signal.SIGUSR1)
         until(lambda: (folder / "checkpoints" / "stop").exists() or run.poll() is not None, 100, "the request")
         hold.release()
@@ -129,29 +129,49 @@ def _train_until_stopped(argv: list[str], folder: Path, hold: Hold) -> None:
     text = (folder / "log").read_text()
     assert code == 75, text[-4000:]
     assert [step["step"] for step in Finished(code, text, folder).steps] == [1, 2]  # 2 was in progress
+    assert "of 2 (counted from 0) died: " in text and "is started again" in text
     assert "train_ppo_ray stopped: asked to, after step 2, which is saved" in text.strip().splitlines()[-1]
 
 
-def _train_until_killed(argv: list[str], folder: Path, hold: Hold) -> None:
-    """SIGKILL to all of the run's processes, in the rollout of step 4; step 3 is not saved."""
+def _lose_a_trainer(argv: list[str], folder: Path, hold: Hold) -> Finished:
+    """SIGKILL to one of the trainer's ranks, in the rollout of step 4, when nobody waits for it; step 3 is not saved.
+    The run is started again from step 2, and makes all."""
     hold.after(3)
-    with _running(argv, folder, 3) as run:
-        assert run.poll() is None, (folder / "log").read_text()[-4000:]
-        for process in [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-    hold.release()
+    with _running(argv, folder) as run:
+        _wait_for_step(3, run, folder)
+        ranks = [one for one in psutil.Process(run.pid).children(recursive=True) if _is_trainer(one)]
+        assert len(ranks) == 2, (folder / "log").read_text()[-4000:]
+        ranks[1].kill()
+        hold.release()
+        code = run.wait(timeout=800)
+    text = (folder / "log").read_text()
+    assert "train_ppo_ray stopped: a process of the run died" in text
+    assert "restart 1 of 1 goes on from its last checkpoint" in text
+    return Finished(code, text, folder)
+
+
+def _is_trainer(process: psutil.Process) -> bool:
+    """By its class in Ray's title, or upstream's while a method runs."""
+    with suppress(psutil.Error):
+        return re.match(r"ray::\w*Policy", " ".join(process.cmdline())) is not None
+    return False
+
+
+def _wait_for_step(step: int, run: subprocess.Popen, folder: Path) -> None:
+    metrics = folder / "metrics.jsonl"
+    line = f'"train", "step": {step},'
+    until(lambda: metrics.exists() and line in metrics.read_text() or run.poll() is not None, 600, f"step {step}")
 
 
 def _logged(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard shows of a run, but for its times."""
     events = EventAccumulator(str(folder / "tensorboard" / "run")).Reload()
-    tags = [tag for tag in events.Tags()["scalars"] if not tag.removeprefix("train/").startswith(TIMES)]
+    tags = [tag for tag in events.Tags()["scalars"] if not tag.removeprefix("train/").startswith(NOT_COMPARED)]
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
 
 
-def _without_times(entry: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if not name.startswith(TIMES)}
+def _to_compare(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if not name.startswith(NOT_COMPARED)}
 
 
 AGENT = """
