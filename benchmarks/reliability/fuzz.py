@@ -507,7 +507,7 @@ def wait_for_ray(case: tuple[Any, Any, Any]) -> None:
             raise OSError("the head has ended")
         return answers.pop()
 
-    with mock.patch.object(dashboard, "_ask", ask):
+    with mock.patch.object(dashboard, "_ask", ask), mock.patch("openrlhf_gtpo.launch.ray_wait._PAUSE", 0):
         dashboard.alive()
         dashboard.runs_a_job()
 
