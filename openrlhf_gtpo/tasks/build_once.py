@@ -68,7 +68,7 @@ def _is_complete(target: Path, recipe: Mapping[str, Any]) -> bool:
         raise ValueError(f"{target} is a file; choose another --output")
     try:
         marker = json.loads((target / MARKER).read_text())
-        found, files = dict(marker["recipe"]), dict(marker["files"])
+        found, files = {**marker["recipe"]}, {**marker["files"]}
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         if any(target.iterdir()):
             raise ValueError(
@@ -79,5 +79,6 @@ def _is_complete(target: Path, recipe: Mapping[str, Any]) -> bool:
     if found != recipe:
         differing = sorted(key for key in found.keys() | recipe.keys() if found.get(key) != recipe.get(key))
         details = ", ".join(f"{key} was {found.get(key)!r}, is now {recipe.get(key)!r}" for key in differing)
+        details = " ".join(details.split())
         raise ValueError(f"{target} was made from other settings ({details}): choose another --output or remove it")
     return all((target / name).is_file() and (target / name).stat().st_size == size for name, size in files.items())

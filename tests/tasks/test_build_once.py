@@ -65,7 +65,12 @@ def test_a_directory_of_something_else_is_refused_and_kept(tmp_path):
     with pytest.raises(ValueError, match="not made by this command"):
         build_once(tmp_path, {}, _builder([]))
     (tmp_path / "list").mkdir()
-    for marker in (["not", "ours"], {"recipe": None, "files": {}}, {"recipe": {}, "files": [1]}):
+    for marker in (
+        ["not", "ours"],
+        {"recipe": None, "files": {}},
+        {"recipe": {}, "files": [1]},
+        {"recipe": [[1, 2]], "files": {}},
+    ):
         (tmp_path / "list" / MARKER).write_text(json.dumps(marker))
         with pytest.raises(ValueError, match="not made by this command"):
             build_once(tmp_path / "list", {}, _builder([]))
