@@ -33,13 +33,14 @@ from openrlhf_gtpo.tasks import reasoning_gym_reward
 
 STALL_TIMEOUT = 30
 PROMPTS = 4
-# The signal, and what the command line of its target has in it.
+# The signal, and what the command line of its target has in it; Ray's processes change theirs from the name of their
+# class to that of the one which a running method is declared in.
 FAULTS = {
-    "rank killed": (signal.SIGKILL, "ray::EntropyPolicyActor"),
-    "rank stopped": (signal.SIGSTOP, "ray::EntropyPolicyActor"),
-    "reference rank killed": (signal.SIGKILL, "ray::ReferenceModelActor"),
-    "controller killed": (signal.SIGKILL, "ray::EntropyTrainer"),
-    "controller stopped": (signal.SIGSTOP, "ray::EntropyTrainer"),
+    "rank killed": (signal.SIGKILL, r"ray::\w*Policy"),
+    "rank stopped": (signal.SIGSTOP, r"ray::\w*Policy"),
+    "reference rank killed": (signal.SIGKILL, r"ray::\w*Reference"),
+    "controller killed": (signal.SIGKILL, r"ray::(EntropyTrainer|PPOTrainer)"),
+    "controller stopped": (signal.SIGSTOP, r"ray::(EntropyTrainer|PPOTrainer)"),
     "raylet killed": (signal.SIGKILL, "raylet/raylet "),
     "GCS killed": (signal.SIGKILL, "gcs/gcs_server "),
     "driver killed": (signal.SIGKILL, "openrlhf_gtpo.cli.train_ppo_ray"),
@@ -164,7 +165,7 @@ def strike(run: psutil.Popen, place: Path, fault: str, chance: random.Random) ->
     before = rows(place)[-1]["step"]
     doing = (place / "metrics.jsonl.phase").read_text()
     restarts = restarts_of(place)
-    victims = [one for one in run.children(recursive=True) if name in " ".join(cmdline(one))]
+    victims = [one for one in run.children(recursive=True) if re.search(name, " ".join(cmdline(one)))]
     victim = chance.choice(victims) if "ray::" in name else victims[0]  # the driver comes before what it started
     struck = time.monotonic()
     victim.send_signal(number)
