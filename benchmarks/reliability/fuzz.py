@@ -279,8 +279,7 @@ def read_checkpoint(case: tuple[bytes, bytes]) -> None:
         written(f"checkpoints/{name}/checkpoint.json", manifest)
     config = SimpleNamespace(**MANIFEST["model"])  # type: ignore[arg-type]
     try:
-        checkpoints.check_latest(place, config, dtype="bfloat16")
-        checkpoints.check_checkpoint(checkpoints.resolve(place))
+        checkpoints.check_checkpoint(checkpoints.resolve(place), config, dtype="bfloat16")
     finally:
         checkpoints.rotate(place, "step2", max_num=2, max_mem_gb=1)
 
@@ -377,10 +376,10 @@ def rewards() -> st.SearchStrategy[Any]:
 
 @cache
 def executor() -> Any:
-    from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRewardExecutor
+    from openrlhf_gtpo.integration.rollout.rewards import Patience, StrictRewardExecutor
 
     path = written("reward.py", b"def reward_func(queries, prompts, labels): pass\n")
-    return StrictRewardExecutor([str(path)])
+    return StrictRewardExecutor([str(path)], Patience())
 
 
 class Engine:

@@ -13,6 +13,7 @@ import pytest
 from openrlhf_gtpo.cli import train_ppo_ray
 from openrlhf_gtpo.errors import Restartable, StoppedOnRequest, TrainingStopped, UsageError
 from openrlhf_gtpo.launch.process_tree import HUNG
+from openrlhf_gtpo.megatron.checkpoint.folder import write_manifest
 from openrlhf_gtpo.report import heartbeat
 from openrlhf_gtpo.report.heartbeat import Heartbeat
 
@@ -29,7 +30,7 @@ def handler() -> Iterator[None]:
 @pytest.fixture
 def args(tmp_path: Path) -> SimpleNamespace:
     return SimpleNamespace(
-        ckpt=SimpleNamespace(path=str(tmp_path), stop_file=None),
+        ckpt=SimpleNamespace(path=str(tmp_path), stop_file=None, load_tag=None),
         train=SimpleNamespace(async_enable=False, stall_timeout=0.0, max_restarts=2),
     )
 
@@ -51,6 +52,7 @@ class Runs:
 def test_a_run_that_dies_goes_on_from_its_checkpoint_until_it_ends(args, tmp_path, monkeypatch, capsys) -> None:
     def dies_after_a_checkpoint(*_: Any) -> int:
         (tmp_path / "_actor" / "global_step2").mkdir(parents=True)
+        write_manifest(tmp_path / "_actor" / "global_step2", {})
         return -signal.SIGKILL
 
     runs = Runs(monkeypatch, 1, dies_after_a_checkpoint, 0)

@@ -15,6 +15,7 @@ from openrlhf.trainer.ppo_utils.kl_controller import AdaptiveKLController
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from openrlhf_gtpo.integration.actors.strategy import Strategy
+from openrlhf_gtpo.integration.controller.spikes import Spikes
 from openrlhf_gtpo.integration.controller.trainer import EntropyTrainer, FlushedTensorboard
 from openrlhf_gtpo.report.metrics import MetricsWriter
 
@@ -64,9 +65,12 @@ class Controller(EntropyTrainer):
         self.experience_maker = SimpleNamespace(seconds={}, audit=SimpleNamespace(batches=0, in_high_precision=False))
         self.best_eval_metric_key, self.best_eval_metric_value = "", -math.inf
         self._latest_eval_metric_value, self.generate_kwargs = None, {}
-        self.warnings: dict[str, str] = {}
+        self.warnings, self.failed_saves = {}, []
+        self.heartbeat, self.spikes = None, Spikes(0.0)
+        self.engines = SimpleNamespace(check=lambda: 0, bring_back=lambda policy: None)
         self.trained: list[Any] = []
         self.evaluated: list[int] = []
+        args.actor = SimpleNamespace(backend="deepspeed")
         args.train.seed, args.algo.advantage.estimator = 1, "gtpo"
 
     def train_step(self, rollout_samples: list[Any], global_step: int) -> tuple[dict[str, Any], int]:
@@ -81,9 +85,6 @@ class Controller(EntropyTrainer):
         logs = {"eval_x_pass1": SCORES.get(global_step, 0.0)}
         self.metrics_writer.write("eval", global_step, logs)
         return logs
-
-    def broadcast_to_vllm(self) -> None:
-        pass
 
 
 def plain(value: Any) -> Any:

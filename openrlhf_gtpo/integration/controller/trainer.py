@@ -164,10 +164,12 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         Raises:
             TrainingStopped: an engine died while it was sent to, or too many before.
         """
-        self._show(names.BROADCAST)
         self.engines.check()
         try:
+            if self.heartbeat:
+                self.heartbeat.beat(steadily=True)  # an engine takes to start what it takes
             self.engines.bring_back(self.actor_model_group)
+            self._show(names.BROADCAST)
             super().broadcast_to_vllm()
         except ray.exceptions.RayError:
             self.engines.check()  # which names the engine, where the run stops for it

@@ -51,10 +51,14 @@ def test_a_spike_is_logged_and_neither_saved_nor_forgotten_by_a_resumed_run(
 ) -> None:
     """A run that goes on from the checkpoint before it knows the steps before it, and meets it again."""
     controller = object.__new__(EntropyTrainer)
-    controller.args = SimpleNamespace(ckpt=SimpleNamespace(save_steps=1, path=str(tmp_path), stop_file=None))
+    ckpt = SimpleNamespace(save_steps=1, path=str(tmp_path), stop_file=None)
+    controller.args = SimpleNamespace(ckpt=ckpt, actor=SimpleNamespace(backend="deepspeed"))
     controller.costs = SimpleNamespace(begin=lambda: None, end=dict, response_tokens=1)
-    controller.experience_maker = SimpleNamespace(seconds={})
-    controller.samples_generator = SimpleNamespace(dispatched=0)
+    controller.experience_maker = SimpleNamespace(
+        seconds={}, audit=SimpleNamespace(batches=0, in_high_precision=False)
+    )
+    controller.samples_generator = SimpleNamespace(dispatched=0, at_end_of_episode=False)
+    controller.heartbeat, controller.failed_saves = None, []
     controller.metrics_writer, controller.warnings = MetricsWriter(tmp_path / "metrics.jsonl"), {}
     controller.kl_ctl, controller.spikes = SimpleNamespace(value=0.0), Spikes(8.0)
     saved: list[Any] = []
@@ -71,7 +75,7 @@ def test_a_spike_is_logged_and_neither_saved_nor_forgotten_by_a_resumed_run(
         with pytest.raises(TrainingStopped, match="kl of step 31 is 9, "):
             controller.save_logs_and_checkpoints(31, {"kl": 9.0}, {})
         assert len(saved) == 30 and json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["kl"] == 9.0
-        controller.spikes = Spikes(8.0)
+        controller.spikes, controller._states = Spikes(8.0), None
         controller.init_checkpoint_states()
 
 
@@ -79,10 +83,10 @@ def test_a_kl_that_is_not_finite_leaves_the_coefficient(monkeypatch: pytest.Monk
     from openrlhf.trainer.ppo_utils.kl_controller import AdaptiveKLController
 
     controller = object.__new__(EntropyTrainer)
-    controller.args = SimpleNamespace(ckpt=SimpleNamespace(path=""))
+    controller.args = SimpleNamespace(train=SimpleNamespace(max_restarts=0))
     controller.costs = SimpleNamespace(sampled=lambda rows: None, trained=lambda: None)
     controller.experience_maker = SimpleNamespace(metrics={}, credit=None)
-    controller.metrics_writer, controller.warnings = None, {}
+    controller.metrics_writer, controller.warnings, controller.heartbeat = None, {}, None
     controller.kl_ctl = AdaptiveKLController(0.1, 6.0, 1000)
     monkeypatch.setattr(trainer, "step_warnings", lambda *arguments: {})
     upstream: Any = trainer._UpstreamTrainer

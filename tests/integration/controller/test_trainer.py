@@ -115,7 +115,8 @@ def test_an_evaluation_that_an_interruption_cut_off_is_made_when_the_run_goes_on
     controller.args, controller.eval_dataloader, controller.generate_kwargs = args, [], {}
     controller.costs = SimpleNamespace(begin=lambda: None)
     controller.wandb_logger = controller.tensorboard_logger = controller.critic_model_group = None
-    controller.kl_ctl = SimpleNamespace(value=0.5)
+    controller.kl_ctl, controller.heartbeat, controller.spikes = SimpleNamespace(value=0.5), None, Spikes(0.0)
+    controller.engines = SimpleNamespace(check=lambda: 0, bring_back=lambda policy: None)
     controller.experience_maker = SimpleNamespace(audit=NO_AUDIT)
     controller.samples_generator, controller.failed_saves = SimpleNamespace(at_end_of_episode=False), []
     controller.best_eval_metric_key, controller.best_eval_metric_value = "", -math.inf
