@@ -34,6 +34,7 @@ def own_environment() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", fuzz.PARSERS)
 def test_no_case_ends_without_a_clear_error(name: str, own_environment: None) -> None:
     tally = fuzz.fuzz(name, FEW.get(name, 200), 7)

@@ -594,9 +594,8 @@ def train_flags(argv: list[str]) -> None:
 
 def cli_flags(case: tuple[str, list[str]]) -> None:
     """Every other command, up to where it would start its work."""
-    from openrlhf_gtpo.cli import ask, benchmark, ray_cluster
+    from openrlhf_gtpo.cli import ask, benchmark, prepare, ray_cluster
     from openrlhf_gtpo.report import watch
-    from openrlhf_gtpo.tasks import smollm2, tiny_model
 
     name, argv = case
     with contextlib.ExitStack() as stack:
@@ -606,8 +605,8 @@ def cli_flags(case: tuple[str, list[str]]) -> None:
             (ray_cluster, "run_node"),
             (ray_cluster, "wait_for_nodes"),
             (watch, "watch"),
-            (smollm2, "convert_smollm2"),
-            (tiny_model, "make_tiny_model"),
+            (prepare, "convert_smollm2"),
+            (prepare, "make_tiny_model"),
         ):
             stack.enter_context(mock.patch.object(module, work, lambda *args, **options: 0))
         stack.enter_context(mock.patch.object(ray_cluster, "make_token", lambda path: None))
