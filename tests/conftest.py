@@ -20,17 +20,13 @@ for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "TTY_COMPATIBLE", "CO
     os.environ.pop(name, None)
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist's own reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What runs on a pool of ranks, or in a process of its own that imports torch, is slow. A file's tests share
-    fixtures, so one worker gets them all, and the tests of SLURM the addresses of its nodes. Files with whole runs
-    come first: no worker is left with one at the end."""
+    """What runs on a pool of ranks, or in a process of its own that imports torch, is slow. Files with whole runs come
+    first: no worker is left with one at the end."""
     whole_runs = {item.path for item in items if item.get_closest_marker("e2e")}
     for item in items:
         if {"ranks", "one_rank", "four_ranks", "pools", "fresh"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
-        with_slurm = item.path.name.startswith("test_slurm")
-        item.add_marker(pytest.mark.xdist_group("slurm" if with_slurm else item.path.stem))
     items.sort(key=lambda item: item.path not in whole_runs)
 
 

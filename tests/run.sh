@@ -62,4 +62,4 @@ if ((${#failed[@]} > 0)); then
 fi
 
 printf '== pytest\n'
-exec python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder --durations=20 "${quick[@]}" "$@"
+exec python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations=20 "${quick[@]}" "$@"

@@ -1,7 +1,8 @@
 """A real SLURM on this machine: munged, slurmctld and two slurmd, with all of their files in one folder.
 
 The nodes n1 and n2 have the addresses 127.0.0.2 and 127.0.0.3, so that what runs on them can use one port
-on both, as on two hosts. No cgroups, no accounting; any user may run it.
+on both, as on two hosts. No cgroups, no accounting; any user may run it, and several at once: their ports differ, and
+the numbers of their jobs, by which a job's processes are found.
 """
 
 import getpass
@@ -23,6 +24,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmUser={user}
 SlurmdUser={user}
 SlurmctldPort={controller}
+FirstJobId={controller}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=15
 CredType=cred/munge
