@@ -83,7 +83,7 @@ def test_a_job_that_loses_a_node_ends_with_every_step(
 
     until(lambda: job.ended(), 600, "the end of the job")
     assert job.state() == "COMPLETED", job.everything
-    assert "Loading the checkpoint global_step3" in _train_log(job, 1)
+    assert f"Loading the checkpoint {tmp_path}/checkpoints/_actor/global_step3" in _train_log(job, 1)
     assert _steps(tmp_path) == [1, 2, 3, 4, 5, *range(4, STEPS + 1)]
     assert (tmp_path / "model" / "model.safetensors").exists()
     n2 = tmp_path / "run" / "slurm" / f"{job.number}-1" / "n2-ray"

@@ -2,8 +2,10 @@
 only so often. The engines are stand-ins, and Ray's part is tested in tests/e2e/test_stop.py.
 """
 
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,9 +34,11 @@ class Engine:
 
 
 @pytest.fixture
-def killed(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
-    """Those that were killed, with a Ray that has a result at once, or never; the dead are being started."""
+def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
+    """Those that were killed, with a Ray that has a result at once, or never; the dead are being started. The thread
+    that watches engines ends with the test: later it would ask, and thereby start, the real Ray."""
     found: list[Engine] = []
+    over, before = threading.Event(), threading.enumerate()
 
     def get(ref: Any, timeout: float = 0) -> None:
         for _, state in ref if isinstance(ref, list) else [ref]:
@@ -48,12 +52,18 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
         engine.state = ActorUnavailableError("it is being started", None)
 
     def wait(refs: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        if over.is_set():
+            sys.exit()  # the watching thread, without a word
         return [ref for ref in refs if ref[1]() is not NEVER], [ref for ref in refs if ref[1]() is NEVER]
 
     stand_in = SimpleNamespace(get=get, kill=kill, wait=wait, exceptions=ray.exceptions)
     monkeypatch.setattr(module, "ray", stand_in)
     monkeypatch.setattr(module, "_LOOK_EVERY", 0.01)
-    return found
+    yield found
+    over.set()
+    for thread in set(threading.enumerate()) - set(before):
+        thread.join(timeout=60)
+        assert not thread.is_alive()
 
 
 def task_error(cause: Exception) -> Exception:
