@@ -149,3 +149,7 @@ def test_tensorboard_has_each_step_once(tmp_path: Path) -> None:
     resumed.go_on(2)
     resumed.log_train(3, {"x": 2.0})
     assert read() == [(1, 1.0), (2, 1.0), (3, 2.0)]
+    anew = FlushedTensorboard(args)
+    anew.go_on(0)
+    anew.log_train(1, {"x": 3.0})
+    assert read() == [(1, 3.0)]

@@ -118,7 +118,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         if self.metrics_writer:
             settings = {"seed": self.args.train.seed, "estimator": self.args.algo.advantage.estimator}
             earlier = self.metrics_writer.begin(step, settings)
-        if self.tensorboard_logger and step > 0:
+        if self.tensorboard_logger:
             self.tensorboard_logger.go_on(step)
         if self.eval_dataloader is not None and step > 0 and step % self.args.eval.steps == 0:
             self._unevaluated = states

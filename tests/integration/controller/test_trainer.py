@@ -114,7 +114,9 @@ def test_an_evaluation_that_an_interruption_cut_off_is_made_when_the_run_goes_on
     controller = object.__new__(EntropyTrainer)
     controller.args, controller.eval_dataloader, controller.generate_kwargs = args, [], {}
     controller.costs = SimpleNamespace(begin=lambda: None)
-    controller.wandb_logger = controller.tensorboard_logger = controller.critic_model_group = None
+    controller.wandb_logger = controller.critic_model_group = None
+    purged: list[int] = []  # also before the first checkpoint: an earlier start may have made steps
+    controller.tensorboard_logger = SimpleNamespace(go_on=purged.append, close=lambda: None)
     controller.kl_ctl, controller.heartbeat, controller.spikes = SimpleNamespace(value=0.5), None, Spikes(0.0)
     controller.engines = SimpleNamespace(check=lambda: 0, bring_back=lambda policy: None)
     controller.experience_maker = SimpleNamespace(audit=NO_AUDIT)
@@ -146,7 +148,7 @@ def test_an_evaluation_that_an_interruption_cut_off_is_made_when_the_run_goes_on
     states |= {"best_eval_metric_key": "eval_x_pass1", "best_eval_metric_value": 0.125}
     monkeypatch.setattr(EntropyTrainer, "init_checkpoint_states", lambda self: states)
     controller.fit()
-    assert done == ["weights"] * (saved > 0) + made
+    assert done == ["weights"] * (saved > 0) + made and purged == [saved]
     assert [one["tag"] for one in saves] == ["best_global_step4"] * (saved == 4)
     expected = states | {"best_eval_metric_value": 0.25, "kl_coefficient": 0.5}
     assert all(expected.items() <= one["client_states"].items() and one["metric_value"] == 0.25 for one in saves)
