@@ -76,7 +76,7 @@ def main() -> None:
 
 def train(place: Path, order: list[str], chance: random.Random) -> dict[str, Any]:
     """A run with a fault after another."""
-    steps = 6 * len(order) + 3
+    steps = 40 * len(order)
     flags: dict[str, Any] = {
         "--actor.model_name_or_path": place / "model",
         "--actor.num_gpus_per_node": 2,
