@@ -46,7 +46,7 @@ FOLDER = Path(__file__).parent
 
 def reward_func(queries, prompts, labels):
     lines = (FOLDER / "metrics.jsonl").read_text().splitlines()
-    step = [row["step"] for row in map(json.loads, lines) if row["kind"] != "eval"][-1]  # a start has that of its state
+    step = [row["step"] for row in map(json.loads, lines) if row["kind"] != "eval"][-1]  # or of a start's state
     with open(FOLDER / "responses.jsonl", "a") as file:
         file.write(json.dumps([step + 1, prompts[0], queries[0]]) + "\\n")
     reward = float(len(queries[0]) % 2 == 0)
