@@ -231,11 +231,9 @@ class WholeSteps:
         """Of the next training on ``engine``: the same on every rank of a replica, and after a resume. None for the
         rows' own order, in which dynamic batches come sorted for balance."""
         train = self.strategy.args.train
-        return (
-            None
-            if train.dynamic_batch_enable
-            else RowOrder(train.batch_size, [train.seed, engine.global_steps - engine.skipped_steps])
-        )
+        if train.dynamic_batch_enable:
+            return None
+        return RowOrder(train.batch_size, [train.seed, engine.global_steps - engine.skipped_steps])
 
     def micro_batches(self, engine: Any) -> Iterator[tuple[int, Experience, int]]:
         """For each backward pass on ``engine``: its number, the batch, and how many rows of it count."""

@@ -375,9 +375,8 @@ def _load_table(name: str, split: str, flag: str) -> Any:
     path = Path(folder)
     if path.is_file() and path.stat().st_size == 0:
         raise UsageError(f"{flag} {path} is empty.")
-    if (
-        _TABLES.get(path.suffix) == "json"
-    ):  # whose reader ends the process (https://github.com/apache/arrow/issues/47409)
+    if _TABLES.get(path.suffix) == "json":
+        # A null row ends the process that reads it: https://github.com/apache/arrow/issues/47409
         with path.open("rb") as rows:
             first, number = rows.read(4096), None
             if re.match(rb"(\xef\xbb\xbf)?[\s\[]*null", first):
