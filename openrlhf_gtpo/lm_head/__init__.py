@@ -1,8 +1,9 @@
-"""The LM head: hidden states to per-token log-probability and entropy, without ever holding the logits.
+"""The LM head: hidden states to per-token log-probability and entropy, without ever holding the logits; or, where they
+are there already, logits to the same.
 
 | file | owns |
 |---|---|
-| `function` | the public function, its checks, the choice of `portable` or `kernels`, its autograd |
+| `function` | the public functions, their checks, the choice of `portable` or `kernels`, its autograd |
 | `projection` | the forward and the backward pass over a shard: plan, loops over tiles, products, sums of gradients |
 | `portable` | the work on one tile, in torch |
 | `kernels` | the same, in Triton |
@@ -16,9 +17,9 @@ This room knows torch, and Triton where there is one; `tiles` knows neither, and
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .function import linear_log_prob_and_entropy
+    from .function import linear_log_prob_and_entropy, log_prob_and_entropy
 
-__all__ = ["linear_log_prob_and_entropy"]
+__all__ = ["linear_log_prob_and_entropy", "log_prob_and_entropy"]
 
 
 def __getattr__(name: str) -> Any:

@@ -82,6 +82,25 @@ def linear_log_prob_and_entropy(
     return _LinearLogProbAndEntropy.apply(hidden, weight, bias, labels, settings)
 
 
+def log_prob_and_entropy(
+    logits: Tensor, labels: Tensor, *, temperature: float, implementation: Implementation = "auto"
+) -> tuple[Tensor, Tensor]:
+    """log p(label) and the entropy of p = softmax(logits / temperature), of logits that exist already.
+
+    Not differentiable. The arithmetic, and its dtype, is that of `linear_log_prob_and_entropy`.
+
+    Args:
+        logits: (T, V), unsharded; they are not written to. -inf removes a column.
+        labels: (T,) int64.
+        temperature, implementation: as above.
+
+    Returns:
+        log_prob (T,) and entropy (T,) in nats; NaN where all logits of a row are NaN or one is +inf.
+    """
+    statistics = _choose(implementation, logits).of_logits(logits, labels, 1 / (math.log(2) * temperature))
+    return statistics.log_prob(temperature), statistics.entropy(logits.size(1))
+
+
 def _check(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, temperature: float, vocab_size: int | None
 ) -> None:

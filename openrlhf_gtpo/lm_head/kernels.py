@@ -33,8 +33,15 @@ class TritonTile:
         shape = (hidden.size(0), weight.size(0))
         return torch.mm(hidden, weight.t(), out=self._memory[: shape[0] * shape[1]].view(shape))
 
+    @classmethod
+    def of_logits(cls, logits: Tensor, labels: Tensor, bits_per_logit: float) -> TokenStatistics:
+        total = TokenStatistics.empty(len(logits), torch.float32, logits.device, with_entropy=True)
+        cls.absorb(logits, None, labels, total, bits_per_logit)
+        return total
+
+    @staticmethod
     def absorb(
-        self, product: Tensor, bias: Tensor | None, labels: Tensor, total: TokenStatistics, bits_per_logit: float
+        product: Tensor, bias: Tensor | None, labels: Tensor, total: TokenStatistics, bits_per_logit: float
     ) -> None:
         tokens, columns = product.shape
         _absorb[(tokens,)](
@@ -46,6 +53,7 @@ class TritonTile:
             total.weighted_exponents,
             total.label_logit,
             columns,
+            product.stride(0),
             bits_per_logit,
             HAS_BIAS=bias is not None,
             WITH_ENTROPY=total.weighted_exponents is not None,
@@ -88,6 +96,7 @@ def _absorb(  # type: ignore[no-untyped-def]
     weighted_exponents,
     label_logit,
     columns,
+    row_stride,
     bits_per_logit,
     HAS_BIAS: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
@@ -95,7 +104,7 @@ def _absorb(  # type: ignore[no-untyped-def]
 ):
     """One row: the arithmetic of `TokenStatistics.merge_`, a block of columns at a time."""
     row = tl.program_id(0).to(tl.int64)
-    logits += row * columns
+    logits += row * row_stride
     top = tl.load(maximum + row)
     total = tl.load(sum_exp + row)
     weighted = 0.0

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from .softmax import LOWEST_EXPONENT, LogitGradient, TokenStatistics, accumulation_dtype
-from .tiles import Tile, portable_bytes_per_logit
+from .tiles import CPU_TILE, Tile, portable_bytes_per_logit, spans
+
+_LOWEST_LOGIT = -1e30  # in the place of -inf, so that what is made of it stays finite too
 
 
 class PortableTile:
@@ -27,6 +29,19 @@ class PortableTile:
     def product(self, hidden: Tensor, weight: Tensor) -> Tensor:
         shape = (hidden.size(0), weight.size(0))
         return torch.mm(hidden, weight.t(), out=_part(self._narrow, shape))
+
+    @classmethod
+    def of_logits(cls, logits: Tensor, labels: Tensor, bits_per_logit: float) -> TokenStatistics:
+        wide = accumulation_dtype(logits.dtype)
+        total = TokenStatistics.empty(len(logits), wide, logits.device, with_entropy=True)
+        tile = Tile(min(len(logits), CPU_TILE[0]), CPU_TILE[1])
+        memory = cls(tile, total.maximum, second=True)
+        for tokens in spans(len(logits), tile.tokens):
+            for columns in spans(logits.size(1), tile.columns):
+                part = logits[tokens, columns]
+                copy = _part(memory._wide, part.shape).copy_(part).clamp_(min=_LOWEST_LOGIT)
+                memory.absorb(copy, None, labels[tokens] - columns.start, total.rows(tokens), bits_per_logit)
+        return total
 
     def absorb(
         self, product: Tensor, bias: Tensor | None, labels: Tensor, total: TokenStatistics, bits_per_logit: float

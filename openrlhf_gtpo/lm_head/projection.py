@@ -9,7 +9,6 @@ Products are taken in the inputs' dtype, everything after them in `accumulation_
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -20,6 +19,7 @@ from torch import Tensor
 from . import tiles
 from .shard import VocabularyShard
 from .softmax import LogitGradient, TokenStatistics, accumulation_dtype
+from .tiles import spans
 
 
 class TileWork(Protocol):
@@ -38,6 +38,10 @@ class TileWork(Protocol):
 
     def product(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """hidden (t, H) x weight (v, H), in the dtype of the inputs; what is there before is lost."""
+
+    @classmethod
+    def of_logits(cls, logits: Tensor, labels: Tensor, bits_per_logit: float) -> TokenStatistics:
+        """Statistics of logits (T, V) that exist already and stay as they are; -inf is a column of no probability."""
 
     def absorb(
         self, product: Tensor, bias: Tensor | None, labels: Tensor, total: TokenStatistics, bits_per_logit: float
@@ -98,12 +102,6 @@ class Settings:
 
 def _item_sizes(hidden: Tensor) -> tuple[int, int]:
     return hidden.element_size(), accumulation_dtype(hidden.dtype).itemsize
-
-
-def spans(length: int, step: int) -> Iterator[slice]:
-    """Slices of at most `step` that cover range(length)."""
-    for start in range(0, length, step):
-        yield slice(start, min(start + step, length))
 
 
 def forward(

@@ -4,7 +4,7 @@ Owns the accounting of temporaries: `forward_bytes` and `backward_bytes` say wha
 term by term, and must be changed together with it. Knows no tensors.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 # On CPU a tile that stays in the last-level cache makes the passes over the logits nearly free: each costs 0.04 to
@@ -17,6 +17,12 @@ DEVICE_TILE = (8192, 1 << 20)
 ALIGNMENT = 128
 # The share of the budget that an accumulator of d_hidden may take in the backward pass; tiles get the rest.
 ACCUMULATOR_SHARE = 0.75
+
+
+def spans(length: int, step: int) -> Iterator[slice]:
+    """Slices of at most `step` that cover range(length)."""
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))
 
 
 def default_budget(on_cpu: bool) -> int:

@@ -1,5 +1,6 @@
 """The naive formula in float64, and the inputs the tests share."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +68,22 @@ def make_case(
     for leaf in case.leaves():
         leaf.requires_grad_()
     return case
+
+
+def make_logits(
+    tokens: int, columns: int, *, dtype: torch.dtype, scale: float, temperature: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits (T, V), a view into wider rows, of which a tenth is -inf and 1000 columns in all rows; labels (T,) among
+    the others; their log_prob and entropy (T,) in float64."""
+    generator = torch.Generator().manual_seed(1)
+    padded = torch.randn(tokens, columns + 63, generator=generator) * scale + 20
+    logits = padded.to(dtype)[:, :columns]
+    labels = torch.randint(1000, columns, (tokens,), generator=generator)
+    removed = torch.rand(logits.shape, generator=generator) < 0.1
+    removed[:, :1000] = True
+    logits.masked_fill_(removed.scatter_(1, labels.unsqueeze(1), False), -math.inf)
+    log_p = torch.log_softmax(logits.double() / temperature, dim=1)
+    return logits, labels, log_p.gather(1, labels.unsqueeze(1)).squeeze(1), torch.special.entr(log_p.exp()).sum(1)
 
 
 def gradients(case: Case, log_prob: Tensor | None, entropy: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -8,9 +8,9 @@ import math
 
 import pytest
 import torch
-from lm_head_reference import gradients, make_case, naive
+from lm_head_reference import gradients, make_case, make_logits, naive
 
-from openrlhf_gtpo.lm_head import kernels, linear_log_prob_and_entropy
+from openrlhf_gtpo.lm_head import kernels, linear_log_prob_and_entropy, log_prob_and_entropy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -62,6 +62,21 @@ def test_values_are_those_of_the_portable_one(dtype, scale, with_bias, chunk_byt
         for found, truth in zip(ours, exact):
             torch.testing.assert_close(found.double(), truth, rtol=0, atol=2e-5)
     assert (ours[0] <= 0).all() and (ours[1] >= 0).all() and (ours[1] <= math.log(263) + 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "temperature"),
+    [(torch.float32, 12.0, 0.7), (torch.bfloat16, 1.0, 1.0), (torch.float16, 0.0, 0.7)],
+)
+def test_of_logits_that_exist_already_too(dtype, scale, temperature):
+    logits, labels, *exact = make_logits(5, 1300, dtype=dtype, scale=scale, temperature=temperature)
+    logits, labels = torch.nn.functional.pad(logits, (0, 9)).to(DEVICE)[:, :1300], labels.to(DEVICE)
+    before = logits.clone()
+    for implementation in ("triton", "portable"):
+        found = log_prob_and_entropy(logits, labels, temperature=temperature, implementation=implementation)
+        for mine, truth in zip(found, exact, strict=True):
+            torch.testing.assert_close(mine.double().cpu(), truth, rtol=0, atol=2e-5)
+    assert torch.equal(logits, before)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ def test_the_kernels_compile_for_hopper(optional, tmp_path, monkeypatch):
     for kernel, (flag, pointer) in flags.items():
         types = dict.fromkeys(kernel.arg_names, "*fp32")
         types |= {"logits": "*bf16", "labels": "*i64", "columns": "i32", "bits_per_logit": "fp32"}
+        types |= {"row_stride": "i32"} if kernel is kernels._absorb else {}
         constants = {"HAS_BIAS": optional, flag: optional, "BLOCK": 2048}
         if not optional:
             constants |= {"bias": None, pointer: None}

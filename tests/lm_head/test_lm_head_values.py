@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lm_head_reference import VOCABULARIES, log_prob_and_entropy, make_case, naive
+from lm_head_reference import VOCABULARIES, log_prob_and_entropy, make_case, make_logits, naive
 
-from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
+import openrlhf_gtpo.lm_head
+from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy, portable
 from openrlhf_gtpo.lm_head.portable import PortableTile
 from openrlhf_gtpo.lm_head.projection import Settings
 from openrlhf_gtpo.lm_head.shard import VocabularyShard
@@ -144,3 +145,26 @@ def test_invariants(tokens, columns, padding, exponent, temperature, dtype, chun
     assert (entropy >= 0).all() and (entropy <= torch.tensor(math.log(columns))).all()
     if columns == 1:
         assert (log_prob == 0).all() and (entropy == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [FLAT, ORDINARY, PEAKED])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_of_logits_that_exist_already_too(dtype, scale, temperature, monkeypatch):
+    """Tiles divide neither rows nor columns, columns have padding behind them, and some are removed, a tile whole."""
+    monkeypatch.setattr(portable, "CPU_TILE", (16, 500))
+    logits, labels, *exact = make_logits(37, 5001, dtype=dtype, scale=scale, temperature=temperature)
+    before = logits.clone()
+    found = openrlhf_gtpo.lm_head.log_prob_and_entropy(logits, labels, temperature=temperature)
+    for mine, truth in zip(found, exact, strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine.double(), truth, rtol=0, atol=2e-5)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_no_distribution_has_no_entropy(wrong):
+    logits = torch.zeros(2, 5000)
+    logits[0, 4000] = wrong
+    values = openrlhf_gtpo.lm_head.log_prob_and_entropy(logits, torch.tensor([7, 7]), temperature=1.0)
+    assert all(of_rows.isnan().tolist() == [True, False] for of_rows in values)
