@@ -31,7 +31,8 @@ from openrlhf_gtpo.integration.rollout.rewards import (
     described,
     engine_works,
 )
-from openrlhf_gtpo.integration.rollout.samples_generator import DROPPED, NumberedLabel, request_seed
+from openrlhf_gtpo.integration.rollout.sampler_calls import Answer, refuse_other_distributions, sampler_values
+from openrlhf_gtpo.integration.rollout.samples_generator import DROPPED, SAMPLER_VALUES, NumberedLabel, request_seed
 from openrlhf_gtpo.weight_sync.buckets import Bucket
 from openrlhf_gtpo.weight_sync.receipts import Receipt
 
@@ -52,6 +53,9 @@ _MARK = "OPENRLHF_GTPO_ENGINE"  # in the environment of an engine's processes: i
 
 # The sample that the current task makes; an agent may hand on sampling parameters of its own, without a seed.
 _sample_seed: ContextVar[tuple[int, ...] | None] = ContextVar("_sample_seed", default=None)
+
+# Its answers from the engine, where the entropies of its sampler are wanted; an agent's tasks share the list.
+_answers: ContextVar[list[Answer] | None] = ContextVar("_answers", default=None)
 
 
 class EngineRestarted(RuntimeError):
@@ -86,6 +90,13 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             # unquantized.py, convert_to_unquantized_kernel_format). On Hopper it is vLLM's own choice.
             kwargs["moe_backend"] = "triton"
         await super().__init__(*args, **kwargs)
+        if self.with_entropy:
+            unknown = await self.llm.collective_rpc("capture_entropy", args=(self.temperature,))
+            if any(unknown):
+                raise TrainingStopped(
+                    f"Expected a sampler of vLLM's that entropies are known to come from, got {unknown[0]}. Give "
+                    "--rollout.entropy actor."
+                )
         if self._has_old_weights and kwargs["enable_sleep_mode"]:
             await self.sleep()  # as upstream's create_vllm_engines has the first do
         if type(self.executor) is SingleTurnAgentExecutor:
@@ -121,10 +132,18 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
 
         async def sample(index: int) -> dict[str, Any]:
             _sample_seed.set(label.seed and (*label.seed, index))
+            answers: list[Answer] = []
+            with_entropy = self.with_entropy and label.is_trained
+            _answers.set(answers if with_entropy else None)
             ask = partial(respond, prompt, label.label, *args, num_samples=1, **kwargs)
             own_agent = not isinstance(self.executor, StrictRewardExecutor)
             [response] = await (self.patience.ask(ask, "the agent") if own_agent else ask())
-            return response | {"prompt_number": label.number}
+            response["prompt_number"] = label.number
+            if with_entropy:
+                vocab_size = self.llm.model_config.get_vocab_size()
+                tokens, actions = response["observation_tokens"], response["action_ranges"]
+                response[SAMPLER_VALUES] = sampler_values(tokens, actions, answers, vocab_size)
+            return response
 
         try:
             return await asyncio.gather(*(sample(index) for index in range(num_samples)))
@@ -147,13 +166,23 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         await self.llm.is_sleeping()
 
     async def generate(self, prompt_token_ids: list[int], sampling_params: Any, multi_modal_data: Any = None) -> Any:
-        """As upstream's; every turn of a seeded sample, told apart by its length, has a seed of its own."""
-        key = _sample_seed.get()
+        """As upstream's; every turn of a seeded sample, told apart by its length, has a seed of its own.
+
+        Raises:
+            TrainingStopped: the sampler's entropies are wanted, and an agent's ``sampling_params`` change them.
+        """
+        key, answers = _sample_seed.get(), _answers.get()
+        sampling_params = copy(sampling_params)
         if key is not None:
-            sampling_params = copy(sampling_params)
             sampling_params.seed = request_seed(*key, len(prompt_token_ids))
+        if answers is not None:
+            refuse_other_distributions(sampling_params, self.temperature)
+            sampling_params.logprobs = 0  # of the sampled token alone
         with engine_works():
-            return await super().generate(prompt_token_ids, sampling_params, multi_modal_data)
+            output = await super().generate(prompt_token_ids, sampling_params, multi_modal_data)
+        if answers is not None:
+            answers += [(list(prompt_token_ids), answer) for answer in output.outputs]
+        return output
 
     async def join_weight_group(self, *args: Any) -> list[None]:
         """See ``WeightReceiver.join_weight_group``; one result per worker, here as below."""

@@ -19,9 +19,11 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 
 from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.token_values import TokenValues
 
 _TRAINING, _EVALUATION = 0, 1  # streams of seeds
 
+SAMPLER_VALUES = "sampler_values"  # in a response: see ``sampler_calls.py``
 DROPPED = "dropped"  # why, in the place of all responses to a prompt
 _MAY_DROP = 0.1  # of the prompts of a rollout, and one in any case
 
@@ -33,11 +35,13 @@ class NumberedLabel(NamedTuple):
         label: the prompt's own.
         number: of the prompt, in the order of dispatch.
         seed: what the seeds of the prompt's requests are made from; None leaves sampling to the engine's generator.
+        is_trained: whether the policy learns from the responses; evaluation's it does not.
     """
 
     label: Any
     number: int
     seed: tuple[int, ...] | None
+    is_trained: bool = True
 
 
 def request_seed(*key: int) -> int:
@@ -147,10 +151,12 @@ class OrderedSamplesGenerator(SamplesGenerator):
             stream, number = _EVALUATION, self._evaluated
             self._evaluated += 1
         deterministic = self.args.train.full_determinism_enable
-        return NumberedLabel(label, number, (self.args.train.seed, stream, number) if deterministic else None)
+        seed = (self.args.train.seed, stream, number) if deterministic else None
+        return NumberedLabel(label, number, seed, is_trained=stream == _TRAINING)
 
     def _process_response_into_experience(self, response: dict[str, Any], **generate_kwargs: Any) -> Any:
-        """As upstream's; for a prompt that is dropped something that no filter lets through."""
+        """As upstream's, with what the sampler said of the response as ``sampler_values``; for a prompt that is dropped
+        something that no filter lets through."""
         if DROPPED in response:
             self.dropped += 1
             if self.dropped > self._may_drop:
@@ -162,6 +168,10 @@ class OrderedSamplesGenerator(SamplesGenerator):
             return SimpleNamespace(scores=[torch.tensor(float("nan"))])
         experience = super()._process_response_into_experience(response, **generate_kwargs)
         experience.index = [response["prompt_number"]]  # until the experience maker numbers rows
+        if SAMPLER_VALUES in response:
+            shown = slice(1, generate_kwargs.get("max_len", 2048))  # as upstream cuts rollout_log_probs
+            columns = (torch.tensor([values[shown]], dtype=torch.float32) for values in response[SAMPLER_VALUES])
+            experience.sampler_values = TokenValues(*columns)
         return experience
 
 

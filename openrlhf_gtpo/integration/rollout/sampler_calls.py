@@ -1,0 +1,82 @@
+"""The engine's answers behind a response, and what its sampler said of the response's tokens.
+
+An agent may ask the engine as often as it likes and make of the answers what it likes. A token has values where the
+engine sampled it after exactly the tokens that stand before it in the response.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from vllm import SamplingParams
+
+from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.integration.rollout.sampler_entropy import entropies
+
+# What changes the distribution that a token is drawn from, or what the sampler says of it.
+_OF_DISTRIBUTION = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logit_bias", "bad_words", "allowed_token_ids", "structured_outputs", "thinking_token_budget"),
+    *("trace_decode_token_ids", "logprob_token_ids"),
+)
+_ROUNDING = 1e-3  # above ln V
+
+Answer = tuple[list[int], Any]  # a prompt's tokens, and one of the ``outputs`` of vLLM's RequestOutput
+
+
+def refuse_other_distributions(params: SamplingParams, temperature: float) -> None:
+    """Raises TrainingStopped where tokens would be drawn from anything but softmax(logits / ``temperature``)."""
+    neutral = SamplingParams(temperature=temperature)
+    allowed: dict[str, tuple[Any, ...]] = {name: (getattr(neutral, name), None) for name in _OF_DISTRIBUTION}
+    for name, values in (allowed | {"top_k": (0, -1), "logprobs": (None, 0, 1)}).items():
+        got = getattr(params, name)
+        if got not in values:
+            raise TrainingStopped(
+                f"Expected {name} {values[0]!r} among a request's sampling parameters, got {got!r}: entropies from "
+                "the sampler are of the policy's whole distribution. Let the agent leave it as it is, or give "
+                "--rollout.entropy actor."
+            )
+
+
+def sampler_values(
+    tokens: list[int], action_ranges: list[tuple[int, int]], answers: list[Answer], vocab_size: int
+) -> tuple[list[float], list[float]]:
+    """Log-probs and entropies (nats) of a response's ``tokens`` (n,), prompt and all.
+
+    0 outside ``action_ranges``; NaN for an action that no answer has in its place, as where an agent edited it.
+
+    Raises:
+        TrainingStopped: an answer lacks entropies, or has one outside [0, ln ``vocab_size``].
+    """
+    values = np.full((2, len(tokens)), np.nan)
+    for prompt, answer in answers:
+        said = _said(prompt, answer, vocab_size)
+        start = len(prompt)
+        if tokens[:start] == prompt:
+            sampled = answer.token_ids[: len(tokens) - start]
+            same = np.array(sampled) == tokens[start : start + len(sampled)]
+            count = int(np.argmin(np.append(same, False)))
+            values[:, start : start + count] = said[:, :count]
+    is_action = np.zeros(len(tokens), dtype=bool)
+    for start, end in action_ranges:
+        is_action[start:end] = True
+    log_probs, entropy = np.where(is_action, values, 0.0).tolist()
+    return log_probs, entropy
+
+
+def _said(prompt: list[int], answer: Any, vocab_size: int) -> np.ndarray:
+    """(2, n) log-probs and entropies of an answer's tokens."""
+    of_tokens = [place[token] for token, place in zip(answer.token_ids, answer.logprobs or (), strict=False)]
+    log_probs = np.array([of_token.logprob for of_token in of_tokens])
+    entropy = entropies([of_token.rank for of_token in of_tokens])
+    most = math.log(vocab_size)
+    good = np.isfinite(log_probs) & (entropy >= 0) & (entropy <= most + _ROUNDING)
+    if len(good) == len(answer.token_ids) and good.all():
+        return np.stack([log_probs, entropy])
+    at = int(np.argmin(np.append(good, False)))
+    got = f"log-prob {log_probs[at]:g}, entropy {entropy[at]:g}" if at < len(good) else "neither"
+    raise TrainingStopped(
+        f"Expected a finite log-prob and an entropy in [0, {most:.3f}] of every token that vLLM samples, got {got} of "
+        f"token {at} (id {answer.token_ids[at]}) of {len(answer.token_ids)} after a prompt of {len(prompt)}. "
+        "--rollout.entropy actor does without them."
+    )
