@@ -71,28 +71,36 @@ def save_checkpoint(directory: Path, tied: bool) -> Path:
 class WithoutRayWorkers:
     """The rollout actor, whose vLLM starts its workers itself: on CPU it cannot leave that to Ray."""
 
-    @staticmethod
-    def options(**options: Any) -> Any:
-        from openrlhf_gtpo.integration.rollout.rollout_actor import RolloutActor
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
 
+    def options(self, **options: Any) -> Any:
         def start(**kwargs: Any) -> Any:
             kwargs |= {"distributed_executor_backend": "mp", "bundle_indices": None}
-            return RolloutActor.options(**options).remote(**kwargs)
+            return self.actor.options(**options).remote(**kwargs)
 
         return SimpleNamespace(remote=start)
 
 
 class Synced:
-    """A trainer's weights, an engine of ``workers`` processes, and the transfer between them."""
+    """A trainer's weights, an engine of ``workers`` processes, and the transfer between them.
 
-    def __init__(self, checkpoint: Path, bundle: Any, workers: int) -> None:
+    The engine computes prompts in chunks, and keeps four blocks of keys and values.
+    """
+
+    def __init__(self, checkpoint: Path, bundle: Any, workers: int, temperature: float) -> None:
+        import ray
         from openrlhf.trainer.ray import vllm_engine
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from openrlhf_gtpo.integration.rollout.rollout_actor import RolloutActor
+        from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRolloutActor
 
-        self.workers = workers
-        actor: Any = RolloutActor if workers == 1 else WithoutRayWorkers
+        self.workers, self.temperature = workers, temperature
+        self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        engine_args = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 5}
+        fields = {"engine_args": engine_args, "with_entropy": True, "temperature": temperature}
+        actor: Any = ray.remote(type("RolloutActor", (StrictRolloutActor,), fields))
+        actor = actor if workers == 1 else WithoutRayWorkers(actor)
         upstreams_actor, vllm_engine.RolloutRayActor = vllm_engine.RolloutRayActor, actor
         try:
             (self.engine,) = vllm_engine.create_vllm_engines(
@@ -154,20 +162,42 @@ class Synced:
             rows.append([logprobs[token].logprob for token, logprobs in after_the_first])
         return torch.tensor(rows)
 
-    @torch.no_grad()
     def trainer_log_probs(self, weights: dict[str, torch.Tensor]) -> torch.Tensor:
         """(4, LENGTH - 1) Transformers' log-probs of the tokens with ``weights`` as they are on the wire."""
+        log_p = self.trainer_distributions(weights, self.tokens)
+        return log_p.gather(-1, self.tokens[:, 1:, None]).squeeze(-1)
+
+    @torch.no_grad()
+    def trainer_distributions(
+        self, weights: dict[str, torch.Tensor], tokens: torch.Tensor, temperature: float = 1.0
+    ) -> torch.Tensor:
+        """(n, t - 1, V) the log-probs of all that could follow in ``tokens`` (n, t)."""
         on_the_wire = {name: w.bfloat16().float() for name, w in weights.items()}
-        logits = torch.func.functional_call(self.model, on_the_wire, (self.tokens,)).logits
-        return logits[:, :-1].log_softmax(-1).gather(-1, self.tokens[:, 1:, None]).squeeze(-1)
+        logits = torch.func.functional_call(self.model, on_the_wire, (tokens,)).logits
+        return (logits[:, :-1] / temperature).log_softmax(-1)
+
+    def responses(self, prompt_tokens: int, **params: Any) -> list[dict[str, Any]]:
+        """Four to one prompt, as a rollout asks for them."""
+        import ray
+        from vllm import SamplingParams
+
+        from openrlhf_gtpo.integration.rollout.samples_generator import NumberedLabel
+
+        prompt = "".join(chr(32 + i * i % (VOCABULARY - 2)) for i in range(prompt_tokens))
+        asked = SamplingParams(temperature=self.temperature, top_k=-1, min_tokens=1, **params)
+        return ray.get(
+            self.engine.generate_responses.remote(
+                prompt, NumberedLabel("", 0, None), asked, PREFIX + 8, self.tokenizer, num_samples=4
+            )
+        )
 
 
-@pytest.fixture(scope="module", params=[(True, 1), (False, 2)], ids=["tied", "untied-tp2"])
+@pytest.fixture(scope="module", params=[(True, 1, 0.7), (False, 2, 1.0)], ids=["tied", "untied-tp2"])
 def synced(bundle: Any, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     import ray
 
-    tied, workers = request.param
-    made = Synced(save_checkpoint(tmp_path_factory.mktemp("model"), tied), bundle, workers)
+    tied, *rest = request.param
+    made = Synced(save_checkpoint(tmp_path_factory.mktemp("model"), tied), bundle, *rest)
     yield made
     ray.kill(made.engine)
 
@@ -239,3 +269,34 @@ def test_one_parameter_left_behind_would_show(synced: Synced) -> None:
     synced.send({**new, partial: old[partial]}, 20_000)
     with pytest.raises(AssertionError):
         assert_equal_but_for_rounding(synced.engine_log_probs(), synced.trainer_log_probs(new))
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "params"),
+    [
+        # All four begin in a block of 128 tokens each, and need a second one where there is none left: most are
+        # preempted, and computed again.
+        (100, {"max_tokens": 100, "ignore_eos": True}),
+        (150, {"max_tokens": 50, "stop": ["e", "a"]}),  # the prompt's first block is in the cache
+        (20, {"max_tokens": 8, "detokenize": False}),
+    ],
+    ids=["preempted", "stopped", "not-detokenized"],
+)
+def test_the_sampler_says_what_the_trainers_weights_say(
+    synced: Synced, prompt_tokens: int, params: dict[str, Any]
+) -> None:
+    """In bf16, of whole distributions at the run's temperature; an engine with other weights does not."""
+    weights, others = synced.perturbed(40), synced.perturbed(41)
+    synced.send(weights, 2**28)
+    differences, stale = [], []
+    for response in synced.responses(prompt_tokens, **params):
+        tokens, (start, end) = torch.tensor([response["observation_tokens"]]), response["action_ranges"][0]
+        said = torch.tensor(response["sampler_values"])
+        assert start == prompt_tokens and said.shape == (2, end) and not said[:, :start].any()
+        for found, of in ((differences, weights), (stale, others)):
+            log_p = synced.trainer_distributions(of, tokens, synced.temperature)[0, start - 1 :]
+            expected = torch.stack([log_p.gather(1, tokens[0, start:, None])[:, 0], -(log_p.exp() * log_p).sum(1)])
+            found.append(said[:, start:] - expected)
+    everything = torch.cat(differences, dim=1)
+    assert_equal_but_for_rounding(everything, torch.zeros_like(everything))
+    assert (torch.cat(stale, dim=1).abs().mean(1) > LEFT_BEHIND_MEAN).all()

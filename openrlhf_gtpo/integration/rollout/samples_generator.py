@@ -155,8 +155,8 @@ class OrderedSamplesGenerator(SamplesGenerator):
         return NumberedLabel(label, number, seed, is_trained=stream == _TRAINING)
 
     def _process_response_into_experience(self, response: dict[str, Any], **generate_kwargs: Any) -> Any:
-        """As upstream's, with what the sampler said of the response as ``sampler_values``; for a prompt that is dropped
-        something that no filter lets through."""
+        """As upstream's, with a response's ``sampler_values`` where it has some; for a prompt that is dropped something
+        that no filter lets through."""
         if DROPPED in response:
             self.dropped += 1
             if self.dropped > self._may_drop:
