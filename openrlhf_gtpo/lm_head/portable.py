@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from .softmax import LOWEST_EXPONENT, LogitGradient, TokenStatistics, accumulation_dtype
-from .tiles import CPU_TILE, Tile, portable_bytes_per_logit, spans
+from .tiles import Tile, portable_bytes_per_logit, spans
 
+_LOGITS_TILE = Tile(32, 8192)  # of logits that exist already; its copies stay in a core's own cache
 _LOWEST_LOGIT = -1e30  # in the place of -inf, so that what is made of it stays finite too
 
 
@@ -34,10 +35,9 @@ class PortableTile:
     def of_logits(cls, logits: Tensor, labels: Tensor, bits_per_logit: float) -> TokenStatistics:
         wide = accumulation_dtype(logits.dtype)
         total = TokenStatistics.empty(len(logits), wide, logits.device, with_entropy=True)
-        tile = Tile(min(len(logits), CPU_TILE[0]), CPU_TILE[1])
-        memory = cls(tile, total.maximum, second=True)
-        for tokens in spans(len(logits), tile.tokens):
-            for columns in spans(logits.size(1), tile.columns):
+        memory = cls(_LOGITS_TILE, total.maximum, second=True)
+        for tokens in spans(len(logits), _LOGITS_TILE.tokens):
+            for columns in spans(logits.size(1), _LOGITS_TILE.columns):
                 part = logits[tokens, columns]
                 copy = _part(memory._wide, part.shape).copy_(part).clamp_(min=_LOWEST_LOGIT)
                 memory.absorb(copy, None, labels[tokens] - columns.start, total.rows(tokens), bits_per_logit)

@@ -1,5 +1,5 @@
 """What the sampler says of tokens, and where it ends up: vLLM's own samplers on one step's logits, and the rollout
-actor over an engine that answers by a table. A real engine's answers are in ``tests/weight_sync/test_vllm_sync.py``."""
+actor over an engine that answers by a table. A real engine's: ``tests/weight_sync/test_vllm_sync.py``."""
 
 import asyncio
 import math

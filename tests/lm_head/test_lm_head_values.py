@@ -152,7 +152,7 @@ def test_invariants(tokens, columns, padding, exponent, temperature, dtype, chun
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_of_logits_that_exist_already_too(dtype, scale, temperature, monkeypatch):
     """Tiles divide neither rows nor columns, columns have padding behind them, and some are removed, a tile whole."""
-    monkeypatch.setattr(portable, "CPU_TILE", (16, 500))
+    monkeypatch.setattr(portable, "_LOGITS_TILE", portable.Tile(16, 500))
     logits, labels, *exact = make_logits(37, 5001, dtype=dtype, scale=scale, temperature=temperature)
     before = logits.clone()
     found = openrlhf_gtpo.lm_head.log_prob_and_entropy(logits, labels, temperature=temperature)

@@ -155,7 +155,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
         return NumberedLabel(label, number, seed, is_trained=stream == _TRAINING)
 
     def _process_response_into_experience(self, response: dict[str, Any], **generate_kwargs: Any) -> Any:
-        """As upstream's, with a response's ``sampler_values`` where it has some; for a prompt that is dropped something
+        """As upstream's, with a response's ``sampler_values`` where there are any; for a dropped prompt something
         that no filter lets through."""
         if DROPPED in response:
             self.dropped += 1
