@@ -26,8 +26,7 @@ def forward(model: LoadedModel, micro_batches: Sequence[MicroBatch]) -> list[Tok
 
     The model is left in eval mode.
     """
-    if model.fp8 is not None and not model.fp8.calibrated:
-        _calibrate(model, micro_batches[:1])
+    _calibrate(model, micro_batches[:1])
     model.stage.eval()
 
     def collect(index: int, output: Any, non_loss_data: bool) -> TokenValues:
@@ -54,6 +53,7 @@ def forward_backward(
     Returns:
         what ``loss`` gave beside its scalars, one entry a micro-batch; empty on all but the last stage.
     """
+    _calibrate(model, micro_batches[:1])
     no_tokens = torch.zeros((), dtype=torch.int)  # finalize_model_grads would divide the gradient by their number
 
     def apply(index: int, output: Any) -> tuple[Tensor, Tensor, Any]:
@@ -64,8 +64,10 @@ def forward_backward(
 
 
 def _calibrate(model: LoadedModel, micro_batches: Sequence[MicroBatch]) -> None:
-    """A forward whose results are dropped: delayed scales follow training passes alone, and they have seen none."""
-    assert model.fp8 is not None
+    """Where it is needed, a forward whose results are dropped: delayed scales follow training passes alone, and have
+    seen none."""
+    if model.fp8 is None or model.fp8.calibrated:
+        return
 
     def drop(index: int, output: Any, non_loss_data: bool) -> None:
         assert non_loss_data
