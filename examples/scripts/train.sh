@@ -188,6 +188,7 @@ rollout_args=(
     --vllm.max_num_batched_tokens "$VLLM_MAX_NUM_BATCHED_TOKENS"
     --vllm.enable_prefix_caching
 )
+# --rollout.entropy sampler              no old-policy forward, where a rollout has one optimizer step
 # --vllm.sync_bucket_mb 1024             larger buckets of the weight transfer
 # --vllm.sync_checksum                   prove that every weight arrived
 train_args=(

@@ -15,6 +15,8 @@ def apply(
     engine_args: dict[str, Any] | None = None,
     max_restarts: int = 0,
     stall_timeout: float = 0.0,
+    with_entropy: bool = False,
+    temperature: float = 1.0,
 ) -> None:
     """Replace the names through which upstream's ``train`` finds its actors. Safe to call twice.
 
@@ -23,6 +25,8 @@ def apply(
         tensor_parallel_size: of their models.
         engine_args: of every vLLM engine, beside those that upstream gives it.
         max_restarts, stall_timeout: as ``--train.*``.
+        with_entropy, temperature: whether engines return entropies with what they sample for training, and at which
+            temperature.
     """
     import ray
     from openrlhf.cli import train_ppo_ray
@@ -47,7 +51,8 @@ def apply(
         train_ppo_ray.ReferenceModelActor = MegatronReferenceActor
     vllm_engine.get_bundle_indices = engine_bundles
     patience = Patience(TRIES if max_restarts else 1, stall_timeout)
-    fields = {"engine_args": engine_args or {}, "patience": patience}
+    fields: dict[str, Any] = {"engine_args": engine_args or {}, "patience": patience}
+    fields |= {"with_entropy": with_entropy, "temperature": temperature}
     rollout_actor = type("RolloutActor", (StrictRolloutActor,), fields)
     vllm_engine.RolloutRayActor = ray.remote(max_restarts=max_restarts)(rollout_actor)
     ppo_trainer.PPOTrainer = Trainer

@@ -10,6 +10,7 @@ from openrlhf_gtpo import platform
 from openrlhf_gtpo.integration import patch
 from openrlhf_gtpo.integration.command_line import host, upstream_parser
 from openrlhf_gtpo.integration.command_line.checks import check_every_run, check_inputs, check_ray_address
+from openrlhf_gtpo.integration.command_line.entropy_source import choose_entropy
 from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
 from openrlhf_gtpo.integration.command_line.input_checks import (
     check_checkpoints,
@@ -39,6 +40,8 @@ def train(args: SimpleNamespace) -> None:
         {name: getattr(args.vllm, name) for name in ("max_num_seqs", "max_num_batched_tokens")},
         args.train.max_restarts,
         args.train.stall_timeout,
+        args.rollout.entropy == "sampler",
+        args.rollout.temperature,
     )
     host.start_ray(args, sum(host.gpus_of(args)))
     run(args)
@@ -53,6 +56,7 @@ def parse(argv: Sequence[str]) -> SimpleNamespace:
     check_openrlhf()
     platform.choose()
     args = upstream_parser.parse(argv)
+    choose_entropy(args)
     check_every_run(args)
     if platform.chosen_platform() == "cpu":
         host.adapt(args)

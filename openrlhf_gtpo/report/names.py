@@ -31,6 +31,16 @@ FP8_SIGN_FLIPS = "fp8/sign_flips"
 FP8_ENTROPY_ERROR = "fp8/entropy_error_mean"  # nats
 FP8_IN_USE = "fp8/old_policy_in_fp8"  # 1, or 0 where the audit's gate has put the old-policy forward back to BF16
 
+SAMPLER_AUDIT = {  # fields of algorithms.ErrorBudget, of vLLM's sampler against the actor's forward
+    "entropy_error_mean": "rollout/entropy_diff_mean",  # nats
+    "entropy_error_p99": "rollout/entropy_diff_p99",
+    "log_prob_error_mean": "rollout/log_prob_diff_mean",
+    "share_rank_correlation": "rollout/share_rank_correlation",
+    "sign_flips": "rollout/advantage_sign_flips",
+}
+SAMPLER_IN_USE = "rollout/entropy_of_sampler"  # 1, or 0 where the audit's gate has put the actor's in its place
+SAMPLER_MISSING = "rollout/tokens_without_entropy"  # action tokens, whose values are the actor's
+
 TIMING_PREFIX = "timing/"  # seconds
 TIMING_GENERATION = "timing/generation"
 TIMING_MAKE_EXPERIENCE = "timing/make_experience"

@@ -26,7 +26,7 @@ def print_run_summary(metrics: Rows, console: Console | None = None) -> None:
         held_out.add_row("no evaluation in this run", "-", "-", "-", "0")
 
     training = _table(f"Training: {_last_step(metrics)} steps", "metric", "first step", "last step")
-    audit = (names.FP8_ENTROPY_ERROR, names.FP8_SIGN_FLIPS)
+    audit = (names.FP8_ENTROPY_ERROR, names.FP8_SIGN_FLIPS, *names.SAMPLER_AUDIT.values())
     for name in (names.REWARD_MEAN, names.ENTROPY_ALL, names.RESPONSE_LENGTH_MEAN, *audit):
         values = series(metrics, names.KIND_TRAIN, name)[1]
         if values:

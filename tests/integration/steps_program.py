@@ -171,3 +171,60 @@ def _sample(row: int, batch: SimpleNamespace, old: torch.Tensor, args: SimpleNam
     experience.returns = experience.advantages.clone()
     experience.values = torch.randn(batch.action_mask.shape, generator=generator) * batch.action_mask
     return experience
+
+
+def run_whole_step(
+    backend: str, model: str, argv: list[str], missed: float = 0.0
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], int]:
+    """A rollout of eight responses of equal length from the experience maker to the end of training: its metrics, all
+    that it may change, and how often the policy was asked for a forward. What the sampler says is what a forward of
+    the policy says, in pairs of rows as ``argv`` is to have them; ``missed`` is how far weights have moved since."""
+    from openrlhf.trainer.ppo_utils import experience_maker as upstream
+
+    from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
+    from openrlhf_gtpo.megatron.parallel import groups
+    from openrlhf_gtpo.token_values import TokenValues
+
+    args, strategy, trained = _trained(backend, model, argv)
+    asked = []
+    generator = torch.Generator().manual_seed(1)
+
+    def policy(**columns: Any) -> list[Any]:
+        asked.append(columns.pop("method_name"))
+        return [trained.execute_batch("forward", columns, 0, len(columns["sequences"]))]
+
+    def reference(action_mask: list[torch.Tensor], **columns: Any) -> list[Any]:
+        return [[-3 * torch.rand(mask.shape, generator=generator) * mask for mask in action_mask]]
+
+    samples = []
+    for first in range(0, 8, 2):
+        rows = [_row(row, 5) for row in (first, first + 1)]
+        pair = SimpleNamespace(**{name: torch.cat([getattr(row, name) for row in rows]) for name in vars(rows[0])})
+        sampled = _forward(trained, [pair])[0]
+        for place, batch in enumerate(rows):
+            values = TokenValues(*(one[place : place + 1] for one in sampled))
+            sample = _experience(batch, values.log_probs, args)
+            sample.rewards = sample.info["reward"] = torch.tensor([float((first + place) % 3 == 0)])
+            sample.action_log_probs = sample.base_action_log_probs = sample.advantages = sample.returns = None
+            sample.sampler_values = values
+            samples.append(sample)
+    for parameter in _module(backend, trained, critic=False).parameters():
+        parameter.data += missed * torch.randn(parameter.shape, generator=generator)
+    with mock.patch.object(upstream, "ray", SimpleNamespace(put=lambda value: value, get=lambda value: value)):
+        maker = EntropyExperienceMaker(
+            SimpleNamespace(async_run_method_batch=policy),
+            None,
+            None,
+            SimpleNamespace(async_run_method_batch=reference) if args.algo.kl.init_coef else None,
+            SimpleNamespace(value=args.algo.kl.init_coef),
+            strategy,
+            SimpleNamespace(pad_token_id=0),
+        )
+        for experience in maker.make_experience_batch(samples):
+            trained.append(experience)
+    try:
+        status = _numbers(trained.fit(args.algo.kl.init_coef))
+        return status | maker.metrics, _state(backend, trained, critic=False), len(asked)
+    finally:
+        if backend == "megatron":
+            groups.destroy()

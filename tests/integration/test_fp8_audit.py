@@ -11,7 +11,7 @@ import torch
 from rollouts import Rollout, arguments, in_sampling_order, maker, rollout
 
 from openrlhf_gtpo.algorithms import error_budget
-from openrlhf_gtpo.integration.credit import fp8_audit
+from openrlhf_gtpo.integration.credit import audit
 from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
@@ -46,7 +46,7 @@ def run(*argv: str, monkeypatch: pytest.MonkeyPatch, twin: Rollout | None = None
     batch = rollout()
     args = arguments(*FP8, *argv)
     made = maker(EntropyExperienceMaker, args, batch, monkeypatch)
-    monkeypatch.setattr(fp8_audit, "ray", SimpleNamespace(get=lambda value: value))
+    monkeypatch.setattr(audit, "ray", SimpleNamespace(get=lambda value: value))
     made.actor_model_group = Policy(made.actor_model_group, twin or exact_twin(batch))
     return made, made.actor_model_group, batch
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from openrlhf.trainer.ray.launcher import RayActorGroup
 from rank_pool import RankPool
-from steps_program import run_poisoned, run_rounds
+from steps_program import run_poisoned, run_rounds, run_whole_step
 from tp_program import sent_weights
 
 from openrlhf_gtpo.integration.actors import dispatch, optimizer_steps
@@ -402,3 +402,72 @@ def test_muon_on_a_cpu_compiles_no_adam(actor_model: str, pools: dict[int, RankP
         run_poisoned, "deepspeed", actor_model, [*TRAINS, *GTPO, "--actor.optim", "muon"], [None]
     )
     assert status["actor_bad_steps"] == 0 and status["actor_grad_norm"] > 0
+
+
+# ── Without an old-policy forward ──
+
+PAIRS = ["--rollout.micro_batch_size", "2", "--train.micro_batch_size", "2", "--train.max_tokens_per_gpu", "16"]
+PAIRS += ["--actor.adam.lr", "1e-3", "--actor.lr_warmup_ratio", "0"]
+SAMPLER = ["--rollout.entropy", "sampler", "--rollout.entropy_audit_steps", "0"]
+KL_LOSS = ["--algo.kl.use_loss", "--algo.kl.estimator", "k3", "--algo.kl.init_coef", "0.1"]
+NO_KL = ["--algo.kl.init_coef", "0"]
+LEVEL = "--algo.advantage.is_correction_level"
+
+
+@pytest.mark.parametrize("backend", ["deepspeed", "megatron"])
+@pytest.mark.parametrize(
+    ("argv", "forwards"),
+    [
+        (["gtpo", *NO_KL], 0),
+        (["grpo_s", *NO_KL, LEVEL, "seq"], 0),
+        (["gtpo", *KL_LOSS], 0),
+        (["gtpo", *KL_LOSS, "--algo.kl.unbiased_gradient", LEVEL, "token"], 0),
+        (["group_norm", *NO_KL, "--logger.entropy_enable"], 0),
+        (["gtpo", "--algo.kl.init_coef", "0.1"], 1),
+        (["gtpo", *NO_KL, "--train.batch_size", "4"], 1),
+    ],
+    ids=str,
+)
+def test_a_whole_step_without_an_old_policy_forward_is_the_one_with_it(
+    backend: str, argv: list[str], forwards: int, actor_model: str, pools: dict[int, RankPool]
+) -> None:
+    """Where the sampler says what the actor would: status, weights and optimizer, bit by bit, of one optimizer step.
+    KL as a reward, and several optimizer steps, still ask the actor."""
+    argv = [*PAIRS, "--train.batch_size", "8", "--algo.advantage.estimator", *argv]
+    status, state, asked = pools[1].run(run_whole_step, backend, actor_model, argv)[0]
+    assert asked == 1 and status["actor_grad_norm"] > 0.01
+    without, found, asked = pools[1].run(run_whole_step, backend, actor_model, [*argv, *SAMPLER])[0]
+    assert asked == forwards and status.items() <= without.items()
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("backend", ["deepspeed", "megatron"])
+def test_an_engine_that_missed_an_update_shows_in_the_audit(
+    backend: str, actor_model: str, pools: dict[int, RankPool]
+) -> None:
+    """The gate closes, and the step is the one with the actor's entropies."""
+    argv = [*PAIRS, "--train.batch_size", "8", "--algo.advantage.estimator", "gtpo", *NO_KL]
+    sampler = [*argv, *SAMPLER[:2]]
+    fresh, _, _ = pools[1].run(run_whole_step, backend, actor_model, sampler)[0]
+    assert fresh["rollout/entropy_diff_mean"] == 0 and fresh["rollout/entropy_of_sampler"] == 1
+    stale, found, asked = pools[1].run(run_whole_step, backend, actor_model, sampler, 0.05)[0]
+    assert stale["rollout/entropy_diff_mean"] > 0.05 and stale["rollout/log_prob_diff_mean"] > 0.05
+    assert stale["rollout/entropy_of_sampler"] == 0 and asked == 1
+    status, state, _ = pools[1].run(run_whole_step, backend, actor_model, argv, 0.05)[0]
+    assert status.items() <= stale.items()
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("backend", ["deepspeed", "megatron"])
+def test_log_probs_of_the_sampler_hold_several_optimizer_steps(
+    backend: str, actor_model: str, pools: dict[int, RankPool]
+) -> None:
+    """Each step has a ratio of 1 to itself, and the distance to what sampled is what the correction weighs by."""
+    argv = [*PAIRS, "--train.batch_size", "4", "--algo.advantage.estimator", "gtpo", *NO_KL, LEVEL, "token"]
+    held, _, asked = pools[1].run(run_whole_step, backend, actor_model, [*argv, *SAMPLER])[0]
+    assert asked == 1 and abs(held["ppo_kl"]) > 1e-4
+    free, _, asked = pools[1].run(
+        run_whole_step, backend, actor_model, [*argv, *SAMPLER, "--rollout.log_probs", "sampler"]
+    )[0]
+    assert asked == 0 and free["ppo_kl"] == free["ppo_clip_ratio"] == 0
+    assert abs(free["vllm_kl"] - held["vllm_kl"]) > 1e-4

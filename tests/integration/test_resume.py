@@ -62,7 +62,7 @@ class Controller(EntropyTrainer):
         self.metrics_writer = MetricsWriter(folder / "metrics.jsonl")
         self.kl_ctl = AdaptiveKLController(0.1, 0.05, 100)
         self.costs = SimpleNamespace(begin=lambda: None, end=dict, response_tokens=1)
-        self.experience_maker = SimpleNamespace(seconds={}, audit=SimpleNamespace(batches=0, in_high_precision=False))
+        self.experience_maker = SimpleNamespace(seconds={}, audit=SimpleNamespace(batches=0, closed=False))
         self.best_eval_metric_key, self.best_eval_metric_value = "", -math.inf
         self._latest_eval_metric_value, self.generate_kwargs = None, {}
         self.warnings, self.failed_saves = {}, []
@@ -75,9 +75,9 @@ class Controller(EntropyTrainer):
 
     def train_step(self, rollout_samples: list[Any], global_step: int) -> tuple[dict[str, Any], int]:
         audit = self.experience_maker.audit
-        self.trained.append((global_step + 1, rows(rollout_samples), self.kl_ctl.value, audit.batches))
+        self.trained.append((global_step + 1, rows(rollout_samples), self.kl_ctl.value, audit.batches, audit.closed))
         self.kl_ctl.update(0.01 * len(rollout_samples), 12)
-        audit.batches += 1
+        audit.batches, audit.closed = audit.batches + 1, not audit.closed
         return {}, global_step + 1
 
     def evaluate(self, global_step: int, **generation: Any) -> dict[str, float]:

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.actors.micro_batches import fill
+from openrlhf_gtpo.integration.credit.old_policy import count_steps
 
 
 def optimizer_steps(
@@ -41,16 +42,11 @@ def optimizer_steps(
     if not total:
         return
     rows = shuffle.permutation(num_rows) if shuffle else np.arange(num_rows)
-    steps = np.array_split(rows, _count_steps(int(total), args.train.batch_size))
+    steps = np.array_split(rows, count_steps(int(total), args.train.batch_size))
     yield from steps
     draw = shuffle.spawn(1)[0] if shuffle else None  # which does not depend on this replica's number of rows
     for _ in range(args.train.max_epochs - 1):
         yield from (steps[step] for step in (draw.permutation(len(steps)) if draw else range(len(steps))))
-
-
-def _count_steps(total: int, batch_size: int) -> int:
-    """What a batch is short of, or what is left over, makes its steps smaller or larger, and not one more."""
-    return max(1, total // batch_size)
 
 
 class RowOrder(NamedTuple):
@@ -72,7 +68,7 @@ def deal_rows(lengths: Sequence[int], replicas: int, order: RowOrder) -> list[np
         lengths: tokens of each row, prompt and response.
     """
     chunks = np.array_split(np.arange(len(lengths)), replicas)
-    steps = _count_steps(len(lengths), order.batch_size)
+    steps = count_steps(len(lengths), order.batch_size)
     shuffled = [np.random.default_rng(order.seed).permutation(len(chunk)) for chunk in chunks]
     dealt = [chunk.copy() for chunk in chunks]
     for places in zip(*(np.array_split(one, steps) for one in shuffled), strict=True):  # of a step, by replica

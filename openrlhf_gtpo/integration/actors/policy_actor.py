@@ -91,6 +91,13 @@ def _last_words(engine: Any) -> str:
     return f"; its log ends: {' | '.join(lines)}"
 
 
+def _own_as_old(loss: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Old log-probs that no forward has computed are those that train, detached (``credit.old_policy``). Upstream's
+    KL loss, which may read them too, takes a ratio of 1 without them (openrlhf 0.11.2, compute_approx_kl)."""
+    log_probs, old_log_probs, *others = inputs
+    return log_probs, log_probs.detach() if old_log_probs is None else old_log_probs, *others
+
+
 class EntropyActorTrainer(ActorPPOTrainer):
     """Upstream's trainer with the loss of the estimator and a weight transfer in buckets; on either backend."""
 
@@ -100,6 +107,7 @@ class EntropyActorTrainer(ActorPPOTrainer):
         if credit is not None:
             ratio_mean: Mean = getattr(credit.config, "ratio_mean", "arithmetic")
             self.actor_loss_fn = CreditLoss(credit.estimator.level, ratio_mean, **loss_options(self.args))
+        self.actor_loss_fn.register_forward_pre_hook(_own_as_old)
 
     @property
     def _colocated(self) -> bool:

@@ -50,7 +50,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "{} >= 0",
         lambda number: number >= 0,
         "actor.eps_clip actor.eps_clip_low_high critic.value_clip data.dataloader_num_workers "
-        "rollout.vllm_generate_batch_size train.max_restarts megatron.fp8_audit_steps",
+        "rollout.vllm_generate_batch_size train.max_restarts megatron.fp8_audit_steps "
+        "rollout.entropy_audit_steps rollout.entropy_audit_gate",
     ),
     (
         "a finite {} >= 0",

@@ -101,6 +101,32 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="shape of the overlong penalty for gtpo and grpo_s: DAPO's continuous one, or the paper's as printed",
     )
     group.add_argument(
+        "--rollout.entropy",
+        choices=["actor", "sampler", "auto"],
+        default="actor",
+        help="entropies from the actor's old-policy forward, or from vLLM's sampler, which leaves that forward out "
+        "where nothing else needs it; auto: the sampler's where that saves the forward",
+    )
+    group.add_argument(
+        "--rollout.log_probs",
+        choices=["actor", "sampler"],
+        default="actor",
+        help="what holds several optimizer steps of a rollout with --rollout.entropy sampler: the old log-probs of "
+        "the actor's forward, or the sampler's, by --algo.advantage.is_correction_level, without that forward",
+    )
+    group.add_argument(
+        "--rollout.entropy_audit_steps",
+        type=int,
+        default=20,
+        help="compare the sampler's entropies with the actor's in the first batch and then every N-th; 0 never",
+    )
+    group.add_argument(
+        "--rollout.entropy_audit_gate",
+        type=float,
+        default=0.05,
+        help="take the actor's entropies while the sampler's are off by more nats on average; inf never",
+    )
+    group.add_argument(
         "--eval.before_training", action="store_true", help="evaluate --eval.dataset once before the first step"
     )
     group.add_argument(
@@ -288,6 +314,17 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
             values["actor.policy_loss_type"] == "gspo",
             "gspo always takes the mean over responses",
             ("actor.loss_agg_mode",),
+        ),
+        (values["rollout.entropy"] == "actor", "entropies are the actor's", ("rollout.entropy_audit",)),
+        (
+            values["rollout.entropy"] != "actor" and not shapes_credit,
+            "only gtpo and grpo_s have credit to compare",
+            ("rollout.entropy_audit",),
+        ),
+        (
+            values["rollout.entropy"] != "actor" and values["rollout.entropy_audit_steps"] == 0,
+            "there are no audits",
+            ("rollout.entropy_audit_gate",),
         ),
         (values["actor.backend"] == "megatron", "not read by the Megatron actor", megatron),
         (not values["eval.dataset"], "there is no --eval.dataset", ("eval.",)),

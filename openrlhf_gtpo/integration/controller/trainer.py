@@ -30,7 +30,7 @@ from openrlhf_gtpo.report.heartbeat import Heartbeat
 from openrlhf_gtpo.report.metrics import MetricsWriter, Rows, is_number
 
 # In a checkpoint's client states, which upstream leaves them out of.
-_KL_COEFFICIENT, _FP8_AUDIT, _RECENT = "kl_coefficient", "fp8_audit", "recent_metrics"
+_KL_COEFFICIENT, _AUDIT, _RECENT = "kl_coefficient", "audit", "recent_metrics"
 
 # What upstream's (0.11.2) init_checkpoint_states returns where --ckpt.load_enable finds no folder.
 _FRESH = {"episode": 0, "global_step": 0, "total_consumed_prompts": 0, "data_loader_state_dict": {}}
@@ -208,7 +208,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         return status, global_step
 
     def init_checkpoint_states(self) -> dict[str, Any]:
-        """As upstream's, once; a KL coefficient, the seeds of responses and FP8's audits go on from where they were.
+        """As upstream's, once; a KL coefficient, the seeds of responses and audits go on from where they were.
 
         A run that died before its first checkpoint was whole leaves a folder without one, for which upstream has no
         state to start from (https://github.com/OpenRLHF/OpenRLHF/pull/1208 left its PPO trainer out): it starts anew.
@@ -219,7 +219,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             self.spikes.recent = states.get(_RECENT, {})
             self.samples_generator.dispatched = states["total_consumed_prompts"]
             audit = self.experience_maker.audit
-            audit.batches, audit.in_high_precision = states.get(_FP8_AUDIT, (0, False))
+            audit.batches, audit.closed = states.get(_AUDIT, (0, False))
         return self._states
 
     def save_best_checkpoint(
@@ -251,7 +251,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         if self.samples_generator.at_end_of_episode:
             states["episode"] += 1
         states |= {_KL_COEFFICIENT: float(self.kl_ctl.value), _RECENT: self.spikes.recent}
-        return states | {_FP8_AUDIT: (audit.batches, audit.in_high_precision)}
+        return states | {_AUDIT: (audit.batches, audit.closed)}
 
     def save_logs_and_checkpoints(
         self, global_step: int, logs_dict: dict[str, Any] | None = None, client_states: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Upstream's experience maker with entropies carried from the old-policy forward to the advantages."""
+"""Upstream's experience maker with entropies carried from the old-policy forward, or the sampler, to advantages."""
 
 import time
 from typing import Any
@@ -8,10 +8,12 @@ import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.length_penalty import apply_stop_properly_penalty
+from openrlhf.utils.utils import zero_pad_sequences
 
 from openrlhf_gtpo.algorithms import length_penalty
+from openrlhf_gtpo.integration.credit import old_policy
+from openrlhf_gtpo.integration.credit.audit import Audit
 from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy, entropy_credit
-from openrlhf_gtpo.integration.credit.fp8_audit import Fp8Audit
 from openrlhf_gtpo.integration.credit.rollout_batch import RolloutBatch, in_sampling_order
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
@@ -30,12 +32,24 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         self.credit = entropy_credit(self.args)
         self.metrics: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
-        self.audit = Fp8Audit(self.args)
+        self.audit = Audit(self.args)
         self._policy_values: list[TokenValues] | None = None
+        self._in_its_place: list[TokenValues] | None = None  # of the policy's forward, which is not done
+        self._missing: dict[str, float] = {}
 
     def split_rollout_samples(self, rollout_samples: list[Experience]) -> list[Experience]:
         """As upstream's, in as many micro-batches for every replica of the policy: under ZeRO-3 and expert parallelism
-        one with fewer would leave the others waiting. Fewer rows than replicas go one by one (see ``dispatch``)."""
+        one with fewer would leave the others waiting. Fewer rows than replicas go one by one (see ``dispatch``).
+        The rows' ``sampler_values`` (1, t) become those of micro-batches, which upstream's fields have no place for.
+        """
+        batches = self._split(rollout_samples)
+        if self.args.rollout.entropy == "sampler":
+            for batch in batches:
+                rows = [rollout_samples[row].sampler_values for row in batch.index]
+                batch.sampler_values = TokenValues(*(zero_pad_sequences(list(v), "right") for v in zip(*rows)))
+        return batches
+
+    def _split(self, rollout_samples: list[Experience]) -> list[Experience]:
         layout = self.args.actor.num_nodes * self.args.actor.num_gpus_per_node
         replicas = layout // (self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size)
         if self.args.train.dynamic_batch_enable and len(rollout_samples) >= replicas:
@@ -52,11 +66,33 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
 
     def make_experience(self, samples_list: list[Experience]) -> list[Experience]:
         """As upstream's; the old policy's :class:`TokenValues` travel on as ``token_values`` of each experience (in an
-        audit of FP8 those of the pass without it as ``exact_values``), until the advantages are made of them."""
+        audit the exact ones as ``exact_values``), until the advantages are made of them.
+
+        With the sampler's the policy's forward is left out where nothing needs it, and so are ``action_log_probs``.
+
+        Raises:
+            TrainingStopped: too many tokens have no value of the sampler.
+        """
         started = time.perf_counter()
-        exact = self.audit.before_batch(self.actor_model_group, lambda: self._policy_forward(samples_list))
+        due = self.audit.due()
+        exact = self.audit.without_fp8(due, self.actor_model_group, lambda: self._policy_forward(samples_list))
+        sampled, rows = _take(samples_list, "sampler_values"), sum(len(s.sequences) for s in samples_list)
+        self._in_its_place = None
+        if sampled is not None:
+            missing = old_policy.count_missing(samples_list, sampled)
+            self._missing = {names.SAMPLER_MISSING: float(missing)}
+            if not (missing or due or self.audit.closed or old_policy.always_forwards(self.args, rows)):
+                self._in_its_place = sampled
         experiences = super().make_experience(samples_list)
         values, self._policy_values = self._policy_values, None
+        if sampled is not None:
+            assert values is not None, "the policy returned no entropies"
+            exact = values if due else None
+            if due or not self.audit.closed:
+                values = [old_policy.fill(ours, theirs) for ours, theirs in zip(sampled, values, strict=True)]
+        if not old_policy.trains_on_old_log_probs(self.args, rows):
+            for experience in experiences:
+                experience.action_log_probs = None
         for name, results in (("token_values", values), ("exact_values", exact)):
             if results is not None:
                 for experience, result in zip(experiences, results, strict=True):
@@ -74,11 +110,17 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         )
         return super()._flatten_results(refs, self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size)
 
+    def _dispatch_forward(self, group: Any, sync_condition: bool, **columns: Any) -> Any:
+        if group is self.actor_model_group and self._in_its_place is not None:
+            return self._in_its_place
+        return super()._dispatch_forward(group, sync_condition, **columns)
+
     def _flatten_results(self, refs: Any, duplicate_factor: int) -> list[Any]:
         # Upstream's make_experience computes with the policy's results as log-probs before anything can be hung on
         # an experience, and hands out nothing else: the values stay on self until make_experience continues (0.11.2,
         # https://github.com/OpenRLHF/OpenRLHF/blob/main/openrlhf/trainer/ppo_utils/experience_maker.py).
-        results = super()._flatten_results(refs, duplicate_factor)
+        done = self._in_its_place is None or refs is not self._in_its_place
+        results: list[Any] = super()._flatten_results(refs, duplicate_factor) if done else refs
         if results and isinstance(results[0], TokenValues):
             self._policy_values = results
             return [result.log_probs for result in results]
@@ -103,12 +145,13 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
             if exact is not None:
                 exact_rows = batch.in_rows(exact)
                 audit = self.audit.compare(batch, exact_rows, self.credit)
-                if self.audit.in_high_precision:
+                if self.audit.closed:
                     batch.values = exact_rows
                     for experience, result in zip(experiences, exact, strict=True):
-                        experience.action_log_probs = result.log_probs
+                        if experience.action_log_probs is not None:
+                            experience.action_log_probs = result.log_probs
             self._shape(batch, experiences)
-        self.metrics = batch.metrics(experiences, self.credit) | audit
+        self.metrics = batch.metrics(experiences, self.credit) | audit | self._missing
         self.seconds[names.TIMING_ADVANTAGES] = time.perf_counter() - started
         return experiences
 

@@ -203,6 +203,16 @@ def test_the_advantage_of_a_short_lone_success_arrives(
         ),
         ("--vllm.sync_backend gloo", "--vllm.sync_backend (GPUs use NCCL"),
         ("--vllm.sync_with_ray --vllm.sync_bucket_mb 1", "--vllm.sync_bucket_mb (--vllm.sync_with_ray has no"),
+        ("--rollout.entropy_audit_steps 5", "--rollout.entropy_audit_steps (entropies are the actor's)"),
+        (
+            "--rollout.entropy sampler --logger.entropy_enable --rollout.entropy_audit_gate 0.1",
+            "--rollout.entropy_audit_gate (only gtpo and grpo_s have credit to compare)",
+        ),
+        (
+            "--algo.advantage.estimator gtpo --rollout.entropy auto --rollout.entropy_audit_steps 0 "
+            "--rollout.entropy_audit_gate 0.1",
+            "--rollout.entropy_audit_gate (there are no audits)",
+        ),
     ],
 )
 def test_flags_that_nothing_reads_are_named_in_one_line(
@@ -222,6 +232,7 @@ def test_flags_that_nothing_reads_are_named_in_one_line(
         "--algo.advantage.estimator grpo_s --algo.grpo_s.beta1 1 --logger.entropy_enable --vllm.sync_backend nccl",
         "--algo.advantage.estimator reinforce --algo.advantage.gamma 1 --algo.advantage.no_std_norm --ds.zero_stage 3",
         "--algo.preset dapo --ref.offload --train.micro_batch_size 2",
+        "--algo.advantage.estimator gtpo --rollout.entropy sampler --rollout.entropy_audit_gate 0.1",
     ],
 )
 def test_flags_that_are_read_are_not_named(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -361,6 +372,10 @@ FROZEN = """
 --megatron.tensor_model_parallel_size 1
 --megatron.use_distributed_optimizer True
 --reward.overlong_form 'continuous'
+--rollout.entropy 'actor'
+--rollout.entropy_audit_gate 0.05
+--rollout.entropy_audit_steps 20
+--rollout.log_probs 'actor'
 --train.max_bad_steps 3
 --train.spike_zscore 0.0
 --train.max_restarts 0

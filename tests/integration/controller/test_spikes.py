@@ -54,9 +54,7 @@ def test_a_spike_is_logged_and_neither_saved_nor_forgotten_by_a_resumed_run(
     ckpt = SimpleNamespace(save_steps=1, path=str(tmp_path), stop_file=None)
     controller.args = SimpleNamespace(ckpt=ckpt, actor=SimpleNamespace(backend="deepspeed"))
     controller.costs = SimpleNamespace(begin=lambda: None, end=dict, response_tokens=1)
-    controller.experience_maker = SimpleNamespace(
-        seconds={}, audit=SimpleNamespace(batches=0, in_high_precision=False)
-    )
+    controller.experience_maker = SimpleNamespace(seconds={}, audit=SimpleNamespace(batches=0, closed=False))
     controller.samples_generator = SimpleNamespace(dispatched=0, at_end_of_episode=False)
     controller.heartbeat, controller.failed_saves = None, []
     controller.metrics_writer, controller.warnings = MetricsWriter(tmp_path / "metrics.jsonl"), {}

@@ -67,7 +67,7 @@ def controller(args: SimpleNamespace) -> EntropyTrainer:
     trainer._latest_eval_metric_value = None
     trainer.warnings, trainer.failed_saves = {}, []
     trainer.costs = SimpleNamespace(begin=lambda: None, end=dict, response_tokens=1)
-    trainer.experience_maker = SimpleNamespace(seconds={}, audit=SimpleNamespace(batches=0, in_high_precision=False))
+    trainer.experience_maker = SimpleNamespace(seconds={}, audit=SimpleNamespace(batches=0, closed=False))
     trainer.samples_generator = SimpleNamespace(dispatched=0, at_end_of_episode=False)
     return trainer
 

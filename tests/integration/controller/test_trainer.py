@@ -70,7 +70,7 @@ def test_a_step_that_teaches_nothing_is_named_with_the_flag_that_helps(
     assert found == "" if sentence is None else sentence in found
 
 
-NO_AUDIT = SimpleNamespace(batches=0, in_high_precision=False)
+NO_AUDIT = SimpleNamespace(batches=0, closed=False)
 
 
 def test_a_warning_is_printed_when_it_begins_and_written_as_long_as_it_holds(

@@ -1,0 +1,86 @@
+"""Where a run takes entropies and old log-probs from: ``--rollout.entropy`` and ``--rollout.log_probs``, against all
+that has a say in it."""
+
+import sys
+from types import SimpleNamespace
+
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.integration.command_line.guard import why_no_sampler_entropy
+from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy
+from openrlhf_gtpo.integration.credit.old_policy import always_forwards, count_steps
+
+_CORRECTION = "--algo.advantage.is_correction_level"
+
+
+def choose_entropy(args: SimpleNamespace) -> None:
+    """Make ``--rollout.entropy auto`` sampler or actor, and say in a line on stderr what a reader would not expect.
+
+    Raises:
+        UsageError: a source that this run cannot have.
+    """
+    rollout = args.rollout
+    rows = rollout.batch_size * rollout.n_samples_per_prompt
+    steps = count_steps(rows, args.train.batch_size) * args.train.max_epochs
+    if rollout.entropy != "actor":
+        asked, rollout.entropy = rollout.entropy, "sampler"
+        why = _why_not(args)
+        if why and asked == "sampler":
+            raise UsageError(f"--rollout.entropy sampler cannot work here: {why}; leave it out.")
+        if not why and always_forwards(args, rows):
+            why = f"the {steps} optimizer steps of a rollout need its log-probs (--rollout.log_probs)"
+            if steps == 1:
+                why = "KL as a reward is made of its log-probs (--algo.kl.use_loss, or --algo.kl.init_coef 0)"
+            why = f"the old-policy forward is done all the same: {why}"
+        if why and asked == "sampler":
+            print(f"--rollout.entropy sampler saves no time: {why}.", file=sys.stderr)
+        elif why:
+            print(f"--rollout.entropy auto takes the actor's entropies: {why}.", file=sys.stderr)
+            rollout.entropy = "actor"
+    if rollout.log_probs == "sampler":
+        _check_log_probs(args)
+        if steps > 1:
+            print(
+                f"--rollout.log_probs sampler: each of the {steps} optimizer steps of a rollout takes its own "
+                f"log-probs as old ones; how far it is from what sampled is bounded by {_CORRECTION} alone.",
+                file=sys.stderr,
+            )
+
+
+def _why_not(args: SimpleNamespace) -> str | None:
+    """Why the sampler cannot give this run's entropies, as a clause; None where it can."""
+    estimator, images = args.algo.advantage.estimator, args.data.max_images_per_prompt
+    audit = args.megatron.fp8_audit_steps
+    for holds, why in (
+        (
+            not captures_entropy(args),
+            f"--algo.advantage.estimator {estimator} reads no entropies, and there is no --logger.entropy_enable",
+        ),
+        (args.train.async_enable, "--train.async_enable has a controller of OpenRLHF's own"),
+        (args.rollout.top_p != 1, f"--rollout.top_p {args.rollout.top_p:g} cuts the distribution that it is of"),
+        (images > 0, f"with --data.max_images_per_prompt {images} tokens of images lie between those it has sampled"),
+        (audit > 0, f"--megatron.fp8_audit_steps {audit} compares the actor's forward, which is to be left out"),
+    ):
+        if holds:
+            return why
+    return why_no_sampler_entropy()
+
+
+def _check_log_probs(args: SimpleNamespace) -> None:
+    coefficient = args.algo.kl.init_coef
+    for refused, why in (
+        (
+            coefficient > 0 and not args.algo.kl.use_loss,
+            f"leaves out the log-probs that --algo.kl.init_coef {coefficient:g} makes a reward of; give "
+            "--algo.kl.use_loss too, or --algo.kl.init_coef 0",
+        ),
+        (
+            args.rollout.entropy == "actor",
+            "leaves the actor's forward out, from which its entropies come; give --rollout.entropy sampler too",
+        ),
+        (
+            args.algo.advantage.is_correction_level == "off",
+            f"trains without a ratio to the old policy, and so needs {_CORRECTION} token or seq; give it too",
+        ),
+    ):
+        if refused:
+            raise UsageError(f"--rollout.log_probs sampler {why}, or leave it out.")

@@ -1,0 +1,60 @@
+"""Where the old policy's log-probs and entropies come from: the actor's forward, or vLLM's sampler, which had the
+whole distribution in hand (``--rollout.entropy sampler``).
+
+A run that makes one optimizer step of a rollout needs no old log-probs: the policy that trains is the old one, so the
+training forward's own log-probs, detached, are exactly these.
+"""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import torch
+from openrlhf.trainer.ppo_utils.experience import Experience
+
+from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.token_values import TokenValues
+
+_MAY_MISS = 0.01  # of a rollout's action tokens
+
+
+def count_steps(total: int, batch_size: int) -> int:
+    """Optimizer steps of an epoch over ``total`` rows: what a batch is short of, or what is left over, makes its steps
+    smaller or larger, and not one more."""
+    return max(1, total // batch_size)
+
+
+def trains_on_old_log_probs(args: SimpleNamespace, rows: int) -> bool:
+    """Whether old log-probs of the actor's forward travel with a rollout of ``rows`` rows: with entropies from it they
+    come for nothing; else where several optimizer steps are compared with them."""
+    if args.rollout.entropy == "actor":
+        return True
+    steps = count_steps(rows, args.train.batch_size) * args.train.max_epochs
+    return steps > 1 and args.rollout.log_probs == "actor"
+
+
+def always_forwards(args: SimpleNamespace, rows: int) -> bool:
+    """Whether the actor's forward is done for every rollout of ``rows`` rows, audit or not."""
+    kl_reward = args.algo.kl.init_coef > 0 and not args.algo.kl.use_loss
+    return kl_reward or trains_on_old_log_probs(args, rows)
+
+
+def count_missing(samples: Sequence[Experience], sampled: Sequence[TokenValues]) -> int:
+    """Action tokens without a value (NaN) of the sampler, such as an agent has written itself.
+
+    Raises:
+        TrainingStopped: there are too many.
+    """
+    masks = [sample.action_mask.bool() for sample in samples]
+    missing = sum(int((v.entropy.isnan() & mask).sum()) for v, mask in zip(sampled, masks, strict=True))
+    actions = sum(int(mask.sum()) for mask in masks)
+    if missing > _MAY_MISS * actions:
+        raise TrainingStopped(
+            f"{missing} of the {actions} tokens to train on ({missing / actions:.1%}, more than {_MAY_MISS:.0%}) have "
+            "no entropy from vLLM's sampler, as where an agent edits what was sampled; give --rollout.entropy actor."
+        )
+    return missing
+
+
+def fill(sampled: TokenValues, actors: TokenValues) -> TokenValues:
+    """The sampler's values (b, t), and the actor's where there are none."""
+    return TokenValues(*(torch.where(ours.isnan(), theirs, ours) for ours, theirs in zip(sampled, actors)))
