@@ -12,6 +12,7 @@ from openrlhf_gtpo.integration import run
 from openrlhf_gtpo.integration.command_line.host import gpus_of
 from openrlhf_gtpo.integration.command_line.input_checks import check_model, table_rows
 from openrlhf_gtpo.integration.command_line.megatron_flags import fp8_of
+from openrlhf_gtpo.integration.credit.old_policy import always_forwards
 from openrlhf_gtpo.report.step_phases import Setup
 
 # What all configurations have to share, so that they are given the same work.
@@ -102,6 +103,9 @@ def setup_of(args: SimpleNamespace) -> Setup:
     gpus = gpus_of(args)
     models = sum(gpus) - gpus.engines
     epochs = args.train.max_epochs
+    forwards = always_forwards(args, args.rollout.batch_size * args.rollout.n_samples_per_prompt)
+    has_reference = args.algo.kl.init_coef > 0
+    reference_beside = has_reference and not gpus.reference  # on the actor's GPUs
     trained = _dtype(args)
     if args.actor.backend == "megatron" and (fp8 := fp8_of(args)):
         trained = f"fp8 ({fp8.mode}, {fp8.recipe})"
@@ -109,13 +113,13 @@ def setup_of(args: SimpleNamespace) -> Setup:
         gpus=sum(gpus),
         busy={
             "rollout": gpus.engines or gpus.actor,  # which share theirs with colocated engines
-            "old_log_probs": models,
+            "old_log_probs": models if forwards or reference_beside else models - gpus.actor,
             "shaping": 0,  # in the controller
             "train": gpus.actor + gpus.critic,
             "weight_sync": gpus.actor + gpus.engines,
         },
-        # Training: forward, and the gradients of inputs and of weights.
-        passes={"rollout": 1, "old_log_probs": 2 if args.algo.kl.init_coef > 0 else 1, "train": 3 * epochs},
+        # Audits not counted. Training: forward, and the gradients of inputs and of weights.
+        passes={"rollout": 1, "old_log_probs": forwards + has_reference, "train": 3 * epochs},
         epochs=epochs,
         precision={"rollout": "bf16", "old_log_probs": trained, "train": trained},
     )

@@ -78,6 +78,9 @@ def build_parser() -> argparse.ArgumentParser:
         **count,
     )
     add("--kl", action="store_true", help="a reference model scores the responses too")
+    source: dict[str, Any] = {"choices": ("actor", "sampler"), "default": "actor"}
+    add("--entropy", help="the trainer's --rollout.entropy (default: actor)", **source)
+    add("--log-probs", help="the trainer's --rollout.log_probs (default: actor)", **source)
 
     add = parser.add_argument_group("choices", "what is left out is searched").add_argument
     for name in ("tensor", "pipeline", "context", "expert"):

@@ -109,7 +109,7 @@ class Candidate:
         work = self.engines.workload
         return {
             "rollout": self.engines.seconds,
-            "forward": self.speed.scoring() * (2 if work.kl else 1),
+            "forward": self.speed.scoring() * work.scorings,
             "train": work.optimizer_steps * sum(self.speed.optimizer_step().values()),
             "sync": self._sync(),
             "between": self.engines.assumptions.phase * 3 + 2 * self.host_bytes / self.engines.assumptions.host_copy,

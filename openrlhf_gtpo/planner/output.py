@@ -190,13 +190,18 @@ source {LAUNCHER} gtpo_colocated "$@"
 
 def trainer_flags(one: Candidate) -> list[str]:
     """What the plan rests on and the launcher has no variable for."""
-    expert, flags = one.training.layout.expert_model_parallel_size, []
+    expert, work = one.training.layout.expert_model_parallel_size, one.engines.workload
+    flags = []
     if expert > 1:
         flags.append(f"--megatron.expert_model_parallel_size {expert}")
     if not one.training.distributed_optimizer:
         flags.append("--no-megatron.use_distributed_optimizer")
     if not one.engines.assumptions.overlap:
         flags.append("--megatron.ddp overlap_grad_reduce=false --megatron.ddp overlap_param_gather=false")
+    if work.entropy != "actor":
+        flags.append(f"--rollout.entropy {work.entropy}")
+    if work.log_probs != "actor":  # with what it cannot do without
+        flags.append(f"--rollout.log_probs {work.log_probs} --algo.advantage.is_correction_level token")
     if one.engines.assumptions.lm_head_mb != Assumptions.lm_head_mb:
         flags.append(f"--megatron.lm_head_mb {one.engines.assumptions.lm_head_mb}")
     return flags

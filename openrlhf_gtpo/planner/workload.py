@@ -23,7 +23,8 @@ class Workload:
         samples_per_prompt, prompts_per_step: responses to a prompt, and prompts of a rollout.
         train_batch: responses in an optimizer step; None for all.
         max_tokens_per_gpu: of a micro-batch, OpenRLHF's by default; a longer row gets one of its own.
-        kl: a reference model scores the responses too.
+        kl: a reference model scores the responses too, for KL as a loss with ``entropy`` sampler.
+        entropy, log_probs: "actor" or "sampler", as the trainer's flags.
     """
 
     prompt_length: int = 2048
@@ -35,12 +36,18 @@ class Workload:
     train_batch: int | None = None
     max_tokens_per_gpu: int = 16192
     kl: bool = False
+    entropy: str = "actor"
+    log_probs: str = "actor"
 
     def __post_init__(self) -> None:
         for part in ("prompt", "response"):
             mean, most = getattr(self, f"mean_{part}"), getattr(self, f"{part}_length")
             if mean is not None and not 1 <= mean <= most:
                 raise SettingError(f"$mean_{part} {mean:g} must be between 1 and ${part}_length {most}.")
+        if self.log_probs == "sampler" != self.entropy:
+            raise SettingError(
+                "$log_probs sampler leaves out the forward that entropies come from; give $entropy sampler."
+            )
         if self.rows % self.batch:
             raise SettingError(
                 f"$train_batch {self.batch} does not divide the {self.rows} responses of a step "
@@ -60,6 +67,12 @@ class Workload:
     @property
     def optimizer_steps(self) -> int:
         return self.rows // self.batch
+
+    @property
+    def scorings(self) -> int:
+        """Forward passes over all rows before training, by the policy and the reference model; audits not counted."""
+        policy = self.entropy == "actor" or (self.optimizer_steps > 1 and self.log_probs == "actor")
+        return policy + self.kl
 
     @property
     def row_length(self) -> int:

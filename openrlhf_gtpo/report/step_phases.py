@@ -98,22 +98,24 @@ def of_run(rows: Rows, setup: Setup) -> dict[str, Any]:
     known = all(is_number(row.get(names.FLOPS_FORWARD)) for row in rows)
     forward = _mean(rows, names.FLOPS_FORWARD) if known else None
 
-    def numbers(seconds: float, counted: str, passes: float) -> dict[str, Any]:
+    def numbers(seconds: float, handled: float, passes: float) -> dict[str, Any]:
         return {
             "seconds": seconds,
             "share": seconds / step_seconds,
-            "tokens": tokens[counted],
-            "tokens_per_second_per_gpu": tokens[counted] / seconds / setup.gpus if seconds else None,
+            "tokens": handled,
+            "tokens_per_second_per_gpu": handled / seconds / setup.gpus if seconds and handled else None,
             "flops": None if forward is None else passes * forward,
         }
 
+    # Log-probs that no model is asked for (0 passes) are of no token.
+    handled = {name: tokens[phase.counted] * (setup.passes.get(name) != 0) for name, phase in PHASES.items()}
     phases = {
-        name: numbers(_mean(rows, phase.timing), phase.counted, setup.passes.get(name, 0))
+        name: numbers(_mean(rows, phase.timing), handled[name], setup.passes.get(name, 0))
         for name, phase in PHASES.items()
     }
     idle = step_seconds - sum(phase["seconds"] for phase in phases.values())
     working = sum(phase["seconds"] * setup.busy.get(name, 0) for name, phase in phases.items())
-    phases[STEP] = numbers(step_seconds, _ALL, sum(setup.passes.values()))
+    phases[STEP] = numbers(step_seconds, tokens[_ALL], sum(setup.passes.values()))
     return {
         "phases": phases,
         IDLE: {"seconds": idle, "share": idle / step_seconds, "gpu_share": 1 - working / (step_seconds * setup.gpus)},

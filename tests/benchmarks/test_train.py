@@ -166,7 +166,9 @@ def test_flags_of_a_configuration_are_split_as_a_shell_does() -> None:
 
 SPLIT = {"rollout": 2, "old_log_probs": 4, "shaping": 0, "train": 4, "weight_sync": 6}
 COLOCATED = {"rollout": 4, "old_log_probs": 4, "shaping": 0, "train": 4, "weight_sync": 4}
-REFERENCE = {"--algo.kl.init_coef": 0.1, "--ref.num_gpus_per_node": 4}
+REFERENCE = {"--algo.kl.init_coef": 0.1, "--algo.kl.use_loss": True, "--ref.num_gpus_per_node": 4}
+# One optimizer step a rollout.
+SAMPLER = {"--rollout.entropy": "sampler", "--logger.entropy_enable": True, "--train.batch_size": 4096}
 
 
 @pytest.mark.parametrize(
@@ -178,6 +180,9 @@ REFERENCE = {"--algo.kl.init_coef": 0.1, "--ref.num_gpus_per_node": 4}
         (REFERENCE | {"--train.colocate_actor_ref": True}, 6, SPLIT),
         (REFERENCE | {"--train.colocate_all": True, "--vllm.num_engines": 2}, 4, COLOCATED),
         ({"--reward.remote_url": None, "--reward.model_name_or_path": "x"}, 9, SPLIT | {"old_log_probs": 7}),
+        (SAMPLER, 6, SPLIT | {"old_log_probs": 0}),
+        (REFERENCE | SAMPLER, 10, SPLIT | {"old_log_probs": 4}),
+        (REFERENCE | SAMPLER | {"--train.colocate_actor_ref": True}, 6, SPLIT),
     ],
 )
 def test_gpus_are_those_that_a_run_holds(
@@ -194,6 +199,9 @@ def test_operations_and_precisions_of_the_phases(command: dict[str, Any]) -> Non
     assert plain.precision == {"rollout": "bf16", "old_log_probs": "bf16", "train": "bf16"}
     reference = setup_of(parse(argv_of(command | REFERENCE)))
     assert reference.passes == {"rollout": 1, "old_log_probs": 2, "train": 3}
+    assert setup_of(parse(argv_of(command | REFERENCE | SAMPLER))).passes["old_log_probs"] == 1
+    assert setup_of(parse(argv_of(command | SAMPLER))).passes["old_log_probs"] == 0
+    assert setup_of(parse(argv_of(command | SAMPLER | {"--train.batch_size": 1}))).passes["old_log_probs"] == 1
     fp8 = {"--actor.backend": "megatron", "--megatron.fp8": "emulated", "--train.max_tokens_per_gpu": 64}
     assert setup_of(parse(argv_of(command | fp8))).precision["train"] == "fp8 (emulated, blockwise)"
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from openrlhf_gtpo.cli import plan
+from openrlhf_gtpo.errors import SettingError
 from openrlhf_gtpo.model_shape import PRESETS
 from openrlhf_gtpo.planner.assumptions import Assumptions
 from openrlhf_gtpo.planner.candidate import Candidate
@@ -92,6 +93,27 @@ def test_times_move_the_right_way() -> None:
     kl = one(request(workload=replace(work, kl=True), **FIXED))
     assert kl.seconds["forward"] == pytest.approx(2 * base.seconds["forward"])
     assert sum(kl.memory["forward"].values()) > sum(base.memory["forward"].values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "forwards"),
+    [
+        ({}, 0),
+        ({"kl": True}, 1),
+        ({"train_batch": WORK.rows // 2}, 1),
+        ({"train_batch": WORK.rows // 2, "log_probs": "sampler"}, 0),
+    ],
+    ids=str,
+)
+def test_the_samplers_entropies_save_the_policys_forward(changes: dict[str, Any], forwards: int) -> None:
+    """Where one optimizer step a rollout, or the sampler's log-probs, need no log-probs of the policy."""
+    base = one(request(**FIXED)).seconds["forward"]
+    found = one(request(workload=replace(WORK, entropy="sampler", **changes), **FIXED))
+    assert found.seconds["forward"] == pytest.approx(forwards * base, rel=0.2)
+    assert "--rollout.entropy sampler" in trainer_flags(found)
+    assert any("--rollout.log_probs" in flag for flag in trainer_flags(found)) == ("log_probs" in changes)
+    with pytest.raises(SettingError, match="give entropy sampler"):
+        replace(WORK, log_probs="sampler")
 
 
 def test_another_value_is_assumed_and_reaches_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

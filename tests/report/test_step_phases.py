@@ -1,5 +1,7 @@
 """Phases of a step by hand: each rate is of its own tokens, ratios are of one alternation, MFU is over all GPUs."""
 
+from dataclasses import replace
+
 import matplotlib.image
 import pytest
 
@@ -68,6 +70,15 @@ def test_every_phase_by_hand():
     passes = {"rollout": 1, "old_log_probs": 2, "shaping": 0, "train": 6, "weight_sync": 0, "step": 9}
     assert {name: one["flops"] for name, one in phases.items()} == {name: n * 1e9 for name, n in passes.items()}
     assert run["peak_memory_gib"] == {"actor/ppo_train": 2.5}
+
+
+def test_log_probs_that_no_model_computes_have_seconds_and_no_rate():
+    without = replace(SETUP, passes=SETUP.passes | {"old_log_probs": 0})
+    runs = [of_run([row(1)], setup) for setup in (SETUP, without)]
+    found = runs[1]["phases"]["old_log_probs"]
+    assert found["seconds"] == 3 and found["tokens"] == found["flops"] == 0
+    assert found["tokens_per_second_per_gpu"] is None and "old_log_probs" not in ratios(runs[:1], runs[1:])
+    assert runs[1]["phases"]["shaping"] == runs[0]["phases"]["shaping"]
 
 
 def test_a_summary_is_of_medians_and_mfu_is_over_all_gpus():
