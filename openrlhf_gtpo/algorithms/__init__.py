@@ -17,10 +17,12 @@ from .losses import (
     sequence_ratio,
 )
 from .rewards import ShapedRewards, length_penalty
+from .surrogates import SURROGATES, SurrogateType
 
 __all__ = [
     "ESTIMATORS",
     "LOSS_LEVEL",
+    "SURROGATES",
     "ErrorBudget",
     "Estimator",
     "GRPOSConfig",
@@ -28,6 +30,7 @@ __all__ = [
     "PolicyLossOutput",
     "ShapedRewards",
     "Surrogate",
+    "SurrogateType",
     "check_loss_level",
     "entropy_advantage_bonus",
     "error_budget",

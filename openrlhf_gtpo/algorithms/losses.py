@@ -72,27 +72,42 @@ def policy_surrogate(
     check_number("clip_high", clip_high, at_least=0)
     if dual_clip is not None:
         check_number("dual_clip", dual_clip, above=1)
+    log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
+    if level == "token":
+        ratio, unit_mask = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), mask
+    else:
+        ratio, unit_mask = sequence_ratio(log_probs, old_log_probs, mask, ratio_mean), mask.any(-1)
+        advantages = sequence_advantage(advantages, mask)
+    objective, clipped = clipped_objective(ratio, advantages, clip_low, clip_high, dual_clip)
+    return Surrogate(-objective, unit_mask, clipped, ratio.detach(), -log_ratio.detach())
+
+
+def clipped_objective(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """min(w A, clip(w, 1 - clip_low, 1 + clip_high) A) of any shape, and where the clipped one is strictly smaller."""
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    objective = torch.min(unclipped, clipped)
+    if dual_clip is not None:
+        objective = torch.where(advantages < 0, torch.max(objective, dual_clip * advantages), objective)
+    return objective, clipped.detach() < unclipped.detach()
+
+
+def check_terms(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, T) log w, differentiable in ``log_probs``, and advantages; in at least float32, 0 outside the mask.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or a NaN or infinity (with the row).
+    """
     tensors = {"log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages}
     check_tokens(mask, **tensors)
     finite = torch.stack([values.detach().isfinite().where(mask, True).all() for values in tensors.values()])
     if not finite.all():  # the one number that the host waits for
         for name, values in tensors.items():
             check_finite(name, values.detach(), mask)
-
     log_ratio = _log_ratio(log_probs, old_log_probs, mask)
-    advantages = advantages.detach().to(log_ratio.dtype).where(mask, 0)
-    if level == "token":
-        ratio, unit_mask = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), mask
-    else:
-        ratio, unit_mask = sequence_ratio(log_probs, old_log_probs, mask, ratio_mean), mask.any(-1)
-        advantages = _sequence_advantage(advantages, mask)
-
-    unclipped = ratio * advantages
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    objective = torch.min(unclipped, clipped)
-    if dual_clip is not None:
-        objective = torch.where(advantages < 0, torch.max(objective, dual_clip * advantages), objective)
-    return Surrogate(-objective, unit_mask, clipped.detach() < unclipped.detach(), ratio.detach(), -log_ratio.detach())
+    return log_ratio, advantages.detach().to(log_ratio.dtype).where(mask, 0)
 
 
 def policy_loss(
@@ -158,7 +173,7 @@ def _log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor
     return (log_probs.to(dtype) - old_log_probs.detach().to(dtype)).where(mask, 0)
 
 
-def _sequence_advantage(advantages: Tensor, mask: Tensor) -> Tensor:
+def sequence_advantage(advantages: Tensor, mask: Tensor) -> Tensor:
     """(B,) the one advantage of each row's action tokens, 0 for a row without."""
     if advantages.shape[1] == 0:
         return advantages.new_zeros(advantages.shape[0])

@@ -192,3 +192,109 @@ def ragged_batch(seed, num_groups=3, num_columns=7, empty_row=False, dtype=torch
 def penalties(num_rows, seed):
     """(B,) random ones between -1 and 0."""
     return -torch.rand(num_rows, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+# ── Rivals: a response is three lists, of its tokens' new and old log-probs and advantages ──
+
+
+def grpo_lists(outcome, group_ids, lengths, penalty=None):
+    r = [float(x) + (0.0 if penalty is None else float(penalty[i])) for i, x in enumerate(outcome)]
+    out = [[] for _ in r]
+    for rows in groups_of(group_ids):
+        for i, a in zip(rows, normalised([r[i] for i in rows], [r[i] for i in rows]), strict=True):
+            out[i] = [a] * lengths[i]
+    return out
+
+
+def forking_lists(H, advantages, top_fraction):
+    everything = sorted((h for row in H for h in row), reverse=True)
+    threshold = everything[max(1, math.ceil(top_fraction * len(everything) - 1e-9)) - 1]
+    return [[a if h >= threshold else 0.0 for h, a in zip(*rows)] for rows in zip(H, advantages)]
+
+
+def bonus_lists(H, advantages, alpha, kappa):
+    return [[a + min(alpha * h, abs(a) / kappa) for h, a in zip(*rows)] for rows in zip(H, advantages)]
+
+
+def pair_of(ratio, a, config):
+    """A clipped term's loss and its derivative by the log of the ratio."""
+    bounded = clip(ratio, 1 - config.clip_low, 1 + config.clip_high) * a
+    loss, slope = (-bounded, 0.0) if bounded < ratio * a else (-ratio * a, -ratio * a)
+    if config.dual_clip is not None and a < 0 and -config.dual_clip * a < loss:
+        return -config.dual_clip * a, 0.0
+    return loss, slope
+
+
+def gspo_token_row(new, old, advantages, config):
+    ratio = geometric_mean([math.exp(n - o) for n, o in zip(new, old)])
+    return [pair_of(ratio, a, config) for a in advantages]
+
+
+def cispo_row(new, old, advantages, config):
+    weights = [clip(math.exp(n - o), 1 - config.clip_low, 1 + config.clip_high) for n, o in zip(new, old)]
+    return [(-w * a * n, -w * a) for w, a, n in zip(weights, advantages, new)]
+
+
+def sapo_row(new, old, advantages, config):
+    pairs = []
+    for n, o, a in zip(new, old, advantages):
+        ratio, tau = math.exp(n - o), config.tau_positive if a > 0 else config.tau_negative
+        gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        pairs.append((-4 / tau * gate * a, -4 * gate * (1 - gate) * ratio * a))
+    return pairs
+
+
+def gmpo_row(new, old, advantages, config):
+    """As many pairs as tokens; the response's loss is their sum."""
+    a, low, high = advantages[0], 1 - config.clip_low, 1 + config.clip_high
+    ratios = [math.exp(n - o) for n, o in zip(new, old)]
+    bounded = [min(w, high) if a > 0 else max(w, low) for w in ratios]
+    loss = -a * geometric_mean(bounded)
+    return [(loss / len(new), loss / len(new) if b == w else 0.0) for b, w in zip(bounded, ratios)]
+
+
+ROWS = {"gspo_token": gspo_token_row, "cispo": cispo_row, "sapo": sapo_row, "gmpo": gmpo_row}
+
+
+def covariances(new, advantages):
+    """(row, token) -> its part of the covariance of log-prob and advantage."""
+    mean_new, mean_a = (arithmetic_mean([x for row in rows for x in row]) for rows in (new, advantages))
+    return {
+        (i, t): (n - mean_new) * (a - mean_a)
+        for i, rows in enumerate(zip(new, advantages))
+        for t, (n, a) in enumerate(zip(*rows))
+    }
+
+
+def clip_cov_pairs(new, old, advantages, config):
+    """With every candidate drawn."""
+    cov, pairs = covariances(new, advantages), []
+    for i, rows in enumerate(zip(new, old, advantages)):
+        pairs.append([pair_of(math.exp(n - o), a, config) for n, o, a in zip(*rows)])
+        for t, (n, o, a) in enumerate(zip(*rows)):
+            ratio = math.exp(n - o)
+            is_clipped = clip(ratio, 1 - config.clip_low, 1 + config.clip_high) * a < ratio * a
+            if config.cov_low < cov[i, t] < config.cov_high and not is_clipped:
+                pairs[i][t] = (0.0, 0.0)
+    return pairs
+
+
+def kl_cov_pairs(new, old, advantages, config):
+    cov = covariances(new, advantages)
+    marked = sorted(cov, key=cov.get, reverse=True)[: max(1, int(config.fraction * len(cov)))]
+    pairs = []
+    for i, rows in enumerate(zip(new, old, advantages)):
+        pairs.append([])
+        for t, (n, o, a) in enumerate(zip(*rows)):
+            w, coef = math.exp(n - o), config.coef if (i, t) in marked else 0.0
+            pairs[i].append((-w * a + coef * abs(n - o), -w * a + coef * math.copysign(1, n - o)))
+    return pairs
+
+
+def surrogate_pairs(name, new, old, advantages, config):
+    """Per row and token its part of the loss and the derivative by its log-prob of the whole sum."""
+    if name == "clip_cov":
+        return clip_cov_pairs(new, old, advantages, config)
+    if name == "kl_cov":
+        return kl_cov_pairs(new, old, advantages, config)
+    return [ROWS[name](*rows, config) if rows[0] else [] for rows in zip(new, old, advantages)]

@@ -1,0 +1,278 @@
+"""The surrogates by name: how a step is clipped, whoever is paid. A new one is its settings, its function and its line
+in ``SURROGATES``.
+
+PPO's clip is ``policy_surrogate`` of ``losses.py``. What is here is each paper's own objective, unreduced like that
+one. The papers' texts were not at hand: each formula was checked against the implementation that its docstring names,
+and none has equation numbers. A log ratio is bounded by +-20 everywhere, which keeps far off-policy tokens finite.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .config import check_number
+from .losses import MAX_LOG_RATIO, Level, Surrogate, check_terms, clipped_objective, sequence_advantage
+
+
+@dataclass(frozen=True)
+class ClipConfig:
+    """A range of the importance ratio, [1 - clip_low, 1 + clip_high].
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+
+    def __post_init__(self) -> None:
+        check_number("clip_low", self.clip_low, at_least=0, at_most=1)
+        check_number("clip_high", self.clip_high, at_least=0)
+
+
+@dataclass(frozen=True)
+class GSPOTokenConfig(ClipConfig):
+    """GSPO-token (arXiv 2507.18071): its clip range, and dual clip as in :func:`policy_surrogate`."""
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+    dual_clip: float | None = None
+
+
+def gspo_token_surrogate(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: GSPOTokenConfig
+) -> Surrogate:
+    """-min(s_t A_t, clip(s_t) A_t) with s_t = sg[s] pi(o_t) / sg[pi(o_t)], s the geometric mean of a response's ratios
+    (arXiv 2507.18071; verl 0.8.0.dev, ``compute_policy_loss_gspo``).
+
+    Every s_t has the value of the response's s and the gradient of its own token, so advantages may differ within a
+    row; where they do not, loss and gradient are GSPO's.
+    """
+    log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
+    mean = log_ratio.detach().sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(1)
+    own = log_ratio - log_ratio.detach()  # 0, with the token's gradient
+    ratio = (mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + own).exp().where(mask, 1)
+    objective, clipped = clipped_objective(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
+    return Surrogate(-objective, mask, clipped, ratio.detach(), -log_ratio.detach())
+
+
+@dataclass(frozen=True)
+class CISPOConfig(ClipConfig):
+    """CISPO (arXiv 2506.13585): as in the paper no lower bound but 0. The upper one, 5, is a choice: the paper tunes
+    its own."""
+
+    clip_low: float = 1.0
+    clip_high: float = 4.0
+
+
+def cispo_surrogate(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: CISPOConfig
+) -> Surrogate:
+    """-sg[clip(w_t)] A_t log pi(o_t): REINFORCE with clipped weights, in which no token loses its gradient
+    (arXiv 2506.13585; verl 0.8.0.dev, ``compute_policy_loss_cispo``)."""
+    log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
+    ratio = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    loss = -weight * advantages * log_probs.to(log_ratio.dtype).where(mask, 0)
+    return Surrogate(loss, mask, weight != ratio, ratio, -log_ratio.detach())
+
+
+@dataclass(frozen=True)
+class SAPOConfig:
+    """SAPO (arXiv 2511.20347).
+
+    Fields:
+        tau_positive, tau_negative: how steeply the gate closes away from a ratio of 1, for tokens with advantage > 0
+            and for the others.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+
+    def __post_init__(self) -> None:
+        check_number("tau_positive", self.tau_positive, above=0)
+        check_number("tau_negative", self.tau_negative, above=0)
+
+
+def sapo_surrogate(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: SAPOConfig
+) -> Surrogate:
+    """-f(w_t) A_t with the gate f(x) = sigmoid(tau (x - 1)) 4 / tau, whose slope at 1 is 1, in the place of a clip
+    (arXiv 2511.20347; verl 0.8.0.dev, ``compute_policy_loss_sapo``). ``clipped`` is False everywhere."""
+    log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    tau = torch.full_like(advantages, config.tau_negative).masked_fill(advantages > 0, config.tau_positive)
+    gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    return Surrogate(-gate * advantages, mask, torch.zeros_like(mask), ratio.detach(), -log_ratio.detach())
+
+
+@dataclass(frozen=True)
+class GMPOConfig(ClipConfig):
+    """GMPO (arXiv 2507.20673). The paper's range (e^-0.4, e^0.4) as bounds of the ratio, like every clip range here;
+    verl and TRL give it in log space."""
+
+    clip_low: float = 1 - math.exp(-0.4)
+    clip_high: float = math.exp(0.4) - 1
+
+
+def gmpo_surrogate(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: GMPOConfig
+) -> Surrogate:
+    """-A times the geometric mean of a response's ratios, each of them clipped on the side that A pushes it to
+    (arXiv 2507.20673; verl 0.8.0.dev, ``compute_policy_loss_geo_mean``; TRL 1.7, docs/source/gmpo.md).
+
+    A unit is a row; ``clipped`` says that one of its tokens is. Raises ValueError too for advantages that differ
+    within a row.
+    """
+    log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
+    low = math.log(1 - config.clip_low) if config.clip_low < 1 else -math.inf
+    bounded = torch.where(advantages > 0, log_ratio.clamp(max=math.log1p(config.clip_high)), log_ratio.clamp(min=low))
+    mean = bounded.where(mask, 0).sum(-1) / mask.sum(-1).clamp_min(1)
+    ratio = mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    clipped = ((bounded != log_ratio) & (advantages != 0)).any(-1)
+    loss = -ratio * sequence_advantage(advantages, mask)
+    return Surrogate(loss, mask.any(-1), clipped, ratio.detach(), -log_ratio.detach())
+
+
+@dataclass(frozen=True)
+class ClipCovConfig(ClipConfig):
+    """Clip-Cov (arXiv 2505.22617).
+
+    Fields:
+        fraction: share of a micro-batch's tokens that lose their gradient, at least one token.
+        cov_low, cov_high: bounds of the covariance of the tokens that are drawn from.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    dual_clip: float | None = None
+    fraction: float = 2e-4
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("fraction", self.fraction, above=0, at_most=1)
+        check_number("cov_low", self.cov_low)
+        check_number("cov_high", self.cov_high, above=self.cov_low)
+
+
+def clip_cov_surrogate(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: ClipCovConfig
+) -> Surrogate:
+    """PPO's clip, and no gradient for a few tokens drawn from those of high covariance (arXiv 2505.22617; verl
+    0.8.0.dev, ``compute_policy_loss_clip_cov``).
+
+    Departs: the N tokens of a covariance are a micro-batch's, as in verl, where the paper has a batch; so the choice
+    depends on how a step is split. The loss of a drawn token is 0.
+    """
+    log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    objective, clipped = clipped_objective(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
+    covariance = token_covariance(log_probs, advantages, mask)
+    candidates = (mask & ~clipped & (covariance > config.cov_low) & (covariance < config.cov_high)).nonzero()
+    generator = torch.Generator().manual_seed(len(candidates))  # ranks that share a micro-batch have to agree
+    order = torch.randperm(len(candidates), generator=generator)[: _num_marked(config.fraction, mask)]
+    drawn = torch.zeros_like(mask)
+    drawn[tuple(candidates[order.to(mask.device)].T)] = True
+    loss = -objective.masked_fill(drawn, 0)
+    return Surrogate(loss, mask, clipped | drawn, ratio.detach(), -log_ratio.detach())
+
+
+@dataclass(frozen=True)
+class KLCovConfig:
+    """KL-Cov (arXiv 2505.22617).
+
+    Fields:
+        fraction: share of a micro-batch's tokens that get the penalty, at least one token.
+        coef: weight of the penalty.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    fraction: float = 2e-4
+    coef: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("fraction", self.fraction, above=0, at_most=1)
+        check_number("coef", self.coef, at_least=0)
+
+
+def kl_cov_surrogate(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: KLCovConfig
+) -> Surrogate:
+    """-w_t A_t, unclipped, and coef |log w_t| more for the tokens of the highest covariance (arXiv 2505.22617; verl
+    0.8.0.dev, ``compute_policy_loss_kl_cov``). ``clipped`` says which.
+
+    Departs: the N tokens are a micro-batch's, as for :func:`clip_cov_surrogate`; the KL divergence is estimated by
+    |log w|, as in verl.
+    """
+    log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
+    bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    covariance = token_covariance(log_probs, advantages, mask).masked_fill(~mask, -torch.inf)
+    highest = covariance.flatten().topk(_num_marked(config.fraction, mask)).indices
+    marked = torch.zeros_like(mask).flatten().scatter_(0, highest, True).view_as(mask)
+    loss = -bounded.exp() * advantages + config.coef * bounded.abs() * marked
+    return Surrogate(loss, mask, marked, bounded.detach().exp(), -log_ratio.detach())
+
+
+def token_covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """(B, T) what each action token adds to the covariance of log-prob and advantage over all of them, detached:
+    (log pi - its mean) (A - its mean), as arXiv 2505.22617 defines it; junk outside the mask."""
+    count = mask.sum().clamp_min(1)
+    x, y = log_probs.detach().to(advantages.dtype).where(mask, 0), advantages.where(mask, 0)
+    return (x - x.sum() / count) * (y - y.sum() / count)
+
+
+def _num_marked(fraction: float, mask: Tensor) -> int:
+    """Of the micro-batch's action tokens: ``fraction`` of them rounded down, one at least, where there are any."""
+    count = int(mask.sum())
+    return min(count, max(1, int(fraction * count)))
+
+
+@dataclass(frozen=True)
+class SurrogateType:
+    """What a training step asks of a surrogate.
+
+    Fields:
+        summary: how the step is clipped, for a command line's help.
+        config: a dataclass of settings that checks itself. ``clip_low``, ``clip_high`` and ``dual_clip``, where it has
+            them, are OpenRLHF's flags, with the paper's clip range as their default; any other field is a flag
+            ``--actor.NAME.FIELD``.
+        level: of its units. "token" carries any advantages, "sequence" those that are one number per row.
+        aggregation: what the paper takes the mean over: all tokens, or every response's own mean.
+        loss: of log_probs, old_log_probs, advantages, mask ((B, T) each) and config; raises ValueError for tensors
+            that do not fit or are not finite.
+    """
+
+    summary: str
+    config: type
+    level: Level
+    aggregation: Level
+    loss: Callable[..., Surrogate]
+
+
+SURROGATES = {
+    "gspo_token": SurrogateType(
+        "GSPO's ratio, each token's own gradient", GSPOTokenConfig, "token", "sequence", gspo_token_surrogate
+    ),
+    "cispo": SurrogateType(
+        "REINFORCE with clipped importance weights", CISPOConfig, "token", "token", cispo_surrogate
+    ),
+    "sapo": SurrogateType("a soft gate for the clip", SAPOConfig, "token", "sequence", sapo_surrogate),
+    "gmpo": SurrogateType("geometric mean of clipped ratios", GMPOConfig, "sequence", "sequence", gmpo_surrogate),
+    "clip_cov": SurrogateType(
+        "no gradient for some tokens of high covariance", ClipCovConfig, "token", "token", clip_cov_surrogate
+    ),
+    "kl_cov": SurrogateType(
+        "a KL penalty on the tokens of highest covariance", KLCovConfig, "token", "token", kl_cov_surrogate
+    ),
+}
