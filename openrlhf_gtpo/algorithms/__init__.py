@@ -1,9 +1,17 @@
-"""GTPO and GRPO-S (arXiv 2508.04349): entropies and outcomes in, advantages and losses out.
+"""GTPO and GRPO-S (arXiv 2508.04349) and their rivals: entropies and outcomes in, advantages and losses out.
 
 Pure functions of torch tensors. This room must not know where rollouts come from, who trains, or OpenRLHF.
 """
 
-from .baselines import entropy_advantage_bonus, forking_token_mask
+from .baselines import (
+    EntropyBonusConfig,
+    ForkingTokensConfig,
+    entropy_advantage_bonus,
+    entropy_bonus_advantages,
+    forking_token_mask,
+    forking_tokens_advantages,
+    grpo_advantages,
+)
 from .error_budget import ErrorBudget, error_budget
 from .estimators import ESTIMATORS, LOSS_LEVEL, Estimator, check_loss_level
 from .groups import success
@@ -23,8 +31,10 @@ __all__ = [
     "ESTIMATORS",
     "LOSS_LEVEL",
     "SURROGATES",
+    "EntropyBonusConfig",
     "ErrorBudget",
     "Estimator",
+    "ForkingTokensConfig",
     "GRPOSConfig",
     "GTPOConfig",
     "PolicyLossOutput",
@@ -33,8 +43,11 @@ __all__ = [
     "SurrogateType",
     "check_loss_level",
     "entropy_advantage_bonus",
+    "entropy_bonus_advantages",
     "error_budget",
     "forking_token_mask",
+    "forking_tokens_advantages",
+    "grpo_advantages",
     "grpo_s_advantages",
     "grpo_s_rewards",
     "grpo_s_shares",

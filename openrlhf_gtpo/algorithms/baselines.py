@@ -1,12 +1,130 @@
-"""Two uses of entropy in the literature that GTPO is compared with: forking tokens and the entropy advantage bonus."""
+"""Two uses of entropy in the literature that GTPO is compared with: forking tokens and the entropy advantage bonus.
+
+Both change GRPO's advantages token by token, so that any token-level surrogate carries them.
+"""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .checks import check_finite, check_tokens
+from .checks import check_finite, check_rows, check_tokens
 from .config import check_number
+from .groups import STD_EPS, RowMoments, mean_and_std, output_dtype, split_rows
+
+
+@torch.no_grad()
+def grpo_advantages(
+    entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, length_penalty: Tensor | None = None
+) -> Tensor:
+    """GRPO's (arXiv 2402.03300, section 4.1.2): (r - mean) / std over the rows of a group, one number for a row.
+
+    As OpenRLHF's ``group_norm``: the std is the unbiased one, plus ``STD_EPS``. Takes, raises and returns what
+    :func:`gtpo_advantages` does; ``entropy`` gives shape and dtype alone.
+    """
+    rows = split_rows(entropy, mask, outcome, group_ids, threshold=0.0)  # which no formula here reads
+    reward = rows.outcome
+    if length_penalty is not None:
+        check_rows("length_penalty", length_penalty, len(entropy))
+        reward = reward + length_penalty.detach().to(reward)
+    moments = RowMoments(torch.ones_like(reward), reward, torch.zeros_like(reward))
+    mean, std = mean_and_std(moments, rows, two_sets=False, scope="group", over="zero_filled")
+    advantage = (reward - mean) / (std + STD_EPS)
+    return torch.where(mask, advantage.to(output_dtype(entropy))[:, None], 0)
+
+
+@dataclass(frozen=True)
+class ForkingTokensConfig:
+    """Forking tokens (arXiv 2506.01939): the most uncertain tokens alone are trained on.
+
+    Fields:
+        top_fraction: share of the rollout batch's action tokens that are, those of the highest entropy.
+        success_threshold: as in :class:`GTPOConfig`.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    top_fraction: float = 0.2
+    success_threshold: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("top_fraction", self.top_fraction, above=0, at_most=1)
+        check_number("success_threshold", self.success_threshold)
+
+
+def forking_tokens_advantages(
+    entropy: Tensor,
+    mask: Tensor,
+    outcome: Tensor,
+    group_ids: Tensor,
+    config: ForkingTokensConfig,
+    length_penalty: Tensor | None = None,
+) -> Tensor:
+    """GRPO's advantages at the tokens of :func:`forking_token_mask`, 0 at the others, which leaves those without a
+    policy loss. They still count where a mean over tokens is taken. The entropies are the old policy's and their batch
+    is the whole rollout, whatever optimizer steps are made of it; metrics alone read ``success_threshold``.
+
+    Takes, raises and returns what :func:`gtpo_advantages` does.
+    """
+    kept = forking_token_mask(entropy, mask, config.top_fraction)
+    return grpo_advantages(entropy, mask, outcome, group_ids, length_penalty).where(kept, 0)
+
+
+def forking_tokens_shares(
+    entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, config: ForkingTokensConfig
+) -> Tensor:
+    """(N,) 1 for each action token that is trained on, 0 for the others."""
+    return forking_token_mask(entropy, mask, config.top_fraction)[mask].double()
+
+
+@dataclass(frozen=True)
+class EntropyBonusConfig:
+    """Entropy advantage bonus (arXiv 2506.14758) on GRPO's advantages.
+
+    Fields:
+        alpha: weight of a token's entropy.
+        kappa: the bonus is at most |A| / kappa, so that above 1 no advantage changes its sign.
+        success_threshold: as in :class:`GTPOConfig`.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    alpha: float = 0.4
+    kappa: float = 2.0
+    success_threshold: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("alpha", self.alpha, at_least=0)
+        check_number("kappa", self.kappa, above=1)
+        check_number("success_threshold", self.success_threshold)
+
+
+def entropy_bonus_advantages(
+    entropy: Tensor,
+    mask: Tensor,
+    outcome: Tensor,
+    group_ids: Tensor,
+    config: EntropyBonusConfig,
+    length_penalty: Tensor | None = None,
+) -> Tensor:
+    """GRPO's advantages with :func:`entropy_advantage_bonus` added. The entropies are the old policy's, whatever
+    optimizer steps are made of the rollout; metrics alone read ``success_threshold``.
+
+    Takes, raises and returns what :func:`gtpo_advantages` does.
+    """
+    advantages = grpo_advantages(entropy, mask, outcome, group_ids, length_penalty)
+    return entropy_advantage_bonus(advantages, entropy, mask, config.alpha, config.kappa)
+
+
+def entropy_bonus_shares(
+    entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, config: EntropyBonusConfig
+) -> Tensor:
+    """(N,) the bonus of each action token."""
+    advantages = grpo_advantages(entropy, mask, outcome, group_ids).double()
+    return (entropy_advantage_bonus(advantages, entropy, mask, config.alpha, config.kappa) - advantages)[mask]
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from typing import get_args
 
 from torch import Tensor
 
-from . import grpo_s, gtpo
+from . import baselines, grpo_s, gtpo
 from .config import check_choice
 from .losses import Level
 
@@ -37,6 +37,20 @@ ESTIMATORS = {
     ),
     "grpo_s": Estimator(
         "entropy-weighted sequences", grpo_s.GRPOSConfig, "sequence", grpo_s.grpo_s_advantages, grpo_s.grpo_s_shares
+    ),
+    "forking_tokens": Estimator(
+        "group_norm at the tokens of highest entropy",
+        baselines.ForkingTokensConfig,
+        "token",
+        baselines.forking_tokens_advantages,
+        baselines.forking_tokens_shares,
+    ),
+    "entropy_bonus": Estimator(
+        "group_norm with a bonus for entropy",
+        baselines.EntropyBonusConfig,
+        "token",
+        baselines.entropy_bonus_advantages,
+        baselines.entropy_bonus_shares,
     ),
 }
 

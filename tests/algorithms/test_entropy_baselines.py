@@ -4,11 +4,20 @@ import math
 
 import pytest
 import torch
-from algorithms_reference import ragged_batch
+from algorithms_reference import bonus_lists, forking_lists, grpo_lists, penalties, ragged_batch, scatter, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf_gtpo.algorithms import entropy_advantage_bonus, forking_token_mask
+from openrlhf_gtpo.algorithms import (
+    ESTIMATORS,
+    EntropyBonusConfig,
+    ForkingTokensConfig,
+    entropy_advantage_bonus,
+    entropy_bonus_advantages,
+    forking_token_mask,
+    forking_tokens_advantages,
+    grpo_advantages,
+)
 
 
 @settings(deadline=None, max_examples=60)
@@ -51,6 +60,68 @@ def test_bonus_is_detached_from_the_entropy():
     assert not bonus.requires_grad
 
 
+@settings(deadline=None, max_examples=100)
+@given(
+    seed=st.integers(0, 10_000),
+    percent=st.integers(1, 100),
+    alpha=st.floats(0, 2),
+    kappa=st.floats(1.1, 5),
+    empty_row=st.booleans(),
+    penalized=st.booleans(),
+)
+def test_both_credits_are_the_loops(seed, percent, alpha, kappa, empty_row, penalized):
+    """On rewards between 0 and 1, which GRPO does not split at a threshold."""
+    entropy, mask, outcome, group_ids = ragged_batch(seed, empty_row=empty_row)
+    outcome = outcome + torch.rand(len(outcome), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    penalty = penalties(len(outcome), seed) if penalized else None
+    H = tokens_of(entropy, mask)
+    grpo = grpo_lists(outcome, group_ids, [len(row) for row in H], penalty)
+    batch = entropy, mask, outcome, group_ids
+    for found, expected in (
+        (grpo_advantages(*batch, penalty), grpo),
+        (
+            forking_tokens_advantages(*batch, ForkingTokensConfig(percent / 100), penalty),
+            forking_lists(H, grpo, percent / 100),
+        ),
+        (
+            entropy_bonus_advantages(*batch, EntropyBonusConfig(alpha, kappa), penalty),
+            bonus_lists(H, grpo, alpha, kappa),
+        ),
+    ):
+        torch.testing.assert_close(found, scatter(expected, mask), rtol=1e-6, atol=1e-9)
+
+
+def test_grpo_is_openrlhfs_group_norm():
+    """openrlhf 0.11.2, trainer/ppo_utils/experience_maker.py."""
+    outcome = torch.rand(6, generator=torch.Generator().manual_seed(0)).repeat(2)
+    mask = torch.ones(12, 4, dtype=torch.bool)
+    by_group = outcome.view(3, 4)
+    expected = (by_group - by_group.mean(-1, keepdim=True)) / (by_group.std(-1, keepdim=True) + 1e-9)
+    found = grpo_advantages(torch.rand(12, 4), mask, outcome, torch.arange(12) // 4)
+    torch.testing.assert_close(found, expected.view(-1, 1).expand(12, 4))
+
+
+def test_all_tokens_forking_or_a_bonus_of_nothing_is_grpo():
+    batch = ragged_batch(1)
+    grpo = grpo_advantages(*batch)
+    assert torch.equal(forking_tokens_advantages(*batch, ForkingTokensConfig(top_fraction=1.0)), grpo)
+    assert torch.equal(entropy_bonus_advantages(*batch, EntropyBonusConfig(alpha=0.0)), grpo)
+
+
+def test_what_either_adds_is_its_share():
+    batch = ragged_batch(2)
+    mask, grpo = batch[1], grpo_advantages(*batch)
+    for name, expected in (
+        ("forking_tokens", lambda advantages: (advantages != 0).double()),
+        ("entropy_bonus", lambda advantages: advantages - grpo),
+    ):
+        estimator = ESTIMATORS[name]
+        advantages = estimator.advantages(*batch, estimator.config())
+        shares = estimator.shares(*batch, estimator.config())
+        has_credit = grpo[mask] != 0
+        torch.testing.assert_close(shares[has_credit], expected(advantages)[mask][has_credit])
+
+
 def test_refusals():
     entropy, mask, _, _ = ragged_batch(0)
     for fraction in (0.0, 1.5, float("nan")):
@@ -65,6 +136,13 @@ def test_refusals():
         entropy_advantage_bonus(advantages, entropy, mask, -1, 2.0)
     with pytest.raises(ValueError, match="mask has shape"):
         entropy_advantage_bonus(advantages, entropy[:, 1:], mask, 0.4, 2.0)
+    for config, values in (
+        (ForkingTokensConfig, {"top_fraction": 0.0}),
+        (EntropyBonusConfig, {"alpha": -1.0}),
+        (EntropyBonusConfig, {"kappa": 1.0}),
+    ):
+        with pytest.raises(ValueError, match=f"^{next(iter(values))}="):
+            config(**values)
     entropy[1, int(mask[1].nonzero()[0])] = float("inf")
     with pytest.raises(ValueError, match="entropy of row 1 is inf"):
         entropy_advantage_bonus(advantages, entropy, mask, 0.4, 2.0)

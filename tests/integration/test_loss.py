@@ -1,13 +1,14 @@
 """The policy loss that trains is the paper's, inside OpenRLHF's trainer: its ratio, clip, weights and normalizers."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from openrlhf.models.loss import PolicyLoss
 
-from openrlhf_gtpo.algorithms import policy_loss
+from openrlhf_gtpo.algorithms import SURROGATES, policy_loss
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.credit import loss as integration_loss
 from openrlhf_gtpo.integration.credit.loss import CreditLoss
@@ -253,6 +254,91 @@ def test_micro_batches_sum_to_the_loss_of_the_whole_step(cuts: list[int], level:
     expected = reference(data, level, ratio_mean).loss
     torch.testing.assert_close(total, expected)
     torch.testing.assert_close(gradient(total, data), gradient(expected, data))
+
+
+# ── Other surrogates ──
+
+
+def other_loss(name: str, level: str, **options: Any) -> CreditLoss:
+    """Of the surrogate ``name`` with a mean of ``level``."""
+    kind = SURROGATES[name]
+    surrogate = partial(kind.loss, config=kind.config())
+    return CreditLoss(level, surrogate=surrogate, clip_eps_low=LOW, clip_eps_high=HIGH, **options)  # type: ignore[arg-type]
+
+
+# Those that see a micro-batch's tokens together depend on how a step is split.
+OF_TOKENS_ALONE = [
+    (name, level)
+    for name, kind in SURROGATES.items()
+    for level in ("token", "sequence")
+    if not name.endswith("_cov") and (level == "sequence" or kind.level == "token")
+]
+
+
+@pytest.mark.parametrize("cuts", [[1] * 7, [2, 4, 1]], ids=str)
+@pytest.mark.parametrize(("name", "level"), OF_TOKENS_ALONE)
+def test_a_surrogates_micro_batches_sum_to_its_mean(name: str, level: str, cuts: list[int]) -> None:
+    data = batch(seed=8)
+    loss_fn = other_loss(name, level)
+    unreduced = loss_fn.surrogate(
+        *(data[key] for key in ("log_probs", "old_log_probs", "advantages")), data["action_mask"].bool()
+    ).loss
+    if level == "token":
+        expected = unreduced.sum() / data["action_mask"].sum()
+    elif unreduced.dim() == 2:
+        expected = (unreduced.sum(-1) / data["action_mask"].sum(-1)).mean()
+    else:
+        expected = unreduced.mean()
+    torch.testing.assert_close(loss_fn(**data)[0], expected)
+    pieces = [dict(zip(data, values)) for values in zip(*(v.split(cuts) for v in data.values()))]
+    tokens, rows = data["action_mask"].sum() * 4.0, torch.tensor(len(data["action_mask"]) * 4.0)
+    info = {"dp_size": 4, "batch_num_tokens": tokens, "global_batch_size": rows}
+    total = sum(loss_fn(**piece, **info)[0] for piece in pieces)
+    torch.testing.assert_close(total, expected)
+    torch.testing.assert_close(gradient(total, data), gradient(expected, data))
+
+
+def test_gspo_token_with_a_mean_over_responses_is_upstreams_gspo() -> None:
+    data = batch(seed=3)
+    kind = SURROGATES["gspo_token"]
+    surrogate = partial(kind.loss, config=kind.config(clip_low=LOW, clip_high=HIGH))
+    found = CreditLoss("sequence", surrogate=surrogate, clip_eps_low=LOW, clip_eps_high=HIGH)(**data)
+    expected = PolicyLoss(clip_eps_low=LOW, clip_eps_high=HIGH, policy_loss_type="gspo")(**data)
+    torch.testing.assert_close(found[:3], expected[:3])
+    torch.testing.assert_close(gradient(found[0], data), gradient(expected[0], data))
+
+
+@pytest.mark.parametrize("correction", [CORRECTIONS["token clip"], CORRECTIONS["seq mask"]], ids=str)
+@pytest.mark.parametrize("name", SURROGATES)
+def test_the_correction_weighs_every_surrogate(name: str, correction: dict[str, Any]) -> None:
+    """A token's term by its own weight, a response's by their mean."""
+    data = batch(seed=7)
+    loss_fn = other_loss(name, "sequence", **correction)
+    mask = data["action_mask"].bool()
+    surrogate = loss_fn.surrogate(*(data[key] for key in ("log_probs", "old_log_probs", "advantages")), mask)
+    weights, _ = loss_fn._correction(data["old_log_probs"], data["rollout_log_probs"], mask)
+    per_row = mask.sum(-1)
+    if surrogate.loss.dim() == 2:
+        expected = ((surrogate.loss * weights).where(mask, 0).sum(-1) / per_row).mean()
+    else:
+        expected = (surrogate.loss * weights.where(mask, 0).sum(-1) / per_row).mean()
+    torch.testing.assert_close(loss_fn(**data)[0], expected)
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_a_surrogate_without_tokens_adds_nothing_and_stops_at_what_is_not_finite(name: str) -> None:
+    data = batch(seed=4)
+    loss_fn = other_loss(name, "sequence")
+    empty = data | {"action_mask": torch.zeros_like(data["action_mask"])}
+    loss = loss_fn(**empty, batch_num_tokens=torch.tensor(5.0), global_batch_size=torch.tensor(3.0))[0]
+    assert loss == 0 and (gradient(loss, data) == 0).all()
+    data["log_probs"] = data["log_probs"].detach().clone()
+    data["log_probs"][4, 2] = math.nan
+    assert loss_fn(**data)[0].isnan()
+    data["advantages"] = data["advantages"].clone()
+    data["advantages"][4, 2] = math.nan
+    with pytest.raises(TrainingStopped, match="advantages of row 4 is nan"):
+        loss_fn(**data)
 
 
 # ── What is not finite ──

@@ -10,6 +10,7 @@ from openrlhf.models.loss import PolicyLoss
 from openrlhf.trainer.ray import ppo_actor
 from rollouts import arguments
 
+from openrlhf_gtpo.algorithms import SURROGATES
 from openrlhf_gtpo.integration.actors.policy_actor import EntropyActorTrainer, EntropyPolicyActor
 from openrlhf_gtpo.integration.actors.policy_model import PolicyModel
 from openrlhf_gtpo.integration.credit.loss import CreditLoss
@@ -87,4 +88,23 @@ def test_the_loss_follows_the_estimator(monkeypatch: pytest.MonkeyPatch) -> None
     assert (grpo_s.clip_eps_low, grpo_s.clip_eps_high, grpo_s.dual_clip) == (0.2, 0.28, 3)
     assert (grpo_s.is_correction_level, grpo_s.is_correction_threshold) == ("seq", [0.9, 1.1])
 
-    assert type(loss_of(monkeypatch, "--algo.advantage.estimator", "group_norm")) is PolicyLoss
+    for upstreams in (("--algo.advantage.estimator", "group_norm"), ("--algo.preset", "gspo")):
+        assert type(loss_of(monkeypatch, *upstreams)) is PolicyLoss
+
+
+@pytest.mark.parametrize("estimator", ["gtpo", "grpo_s", "group_norm", "rloo", "gae"])
+@pytest.mark.parametrize("name", ["cispo", "sapo", "gspo_token"])
+def test_the_loss_follows_the_surrogate_whoever_is_paid(
+    name: str, estimator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = SURROGATES[name]
+    chosen = ("--algo.advantage.estimator", estimator, "--actor.policy_loss_type", name)
+    loss = loss_of(monkeypatch, *chosen)
+    assert isinstance(loss, CreditLoss) and loss.level == kind.aggregation
+    assert loss.surrogate.func is kind.loss and loss.surrogate.keywords == {"config": kind.config()}
+    settings = {"cispo": ("--actor.eps_clip", "0.3"), "sapo": ("--actor.sapo.tau_negative", "2")}
+    of_config = {"cispo": {"clip_low": 0.3, "clip_high": 0.3}, "sapo": {"tau_negative": 2.0}}
+    if name in settings:
+        changed = loss_of(monkeypatch, *chosen, *settings[name], "--actor.loss_agg_mode", "token-mean")
+        assert isinstance(changed, CreditLoss) and changed.level == "token"
+        assert changed.surrogate.keywords == {"config": kind.config(**of_config[name])}

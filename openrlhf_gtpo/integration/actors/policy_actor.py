@@ -19,12 +19,11 @@ from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 from ray.exceptions import ActorUnavailableError
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.algorithms.config import Mean
 from openrlhf_gtpo.errors import Restartable, TrainingStopped
 from openrlhf_gtpo.integration.actors.optimizer_steps import RowOrder, WholeSteps
 from openrlhf_gtpo.integration.actors.policy_model import PolicyModel
-from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy, entropy_credit
-from openrlhf_gtpo.integration.credit.loss import CreditLoss, loss_options
+from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy
+from openrlhf_gtpo.integration.credit.loss import credit_loss
 from openrlhf_gtpo.platform.memory import ReportsPeakMemory
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
@@ -103,10 +102,9 @@ class EntropyActorTrainer(ActorPPOTrainer):
 
     def __init__(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(strategy, *args, **kwargs)
-        credit = entropy_credit(self.args)
-        if credit is not None:
-            ratio_mean: Mean = getattr(credit.config, "ratio_mean", "arithmetic")
-            self.actor_loss_fn = CreditLoss(credit.estimator.level, ratio_mean, **loss_options(self.args))
+        loss = credit_loss(self.args)
+        if loss is not None:
+            self.actor_loss_fn = loss
         self.actor_loss_fn.register_forward_pre_hook(_own_as_old)
 
     @property

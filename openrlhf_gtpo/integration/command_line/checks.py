@@ -159,7 +159,8 @@ def check_every_run(args: SimpleNamespace) -> None:
 
 
 def check_inputs(args: SimpleNamespace) -> None:
-    """Raise UsageError for the first thing that cannot work with this run's estimator."""
+    """Raise UsageError for the first thing that cannot work with this run's estimator or surrogate."""
+    _check_loss(args)
     if args.algo.advantage.estimator not in ESTIMATORS:
         if args.train.async_enable:
             _check_async(args)
@@ -232,13 +233,16 @@ def _check_modes(args: SimpleNamespace) -> None:
         )
     if not rollout.temperature > 0:  # all responses to a prompt would be the same
         raise UsageError(f"Expected --rollout.temperature > 0, got {rollout.temperature:g}.")
-    # What the constructor of upstream's loss refuses, in an actor that has loaded the model by then.
-    from openrlhf.models.loss import PolicyLoss
 
-    from openrlhf_gtpo.integration.credit.loss import loss_options
+
+def _check_loss(args: SimpleNamespace) -> None:
+    """Refuse what the constructor of this package's loss does, in an actor that has loaded the model by then."""
+    from openrlhf_gtpo.integration.credit.loss import credit_loss
 
     try:
-        PolicyLoss(**loss_options(args))
+        credit_loss(args)
+    except UsageError:
+        raise
     except (AssertionError, ValueError) as error:
         raise UsageError(f"--actor.dual_clip or --algo.advantage.is_correction_*: {error}") from error
 

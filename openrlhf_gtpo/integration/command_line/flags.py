@@ -7,9 +7,10 @@ import os
 import re
 import sys
 import typing
+from collections.abc import Collection
 from typing import Any
 
-from openrlhf_gtpo.algorithms import ESTIMATORS, GTPOConfig
+from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES, GTPOConfig
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line import megatron_flags
 
@@ -45,7 +46,18 @@ PRESETS: dict[str, dict[str, Any]] = {
         "actor.eps_clip_low_high": [3e-4, 4e-4],
         "algo.kl.init_coef": 0.0,
     },
+    # What each surrogate brings of its paper, on GRPO's advantages.
+    **{
+        name: {
+            "algo.advantage.estimator": "group_norm",
+            "actor.policy_loss_type": name,
+            "algo.kl.init_coef": 0.0,
+        }
+        for name in SURROGATES
+    },
 }
+# arXiv 2506.01939: on DAPO.
+PRESETS["forking_tokens"] = PRESETS["dapo"] | {"algo.advantage.estimator": "forking_tokens"}
 
 # What only some variants of an estimator read: its name, the variants, how the settings begin (a blank ends one).
 _OF_VARIANTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
@@ -57,6 +69,9 @@ _OF_VARIANTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("grpo_s", ("v3",), ("beta1", "beta2")),
     ("grpo_s", ("v2", "v3"), ("normalise_over",)),
 )
+
+# Settings of surrogates that OpenRLHF has flags for: --actor.eps_clip_low_high and --actor.dual_clip.
+_UPSTREAM_FLAGS = ("clip_low", "clip_high", "dual_clip")
 
 # DAPO's buffer as a share of the longest response (4096 of 20480 tokens).
 _DAPO_BUFFER_SHARE = 0.2
@@ -77,14 +92,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     ours = (f"{name} ({one.summary})" for name, one in ESTIMATORS.items())
     estimator.help = f"{estimator.help}; {', '.join(ours)}"
     clip_range = parser._option_string_actions["--reward.clip_range"]
-    clip_range.help = f"{clip_range.help}; gtpo and grpo_s clip their advantages with it, and only where it is given"
+    clip_range.help = (
+        f"{clip_range.help}; {', '.join(ESTIMATORS)} clip their advantages with it, and only where it is given"
+    )
+    loss_type = parser._option_string_actions["--actor.policy_loss_type"]
+    assert loss_type.choices is not None
+    loss_type.choices = [*loss_type.choices, *SURROGATES]
+    surrogates = ", ".join(f"{name} ({one.summary})" for name, one in SURROGATES.items())
+    loss_type.help = f"how a step is clipped: OpenRLHF's ppo and gspo; {surrogates}"
 
     group = parser.add_argument_group("openrlhf_gtpo")
     group.add_argument(
         "--algo.preset",
         choices=sorted(PRESETS),
         help="select a whole algorithm: its estimator, loss, clip range, KL, filtering and length penalty; "
-        "flags given beside it win. dapo is for rewards of 0 and 1 (for -1 and 1 add "
+        "flags given beside it win. dapo, and forking_tokens on it, is for rewards of 0 and 1 (for -1 and 1 add "
         "--reward.overlong_penalty_factor 1 --algo.dynamic_filtering_range -1 1) and needs --rollout.max_new_tokens; "
         "grpo takes the mean of its KL over tokens, the paper over each response first",
     )
@@ -98,7 +120,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--reward.overlong_form",
         choices=["continuous", "as_printed"],
         default="continuous",
-        help="shape of the overlong penalty for gtpo and grpo_s: DAPO's continuous one, or the paper's as printed",
+        help=f"shape of the overlong penalty for {', '.join(ESTIMATORS)}: DAPO's continuous one, or the paper's as "
+        "printed",
     )
     group.add_argument(
         "--rollout.entropy",
@@ -169,7 +192,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--logger.entropy_enable",
         action="store_true",
-        help="log policy entropies with the other estimators too (gtpo and grpo_s always do)",
+        help=f"log policy entropies with the other estimators too ({', '.join(ESTIMATORS)} always do)",
     )
     group.add_argument(
         "--vllm.max_num_seqs",
@@ -194,10 +217,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             f"openrlhf_gtpo {name}", f"{one.summary}, with --algo.advantage.estimator {name}"
         )
         _add_config_flags(group, f"--algo.{name}.", one.config)
+    for name, kind in SURROGATES.items():
+        group = parser.add_argument_group(
+            f"openrlhf_gtpo {name}", f"{kind.summary}, with --actor.policy_loss_type {name}"
+        )
+        _add_config_flags(group, f"--actor.{name}.", kind.config, without=_UPSTREAM_FLAGS)
     megatron_flags.add_flags(parser)
 
 
-def _add_config_flags(group: argparse._ArgumentGroup, prefix: str, config: type) -> None:
+def _add_config_flags(
+    group: argparse._ArgumentGroup, prefix: str, config: type, without: Collection[str] = ()
+) -> None:
     types = typing.get_type_hints(config)
     # GRPOSConfig refers to GTPOConfig for what the two share.
     shared = field_descriptions(GTPOConfig)
@@ -205,6 +235,8 @@ def _add_config_flags(group: argparse._ArgumentGroup, prefix: str, config: type)
         name: shared[name] if text.startswith("as in ") else text for name, text in field_descriptions(config).items()
     }
     for field in dataclasses.fields(config):
+        if field.name in without:
+            continue
         kind = types[field.name]
         options: dict[str, Any] = {"default": field.default, "help": descriptions.get(field.name)}
         if typing.get_origin(kind) is typing.Literal:
@@ -244,19 +276,22 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
                 f"--algo.preset {preset} brings its own estimator; drop --algo.advantage.estimator or the preset."
             )
         values.update({flag: value for flag, value in PRESETS[preset].items() if flag not in given})
-    if preset == "dapo" and "reward.overlong_buffer_len" not in given:
+    if "reward.overlong_penalty_factor" in PRESETS.get(preset, ()) and "reward.overlong_buffer_len" not in given:
         longest = values["rollout.max_new_tokens"]
         if not longest:
             raise UsageError(
-                "--algo.preset dapo penalizes responses that come close to --rollout.max_new_tokens, which is "
+                f"--algo.preset {preset} penalizes responses that come close to --rollout.max_new_tokens, which is "
                 "missing; give it, or --reward.overlong_buffer_len to count back from --data.max_len."
             )
         values["reward.overlong_buffer_len"] = float(max(1, int(longest * _DAPO_BUFFER_SHARE)))
 
-    if values["algo.advantage.estimator"] in ESTIMATORS:
+    if values["actor.policy_loss_type"] in SURROGATES:
+        _follow_surrogate(values, given)
+    elif values["algo.advantage.estimator"] in ESTIMATORS:
         _follow_loss_level(values, given)
         if "actor.eps_clip_low_high" not in given:
             values["actor.eps_clip_low_high"] = [0.2, 0.28]
+    if values["algo.advantage.estimator"] in ESTIMATORS:
         if "reward.clip_range" not in given:
             values["reward.clip_range"] = None  # OpenRLHF's ±10 is for rewards, and would cut shaped advantages
     megatron_flags.adjust(args, given)
@@ -273,16 +308,56 @@ def _follow_loss_level(values: dict[str, Any], given: frozenset[str]) -> None:
             f"are per {level}; leave it out or give {AGGREGATION[level]}."
         )
     if values["actor.policy_loss_type"] != "ppo":
+        remedy = "give gspo_token" if level == "token" else "leave it out and give --algo.grpo_s.ratio_mean geometric"
         raise UsageError(
-            f"--actor.policy_loss_type gspo does not fit --algo.advantage.estimator {estimator}, which brings its own "
-            "loss; leave it out (grpo_s with --algo.grpo_s.ratio_mean geometric has GSPO's ratio)."
+            f"--actor.policy_loss_type gspo does not fit --algo.advantage.estimator {estimator}; for GSPO's ratio "
+            f"{remedy}."
         )
     values["actor.loss_agg_mode"] = AGGREGATION[level]
+
+
+def _follow_surrogate(values: dict[str, Any], given: frozenset[str]) -> None:
+    """A surrogate brings its paper's clip range and mean; one of sequences wants advantages that are one per row."""
+    name, estimator = values["actor.policy_loss_type"], values["algo.advantage.estimator"]
+    kind = SURROGATES[name]
+    defaults = {field.name: field.default for field in dataclasses.fields(kind.config)}
+    if values["actor.dual_clip"] is not None and "dual_clip" not in defaults:
+        raise UsageError(
+            f"--actor.dual_clip bounds the smaller of a clipped and an unclipped term, which --actor.policy_loss_type "
+            f"{name} does not have; leave it out."
+        )
+    if kind.level == "sequence":
+        _check_one_advantage_per_row(values, name, estimator)
+        if "actor.loss_agg_mode" in given and values["actor.loss_agg_mode"] != AGGREGATION["sequence"]:
+            raise UsageError(
+                f"--actor.loss_agg_mode {values['actor.loss_agg_mode']} does not fit --actor.policy_loss_type {name}, "
+                f"whose terms are responses; leave it out or give {AGGREGATION['sequence']}."
+            )
+    if "actor.loss_agg_mode" not in given:
+        values["actor.loss_agg_mode"] = AGGREGATION[kind.aggregation]
+    if "clip_low" in defaults and "actor.eps_clip_low_high" not in given:
+        values["actor.eps_clip_low_high"] = [defaults["clip_low"], defaults["clip_high"]]
+
+
+def _check_one_advantage_per_row(values: dict[str, Any], name: str, estimator: str) -> None:
+    """Refuse credit that differs between the tokens of a response."""
+    why, remedy = None, "give gspo_token, or an estimator such as group_norm or grpo_s"
+    if estimator in ESTIMATORS:
+        if ESTIMATORS[estimator].level == "token":
+            why = f"--algo.advantage.estimator {estimator} gives every token its own"
+    elif estimator == "gae" or (estimator == "reinforce" and values["algo.advantage.gamma"] != 1):
+        why = f"--algo.advantage.estimator {estimator} gives every token its own"
+    elif values["algo.kl.init_coef"] > 0 and not values["algo.kl.use_loss"]:
+        why = "the KL in the reward gives every token its own"
+        remedy = "give --algo.kl.use_loss or --algo.kl.init_coef 0"
+    if why:
+        raise UsageError(f"--actor.policy_loss_type {name} wants one advantage per response, but {why}; {remedy}.")
 
 
 def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) -> None:
     """Print one line that names the flags that were ``given`` and that this run does not read."""
     estimator, with_ray = values["algo.advantage.estimator"], values["vllm.sync_with_ray"]
+    loss_type = values["actor.policy_loss_type"]
     shapes_credit = estimator in ESTIMATORS
     reward_url = values["reward.remote_url"] or values["train.agent_func_path"]
     megatron: tuple[str, ...] = megatron_flags.NOT_READ
@@ -304,14 +379,21 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
             )
             for name, variants, beginnings in _OF_VARIANTS
         ),
-        (not shapes_credit, "only gtpo and grpo_s have a choice of it", ("reward.overlong_form",)),
+        *((loss_type != name, f"the loss is {loss_type}", (f"actor.{name}.",)) for name in SURROGATES),
+        (
+            loss_type in SURROGATES and not hasattr(SURROGATES[loss_type].config, "clip_low"),
+            f"{loss_type} has no clip range",
+            ("actor.eps_clip " if "actor.eps_clip" in given else "actor.eps_clip_low_high",),
+        ),
+        (estimator == "grpo_s" and loss_type in SURROGATES, f"the loss is {loss_type}", ("algo.grpo_s.ratio_mean",)),
+        (not shapes_credit, "OpenRLHF's estimators have no choice of it", ("reward.overlong_form",)),
         (
             shapes_credit and values["reward.overlong_buffer_len"] is None,
             "there is no --reward.overlong_buffer_len",
             ("reward.overlong_form", "reward.overlong_penalty_factor"),
         ),
         (
-            values["actor.policy_loss_type"] == "gspo",
+            loss_type == "gspo",
             "gspo always takes the mean over responses",
             ("actor.loss_agg_mode",),
         ),

@@ -1,18 +1,25 @@
-"""GTPO's and GRPO-S's loss where OpenRLHF's trainers expect their own: the surrogate of ``algorithms``, weighted by
+"""The loss of an estimator or surrogate of ``algorithms`` where OpenRLHF's trainers expect their own: weighted by
 OpenRLHF's train-rollout correction and divided by the counts of the whole optimizer step.
 """
 
+import dataclasses
 import math
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from openrlhf.models.loss import PolicyLoss
 from torch import Tensor
 
-from openrlhf_gtpo.algorithms import policy_surrogate
+from openrlhf_gtpo.algorithms import SURROGATES, Surrogate, policy_surrogate
 from openrlhf_gtpo.algorithms.config import Mean
 from openrlhf_gtpo.algorithms.losses import Level
-from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.errors import TrainingStopped, UsageError
+from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
+
+# What a surrogate's settings are called where OpenRLHF has a flag for them.
+_UPSTREAM_SETTINGS = {"clip_low": "clip_eps_low", "clip_high": "clip_eps_high", "dual_clip": "dual_clip"}
 
 
 def loss_options(args: SimpleNamespace) -> dict[str, Any]:
@@ -22,18 +29,49 @@ def loss_options(args: SimpleNamespace) -> dict[str, Any]:
     return {"clip_eps_low": low, "clip_eps_high": high, "dual_clip": args.actor.dual_clip, **correction}
 
 
+def credit_loss(args: SimpleNamespace) -> "CreditLoss | None":
+    """The loss of this run's estimator and surrogate, or None where upstream's own does the work.
+
+    Raises:
+        UsageError: settings that the surrogate refuses; the message names the flags.
+    """
+    credit, name, options = entropy_credit(args), args.actor.policy_loss_type, loss_options(args)
+    if name in SURROGATES:
+        kind = SURROGATES[name]
+        fields = [field.name for field in dataclasses.fields(kind.config)]
+        settings = {f: options[_UPSTREAM_SETTINGS[f]] for f in fields if f in _UPSTREAM_SETTINGS}
+        settings |= {f: getattr(getattr(args.actor, name), f) for f in fields if f not in settings}
+        try:
+            config = kind.config(**settings)
+        except ValueError as error:
+            raise UsageError(f"--actor.policy_loss_type {name}, --actor.{name}.*: {error}") from error
+        level: Level = "token" if args.actor.loss_agg_mode == "token-mean" else "sequence"
+        return CreditLoss(level, surrogate=partial(kind.loss, config=config), **options)
+    if credit is None:
+        return None
+    return CreditLoss(credit.estimator.level, getattr(credit.config, "ratio_mean", "arithmetic"), **options)
+
+
 class CreditLoss(PolicyLoss):
-    """The loss of ``level`` (Eq. 4, 16 for tokens; Eq. 6, 7, 18 for sequences).
+    """The loss of ``level`` (Eq. 4, 16 for tokens; Eq. 6, 7, 18 for sequences), or the mean of another surrogate.
 
     Args:
-        level: ``token`` or ``sequence``.
+        level: ``token`` or ``sequence``; of another surrogate, whether its mean is over all tokens or over responses,
+            each with its own mean.
         ratio_mean: how a response's ratio is made of its tokens', at sequence level.
+        surrogate: of log_probs, old_log_probs, advantages and mask, (B, T) each; None for PPO's clip.
         options: OpenRLHF's ``clip_eps_low``, ``clip_eps_high``, ``dual_clip`` and ``is_correction_*``, checked by it.
     """
 
-    def __init__(self, level: Level, ratio_mean: Mean = "arithmetic", **options: Any) -> None:
+    def __init__(
+        self,
+        level: Level,
+        ratio_mean: Mean = "arithmetic",
+        surrogate: Callable[..., Surrogate] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(token_level_loss=level == "token", **options)
-        self.level, self.ratio_mean = level, ratio_mean
+        self.level, self.ratio_mean, self.surrogate = level, ratio_mean, surrogate
 
     def forward(  # type: ignore[override]
         self,
@@ -64,18 +102,16 @@ class CreditLoss(PolicyLoss):
         """
         mask = action_mask.bool()
         finite = log_probs.isfinite() | ~mask
+        unreduced = self.surrogate or partial(
+            policy_surrogate,
+            level=self.level,
+            clip_low=self.clip_eps_low,
+            clip_high=self.clip_eps_high,
+            ratio_mean=self.ratio_mean,
+            dual_clip=self.dual_clip,
+        )
         try:
-            surrogate = policy_surrogate(
-                log_probs.where(finite, old_log_probs),
-                old_log_probs,
-                advantages,
-                mask,
-                level=self.level,
-                clip_low=self.clip_eps_low,
-                clip_high=self.clip_eps_high,
-                ratio_mean=self.ratio_mean,
-                dual_clip=self.dual_clip,
-            )
+            surrogate = unreduced(log_probs.where(finite, old_log_probs), old_log_probs, advantages, mask)
         except ValueError as error:
             raise TrainingStopped(
                 f"The policy loss of a micro-batch: {error} No weights were changed by it."
@@ -85,13 +121,15 @@ class CreditLoss(PolicyLoss):
         if self.is_correction_level != "off":
             assert rollout_log_probs is not None, "the rollout returned no log-probs to correct with"
             weight, filtered = self._correction(old_log_probs, rollout_log_probs, mask)
-            loss = loss * (weight if self.level == "token" else _token_mean(weight, mask, dim=-1))
+            loss = loss * (weight if loss.dim() == 2 else _token_mean(weight, mask, dim=-1))
             rollout_kl = _token_mean(rollout_log_probs - old_log_probs, mask)
-        if self.level == "token":
+        if clipped.dim() == 2:
             clipped = _token_mean(clipped, mask)
+        if self.level == "sequence" and loss.dim() == 2:
+            loss = _token_mean(loss, mask, dim=-1)
         units = batch_num_tokens if self.level == "token" else global_batch_size
         if units is None:
-            units = surrogate.unit_mask.sum()
+            units = (mask if self.level == "token" else mask.any(-1)).sum()
         return loss.sum() / units * dp_size, clipped, _token_mean(surrogate.approx_kl, mask), rollout_kl, filtered
 
     def _correction(self, old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

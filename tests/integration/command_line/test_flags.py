@@ -11,11 +11,12 @@ import torch
 from command_lines import BASE
 from rollouts import Rollout, arguments, in_sampling_order, maker
 
-from openrlhf_gtpo.algorithms import GRPOSConfig, GTPOConfig
+from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES, GRPOSConfig, GTPOConfig
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line import flags, upstream_parser
 from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.integration.credit.loss import credit_loss
 
 GROUP = [*BASE, "--rollout.n_samples_per_prompt", "8", "--rollout.max_new_tokens", "100"]
 
@@ -79,7 +80,12 @@ def test_a_preset_sets_only_upstream_flags_and_leaves_the_rest_alone(preset: str
     assert set(flags.PRESETS[preset]) <= known
     plain, chosen = parse("--algo.advantage.estimator", "group_norm"), parse("--algo.preset", preset)
     changed = {name for name in plain if plain[name] != chosen[name]}
-    assert changed <= set(flags.PRESETS[preset]) | {"algo.preset", "reward.overlong_buffer_len"}
+    implied = {"algo.preset", "reward.overlong_buffer_len"}
+    if flags.PRESETS[preset].get("actor.policy_loss_type") in SURROGATES:
+        implied |= {"actor.eps_clip_low_high", "actor.loss_agg_mode"}
+    if flags.PRESETS[preset]["algo.advantage.estimator"] in ESTIMATORS:
+        implied |= {"reward.clip_range"}
+    assert changed <= set(flags.PRESETS[preset]) | implied
 
 
 def test_an_explicit_flag_wins_over_its_preset_also_with_upstreams_default_as_its_value() -> None:
@@ -144,6 +150,88 @@ def test_a_loss_level_that_does_not_fit_is_refused(estimator: str, wrong: str) -
     assert "--actor.policy_loss_type gspo does not fit" in refusal(*chosen, "--actor.policy_loss_type", "gspo")
 
 
+# ── What a surrogate brings ──
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_a_surrogate_brings_its_clip_range_and_mean(name: str) -> None:
+    chosen = ("--algo.advantage.estimator", "group_norm", "--algo.kl.init_coef", "0", "--actor.policy_loss_type", name)
+    kind = SURROGATES[name]
+    config = kind.config()
+    args = parse(*chosen)
+    assert args["actor.loss_agg_mode"] == flags.AGGREGATION[kind.aggregation]
+    expected = [config.clip_low, config.clip_high] if hasattr(config, "clip_low") else (0.2, 0.2)
+    assert args["actor.eps_clip_low_high"] == expected
+    assert parse(*chosen, "--actor.eps_clip_low_high", "0.1", "0.3")["actor.eps_clip_low_high"] == [0.1, 0.3]
+    if kind.level == "token":
+        assert parse(*chosen, "--actor.loss_agg_mode", "seq-mean-token-mean")["actor.loss_agg_mode"][:3] == "seq"
+    preset = parse("--algo.preset", name)
+    different = {key for key in args if preset[key] != args[key]} - {"logger.wandb.run_name"}  # which has the time
+    assert different == {"algo.preset"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        ("gtpo gmpo", "one advantage per response, but --algo.advantage.estimator gtpo gives every token its own"),
+        ("forking_tokens gmpo", "but --algo.advantage.estimator forking_tokens gives every token its own"),
+        ("gae gmpo", "but --algo.advantage.estimator gae gives every token its own"),
+        ("reinforce gmpo --algo.advantage.gamma 0.9", "but --algo.advantage.estimator reinforce gives every token"),
+        ("group_norm gmpo", "but the KL in the reward gives every token its own; give --algo.kl.use_loss"),
+        ("grpo_s gmpo --actor.loss_agg_mode token-mean", "--actor.loss_agg_mode token-mean does not fit"),
+        (
+            "gtpo gspo",
+            "--actor.policy_loss_type gspo does not fit --algo.advantage.estimator gtpo; for GSPO's ratio give "
+            "gspo_token.",
+        ),
+        ("grpo_s gspo", "for GSPO's ratio leave it out and give --algo.grpo_s.ratio_mean geometric."),
+        ("gtpo cispo --actor.dual_clip 3", "--actor.dual_clip bounds the smaller of a clipped and an unclipped term"),
+        (
+            "group_norm kl_cov --actor.dual_clip 3",
+            "which --actor.policy_loss_type kl_cov does not have; leave it out.",
+        ),
+        ("gtpo cispa", "invalid choice: 'cispa'"),
+    ],
+)
+def test_a_pair_that_the_mathematics_does_not_allow_is_refused(argv: str, reason: str) -> None:
+    estimator, name, *more = argv.split()
+    words = ["--algo.advantage.estimator", estimator, "--actor.policy_loss_type", name, *more]
+    with pytest.raises(UsageError) as caught:
+        parse(*words)
+    assert reason in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "grpo_s gmpo",
+        "group_norm gmpo --algo.kl.use_loss",
+        "rloo gmpo --algo.kl.init_coef 0",
+        "gtpo gspo_token --actor.dual_clip 3",
+        "dr_grpo clip_cov --actor.dual_clip 3",
+        "forking_tokens cispo",
+        "entropy_bonus sapo",
+    ],
+)
+def test_every_other_pair_is_one_command(argv: str) -> None:
+    estimator, name, *more = argv.split()
+    args = upstream_parser.parse(
+        [*GROUP, "--algo.advantage.estimator", estimator, "--actor.policy_loss_type", name, *more]
+    )
+    loss = credit_loss(args)
+    assert loss is not None and loss.surrogate is not None and loss.surrogate.func is SURROGATES[name].loss  # type: ignore[attr-defined]
+
+
+def test_a_surrogates_settings_are_held_to_their_rules() -> None:
+    for argv, rule in (
+        ("sapo --actor.sapo.tau_positive 0", "tau_positive=0.0 is out of range"),
+        ("cispo --actor.eps_clip_low_high 2 4", "clip_low=2.0 is out of range"),
+        ("clip_cov --actor.clip_cov.fraction 2", "fraction=2.0 is out of range"),
+    ):
+        with pytest.raises(UsageError, match=f"^--actor.policy_loss_type .*{rule}"):
+            credit_loss(upstream_parser.parse([*GROUP, "--actor.policy_loss_type", *argv.split()]))
+
+
 @pytest.mark.parametrize("estimator", ["gtpo", "grpo_s"])
 def test_a_range_of_rewards_clips_shaped_advantages_only_where_it_is_given(estimator: str) -> None:
     chosen = ("--algo.advantage.estimator", estimator)
@@ -184,7 +272,7 @@ def test_the_advantage_of_a_short_lone_success_arrives(
         ("--algo.advantage.estimator gtpo --algo.grpo_s.beta 1", "--algo.grpo_s.beta (the estimator is gtpo)"),
         (
             "--algo.preset gspo --no-algo.gtpo.shape_uniform_groups --reward.overlong_form as_printed",
-            "--algo.gtpo.shape_uniform_groups (the estimator is group_norm); --reward.overlong_form (only gtpo and",
+            "--algo.gtpo.shape_uniform_groups (the estimator is group_norm); --reward.overlong_form (OpenRLHF's",
         ),
         ("--algo.preset gspo --actor.loss_agg_mode token-mean", "--actor.loss_agg_mode (gspo always takes"),
         (
@@ -200,6 +288,15 @@ def test_the_advantage_of_a_short_lone_success_arrives(
         (
             "--algo.advantage.estimator grpo_s --algo.grpo_s.variant v1 --algo.grpo_s.beta2 1 --algo.grpo_s.beta 1",
             "here: --algo.grpo_s.beta2 (only variant v3 reads it).",
+        ),
+        (
+            "--algo.preset sapo --actor.eps_clip 0.1 --actor.kl_cov.coef 1",
+            "--actor.eps_clip (sapo has no clip range)",
+        ),
+        ("--algo.preset sapo --actor.kl_cov.coef 1", "--actor.kl_cov.coef (the loss is sapo)"),
+        (
+            "--algo.advantage.estimator grpo_s --actor.policy_loss_type sapo --algo.grpo_s.ratio_mean geometric",
+            "--algo.grpo_s.ratio_mean (the loss is sapo)",
         ),
         ("--vllm.sync_backend gloo", "--vllm.sync_backend (GPUs use NCCL"),
         ("--vllm.sync_with_ray --vllm.sync_bucket_mb 1", "--vllm.sync_bucket_mb (--vllm.sync_with_ray has no"),
@@ -243,7 +340,7 @@ def test_flags_that_are_read_are_not_named(argv: str, capsys: pytest.CaptureFixt
 # ── Settings of the algorithms ──
 
 
-@pytest.mark.parametrize(("name", "config"), [("gtpo", GTPOConfig), ("grpo_s", GRPOSConfig)])
+@pytest.mark.parametrize(("name", "config"), [(name, one.config) for name, one in ESTIMATORS.items()])
 def test_flags_mirror_the_fields_of_the_configuration(name: str, config: type) -> None:
     actions = command_lines.parser(extended=True)._option_string_actions
     types = typing.get_type_hints(config)
@@ -322,7 +419,19 @@ def test_an_unknown_variant_lists_the_known_ones() -> None:
 # Every flag that this package adds, with its default: whoever changes this list changes what people's scripts do.
 FROZEN = """
 --actor.backend 'deepspeed'
+--actor.clip_cov.cov_high 5.0
+--actor.clip_cov.cov_low 1.0
+--actor.clip_cov.fraction 0.0002
+--actor.kl_cov.coef 1.0
+--actor.kl_cov.fraction 0.0002
+--actor.sapo.tau_negative 1.05
+--actor.sapo.tau_positive 1.0
 --actor.trust_remote_code False
+--algo.entropy_bonus.alpha 0.4
+--algo.entropy_bonus.kappa 2.0
+--algo.entropy_bonus.success_threshold 1.0
+--algo.forking_tokens.success_threshold 1.0
+--algo.forking_tokens.top_fraction 0.2
 --algo.gtpo.alpha 0.1
 --algo.gtpo.alpha1 None
 --algo.gtpo.alpha2 None
