@@ -12,6 +12,7 @@
 # The environment wins over the preset, and the preset over the defaults below, which name every variable:
 #   STEPS=20 MODEL=Qwen/Qwen2.5-14B bash examples/scripts/train.sh gtpo_colocated
 #   ALGORITHM=grpo bash examples/scripts/train.sh gtpo_split      # a baseline, all else equal
+#   SURROGATE=cispo bash examples/scripts/train.sh gtpo_split     # GTPO's credit, CISPO's clip
 # The presets' data, made once:
 #   python3 -m openrlhf_gtpo.cli.prepare math --source BytedTsinghua-SIA/DAPO-Math-17k --problem-key prompt \
 #       --answer-key reward_model.ground_truth --eval-size 256 --output data/dapo_math
@@ -64,7 +65,8 @@ done
 [[ -f "$preset_file" ]] || refuse "expected the name of a preset, one of: $(cd "$presets" && echo *.sh | sed 's/\.sh//g'); got '${preset#train}'."
 # shellcheck source=examples/scripts/presets/gtpo_colocated.sh
 source "$preset_file"
-ALGORITHM="${ALGORITHM:-gtpo}"         # gtpo, grpo_s, grpo, dapo, gspo
+ALGORITHM="${ALGORITHM:-gtpo}"         # gtpo, grpo_s, grpo, dapo, gspo, dr_grpo, rloo, forking_tokens, entropy_bonus
+SURROGATE="${SURROGATE:-}"             # cispo, sapo, gmpo, gspo_token, clip_cov, kl_cov; empty for the algorithm's own
 PLACEMENT="${PLACEMENT:-colocated}"    # colocated, split
 
 MODEL="${MODEL:-Qwen/Qwen2.5-7B}"      # a name on the Hugging Face hub, or a folder
@@ -107,7 +109,8 @@ for variable in NODES GPUS_PER_NODE TENSOR_PARALLEL PIPELINE_PARALLEL CONTEXT_PA
 done
 [[ "$STEPS" =~ ^([1-9][0-9]{0,8})?$ ]] || refuse "STEPS is '$STEPS'; it must be a number from 1 to 999999999, or empty for one pass over the data."
 [[ "$SAVE_STEPS" =~ ^(-1|[1-9][0-9]{0,8})$ ]] || refuse "SAVE_STEPS is '$SAVE_STEPS'; it must be a number from 1 to 999999999, or -1 for never."
-[[ "$ALGORITHM" =~ ^(gtpo|grpo_s|grpo|dapo|gspo)$ ]] || refuse "ALGORITHM is '$ALGORITHM'; it must be gtpo, grpo_s, grpo, dapo or gspo."
+[[ "$ALGORITHM" =~ ^(gtpo|grpo_s|grpo|dapo|gspo|dr_grpo|rloo|forking_tokens|entropy_bonus)$ ]] || refuse "ALGORITHM is '$ALGORITHM'; it must be gtpo, grpo_s, grpo, dapo, gspo, dr_grpo, rloo, forking_tokens or entropy_bonus."
+[[ "$SURROGATE" =~ ^(cispo|sapo|gmpo|gspo_token|clip_cov|kl_cov)?$ ]] || refuse "SURROGATE is '$SURROGATE'; it must be cispo, sapo, gmpo, gspo_token, clip_cov or kl_cov, or empty for the algorithm's own."
 [[ "$PLACEMENT" == colocated || "$PLACEMENT" == split ]] || refuse "PLACEMENT is '$PLACEMENT'; it must be colocated or split."
 [[ "$FP8" =~ ^(hybrid|e4m3|emulated)?$ ]] || refuse "FP8 is '$FP8'; it must be hybrid or e4m3, or empty for BF16."
 [[ "$FP8_RECIPE" =~ ^(blockwise|tensorwise|delayed)$ ]] || refuse "FP8_RECIPE is '$FP8_RECIPE'; it must be blockwise, tensorwise or delayed."
@@ -150,11 +153,16 @@ case "$ALGORITHM" in
     # --algo.gtpo.variant v1|v1_clipped|v2, --algo.gtpo.compare response|group, --algo.grpo_s.ratio_mean geometric, …
     gtpo) algorithm_args=(--algo.advantage.estimator gtpo --algo.kl.init_coef 0 --algo.gtpo.alpha1 1.0 --algo.gtpo.alpha2 0.1) ;;
     grpo_s) algorithm_args=(--algo.advantage.estimator grpo_s --algo.kl.init_coef 0 --algo.grpo_s.beta1 1.0 --algo.grpo_s.beta2 0.1) ;;
+    dr_grpo | rloo | forking_tokens | entropy_bonus) algorithm_args=(--algo.advantage.estimator "$ALGORITHM" --algo.kl.init_coef 0) ;;
     dapo | gspo) algorithm_args=(--algo.preset "$ALGORITHM") ;;
     # No KL term here, as with the others: one needs --algo.kl.init_coef 0.04 and GPUs for the reference model, --ref.*
     grpo) algorithm_args=(--algo.preset grpo --algo.kl.init_coef 0) ;;
 esac
-[[ "$ALGORITHM" == gspo ]] || algorithm_args+=(--actor.eps_clip_low_high 0.2 0.28) # GSPO's range belongs to its ratio
+if [[ -n "$SURROGATE" ]]; then
+    algorithm_args+=(--actor.policy_loss_type "$SURROGATE") # which brings its own clip range
+elif [[ "$ALGORITHM" != gspo ]]; then # whose range belongs to its ratio
+    algorithm_args+=(--actor.eps_clip_low_high 0.2 0.28)
+fi
 
 # A job of a Ray cluster starts in a folder of the cluster's own.
 absolute() { if [[ -e "$1" ]]; then realpath "$1"; else printf '%s' "$1"; fi; }

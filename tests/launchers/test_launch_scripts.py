@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from launcher_runs import PRESETS, ROOT, SCRIPTS, resolved, run_script
 
+from openrlhf_gtpo.algorithms import SURROGATES
 from openrlhf_gtpo.cli import plan
 from openrlhf_gtpo.integration import run
 from openrlhf_gtpo.integration.command_line.megatron_flags import fp8_of, layout_of
@@ -89,13 +90,27 @@ def test_the_32b_preset_is_the_papers_cluster() -> None:
     assert args.megatron.fp8_audit_steps == 20
 
 
-@pytest.mark.parametrize("algorithm", ["gtpo", "grpo_s", "grpo", "dapo", "gspo"])
+@pytest.mark.parametrize(
+    "algorithm",
+    ["gtpo", "grpo_s", "grpo", "dapo", "gspo", "dr_grpo", "rloo", "forking_tokens", "entropy_bonus"],
+)
 def test_a_comparison_is_one_word(algorithm: str) -> None:
     ours, theirs = resolved("train.sh", "gtpo_colocated"), resolved("train.sh", "gtpo_colocated", ALGORITHM=algorithm)
     assert (ours == theirs) == (algorithm == "gtpo")
     others = [words[words.index("--actor.model_name_or_path") :] for words in (ours, theirs)]
     assert others[0] == others[1]  # the algorithm's flags come first
     assert _arguments("gtpo_colocated", ALGORITHM=algorithm).algo.kl.init_coef == 0
+
+
+@pytest.mark.parametrize("algorithm", ["gtpo", "grpo"])
+def test_so_is_a_surrogate_with_its_own_clip_range(algorithm: str) -> None:
+    for name, kind in SURROGATES.items():
+        if (algorithm, kind.level) == ("gtpo", "sequence"):
+            continue
+        actor = _arguments("gtpo_colocated", ALGORITHM=algorithm, SURROGATE=name).actor
+        assert actor.policy_loss_type == name
+        if hasattr(kind.config, "clip_low"):
+            assert actor.eps_clip_low_high == [kind.config.clip_low, kind.config.clip_high]
 
 
 @pytest.mark.parametrize("preset", ["grpo_s_colocated", "grpo_s_split", "grpo_colocated", "dapo_colocated"])
@@ -127,7 +142,12 @@ def test_what_a_cluster_runs_has_absolute_paths(tmp_path: Path) -> None:
     [
         (["--dryrun"], {}, "unknown flag --dryrun; known: --cpu --dry-run"),
         (["--submit"], {}, "--submit needs the address"),
-        ([], {"ALGORITHM": "ppo"}, "ALGORITHM is 'ppo'; it must be gtpo, grpo_s, grpo, dapo or gspo."),
+        ([], {"ALGORITHM": "ppo"}, "ALGORITHM is 'ppo'; it must be gtpo, grpo_s, grpo,"),
+        (
+            [],
+            {"SURROGATE": "ppo"},
+            "SURROGATE is 'ppo'; it must be cispo, sapo, gmpo, gspo_token, clip_cov or kl_cov, or",
+        ),
         ([], {"PLACEMENT": "both"}, "PLACEMENT is 'both'; it must be colocated or split."),
         ([], {"FP8": "yes"}, "FP8 is 'yes'; it must be hybrid or e4m3, or empty for BF16."),
         ([], {"TENSOR_PARALLEL": "two"}, "TENSOR_PARALLEL is 'two'; it must be a number from 1 to 999999999."),
