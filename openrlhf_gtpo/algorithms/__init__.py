@@ -24,13 +24,14 @@ from .losses import (
     policy_surrogate,
     sequence_ratio,
 )
-from .rewards import ShapedRewards, length_penalty
+from .rewards import CreditParts, ShapedRewards, length_penalty
 from .surrogates import SURROGATES, SurrogateType
 
 __all__ = [
     "ESTIMATORS",
     "LOSS_LEVEL",
     "SURROGATES",
+    "CreditParts",
     "EntropyBonusConfig",
     "ErrorBudget",
     "Estimator",

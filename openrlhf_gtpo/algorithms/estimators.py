@@ -9,6 +9,7 @@ from torch import Tensor
 from . import baselines, grpo_s, gtpo
 from .config import check_choice
 from .losses import Level
+from .rewards import CreditParts
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Estimator:
         level: of the loss that its advantages go with.
         advantages: of entropy, mask, outcome, group_ids, config and length_penalty; (B, T).
         shares: of entropy, mask, outcome, group_ids and config; (N,), one for each action token or each response.
+        parts: of what ``advantages`` takes; what they are made of, (B, T) at token level, (B,) at sequence level. None where
+            A = (reward - mean) / std is not all of it.
     """
 
     summary: str
@@ -29,14 +32,25 @@ class Estimator:
     level: Level
     advantages: Callable[..., Tensor]
     shares: Callable[..., Tensor]
+    parts: Callable[..., CreditParts] | None = None
 
 
 ESTIMATORS = {
     "gtpo": Estimator(
-        "entropy-weighted tokens", gtpo.GTPOConfig, "token", gtpo.gtpo_advantages, gtpo.shares_of_tokens
+        "entropy-weighted tokens",
+        gtpo.GTPOConfig,
+        "token",
+        gtpo.gtpo_advantages,
+        gtpo.shares_of_tokens,
+        gtpo.gtpo_parts,
     ),
     "grpo_s": Estimator(
-        "entropy-weighted sequences", grpo_s.GRPOSConfig, "sequence", grpo_s.grpo_s_advantages, grpo_s.grpo_s_shares
+        "entropy-weighted sequences",
+        grpo_s.GRPOSConfig,
+        "sequence",
+        grpo_s.grpo_s_advantages,
+        grpo_s.grpo_s_shares,
+        grpo_s.grpo_s_parts,
     ),
     "forking_tokens": Estimator(
         "group_norm at the tokens of highest entropy",

@@ -13,7 +13,7 @@ from torch import Tensor
 from .checks import check_finite, check_rows
 from .config import Mean, NormaliseOver, Scope, check_choices, check_number
 from .groups import STD_EPS, RowMoments, Rows, mean_and_std, output_dtype, row_chunks, split_rows, sum_by
-from .rewards import ShapedRewards
+from .rewards import CreditParts, ShapedRewards
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def grpo_s_rewards(
         ValueError: shapes or dtypes that do not fit, or a NaN or infinity, with the row.
     """
     rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold)
-    reward = _own_reward(entropy, mask, rows, config).to(output_dtype(entropy))
+    reward = _own_reward(_shares(entropy, mask, rows, config), rows, config).to(output_dtype(entropy))
     # The reward of a one-set variant is 0 on O- already.
     return ShapedRewards(reward * rows.success, reward * ~rows.success)
 
@@ -175,12 +175,7 @@ def grpo_s_advantages(
         ValueError: as :func:`grpo_s_rewards`, and a group of one row under ``scope="group"``.
     """
     rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold)
-    reward = _own_reward(entropy, mask, rows, config)
-    if length_penalty is not None:
-        check_rows("length_penalty", length_penalty, len(entropy))
-        reward = reward + length_penalty.detach().to(reward)
-    moments = RowMoments(torch.ones_like(reward), reward, torch.zeros_like(reward))  # a row is one value
-    mean, std = mean_and_std(moments, rows, two_sets=config.two_sets, scope=config.scope, over=config.normalise_over)
+    _, reward, mean, std = _parts(entropy, mask, rows, config, length_penalty)
     if config.variant == "v1" and config.beta == 0:
         # This is GRPO. OpenRLHF's group_norm takes the difference and the quotient in the precision of the rewards,
         # and rounding at the same places makes the two agree bit for bit.
@@ -191,9 +186,35 @@ def grpo_s_advantages(
     return torch.where(mask, advantage.to(output_dtype(entropy))[:, None], 0)
 
 
-def _own_reward(entropy: Tensor, mask: Tensor, rows: Rows, config: GRPOSConfig) -> Tensor:
-    """A row's reward in its own set, (B,) float64."""
+@torch.no_grad()
+def grpo_s_parts(
+    entropy: Tensor,
+    mask: Tensor,
+    outcome: Tensor,
+    group_ids: Tensor,
+    config: GRPOSConfig,
+    length_penalty: Tensor | None = None,
+) -> CreditParts:
+    """What :func:`grpo_s_advantages`, which takes and raises the same, makes its advantages of; (B,) float64 each."""
+    rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold)
+    return _parts(entropy, mask, rows, config, length_penalty)
+
+
+def _parts(
+    entropy: Tensor, mask: Tensor, rows: Rows, config: GRPOSConfig, length_penalty: Tensor | None
+) -> CreditParts:
     share = _shares(entropy, mask, rows, config)
+    reward = _own_reward(share, rows, config)
+    if length_penalty is not None:
+        check_rows("length_penalty", length_penalty, len(entropy))
+        reward = reward + length_penalty.detach().to(reward)
+    moments = RowMoments(torch.ones_like(reward), reward, torch.zeros_like(reward))  # a row is one value
+    mean, std = mean_and_std(moments, rows, two_sets=config.two_sets, scope=config.scope, over=config.normalise_over)
+    return CreditParts(share, reward, mean, std)
+
+
+def _own_reward(share: Tensor, rows: Rows, config: GRPOSConfig) -> Tensor:
+    """A row's reward in its own set, (B,) float64."""
     return torch.where(
         rows.success,
         positive_sequence_reward(share, rows.outcome, config),

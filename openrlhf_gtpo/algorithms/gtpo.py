@@ -17,7 +17,7 @@ from torch import Tensor
 from .checks import check_finite, check_rows
 from .config import Mean, NormaliseOver, Scope, check_choices, check_number
 from .groups import STD_EPS, RowMoments, Rows, mean_and_std, output_dtype, row_chunks, split_rows, sum_by
-from .rewards import ShapedRewards
+from .rewards import CreditParts, ShapedRewards
 
 
 @dataclass(frozen=True)
@@ -243,22 +243,10 @@ def gtpo_advantages(
     Raises:
         ValueError: as :func:`gtpo_rewards`, and a group of one row under ``scope="group"``.
     """
-    rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold)
-    if length_penalty is not None:
-        check_rows("length_penalty", length_penalty, len(entropy))
-        length_penalty = length_penalty.detach().to(mask.device, torch.float64)
-    shares = TokenShares(entropy, mask, rows, config)
-
+    shares, length_penalty = _shares_and_penalty(entropy, mask, outcome, group_ids, config, length_penalty)
+    rows = shares.rows
     # Rewards are computed twice rather than kept in float64: that costs less than the memory it saves.
-    per_row = torch.zeros(3, len(entropy), dtype=torch.float64, device=entropy.device)
-    for chunk in row_chunks(*entropy.shape):
-        reward, count = _own_reward(shares, chunk, length_penalty), rows.length[chunk].double()
-        mean = reward.sum(-1) / count.clamp_min(1)
-        squares = (reward - mean[:, None]).square_().masked_fill_(~mask[chunk], 0).sum(-1)
-        per_row[:, chunk] = torch.stack([count, mean, squares])
-    mean, std = mean_and_std(
-        RowMoments(*per_row), rows, two_sets=config.two_sets, scope=config.scope, over=config.normalise_over
-    )
+    mean, std = _mean_and_std(shares, length_penalty)
 
     scale = 1 / (std + STD_EPS)
     if not config.shape_uniform_groups:
@@ -269,6 +257,56 @@ def gtpo_advantages(
         reward.sub_(mean[chunk, None]).mul_(scale[chunk, None])
         advantages[chunk] = reward.masked_fill_(~mask[chunk], 0)
     return advantages
+
+
+@torch.no_grad()
+def gtpo_parts(
+    entropy: Tensor,
+    mask: Tensor,
+    outcome: Tensor,
+    group_ids: Tensor,
+    config: GTPOConfig,
+    length_penalty: Tensor | None = None,
+) -> CreditParts:
+    """What :func:`gtpo_advantages`, which takes and raises the same, makes its advantages of; for who shows them.
+
+    Returns:
+        share and reward (B, T), 0 where the mask is False, mean and std (B,); float64.
+    """
+    shares, length_penalty = _shares_and_penalty(entropy, mask, outcome, group_ids, config, length_penalty)
+    share, reward = (torch.empty_like(entropy, dtype=torch.float64) for _ in range(2))
+    for chunk in row_chunks(*entropy.shape):
+        share[chunk], reward[chunk] = shares(chunk), _own_reward(shares, chunk, length_penalty)
+    return CreditParts(share, reward, *_mean_and_std(shares, length_penalty))
+
+
+def _shares_and_penalty(
+    entropy: Tensor,
+    mask: Tensor,
+    outcome: Tensor,
+    group_ids: Tensor,
+    config: GTPOConfig,
+    length_penalty: Tensor | None,
+) -> tuple[TokenShares, Tensor | None]:
+    rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold)
+    if length_penalty is not None:
+        check_rows("length_penalty", length_penalty, len(entropy))
+        length_penalty = length_penalty.detach().to(mask.device, torch.float64)
+    return TokenShares(entropy, mask, rows, config), length_penalty
+
+
+def _mean_and_std(shares: TokenShares, length_penalty: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(B,) float64 each: what the tokens' rewards of a row are normalized with."""
+    rows, mask, config = shares.rows, shares.mask, shares.config
+    per_row = torch.zeros(3, len(mask), dtype=torch.float64, device=mask.device)
+    for chunk in row_chunks(*mask.shape):
+        reward, count = _own_reward(shares, chunk, length_penalty), rows.length[chunk].double()
+        mean = reward.sum(-1) / count.clamp_min(1)
+        squares = (reward - mean[:, None]).square_().masked_fill_(~mask[chunk], 0).sum(-1)
+        per_row[:, chunk] = torch.stack([count, mean, squares])
+    return mean_and_std(
+        RowMoments(*per_row), rows, two_sets=config.two_sets, scope=config.scope, over=config.normalise_over
+    )
 
 
 def _own_reward(shares: TokenShares, chunk: slice, length_penalty: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rewards before normalization: the pair that shaping returns, and the penalty R(i) on long responses."""
+"""Rewards before normalization, the parts of an advantage, and the penalty R(i) on long responses."""
 
 from typing import Literal, NamedTuple, get_args
 
@@ -19,6 +19,16 @@ class ShapedRewards(NamedTuple):
 
     positive: Tensor
     negative: Tensor
+
+
+class CreditParts(NamedTuple):
+    """What an advantage is made of, A = (reward - mean) / std: share and reward are (B, T) for GTPO, (B,) for GRPO-S,
+    a row's reward in its own set with its length penalty; mean and std are (B,), of the set it is normalized in."""
+
+    share: Tensor
+    reward: Tensor
+    mean: Tensor
+    std: Tensor
 
 
 def length_penalty(

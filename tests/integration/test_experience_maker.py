@@ -19,6 +19,7 @@ from rollouts import PAD, Rollout, arguments, in_sampling_order, maker, rollout
 
 from openrlhf_gtpo.algorithms import (
     ESTIMATORS,
+    CreditParts,
     Estimator,
     GRPOSConfig,
     GTPOConfig,
@@ -156,7 +157,10 @@ def test_a_new_estimator_is_a_line_in_the_registry(monkeypatch: pytest.MonkeyPat
         entropy, mask, outcome, group_ids, config, length_penalty = batch
         return config.scale * (outcome[:, None] - 0.25) * mask
 
-    mine = Estimator("scaled outcomes", OutcomeConfig, "sequence", scaled, lambda *batch: batch[2])
+    def parts(*batch: Any) -> CreditParts:
+        return CreditParts(*[batch[2]] * 4)
+
+    mine = Estimator("scaled outcomes", OutcomeConfig, "sequence", scaled, lambda *batch: batch[2], parts)
     monkeypatch.setitem(ESTIMATORS, "outcome", mine)
     args = arguments("--algo.advantage.estimator", "outcome", "--algo.outcome.scale", "3")
     assert args.actor.loss_agg_mode == AGGREGATION["sequence"]
