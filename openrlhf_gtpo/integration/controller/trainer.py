@@ -19,6 +19,7 @@ from openrlhf_gtpo.integration.actors.policy_actor import keep_trying
 from openrlhf_gtpo.integration.controller import stop
 from openrlhf_gtpo.integration.controller.engines import Engines
 from openrlhf_gtpo.integration.controller.failures import write_errors
+from openrlhf_gtpo.integration.controller.rollout_dump import RolloutDumper
 from openrlhf_gtpo.integration.controller.spikes import Spikes
 from openrlhf_gtpo.integration.controller.step_costs import StepCosts
 from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
@@ -66,6 +67,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     """
 
     _states: dict[str, Any] | None = None  # that the run goes on from
+    dumper: RolloutDumper | None = None
 
     best_eval_metric_value: float  # upstream's
     # States of a checkpoint whose evaluation, or best checkpoint, an interruption may have cut off, and the metrics of
@@ -95,6 +97,9 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             self.strategy,
             self.tokenizer,
         )
+        if self.args.logger.dump_rollouts:
+            self.dumper = RolloutDumper(self.args, self.tokenizer, self.experience_maker.credit)
+            self.experience_maker.on_batch = self.dumper
         path = self.args.logger.metrics_path
         self.metrics_writer = MetricsWriter(path) if path else None
         self.heartbeat = Heartbeat(self.args.ckpt.path) if self.args.train.stall_timeout else None
@@ -133,6 +138,9 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
                 if tracker:
                     tracker.close()
             raise
+        finally:
+            if self.dumper:
+                self.dumper.close()
         if self.heartbeat:
             self.heartbeat.clear()
         if self.metrics_writer:
@@ -191,6 +199,8 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     def train_step(self, rollout_samples: list[Any], global_step: int) -> tuple[dict[str, Any], int]:
         self._show(names.MAKE_EXPERIENCE)
         self.costs.sampled(rollout_samples)
+        if self.dumper:
+            self.dumper.step = global_step + 1  # as it is logged
         coefficient = self.kl_ctl.value
         status, global_step = super().train_step(rollout_samples, global_step)
         if not math.isfinite(self.kl_ctl.value):  # an adaptive one follows the KL of skipped optimizer steps too

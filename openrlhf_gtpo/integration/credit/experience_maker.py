@@ -1,6 +1,7 @@
 """Upstream's experience maker with entropies carried from the old-policy forward, or the sampler, to advantages."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,10 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
     Attributes:
         metrics: of the last batch, flat names to numbers (see ``RolloutBatch.metrics``).
         seconds: of the last batch's forward passes and of its shaping, by their metrics' names.
+        on_batch: called with each batch and the experiences that it became, where the controller sets it.
     """
+
+    on_batch: Callable[[RolloutBatch, list[Experience]], None] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -153,6 +157,8 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
             self._shape(batch, experiences)
         self.metrics = batch.metrics(experiences, self.credit) | audit | self._missing
         self.seconds[names.TIMING_ADVANTAGES] = time.perf_counter() - started
+        if self.on_batch:
+            self.on_batch(batch, experiences)
         return experiences
 
     def _shape(self, batch: RolloutBatch, experiences: list[Experience]) -> None:

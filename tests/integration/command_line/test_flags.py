@@ -299,6 +299,7 @@ def test_the_advantage_of_a_short_lone_success_arrives(
             "--algo.grpo_s.ratio_mean (the loss is sapo)",
         ),
         ("--vllm.sync_backend gloo", "--vllm.sync_backend (GPUs use NCCL"),
+        ("--logger.dump_rows 8", "--logger.dump_rows (there is no --logger.dump_rollouts"),
         ("--vllm.sync_with_ray --vllm.sync_bucket_mb 1", "--vllm.sync_bucket_mb (--vllm.sync_with_ray has no"),
         ("--rollout.entropy_audit_steps 5", "--rollout.entropy_audit_steps (entropies are the actor's)"),
         (
@@ -459,6 +460,8 @@ FROZEN = """
 --ckpt.load_tag None
 --ckpt.stop_file None
 --eval.before_training False
+--logger.dump_rollouts 0
+--logger.dump_rows 64
 --logger.entropy_enable False
 --logger.metrics_path None
 --megatron.async_save True

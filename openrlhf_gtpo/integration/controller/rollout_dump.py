@@ -1,0 +1,137 @@
+"""Rollouts on disk: groups of a step, written by a thread while the step trains (``--logger.dump_rollouts``)."""
+
+import dataclasses
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from openrlhf.trainer.ppo_utils.experience import Experience
+
+from openrlhf_gtpo import __version__
+from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
+from openrlhf_gtpo.integration.credit.rollout_batch import RolloutBatch
+from openrlhf_gtpo.report.rollouts import FOLDER, dump_file, write_dump
+
+_LONGEST_CHARACTER = 4  # tokens: the bytes of one in UTF-8
+
+
+class RolloutDumper:
+    """Writes every ``--logger.dump_rollouts``-th step's rollouts, at most ``--logger.dump_rows`` rows in whole groups.
+
+    It draws from no generator of the run's. A dump that fails, or that the one before still holds up, is a warning.
+    """
+
+    def __init__(self, args: SimpleNamespace, tokenizer: Any, credit: EntropyCredit | None) -> None:
+        self._args, self._tokenizer, self._credit = args, tokenizer, credit
+        self._folder = Path(args.ckpt.path) / FOLDER
+        self._thread: threading.Thread | None = None
+        self.step = 0  # that is being made
+
+    def __call__(self, batch: RolloutBatch, experiences: Sequence[Experience]) -> None:
+        """Start writing a step whose advantages are made; nothing may change ``experiences`` in place afterwards."""
+        step = self.step
+        if step % self._args.logger.dump_rollouts:
+            return
+        if self._thread and self._thread.is_alive():
+            print(f"Warning: the last rollout dump is still being written; step {step}'s is left out.", flush=True)
+            return
+        self._thread = threading.Thread(target=self._write, args=(step, batch, list(experiences)), name="rollout-dump")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait until what was begun is written."""
+        if self._thread:
+            self._thread.join()
+
+    def _write(self, step: int, batch: RolloutBatch, experiences: list[Experience]) -> None:
+        path = dump_file(self._folder, step)
+        try:
+            groups = self._sampled_groups(step, int(batch.group_ids.max()) + 1)
+            rows = sorted(self._rows(batch, experiences, groups), key=lambda row: row["row"])
+            columns = {name: None if rows[0][name] is None else [row[name] for row in rows] for name in rows[0]}
+            write_dump(path, self._settings(step, batch), columns)
+        except Exception as error:  # a full disk, a tokenizer that cannot decode: no reason to lose the run
+            print(f"Warning: rollouts of step {step} were not dumped to {path}: {error}", flush=True)
+
+    def _sampled_groups(self, step: int, groups: int) -> set[int]:
+        args = self._args
+        count = max(1, args.logger.dump_rows // args.rollout.n_samples_per_prompt)
+        return set(random.Random(f"{args.train.seed} {step}").sample(range(groups), min(count, groups)))
+
+    def _settings(self, step: int, batch: RolloutBatch) -> dict[str, Any]:
+        args = self._args
+        return {
+            "openrlhf_gtpo": __version__,
+            "step": step,
+            "policy_version": step - 1,  # the steps that the sampling policy was trained for
+            "model": str(args.actor.model_name_or_path),
+            "seed": args.train.seed,
+            "temperature": args.rollout.temperature,
+            "estimator": args.algo.advantage.estimator,
+            "config": None if self._credit is None else dataclasses.asdict(self._credit.config),
+            "kl_coefficient": args.algo.kl.init_coef,
+            "batch_rows": len(batch.order),
+            "outcome_dtype": str(batch.outcome.dtype).removeprefix("torch."),
+        }
+
+    def _rows(
+        self, batch: RolloutBatch, experiences: Sequence[Experience], groups: set[int]
+    ) -> Iterator[dict[str, Any]]:
+        decode = lru_cache(maxsize=2**16)(self._decode)
+        entropy = None if batch.values is None else batch.values.entropy
+        for experience in experiences:
+            for i, row in enumerate(experience.index):
+                group = int(batch.group_ids[row])
+                if group not in groups:
+                    continue
+                length = int(experience.attention_mask[i].sum())
+                tokens = experience.sequences[i, :length].tolist()  # upstream pads on the right
+                mask = experience.action_mask[i, : length - 1].bool()
+                first = int(mask.int().argmax()) if mask.any() else len(mask)
+                columns = slice(first, length - 1)  # of what stands in the action mask's columns
+                outcome = batch.outcome[row].double()
+                yield {
+                    "row": row,
+                    "group": group,
+                    "prompt": batch.prompts[row],
+                    "outcome": float(outcome),
+                    "length_penalty": float(experience.rewards[i].double() - outcome),
+                    "truncated": bool(experience.truncated[i]),
+                    "prompt_tokens": tokens[: first + 1],
+                    "tokens": tokens[first + 1 :],
+                    "pieces": list(pieces(tokens[first + 1 :], decode)),
+                    "mask": mask[columns].numpy(),
+                    "log_probs": _floats(experience.action_log_probs, i, columns),
+                    "rollout_log_probs": _floats(experience.rollout_log_probs, i, columns),
+                    "entropy": _floats(entropy, row, columns),
+                    "advantages": _floats(experience.advantages, i, columns),
+                }
+
+    def _decode(self, tokens: tuple[int, ...]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _floats(values: torch.Tensor | None, row: int, columns: slice) -> Any:
+    return None if values is None else values[row, columns].float().numpy()
+
+
+def pieces(tokens: Sequence[int], decode: Callable[[tuple[int, ...]], str]) -> Iterator[str]:
+    """The text that each token adds to those before it; of a character made of several tokens the last has all of it.
+
+    A tokenizer may drop the blank of a first token and writes U+FFFD for a part of a character, so that a token is
+    decoded with those before it.
+    """
+    begin, complete, said = 0, 0, ""  # said: the text of tokens[begin:complete], which begins the next one's
+    for end in range(1, len(tokens) + 1):
+        text = decode(tuple(tokens[begin:end]))
+        if text.endswith("\ufffd") and end < len(tokens) and end - complete < _LONGEST_CHARACTER:
+            yield ""
+        else:
+            yield text[len(said) :]
+            begin, complete = complete, end
+            said = decode(tuple(tokens[begin:complete]))

@@ -1,0 +1,143 @@
+"""Rollout dumps: one Parquet file per step, a row per response; the format, its writer and its reader.
+
+What each column holds is said in docs/viewer.md. Positions of the list columns are the tokens of the response, from
+its first action token to its last token; what lies between two turns has ``mask`` False.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+VERSION = 1
+FOLDER = "rollouts"  # in --ckpt.path
+
+_KEY = b"openrlhf_gtpo.rollouts"  # of the file's metadata: the settings as JSON
+SCHEMA = pa.schema(
+    [
+        pa.field("row", pa.int32(), nullable=False),
+        pa.field("group", pa.int32(), nullable=False),
+        pa.field("prompt", pa.string(), nullable=False),
+        pa.field("outcome", pa.float64(), nullable=False),
+        pa.field("length_penalty", pa.float64(), nullable=False),
+        pa.field("truncated", pa.bool_(), nullable=False),
+        pa.field("prompt_tokens", pa.list_(pa.int32()), nullable=False),
+        pa.field("tokens", pa.list_(pa.int32()), nullable=False),
+        pa.field("pieces", pa.list_(pa.string()), nullable=False),
+        pa.field("mask", pa.list_(pa.bool_()), nullable=False),
+        pa.field("log_probs", pa.list_(pa.float32())),
+        pa.field("rollout_log_probs", pa.list_(pa.float32())),
+        pa.field("entropy", pa.list_(pa.float32())),
+        pa.field("advantages", pa.list_(pa.float32()), nullable=False),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A list column: ``values`` (N,) of one row after the other, row i's at ``offsets[i]`` to ``offsets[i + 1]``."""
+
+    values: np.ndarray
+    offsets: np.ndarray
+
+
+@dataclass(frozen=True)
+class RolloutDump:
+    """A dump that was read. Columns by name: arrays or lists of the rows' values, :class:`Tokens`, or None where the
+    run did not have them."""
+
+    path: Path
+    settings: dict[str, Any]
+    columns: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return self.settings["step"]
+
+
+def dump_file(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:06d}.parquet"
+
+
+def write_dump(path: Path, settings: Mapping[str, Any], columns: Mapping[str, Sequence[Any] | None]) -> None:
+    """Write a dump, which is at ``path`` whole or not at all; its folder is made.
+
+    Args:
+        settings: ``step`` and what else a reader must know of the run, for JSON.
+        columns: of ``SCHEMA``, one value per row; None for one that the run does not have.
+    """
+    rows = len(next(values for values in columns.values() if values is not None))
+    arrays = [
+        pa.nulls(rows, field.type) if columns[field.name] is None else pa.array(columns[field.name], field.type)
+        for field in SCHEMA
+    ]
+    metadata = {_KEY: json.dumps({"version": VERSION, **settings})}
+    table = pa.Table.from_arrays(arrays, schema=SCHEMA.with_metadata(metadata))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}")  # a killed run leaves it, and the step that is made again replaces it
+    try:
+        with open(temporary, "wb") as file:
+            pq.write_table(table, file, compression="zstd")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def find_dumps(path: Path) -> list[Path]:
+    """``path`` itself, if it is a file, or the dumps anywhere in it, by step.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ValueError(f"Expected a dump or a run's folder, and {path} does not exist.")
+    found = sorted(path.rglob("step_*.parquet"))
+    if not found:
+        raise ValueError(f"{path} holds no step_*.parquet; a run writes them with --logger.dump_rollouts N.")
+    return found
+
+
+def read_dump(path: Path) -> RolloutDump:
+    """Read a dump.
+
+    Raises:
+        ValueError: it is cut off, no dump, or one of another version.
+    """
+    try:
+        table = pq.read_table(path, partitioning=None)
+    except (OSError, pa.ArrowInvalid) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path} is no whole Parquet file ({reason}); make or copy it again.") from error
+    text = (table.schema.metadata or {}).get(_KEY)
+    if text is None:
+        raise ValueError(f"{path} is a Parquet file, and no rollout dump of this package.")
+    settings = json.loads(text)
+    if settings["version"] != VERSION:
+        raise ValueError(
+            f"{path} is a rollout dump of version {settings['version']}, and this package reads version {VERSION}; "
+            f"open it with openrlhf_gtpo {settings.get('openrlhf_gtpo', 'of that version')}."
+        )
+    return RolloutDump(path, settings, {field.name: _column(table, field) for field in SCHEMA})
+
+
+def _column(table: pa.Table, field: pa.Field) -> Any:
+    array = table[field.name].combine_chunks()
+    if isinstance(array, pa.ChunkedArray):
+        array = array.chunk(0)
+    if len(array) and array.null_count == len(array):
+        return None
+    if pa.types.is_string(field.type):
+        return array.to_pylist()
+    if not pa.types.is_list(field.type):
+        return array.to_numpy(zero_copy_only=False)
+    return Tokens(array.flatten().to_numpy(zero_copy_only=False), array.offsets.to_numpy())

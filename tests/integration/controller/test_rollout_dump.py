@@ -1,0 +1,151 @@
+"""Rollout dumps of a controller: the rows that were trained on, written beside training and never in its way."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rollouts import Rollout, arguments, in_sampling_order, maker, rollout
+
+from openrlhf_gtpo.algorithms import GTPOConfig, gtpo_advantages
+from openrlhf_gtpo.integration.controller import rollout_dump
+from openrlhf_gtpo.integration.controller.rollout_dump import RolloutDumper, pieces
+from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.report.rollouts import Tokens, find_dumps, read_dump
+
+
+class Tokenizer:
+    """Of bytes of UTF-8; a first token loses its blank, as SentencePiece's does."""
+
+    def decode(self, tokens: tuple[int, ...], **options: Any) -> str:
+        assert options == {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return bytes(tokens).decode(errors="replace").removeprefix(" ")
+
+
+def dumped(
+    batch: Rollout, folder: Path, monkeypatch: pytest.MonkeyPatch, *flags: str, steps: tuple[int, ...] = (1,)
+) -> tuple[RolloutDumper, list[Any]]:
+    """The dumper, and the experiences of the last of ``steps``."""
+    args = arguments("--logger.dump_rollouts", "1", "--ckpt.path", str(folder), *flags)
+    made = maker(EntropyExperienceMaker, args, batch, monkeypatch)
+    made.on_batch = dumper = RolloutDumper(args, Tokenizer(), made.credit)
+    for step in steps:
+        dumper.step = step
+        experiences = made.make_experience_batch(batch.samples())
+    dumper.close()
+    return dumper, experiences
+
+
+def read_rows(column: Tokens) -> list[np.ndarray]:
+    return [column.values[start:end] for start, end in zip(column.offsets, column.offsets[1:])]
+
+
+DYNAMIC = ("--train.dynamic_batch_enable", "--rollout.max_tokens_per_gpu", "30")
+PENALTY = ("--reward.overlong_buffer_len", "4", "--rollout.max_new_tokens", "9")
+
+
+def test_a_dump_has_what_was_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In sampling order, from each response's first action token to its end; and it credits to the same advantages."""
+    batch = rollout(seed=3)
+    flags = ("--algo.advantage.estimator", "gtpo", *PENALTY, *DYNAMIC)
+    _, experiences = dumped(batch, tmp_path, monkeypatch, *flags)
+    (path,) = find_dumps(tmp_path)
+    dump = read_dump(path)
+    columns, settings = dump.columns, dump.settings
+    assert (dump.step, settings["policy_version"], settings["batch_rows"]) == (1, 0, 20)
+    assert columns["row"].tolist() == list(range(20)) and columns["group"].tolist() == batch.group_ids.tolist()
+    assert columns["outcome"].tolist() == batch.outcome.tolist() and min(columns["length_penalty"]) < 0
+    assert columns["truncated"].tolist() == batch.truncated.tolist()
+    advantages = in_sampling_order(experiences, "advantages", batch.mask.shape[1])
+    for name, expected in (
+        ("mask", batch.mask),
+        ("entropy", batch.entropy),
+        ("log_probs", batch.log_probs),
+        ("rollout_log_probs", batch.log_probs),
+        ("advantages", advantages),
+    ):
+        for row, values in enumerate(read_rows(columns[name])):
+            first, last = (int(batch.mask[row].nonzero()[at]) for at in (0, -1))
+            assert torch.equal(torch.from_numpy(values.copy()), expected[row, first : last + 1]), (name, row)
+    tokens, prompts = read_rows(columns["tokens"]), read_rows(columns["prompt_tokens"])
+    for row, sample in enumerate(batch.samples()):
+        assert [*prompts[row], *tokens[row]] == sample.sequences[0].tolist()
+    again = gtpo_advantages(
+        batch.entropy,
+        batch.mask,
+        torch.tensor(columns["outcome"], dtype=getattr(torch, settings["outcome_dtype"])),
+        torch.tensor(columns["group"]),
+        GTPOConfig(**settings["config"]),
+        torch.tensor(columns["length_penalty"]),
+    )
+    torch.testing.assert_close(again, advantages)
+
+
+def test_whole_groups_are_sampled_anew_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a generator that is nobody else's: the run's stay where they were."""
+    torch.manual_seed(1)
+    drawn = torch.get_rng_state()
+    dumped(rollout(), tmp_path, monkeypatch, "--logger.dump_rows", "9", steps=(1,))
+    dumped(rollout(), tmp_path, monkeypatch, "--logger.dump_rows", "9", steps=(2,))
+    dumped(rollout(), tmp_path / "again", monkeypatch, "--logger.dump_rows", "9", steps=(2,))
+    first, second, again = (read_dump(path).columns["row"].tolist() for path in
+                            [*find_dumps(tmp_path / "rollouts"), *find_dumps(tmp_path / "again")])  # fmt: skip
+    assert len(first) == len(second) == 8 and first != second == again
+    assert all(row - row % 4 + i in first for row in first for i in range(4))
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_an_estimator_of_upstream_has_a_dump_without_entropies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dumped(rollout(), tmp_path, monkeypatch, "--algo.advantage.estimator", "group_norm")
+    dump = read_dump(find_dumps(tmp_path)[0])
+    assert dump.columns["entropy"] is None and dump.settings["config"] is None
+    assert dump.columns["advantages"].values.any()
+
+
+def test_every_nth_step_is_dumped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(1, 7):
+        dumped(rollout(), tmp_path, monkeypatch, "--logger.dump_rollouts", "3", steps=(step,))
+    assert [path.name for path in find_dumps(tmp_path)] == ["step_000003.parquet", "step_000006.parquet"]
+
+
+def test_a_dump_that_fails_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rollouts").write_text("a file where the folder would be")
+    _, experiences = dumped(rollout(), tmp_path, monkeypatch)
+    assert experiences[0].advantages is not None
+    assert "Warning: rollouts of step 1 were not dumped to" in capsys.readouterr().out
+
+
+def test_training_does_not_wait_for_a_dump(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A disk that hangs costs dumps and no steps: one is held, those that would follow are left out."""
+    disk = threading.Event()
+    write = rollout_dump.write_dump
+    monkeypatch.setattr(rollout_dump, "write_dump", lambda *what: (disk.wait(60), write(*what)))
+    join = RolloutDumper.close
+    monkeypatch.setattr(RolloutDumper, "close", lambda self: None)
+    dumper, experiences = dumped(rollout(), tmp_path, monkeypatch, steps=(1, 2))
+    assert experiences and not list(tmp_path.rglob("*.parquet"))
+    assert "still being written; step 2's is left out" in capsys.readouterr().out
+    disk.set()
+    join(dumper)
+    assert [path.name for path in find_dumps(tmp_path)] == ["step_000001.parquet"]
+
+
+def test_pieces_are_the_text_that_each_token_adds() -> None:
+    text = "a 数 مرحبا 🙂"
+    decode = Tokenizer().decode
+
+    def decode_bytes(tokens: tuple[int, ...]) -> str:
+        return decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    found = list(pieces(list(text.encode()), decode_bytes))
+    assert "".join(found) == text and found[:5] == ["a", " ", "", "", "数"] and found[-4:] == ["", "", "", "🙂"]
+    cut = list(pieces(list("é".encode())[:1], decode_bytes))
+    assert cut == ["\ufffd"]  # a response that was cut off within a character
