@@ -26,6 +26,7 @@ MAY_BRING_IN = {
     "platform": {"torch"},
     "tasks": {"torch", "transformers", "datasets"},
     "report": set(),
+    "view": {"torch"},
     "planner": set(),
     "launch": set(),
 }
@@ -38,6 +39,7 @@ MAY_KNOW = {
     "weight_sync": set(),
     "platform": set(),
     "report": set(),
+    "view": {"algorithms", "report"},
     "tasks": set(),
     "planner": {"lm_head", "megatron"},  # their arithmetic alone, which knows no torch either
     "integration": {"algorithms", "lm_head", "megatron", "weight_sync", "platform", "report"},
@@ -45,7 +47,7 @@ MAY_KNOW = {
     "benchmarks": {"integration", "algorithms", "megatron", "lm_head", "weight_sync", "platform", "report"},
     "launch": set(),
     "cli": {"integration", "scoring", "benchmarks", "platform", "report", "tasks", "algorithms", "lm_head", "megatron"}
-    | {"planner", "launch"},
+    | {"planner", "launch", "view"},
 }
 MAY_NAME_OPENRLHF = {"integration", "scoring", "benchmarks", "cli"}
 

@@ -148,6 +148,7 @@ log_args=(
     --eval.temperature 1.0
     --eval.n_samples_per_prompt "$eval_samples"
     --logger.entropy_enable
+    --logger.dump_rollouts 1
     --logger.metrics_path "$output/metrics.jsonl"
     --logger.tensorboard_dir "$output/tensorboard"
     --ckpt.output_dir "$output/model"
@@ -164,6 +165,8 @@ run_watched quickstart 'the same command with --resume' "$output" "$steps" \
 question='...'
 [[ "$task" != products ]] || question='What is 3 * 4?'
 print_result "$output" "$estimator on $task, seed $seed" "$question"
+printf 'Which token was paid, and why, as a page to open in a browser:\n'
+printf '  python3 -m openrlhf_gtpo.cli.view %s --output %s/view.html\n' "$output" "$output"
 if $smoke; then
     printf 'A smoke run shows that the whole pipeline works; it is too short, and its model too small, to show learning.\n'
 fi

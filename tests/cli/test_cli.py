@@ -13,6 +13,7 @@ COMMANDS = {
     "plan": [[]],
     "report": [[], ["run"], ["compare"], ["watch"], ["fp8"]],
     "doctor": [[]],
+    "view": [[]],
     "convert": [[], ["hf-to-megatron"], ["megatron-to-hf"]],
     "prepare": [[], ["smollm2"], ["tiny-model"], ["task"], ["math"]],
     "benchmark": [

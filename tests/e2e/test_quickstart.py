@@ -1,5 +1,6 @@
 """The README's command as written: would catch a launcher whose flags, files or reports do not fit together."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from openrlhf_gtpo.cli import ask
+from openrlhf_gtpo.cli import ask, view
 from openrlhf_gtpo.integration import run
 from openrlhf_gtpo.integration.command_line import host
 from openrlhf_gtpo.report import names
@@ -101,6 +102,13 @@ def test_a_smoke_run_is_stopped_resumed_and_ends_with_a_table_curves_and_a_model
         assert "assistant" in step[names.SAMPLE] and 0 <= step[names.SAMPLE_REWARD] <= 1
         assert abs(step["vllm_kl"]) < 0.05  # vLLM and the trainer agree on what was sampled
     check_phases(metrics[3:5])
+    assert "openrlhf_gtpo.cli.view" in printed
+    assert view.main([str(output), "--output", str(output / "view.html")]) == 0
+    (data,) = re.findall(r'id="data">(.*)</script>', (output / "view.html").read_text())
+    steps = json.loads(data)["steps"]
+    assert [(step["step"], len(step["row"])) for step in steps] == [(1, 32), (2, 32), (3, 32), (4, 32)]
+    for step in steps:  # what was trained on is what the dump is credited with
+        assert all(step["credits"]) and step["trained"] is None and step["sampler"] is not None
     assert ask.answer(str(output / "model"), "What is 2 * 3?", max_tokens=4)
 
 

@@ -1,0 +1,61 @@
+"""`python3 -m openrlhf_gtpo.cli.view RUN_OR_DUMP --output view.html`: which token was paid, and why, as one HTML page.
+
+Reads what `--logger.dump_rollouts` wrote: a dump, or all of a run's folder. Needs no model, GPU or network; the page
+needs a browser. Rollouts are credited again by each of `--estimators`, for a look at the difference: NAME, or
+NAME:FIELD=VALUE:... with other settings, such as gtpo:variant=v1:compare=response.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from openrlhf_gtpo.cli import Parser, RawHelpFormatter, exit_status
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.platform.files import check_output
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make the page; 0, or 2 after one sentence on stderr for what the user got wrong."""
+    args = build_parser().parse_args(argv)
+    return exit_status("view", lambda: _view(args), ValueError, OSError)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="python3 -m openrlhf_gtpo.cli.view", description=__doc__, formatter_class=RawHelpFormatter)
+    add = parser.add_argument
+    add("source", type=Path, metavar="RUN_OR_DUMP", help="a run's folder, or one dump of it")
+    add("--output", required=True, type=Path, metavar="FILE", help="the page; appears when it is complete")
+    add("--estimators", metavar="A,B", default="", help="(default: the run's own, and the others of this package)")
+    add("--max_tokens", type=int, default=2_500_000, metavar="N", help="in the page; groups are sampled beyond")
+    return parser
+
+
+def _view(args: argparse.Namespace) -> None:
+    from openrlhf_gtpo.report.rollouts import find_dumps, read_dump
+    from openrlhf_gtpo.view.credit import read_methods
+    from openrlhf_gtpo.view.page import make_page
+
+    if args.max_tokens < 1:
+        raise UsageError(f"Expected --max_tokens >= 1, got {args.max_tokens}.")
+    files = find_dumps(args.source)
+    check_output("--output", args.output, *files)
+    dumps = sorted((read_dump(file) for file in files), key=lambda dump: dump.step)
+    methods = read_methods([text for text in args.estimators.split(",") if text], dumps[-1])
+    page, notes = make_page(dumps, methods, args.max_tokens)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = args.output.with_name(f".{args.output.name}.{os.getpid()}")
+    try:
+        temporary.write_text(page, encoding="utf-8")
+        os.replace(temporary, args.output)
+    finally:
+        temporary.unlink(missing_ok=True)
+    for note in notes:
+        print(note, file=sys.stderr)
+    rows = sum(len(dump.columns["row"]) for dump in dumps)
+    print(f"{args.output}: {rows} responses of {len(dumps)} steps, {len(page.encode()) / 2**20:.1f} MiB")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

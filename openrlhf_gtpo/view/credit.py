@@ -1,0 +1,133 @@
+"""The credit of dumped rollouts by any estimator, with the parts that the page shows, all of it by ``algorithms``."""
+
+import dataclasses
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from openrlhf_gtpo.algorithms import ESTIMATORS, CreditParts, sequence_entropy, success
+from openrlhf_gtpo.report.rollouts import RolloutDump, Tokens
+
+
+@dataclass(frozen=True)
+class Method:
+    """An estimator with its settings, and its name on the page."""
+
+    label: str
+    name: str
+    config: Any
+
+
+@dataclass(frozen=True)
+class Credit:
+    """Of a dump's B rows with up to T tokens.
+
+    Attributes:
+        success: (B,) bool.
+        parts: see :class:`CreditParts`.
+        advantages: (B, T), before a KL reward and ``--reward.clip_range``, which the dump's own may have.
+        row_entropy: (B,) what a sequence-level share compares; None at token level.
+    """
+
+    success: Tensor
+    parts: CreditParts
+    advantages: Tensor
+    row_entropy: Tensor | None
+
+
+def read_methods(texts: Sequence[str], dump: RolloutDump) -> list[Method]:
+    """Methods as a user writes them, NAME or NAME:FIELD=VALUE:...; other fields are the run's own where it used NAME.
+
+    With no ``texts`` the run's own estimator comes first, and the others of the registry follow.
+
+    Raises:
+        ValueError: a name, field or value that does not exist.
+    """
+    own = dump.settings["estimator"]
+    methods = []
+    for text in texts or sorted(ESTIMATORS, key=lambda name: name != own):
+        name, *pairs = text.split(":")
+        if name not in ESTIMATORS:
+            raise ValueError(f"Expected --estimators of {', '.join(ESTIMATORS)}, got {name!r}.")
+        kind = ESTIMATORS[name].config
+        settings = dict(dump.settings["config"] or {}) if name == own else {}
+        types = typing.get_type_hints(kind)
+        for pair in pairs:
+            field, _, value = pair.partition("=")
+            if field not in types:
+                raise ValueError(f"--estimators {text}: {name} has no {field!r}, but {', '.join(types)}.")
+            settings[field] = _value(text, types[field], value)
+        try:
+            methods.append(Method(text, name, kind(**settings)))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"--estimators {text}: {error}") from error
+    return methods
+
+
+def _value(text: str, kind: Any, value: str) -> Any:
+    if typing.get_origin(kind) is typing.Literal:
+        return value  # which the settings check
+    kinds: dict[Any, Any] = {bool: {"true": True, "false": False}.__getitem__, float: float}
+    try:
+        return kinds[kind](value)
+    except (KeyError, ValueError):
+        raise ValueError(f"--estimators {text}: expected a {kind.__name__}, got {value!r}.") from None
+
+
+def credit(dump: RolloutDump, method: Method) -> Credit:
+    """Credit a dump by ``method``.
+
+    Raises:
+        ValueError: without entropies, or what the estimator refuses, such as a group of one row.
+    """
+    columns = dump.columns
+    if columns["entropy"] is None:
+        raise ValueError("the dump has no entropies (--logger.entropy_enable gives them to OpenRLHF's estimators too)")
+    mask = padded(columns["mask"])
+    entropy = padded(columns["entropy"])
+    outcome = torch.from_numpy(columns["outcome"].copy()).to(getattr(torch, dump.settings["outcome_dtype"]))
+    penalty = torch.from_numpy(columns["length_penalty"].copy())
+    groups = torch.from_numpy(columns["group"].copy())
+    batch = (entropy, mask, outcome, groups, method.config, penalty if penalty.any() else None)
+    estimator = ESTIMATORS[method.name]
+    row_entropy = None
+    if estimator.level == "sequence":
+        config = dataclasses.asdict(method.config)
+        row_entropy = sequence_entropy(entropy, mask, config["entropy_mean"], config["entropy_eps"])
+    succeeded = success(outcome, method.config.success_threshold)
+    return Credit(succeeded, estimator.parts(*batch), estimator.advantages(*batch), row_entropy)
+
+
+def padded(column: Tokens) -> Tensor:
+    """A list column as (B, T), 0 behind a row's end."""
+    lengths = np.diff(column.offsets)
+    rows = np.zeros((len(lengths), max(1, lengths.max(initial=0))), column.values.dtype)
+    rows[np.arange(rows.shape[1]) < lengths[:, None]] = column.values
+    return torch.from_numpy(rows)
+
+
+def reward_formula(method: Method, succeeded: bool) -> str | None:
+    """A row's reward as text with {outcome} and {share} for the page to fill in; None for an estimator of yours."""
+    if method.name not in ("gtpo", "grpo_s"):
+        return None
+    config = method.config
+    if method.name == "gtpo":
+        one, outcome, share = config.alpha, config.alpha1, config.alpha2
+    else:
+        one, outcome, share = config.beta, config.beta1, config.beta2
+    gtpo, variant = method.name == "gtpo", config.variant
+    if not succeeded:
+        if variant == "v2":
+            return "−{share}"
+        return f"−{outcome:g} − {share:g}·{{share}}" if variant == "v3" else "0"
+    if variant == "v3":
+        return f"{outcome:g}·{{outcome}} + {share:g}·{{share}}"
+    if gtpo and variant in ("v1_clipped", "v2"):
+        upper = max(1.0, outcome + outcome / config.kappa)
+        return f"clip({outcome:g} + {share:g}·{{share}}, 1, {upper:g})"
+    return f"{{outcome}} + {one:g}·{{share}}"

@@ -1,0 +1,236 @@
+"""One HTML file of dumps: numbers by Python, packed; what the browser does with them is in ``page.js``.
+
+A number of a token is 16 bits: three significant digits and a power of ten, which is what the page prints.
+"""
+
+import base64
+import hashlib
+import json
+import random
+import zlib
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from openrlhf_gtpo import __version__
+from openrlhf_gtpo.algorithms import ESTIMATORS
+from openrlhf_gtpo.report.rollouts import RolloutDump, Tokens
+from openrlhf_gtpo.view.credit import Credit, Method, credit, reward_formula
+
+_LOWEST = -20  # power of ten of code 0 << 11; 32 of them
+_SAME = 1e-5  # difference, over the largest value, up to which recomputed advantages are the run's
+_MISSING = {
+    "entropy": "entropies, without which there is no share, reward or re-credit",
+    "log_probs": "log-probs of the policy",
+    "rollout_log_probs": "the sampler's log-probs",
+}
+
+
+class Packed:
+    """What the page holds once beside its JSON: arrays as compressed text, and the texts of tokens and prompts."""
+
+    def __init__(self) -> None:
+        self.arrays: list[str] = []
+        self.pieces: dict[str, int] = {}
+        self.prompts: dict[str, int] = {}
+
+    def array(self, values: np.ndarray) -> int:
+        """Its place: the bytes of equal significance together, deflated, base64."""
+        planes = values.view(np.uint8).reshape(len(values), values.itemsize).T.tobytes()
+        self.arrays.append(base64.b64encode(zlib.compress(planes, 7)).decode())
+        return len(self.arrays) - 1
+
+    def numbers(self, values: np.ndarray, mask: np.ndarray) -> int:
+        return self.array(decimal_codes(np.where(mask, values, np.nan)))
+
+
+def decimal_codes(values: np.ndarray) -> np.ndarray:
+    """(N,) uint16: (power of ten + 20) << 11 | three signed digits + 1024; digits of -1024 are NaN."""
+    size = np.abs(values.astype(np.float64))
+    good = np.isfinite(size)
+    size = np.where(good & (size >= 10.0 ** (_LOWEST + 2)), size, 0)
+    power = np.where(size > 0, np.floor(np.log10(np.where(size > 0, size, 1))) - 2, _LOWEST).astype(int)
+    up, down = 10.0 ** np.maximum(-power, 0), 10.0 ** np.maximum(power, 0)
+    digits = np.rint(size * up / down)
+    carried = digits >= 1000
+    power, digits = power + carried, np.where(carried, 100, digits)
+    codes = (np.clip(power - _LOWEST, 0, 31) << 11) | (np.copysign(digits, values) + 1024).astype(int)
+    return np.where(good, codes, 0).astype(np.uint16)
+
+
+def make_page(dumps: Sequence[RolloutDump], methods: Sequence[Method], max_tokens: int) -> tuple[str, list[str]]:
+    """The page, and what it does not show, in sentences.
+
+    Args:
+        dumps: one per step.
+        methods: how their rollouts are credited; the first is shown first.
+        max_tokens: of all steps; beyond it each step shows a sample of its groups.
+    """
+    packed = Packed()
+    everything = sum(len(dump.columns["tokens"].values) for dump in dumps)
+    steps = [_step(dump, methods, min(1.0, max_tokens / max(1, everything)), packed) for dump in dumps]
+    notes = sorted({note for step in steps for note in step["notes"]})
+    data = {
+        "version": __version__,
+        "methods": [_method(method) for method in methods],
+        "steps": steps,
+        "prompts": list(packed.prompts),
+        "pieces": list(packed.pieces),
+    }
+    return _html(data, packed.arrays), notes
+
+
+def _method(method: Method) -> dict[str, Any]:
+    config = method.config
+    return {
+        "label": method.label,
+        "level": ESTIMATORS[method.name].level,
+        "compare": getattr(config, "compare", None),
+        "mean": getattr(config, "entropy_mean", "arithmetic"),
+        "rewards": [reward_formula(method, False), reward_formula(method, True)],
+        "settings": ", ".join(f"{name} {value}" for name, value in vars(config).items()),
+        "known": reward_formula(method, True) is not None,
+    }
+
+
+def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Packed) -> dict[str, Any]:
+    columns, settings = dump.columns, dump.settings
+    notes = [f"Not in the dump: {what}." for name, what in _MISSING.items() if columns[name] is None]
+    notes.append("Not in the dump: the ratio of the trained to the sampling policy, and what it clipped.")
+    if len(columns["row"]) < settings["batch_rows"]:
+        notes.append("A dump holds a sample of a step's groups; statistics over a batch are of that sample.")
+    rows = _sampled_rows(dump, part)
+    if len(rows) < len(columns["row"]):
+        notes.append("More tokens than --max_tokens: the page shows a sample of the groups, credited among all.")
+
+    token_rows: np.ndarray = np.repeat(np.arange(len(columns["row"])), np.diff(columns["mask"].offsets))
+    shown = np.isin(token_rows, rows)
+    mask = columns["mask"].values[shown]
+    lengths = np.diff(columns["mask"].offsets)[rows]
+
+    def of_rows(values: Any) -> list[Any]:
+        return [_printed(values[row].item()) for row in rows]
+
+    def of_tokens(values: np.ndarray) -> int:
+        return packed.numbers(values[shown], mask)
+
+    def of_batch(values: Tensor) -> np.ndarray:
+        """(B, T) to the tokens of all rows, one after the other."""
+        width = np.diff(columns["mask"].offsets)[:, None]
+        array: np.ndarray = values.numpy()
+        return array[np.arange(array.shape[1]) < width]
+
+    credits: list[Any] = []
+    trained: int | None = None  # the run's own advantages, where no method has the same
+    own_is_shown = False
+    for method in methods:
+        try:
+            made = credit(dump, method)
+        except ValueError as error:
+            credits.append(None)
+            notes.append(f"Not credited by {method.label}: {error}.")
+            continue
+        advantages = of_batch(made.advantages)
+        own_is_shown |= method.name == settings["estimator"] and _equal(advantages, columns["advantages"].values)
+        credits.append(_credit(made, advantages, of_rows, of_tokens, of_batch))
+    if not own_is_shown:
+        trained = of_tokens(columns["advantages"].values)
+
+    pieces = columns["pieces"].values[shown]
+    ids = packed.pieces
+    return {
+        "step": dump.step,
+        "notes": notes,
+        "settings": {name: value for name, value in settings.items() if name not in ("config", "version")},
+        "offsets": np.concatenate([[0], lengths.cumsum()]).tolist(),
+        "row": columns["row"][rows].tolist(),
+        "group": columns["group"][rows].tolist(),
+        "prompt": [packed.prompts.setdefault(columns["prompt"][row], len(packed.prompts)) for row in rows],
+        "outcome": of_rows(columns["outcome"]),
+        "penalty": of_rows(columns["length_penalty"]),
+        "truncated": columns["truncated"][rows].astype(int).tolist(),
+        "advantage": [_printed(mean) for mean in _row_means(columns["advantages"], columns["mask"])[rows]],
+        "pieces": packed.array(np.array([ids.setdefault(piece, len(ids)) for piece in pieces], np.uint32)),
+        "mask": packed.array(mask.astype(np.uint8)),
+        "entropy": None if columns["entropy"] is None else of_tokens(columns["entropy"].values),
+        "log_prob": None if columns["log_probs"] is None else of_tokens(columns["log_probs"].values),
+        "sampler": None if columns["rollout_log_probs"] is None else of_tokens(columns["rollout_log_probs"].values),
+        "trained": trained,
+        "credits": credits,
+    }
+
+
+def _credit(made: Credit, advantages: np.ndarray, of_rows: Any, of_tokens: Any, of_batch: Any) -> dict[str, Any]:
+    parts = made.parts
+    by_token = made.row_entropy is None
+
+    def number(values: Tensor) -> Any:
+        return of_tokens(of_batch(values)) if by_token else of_rows(values)
+
+    return {
+        "success": [int(value) for value in of_rows(made.success)],
+        "share": number(parts.share),
+        "reward": number(parts.reward),
+        "mean": of_rows(parts.mean),
+        "std": of_rows(parts.std),
+        "advantage": of_tokens(advantages),
+        "row_entropy": None if made.row_entropy is None else of_rows(made.row_entropy),
+    }
+
+
+def _sampled_rows(dump: RolloutDump, part: float) -> np.ndarray:
+    """The rows of a random ``part`` of the dump's groups, by tokens, and of one at least, in the dump's order."""
+    group = dump.columns["group"]
+    order = sorted(set(group.tolist()))
+    if part == 1:
+        return np.arange(len(group))
+    random.Random(dump.step).shuffle(order)
+    lengths = np.diff(dump.columns["tokens"].offsets)
+    room = part * lengths.sum()
+    chosen: list[int] = []
+    for one in order:
+        room -= lengths[group == one].sum()
+        if chosen and room < 0:
+            break
+        chosen.append(one)
+    return np.flatnonzero(np.isin(group, chosen))
+
+
+def _row_means(column: Tokens, mask: Tokens) -> np.ndarray:
+    """(B,) mean over a row's action tokens, 0 for a row without."""
+    rows: np.ndarray = np.repeat(np.arange(len(mask.offsets) - 1), np.diff(mask.offsets))
+    total = np.bincount(rows, column.values * mask.values, len(mask.offsets) - 1)
+    return total / np.maximum(1, np.bincount(rows, mask.values, len(mask.offsets) - 1))
+
+
+def _equal(one: np.ndarray, other: np.ndarray) -> bool:
+    return bool(np.abs(one - other).max(initial=0) <= _SAME * max(1.0, np.abs(other).max(initial=0)))
+
+
+def _printed(value: float) -> float | None:
+    return float(f"{value:.3g}") if np.isfinite(value) else None
+
+
+def _html(data: dict[str, Any], arrays: Sequence[str]) -> str:
+    files = resources.files(__package__)
+    page, style, script = ((files / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
+
+    def allowed(text: str) -> str:
+        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    policy = f"default-src 'none'; style-src {allowed(style)}; script-src {allowed(script)}"
+    blocks = "\n".join(f'<script type="text/plain" id="array{i}">{text}</script>' for i, text in enumerate(arrays))
+    # JSON in a script block ends at "<": what a response says must not end it.
+    numbers = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    for mark, text in (
+        ("POLICY", policy),
+        ("STYLE", style),
+        ("SCRIPT", script),
+        ("ARRAYS", blocks),
+        ("DATA", numbers),
+    ):
+        page = page.replace(f"@{mark}@", text, 1)
+    return page
