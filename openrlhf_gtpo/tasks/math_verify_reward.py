@@ -62,6 +62,12 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
     return {"rewards": score, "scores": score, "extra_logs": logs}
 
 
+def answer_of(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str]) -> str | None:
+    """The box of one response as `reward_func` gets it, which a majority of answers compares as text; None without."""
+    found = final_answer(response_and_label(queries, prompts, labels)[0])
+    return found if found.startswith("\\boxed{") else None
+
+
 class GraderPool:
     """Judges from any number of threads; child processes start when they are needed, at most ``size``."""
 

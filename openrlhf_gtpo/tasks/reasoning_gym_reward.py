@@ -64,3 +64,9 @@ def extract_answer(response: str, expected: str) -> str:
         numbers = NUMBER.findall(response)
         return numbers[-1] if numbers else ""
     return response.strip()
+
+
+def answer_of(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str]) -> str | None:
+    """What a majority of answers counts, of one response as `reward_func` gets it; None where it has no answer."""
+    response, text = response_and_label(queries, prompts, labels)
+    return extract_answer(response, str(json.loads(text)["entry"]["answer"])) or None

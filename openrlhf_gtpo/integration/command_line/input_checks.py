@@ -300,11 +300,11 @@ def _reason(error: BaseException) -> str:
 def check_reward(args: SimpleNamespace) -> None:
     """Refuse an agent, reward function, server or model that is missing or cannot be used."""
     if args.train.agent_func_path:
-        _import_file(args.train.agent_func_path, "--train.agent_func_path", "AgentExecutor")
+        import_file(args.train.agent_func_path, "--train.agent_func_path", "AgentExecutor")
     elif args.reward.remote_url:
         for url in args.reward.remote_url:
             if url.endswith(".py"):
-                reward_func = _import_file(url, "--reward.remote_url", "reward_func")
+                reward_func = import_file(url, "--reward.remote_url", "reward_func")
                 try:
                     inspect.signature(reward_func).bind([], [], [])
                 except TypeError as error:
@@ -329,7 +329,7 @@ def check_reward(args: SimpleNamespace) -> None:
             check_model(name, "--reward.model_name_or_path", args.actor.trust_remote_code)
 
 
-def _import_file(file: str, flag: str, name: str) -> Callable[..., Any]:
+def import_file(file: str, flag: str, name: str) -> Callable[..., Any]:
     """``name`` of a Python file; refuses one that is missing, cannot be imported, or lacks it."""
     if not Path(file).is_file():
         raise UsageError(f"{flag} {file} does not exist.")

@@ -1,0 +1,154 @@
+"""`python3 -m openrlhf_gtpo.cli.evaluate --model DIR --eval.dataset A,B --reward.remote_url FILE --output DIR`.
+
+Asks a model each question of some data sets several times, through vLLM, and prints mean@k, pass@k (unbiased), best@k,
+majority@k, lengths and how many answers were cut off, each with its standard error over questions. Flags that training
+has too mean the same. DIR gets a file of answers for each data set and the table, as table.md and summary.json; the
+same command goes on where an interruption has ended it. A majority needs a reward file that has, beside `reward_func`,
+`answer_of` with the same arguments, which returns an answer as text or None; those of `openrlhf_gtpo.tasks` do.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+from openrlhf_gtpo import platform
+from openrlhf_gtpo.cli import Parser, RawHelpFormatter, convert, exit_status
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.report.answers import summarize, table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Evaluate; 0, 2 after a sentence on stderr where the input cannot be used, 1 where a process or reward failed."""
+    args = build_parser().parse_args(argv)
+    return exit_status("evaluate", lambda: _evaluate(args), ValueError, OSError)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    prog = "python3 -m openrlhf_gtpo.cli.evaluate"
+    parser = Parser(prog=prog, description=__doc__, formatter_class=RawHelpFormatter)
+    add = parser.add_argument
+    add("--model", required=True, metavar="DIR", help="a Hugging Face folder, or a Megatron checkpoint")
+    add("--output", required=True, type=Path, metavar="DIR", help="gets answers and table")
+    add("--eval.dataset", required=True, metavar="A,B", help="files, folders or names on the Hub")
+    add("--eval.split", default="test", help="of each")
+    add("--eval.n_samples_per_prompt", type=int, default=32, metavar="K", help="answers to each question")
+    add("--eval.temperature", type=float, default=1.0, help="of sampling; with 0 every answer is the same")
+    add("--reward.remote_url", required=True, metavar="FILE", help="a Python file with OpenRLHF's reward_func")
+    add("--data.input_key", default="input", help="column of the questions")
+    add("--data.label_key", help="column of the labels that the reward gets")
+    add("--data.input_template", help="text with {} for the question, without a chat template")
+    add("--data.apply_chat_template", action="store_true", help="give the question as the user's turn")
+    add("--data.max_len", type=int, default=4096, help="most tokens of a question with an answer")
+    add("--data.max_samples", type=int, default=10**8, help="questions of each data set, from its beginning")
+    add("--rollout.max_new_tokens", type=int, default=1024, help="most tokens of an answer")
+    add("--rollout.top_p", type=float, default=1.0, help="of sampling")
+    add("--vllm.tensor_parallel_size", type=int, default=1, metavar="TP", help="GPUs of the engine")
+    add("--vllm.gpu_memory_utilization", type=float, default=0.9, help="share of each GPU's memory")
+    add("--train.seed", type=int, default=1, help="of the answers")
+    return parser
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    flags = {name: value for name, value in vars(args).items() if "." in name}
+    _check_numbers(flags)
+    args.output.mkdir(parents=True, exist_ok=True)
+    platform.choose()
+    with TemporaryDirectory() as folder:
+        model = args.model
+        if not Path(model, "config.json").is_file():
+            model = str(Path(folder) / "model")
+            if convert.main(["megatron-to-hf", args.model, model]):
+                raise UsageError(f"--model {args.model} is no Hugging Face folder, and cannot be converted to one.")
+        _answer_all(args, flags, model)
+
+
+def _check_numbers(flags: dict[str, Any]) -> None:
+    rules = {
+        "eval.n_samples_per_prompt": 1,
+        "data.max_samples": 1,
+        "rollout.max_new_tokens": 1,
+        "vllm.tensor_parallel_size": 1,
+        "train.seed": 0,
+        "eval.temperature": 0,
+    }
+    for name, least in rules.items():
+        if not least <= flags[name] < 2**31:
+            raise UsageError(f"Expected --{name} >= {least}, got {flags[name]:g}.")
+    for name in ("rollout.top_p", "vllm.gpu_memory_utilization"):
+        if not 0 < flags[name] <= 1:
+            raise UsageError(f"Expected --{name} above 0 and at most 1, got {flags[name]:g}.")
+
+
+def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> None:
+    from openrlhf_gtpo.integration.command_line.input_checks import (
+        check_dataset,
+        check_model,
+        import_file,
+        load_tokenizer,
+    )
+    from openrlhf_gtpo.scoring.answers import answer, load_engine, questions_of, read_answers
+
+    check_model(model, "--model")
+    tokenizer = load_tokenizer(model, "--model")
+    run = _nested(flags | {"actor.model_name_or_path": args.model})
+    run.use_ms = False  # ModelScope
+    sets = [name.strip() for name in flags["eval.dataset"].split(",")]
+    check_dataset(run, tokenizer, ",".join(sets), flags["eval.split"], "--eval.dataset")
+    reward = import_file(flags["reward.remote_url"], "--reward.remote_url", "reward_func")
+    answer_of = getattr(reward, "__globals__", {}).get("answer_of")
+    work = {}
+    for name in sets:
+        path = args.output / f"{Path(name.partition('@')[0]).stem}.jsonl"
+        if path in work:
+            raise UsageError(f"--eval.dataset {flags['eval.dataset']}: two of them would be written to {path}.")
+        questions = questions_of(run, tokenizer, name, flags["eval.split"])
+        settings = {
+            "model": args.model,
+            "weights": _digest(*_weights(Path(args.model))),
+            "questions": _digest(*(text for question in questions for text in question)),
+            "n": flags["eval.n_samples_per_prompt"],
+            "temperature": flags["eval.temperature"],
+            "top_p": flags["rollout.top_p"],
+            "max_tokens": flags["rollout.max_new_tokens"],
+            "seed": flags["train.seed"],
+        }
+        work[path] = questions, settings, len(read_answers(path, settings))
+    engine = None
+    if any(done < len(questions) for questions, _, done in work.values()):
+        engine = load_engine(model, flags)
+    summaries = {
+        path.stem: summarize(answer(engine, questions, reward, answer_of, path, settings))
+        for path, (questions, settings, _) in work.items()
+    }
+    (args.output / "summary.json").write_text(json.dumps(summaries, indent=1) + "\n")
+    (args.output / "table.md").write_text(table(summaries))
+    print(table(summaries), end="")
+
+
+def _weights(folder: Path) -> list[str]:
+    """What tells that a folder's weights are others: their files' names, sizes and times."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix in (".safetensors", ".distcp"))
+    return [f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
+
+
+def _digest(*texts: str) -> str:
+    return sha256(json.dumps(texts).encode()).hexdigest()[:16]
+
+
+def _nested(flags: dict[str, Any]) -> SimpleNamespace:
+    """``--a.b`` as the ``args.a.b`` that training's code reads."""
+    groups: dict[str, SimpleNamespace] = {}
+    for name, value in flags.items():
+        group, _, field = name.partition(".")
+        setattr(groups.setdefault(group, SimpleNamespace()), field, value)
+    return SimpleNamespace(**groups)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

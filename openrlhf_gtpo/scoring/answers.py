@@ -1,0 +1,165 @@
+"""A model's answers to the questions of a data set, several to each, through vLLM: the engine of ``cli.evaluate``.
+
+A file of answers begins with a line of settings; then each question has a line, in the data set's order. One that an
+interruption has left is gone on with where it ends.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from openrlhf_gtpo import platform
+from openrlhf_gtpo.errors import TrainingStopped, UsageError
+
+BATCH = 64  # questions whose answers are lost with an interruption, at most
+
+
+def questions_of(run: SimpleNamespace, tokenizer: Any, name: str, split: str) -> list[tuple[str, str]]:
+    """Each question of a data set as the model is to read it, and its label, as training would have them.
+
+    Args:
+        run: with training's ``data``.
+    """
+    from openrlhf.datasets import PromptDataset
+    from openrlhf.datasets.utils import blending_datasets
+
+    strategy = SimpleNamespace(args=run, print=lambda *_: None, is_rank_0=lambda: False)
+    rows = blending_datasets(name, None, strategy, max_count=run.data.max_samples, dataset_split=split)
+    prompts = PromptDataset(rows, tokenizer, strategy, input_template=run.data.input_template)
+    return list(zip(prompts.prompts, prompts.labels, strict=True))
+
+
+def load_engine(model: str, flags: Mapping[str, Any]) -> Any:
+    """A ``vllm.LLM`` with the settings that its flags name."""
+    from vllm import LLM
+
+    return LLM(
+        model,
+        dtype="bfloat16",
+        max_model_len=flags["data.max_len"],
+        tensor_parallel_size=flags["vllm.tensor_parallel_size"],
+        gpu_memory_utilization=flags["vllm.gpu_memory_utilization"],
+        enforce_eager=platform.chosen_platform() == "cpu",
+        seed=flags["train.seed"],
+    )
+
+
+def read_answers(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The questions that ``path`` has answers to; an unfinished last line is cut off. Empty without a file.
+
+    Raises:
+        UsageError: it was made with other settings, or is no file of answers.
+    """
+    text = path.read_bytes() if path.exists() else b""
+    if not text:
+        return []
+    whole = text[: text.rfind(b"\n") + 1]
+    try:
+        first, *rows = (json.loads(line) for line in whole.splitlines())
+        theirs = dict(first["settings"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"{path} is no file of answers; name another folder, or remove it.") from error
+    for name in sorted(settings.keys() | theirs.keys()):
+        if settings.get(name) != theirs.get(name):
+            raise UsageError(
+                f"{path} has answers with {name} {theirs.get(name)!r}, and this evaluation has "
+                f"{settings.get(name)!r}; name another folder, or remove it."
+            )
+    if whole != text:
+        os.truncate(path, len(whole))
+    return rows
+
+
+def answer(
+    engine: Any,
+    questions: Sequence[tuple[str, str]],
+    reward: Callable[..., Mapping[str, Any]],
+    answer_of: Callable[..., str | None] | None,
+    path: Path,
+    settings: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """Answer the ``questions`` that ``path`` has no line of, and append one for each.
+
+    Args:
+        engine: a ``vllm.LLM``.
+        questions: prompt, as the model reads it, and label of each.
+        reward: OpenRLHF's ``reward_func``, called with one response at a time from threads.
+        answer_of: of the same three lists, the answer as text that a majority votes with; None for no votes.
+        settings: ``n``, ``temperature``, ``top_p``, ``max_tokens`` and ``seed``, which each request's is made of; all
+            are compared with the file's.
+
+    Returns:
+        a line for each question: ``responses``, ``scores``, ``lengths`` in tokens, ``cut_off`` before their end, and
+        ``answers`` or None.
+
+    Raises:
+        TrainingStopped: the reward raised, or gave no number.
+        UsageError: see :func:`read_answers`.
+    """
+    rows = read_answers(path, settings)
+    with path.open("a", encoding="utf-8") as file, ThreadPoolExecutor() as threads:
+        if not rows and not path.stat().st_size:
+            file.write(json.dumps({"settings": dict(settings)}) + "\n")
+        left = list(enumerate(questions))[len(rows) :]
+        with tqdm(total=len(questions), initial=len(rows), unit="question", desc=path.stem, disable=None) as progress:
+            for start in range(0, len(left), BATCH):
+                batch = left[start : start + BATCH]
+                sampled = _sample(engine, batch, settings)
+                for (_, question), outputs in zip(batch, sampled, strict=True):
+                    row = _graded(engine, question, outputs, reward, answer_of, threads)
+                    file.write(json.dumps(row) + "\n")
+                    rows.append(row)
+                file.flush()
+                os.fsync(file.fileno())
+                progress.update(len(batch))
+    return rows
+
+
+def _sample(engine: Any, batch: Sequence[Any], settings: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """vLLM's outputs for each question, with a seed that depends on nothing but the settings and the question."""
+    from vllm import SamplingParams
+
+    names = ("n", "temperature", "top_p", "max_tokens")
+    chosen = {name: settings[name] for name in names}
+    seeds = [int(np.random.SeedSequence([settings["seed"], number]).generate_state(1)[0]) for number, _ in batch]
+    tokenizer = engine.get_tokenizer()
+    prompts = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for _, (prompt, _) in batch]
+    results = engine.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        [SamplingParams(**chosen, seed=seed, skip_special_tokens=False) for seed in seeds],
+        use_tqdm=False,
+    )
+    return (result.outputs for result in results)
+
+
+def _graded(
+    engine: Any,
+    question: tuple[str, str],
+    outputs: Sequence[Any],
+    reward: Callable[..., Mapping[str, Any]],
+    answer_of: Callable[..., str | None] | None,
+    threads: ThreadPoolExecutor,
+) -> dict[str, Any]:
+    prompt, label = question
+    texts = [engine.get_tokenizer().decode(output.token_ids) for output in outputs]
+    try:
+        results = threads.map(lambda text: reward([prompt + text], [prompt], [label]), texts)
+        scores = [float(np.asarray(result["rewards"], dtype=float).reshape(())) for result in results]
+    except Exception as error:  # the user's code
+        raise TrainingStopped(
+            f"Could not get the reward of an answer: {type(error).__name__}: {error}. Its question: {prompt!r}"
+        ) from error
+    return {
+        "responses": texts,
+        "scores": scores,
+        "lengths": [len(output.token_ids) for output in outputs],
+        "cut_off": [output.finish_reason == "length" for output in outputs],
+        "answers": answer_of and [answer_of([prompt + text], [prompt], [label]) for text in texts],
+    }

@@ -1,0 +1,138 @@
+"""Answers of a model to data sets: what is kept, gone on with, refused; and a real engine."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from openrlhf_gtpo.cli import evaluate, prepare
+from openrlhf_gtpo.errors import TrainingStopped, UsageError
+from openrlhf_gtpo.scoring import answers
+from openrlhf_gtpo.tasks import reasoning_gym_reward
+
+SETTINGS = {"n": 2, "temperature": 1.0, "top_p": 1.0, "max_tokens": 4, "seed": 1}
+QUESTIONS = [(f"What is {number}?", str(number)) for number in range(5)]
+
+
+class Tokenizer:
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(map(chr, tokens))
+
+
+class Engine:
+    """Answers with the question's digit, and then with its seed's; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def get_tokenizer(self) -> Tokenizer:
+        return Tokenizer()
+
+    def generate(self, prompts: list[Any], params: list[Any], use_tqdm: bool) -> list[Any]:
+        results = []
+        for prompt, param in zip(prompts, params, strict=True):
+            text = Tokenizer().decode(prompt["prompt_token_ids"])
+            self.asked.append(text)
+            said = [text[-2], str(param.seed % 10)]
+            outputs = [SimpleNamespace(token_ids=[ord(one)], finish_reason="stop") for one in said]
+            results.append(SimpleNamespace(outputs=outputs))
+        return results
+
+
+def reward(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:
+    return {"rewards": float(queries[0].removeprefix(prompts[0]) == labels[0])}
+
+
+def test_an_interrupted_evaluation_goes_on_with_the_questions_that_are_left(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(answers, "BATCH", 2)
+    whole = answers.answer(Engine(), QUESTIONS, reward, None, tmp_path / "whole", SETTINGS)
+    assert [row["scores"][0] for row in whole] == [1.0] * 5
+    lines = (tmp_path / "whole").read_bytes().splitlines(keepends=True)
+    for kept in (b"", b"".join(lines[:1]), b"".join(lines[:3]) + lines[3][:7], b"".join(lines)):
+        path = tmp_path / str(len(kept))
+        path.write_bytes(kept)
+        engine = Engine()
+        assert answers.answer(engine, QUESTIONS, reward, None, path, SETTINGS) == whole
+        assert engine.asked == [prompt for prompt, _ in QUESTIONS[max(0, kept.count(b"\n") - 1) :]]
+        assert path.read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_answers_with_other_settings_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "answers"
+    answers.answer(Engine(), QUESTIONS, reward, None, path, SETTINGS)
+    with pytest.raises(UsageError, match="has answers with seed 1, and this evaluation has 2"):
+        answers.read_answers(path, SETTINGS | {"seed": 2})
+    path.write_text("[]\n")
+    with pytest.raises(UsageError, match="is no file of answers"):
+        answers.read_answers(path, SETTINGS)
+
+
+def test_a_reward_that_fails_ends_it_with_the_question(tmp_path: Path) -> None:
+    for bad in (lambda *_: {"rewards": [1, 2]}, lambda *_: 1 / 0, lambda *_: {}):
+        with pytest.raises(TrainingStopped, match=r"Could not get the reward of an answer: .* 'What is 0\?'"):
+            answers.answer(Engine(), QUESTIONS, bad, None, tmp_path / "answers", SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluate")
+    assert prepare.main(["tiny-model", "--output", str(folder / "model")]) == 0
+    words = ["--task", "products", "--train-size", "4", "--eval-size", "4", "--output", str(folder / "task")]
+    assert prepare.main(["task", *words]) == 0
+    return folder
+
+
+def command(place: Path, output: str, **changed: Any) -> list[str]:
+    flags = {
+        "model": place / "model",
+        "output": place / output,
+        "eval.dataset": place / "task" / "eval.jsonl",
+        "eval.split": "train",
+        "eval.n_samples_per_prompt": 4,
+        "reward.remote_url": reasoning_gym_reward.__file__,
+        "data.label_key": "scorer_label",
+        "data.max_len": 128,
+        "rollout.max_new_tokens": 8,
+    } | changed
+    return [
+        *(str(word) for name, value in flags.items() for word in (f"--{name}", value)),
+        "--data.apply_chat_template",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"eval.n_samples_per_prompt": 0}, "Expected --eval.n_samples_per_prompt >= 1, got 0."),
+        ({"rollout.top_p": 0}, "Expected --rollout.top_p above 0"),
+        ({"model": "/nowhere"}, "/nowhere"),
+        ({"eval.dataset": "/nowhere.jsonl"}, "--eval.dataset /nowhere.jsonl does not exist."),
+        ({"data.label_key": "nothing"}, "has no column 'nothing'"),
+        ({"reward.remote_url": "/nowhere.py"}, "--reward.remote_url /nowhere.py does not exist."),
+        ({"data.max_len": 9}, "--data.max_len 9 with --rollout.max_new_tokens 8 leaves 1"),
+    ],
+)
+def test_wrong_input_is_one_sentence_before_an_engine_starts(
+    place: Path, changed: dict[str, Any], sentence: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert evaluate.main(command(place, "wrong", **changed)) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_model_is_evaluated_once(place: Path, capsys: pytest.CaptureFixture) -> None:
+    """On a real engine; the same command again reads what there is."""
+    words = command(place, "right")
+    assert evaluate.main(words) == 0
+    table = (place / "right" / "table.md").read_text()
+    assert "mean@4 | pass@1 | pass@2 | pass@4 | best@4 | majority@4 | length | cut_off" in table
+    rows = [json.loads(line) for line in (place / "right" / "eval.jsonl").read_text().splitlines()][1:]
+    assert len(rows) == 4 and all(len(row["scores"]) == 4 for row in rows)
+    assert len({response for row in rows for response in row["responses"]}) > 4  # sampled
+    capsys.readouterr()
+    assert evaluate.main(words) == 0
+    assert capsys.readouterr().out == table
