@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo import platform
@@ -86,6 +85,11 @@ def _check_numbers(flags: dict[str, Any]) -> None:
 
 
 def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> None:
+    from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
+
+    check_openrlhf()
+    from openrlhf.utils.config import hierarchize
+
     from openrlhf_gtpo.integration.command_line.input_checks import (
         check_dataset,
         check_model,
@@ -96,7 +100,7 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
 
     check_model(model, "--model")
     tokenizer = load_tokenizer(model, "--model")
-    run = _nested(flags | {"actor.model_name_or_path": args.model})
+    run = hierarchize(argparse.Namespace(**flags, **{"actor.model_name_or_path": args.model}))
     run.use_ms = False  # ModelScope
     sets = [name.strip() for name in flags["eval.dataset"].split(",")]
     check_dataset(run, tokenizer, ",".join(sets), flags["eval.split"], "--eval.dataset")
@@ -139,15 +143,6 @@ def _weights(folder: Path) -> list[str]:
 
 def _digest(*texts: str) -> str:
     return sha256(json.dumps(texts).encode()).hexdigest()[:16]
-
-
-def _nested(flags: dict[str, Any]) -> SimpleNamespace:
-    """``--a.b`` as the ``args.a.b`` that training's code reads."""
-    groups: dict[str, SimpleNamespace] = {}
-    for name, value in flags.items():
-        group, _, field = name.partition(".")
-        setattr(groups.setdefault(group, SimpleNamespace()), field, value)
-    return SimpleNamespace(**groups)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.cli import Parser, exit_status
-from openrlhf_gtpo.cli.score import add_input_flags, nested
+from openrlhf_gtpo.cli.score import add_input_flags
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line import megatron_flags
 from openrlhf_gtpo.megatron.fp8.options import MODES, RECIPES
@@ -145,11 +145,13 @@ def _fp8(args: argparse.Namespace) -> None:
     from openrlhf_gtpo.scoring.inputs import ScoreModel, check
 
     check_openrlhf()
+    from openrlhf.utils.config import hierarchize
+
     if args.layers_in_bf16 < 0:
         raise UsageError(f"Expected --layers_in_bf16 >= 0, got {args.layers_in_bf16}.")
     mode = getattr(args, "megatron.fp8")
     candidates = fp8_candidates(mode, args.recipes, args.layers_in_bf16)
-    layout = megatron_flags.layout_of(nested(args))
+    layout = megatron_flags.layout_of(hierarchize(args))
     model = ScoreModel(args.model, "megatron", layout, temperature=args.temperature, max_tokens=args.max_tokens)
     args.output.mkdir(parents=True, exist_ok=True)
     page = args.output / "fp8.json"

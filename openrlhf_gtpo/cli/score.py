@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.cli import Parser, RawHelpFormatter, exit_status
@@ -68,13 +67,6 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", "--max_tokens", type=int, default=8192, metavar="N", help="of a micro-batch")
 
 
-def nested(args: argparse.Namespace) -> SimpleNamespace:
-    """``--megatron.*`` as the namespace that ``megatron_flags`` reads."""
-    prefix = "megatron."
-    flags = {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
-    return SimpleNamespace(megatron=SimpleNamespace(**flags))
-
-
 def _score(args: argparse.Namespace, given: Sequence[str]) -> None:
     megatron_flags.refuse_stray(args, given)
     platform.choose()
@@ -84,8 +76,10 @@ def _score(args: argparse.Namespace, given: Sequence[str]) -> None:
     from openrlhf_gtpo.scoring.score import score
 
     check_openrlhf()
+    from openrlhf.utils.config import hierarchize
+
     check_output("--output", args.output, args.input)
-    flags = nested(args)
+    flags = hierarchize(args)
     layout = megatron_flags.layout_of(flags)
     processes = args.processes
     if processes is None:
