@@ -29,6 +29,7 @@ MAY_BRING_IN = {
     "view": {"torch"},
     "planner": set(),
     "launch": set(),
+    "experiment": set(),
 }
 
 # Rooms of this package that a room's sources may name. Every room may know its own.
@@ -44,10 +45,11 @@ MAY_KNOW = {
     "planner": {"lm_head", "megatron"},  # their arithmetic alone, which knows no torch either
     "integration": {"algorithms", "lm_head", "megatron", "weight_sync", "platform", "report"},
     "scoring": {"integration", "megatron", "platform"},
+    "experiment": {"report", "launch"},
     "benchmarks": {"integration", "algorithms", "megatron", "lm_head", "weight_sync", "platform", "report"},
     "launch": set(),
     "cli": {"integration", "scoring", "benchmarks", "platform", "report", "tasks", "algorithms", "lm_head", "megatron"}
-    | {"planner", "launch", "view"},
+    | {"planner", "launch", "view", "experiment"},
 }
 MAY_NAME_OPENRLHF = {"integration", "scoring", "benchmarks", "cli"}
 

@@ -1,0 +1,99 @@
+"""`python3 -m openrlhf_gtpo.cli.experiment FILE.yaml`: methods × settings × seeds, trained one after another.
+
+Everything is checked before the first run. Each run has a folder, OUTPUT/METHOD/SETTING.../seed-N, with its metrics,
+log, model, checkpoints and, where the file asks for it, evaluation. The same command goes on where it was interrupted:
+what is finished is kept, a half run goes on from its last checkpoint (flag ckpt.save_steps) or begins anew. Started on
+several hosts that share OUTPUT, it divides the runs among them. At the end OUTPUT has table.md and curves.png of what
+is finished.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from openrlhf_gtpo.cli import Parser, RawHelpFormatter, evaluate, exit_status
+from openrlhf_gtpo.errors import TrainingStopped, UsageError
+from openrlhf_gtpo.experiment.grid import Grid, read_grid, words
+from openrlhf_gtpo.experiment.runner import check_folders, is_finished, run_all
+from openrlhf_gtpo.report.metrics import Rows, read_runs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run an experiment; 0, 2 after a sentence on stderr where it cannot be made, 1 where a run failed, 130 where a
+    signal or a request to stop ended it."""
+    parser = Parser(
+        prog="python3 -m openrlhf_gtpo.cli.experiment", description=__doc__, formatter_class=RawHelpFormatter
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="see openrlhf_gtpo/experiment/grid.py")
+    parser.add_argument("--dry-run", action="store_true", help="check everything and list the runs")
+    args = parser.parse_args(argv)
+    try:
+        return exit_status("experiment", lambda: _experiment(args), OSError)
+    except KeyboardInterrupt:
+        print("experiment: interrupted; the same command goes on.", file=sys.stderr)
+        return 130
+
+
+def _experiment(args: argparse.Namespace) -> None:
+    grid = read_grid(args.file)
+    check_folders(grid)
+    _check(grid)
+    if args.dry_run:
+        for run in grid.runs:
+            print(f"{run}: {run.folder}{' (finished)' if is_finished(run, grid) else ''}")
+        return
+    try:
+        failures = run_all(grid)
+    finally:
+        _write_results(grid)
+    if failures:
+        raise TrainingStopped(" ".join(failures))
+
+
+def _check(grid: Grid) -> None:
+    """Refuse a combination that cannot work; of its seeds, which decide nothing here, the first left."""
+    from openrlhf_gtpo.integration.run import check, parse
+
+    left = {run.label: run for run in reversed(grid.runs) if not is_finished(run, grid)}
+    parsed = {}
+    for label, run in reversed(left.items()):
+        resume = ["--ckpt.load_enable"] if (run.folder / "checkpoints").exists() else []
+        with _named(label):
+            parsed[label] = parse([*words(run.flags), *resume])
+    for label, args in parsed.items():
+        with _named(label):
+            check(args)
+    if grid.evaluate is not None:
+        evaluate.build_parser().parse_args([*words(grid.evaluate), "--model", "MODEL", "--output", "OUTPUT"])
+
+
+@contextmanager
+def _named(label: str) -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{label}: {error}") from error
+
+
+def _write_results(grid: Grid) -> None:
+    from openrlhf_gtpo.report.curves import plot_comparison
+    from openrlhf_gtpo.report.summary import comparison_markdown
+
+    runs: dict[str, list[Rows]] = {}
+    for run in grid.runs:
+        if is_finished(run, grid):
+            runs.setdefault(run.label, []).append(read_runs(run.folder)[-1])
+    if runs:
+        table = comparison_markdown(runs)
+        (grid.output / "table.md").write_text(table, encoding="utf-8")
+        plot_comparison(runs, grid.output / "curves.png", str(grid.output))
+        print(table, end="")
+    finished = sum(map(len, runs.values()))
+    if finished < len(grid.runs):
+        print(f"{finished} of {len(grid.runs)} runs are finished.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

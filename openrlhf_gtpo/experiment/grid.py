@@ -1,0 +1,173 @@
+"""An experiment's file: which runs it asks for, each with all flags of its command line. Knows no torch.
+
+    output: runs/study                  # a folder for each run
+    flags:                              # of every run, as of cli.train_ppo_ray
+      actor.model_name_or_path: MODEL
+    methods:                            # by name, what makes each
+      gtpo: {algo.advantage.estimator: gtpo}
+      grpo: {algo.preset: grpo}
+    settings:                           # axes, each with values by name; may be left out
+      lr: {low: {actor.adam.lr: 1e-6}, high: {actor.adam.lr: 5e-6}}
+    seeds: [1, 2, 3]
+    baseline: grpo                      # a method; may be left out
+    evaluate: {eval.dataset: test.jsonl}    # of cli.evaluate, for each trained model; may be left out
+
+A value is text or a number, a list of several words, or true for a switch (false for one that is not given).
+"""
+
+import difflib
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from openrlhf_gtpo.errors import UsageError
+
+_REQUIRED = {"output": str, "flags": dict, "methods": dict, "seeds": list}
+_OPTIONAL = {"settings": dict, "baseline": str, "evaluate": dict}
+_OURS = ("train.seed", "logger.metrics_path", "ckpt.output_dir", "ckpt.path", "ckpt.load_enable")
+_OURS_OF_EVALUATE = ("model", "output")
+_NAME = re.compile(r"[\w.+-]+")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training of a grid.
+
+    Fields:
+        label: of its method and settings, which its seeds share: "gtpo" or "gtpo/low".
+        seed: of training.
+        folder: where all of it goes.
+        flags: of the command line, without dashes.
+    """
+
+    label: str
+    seed: int
+    folder: Path
+    flags: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.label}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """An experiment.
+
+    Fields:
+        output: its folder.
+        runs: seeds innermost.
+        baseline: the method that others are compared with, if any.
+        evaluate: flags of cli.evaluate, or None for no evaluation.
+    """
+
+    output: Path
+    runs: list[Run]
+    baseline: str | None
+    evaluate: dict[str, Any] | None
+
+
+def read_grid(path: Path) -> Grid:
+    """The grid of a YAML file.
+
+    Raises:
+        UsageError: the first thing in it that cannot be.
+    """
+    import yaml
+
+    try:
+        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise UsageError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
+    _check_entries(path, entries)
+    methods, settings = entries["methods"], entries.get("settings") or {}
+    groups = {"flags": entries["flags"], "evaluate": entries.get("evaluate") or {}}
+    groups |= {f"methods.{name}": flags for name, flags in methods.items()}
+    for axis, values in settings.items():
+        if not isinstance(values, dict) or not values:
+            raise UsageError(f"{path}: settings.{axis} must have values by name, each with its flags.")
+        groups |= {f"settings.{axis}.{name}": flags for name, flags in values.items()}
+    for place, flags in groups.items():
+        _check_flags(path, place, flags)
+    seeds = entries["seeds"]
+    if not seeds or any(type(seed) is not int or seed < 0 for seed in seeds) or len({*seeds}) < len(seeds):
+        raise UsageError(f"{path}: seeds must be whole numbers, each once, got {seeds}.")
+    baseline = entries.get("baseline")
+    if baseline is not None and baseline not in methods:
+        raise UsageError(f"{path}: the baseline {baseline!r} is not among the methods {', '.join(methods)}.")
+    output = Path(entries["output"])
+    runs = []
+    for method, *chosen in itertools.product(methods, *settings.values()):
+        flags = entries["flags"] | (methods[method] or {})
+        given = dict.fromkeys(methods[method] or {}, f"methods.{method}")
+        for (axis, values), name in zip(settings.items(), chosen, strict=True):
+            for flag, value in (values[name] or {}).items():
+                if flag in given:
+                    raise UsageError(f"{path}: settings.{axis}.{name} and {given[flag]} both set {flag}.")
+                given[flag] = f"settings.{axis}.{name}"
+                flags[flag] = value
+        label = "/".join([method, *chosen])
+        runs += [_run(output, label, seed, flags) for seed in seeds]
+    return Grid(output, runs, baseline, entries.get("evaluate"))
+
+
+def words(flags: Mapping[str, Any]) -> list[str]:
+    """The command line of ``flags``."""
+    found: list[str] = []
+    for name, value in flags.items():
+        if value is not False:
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            found += [f"--{name}", *map(str, values)]
+    return found
+
+
+def _run(output: Path, label: str, seed: int, flags: dict[str, Any]) -> Run:
+    folder = output / label / f"seed-{seed}"
+    ours = {
+        "train.seed": seed,
+        "logger.metrics_path": str(folder / "metrics.jsonl"),
+        "ckpt.output_dir": str(folder / "model"),
+        "ckpt.path": str(folder / "checkpoints"),
+    }
+    return Run(label, seed, folder, flags | ours)
+
+
+def _check_entries(path: Path, entries: Any) -> None:
+    if not isinstance(entries, dict):
+        raise UsageError(f"{path} must have {', '.join(_REQUIRED)}.")
+    known = _REQUIRED | _OPTIONAL
+    for name, value in entries.items():
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}."
+            raise UsageError(f"{path}: {name!r} is not known; {hint}")
+        if not isinstance(value, known[name]):
+            kind = {str: "text", dict: "entries by name", list: "a list"}[known[name]]
+            raise UsageError(f"{path}: {name} must be {kind}, got {value!r}.")
+    missing = [name for name in _REQUIRED if not entries.get(name)]
+    if missing:
+        raise UsageError(f"{path} has no {' and no '.join(missing)}.")
+    for name in [
+        *entries["methods"],
+        *(n for values in (entries.get("settings") or {}).values() for n in values or ()),
+    ]:
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name.startswith("."):
+            raise UsageError(f"{path}: the name {name!r} is to be a folder's; use letters, digits and . + - _.")
+
+
+def _check_flags(path: Path, place: str, flags: Any) -> None:
+    if flags is None:
+        return
+    if not isinstance(flags, dict) or not all(isinstance(name, str) for name in flags):
+        raise UsageError(f"{path}: {place} must be flags with their values, got {flags!r}.")
+    for name, value in flags.items():
+        if name.startswith("-"):
+            raise UsageError(f"{path}: {place} has {name}; write flags without dashes, {name.lstrip('-')}.")
+        if name in (_OURS_OF_EVALUATE if place == "evaluate" else _OURS):
+            raise UsageError(f"{path}: {place} sets {name}, which every run has of its own.")
+        if not isinstance(value, str | int | float | bool) and not (
+            isinstance(value, list) and all(isinstance(one, str | int | float) for one in value)
+        ):
+            raise UsageError(f"{path}: {place}.{name} must be text, a number, a list of them or true, got {value!r}.")

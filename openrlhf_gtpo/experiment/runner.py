@@ -1,0 +1,186 @@
+"""Runs an experiment's trainings one after another, each in its folder, and goes on where an interruption ended it.
+
+On several hosts the same command on each shares the work through the folder: a run belongs to who has its lock.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.experiment.grid import Grid, Run, words
+from openrlhf_gtpo.launch.process_tree import run_and_clear
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.metrics import read_runs
+from openrlhf_gtpo.report.watch import describe
+
+_SIGNALS = range(129, 256)  # statuses of what a signal to this process, or to the run, has ended
+_STOPPED = 75  # asked to, with a checkpoint
+
+
+def is_finished(run: Run, grid: Grid) -> bool:
+    """Whether ``run`` came to its own end, and its model was evaluated where the grid asks for it."""
+    trained = _is_trained(run)
+    return trained and (grid.evaluate is None or (run.folder / "evaluation" / "summary.json").is_file())
+
+
+def check_folders(grid: Grid) -> None:
+    """Refuse a folder with a run that has other flags than ``grid`` gives it.
+
+    Raises:
+        UsageError: the run and the flag.
+    """
+    for run in grid.runs:
+        file = run.folder / "flags.json"
+        if not file.exists():
+            if run.folder.exists() and any(path.name != "lock" for path in run.folder.iterdir()):
+                raise UsageError(f"{run.folder} has files that are no run of this experiment; name another output.")
+            continue
+        theirs, ours = json.loads(file.read_text()), json.loads(json.dumps(run.flags))
+        for flag in sorted(theirs.keys() | ours.keys()):
+            if theirs.get(flag) != ours.get(flag):
+                raise UsageError(
+                    f"{run.folder} was run with --{flag} {theirs.get(flag)}, and the experiment now has "
+                    f"{ours.get(flag)}; name another output, or remove that folder."
+                )
+
+
+def run_all(grid: Grid, console: Console | None = None) -> list[str]:
+    """Make every run that is not finished and that no other process is making.
+
+    Returns:
+        a sentence for each run that failed; its log says why.
+
+    Raises:
+        KeyboardInterrupt: a signal ended a run, or a request to stop.
+    """
+    failures = []
+    with _display(grid, console or Console(stderr=True)) as show:
+        for run in grid.runs:
+            with _locked(run.folder) as mine:
+                if not mine or is_finished(run, grid):
+                    continue
+                show(run)
+                failure = _make(run, grid)
+                if failure:
+                    failures.append(failure)
+    return failures
+
+
+def _make(run: Run, grid: Grid) -> str | None:
+    log = run.folder / "log"
+    if not _is_trained(run):
+        resume = []
+        if any((run.folder / "checkpoints" / "_actor").glob("*")):
+            resume = ["--ckpt.load_enable"]
+        else:  # nothing to go on from: a half run counts nowhere
+            for name in ("metrics.jsonl", "model", "checkpoints"):
+                path = run.folder / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        (run.folder / "flags.json").write_text(json.dumps(run.flags, indent=1) + "\n")
+        status = _call("openrlhf_gtpo.cli.train_ppo_ray", [*words(run.flags), *resume], log)
+        if status or not _is_trained(run):
+            return f"{run} ended with status {status}: {_last_line(log)} ({log})"
+    if grid.evaluate is not None:
+        flags = grid.evaluate | {"model": run.folder / "model", "output": run.folder / "evaluation"}
+        status = _call("openrlhf_gtpo.cli.evaluate", words(flags), log)
+        if status:
+            return f"The evaluation of {run} ended with status {status}: {_last_line(log)} ({log})"
+    return None
+
+
+def _call(module: str, argv: Sequence[str], log: Path) -> int:
+    """Run ``python3 -m module argv`` with its output appended to ``log``, and leave none of its processes."""
+    shell = ["sh", "-c", 'log=$1; shift; exec "$@" >>"$log" 2>&1', "sh", str(log)]
+    status = run_and_clear([*shell, sys.executable, "-m", module, *argv], os.environ, patience=60.0)
+    if status in _SIGNALS or status == _STOPPED:
+        raise KeyboardInterrupt
+    return status
+
+
+def _is_trained(run: Run) -> bool:
+    with suppress(ValueError):
+        return any(row.get("ended") for row in read_runs(run.folder)[-1])
+    return False
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    return lines[-1][-300:] if lines else "it said nothing"
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Whether this process has ``folder`` to itself, until the end of the block or of the process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file: IO[str]
+    with (folder / "lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+@contextmanager
+def _display(grid: Grid, console: Console) -> Iterator[Callable[[Run], None]]:
+    """Runs that are done, what the current one does, and the time left if each takes as long as those before; without
+    a terminal a line when a run begins."""
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    now: list[Run] = []
+    over = threading.Event()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=len(grid.runs))
+
+        def follow() -> None:
+            while not over.wait(1.0):
+                done = sum(is_finished(run, grid) for run in grid.runs)
+                progress.update(bar, completed=done, description=f"{_doing(now)}{_left(grid, done)}")
+
+        def show(run: Run) -> None:
+            now[:] = [run]
+            console.print(f"{run}: {run.folder}", highlight=False, soft_wrap=True)
+
+        thread = threading.Thread(target=follow, daemon=True)
+        if console.is_terminal:
+            thread.start()
+        try:
+            yield show
+        finally:
+            over.set()
+            if thread.is_alive():
+                thread.join()
+
+
+def _doing(now: Sequence[Run]) -> str:
+    if not now:
+        return ""
+    with suppress(ValueError):
+        rows = [row for row in read_runs(now[0].folder)[-1] if row["kind"] != names.KIND_RUN]
+        if rows:
+            return f"{now[0]}: step {rows[-1]['step']}  {describe(rows[-1])}"
+    return f"{now[0]}: starting"
+
+
+def _left(grid: Grid, done: int) -> str:
+    seconds: list[float] = []
+    for run in grid.runs:
+        if _is_trained(run):
+            rows: list[dict[str, Any]] = read_runs(run.folder)[-1]
+            seconds.append(rows[-1]["time"] - rows[0]["time"])
+    if not seconds:
+        return ""
+    left = timedelta(seconds=round(sum(seconds) / len(seconds) * (len(grid.runs) - done)))
+    return f"; about {left} left"

@@ -1,0 +1,209 @@
+"""Experiments: what a file asks for, what is refused, and what an interruption leaves."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from openrlhf_gtpo.cli import experiment
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.experiment import runner
+from openrlhf_gtpo.experiment.grid import read_grid, words
+
+
+def entries(tmp_path: Path, **changed: Any) -> dict[str, Any]:
+    return {
+        "output": str(tmp_path / "runs"),
+        "flags": {"actor.model_name_or_path": "MODEL"},
+        "methods": {"gtpo": {"algo.advantage.estimator": "gtpo"}, "grpo": {"algo.preset": "grpo"}},
+        "settings": {"lr": {"low": {"actor.adam.lr": 1e-6}, "high": {"actor.adam.lr": 1e-5}}},
+        "seeds": [1, 2],
+        "baseline": "grpo",
+    } | changed
+
+
+def write(tmp_path: Path, **changed: Any) -> Path:
+    path = tmp_path / "experiment.yaml"
+    path.write_text(yaml.safe_dump(entries(tmp_path, **changed), sort_keys=False))
+    return path
+
+
+def test_a_grid_is_methods_by_settings_by_seeds(tmp_path: Path) -> None:
+    grid = read_grid(write(tmp_path))
+    assert [f"{run.label} {run.seed}" for run in grid.runs] == [
+        f"{method}/{lr} {seed}" for method in ("gtpo", "grpo") for lr in ("low", "high") for seed in (1, 2)
+    ]
+    run = grid.runs[3]
+    assert run.folder == tmp_path / "runs" / "gtpo" / "high" / "seed-2"
+    assert run.flags == {
+        "actor.model_name_or_path": "MODEL",
+        "algo.advantage.estimator": "gtpo",
+        "actor.adam.lr": 1e-5,
+        "train.seed": 2,
+        "logger.metrics_path": str(run.folder / "metrics.jsonl"),
+        "ckpt.output_dir": str(run.folder / "model"),
+        "ckpt.path": str(run.folder / "checkpoints"),
+    }
+
+
+def test_flags_become_a_command_line() -> None:
+    flags = {"a.b": True, "c": False, "eps": [0.2, 0.28], "name": "x y", "lr": 1e-06}
+    assert words(flags) == ["--a.b", "--eps", "0.2", "0.28", "--name", "x y", "--lr", "1e-06"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"method": {}}, "'method' is not known; did you mean methods?"),
+        ({"seeds": [1, 1]}, "seeds must be whole numbers, each once"),
+        ({"seeds": []}, "has no seeds"),
+        ({"seeds": 3}, "seeds must be a list, got 3"),
+        ({"baseline": "dapo"}, "the baseline 'dapo' is not among the methods gtpo, grpo"),
+        ({"methods": {}}, "has no methods"),
+        ({"methods": {"../x": {}}}, "the name '../x' is to be a folder's"),
+        ({"methods": {"gtpo": {"train.seed": 3}}}, "methods.gtpo sets train.seed, which every run has of its own"),
+        ({"flags": {"--a": 1}}, "write flags without dashes, a"),
+        ({"flags": {"a": {"b": 1}}}, "flags.a must be text, a number, a list of them or true"),
+        ({"settings": {"lr": {}}}, "settings.lr must have values by name"),
+        ({"methods": {"gtpo": {"actor.adam.lr": 1}}}, "settings.lr.low and methods.gtpo both set actor.adam.lr"),
+    ],
+)
+def test_a_wrong_file_is_one_sentence(tmp_path: Path, changed: dict[str, Any], sentence: str, capsys: Any) -> None:
+    path = write(tmp_path, **({"baseline": None} if "methods" in changed else {}) | changed)
+    if "methods" in changed:  # a baseline that is not there is another mistake
+        path.write_text(path.read_text().replace("baseline: null\n", ""))
+    assert experiment.main([str(path)]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and error.count("\n") == 1
+
+
+def test_what_is_no_yaml_is_said(tmp_path: Path, capsys: Any) -> None:
+    for text in (b"a: [1", b"\xff\xfe", b"7", b"- 1"):
+        (tmp_path / "bad.yaml").write_bytes(text)
+        assert experiment.main([str(tmp_path / "bad.yaml")]) == 2
+        assert "bad.yaml" in capsys.readouterr().err
+
+
+# What stands in for a training: it notes that it was started, writes metrics, and ends as its learning rate says.
+TRAINER = """
+import json, os, signal, sys
+from pathlib import Path
+
+words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+metrics = Path(words["--logger.metrics_path"])
+with (metrics.parent.parent / "starts").open("a") as starts:
+    starts.write(metrics.parent.name + " " + ("resumed" if "--ckpt.load_enable" in sys.argv else "new") + chr(10))
+rows = [
+    {"kind": "run", "step": 0, "run": "x", "seed": int(words["--train.seed"])},
+    {"kind": "eval", "step": 0, "eval_task_pass1": 0.25},
+    {"kind": "train", "step": 1, "reward/mean": 0.5},
+]
+with metrics.open("a") as file:
+    file.writelines(json.dumps(row | {"time": 1.0}) + chr(10) for row in rows)
+way = Path(words["--way"])
+if way.exists():
+    how = way.read_text()
+    way.unlink()
+    if how == "checkpoint":
+        (Path(words["--ckpt.path"]) / "_actor" / "global_step1").mkdir(parents=True)
+    if how == "fail":
+        sys.exit("no good reason")
+    if how == "interrupt":
+        os.kill(os.getppid(), signal.SIGTERM)
+        signal.pause()
+    os.kill(os.getpid(), signal.SIGKILL)
+with metrics.open("a") as file:
+    file.write(json.dumps({"kind": "eval", "step": 1, "eval_task_pass1": 0.75, "time": 2.0}) + chr(10))
+    file.write(json.dumps({"kind": "run", "step": 1, "run": "x", "ended": True, "time": 2.0}) + chr(10))
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An experiment of one method and three seeds whose trainings are ``TRAINER``."""
+    (tmp_path / "stand_in.py").write_text(TRAINER)
+    call = runner.run_and_clear
+
+    def run(command: list[str], *args: Any, **kwargs: Any) -> int:
+        place = command.index(sys.executable)
+        return call([*command[: place + 1], str(tmp_path / "stand_in.py"), *command[place + 3 :]], *args, **kwargs)
+
+    monkeypatch.setattr(runner, "run_and_clear", run)
+    monkeypatch.setattr(experiment, "_check", lambda grid: None)
+    flags = {"flags": {"way": str(tmp_path / "way")}, "methods": {"gtpo": None}, "settings": {}, "seeds": [1, 2, 3]}
+    changed = entries(tmp_path) | flags
+    del changed["baseline"]
+    (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(changed))
+    return tmp_path / "experiment.yaml"
+
+
+def starts(file: Path) -> list[str]:
+    return (file.parent / "runs" / "gtpo" / "starts").read_text().split("\n")[:-1]
+
+
+def test_finished_runs_are_not_made_again(file: Path, capsys: Any) -> None:
+    assert experiment.main([str(file)]) == 0
+    table = (file.parent / "runs" / "table.md").read_text()
+    assert "**gtpo, mean of 3** | task | 0.250 ± 0.000 | 0.750 ± 0.000" in table
+    assert starts(file) == ["seed-1 new", "seed-2 new", "seed-3 new"]
+    assert experiment.main([str(file)]) == 0
+    assert len(starts(file)) == 3
+
+
+@pytest.mark.parametrize(("how", "resumed"), [("interrupt", "new"), ("kill", "new"), ("checkpoint", "resumed")])
+def test_a_half_run_counts_nowhere_and_is_made_again(file: Path, how: str, resumed: str, capsys: Any) -> None:
+    (file.parent / "way").write_text(how)
+    assert experiment.main([str(file)]) == (130 if how == "interrupt" else 1)
+    again = experiment.main([str(file)])
+    assert again == 0
+    counts = {f"seed-{n}": [line for line in starts(file) if line.startswith(f"seed-{n}")] for n in (1, 2, 3)}
+    assert counts["seed-1"] == ["seed-1 new", f"seed-1 {resumed}"]
+    assert len(counts["seed-2"]) == len(counts["seed-3"]) == 1
+    rows = [json.loads(line) for line in (file.parent / "runs/gtpo/seed-1/metrics.jsonl").read_text().splitlines()]
+    assert sum("ended" in row for row in rows) == 1
+    assert len(rows) == (5 if resumed == "new" else 8)
+
+
+def test_a_run_that_fails_is_named_and_the_others_are_made(file: Path, capsys: Any) -> None:
+    (file.parent / "way").write_text("fail")
+    assert experiment.main([str(file)]) == 1
+    assert "gtpo, seed 1 ended with status 1: no good reason" in capsys.readouterr().err
+    assert len(starts(file)) == 3
+    assert "mean of 2" in (file.parent / "runs" / "table.md").read_text()
+
+
+def test_a_run_that_another_process_makes_is_left_to_it(file: Path) -> None:
+    folder = file.parent / "runs" / "gtpo" / "seed-2"
+    with runner._locked(folder) as mine:
+        assert mine
+        assert experiment.main([str(file)]) == 0
+    assert starts(file) == ["seed-1 new", "seed-3 new"]
+
+
+def test_other_flags_are_refused_and_so_is_a_foreign_folder(file: Path) -> None:
+    assert experiment.main([str(file)]) == 0
+    changed = yaml.safe_load(file.read_text())
+    changed["flags"]["actor.adam.lr"] = 1.0
+    file.write_text(yaml.safe_dump(changed))
+    with pytest.raises(UsageError, match="was run with --actor.adam.lr None, and the experiment now has 1.0"):
+        runner.check_folders(read_grid(file))
+    (file.parent / "runs" / "gtpo" / "seed-1" / "flags.json").unlink()
+    with pytest.raises(UsageError, match="has files that are no run of this experiment"):
+        runner.check_folders(read_grid(file))
+
+
+def test_a_combination_that_cannot_work_is_named_before_the_first_run(tmp_path: Path, capsys: Any) -> None:
+    """By training's own checks."""
+    flags = {"actor.model_name_or_path": "/no/model", "reward.remote_url": "/no/reward.py", "vllm.num_engines": 1}
+    flags["rollout.n_samples_per_prompt"] = 4
+    methods = {"gtpo": {"algo.advantage.estimator": "gtpo"}, "grpo": {"algo.advantage.estimator": "grp"}}
+    assert experiment.main([str(write(tmp_path, flags=flags, methods=methods, settings={})), "--dry-run"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("experiment: grpo: ") and "--algo.advantage.estimator" in error
+    methods["grpo"] = {"algo.preset": "grpo"}
+    assert experiment.main([str(write(tmp_path, flags=flags, methods=methods, settings={})), "--dry-run"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("experiment: gtpo: ") and "/no/" in error
