@@ -220,11 +220,8 @@ def test_the_asynchronous_trainers_calls_pass_through() -> None:
     assert engine.seeds == [None] * 4
 
 
-@pytest.mark.parametrize(("platform", "alone"), [("cpu", True), ("cuda", False)])
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_a_request_has_the_engine_to_itself_on_a_cpu_under_full_determinism(
-    monkeypatch: pytest.MonkeyPatch, platform: str, alone: bool, deterministic: bool
-) -> None:
+def engine_start(monkeypatch: pytest.MonkeyPatch, platform: str) -> dict[str, Any]:
+    """What upstream's actor is started with from now on."""
     started: dict[str, Any] = {}
 
     async def start(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -233,6 +230,15 @@ def test_a_request_has_the_engine_to_itself_on_a_cpu_under_full_determinism(
 
     monkeypatch.setattr(rollout_actor._UpstreamRolloutActor, "__init__", start)
     monkeypatch.setenv("OPENRLHF_GTPO_PLATFORM", platform)
+    return started
+
+
+@pytest.mark.parametrize(("platform", "alone"), [("cpu", True), ("cuda", False)])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_request_has_the_engine_to_itself_on_a_cpu_under_full_determinism(
+    monkeypatch: pytest.MonkeyPatch, platform: str, alone: bool, deterministic: bool
+) -> None:
+    started = engine_start(monkeypatch, platform)
     actor = object.__new__(StrictRolloutActor)
     actor.engine_args = {"max_num_seqs": 512, "max_num_batched_tokens": 4096}
     asyncio.run(actor.__init__(full_determinism=deterministic, enable_prefix_caching=True))  # type: ignore[misc]
@@ -240,3 +246,22 @@ def test_a_request_has_the_engine_to_itself_on_a_cpu_under_full_determinism(
     given = {"max_num_seqs": 1, "max_num_batched_tokens": None} if is_alone else actor.engine_args
     assert {name: started[name] for name in given} == given
     assert started["enable_prefix_caching"] is not is_alone
+
+
+@pytest.mark.parametrize(
+    ("platform", "binding", "asked", "given"),
+    [
+        ("cpu", "nobind", "uni", rollout_actor.IN_ENGINE),
+        ("cpu", "auto", "uni", "uni"),
+        ("cpu", "nobind", "ray", "ray"),
+        ("cuda", "nobind", "uni", "uni"),
+    ],
+)
+def test_one_worker_is_in_the_engines_process_where_no_threads_are_bound(
+    monkeypatch: pytest.MonkeyPatch, platform: str, binding: str, asked: str, given: str
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", binding)
+    started = engine_start(monkeypatch, platform)
+    actor = object.__new__(StrictRolloutActor)
+    asyncio.run(actor.__init__(distributed_executor_backend=asked))  # type: ignore[misc]
+    assert started["distributed_executor_backend"] == given

@@ -39,6 +39,7 @@ from openrlhf_gtpo.weight_sync.receipts import Receipt
 _UpstreamRolloutActor: Any = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class
 
 WORKER_EXTENSION = "openrlhf_gtpo.integration.rollout.worker_extension.WorkerExtension"
+IN_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 _ALONE = {
     "max_num_seqs": 1,
@@ -84,6 +85,11 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         on_cpu = platform.chosen_platform() == "cpu"
         if on_cpu and kwargs.get("full_determinism"):
             kwargs |= _ALONE
+        binds_threads = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind"
+        if on_cpu and kwargs.get("distributed_executor_backend") == "uni" and not binds_threads:
+            # By that name vLLM would start a process more for its one worker, to bind threads in it: 10 s of processor
+            # time (vllm 0.29.0, platforms/cpu.py, check_and_update_config).
+            kwargs["distributed_executor_backend"] = IN_ENGINE
         if not on_cpu:
             # Experts' weights stay as they are loaded. The kernels that vLLM prefers on Blackwell have them swapped or
             # shuffled, which a transfer would write over (vllm 0.29.0, model_executor/layers/fused_moe/oracle/
