@@ -21,6 +21,7 @@ from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.integration.run import parse
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.step_phases import PHASES
+from tests.e2e import phases
 
 pytestmark = pytest.mark.usefixtures("no_engine")
 
@@ -194,6 +195,7 @@ def test_gpus_are_those_that_a_run_holds(
 
 
 def test_operations_and_precisions_of_the_phases(command: dict[str, Any]) -> None:
+    assert setup_of(parse(argv_of(command))) == phases.SPLIT
     plain = setup_of(parse(argv_of(command | {"--train.max_epochs": 2})))
     assert plain.passes == {"rollout": 1, "old_log_probs": 1, "train": 6} and plain.epochs == 2
     assert plain.precision == {"rollout": "bf16", "old_log_probs": "bf16", "train": "bf16"}
@@ -276,9 +278,13 @@ def test_a_failed_run_ends_the_benchmark(
 
 
 @pytest.mark.slow
-def test_the_real_trainer_is_what_is_started(tmp_path: Path) -> None:
-    with pytest.raises(TrainingStopped, match="exit code 2 (?s:.*)train_ppo_ray: unknown flag --no.such"):
-        run_trainer("one", ["--no.such", "1"], tmp_path / "run", steps=1)
+def test_the_real_trainer_is_what_is_started(
+    command: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has read every flag, the model and the data when it asks for Ray."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(TrainingStopped, match="exit code 2 (?s:.*)train_ppo_ray: .*RAY_ADDRESS=127.0.0.1:1"):
+        run_trainer("one", argv_of(command), tmp_path / "run", steps=1)
 
 
 @pytest.mark.slow

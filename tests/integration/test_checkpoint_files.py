@@ -17,6 +17,7 @@ def two() -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.mark.slow
 def test_deepspeed_saves_and_loads(actor_model: str, tmp_path: Path, two: RankPool) -> None:
     argv = ["--algo.preset", "grpo", "--algo.kl.init_coef", "0", "--train.batch_size", "8", "--ds.zero_stage", "2"]
     for found in two.run(program.run, actor_model, str(tmp_path), argv):
