@@ -23,8 +23,8 @@ class Estimator:
         level: of the loss that its advantages go with.
         advantages: of entropy, mask, outcome, group_ids, config and length_penalty; (B, T).
         shares: of entropy, mask, outcome, group_ids and config; (N,), one for each action token or each response.
-        parts: of what ``advantages`` takes; what they are made of, (B, T) at token level, (B,) at sequence level. None where
-            A = (reward - mean) / std is not all of it.
+        parts: of what ``advantages`` takes; what they are made of, (B, T) at token level, (B,) at sequence level. None
+            where A = (reward - mean) / std is not all of it.
     """
 
     summary: str

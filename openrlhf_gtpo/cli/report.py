@@ -1,6 +1,6 @@
-"""`python3 -m openrlhf_gtpo.cli.report {run,compare,watch,fp8}`: what a training run did, as table, PNG and markdown.
+"""`python3 -m openrlhf_gtpo.cli.report {run,compare,watch,fp8,mismatch}`: what a run did, as table, PNG and markdown.
 
-Reads the metrics files that training writes; `fp8` takes responses and a model.
+Reads the metrics files that training writes; `fp8` takes responses and a model, `mismatch` a rollout dump and a model.
 """
 
 import argparse
@@ -25,6 +25,13 @@ _FP8 = """What FP8 does to entropies, shares and advantages of given responses, 
 Scores the same responses without FP8 and with each recipe on the Megatron actor, shapes their rewards both ways, and
 compares. Input, a JSON object on each line: {"prompt": ..., "response": ..., "reward": NUMBER} or {"tokens": [...],
 "group": NAME, "reward": NUMBER}; lines with the same prompt or group are a group.
+"""
+
+_MISMATCH = """How far what a step was trained on is from the policy that sampled it.
+
+Scores a dumped rollout with Transformers in BF16, at the rollout's temperature, and compares log-probs, entropies and
+the dump's own entropy credit with what is in the dump: vLLM's sampler's values with `--rollout.entropy sampler`, the
+actor's without. The model has to have the weights that sampled: of step 1's dump those that training began with.
 """
 
 
@@ -77,6 +84,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     megatron_flags.add_layout_flags(fp8.add_argument_group("layout"))
     fp8.set_defaults(run=_fp8)
+
+    mismatch_help = "how far a rollout's log-probs and entropies are from a model's: a table"
+    mismatch = commands.add_parser("mismatch", help=mismatch_help, description=_MISMATCH)
+    add = mismatch.add_argument
+    add("dump", type=Path, metavar="DUMP", help="a step_*.parquet of --logger.dump_rollouts")
+    add("--model", required=True, metavar="DIR", help="folder of a Hugging Face checkpoint: the policy of that step")
+    add("--max-tokens", type=int, default=8192, metavar="N", help="of a micro-batch")
+    add("--json", type=Path, metavar="OUT", help="also write the numbers, with quantiles of the errors, to this file")
+    mismatch.set_defaults(run=_mismatch)
     return parser
 
 
@@ -172,6 +188,54 @@ def _fp8(args: argparse.Namespace) -> None:
     print(table(results))
     print(verdict(results))
     print(write_page(results, args.output, about))
+
+
+def _mismatch(args: argparse.Namespace) -> None:
+    from openrlhf_gtpo.report.rollouts import read_dump
+
+    dump = read_dump(args.dump)
+    columns, settings = dump.columns, dump.settings
+    check_output("--json", args.json, args.dump)
+    if columns["entropy"] is None or settings["config"] is None:
+        raise UsageError(f"{args.dump} has no entropy credit to compare: its estimator is {settings['estimator']}.")
+    platform.choose()
+
+    import torch
+
+    from openrlhf_gtpo.algorithms import ESTIMATORS
+    from openrlhf_gtpo.benchmarks.harness import write_results
+    from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
+    from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
+    from openrlhf_gtpo.report.fp8_page import table
+    from openrlhf_gtpo.scoring.fp8_report import compare_rollout
+    from openrlhf_gtpo.scoring.inputs import ScoreModel
+
+    check_openrlhf()
+    name = settings["estimator"]
+    estimator = EntropyCredit(name, ESTIMATORS[name].config(**settings["config"]))
+    model = ScoreModel(args.model, temperature=settings["temperature"], max_tokens=args.max_tokens)
+    prompts, tokens, mask, *said = (
+        columns[name].rows() for name in ("prompt_tokens", "tokens", "mask", "log_probs", "entropy")
+    )
+    outcome = torch.tensor(columns["outcome"], dtype=getattr(torch, settings["outcome_dtype"]))
+    results = compare_rollout(
+        model,
+        1,
+        list(zip(prompts, tokens, strict=True)),
+        list(zip(*said, strict=True)),
+        mask,
+        estimator,
+        outcome,
+        torch.tensor(columns["group"]).long(),
+    )
+    if args.json:
+        write_results(args.json, args, results)
+    source = "vLLM's sampler" if settings["entropy"] == "sampler" else "the actor"
+    print(
+        f"Step {dump.step}: {results['rows']} responses with {results['tokens']} tokens, credited by {name}; "
+        f"log-probs and entropies of {source} against {args.model}."
+    )
+    print(table(results), end="")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,10 @@ class Tokens:
     values: np.ndarray
     offsets: np.ndarray
 
+    def rows(self) -> list[list[Any]]:
+        """The values of each row."""
+        return [part.tolist() for part in np.split(self.values, self.offsets[1:-1])]
+
 
 @dataclass(frozen=True)
 class RolloutDump:

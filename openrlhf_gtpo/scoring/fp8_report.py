@@ -1,4 +1,6 @@
-"""What FP8 does to the entropy credit of given responses, recipe by recipe: the engine of ``cli.report fp8``."""
+"""What rougher values do to the entropy credit of responses: FP8's, recipe by recipe (``cli.report fp8``), and those
+that a rollout was trained on (``cli.report mismatch``), against a model's own.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options
-from openrlhf_gtpo.scoring.inputs import RowFile, ScoreModel
+from openrlhf_gtpo.scoring.inputs import RowFile, ScoreModel, check
 from openrlhf_gtpo.scoring.score import score
 from openrlhf_gtpo.token_values import TokenValues
 
@@ -84,12 +86,57 @@ def compare(
     found: dict[str, Any] = {}
     for name, fp8 in candidates.items():
         rough, _ = _values(replace(model, fp8=fp8), source, processes)
-        budget = estimator.error_budget(TokenValues(*exact), TokenValues(*rough), mask, outcome, group_ids)
-        found[name] = asdict(budget)
-        for kind, one, other in zip(("log_prob_errors", "entropy_errors"), exact, rough, strict=True):
-            errors = (one - other)[mask].abs().sort().values
-            found[name][kind] = [float(errors[round(i / QUANTILES * (len(errors) - 1))]) for i in range(QUANTILES + 1)]
+        found[name] = _errors(exact, rough, mask, estimator, outcome, group_ids)
     return {"rows": len(outcome), "tokens": int(mask.sum()), "candidates": found}
+
+
+def compare_rollout(
+    model: ScoreModel,
+    processes: int,
+    rows: Sequence[tuple[Sequence[int], Sequence[int]]],
+    said: Sequence[tuple[Sequence[float], Sequence[float]]],
+    actions: Sequence[Sequence[bool]],
+    estimator: Any,
+    outcome: Tensor,
+    group_ids: Tensor,
+) -> dict[str, Any]:
+    """Score a rollout with ``model``, and compare with what training was told of it.
+
+    Args:
+        rows: the tokens of each row, up to the first that was sampled and from it on.
+        said: log-probs and entropies of the second part's tokens.
+        actions: which of those were sampled.
+        estimator, outcome, group_ids: as of :func:`compare`.
+
+    Returns:
+        as :func:`compare`, with the candidate "rollout".
+
+    Raises:
+        UsageError: the model cannot score such tokens; what :func:`openrlhf_gtpo.scoring.score.score` raises.
+    """
+    with TemporaryDirectory() as folder:
+        source = Path(folder) / "rollout.jsonl"
+        source.write_text("".join(json.dumps({"tokens": [*prompt, *sampled]}) + "\n" for prompt, sampled in rows))
+        exact, mask = _values(model, check(model, source, Path(folder) / "scores.jsonl", processes), processes)
+    rough = exact.new_zeros(exact.shape)
+    mask = torch.zeros_like(mask)
+    for row, (prompt, sampled) in enumerate(rows):
+        columns = slice(len(prompt) - 1, len(prompt) - 1 + len(sampled))  # nothing predicts the first token
+        rough[:, row, columns] = torch.tensor(said[row])
+        mask[row, columns] = torch.tensor(actions[row])
+    errors = _errors(exact, rough, mask, estimator, outcome, group_ids)
+    return {"rows": len(rows), "tokens": int(mask.sum()), "candidates": {"rollout": errors}}
+
+
+def _errors(
+    exact: Tensor, rough: Tensor, mask: Tensor, estimator: Any, outcome: Tensor, group_ids: Tensor
+) -> dict[str, Any]:
+    """The fields of ``ErrorBudget`` and quantiles, of (2, B, T) log-probs and entropies."""
+    found = asdict(estimator.error_budget(TokenValues(*exact), TokenValues(*rough), mask, outcome, group_ids))
+    for kind, one, other in zip(("log_prob_errors", "entropy_errors"), exact, rough, strict=True):
+        errors = (one - other)[mask].abs().sort().values
+        found[kind] = [float(errors[round(i / QUANTILES * (len(errors) - 1))]) for i in range(QUANTILES + 1)]
+    return found
 
 
 def _values(model: ScoreModel, source: RowFile, processes: int) -> tuple[Tensor, Tensor]:

@@ -72,6 +72,7 @@ class RolloutDumper:
             "model": str(args.actor.model_name_or_path),
             "seed": args.train.seed,
             "temperature": args.rollout.temperature,
+            "entropy": args.rollout.entropy,  # what log-probs and entropies are from, but for an audit's closed gate
             "estimator": args.algo.advantage.estimator,
             "config": None if self._credit is None else dataclasses.asdict(self._credit.config),
             "kl_coefficient": args.algo.kl.init_coef,
@@ -83,7 +84,6 @@ class RolloutDumper:
         self, batch: RolloutBatch, experiences: Sequence[Experience], groups: set[int]
     ) -> Iterator[dict[str, Any]]:
         decode = lru_cache(maxsize=2**16)(self._decode)
-        entropy = None if batch.values is None else batch.values.entropy
         for experience in experiences:
             for i, row in enumerate(experience.index):
                 group = int(batch.group_ids[row])
@@ -106,9 +106,13 @@ class RolloutDumper:
                     "tokens": tokens[first + 1 :],
                     "pieces": list(pieces(tokens[first + 1 :], decode)),
                     "mask": mask[columns].numpy(),
-                    "log_probs": _floats(experience.action_log_probs, i, columns),
+                    "log_probs": (
+                        _floats(experience.action_log_probs, i, columns)
+                        if batch.values is None
+                        else _floats(batch.values.log_probs, row, columns)
+                    ),
                     "rollout_log_probs": _floats(experience.rollout_log_probs, i, columns),
-                    "entropy": _floats(entropy, row, columns),
+                    "entropy": None if batch.values is None else _floats(batch.values.entropy, row, columns),
                     "advantages": _floats(experience.advantages, i, columns),
                 }
 
