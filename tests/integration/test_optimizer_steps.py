@@ -41,7 +41,7 @@ ESTIMATORS = {
     "grpo_s": ["--algo.advantage.estimator", "grpo_s", *ENTROPY, *CORRECTION],
     "grpo": ["--algo.preset", "grpo", *ENTROPY, "--algo.kl.init_coef", "0.1"],
     "critic": ["--algo.advantage.estimator", "gae"],
-    "gtpo with cispo": ["--algo.advantage.estimator", "gtpo", "--actor.policy_loss_type", "cispo", *CORRECTION],
+    "gtpo with sapo": ["--algo.advantage.estimator", "gtpo", "--actor.policy_loss_type", "sapo", *ENTROPY],
     "grpo with gmpo": ["--algo.preset", "gmpo", *ENTROPY],
 }
 
@@ -75,10 +75,10 @@ def whole(actor_model: str, pools: dict[int, RankPool]) -> dict[str, list[dict[s
         ("grpo", 2, [*BY_TOKENS, "--ds.zero_stage", "3"]),
         ("critic", 1, THREES),
         ("critic", 2, BY_TOKENS),
-        ("gtpo with cispo", 2, THREES),
-        ("gtpo with cispo", 2, [*BY_TOKENS, "--actor.backend", "megatron"]),
-        ("grpo with gmpo", 2, THREES),
-        ("grpo with gmpo", 2, [*BY_TOKENS, "--actor.backend", "megatron"]),
+        ("gtpo with sapo", 1, THREES),
+        ("gtpo with sapo", 1, [*BY_TOKENS, "--actor.backend", "megatron"]),
+        ("grpo with gmpo", 1, THREES),
+        ("grpo with gmpo", 1, [*BY_TOKENS, "--actor.backend", "megatron"]),
     ],
     ids=str,
 )
