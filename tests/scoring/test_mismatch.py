@@ -1,4 +1,4 @@
-"""``report mismatch``: a dump that says what the model says has no errors, one that does not has those that were made."""
+"""``report mismatch``: a dump that says what the model says has no errors, one that does not those that were made."""
 
 import json
 from pathlib import Path
