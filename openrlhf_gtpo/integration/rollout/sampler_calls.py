@@ -57,7 +57,7 @@ def sampler_values(
             same = np.array(sampled) == tokens[start : start + len(sampled)]
             count = int(np.argmin(np.append(same, False)))
             values[:, start : start + count] = said[:, :count]
-    is_action = np.zeros(len(tokens), dtype=bool)
+    is_action: np.ndarray = np.zeros(len(tokens), dtype=bool)
     for start, end in action_ranges:
         is_action[start:end] = True
     log_probs, entropy = np.where(is_action, values, 0.0).tolist()
