@@ -236,6 +236,28 @@ def test_right_to_left_text_runs_right_to_left(browser: Any, tmp_path: Path) -> 
     page.close()
 
 
+def test_what_a_dump_lacks_is_left_out(browser: Any, tmp_path: Path) -> None:
+    """Without entropies there is the advantage that was trained on; a response without tokens says so."""
+    table = columns(groups=1) | {"entropy": None, "log_probs": None}
+    for name in ("tokens", "pieces", "mask", "advantages"):
+        table[name][1] = table[name][1][:0]
+    dump = read_dump(write(tmp_path, table=table, estimator="group_norm"))
+    file = tmp_path / "view.html"
+    file.write_text(make_page([dump], read_methods([], dump), 10**9)[0])
+    page = browser.new_page()
+    errors: list[Any] = []
+    page.on("pageerror", lambda error: errors.append(error))
+    page.goto(file.as_uri())
+    page.wait_for_selector("body[data-ready]")
+    assert page.locator("#value option").all_text_contents() == ["advantage of the step"]
+    page.locator("#token3").hover()
+    assert numbers(page) == {"trained": three_digits(table["advantages"][0][3])}
+    assert "Not in the dump: entropies" in page.locator("#notes").text_content()
+    page.locator("#list button[data-row='1']").click()
+    assert page.locator("#text").text_content() == "The response has no tokens." and errors == []
+    page.close()
+
+
 def test_a_click_is_answered_within_a_tenth_of_a_second(browser: Any, tmp_path: Path) -> None:
     """Of 8 responses of 1000 tokens; the fastest of ten, which a busy host does not spoil."""
     dump = read_dump(write(tmp_path, table=columns(groups=20, samples=8, longest=1000)))
