@@ -29,13 +29,13 @@ class Credit:
 
     Attributes:
         success: (B,) bool.
-        parts: see :class:`CreditParts`.
+        parts: see :class:`CreditParts`; None of an estimator that has none.
         advantages: (B, T), before a KL reward and ``--reward.clip_range``, which the dump's own may have.
         row_entropy: (B,) what a sequence-level share compares; None at token level.
     """
 
     success: Tensor
-    parts: CreditParts
+    parts: CreditParts | None
     advantages: Tensor
     row_entropy: Tensor | None
 
@@ -43,14 +43,15 @@ class Credit:
 def read_methods(texts: Sequence[str], dump: RolloutDump) -> list[Method]:
     """Methods as a user writes them, NAME or NAME:FIELD=VALUE:...; other fields are the run's own where it used NAME.
 
-    With no ``texts`` the run's own estimator comes first, and the others of the registry follow.
+    With no ``texts`` the run's own estimator comes first, and those whose ``parts`` the page can show follow.
 
     Raises:
         ValueError: a name, field or value that does not exist.
     """
     own = dump.settings["estimator"]
     methods = []
-    for text in texts or sorted(ESTIMATORS, key=lambda name: name != own):
+    shown = [name for name, kind in ESTIMATORS.items() if kind.parts or name == own]
+    for text in texts or sorted(shown, key=lambda name: name != own):
         name, *pairs = text.split(":")
         if name not in ESTIMATORS:
             raise ValueError(f"Expected --estimators of {', '.join(ESTIMATORS)}, got {name!r}.")
@@ -100,7 +101,8 @@ def credit(dump: RolloutDump, method: Method) -> Credit:
         config = dataclasses.asdict(method.config)
         row_entropy = sequence_entropy(entropy, mask, config["entropy_mean"], config["entropy_eps"])
     succeeded = success(outcome, method.config.success_threshold)
-    return Credit(succeeded, estimator.parts(*batch), estimator.advantages(*batch), row_entropy)
+    parts = estimator.parts and estimator.parts(*batch)
+    return Credit(succeeded, parts, estimator.advantages(*batch), row_entropy)
 
 
 def padded(column: Tokens) -> Tensor:

@@ -65,7 +65,7 @@ const codes = (column) => column && ((row, i) => NUMBERS[column[i]]);  // of a r
 
 function credited(s, c, name) {
   const credit = s.credits[c];
-  if (!credit) return undefined;
+  if (!credit || credit[name] === null) return undefined;
   return credit.columns[name] ? codes(credit.columns[name]) : (row, i) => s.columns.mask[i] ? credit[name][row] : NaN;
 }
 
@@ -92,7 +92,7 @@ const success = (row, s = step) => (s.credits[state.credit] ?? s.credits.find(Bo
 
 function format(x) {
   if (typeof x === "string") return x;
-  return x === null || Number.isNaN(x) ? "–" : String(Number(x.toPrecision(3))).replaceAll("-", "−");
+  return x == null || Number.isNaN(x) ? "–" : String(Number(x.toPrecision(3))).replaceAll("-", "−");
 }
 
 function visible(piece) {  // text as it is, with what cannot be seen made so
@@ -322,7 +322,7 @@ function formulas(c, row, i, t) {
   const credit = step.credits[c], method = data.methods[c];
   if (!credit) return [];
   const good = credit.success[row], peers = group(step, row).filter((peer) => credit.success[peer] === good);
-  const [share, reward, A] = ["share", "reward", "advantage"].map((name) => format(credited(step, c, name)(row, i)));
+  const [share, reward, A] = ["share", "reward", "advantage"].map((name) => format(credited(step, c, name)?.(row, i)));
   const kind = good ? "correct" : "incorrect", mean = method.mean === "geometric" ? "geometric mean" : "mean";
   const weight = (x) => good ? format(x) : `1/${format(x)}`;
   let own, compared, words;
@@ -351,6 +351,7 @@ function formulas(c, row, i, t) {
     return made;
   };
   const lines = [element("h3", method.label, {title: method.settings})];
+  if (credit.reward === null) return [...lines, line(`A = ${A}`)];
   if (method.known) lines.push(line(`share = ${good ? own : `(${own})`} / ${compared} = ${share}`, words));
   lines.push(line(`${good ? "r⁺" : "r⁻"} = ${method.known ? `${filled} = ` : ""}${reward}`));
   lines.push(uniform && A === "0" ? line("A = 0", `all of the group are ${kind}: there is nothing to compare`)

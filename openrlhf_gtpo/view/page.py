@@ -167,15 +167,15 @@ def _credit(made: Credit, advantages: np.ndarray, of_rows: Any, of_tokens: Any, 
     parts = made.parts
     by_token = made.row_entropy is None
 
-    def number(values: Tensor) -> Any:
-        return of_tokens(of_batch(values)) if by_token else of_rows(values)
+    def number(values: Tensor | None) -> Any:
+        return None if values is None else of_tokens(of_batch(values)) if by_token else of_rows(values)
 
     return {
         "success": [int(value) for value in of_rows(made.success)],
-        "share": number(parts.share),
-        "reward": number(parts.reward),
-        "mean": of_rows(parts.mean),
-        "std": of_rows(parts.std),
+        "share": number(parts and parts.share),
+        "reward": number(parts and parts.reward),
+        "mean": parts and of_rows(parts.mean),
+        "std": parts and of_rows(parts.std),
         "advantage": of_tokens(advantages),
         "row_entropy": None if made.row_entropy is None else of_rows(made.row_entropy),
     }

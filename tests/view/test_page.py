@@ -121,6 +121,18 @@ def test_without_settings_the_runs_own_come_first(tmp_path: Path) -> None:
     assert methods[0].config.beta == 0.5 and methods[1].config == ESTIMATORS["gtpo"].config()
 
 
+def test_an_estimator_without_parts_shows_its_advantages(tmp_path: Path) -> None:
+    dump = read_dump(write(tmp_path))
+    methods = read_methods(["gtpo", "forking_tokens:top_fraction=0.5"], dump)
+    page, _ = make_page([dump], methods, 10**9)
+    (step,) = data_of(page)["steps"]
+    made = step["credits"][1]
+    assert [made[name] for name in ("share", "reward", "mean", "std")] == [None] * 4
+    advantages = credit(dump, methods[1]).advantages[padded(dump.columns["mask"])]
+    shown = [x for x in read_codes(unpack(page, made["advantage"], np.uint16)) if not math.isnan(x)]
+    assert shown == printed(advantages) and 0 < np.count_nonzero(shown) < len(shown)
+
+
 def test_advantages_that_no_method_made_are_shown_as_they_were_trained_on(tmp_path: Path) -> None:
     """A run's own credit is on the page once, where nothing (a KL reward, a clip range) was done to it."""
     table = columns()
@@ -189,7 +201,7 @@ def test_a_million_tokens_are_sampled_in_whole_groups_and_credited_among_all(
 @pytest.mark.parametrize(
     "words, sentence",
     [
-        (["--estimators", "ppo"], "Expected --estimators of gtpo, grpo_s, got 'ppo'."),
+        (["--estimators", "ppo"], "Expected --estimators of gtpo, grpo_s, forking_tokens, entropy_bonus, got 'ppo'."),
         (["--estimators", "gtpo:beta=1"], "gtpo has no 'beta', but variant, alpha"),
         (["--estimators", "gtpo:alpha2=x"], "expected a float, got 'x'."),
         (["--estimators", "gtpo:scope=world"], "scope"),
