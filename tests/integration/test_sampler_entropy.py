@@ -17,8 +17,8 @@ from vllm.v1.sample.sampler import Sampler
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.command_line import guard
-from openrlhf_gtpo.integration.rollout import sampler_entropy
-from openrlhf_gtpo.integration.rollout.sampler_entropy import CapturesEntropy, SamplerV2, entropies, token_values
+from openrlhf_gtpo.integration.rollout.sampler_calls import ENTROPY_TAG, entropies
+from openrlhf_gtpo.integration.rollout.sampler_entropy import SamplerV2, capture, token_values
 from openrlhf_gtpo.integration.rollout.samples_generator import NumberedLabel
 
 ROWS, VOCABULARY, TEMPERATURE = 5, 300, 0.7
@@ -49,9 +49,8 @@ def metadata(**changed: Any) -> SamplingMetadata:
 
 def captured(sampler: Any) -> Any:
     """The sampler in a worker that was asked."""
-    worker = CapturesEntropy()
-    worker.model_runner = SimpleNamespace(sampler=sampler, vllm_config=SimpleNamespace(speculative_config=None))
-    assert worker.capture_entropy(TEMPERATURE) is None
+    runner = SimpleNamespace(sampler=sampler, vllm_config=SimpleNamespace(speculative_config=None))
+    assert capture(runner, TEMPERATURE) is None
     return sampler
 
 
@@ -109,7 +108,7 @@ def test_the_v2_sampler_keeps_vllms_own_passes_off(monkeypatch: pytest.MonkeyPat
 
 def test_every_entropy_survives_as_a_rank() -> None:
     values = torch.tensor([0.0, 1e-30, 0.1, math.log(151936), math.nan, -math.nan])
-    ranks = (sampler_entropy._TAG + (values.view(torch.int32).long() & 0xFFFFFFFF)).tolist()
+    ranks = (ENTROPY_TAG + (values.view(torch.int32).long() & 0xFFFFFFFF)).tolist()
     found = torch.tensor(entropies([*ranks, 1, 151936]))
     torch.testing.assert_close(
         found, torch.cat([values, torch.tensor([math.nan] * 2)]), rtol=0, atol=0, equal_nan=True
@@ -120,10 +119,9 @@ def test_another_sampler_and_another_vllm_are_named(monkeypatch: pytest.MonkeyPa
     class Custom(Sampler):
         pass
 
-    worker = CapturesEntropy()
-    worker.model_runner = SimpleNamespace(sampler=Custom())
-    named = worker.capture_entropy(1.0)
-    assert named is not None and named.endswith("Custom") and type(worker.model_runner.sampler) is Custom
+    runner = SimpleNamespace(sampler=Custom())
+    named = capture(runner, 1.0)
+    assert named is not None and named.endswith("Custom") and type(runner.sampler) is Custom
     assert guard.why_no_sampler_entropy() is None
     monkeypatch.setattr(guard.metadata, "version", lambda name: "0.30.1")
     assert guard.why_no_sampler_entropy() == (
@@ -170,7 +168,7 @@ class TableEngine(Engine):
         token_ids, places = [], []
         for token, log_prob, entropy in self.table[tuple(prompt["prompt_token_ids"])]:
             bits = int(torch.tensor(float(entropy)).view(torch.int32)) & 0xFFFFFFFF
-            rank = entropy if isinstance(entropy, int) else sampler_entropy._TAG + bits
+            rank = entropy if isinstance(entropy, int) else ENTROPY_TAG + bits
             token_ids.append(token)
             places.append({token: SimpleNamespace(logprob=log_prob, rank=rank)})
         logprobs = None if params.logprobs is None else places
@@ -275,7 +273,10 @@ def test_another_temperature_is_refused_and_what_changes_no_distribution_is_not(
 def test_what_no_distribution_has_stops_the_run(said: tuple[float, float], got: str) -> None:
     table = {(1, 2): [(5, -0.5, 0.25), (6, *said), (7, -1.0, 0.75)]}
     engine = TableEngine(table, Turns([([1, 2], {})], [1, 2, 5, 6], [(2, 4)]))
-    with pytest.raises(TrainingStopped, match=rf"entropy in \[0, 5.704\] .* got {got} of token 1 \(id 6\) of 3 after"):
+    with pytest.raises(
+        TrainingStopped,
+        match=rf"entropy in \[0, 5.704\] .* got {got} of token 1 \(id 6\) of 3 of .* response 0 to prompt 0",
+    ):
         respond(engine)
 
 
@@ -286,7 +287,7 @@ def test_an_answer_without_log_probs_stops_the_run() -> None:
         yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5, 6, 7], logprobs=None)])
 
     engine.llm.generate = silent
-    with pytest.raises(TrainingStopped, match=r"got neither of token 0 \(id 5\) of 3 after a prompt of 2"):
+    with pytest.raises(TrainingStopped, match=r"got neither of token 0 \(id 5\) of 3 of an answer for response 0"):
         respond(engine)
 
 

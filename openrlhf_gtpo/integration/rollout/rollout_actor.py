@@ -148,7 +148,8 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             if with_entropy:
                 vocab_size = self.llm.model_config.get_vocab_size()
                 tokens, actions = response["observation_tokens"], response["action_ranges"]
-                response[SAMPLER_VALUES] = sampler_values(tokens, actions, answers, vocab_size)
+                row = f"response {index} to prompt {label.number}"
+                response[SAMPLER_VALUES] = sampler_values(tokens, actions, answers, vocab_size, row)
             return response
 
         try:

@@ -11,7 +11,8 @@ import numpy as np
 from vllm import SamplingParams
 
 from openrlhf_gtpo.errors import TrainingStopped
-from openrlhf_gtpo.integration.rollout.sampler_entropy import entropies
+
+ENTROPY_TAG = 1 << 32  # of a rank that is an entropy, whose 32 bits are added to it; no token's rank is as high
 
 # What changes the distribution that a token is drawn from, or what the sampler says of it.
 _OF_DISTRIBUTION = (
@@ -22,6 +23,12 @@ _OF_DISTRIBUTION = (
 _ROUNDING = 1e-3  # above ln V
 
 Answer = tuple[list[int], Any]  # a prompt's tokens, and one of the ``outputs`` of vLLM's RequestOutput
+
+
+def entropies(ranks: list[int]) -> np.ndarray:
+    """(n,) float32 entropies in nats that tokens carry as their ranks; NaN for a rank that is one."""
+    tagged = np.array(ranks, dtype=np.int64) - ENTROPY_TAG
+    return np.where(tagged < 0, np.float32("nan"), tagged.astype(np.uint32).view(np.float32))
 
 
 def refuse_other_distributions(params: SamplingParams, temperature: float) -> None:
@@ -39,18 +46,19 @@ def refuse_other_distributions(params: SamplingParams, temperature: float) -> No
 
 
 def sampler_values(
-    tokens: list[int], action_ranges: list[tuple[int, int]], answers: list[Answer], vocab_size: int
+    tokens: list[int], action_ranges: list[tuple[int, int]], answers: list[Answer], vocab_size: int, row: str
 ) -> tuple[list[float], list[float]]:
     """Log-probs and entropies (nats) of a response's ``tokens`` (n,), prompt and all.
 
     0 outside ``action_ranges``; NaN for an action that no answer has in its place, as where an agent edited it.
+    ``row`` names the response in messages.
 
     Raises:
         TrainingStopped: an answer lacks entropies, or has one outside [0, ln ``vocab_size``].
     """
     values = np.full((2, len(tokens)), np.nan)
     for prompt, answer in answers:
-        said = _said(prompt, answer, vocab_size)
+        said = _said(answer, vocab_size, row)
         start = len(prompt)
         if tokens[:start] == prompt:
             sampled = answer.token_ids[: len(tokens) - start]
@@ -64,7 +72,7 @@ def sampler_values(
     return log_probs, entropy
 
 
-def _said(prompt: list[int], answer: Any, vocab_size: int) -> np.ndarray:
+def _said(answer: Any, vocab_size: int, row: str) -> np.ndarray:
     """(2, n) log-probs and entropies of an answer's tokens."""
     of_tokens = [place[token] for token, place in zip(answer.token_ids, answer.logprobs or (), strict=False)]
     log_probs = np.array([of_token.logprob for of_token in of_tokens])
@@ -77,6 +85,6 @@ def _said(prompt: list[int], answer: Any, vocab_size: int) -> np.ndarray:
     got = f"log-prob {log_probs[at]:g}, entropy {entropy[at]:g}" if at < len(good) else "neither"
     raise TrainingStopped(
         f"Expected a finite log-prob and an entropy in [0, {most:.3f}] of every token that vLLM samples, got {got} of "
-        f"token {at} (id {answer.token_ids[at]}) of {len(answer.token_ids)} after a prompt of {len(prompt)}. "
+        f"token {at} (id {answer.token_ids[at]}) of {len(answer.token_ids)} of an answer for {row}. "
         "--rollout.entropy actor does without them."
     )

@@ -5,35 +5,29 @@ distribution is the policy's, softmax(logits / temperature) over the whole vocab
 an end of sequence. Requests that want no log-probs are sampled as ever.
 
 The entropy travels to the request's output in the place of the sampled token's rank: vLLM carries those, 64-bit
-integers, through its processes as they are and makes nothing of them. ``_TAG`` tells one from a rank.
+integers, through its processes as they are and makes nothing of them.
+
+Imported on demand: another vLLM may lack these samplers, and the entropies then come from the actor.
 """
 
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2
 
+from openrlhf_gtpo.integration.rollout.sampler_calls import ENTROPY_TAG
 from openrlhf_gtpo.lm_head import log_prob_and_entropy
-
-_TAG = 1 << 32  # above it the 32 bits of a float; no vocabulary has a rank as high
-
-
-def entropies(ranks: list[int]) -> np.ndarray:
-    """(n,) float32 entropies in nats that tokens carry as their ranks; NaN for a rank that is one."""
-    tagged = np.array(ranks, dtype=np.int64) - _TAG
-    return np.where(tagged < 0, np.float32("nan"), tagged.astype(np.uint32).view(np.float32))
 
 
 def token_values(logits: Tensor, sampled: Tensor, temperature: float) -> LogprobsTensors:
     """What vLLM expects of ``logits`` (N, V) and the tokens ``sampled`` (N,) from them."""
     sampled = sampled.long()
     log_probs, entropy = log_prob_and_entropy(logits, sampled, temperature=temperature)
-    ranks = _TAG + (entropy.view(torch.int32).long() & 0xFFFFFFFF)
+    ranks = ENTROPY_TAG + (entropy.view(torch.int32).long() & 0xFFFFFFFF)
     return LogprobsTensors(sampled.int().unsqueeze(1), log_probs.unsqueeze(1), ranks)
 
 
@@ -70,20 +64,15 @@ class EntropySamplerV2(SamplerV2):
 _WITH_ENTROPY = {Sampler: EntropySampler, SamplerV2: EntropySamplerV2}
 
 
-class CapturesEntropy:
-    """Mixed into vLLM's worker (``worker_extension_cls``), which owns ``model_runner``."""
+def capture(model_runner: Any, temperature: float) -> str | None:
+    """Have the sampler of vLLM's ``model_runner`` give entropies, at ``temperature``, to who asks for log-probs.
 
-    model_runner: Any
-
-    def capture_entropy(self, temperature: float) -> str | None:
-        """From now on who asks for log-probs gets them with entropies, at ``temperature``.
-
-        Returns the name of the sampler's class where it is none of those that this knows, and leaves it as it is.
-        """
-        sampler = self.model_runner.sampler
-        if type(sampler) not in _WITH_ENTROPY:
-            return f"{type(sampler).__module__}.{type(sampler).__qualname__}"
-        assert self.model_runner.vllm_config.speculative_config is None, "drafts have a sampler of their own"
-        sampler.__class__ = _WITH_ENTROPY[type(sampler)]
-        sampler.temperature = temperature
-        return None
+    Returns the name of the sampler's class where it is none of those that this knows, and leaves it as it is.
+    """
+    sampler = model_runner.sampler
+    if type(sampler) not in _WITH_ENTROPY:
+        return f"{type(sampler).__module__}.{type(sampler).__qualname__}"
+    assert model_runner.vllm_config.speculative_config is None, "drafts have a sampler of their own"
+    sampler.__class__ = _WITH_ENTROPY[type(sampler)]
+    sampler.temperature = temperature
+    return None

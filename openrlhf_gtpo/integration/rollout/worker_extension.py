@@ -6,10 +6,15 @@ vLLM imports this by name in its engine processes, which Ray's worker hook does 
 
 from openrlhf.trainer.ray.vllm_worker_wrap import WorkerWrap
 
-from openrlhf_gtpo.integration.rollout.sampler_entropy import CapturesEntropy
 from openrlhf_gtpo.platform.memory import ReportsPeakMemory
 from openrlhf_gtpo.weight_sync.receiver import WeightReceiver
 
 
-class WorkerExtension(WeightReceiver, WorkerWrap, ReportsPeakMemory, CapturesEntropy):
-    """Their method names differ."""
+class WorkerExtension(WeightReceiver, WorkerWrap, ReportsPeakMemory):
+    """The methods of all three, whose names differ, and its own."""
+
+    def capture_entropy(self, temperature: float) -> str | None:
+        """See ``sampler_entropy.capture``."""
+        from openrlhf_gtpo.integration.rollout import sampler_entropy
+
+        return sampler_entropy.capture(self.model_runner, temperature)
