@@ -7,6 +7,7 @@ be one too (https://github.com/ray-project/ray/pull/42992), but then ends with w
 
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import time
@@ -50,16 +51,18 @@ def run_and_clear(
     before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in taken}
     try:
         child = subprocess.Popen(command, env=dict(environment))
+        end = os.pidfd_open(child.pid)  # Popen.wait looks twenty times a second
         asked = None
         while child.poll() is None:
             if asked is None and (received or (hung := hangs())):
                 child.terminate()
+                child.send_signal(signal.SIGCONT)  # one that is stopped does not take it before
                 asked = time.monotonic()
             elif asked is not None and time.monotonic() - asked > patience:
                 child.kill()
             _reap(except_for=child.pid)
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(timeout=1.0 if asked is None else 0.2)
+            select.select([end], [], [], 1.0 if asked is None else 0.2)
+        os.close(end)
         _end_descendants(patience)
     finally:
         for number, handler in before.items():
@@ -86,6 +89,7 @@ def _end_descendants(patience: float) -> None:
     for process in this.children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             process.terminate()
+            process.resume()  # one that is stopped does not take it before
     while True:
         _reap()
         left = this.children(recursive=True)
@@ -100,7 +104,8 @@ def _end_descendants(patience: float) -> None:
 
 def _reap(except_for: int | None = None) -> None:
     """Collect adopted orphans that have ended; ``except_for`` is waited for by whoever started it."""
-    for process in psutil.Process().children():
-        if process.pid != except_for:
-            with suppress(ChildProcessError):
-                os.waitpid(process.pid, os.WNOHANG)
+    with suppress(ChildProcessError):  # there is no child
+        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if ended.si_pid == except_for:
+                return
+            os.waitpid(ended.si_pid, 0)

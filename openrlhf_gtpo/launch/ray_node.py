@@ -21,6 +21,9 @@ _NO_METRICS_SERVERS = {
     "AUTOSCALER_METRIC_PORT": "65536",
 }
 
+# Seconds; Ray would work on for a minute after its head's death, and nobody starts that again.
+_HEAD_IS_GONE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
+
 
 @dataclass(frozen=True)
 class Node:
@@ -71,12 +74,12 @@ def with_token(environment: Mapping[str, str], token: Path | None) -> dict[str, 
 
 
 def close_own_ray(environment: MutableMapping[str, str]) -> None:
-    """Have a Ray that this process starts answer to this process and its workers alone, and serve no metrics; before
-    Ray is imported, which reads it once (ray 2.55.0). RAY_AUTH_MODE=disabled leaves it open; what RAY_ADDRESS names is
-    as whoever started it made it."""
+    """Have a Ray that this process starts answer to this process and its workers alone, serve no metrics and end with
+    its head; before Ray is imported, which reads it once (ray 2.55.0). RAY_AUTH_MODE=disabled leaves it open; what
+    RAY_ADDRESS names is as whoever started it made it."""
     if not environment.get("RAY_ADDRESS") and not environment.get("RAY_AUTH_MODE"):
         own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        environment.update({**_NO_METRICS_SERVERS, **environment, **own})
+        environment.update({**_NO_METRICS_SERVERS, **_HEAD_IS_GONE, **environment, **own})
 
 
 def run_node(node: Node, token: Path | None, logs: Path | None) -> int:

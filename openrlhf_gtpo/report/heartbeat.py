@@ -6,6 +6,7 @@ models load and while the trained model is written: those take what they take, a
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,16 +23,17 @@ class Heartbeat:
         self._last: int | None = None
         self._seen = 0.0
 
-    def beat(self, steadily: bool = False) -> None:
+    def beat(self, going_on: Callable[[], bool] | None = None) -> None:
         """Say that the run gets on.
 
         Args:
-            steadily: and go on saying so until the next call, while this process is not stopped.
+            going_on: and go on saying so until the next call, each time that this returns true, while this process is
+                not stopped.
         """
         self._end_beating()
         self._touch()
-        if steadily:
-            self._beating = threading.Thread(target=self._beat_on, daemon=True)
+        if going_on:
+            self._beating = threading.Thread(target=self._beat_on, args=(going_on,), daemon=True)
             self._beating.start()
 
     def clear(self) -> None:
@@ -54,9 +56,10 @@ class Heartbeat:
         with suppress(OSError):  # a full disk is no reason to stop
             self._path.touch()
 
-    def _beat_on(self) -> None:
+    def _beat_on(self, going_on: Callable[[], bool]) -> None:
         while not self._rest.wait(_EVERY):
-            self._touch()
+            if going_on():
+                self._touch()
 
     def _end_beating(self) -> None:
         if self._beating is not None:

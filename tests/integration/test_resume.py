@@ -67,7 +67,7 @@ class Controller(EntropyTrainer):
         self._latest_eval_metric_value, self.generate_kwargs = None, {}
         self.warnings, self.failed_saves = {}, []
         self.heartbeat, self.spikes = None, Spikes(0.0)
-        self.engines = SimpleNamespace(check=lambda: 0, bring_back=lambda policy: None)
+        self.engines = SimpleNamespace(watch=lambda: None, check=lambda: 0, bring_back=lambda policy: None)
         self.trained: list[Any] = []
         self.evaluated: list[int] = []
         args.actor = SimpleNamespace(backend="deepspeed")

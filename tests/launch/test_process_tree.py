@@ -63,9 +63,10 @@ def test_what_ignores_the_request_is_killed(tmp_path: Path) -> None:
     assert not is_running(orphan) and not is_running(own)
 
 
-def test_what_hangs_is_killed_with_its_orphans(tmp_path: Path) -> None:
+def test_what_hangs_is_ended_with_its_orphans(tmp_path: Path) -> None:
+    """At once, although it is stopped: nobody's patience is needed."""
     program = PROGRAM.replace("patience", "hangs=lambda: os.path.exists('hangs'), patience")
-    run = start(1, ORPHAN + "echo $$ >own; exec sleep 600", tmp_path, program)
+    run = start(600, ORPHAN + "echo $$ >own; exec sleep 600", tmp_path, program)
     orphan, own = pid_in(tmp_path / "orphan"), pid_in(tmp_path / "own")
     for pid in (orphan, own):
         os.kill(pid, signal.SIGSTOP)

@@ -40,8 +40,12 @@ class Engines:
         self._all = list(serving)
         self._max_restarts = max_restarts
         self._hanging: dict[int, str] = {}  # of those that were killed for it, by number: what to say
-        if stall_timeout:
-            threading.Thread(target=self._watch, args=(stall_timeout,), daemon=True).start()
+        self._stall_timeout = stall_timeout
+
+    def watch(self) -> None:
+        """Have engines that do not answer killed from now on: all have loaded, and met the trainer for the weights."""
+        if self._stall_timeout:
+            threading.Thread(target=self._watch, args=(self._stall_timeout,), daemon=True).start()
 
     def check(self) -> int:
         """Take those that died off the list; returns how many.

@@ -108,6 +108,20 @@ def deaths_noticed(ranks: Callable[[], list[Any]], every: float = 2.0) -> Iterat
         raise
 
 
+def answering(actors: list[Any]) -> Callable[[], bool]:
+    """What tells whether actors that have nothing to do answer: whether all have since it last said so."""
+    asked: list[Any] = []
+
+    def answered() -> bool:
+        nonlocal asked
+        if asked and len(ray.wait(asked, num_returns=len(asked), timeout=0)[0]) < len(asked):
+            return False
+        asked = [actor.__ray_ready__.remote() for actor in actors]
+        return True
+
+    return answered
+
+
 def raise_if_lost(error: BaseException) -> None:
     """Where a process or a node of the run died, say which nodes are left.
 

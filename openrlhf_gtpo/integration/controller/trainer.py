@@ -18,7 +18,7 @@ from openrlhf_gtpo.errors import StoppedOnRequest
 from openrlhf_gtpo.integration.actors.policy_actor import keep_trying
 from openrlhf_gtpo.integration.controller import stop
 from openrlhf_gtpo.integration.controller.engines import Engines
-from openrlhf_gtpo.integration.controller.failures import write_errors
+from openrlhf_gtpo.integration.controller.failures import answering, write_errors
 from openrlhf_gtpo.integration.controller.rollout_dump import RolloutDumper
 from openrlhf_gtpo.integration.controller.spikes import Spikes
 from openrlhf_gtpo.integration.controller.step_costs import StepCosts
@@ -117,6 +117,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         if stop.requested(self.args):
             stop.clear(self.args)
             raise StoppedOnRequest("asked to, before its first step; there is nothing new to save.")
+        self.engines.watch()
         states = self.init_checkpoint_states()
         step = states["global_step"]
         earlier: Rows = []
@@ -159,8 +160,13 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         if self.metrics_writer:
             self.metrics_writer.phase(phase)
         if self.heartbeat:
-            # How long sampling takes is up to engines and rewards, which are watched from here.
-            self.heartbeat.beat(steadily=phase in (names.GENERATION, names.EVALUATION))
+            # How long sampling takes is up to engines and rewards, which are watched from here. Ranks wait meanwhile.
+            sampling = phase in (names.GENERATION, names.EVALUATION)
+            self.heartbeat.beat(answering(self._ranks()) if sampling else None)
+
+    def _ranks(self) -> list[Any]:
+        groups = self.actor_model_group, self.critic_model_group, self.reward_model_group, self.reference_model_group
+        return [rank for group in groups if group is not None for rank in group._actor_handlers]
 
     def ppo_train(self, global_steps: int) -> dict[str, Any]:
         self._show(names.PPO_TRAIN)
@@ -175,7 +181,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         self.engines.check()
         try:
             if self.heartbeat:
-                self.heartbeat.beat(steadily=True)  # an engine takes to start what it takes
+                self.heartbeat.beat(lambda: True)  # an engine takes to start what it takes
             self.engines.bring_back(self.actor_model_group)
             self._show(names.BROADCAST)
             super().broadcast_to_vllm()
@@ -195,6 +201,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             self.broadcast_to_vllm()
             if self.args.vllm.enable_sleep:
                 batch_vllm_engine_call(self.vllm_engines, "wake_up")
+            self._show(names.GENERATION)  # goes on, or an evaluation's
 
     def train_step(self, rollout_samples: list[Any], global_step: int) -> tuple[dict[str, Any], int]:
         self._show(names.MAKE_EXPERIENCE)

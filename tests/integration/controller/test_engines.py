@@ -141,6 +141,9 @@ def test_a_slow_engine_is_not_dead_and_a_hanging_one_is_killed(killed: list[Engi
     one.state = NEVER
     assert Engines(list(serving), max_restarts=1, stall_timeout=0).check() == 0 and not killed
     engines = Engines(serving, max_restarts=0, stall_timeout=0.1)
+    time.sleep(0.5)
+    assert not killed, "engines may still load"
+    engines.watch()
     deadline = time.monotonic() + 60
     while not killed:
         assert time.monotonic() < deadline

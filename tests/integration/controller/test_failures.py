@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import ray
 
-from openrlhf_gtpo.integration.controller.failures import deaths_noticed
+from openrlhf_gtpo.integration.controller.failures import answering, deaths_noticed
 
 
 class Rank:
@@ -67,3 +67,18 @@ def test_after_the_end_nobody_is_interrupted() -> None:
             rank.dead = True
             time.sleep(0.001)
     time.sleep(0.05)
+
+
+def test_ranks_have_to_answer_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, silent = [Rank(), Rank()], set[Rank]()
+    monkeypatch.setattr(
+        ray, "wait", lambda answers, **_: ([one for one in answers if one.rank not in silent], answers)
+    )
+    answered = answering(ranks)
+    assert answered() and answered()
+    silent.add(ranks[1])
+    assert not answered() and not answered()
+    assert [rank.asked for rank in ranks] == [2, 2]  # one that has not answered is not asked more
+    silent.clear()
+    assert answered()
+    assert answering([])()

@@ -118,7 +118,7 @@ def test_an_evaluation_that_an_interruption_cut_off_is_made_when_the_run_goes_on
     purged: list[int] = []  # also before the first checkpoint: an earlier start may have made steps
     controller.tensorboard_logger = SimpleNamespace(go_on=purged.append, close=lambda: None)
     controller.kl_ctl, controller.heartbeat, controller.spikes = SimpleNamespace(value=0.5), None, Spikes(0.0)
-    controller.engines = SimpleNamespace(check=lambda: 0, bring_back=lambda policy: None)
+    controller.engines = SimpleNamespace(watch=lambda: None, check=lambda: 0, bring_back=lambda policy: None)
     controller.experience_maker = SimpleNamespace(audit=NO_AUDIT)
     controller.samples_generator, controller.failed_saves = SimpleNamespace(at_end_of_episode=False), []
     controller.best_eval_metric_key, controller.best_eval_metric_value = "", -math.inf
