@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf_gtpo.megatron.checkpoint import folder as checkpoint_folder
+from openrlhf_gtpo.megatron.checkpoint.files import DamagedError
 from openrlhf_gtpo.megatron.checkpoint.folder import (
     CheckpointError,
     candidate,
@@ -195,6 +196,8 @@ def test_the_newest_whole_one_is_found_without_latest(tmp_path: Path) -> None:
     (tmp_path / "t10" / "checkpoint.json").write_text("{")
     assert newest_whole(tmp_path) == tmp_path / "t5"
     assert candidate([tmp_path]) == tmp_path / "t7"  # which the ranks will set aside
+    with pytest.raises(DamagedError, match="t7 is not whole"):
+        candidate([tmp_path], "t7")
 
 
 def test_folders_that_belong_together_have_the_newest_in_common(tmp_path: Path) -> None:

@@ -104,8 +104,11 @@ def check_checkpoints(args: SimpleNamespace) -> None:
         UsageError: ``--ckpt.path`` has such checkpoints, or lacks the one of ``--ckpt.load_tag``.
     """
     ckpt, folder = args.ckpt, Path(args.ckpt.path) / "_actor"
-    if not ckpt.load_enable:
+    try:
         there = names(folder)
+    except OSError as error:
+        raise UsageError(f"--ckpt.path {ckpt.path} cannot be read ({error.strerror}); give another folder.") from error
+    if not ckpt.load_enable:
         if there and not ckpt.disable_ds:
             raise UsageError(
                 f"--ckpt.path {ckpt.path} has checkpoints of an earlier run ({', '.join(there)}), which this one "
@@ -117,9 +120,9 @@ def check_checkpoints(args: SimpleNamespace) -> None:
     try:
         path = candidate([folder], ckpt.load_tag)
         backend = backend_of(path) if path is not None else args.actor.backend
-    except DamagedError:  # the one before is taken, unless it was asked for
-        return
     except CheckpointError as error:
+        if isinstance(error, DamagedError) and ckpt.load_tag is None:  # the one before is taken
+            return
         raise UsageError(f"--ckpt.load_enable: {error}") from error
     if backend != args.actor.backend:
         raise UsageError(

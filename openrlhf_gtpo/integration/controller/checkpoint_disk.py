@@ -30,7 +30,7 @@ def check_room(args: SimpleNamespace) -> None:
     folders = {"--ckpt.output_dir": args.ckpt.output_dir, "--ckpt.path": args.ckpt.path}
     folders |= {"--logger.tensorboard_dir": args.logger.tensorboard_dir} if args.logger.tensorboard_dir else {}
     for flag, path in folders.items():
-        there = _existing(path)
+        there = _existing(Path(path, "_actor") if flag == "--ckpt.path" else path)
         if not there.is_dir():
             raise UsageError(f"{flag} {path} cannot be a folder, as {there} is a file; give another path.")
         if not os.access(there, os.W_OK | os.X_OK):

@@ -5,6 +5,7 @@ file in the folder that all nodes share reaches it from everywhere: from a job s
 and from a user's ``touch``.
 """
 
+import errno
 import signal
 import sys
 from pathlib import Path
@@ -45,6 +46,8 @@ def prepare(args: SimpleNamespace) -> None:
     path = stop_file(args)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
         if not args.ckpt.stop_file:
             clear(args)
     except OSError as error:

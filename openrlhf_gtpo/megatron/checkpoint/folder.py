@@ -82,12 +82,15 @@ def candidate(folders: Sequence[Path], tag: str | None = None) -> Path | None:
     """The checkpoint to try next, the newest by its name and place, or ``tag``; None in folders without any.
 
     Raises:
-        CheckpointError: there is no ``tag``; or there are checkpoints, but none to go on from.
+        CheckpointError: there is no ``tag``, or it is not whole; or there are checkpoints, but none to go on from.
     """
     there = names(folders[0])
     if tag is not None:
         if tag not in there or not all((folder / tag).is_dir() for folder in folders):
             raise CheckpointError(f"{folders[0]} has no checkpoint {tag!r}; it has {', '.join(there) or 'none'}.")
+        for folder in folders:
+            if _is_checkpoint(folder / tag):
+                _check_sizes(folder / tag)
         return folders[0] / tag
     path = next(iter(_checkpoints(*folders)), None)
     if path is not None:

@@ -220,6 +220,11 @@ def test_a_folder_that_cannot_be_written(
 ) -> None:
     file = tmp_path / "train.jsonl"
     assert refused({flag: file / "out"}).startswith(f"{flag} {file}/out cannot be a folder, as {file} is a file;")
+    (tmp_path / "_actor").touch()
+    if flag == "--ckpt.path":
+        assert refused({flag: tmp_path}).endswith(
+            f"cannot be a folder, as {tmp_path}/_actor is a file; give another path."
+        )
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # which nothing keeps from root
     path = tmp_path / "not" / "yet"
     assert refused({flag: path}).startswith(f"{flag} {path} cannot be written, as {tmp_path} is not writable;")

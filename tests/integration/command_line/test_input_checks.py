@@ -472,6 +472,10 @@ def test_what_cannot_be_gone_on_from_is_refused(
     assert "give --ckpt.load_enable with it" in refused({"--ckpt.load_tag": "global_step1"})
     (folder / "checkpoint.json").write_text("{")  # the training's ranks set it aside
     check_checkpoints(parse(argv_of(command | resume)))
+    assert "cannot be read" in refused(
+        resume | {"--ckpt.load_tag": "global_step1"}
+    )  # but take no other than asked for
+    assert refused({"--ckpt.path": "x" * 300}).endswith("cannot be read (File name too long); give another folder.")
     folder.rename(folder.with_name("global_step1.corrupt"))
     assert "no checkpoint that is known to be whole (global_step1.corrupt)" in refused(resume)
     make_checkpoint(tmp_path, "global_step3", model={}, dtype="bfloat16", optimizer=True)

@@ -221,6 +221,8 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         stop.prepare(arguments(tmp_path / "file" / "checkpoints"))
     with pytest.raises(UsageError, match=f"--ckpt.stop_file {tmp_path}/file/request cannot be used"):
         stop.prepare(arguments(tmp_path, tmp_path / "file" / "request"))
+    with pytest.raises(UsageError, match=f"--ckpt.stop_file {tmp_path} cannot be used: it is a folder"):
+        stop.prepare(arguments(tmp_path, tmp_path))
 
 
 def test_both_actors_can_be_waited_for() -> None:
