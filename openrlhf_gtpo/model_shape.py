@@ -22,6 +22,8 @@ _KINDS: dict[str, type] = {
     "layer_types": list,
 }
 
+_LARGEST = 2**24  # of all sizes
+
 VOCABULARY_MULTIPLE = 128  # rows of embedding and head on each rank come in multiples of it, as Megatron pads them
 
 
@@ -127,13 +129,15 @@ class ModelShape:
         """From a Hugging Face configuration, or any object with the fields of its ``config.json``.
 
         Raises:
-            UsageError: a size is missing or no whole number.
+            UsageError: a size is missing, no whole number, or none that a model has.
         """
 
         def size(*names: str, default: int | None = None) -> int:
             value = next((found for name in names if (found := getattr(config, name, None)) is not None), default)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UsageError(f"Expected a whole number {names[0]} >= 1 in its config.json, got {value!r}.")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
+                raise UsageError(
+                    f"Expected a whole number {names[0]} from 1 to {_LARGEST} in its config.json, got {value!r:.99}."
+                )
             return value
 
         kind, heads = config.model_type, size("num_attention_heads")

@@ -409,6 +409,29 @@ def respond(made: Any) -> None:
     rows._process_response_into_experience({**answer, "prompt_number": 1}, max_len=32)
 
 
+RESPONSE = {
+    "prompt": "2 + 2 = ",
+    "label": "4",
+    "images": None,
+    "mm_train_inputs": None,
+    "reward": 1.0,
+    "scores": 1.0,
+    "observation_tokens": [50, 32, 52],
+    "action_ranges": [[2, 3]],
+    "rollout_log_probs": [0.0, 0.0, -0.5],
+    "truncated": False,
+    "extra_logs": {"turns": 1},
+}
+
+
+def agent(returned: Any) -> None:
+    """What an agent's executor has returned, made into a row."""
+    from openrlhf_gtpo.integration.rollout.samples_generator import OrderedSamplesGenerator
+
+    rows = OrderedSamplesGenerator.__new__(OrderedSamplesGenerator)
+    rows._process_response_into_experience({**returned, "prompt_number": 1}, max_len=32)
+
+
 def reward(returned: Any) -> None:
     executor().reward_func = lambda queries, prompts, labels: returned
     respond(executor())
@@ -719,6 +742,7 @@ PARSERS: dict[str, Callable[[], Parser]] = {
         (ValueError,),
     ),
     "reward": lambda: Parser(rewards(), reward, (TrainingStopped,)),
+    "agent": lambda: Parser(broken(RESPONSE).filter(lambda made: isinstance(made, dict)), agent, (TrainingStopped,)),
     "task_reward": lambda: Parser(
         st.tuples(documents(LABEL), st.text(max_size=20) | st.sampled_from(["4", "<answer>4</answer>", "9" * 5000])),
         task_reward,

@@ -91,7 +91,7 @@ def candidates(request: Request) -> list[Candidate]:
         SettingError: nothing is legal; the message has the rule that is broken.
     """
     work, most = request.workload, request.config.max_position_embeddings
-    if work.row_length > most:
+    if most is not None and work.row_length > most:
         raise SettingError(
             f"$prompt_length {work.prompt_length} and $response_length {work.response_length} make rows of "
             f"{work.row_length} tokens, and this model has {most} positions "

@@ -8,6 +8,7 @@ training the same with `"ended": true`.
 import json
 import math
 import os
+import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -167,8 +168,9 @@ def datasource_of(held_out_name: str) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a metrics line is a number, and no null, text or truth value."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Whether a value of a metrics line is a number that fits a float, and no null, text or truth value."""
+    whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return whole or isinstance(value, float)
 
 
 def _json_value(name: str, value: Any) -> Any:

@@ -174,13 +174,14 @@ KINDS = "is neither tiny, 3b, 7b, 32b nor a Hugging Face config.json or a folder
             {"model_type": "gpt2", "n_embd": 768},
             "the Megatron actor does not know the architecture 'gpt2'; it knows llama, mistral, qwen2",
         ),
-        (QWEN2 | {"hidden_size": None}, "Expected a whole number hidden_size >= 1 in its config.json, got None."),
-        (QWEN2 | {"num_hidden_layers": 1.5}, "a whole number num_hidden_layers >= 1 in its config.json, got 1.5."),
+        (QWEN2 | {"hidden_size": None}, "Expected a whole number hidden_size from 1 to 16777216 in its config.json, "),
         (
-            {k: v for k, v in QWEN2.items() if k != "vocab_size"},
-            "number vocab_size >= 1 in its config.json, got None.",
+            QWEN2 | {"num_hidden_layers": 1.5},
+            "number num_hidden_layers from 1 to 16777216 in its config.json, got 1.5.",
         ),
-        (QWEN2 | {"model_type": "qwen3_moe"}, "number moe_intermediate_size >= 1 in its config.json, got None."),
+        (QWEN2 | {"num_hidden_layers": 10**400}, "to 16777216 in its config.json, got 1000"),
+        ({k: v for k, v in QWEN2.items() if k != "vocab_size"}, "number vocab_size from 1 to 16777216 in its "),
+        (QWEN2 | {"model_type": "qwen3_moe"}, "number moe_intermediate_size from 1 to 16777216 in its config.json, "),
         (QWEN2 | {"quantization_config": {}}, "this checkpoint is quantized"),
         # transformers' default of a Mistral model that says nothing of its window
         (
@@ -219,3 +220,8 @@ def test_micro_batches_hold_every_row() -> None:
     count, tokens = work.micro_batches(replicas=2)
     assert (count, tokens) == (32, 200)  # two whole rows in each
     assert Workload(**rows, max_tokens_per_gpu=50).micro_batch_tokens == 100
+
+
+def test_a_model_that_names_no_limit_of_positions_is_planned_for(tmp_path: Path) -> None:
+    write(tmp_path, QWEN2 | {"max_position_embeddings": None})
+    assert plan.main(["--model", str(tmp_path), "--gpus", "8", "--response-length", "100000"]) in (0, 1)

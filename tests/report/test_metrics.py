@@ -88,6 +88,11 @@ def test_a_line_cut_off_by_a_kill_is_left_out_and_costs_a_resumed_run_nothing(tm
     assert series(read_runs(path)[-1], "train", "a") == ([1, 2, 3], [1, 20, 3])
 
 
+def test_a_number_that_no_float_holds_is_left_out(tmp_path):
+    path = _write(tmp_path / "m.jsonl", ("train", 1, {"a": 1}), ("train", 2, {"a": 10**400}))
+    assert series(read_runs(path)[-1], "train", "a") == ([1], [1.0])
+
+
 def test_a_repeated_step_counts_once_with_its_later_line(tmp_path):
     path = _write(tmp_path / "m.jsonl", ("train", 2, {"a": 1, "b": 1}), ("eval", 2, {"a": 5}), ("train", 2, {"a": 2}))
     rows = read_runs(path)[-1]

@@ -156,7 +156,11 @@ class OrderedSamplesGenerator(SamplesGenerator):
 
     def _process_response_into_experience(self, response: dict[str, Any], **generate_kwargs: Any) -> Any:
         """As upstream's, with a response's ``sampler_values`` where there are any; for a dropped prompt something
-        that no filter lets through."""
+        that no filter lets through.
+
+        Raises:
+            TrainingStopped: too many prompts were dropped, or an agent returned what is no response.
+        """
         if DROPPED in response:
             self.dropped += 1
             if self.dropped > self._may_drop:
@@ -166,7 +170,15 @@ class OrderedSamplesGenerator(SamplesGenerator):
                 )
             print(f"Warning: a prompt is dropped. {response[DROPPED]}", flush=True)
             return SimpleNamespace(scores=[torch.tensor(float("nan"))])
-        experience = super()._process_response_into_experience(response, **generate_kwargs)
+        try:
+            experience = super()._process_response_into_experience(response, **generate_kwargs)
+        except Exception as error:  # a reward's answer has been checked, an agent's comes from the user's code
+            what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise TrainingStopped(
+                "Expected from --train.agent_func_path a response as OpenRLHF's MultiTurnAgentExecutor.execute makes "
+                f"it, with numbers as reward, scores and extra_logs, got one that cannot be read ({what}): "
+                f"{response!r:.300}"
+            ) from error
         experience.index = [response["prompt_number"]]  # until the experience maker numbers rows
         if SAMPLER_VALUES in response:
             shown = slice(1, generate_kwargs.get("max_len", 2048))  # as upstream cuts rollout_log_probs
