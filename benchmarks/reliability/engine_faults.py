@@ -1,8 +1,12 @@
-"""A long run whose engines are killed and stopped, and whose reward raises, at random instants, beside an undisturbed
-one of the same seed. Writes JSON: each fault with the seconds until a fresh engine serves, prompts that were lost, and
-the rewards of both runs.
+"""A supervised run whose engines are killed and stopped, and whose reward raises and hangs, at random instants; and
+the same run undisturbed.
 
-    python benchmarks/reliability/engine_faults.py --faults 20 --output docs/results/reliability/engine_faults.json
+    python3 benchmarks/reliability/engine_faults.py --faults 50 --output docs/results/reliability/engine_faults.json
+
+On CPU, through Ray and vLLM, with the tiny model: a DeepSpeed rank, two engines, a checkpoint after every step. A
+fault is SIGKILL or SIGSTOP to the actor of an engine or to vLLM's process under it, up to six seconds after the last
+one was mended. After the last the run is asked to stop (status 75), and must have every step and prompt; the
+undisturbed one makes as many steps.
 """
 
 import argparse
@@ -11,24 +15,27 @@ import os
 import platform
 import random
 import re
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
+from signal import SIGKILL, SIGSTOP
 from typing import Any
 
 import psutil
+from rank_faults import cmdline, restarts_of, rows, until
 
 from openrlhf_gtpo.cli import prepare
+from openrlhf_gtpo.report import names
 from openrlhf_gtpo.tasks import reasoning_gym_reward
 
-STALL_TIMEOUT = 15
+STALL_TIMEOUT = 30
+STOPPED = 75
 ROWS, PROMPTS, SAMPLES = 64, 8, 4
+EPISODES = 1000  # the longest run
 
 # Raises about one call in forty, and hangs more seldom, as long as the file `faults` is there.
 REWARD = """
@@ -44,7 +51,7 @@ chance = random.Random()
 def reward_func(queries, prompts, labels):
     if Path({folder!r}, "faults").exists():
         draw = chance.random()
-        if draw < 0.002:
+        if draw < 0.0005:
             time.sleep(10_000)
         if draw < 0.025:
             raise ConnectionError("the grader is away")
@@ -55,7 +62,7 @@ def reward_func(queries, prompts, labels):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=20, help="of engines; rewards fail beside them")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no fault after so many")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
@@ -65,9 +72,10 @@ def main() -> None:
         words = ["--task", "products", "--train-size", str(ROWS), "--eval-size", "8", "--output", str(place / "task")]
         prepare.main(["task", *words])
         disturbed = train(place, "disturbed", args)
-        undisturbed = train(place, "undisturbed", args)
+        print(json.dumps(disturbed), flush=True)
+        undisturbed = train(place, "undisturbed", args, disturbed["steps"])
     result = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python3", *sys.argv]),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
         "stall_timeout": STALL_TIMEOUT,
         "disturbed": disturbed,
@@ -75,11 +83,12 @@ def main() -> None:
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({name: value for name, value in disturbed.items() if name != "faults"}, indent=1))
+    if disturbed["status"] != STOPPED or disturbed["steps_missing"] or disturbed["prompts_lost"]:
+        sys.exit("Something was lost.")
 
 
-def train(place: Path, name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One run to its end, with faults where it is the disturbed one."""
+def train(place: Path, name: str, args: argparse.Namespace, steps: int | None = None) -> dict[str, Any]:
+    """A run that is stopped after its faults, or after so many steps."""
     folder = place / name
     folder.mkdir()
     (folder / "reward.py").write_text(REWARD.format(reward=reasoning_gym_reward.__file__, folder=str(folder)))
@@ -101,9 +110,9 @@ def train(place: Path, name: str, args: argparse.Namespace) -> dict[str, Any]:
         "--rollout.micro_batch_size": 8,
         "--train.batch_size": PROMPTS * SAMPLES,
         "--train.micro_batch_size": 8,
-        "--train.num_episodes": -(-args.steps * PROMPTS // ROWS),
+        "--train.num_episodes": EPISODES,
         "--train.seed": args.seed,
-        "--train.max_restarts": 10_000,
+        "--train.max_restarts": 1000,
         "--train.stall_timeout": STALL_TIMEOUT,
         "--ckpt.output_dir": folder / "model",
         "--ckpt.path": folder / "checkpoints",
@@ -113,111 +122,112 @@ def train(place: Path, name: str, args: argparse.Namespace) -> dict[str, Any]:
         "--logger.metrics_path": folder / "metrics.jsonl",
     }
     argv = [*(str(word) for pair in flags.items() for word in pair), "--data.apply_chat_template"]
-    faults: list[dict[str, Any]] = []
-    starts, began, log = 0, time.monotonic(), folder / "log"
-    chance = random.Random(args.seed)
-    while True:
-        resume = ["--ckpt.load_enable"] if starts else []
-        with log.open("a") as output:
-            run = psutil.Popen(
-                [sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray", *argv, *resume],
-                cwd=folder, stdout=output, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-        starts += 1
-        if name == "disturbed":
-            disturb(run, folder, args.faults, faults, chance)
-        code = run.wait()
-        # A fault in the middle of a transfer of weights ends the run, which goes on from its last checkpoint.
-        if code == 0 or starts > 5:
-            break
-    text = log.read_text()
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = {row["step"]: row for row in rows if row["kind"] == "train"}
-    dropped = sum(row["rollout/dropped_prompts"] for row in steps.values())
-    rows_trained = sum(row["rollout/num_samples"] for row in steps.values())
-    rewards = [steps[step]["reward/mean"] for step in sorted(steps)]
-    recovery = [fault["seconds"] for fault in faults if fault.get("seconds")]
+    began = time.monotonic()
+    with (folder / "log").open("w") as log:
+        run = psutil.Popen(
+            [sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray", *argv], stdout=log, stderr=subprocess.STDOUT
+        )
+    try:
+        until(lambda: rows(folder), run)
+        faults = [] if steps else disturb(run, folder, args)
+        until(lambda: rows(folder)[-1]["step"] >= (steps or 0), run)
+        (folder / "checkpoints" / "stop").touch()
+        run.wait()
+    finally:
+        if run.poll() is None:
+            run.terminate()
+            run.wait()
+    return summary(folder, run.returncode, round(time.monotonic() - began), faults)
+
+
+def summary(folder: Path, status: int, seconds: int, faults: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of a run that has ended."""
+    text = (folder / "log").read_text()
+    made = {row["step"]: row for row in rows(folder)}  # the last, of a step that was made again
+    rewards = [row["reward/mean"] for _, row in sorted(made.items())]
+    dropped = sum(row[names.DROPPED_PROMPTS] for row in made.values())
+    trained = sum(row["rollout/num_samples"] for row in made.values()) / SAMPLES
     return {
-        "status": code,
-        "starts": starts,
-        "seconds": round(time.monotonic() - began),
-        "steps": len(steps),
+        "status": status,
+        "seconds": seconds,
+        "steps": len(made),
+        "steps_missing": max(made) - len(made),
+        "prompts_dropped": dropped,
+        "prompts_lost": len(made) * PROMPTS - dropped - trained,
         "engine_faults": len(faults),
-        "reward_retries": len(re.findall("failed and is tried again", text)),
-        "dropped_prompts": dropped,
-        "lost_prompts": len(steps) * PROMPTS - dropped - rows_trained / SAMPLES,
-        "largest_vllm_kl": max(abs(row["vllm_kl"]) for row in steps.values()),
-        "recovery_seconds": {
-            "median": statistics.median(recovery) if recovery else None,
-            "largest": max(recovery, default=None),
+        "run_restarts": restarts_of(folder),
+        "rewards_tried_again": text.count("failed and is tried again"),
+        "largest_vllm_kl": max(abs(row["vllm_kl"]) for row in made.values()),
+        "reward_and_its_standard_error": [statistics.mean(rewards), statistics.stdev(rewards) / len(rewards) ** 0.5],
+        "of_each": {
+            kind: {
+                "times": len(ours),
+                **{
+                    name: [min(values), statistics.median(values), max(values)]
+                    for name in ("noticed_seconds", "start_seconds", "recovered_seconds")
+                    if (values := [one[name] for one in ours if name in one])
+                },
+            }
+            for kind in sorted({one["fault"] for one in faults})
+            if (ours := [one for one in faults if one["fault"] == kind])
         },
-        "reward_of_the_last_ten_steps": statistics.mean(rewards[-10:]),
-        "stopped_by": re.findall("train_ppo_ray.*", text),
         "faults": faults,
+        "said": re.findall("^train_ppo_ray.*", text, re.MULTILINE),
     }
 
 
-def disturb(run: psutil.Popen, folder: Path, count: int, faults: list[dict[str, Any]], chance: random.Random) -> None:
-    """Until ``count`` faults or the run's end: a signal to the actor of an engine or to vLLM's process of one."""
-    until(lambda: (folder / "metrics.jsonl").exists() and steps_of(folder) > 0, run)
+def disturb(run: psutil.Popen, folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """``args.faults`` of them, one after another, or as many as there is time for."""
+    chance, deadline = random.Random(args.seed), time.monotonic() + args.seconds
+    found: list[dict[str, Any]] = []
     (folder / "faults").touch()
-    while len(faults) < count and run.poll() is None:
+    while len(found) < args.faults and time.monotonic() < deadline:
         until(lambda: len(engines_of(run)) == 2, run)
-        time.sleep(chance.uniform(1, 12))
+        time.sleep(chance.uniform(0, 6))
         engines = engines_of(run)
-        if len(engines) < 2:
-            continue
-        actor, core = chance.choice(sorted(engines.items()))
-        which, number = chance.choice(["actor", "core"]), chance.choice(
-            [signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]
-        )
-        with suppress(ProcessLookupError):
-            os.kill(actor if which == "actor" else core, number)
-        fault = {"signal": number.name, "process": which, "after_step": steps_of(folder)}
-        faults.append(fault)
-        print(f"{fault}", flush=True)
-        began = time.monotonic()
-        # A new actor with a new process of vLLM in the place of both.
-        old = {actor, core}
-        until(partial(replaced, run, old), run)
-        if run.poll() is None:
-            fault["started_seconds"] = round(time.monotonic() - began, 1)
-            until(lambda: (folder / "log").read_text().count("are back") >= len(back(faults)) + 1, run)
-        if run.poll() is None:
-            fault["seconds"] = round(time.monotonic() - began, 1)
-    (folder / "faults").unlink(missing_ok=True)
+        actor = chance.choice(sorted(engines))
+        which, number = chance.choice(["actor", "core"]), chance.choice([SIGKILL, SIGKILL, SIGSTOP])
+        what = f"{which} {'stopped' if number == SIGSTOP else 'killed'}"
+        found.append({"fault": what, **strike(run, folder, actor if which == "actor" else engines[actor], number)})
+        print(found[-1], flush=True)
+    (folder / "faults").unlink()
+    return found
 
 
-def back(faults: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [fault for fault in faults if "seconds" in fault]
+def strike(run: psutil.Popen, folder: Path, victim: int, number: int) -> dict[str, Any]:
+    """One fault. ``start_seconds`` are those from the new actor's process to the engine's return, ``noticed_seconds``
+    those before, to a second, as Linux tells when a process began.
+
+    A fault in the middle of a transfer of weights ends the run, which goes on from its last checkpoint: then
+    ``recovered_seconds`` are those until a step is made that was not made before.
+    """
+    before, back, restarts = rows(folder)[-1]["step"], returns_of(folder), restarts_of(folder)
+    fault = {"doing": (folder / "metrics.jsonl.phase").read_text(), "after_step": before}
+    struck = time.time()
+    os.kill(victim, number)
+    until(lambda: returns_of(folder) > back or restarts_of(folder) > restarts, run)
+    if restarts_of(folder) > restarts:
+        fault["run_restarted_after_seconds"] = round(time.time() - struck, 1)
+        until(lambda: rows(folder)[-1]["step"] > before, run)
+    else:
+        started = max(psutil.Process(actor).create_time() for actor in engines_of(run))
+        fault |= {"noticed_seconds": round(started - struck, 1), "start_seconds": round(time.time() - started, 1)}
+    return fault | {"recovered_seconds": round(time.time() - struck, 1)}
 
 
-def replaced(run: psutil.Popen, old: set[int]) -> bool:
-    found = engines_of(run)
-    return len(found) == 2 and not old & {*found, *found.values()}
-
-
-def steps_of(folder: Path) -> int:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return sum('"kind": "train"' in line or '"kind":"train"' in line for line in lines)
+def returns_of(folder: Path) -> int:
+    return len(re.findall("vLLM engines .* (?:is|are) back", (folder / "log").read_text()))
 
 
 def engines_of(run: psutil.Popen) -> dict[int, int]:
     """Each engine's actor to vLLM's process under it, of those that have one."""
     found = {}
-    with suppress(psutil.Error):
-        for process in run.children(recursive=True):
-            with suppress(psutil.Error):
-                if "EngineCore" in " ".join(process.cmdline()):
-                    found[process.ppid()] = process.pid
+    for process in run.children(recursive=True):
+        with suppress(psutil.Error):
+            # That of an actor that died has another parent by now.
+            if "EngineCore" in " ".join(cmdline(process)) and "Rollout" in " ".join(cmdline(process.parent())):
+                found[process.ppid()] = process.pid
     return found
-
-
-def until(condition: Any, run: psutil.Popen) -> None:
-    deadline = time.monotonic() + 600
-    while run.poll() is None and not condition():
-        assert time.monotonic() < deadline, "it hangs"
-        time.sleep(0.2)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,159 @@
+"""What the guards cost a run without faults, as shares: an asynchronous checkpoint at every step, the checksums of a
+save, and the process that supervises.
+
+    python3 benchmarks/reliability/shares.py --output docs/results/reliability/shares.json
+
+One Megatron rank on this host, with the quickstart's model and batch (135M parameters, 16 x 8 responses). A step here
+is log-probs, advantages and training, without the rollout, so that of the whole step a share is less. With and without
+the checkpoint take turns in one process, and a share is taken within a turn: of the seconds, and of the processor time
+of all threads, which other work on the machine changes less. What checksums take is measured within each save.
+"""
+
+import argparse
+import os
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from openrlhf_gtpo import platform
+
+os.environ.setdefault(platform.PLATFORM_VARIABLE, "cpu")
+platform.activate()
+
+import xxhash  # noqa: E402
+
+from openrlhf_gtpo.benchmarks.harness import spread, write_results  # noqa: E402
+from openrlhf_gtpo.benchmarks.train_step import Step  # noqa: E402
+from openrlhf_gtpo.launch.process_tree import run_and_clear  # noqa: E402
+from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints  # noqa: E402
+from openrlhf_gtpo.megatron.model.policy import ModelOptions  # noqa: E402
+from openrlhf_gtpo.megatron.model.random_model import random_model  # noqa: E402
+from openrlhf_gtpo.megatron.parallel import groups  # noqa: E402
+from openrlhf_gtpo.megatron.parallel.layout import Layout  # noqa: E402
+from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer  # noqa: E402
+from openrlhf_gtpo.platform.processes import run_processes  # noqa: E402
+from openrlhf_gtpo.report.heartbeat import Heartbeat  # noqa: E402
+
+_PROCESSES = 16  # of a small run with Ray and an engine
+_SHAPE = {  # of SmolLM2-135M, which the quickstart trains
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=30, help="with fewer, bytes and arithmetic shrink alike")
+    parser.add_argument("--repeat", type=int, default=5, help="turns of each comparison")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of supervision")
+    parser.add_argument("--output", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    found = {"supervision": of_supervision(args.seconds), **run_processes(of_checkpoints, 1, args)}
+    for what, numbers in found.items():
+        print(what, numbers, flush=True)
+    if args.output:
+        write_results(args.output, args, found)
+
+
+def of_checkpoints(args: argparse.Namespace) -> dict[str, Any]:
+    """In the one rank of the default group."""
+    batch = {"prompts": 16, "samples": 8, "prompt_tokens": 32, "response_tokens": 32, "max_tokens": 1024, "seed": 1}
+    groups.initialize(Layout(), seed=1)
+    shape: dict[str, Any] = _SHAPE | {"num_hidden_layers": args.layers}
+    trainer = Trainer(random_model(shape, ModelOptions(), 1), OptimizerOptions())
+    step = Step(trainer, argparse.Namespace(**batch), shape["vocab_size"])
+
+    def one_step() -> None:
+        step.old_policy(), step.advantages(), step.train()
+
+    with tempfile.TemporaryDirectory() as folder:
+        later = Checkpoints(Path(folder, "later"), asynchronous=True, max_num=1)
+        now = Checkpoints(Path(folder, "now"), max_num=1)
+        step.new_batch(0)
+        one_step()  # makes the optimizer's states
+        later.save("first", trainer, {})
+        later.finish()
+
+        def step_with_save() -> None:
+            later.save("step", trainer, {})
+            one_step()
+            later.finish()
+
+        def checksums() -> list[float]:
+            """Of each save: processor time within the hash over that of the whole save."""
+            shares = []
+            for _ in range(args.repeat):
+                TimedHash.seconds, began = 0.0, time.process_time()
+                with mock.patch.object(xxhash, "xxh3_64", TimedHash):
+                    now.save("step", trainer, {})
+                shares.append(TimedHash.seconds / (time.process_time() - began))
+            return shares
+
+        return {
+            "asynchronous_checkpoint_of_the_step": compared(one_step, step_with_save, args.repeat),
+            "checksums_of_a_save": {"share_of_processor_seconds": spread(checksums())},
+            "bytes_of_a_checkpoint": sum(path.stat().st_size for path in Path(folder, "now/step").rglob("*")),
+        }
+
+
+class TimedHash:
+    seconds = 0.0
+    new = xxhash.xxh3_64
+
+    def __init__(self) -> None:
+        self._hash = self.new()
+
+    def update(self, data: Any) -> None:
+        began = time.thread_time()
+        self._hash.update(data)
+        TimedHash.seconds += time.thread_time() - began
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
+
+
+def compared(without: Callable[[], Any], with_it: Callable[[], Any], repeat: int) -> dict[str, Any]:
+    """What ``with_it`` takes more than ``without``, as a share of the latter: lowest, median, highest turn."""
+    measured: dict[str, list[tuple[float, float]]] = {"without": [], "with": []}
+    for turn in range(repeat):
+        sides = [("without", without), ("with", with_it)]
+        for name, run in sides if turn % 2 else reversed(sides):
+            began = time.perf_counter(), time.process_time()
+            run()
+            measured[name].append((time.perf_counter() - began[0], time.process_time() - began[1]))
+    pairs = list(zip(measured["without"], measured["with"], strict=True))
+    found: dict[str, Any] = {}
+    for index, clock in enumerate(("seconds", "processor_seconds")):
+        found[clock] = {name: statistics.median(one[index] for one in ones) for name, ones in measured.items()}
+        found[f"share_of_{clock}"] = spread(more[index] / plain[index] - 1 for plain, more in pairs)
+    return found
+
+
+def of_supervision(seconds: float) -> dict[str, float]:
+    """What the supervising process takes of one core while it watches a run that beats."""
+    waiting = f"sleep {seconds} & " * _PROCESSES + "wait"
+    with tempfile.TemporaryDirectory() as folder:
+        run, supervisor = Heartbeat(folder), Heartbeat(folder)
+        run.beat()
+        before, began = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
+        status = run_and_clear(["bash", "-c", waiting], os.environ, hangs=lambda: 0 < 1e9 < supervisor.silence())
+        after, took = resource.getrusage(resource.RUSAGE_SELF), time.monotonic() - began
+    assert status == 0, status
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"share_of_a_core": used / took, "seconds": took}
+
+
+if __name__ == "__main__":
+    main()
