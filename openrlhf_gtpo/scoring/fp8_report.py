@@ -3,6 +3,7 @@ that a rollout was trained on (``cli.report mismatch``), against a model's own.
 """
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,7 +34,7 @@ def read_credit(path: Path) -> tuple[Tensor, Tensor]:
     lines_of: dict[str | int, list[int]] = {}  # a group's, from 1
     for number, entry in enumerate(_entries(path), 1):
         reward, group = entry.get("reward"), entry.get("group", entry.get("prompt"))
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) < float("inf"):
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
             raise UsageError(f'{path}:{number} has no reward; add "reward": NUMBER.')
         if not isinstance(group, str | int):
             raise UsageError(f'{path}:{number} has no prompt to tell its group by; add "group": NAME_OR_NUMBER.')
