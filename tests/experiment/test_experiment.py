@@ -1,6 +1,8 @@
 """Experiments: what a file asks for, what is refused, and what an interruption leaves."""
 
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -111,10 +113,7 @@ if way.exists():
         (Path(words["--ckpt.path"]) / "_actor" / "global_step1").mkdir(parents=True)
     if how == "fail":
         sys.exit("no good reason")
-    if how == "interrupt":
-        os.kill(os.getppid(), signal.SIGTERM)
-        signal.pause()
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGTERM if how == "interrupt" else signal.SIGKILL)
 with metrics.open("a") as file:
     file.write(json.dumps({"kind": "eval", "step": 1, "eval_task_pass1": 0.75, "time": 2.0}) + chr(10))
     file.write(json.dumps({"kind": "run", "step": 1, "run": "x", "ended": True, "time": 2.0}) + chr(10))
@@ -125,11 +124,12 @@ with metrics.open("a") as file:
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An experiment of one method and three seeds whose trainings are ``TRAINER``."""
     (tmp_path / "stand_in.py").write_text(TRAINER)
-    call = runner.run_and_clear
 
     def run(command: list[str], *args: Any, **kwargs: Any) -> int:
+        """As ``run_and_clear``, which would end what pytest has started, says it."""
         place = command.index(sys.executable)
-        return call([*command[: place + 1], str(tmp_path / "stand_in.py"), *command[place + 3 :]], *args, **kwargs)
+        status = subprocess.call([*command[: place + 1], str(tmp_path / "stand_in.py"), *command[place + 3 :]])
+        return 128 + signal.SIGTERM if status == -signal.SIGTERM else status
 
     monkeypatch.setattr(runner, "run_and_clear", run)
     monkeypatch.setattr(experiment, "_check", lambda grid: None)

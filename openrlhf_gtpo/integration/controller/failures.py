@@ -1,6 +1,7 @@
 """What is behind an error that Ray hands to whoever waited for a task, said so that a user can act on it."""
 
 import _thread
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from openrlhf_gtpo.megatron.checkpoint.files import CheckpointError
 from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
 
 E = TypeVar("E", bound=BaseException)
+
+_LOST = signal.SIGURG  # ignored where nobody handles it
 
 
 def cause_of(error: BaseException | None, kind: type[E]) -> E | None:
@@ -63,7 +66,8 @@ def deaths_noticed(ranks: Callable[[], list[Any]], every: float = 2.0) -> Iterat
     """Raise the death of a rank in the main thread, whatever that waits for.
 
     While engines sample, nobody asks the ranks for anything, and a death would show when the rollout is over. Here
-    each is asked for a sign of life, which it gives between two tasks; Ray answers for one that died.
+    each is asked for a sign of life, which it gives between two tasks; Ray answers for one that died. The main thread
+    hears of it by a signal that nobody else uses, and not by SIGINT: a shell starts its background jobs without that.
 
     Args:
         ranks: gives the handles of the actors that there are by now.
@@ -89,23 +93,24 @@ def deaths_noticed(ranks: Callable[[], list[Any]], every: float = 2.0) -> Iterat
                         ray.get(answer)
                     except ray.exceptions.ActorDiedError as error:
                         lost.append(error)
-                        _thread.interrupt_main()
+                        _thread.interrupt_main(_LOST)
                         return
                     except ray.exceptions.RayError:  # out of reach for a moment: it is asked again
                         pass
 
+    def end(number: int, frame: Any) -> None:
+        if lost:
+            raise lost.pop() from None
+
+    before = signal.signal(_LOST, end)
     threading.Thread(target=look, daemon=True).start()
     try:
-        try:
-            yield
-        finally:
-            over.set()
-            with looking:  # a call after Ray's end would start another one
-                pass
-    except KeyboardInterrupt:
-        if lost:
-            raise lost[0] from None
-        raise
+        yield
+    finally:
+        over.set()
+        with looking:  # a call after Ray's end would start another one
+            pass
+        signal.signal(_LOST, before)
 
 
 def answering(actors: list[Any]) -> Callable[[], bool]:

@@ -1,5 +1,6 @@
 """A rank that dies ends what the driver waits for."""
 
+import signal
 import time
 from contextlib import suppress
 from typing import Any
@@ -44,13 +45,18 @@ def _wait(condition: Any) -> None:
         time.sleep(0.01)
 
 
-def test_a_dead_rank_ends_the_wait() -> None:
-    ranks = [Rank(), Rank()]
-    with pytest.raises(ray.exceptions.ActorDiedError):
-        with deaths_noticed(lambda: ranks, every=0.01):
-            _wait(lambda: all(rank.asked > 1 for rank in ranks))
-            ranks[1].dead = True
-            _wait(lambda: False)
+@pytest.mark.parametrize("interrupt", [signal.default_int_handler, signal.SIG_IGN])
+def test_a_dead_rank_ends_the_wait(interrupt: Any) -> None:
+    """Also of a run in the background of a script, whose shell has it ignore SIGINT."""
+    ranks, before = [Rank(), Rank()], signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(ray.exceptions.ActorDiedError):
+            with deaths_noticed(lambda: ranks, every=0.01):
+                _wait(lambda: all(rank.asked > 1 for rank in ranks))
+                ranks[1].dead = True
+                _wait(lambda: False)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_stays_what_it_is() -> None:
