@@ -229,7 +229,7 @@ def test_a_stale_engine_closes_the_gate_until_it_has_new_weights(
         assert policy.forwards == number + 1
         assert made.metrics.get(names.SAMPLER_IN_USE) == (None if number % 2 else 0)
     said = capsys.readouterr().out
-    assert said.count("fall back to the actor's") == 1 and "--rollout.entropy_audit_gate 0.05" in said
+    assert said.count("fall back to the actor's") == 1 and "--rollout.entropy_audit_gate 0.1" in said
 
     fresh = replace(batch, entropy=batch.entropy + 1e-4)
     made.make_experience_batch(samples(fresh))

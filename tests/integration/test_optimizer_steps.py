@@ -453,7 +453,7 @@ def test_an_engine_that_missed_an_update_shows_in_the_audit(
 ) -> None:
     """The gate closes, and the step is the one with the actor's entropies."""
     argv = [*PAIRS, "--train.batch_size", "8", "--algo.advantage.estimator", "gtpo", *NO_KL]
-    sampler = [*argv, *SAMPLER[:2]]
+    sampler = [*argv, *SAMPLER[:2], "--rollout.entropy_audit_gate", "0.05"]
     fresh, _, _ = pools[1].run(run_whole_step, backend, actor_model, sampler)[0]
     assert fresh["rollout/entropy_diff_mean"] == 0 and fresh["rollout/entropy_of_sampler"] == 1
     stale, found, asked = pools[1].run(run_whole_step, backend, actor_model, sampler, 0.05)[0]

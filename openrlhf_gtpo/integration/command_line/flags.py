@@ -146,7 +146,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--rollout.entropy_audit_gate",
         type=float,
-        default=0.05,
+        default=0.1,
         help="take the actor's entropies while the sampler's are off by more nats on average; inf never",
     )
     group.add_argument(

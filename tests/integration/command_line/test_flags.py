@@ -485,7 +485,7 @@ FROZEN = """
 --megatron.use_distributed_optimizer True
 --reward.overlong_form 'continuous'
 --rollout.entropy 'actor'
---rollout.entropy_audit_gate 0.05
+--rollout.entropy_audit_gate 0.1
 --rollout.entropy_audit_steps 20
 --rollout.log_probs 'actor'
 --train.max_bad_steps 3
