@@ -4,6 +4,7 @@ import dataclasses
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,14 +34,17 @@ class RolloutDumper:
         self.step = 0  # that is being made
 
     def __call__(self, batch: RolloutBatch, experiences: Sequence[Experience]) -> None:
-        """Start writing a step whose advantages are made; nothing may change ``experiences`` in place afterwards."""
+        """Start writing a step whose advantages are made. Their tensors must stay as they are; training takes the
+        ``experiences`` apart meanwhile, so that the thread has shallow copies."""
         step = self.step
         if step % self._args.logger.dump_rollouts:
             return
         if self._thread and self._thread.is_alive():
             print(f"Warning: the last rollout dump is still being written; step {step}'s is left out.", flush=True)
             return
-        self._thread = threading.Thread(target=self._write, args=(step, batch, list(experiences)), name="rollout-dump")
+        self._thread = threading.Thread(
+            target=self._write, args=(step, batch, list(map(copy, experiences))), name="rollout-dump"
+        )
         self._thread.start()
 
     def close(self) -> None:

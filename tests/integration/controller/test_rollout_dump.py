@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from openrlhf.trainer.ppo_utils.experience import split_experience_batch
 from rollouts import Rollout, arguments, in_sampling_order, maker, rollout
 
 from openrlhf_gtpo.algorithms import GTPOConfig, gtpo_advantages
@@ -95,6 +96,21 @@ def test_whole_groups_are_sampled_anew_each_step(tmp_path: Path, monkeypatch: py
     assert len(first) == len(second) == 8 and first != second == again
     assert all(row - row % 4 + i in first for row in first for i in range(4))
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_training_may_take_experiences_apart_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream's ``split_experience_batch``, which deals rows to replicas, leaves them without an index."""
+    args, split = arguments("--logger.dump_rollouts", "1", "--ckpt.path", str(tmp_path)), threading.Event()
+    batch, sampled = rollout(seed=3), RolloutDumper._sampled_groups
+    made = maker(EntropyExperienceMaker, args, batch, monkeypatch)
+    monkeypatch.setattr(RolloutDumper, "_sampled_groups", lambda *a: split.wait(60) and sampled(*a))
+    made.on_batch = dumper = RolloutDumper(args, Tokenizer(), made.credit)
+    dumper.step = 1
+    for experience in made.make_experience_batch(batch.samples()):
+        split_experience_batch(experience)
+    split.set()
+    dumper.close()
+    assert read_dump(find_dumps(tmp_path)[0]).columns["row"].tolist() == list(range(20))
 
 
 def test_an_estimator_of_upstream_has_a_dump_without_entropies(
