@@ -131,8 +131,9 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
         for path, (questions, settings, _) in work.items()
     }
     (args.output / "summary.json").write_text(json.dumps(summaries, indent=1) + "\n")
-    (args.output / "table.md").write_text(table(summaries))
-    print(table(summaries), end="")
+    text = table(summaries)
+    (args.output / "table.md").write_text(text)
+    print(text, end="")
 
 
 def _weights(folder: Path) -> list[str]:

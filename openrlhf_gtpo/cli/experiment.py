@@ -82,7 +82,7 @@ def _write_results(grid: Grid) -> None:
     from openrlhf_gtpo.report.summary import comparison_markdown
 
     runs: dict[str, list[Rows]] = {}
-    for run in grid.runs:
+    for run in sorted(grid.runs, key=lambda run: run.label.split("/")[0] != grid.baseline):
         if is_finished(run, grid):
             runs.setdefault(run.label, []).append(read_runs(run.folder)[-1])
     if runs:

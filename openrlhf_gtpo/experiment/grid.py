@@ -9,7 +9,7 @@
     settings:                           # axes, each with values by name; may be left out
       lr: {low: {actor.adam.lr: 1e-6}, high: {actor.adam.lr: 5e-6}}
     seeds: [1, 2, 3]
-    baseline: grpo                      # a method; may be left out
+    baseline: grpo                      # a method, with which the table begins; may be left out
     evaluate: {eval.dataset: test.jsonl}    # of cli.evaluate, for each trained model; may be left out
 
 A value is text or a number, a list of several words, or true for a switch (false for one that is not given).
@@ -59,7 +59,7 @@ class Grid:
     Fields:
         output: its folder.
         runs: seeds innermost.
-        baseline: the method that others are compared with, if any.
+        baseline: the method that others are compared with, if any; the table begins with it.
         evaluate: flags of cli.evaluate, or None for no evaluation.
     """
 

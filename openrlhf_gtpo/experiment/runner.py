@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -145,9 +145,14 @@ def _display(grid: Grid, console: Console) -> Iterator[Callable[[Run], None]]:
         bar = progress.add_task("", total=len(grid.runs))
 
         def follow() -> None:
+            spent: dict[Path, float] = {}  # seconds of finished runs, whose files are read once
             while not over.wait(1.0):
-                done = sum(is_finished(run, grid) for run in grid.runs)
-                progress.update(bar, completed=done, description=f"{_doing(now)}{_left(grid, done)}")
+                for run in grid.runs:
+                    if run.folder not in spent and is_finished(run, grid):
+                        rows = read_runs(run.folder)[-1]
+                        spent[run.folder] = rows[-1]["time"] - rows[0]["time"]
+                text = f"{_doing(now)}{_left(list(spent.values()), len(grid.runs))}"
+                progress.update(bar, completed=len(spent), description=text)
 
         def show(run: Run) -> None:
             now[:] = [run]
@@ -174,13 +179,7 @@ def _doing(now: Sequence[Run]) -> str:
     return f"{now[0]}: starting"
 
 
-def _left(grid: Grid, done: int) -> str:
-    seconds: list[float] = []
-    for run in grid.runs:
-        if _is_trained(run):
-            rows: list[dict[str, Any]] = read_runs(run.folder)[-1]
-            seconds.append(rows[-1]["time"] - rows[0]["time"])
-    if not seconds:
+def _left(spent: Sequence[float], runs: int) -> str:
+    if not spent:
         return ""
-    left = timedelta(seconds=round(sum(seconds) / len(seconds) * (len(grid.runs) - done)))
-    return f"; about {left} left"
+    return f"; about {timedelta(seconds=round(sum(spent) / len(spent) * (runs - len(spent))))} left"

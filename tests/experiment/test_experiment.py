@@ -140,6 +140,14 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "experiment.yaml"
 
 
+def test_the_table_begins_with_the_baseline(file: Path) -> None:
+    changed = yaml.safe_load(file.read_text()) | {"methods": {"gtpo": None, "grpo": None}, "baseline": "grpo"}
+    file.write_text(yaml.safe_dump(changed, sort_keys=False))
+    assert experiment.main([str(file)]) == 0
+    table = (file.parent / "runs" / "table.md").read_text()
+    assert 0 < table.index("grpo, mean of 3") < table.index("gtpo, mean of 3")
+
+
 def starts(file: Path) -> list[str]:
     return (file.parent / "runs" / "gtpo" / "starts").read_text().split("\n")[:-1]
 
