@@ -1,7 +1,6 @@
 """From a command line to a run: parse, check, patch, and upstream's own ``train`` in a Ray."""
 
 import signal
-import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -90,7 +89,7 @@ def run(args: SimpleNamespace) -> None:
     from openrlhf.cli import train_ppo_ray
 
     from openrlhf_gtpo.integration.controller.cluster_checks import check_nodes
-    from openrlhf_gtpo.integration.controller.failures import deaths_noticed, explained
+    from openrlhf_gtpo.integration.controller.failures import deaths_noticed, explained, raised_on
 
     groups: list[Any] = []
     make_group = train_ppo_ray.RayActorGroup
@@ -103,13 +102,13 @@ def run(args: SimpleNamespace) -> None:
 
     # A terminated run ends its workers and engines, as an interrupted one does. Ray's handler, which ray.init of 2.55
     # has just installed, aborts the process instead (https://github.com/ray-project/ray/issues/37288).
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        with (
-            explained(),
-            deaths_noticed(lambda: [rank for group in groups for rank in group._actor_handlers]),
-        ):
-            check_nodes(args)
-            train_ppo_ray.train(args)
-    finally:
-        ray.shutdown()
+    with raised_on(signal.SIGTERM, lambda: SystemExit(128 + signal.SIGTERM)):
+        try:
+            with (
+                explained(),
+                deaths_noticed(lambda: [rank for group in groups for rank in group._actor_handlers]),
+            ):
+                check_nodes(args)
+                train_ppo_ray.train(args)
+        finally:
+            ray.shutdown()

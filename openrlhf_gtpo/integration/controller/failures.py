@@ -98,19 +98,39 @@ def deaths_noticed(ranks: Callable[[], list[Any]], every: float = 2.0) -> Iterat
                     except ray.exceptions.RayError:  # out of reach for a moment: it is asked again
                         pass
 
-    def end(number: int, frame: Any) -> None:
-        if lost:
-            raise lost.pop() from None
-
-    before = signal.signal(_LOST, end)
     threading.Thread(target=look, daemon=True).start()
+    with raised_on(_LOST, lambda: lost[0]):
+        try:
+            yield
+        finally:
+            over.set()
+            with looking:  # a call after Ray's end would start another one
+                pass
+
+
+@contextmanager
+def raised_on(number: signal.Signals, error: Callable[[], BaseException]) -> Iterator[None]:
+    """Raise ``error()`` where the main thread is sent a signal, whatever it waits for.
+
+    The handler itself can raise nothing but KeyboardInterrupt: inside ``ray.get`` of 2.55 (``check_signals`` of its
+    ``_raylet``), SystemExit loses its status and anything else becomes a SystemError.
+    """
+    taken = False
+
+    def interrupt(number: int, frame: Any) -> None:
+        nonlocal taken
+        taken = True
+        raise KeyboardInterrupt
+
+    before = signal.signal(number, interrupt)
     try:
         yield
+    except KeyboardInterrupt:
+        if taken:
+            raise error() from None
+        raise
     finally:
-        over.set()
-        with looking:  # a call after Ray's end would start another one
-            pass
-        signal.signal(_LOST, before)
+        signal.signal(number, before)
 
 
 def answering(actors: list[Any]) -> Callable[[], bool]:

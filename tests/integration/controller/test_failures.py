@@ -1,6 +1,8 @@
 """A rank that dies ends what the driver waits for."""
 
 import signal
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from typing import Any
@@ -57,6 +59,31 @@ def test_a_dead_rank_ends_the_wait(interrupt: Any) -> None:
                 _wait(lambda: False)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_what_a_signal_raises_comes_out_of_rays_get_as_it_is() -> None:
+    """With a real Ray, whose ``get`` lets nothing but KeyboardInterrupt out of a signal's handler."""
+    program = """
+import os, signal, sys, threading
+import ray
+from openrlhf_gtpo.integration.controller.failures import raised_on
+
+@ray.remote
+def wait():
+    import time
+    time.sleep(300)
+
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+for error in (ValueError("a rank died"), SystemExit(143)):
+    threading.Timer(3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    try:
+        with raised_on(signal.SIGTERM, lambda: error):
+            ray.get(wait.remote())
+    except (ValueError, SystemError) as raised:
+        assert raised is error, raised
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 143, done.stderr
 
 
 def test_ctrl_c_stays_what_it_is() -> None:
