@@ -44,7 +44,8 @@ def main() -> None:
     ]
 
     def rollout(logprobs: int | None) -> None:
-        sampling = SamplingParams(max_tokens=args.tokens, ignore_eos=True, logprobs=logprobs)
+        asked = {"logprobs": logprobs, "flat_logprobs": logprobs is not None}
+        sampling = SamplingParams(max_tokens=args.tokens, ignore_eos=True, **asked)
         engine.generate(prompts, sampling, use_tqdm=False)
 
     sides = {"without": {"rollout": lambda: rollout(None)}, "with entropies": {"rollout": lambda: rollout(0)}}

@@ -11,6 +11,7 @@ import torch
 from fake_engines import Engine, sampling
 from openrlhf.utils.agent import AgentExecutorBase
 from vllm import SamplingParams
+from vllm.logprobs import Logprob, create_sample_logprobs
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
@@ -165,13 +166,13 @@ class TableEngine(Engine):
 
     async def answer(self, prompt: Any, params: Any, request_id: str) -> Any:
         self.asked.append(params)
-        token_ids, places = [], []
+        token_ids, said = [], create_sample_logprobs(params.flat_logprobs)
         for token, log_prob, entropy in self.table[tuple(prompt["prompt_token_ids"])]:
             bits = int(torch.tensor(float(entropy)).view(torch.int32)) & 0xFFFFFFFF
             rank = entropy if isinstance(entropy, int) else ENTROPY_TAG + bits
             token_ids.append(token)
-            places.append({token: SimpleNamespace(logprob=log_prob, rank=rank)})
-        logprobs = None if params.logprobs is None else places
+            said.append({token: Logprob(log_prob, rank)})
+        logprobs = None if params.logprobs is None else said
         yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=token_ids, logprobs=logprobs)])
 
 

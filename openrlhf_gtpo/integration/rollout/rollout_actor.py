@@ -185,6 +185,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         if answers is not None:
             refuse_other_distributions(sampling_params, self.temperature)
             sampling_params.logprobs = 0  # of the sampled token alone
+            sampling_params.flat_logprobs = True  # no objects for each token
         with engine_works():
             output = await super().generate(prompt_token_ids, sampling_params, multi_modal_data)
         if answers is not None:

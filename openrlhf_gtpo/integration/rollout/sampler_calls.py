@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from vllm import SamplingParams
+from vllm.logprobs import FlatLogprobs
 
 from openrlhf_gtpo.errors import TrainingStopped
 
@@ -74,17 +75,16 @@ def sampler_values(
 
 def _said(answer: Any, vocab_size: int, row: str) -> np.ndarray:
     """(2, n) log-probs and entropies of an answer's tokens."""
-    of_tokens = [place[token] for token, place in zip(answer.token_ids, answer.logprobs or (), strict=False)]
-    log_probs = np.array([of_token.logprob for of_token in of_tokens])
-    entropy = entropies([of_token.rank for of_token in of_tokens])
+    flat, count = answer.logprobs or FlatLogprobs(), len(answer.token_ids)
+    log_probs, entropy = np.array(flat.logprobs[:count]), entropies(flat.ranks[:count])
     most = math.log(vocab_size)
     good = np.isfinite(log_probs) & (entropy >= 0) & (entropy <= most + _ROUNDING)
-    if len(good) == len(answer.token_ids) and good.all():
+    if len(good) == count and good.all():
         return np.stack([log_probs, entropy])
     at = int(np.argmin(np.append(good, False)))
     got = f"log-prob {log_probs[at]:g}, entropy {entropy[at]:g}" if at < len(good) else "neither"
     raise TrainingStopped(
         f"Expected a finite log-prob and an entropy in [0, {most:.3f}] of every token that vLLM samples, got {got} of "
-        f"token {at} (id {answer.token_ids[at]}) of {len(answer.token_ids)} of an answer for {row}. "
+        f"token {at} (id {answer.token_ids[at]}) of {count} of an answer for {row}. "
         "--rollout.entropy actor does without them."
     )
