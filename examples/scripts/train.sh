@@ -215,7 +215,7 @@ train_args=(
 ((TENSOR_PARALLEL == 1)) || train_args+=(--megatron.sequence_parallel)
 if [[ -n "$FP8" ]]; then
     train_args+=(--megatron.fp8 "$FP8" --megatron.fp8_recipe "$FP8_RECIPE")
-    case "$ALGORITHM" in gtpo | grpo_s) train_args+=(--megatron.fp8_audit_steps "$FP8_AUDIT_STEPS") ;; esac
+    case "$ALGORITHM" in gtpo | grpo_s | forking_tokens | entropy_bonus) train_args+=(--megatron.fp8_audit_steps "$FP8_AUDIT_STEPS") ;; esac
 fi
 [[ -z "$FP8_PARAM" ]] || train_args+=(--megatron.fp8_param)
 # --megatron.fp8_audit_gate 0.02         old-policy forward in BF16 while FP8 changes more signs of advantages than this

@@ -414,7 +414,7 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
         (values["rollout.entropy"] == "actor", "entropies are the actor's", ("rollout.entropy_audit",)),
         (
             values["rollout.entropy"] != "actor" and not shapes_credit,
-            "only gtpo and grpo_s have credit to compare",
+            "its credit depends on no entropies",
             ("rollout.entropy_audit",),
         ),
         (

@@ -304,7 +304,7 @@ def test_the_advantage_of_a_short_lone_success_arrives(
         ("--rollout.entropy_audit_steps 5", "--rollout.entropy_audit_steps (entropies are the actor's)"),
         (
             "--rollout.entropy sampler --logger.entropy_enable --rollout.entropy_audit_gate 0.1",
-            "--rollout.entropy_audit_gate (only gtpo and grpo_s have credit to compare)",
+            "--rollout.entropy_audit_gate (its credit depends on no entropies)",
         ),
         (
             "--algo.advantage.estimator gtpo --rollout.entropy auto --rollout.entropy_audit_steps 0 "
