@@ -22,6 +22,12 @@ def pass_at_k(correct: int, answers: int, k: int) -> float:
     return 1 - math.comb(answers - correct, k) / math.comb(answers, k)
 
 
+def best_of(scores: Sequence[float], k: int) -> float:
+    """The mean best score of ``k`` answers, over all draws from ``scores`` without putting back."""
+    ranked = enumerate(sorted(scores))
+    return sum(math.comb(place, k - 1) * score for place, score in ranked) / math.comb(len(scores), k)
+
+
 def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     """Whether the most frequent answer is correct; of several as frequent, the share that is.
 
@@ -38,16 +44,16 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     return fmean(winners) if winners else 0.0
 
 
-def summarize(questions: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Each number's mean over questions and its standard error (NaN for one question).
+def per_question(questions: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """What the answers to each question say.
 
     Args:
         questions: ``scores``, ``lengths`` (tokens), ``cut_off``, and ``answers`` or None, a list of k each; an answer
             is correct where its score is at least 1.
 
     Returns:
-        ``mean@k`` of scores; ``pass@j`` for j = 1, 2, 4, … and k; ``best@k`` score; ``majority@k`` where every
-        question has answers; ``length``; ``cut_off``, a share.
+        of every question: ``mean@k`` of scores; ``pass@j`` for j = 1, 2, 4, … and k; ``best@k`` score; ``majority@k``
+        where every question has answers; ``length``; ``cut_off``, a share.
     """
     found: dict[str, list[float]] = defaultdict(list)
     for question in questions:
@@ -61,6 +67,11 @@ def summarize(questions: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, 
             found[f"majority@{k}"].append(majority(question["answers"], correct))
         found["length"].append(fmean(question["lengths"]))
         found["cut_off"].append(fmean(question["cut_off"]))
+    return dict(found)
+
+
+def summarize(found: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
+    """Each number's mean over questions and its standard error (NaN for one question)."""
     return {
         name: (fmean(values), stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.nan)
         for name, values in found.items()

@@ -41,6 +41,12 @@ SAMPLER_AUDIT = {  # fields of algorithms.ErrorBudget, of vLLM's sampler against
 SAMPLER_IN_USE = "rollout/entropy_of_sampler"  # 1, or 0 where the audit's gate has put the actor's in its place
 SAMPLER_MISSING = "rollout/tokens_without_entropy"  # action tokens, whose values are the actor's
 
+OPENRLHF = {  # its own names, in TensorBoard, of what a run of this package says more exactly
+    "reward": REWARD_MEAN,
+    "response_length": RESPONSE_LENGTH_MEAN,
+    "entropy_loss": ENTROPY_ALL,  # of the policy in training, with --actor.entropy_coef
+}
+
 TIMING_PREFIX = "timing/"  # seconds
 TIMING_GENERATION = "timing/generation"
 TIMING_MAKE_EXPERIENCE = "timing/make_experience"
@@ -72,7 +78,13 @@ PEAK_MEMORY_PREFIX = "peak_memory_gib/"
 EVAL_PREFIX = "eval_"
 EVAL_PASS1_SUFFIX = "_pass1"
 EVAL_ERROR_SUFFIX = "_stderr"  # after a held-out reward's name: its standard error over the questions
+BEST_OF = (32, 16)  # responses to a held-out question, the mean of whose best the paper shows
 EVAL_RESPONSE_LENGTH_MEAN = "eval_response_length_mean"
+
+
+def eval_best_of(source: str, k: int) -> str:
+    """Mean best reward of k held-out responses, under upstream's name for it."""
+    return f"{EVAL_PREFIX}{source}_pass{k}"
 
 
 def timing(phase: str) -> str:

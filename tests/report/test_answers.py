@@ -6,7 +6,7 @@ from statistics import fmean, stdev
 
 import pytest
 
-from openrlhf_gtpo.report.answers import majority, pass_at_k, summarize, table
+from openrlhf_gtpo.report.answers import majority, pass_at_k, per_question, summarize, table
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 9])
@@ -49,13 +49,13 @@ def test_a_summary_has_means_and_standard_errors_over_questions() -> None:
         {"scores": [1, 0, 0.2], "lengths": [4, 6, 8], "cut_off": [0, 0, 1], "answers": ["a", "b", "b"]},
         {"scores": [1, 1, 1], "lengths": [1, 1, 1], "cut_off": [0, 0, 0], "answers": ["c", "c", "c"]},
     ]
-    found = summarize(questions)
+    found = summarize(per_question(questions))
     assert list(found) == ["mean@3", "pass@1", "pass@2", "pass@3", "best@3", "majority@3", "length", "cut_off"]
     assert found["mean@3"] == (pytest.approx(0.7), pytest.approx(stdev([0.4, 1]) / 2**0.5))
     assert found["pass@1"][0] == pytest.approx((1 / 3 + 1) / 2)
     assert found["pass@2"][0] == pytest.approx((2 / 3 + 1) / 2)
     assert (found["pass@3"][0], found["best@3"][0], found["majority@3"][0]) == (1, 1, 0.5)
     assert (found["length"][0], found["cut_off"][0]) == (3.5, pytest.approx(1 / 6))
-    alone = summarize([questions[0] | {"answers": None}])
+    alone = summarize(per_question([questions[0] | {"answers": None}]))
     assert "majority@3" not in alone and math.isnan(alone["mean@3"][1])
     assert "| one | 0.700 ± 0.300 |" in table({"one": found}).replace("0.700 ± 0.300 | 0", "0.700 ± 0.300 |\n0")

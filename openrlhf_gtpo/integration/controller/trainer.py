@@ -27,6 +27,7 @@ from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceM
 from openrlhf_gtpo.integration.rollout.samples_generator import OrderedSamplesGenerator
 from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
 from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.answers import best_of
 from openrlhf_gtpo.report.heartbeat import Heartbeat
 from openrlhf_gtpo.report.metrics import MetricsWriter, Rows, is_number
 
@@ -322,8 +323,10 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         logs = super().evaluate(global_step, **generate_kwargs)
         if self.metrics_writer:
             sources = {prompt: source for rows in self.eval_dataloader for source, prompt in zip(rows[0], rows[1])}
-            errors = held_out_errors(self.samples_generator.held_out, sources, generate_kwargs["n_samples_per_prompt"])
-            self.metrics_writer.write(names.KIND_EVAL, global_step, logs | errors)
+            more = held_out_statistics(
+                self.samples_generator.held_out, sources, generate_kwargs["n_samples_per_prompt"]
+            )
+            self.metrics_writer.write(names.KIND_EVAL, global_step, logs | more)
         self._begin_step()
         return logs
 
@@ -361,27 +364,30 @@ def step_warnings(status: Mapping[str, Any], args: SimpleNamespace, credit: Entr
     return found
 
 
-def held_out_errors(
+def held_out_statistics(
     samples: Sequence[Experience], sources: Mapping[str, str], samples_per_prompt: int
 ) -> dict[str, float]:
-    """Standard errors of held-out reward, by metric's name; of a data source with one question there is none.
+    """What upstream leaves out of held-out reward, by metric's name: its standard error over questions, which a data
+    source with one has not, and the mean best of as many responses as the paper shows, where there are more.
 
     Args:
         samples: one row each, the responses to a prompt adjacent.
         sources: of the data, by prompt.
     """
-    means: dict[str, list[float]] = {}
+    rewards: dict[str, list[list[float]]] = {}
     for row in range(0, len(samples), samples_per_prompt):
         responses = samples[row : row + samples_per_prompt]
         source = sources.get(responses[0].prompts[0], "unknown")
-        means.setdefault(source, []).append(sum(float(r.rewards) for r in responses) / len(responses))
-    return {
-        f"{names.EVAL_PREFIX}{source}{names.EVAL_PASS1_SUFFIX}{names.EVAL_ERROR_SUFFIX}": (
-            torch.tensor(values).std().item() / len(values) ** 0.5
-        )
-        for source, values in means.items()
-        if len(values) > 1
-    }
+        rewards.setdefault(source, []).append([float(response.rewards) for response in responses])
+    found = {}
+    for source, questions in rewards.items():
+        if len(questions) > 1:
+            error = torch.tensor(questions).mean(dim=1).std().item() / len(questions) ** 0.5
+            found[f"{names.EVAL_PREFIX}{source}{names.EVAL_PASS1_SUFFIX}{names.EVAL_ERROR_SUFFIX}"] = error
+        for k in names.BEST_OF:
+            if k < samples_per_prompt:
+                found[names.eval_best_of(source, k)] = sum(best_of(each, k) for each in questions) / len(questions)
+    return found
 
 
 Trainer = ray.remote(EntropyTrainer)

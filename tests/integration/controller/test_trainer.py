@@ -12,7 +12,7 @@ from rollouts import arguments
 
 from openrlhf_gtpo.integration.controller import trainer
 from openrlhf_gtpo.integration.controller.spikes import Spikes
-from openrlhf_gtpo.integration.controller.trainer import EntropyTrainer, held_out_errors, step_warnings
+from openrlhf_gtpo.integration.controller.trainer import EntropyTrainer, held_out_statistics, step_warnings
 from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import MetricsWriter
@@ -166,4 +166,12 @@ def test_the_standard_error_of_held_out_reward_is_over_questions() -> None:
     sources = {prompt: source for prompt, (source, _) in rewards.items()}
     # The means of x's questions are 0.5, 1 and 0, with a standard deviation of 0.5; y has one question.
     expected = {"eval_x_pass1_stderr": 0.5 / math.sqrt(3), "eval_z_pass1_stderr": math.nan}
-    assert held_out_errors(samples, sources, 2) == pytest.approx(expected, nan_ok=True)
+    assert held_out_statistics(samples, sources, 2) == pytest.approx(expected, nan_ok=True)
+
+
+def test_the_best_of_16_is_that_of_all_draws_from_a_questions_responses() -> None:
+    rewards = [1.0, 0.5] + 15 * [0.0]
+    samples: Any = [SimpleNamespace(prompts=["a"], rewards=torch.tensor([reward])) for reward in rewards]
+    # One of 17 is left out: the best in one draw, and not in the 16 others.
+    assert held_out_statistics(samples, {"a": "x"}, 17) == {"eval_x_pass16": pytest.approx((0.5 + 16 * 1.0) / 17)}
+    assert held_out_statistics(samples[:16], {"a": "x"}, 16) == {}  # which upstream has
