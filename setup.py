@@ -42,10 +42,12 @@ setup(
     package_data={"": ["*.css", "*.html", "*.js", "*.json", "*.jsonl", "*.md", "*.typed"]},
     python_requires=">=3.10,<3.13",
     install_requires=[
+        "Jinja2>=3.1",
         "matplotlib>=3.8",
         "packaging>=23.0",
         "pyarrow>=16.0",
         "rich>=13.0",
+        "scipy>=1.11",
         "tqdm>=4.66",
     ],
     extras_require={

@@ -2,9 +2,10 @@
 
 Asks a model each question of some data sets several times, through vLLM, and prints mean@k, pass@k (unbiased), best@k,
 majority@k, lengths and how many answers were cut off, each with its standard error over questions. Flags that training
-has too mean the same. DIR gets a file of answers for each data set and the table, as table.md and summary.json; the
-same command goes on where an interruption has ended it. A majority needs a reward file that has, beside `reward_func`,
-`answer_of` with the same arguments, which returns an answer as text or None; those of `openrlhf_gtpo.tasks` do.
+has too mean the same. DIR gets a file of answers for each data set, what each question scored as scores.json, and the
+table, as table.md and summary.json; the same command goes on where an interruption has ended it. A majority needs a
+reward file that has, beside `reward_func`, `answer_of` with the same arguments, which returns an answer as text or
+None; those of `openrlhf_gtpo.tasks` do.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from typing import Any
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.cli import Parser, RawHelpFormatter, convert, exit_status
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.report.answers import summarize, table
+from openrlhf_gtpo.report.answers import per_question, summarize, table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,10 +127,13 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
     engine = None
     if any(done < len(questions) for questions, _, done in work.values()):
         engine = load_engine(model, flags)
-    summaries = {
-        path.stem: summarize(answer(engine, questions, reward, answer_of, path, settings))
+    scores = {
+        path.stem: per_question(answer(engine, questions, reward, answer_of, path, settings))
         for path, (questions, settings, _) in work.items()
     }
+    digests = {path.stem: settings["questions"] for path, (_, settings, _) in work.items()}
+    (args.output / "scores.json").write_text(json.dumps({"questions": digests, "scores": scores}) + "\n")
+    summaries = {name: summarize(found) for name, found in scores.items()}
     (args.output / "summary.json").write_text(json.dumps(summaries, indent=1) + "\n")
     text = table(summaries)
     (args.output / "table.md").write_text(text)

@@ -3,8 +3,8 @@
 Everything is checked before the first run. Each run has a folder, OUTPUT/METHOD/SETTING.../seed-N, with its metrics,
 log, model, checkpoints and, where the file asks for it, evaluation. The same command goes on where it was interrupted:
 what is finished is kept, a half run goes on from its last checkpoint (flag ckpt.save_steps) or begins anew. Started on
-several hosts that share OUTPUT, it divides the runs among them. At the end OUTPUT has table.md and curves.png of what
-is finished.
+several hosts that share OUTPUT, it divides the runs among them. At the end OUTPUT has table.md, curves.png and
+report/index.html of what is finished.
 """
 
 import argparse
@@ -78,6 +78,7 @@ def _named(label: str) -> Iterator[None]:
 
 
 def _write_results(grid: Grid) -> None:
+    from openrlhf_gtpo.experiment.page import find_runs, write_page
     from openrlhf_gtpo.report.curves import plot_comparison
     from openrlhf_gtpo.report.summary import comparison_markdown
 
@@ -90,6 +91,9 @@ def _write_results(grid: Grid) -> None:
         (grid.output / "table.md").write_text(table, encoding="utf-8")
         plot_comparison(runs, grid.output / "curves.png", str(grid.output))
         print(table, end="")
+        baseline = grid.baseline if any(label.split("/")[0] == grid.baseline for label in runs) else None
+        found, unfinished = find_runs([str(grid.output)])
+        print(write_page(found, grid.output / "report", str(grid.output), baseline, unfinished))
     finished = sum(map(len, runs.values()))
     if finished < len(grid.runs):
         print(f"{finished} of {len(grid.runs)} runs are finished.")

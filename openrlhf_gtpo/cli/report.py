@@ -1,4 +1,4 @@
-"""`python3 -m openrlhf_gtpo.cli.report {run,compare,watch,fp8,mismatch}`: what a run did, as table, PNG and markdown.
+"""`python3 -m openrlhf_gtpo.cli.report {run,compare,page,watch,fp8,mismatch}`: what runs did, as table, picture, page.
 
 Reads the metrics files that training writes; `fp8` takes responses and a model, `mismatch` a rollout dump and a model.
 """
@@ -59,6 +59,15 @@ def build_parser() -> argparse.ArgumentParser:
     add("--title", default="", help="of the PNG")
     add("--markdown", type=Path, metavar="OUT", help="also write the table to this file")
     compare.set_defaults(run=_compare)
+
+    page = commands.add_parser("page", help="any set of runs as one HTML page: figures, baseline, means, settings")
+    add = page.add_argument
+    runs_help = "LABEL=FILE or LABEL=DIR, a run, TensorBoard's folder too; or the folder of an experiment"
+    add("runs", nargs="+", metavar="RUN", help=runs_help)
+    add("--baseline", metavar="LABEL", help="compare the others with it, over seeds and questions")
+    add("--output", required=True, type=Path, metavar="DIR", help="gets index.html, and each figure as PNG and SVG")
+    add("--title", help="of the page (default: the runs)")
+    page.set_defaults(run=_page)
 
     watch = commands.add_parser("watch", help="a progress bar over a run that is under way")
     add = watch.add_argument
@@ -139,6 +148,14 @@ def _compare(args: argparse.Namespace) -> None:
         from openrlhf_gtpo.report.curves import plot_comparison
 
         print(plot_comparison(runs, args.png, args.title))
+
+
+def _page(args: argparse.Namespace) -> None:
+    from openrlhf_gtpo.experiment.page import find_runs, write_page
+
+    check_output("--output", args.output / "index.html")
+    runs, unfinished = find_runs(args.runs)
+    print(write_page(runs, args.output, args.title or " ".join(args.runs), args.baseline, unfinished))
 
 
 def _watch(args: argparse.Namespace) -> None:

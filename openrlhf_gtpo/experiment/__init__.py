@@ -1,1 +1,1 @@
-"""Grids of training runs, methods × settings × seeds: what a file asks for, and its runs one after another."""
+"""Grids of training runs, methods × settings × seeds: what a file asks for, its runs, and what they found."""

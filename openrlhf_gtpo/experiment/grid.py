@@ -27,7 +27,7 @@ from openrlhf_gtpo.errors import UsageError
 
 _REQUIRED = {"output": str, "flags": dict, "methods": dict, "seeds": list}
 _OPTIONAL = {"settings": dict, "baseline": str, "evaluate": dict}
-_OURS = ("train.seed", "logger.metrics_path", "ckpt.output_dir", "ckpt.path", "ckpt.load_enable")
+OURS = ("train.seed", "logger.metrics_path", "ckpt.output_dir", "ckpt.path", "ckpt.load_enable")
 _OURS_OF_EVALUATE = ("model", "output")
 _NAME = re.compile(r"[\w.+-]+")
 
@@ -165,7 +165,7 @@ def _check_flags(path: Path, place: str, flags: Any) -> None:
     for name, value in flags.items():
         if name.startswith("-"):
             raise UsageError(f"{path}: {place} has {name}; write flags without dashes, {name.lstrip('-')}.")
-        if name in (_OURS_OF_EVALUATE if place == "evaluate" else _OURS):
+        if name in (_OURS_OF_EVALUATE if place == "evaluate" else OURS):
             raise UsageError(f"{path}: {place} sets {name}, which every run has of its own.")
         if not isinstance(value, str | int | float | bool) and not (
             isinstance(value, list) and all(isinstance(one, str | int | float) for one in value)

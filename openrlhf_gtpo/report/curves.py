@@ -1,10 +1,13 @@
-"""Runs as PNG: one run's reward, entropy and response length over steps, and several runs against each other.
+"""Runs as pictures: one run's reward, entropy and response length over steps, and several runs against each other.
 
 Draws what `metrics.read_runs` returns and computes nothing but means over seeds.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -19,6 +22,10 @@ from openrlhf_gtpo.report.metrics import Rows, before_and_after, datasource_of, 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
 STYLE = {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
 MARKERS = ("D", "s", "^", "v", "P", "X", "*")
+LINES = ("-", "--", ":", "-.")  # once through the colors, the next one
+_INK = "#010203"  # in a figure; in its SVG the color of the page around it
+_IN_PAGE = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK)
+_SVG = {"svg.fonttype": "none", "svg.hashsalt": "", "text.parse_math": False, "legend.labelcolor": _INK}
 
 Points = tuple[Sequence[int], Sequence[float]]  # steps and values
 
@@ -91,6 +98,60 @@ def plot_comparison(runs: Mapping[str, Sequence[Rows]], png_path: str | Path, ti
         return save(figure, png_path, title)
 
 
+def plot_figures(runs: Mapping[str, Sequence[Rows]], folder: Path) -> dict[str, Path]:
+    """The paper's four figures, each as a PNG and an SVG in ``folder``: entropy, response length, and the mean over
+    held-out questions of the best of 32 and of 16 responses.
+
+    Where no run was evaluated with as many, the best of a rollout's responses to a prompt, and their mean, stand in.
+
+    Returns:
+        the SVGs by title. Their text has the color and the font of a page that they stand in.
+    """
+
+    def train(name: str) -> Callable[[Rows], Points]:
+        return lambda rows: series(rows, names.KIND_TRAIN, name)
+
+    panels: dict[str, tuple[str, Callable[[Rows], Points]]] = {
+        "Policy entropy": ("nats per token", train(names.ENTROPY_ALL)),
+        "Response length": ("tokens", train(names.RESPONSE_LENGTH_MEAN)),
+    }
+    best: dict[str, tuple[str, Callable[[Rows], Points]]] = {
+        f"Best of {k} held-out responses": ("mean reward", partial(_best_of, k=k)) for k in names.BEST_OF
+    }
+    if not any(read(rows)[0] for _, read in best.values() for seeds in runs.values() for rows in seeds):
+        best = {
+            "Best of a prompt's responses, in training": ("mean reward", train(names.REWARD_BEST_AT_G)),
+            "Training reward": ("mean reward", train(names.REWARD_MEAN)),
+        }
+    paths = {}
+    folder.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context(STYLE | _IN_PAGE | _SVG):
+        for title, (unit, read) in (panels | best).items():
+            figure = Figure(figsize=(5, 3.6), layout="constrained")
+            axes = figure.subplots()
+            for index, (label, seeds) in enumerate(runs.items()):
+                color, line = COLORS[index % len(COLORS)], LINES[index // len(COLORS) % len(LINES)]
+                _thin_and_mean(axes, [read(rows) for rows in seeds], f"{label} (n={len(seeds)})", color, line=line)
+            _finish(axes, title, unit)
+            if axes.lines:
+                figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+            paths[title] = folder / f"{re.sub('[^a-z0-9]+', '_', title.lower())}.svg"
+            figure.savefig(paths[title].with_suffix(".png"), dpi=130)
+            figure.savefig(paths[title], transparent=True, metadata={"Date": None})
+            paths[title].write_text(paths[title].read_text("utf-8").replace(_INK, "currentColor"), "utf-8")
+    return paths
+
+
+def _best_of(rows: Rows, k: int) -> Points:
+    """Steps and mean best rewards of evaluations with ``k`` responses to a question; mean over data sources."""
+    form = re.compile(names.eval_best_of(".*", k))
+    by_step: dict[int, list[float]] = {}
+    for name in {name for row in rows if row["kind"] == names.KIND_EVAL for name in row if form.fullmatch(name)}:
+        for step, value in zip(*series(rows, names.KIND_EVAL, name)):
+            by_step.setdefault(step, []).append(value)
+    return sorted(by_step), [fmean(by_step[step]) for step in sorted(by_step)]
+
+
 def save(figure: Figure, png_path: str | Path, title: str = "") -> Path:
     """Write a figure as PNG; parents of ``png_path`` are created."""
     if title:
@@ -115,19 +176,21 @@ def _line(axes: Axes, points: Points, label: str, color: str, **style: Any) -> N
         axes.plot(steps, values, label=label, color=color, **(marker | style))
 
 
-def _thin_and_mean(axes: Axes, lines: Sequence[Points], label: str, color: str, marker: str = "") -> None:
+def _thin_and_mean(
+    axes: Axes, lines: Sequence[Points], label: str, color: str, marker: str = "", line: str = "-"
+) -> None:
     by_step: dict[int, list[float]] = {}
     for steps, values in lines:
         for step, value in zip(steps, values):
             by_step.setdefault(step, []).append(value)
         if steps:
             dot = "o" if len(steps) == 1 else ""
-            axes.plot(steps, values, color=color, linewidth=0.9, alpha=0.45, marker=dot, markersize=3)
+            axes.plot(steps, values, color=color, linewidth=0.9, alpha=0.45, marker=dot, markersize=3, rasterized=True)
     if by_step:
         steps = sorted(by_step)
         means = [sum(by_step[step]) / len(by_step[step]) for step in steps]
         marker = marker or ("o" if len(steps) == 1 else "")
-        axes.plot(steps, means, color=color, linewidth=2.4, marker=marker, markersize=7, label=label)
+        axes.plot(steps, means, line, color=color, linewidth=2.4, marker=marker, markersize=7, label=label)
 
 
 def _finish(axes: Axes, title: str, y_label: str, over_steps: bool = True) -> None:

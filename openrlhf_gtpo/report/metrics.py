@@ -102,7 +102,8 @@ def phase_file(path: Path) -> Path:
 
 
 def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:
-    """The runs of a metrics file, or of `metrics.jsonl` in a directory: the lines of each, in order of writing.
+    """The runs of a metrics file, or of `metrics.jsonl` in a directory: the lines of each, in order of writing. Of a
+    directory without, which OpenRLHF's TensorBoard has written to, the one run that it has.
 
     A run begins with a line of the kind "run" at step 0; in a file of version 0.1, which has none, where the first
     step comes again. A line that cannot be read is left out: a process that dies cuts off its last one, which after a
@@ -113,6 +114,8 @@ def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:
     """
     path = Path(path)
     file = path / "metrics.jsonl" if path.is_dir() else path
+    if path.is_dir() and not file.exists() and any(path.glob("events.out.tfevents.*")):
+        return [_read_tensorboard(path)]
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
@@ -138,6 +141,26 @@ def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:
         problem = f"line {broken} is not a metrics line" if broken else "it has no lines yet"
         raise ValueError(f"{file} has no metrics: {problem}")
     return [list(rows.values()) for rows in runs]
+
+
+def _read_tensorboard(folder: Path) -> list[dict[str, Any]]:
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    except ImportError as error:
+        raise ValueError(f"{folder} has TensorBoard's files; install tensorboard to read them") from error
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()  # 0: all of them
+    tags = events.Tags()["scalars"]
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for tag in tags:
+        kind, _, name = tag.partition("/")
+        ours = names.OPENRLHF.get(name, name)
+        if kind in KINDS and (ours == name or f"{kind}/{ours}" not in tags):
+            for event in events.Scalars(tag):
+                row = {"kind": kind, "step": event.step, "time": event.wall_time}
+                rows.setdefault((kind, event.step), row)[ours] = event.value
+    if not rows:
+        raise ValueError(f"{folder} has no metrics: its TensorBoard files hold none of OpenRLHF's")
+    return sorted(rows.values(), key=lambda row: row["time"])
 
 
 def series(rows: Rows, kind: str, name: str) -> tuple[list[int], list[float]]:

@@ -140,12 +140,14 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "experiment.yaml"
 
 
-def test_the_table_begins_with_the_baseline(file: Path) -> None:
+def test_the_table_begins_with_the_baseline_and_the_page_compares_with_it(file: Path) -> None:
     changed = yaml.safe_load(file.read_text()) | {"methods": {"gtpo": None, "grpo": None}, "baseline": "grpo"}
     file.write_text(yaml.safe_dump(changed, sort_keys=False))
     assert experiment.main([str(file)]) == 0
     table = (file.parent / "runs" / "table.md").read_text()
     assert 0 < table.index("grpo, mean of 3") < table.index("gtpo, mean of 3")
+    page = (file.parent / "runs" / "report" / "index.html").read_text()
+    assert "task, held-out reward: gtpo beside grpo: no difference seen (+0.000" in page
 
 
 def starts(file: Path) -> list[str]:

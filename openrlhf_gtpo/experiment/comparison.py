@@ -1,0 +1,81 @@
+"""What trainings say of a method beside a baseline: the effect, how far it can be trusted, and in words."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import special
+
+_POWER = 0.8  # with which an effect of the size that is "seen" leads to an interval without 0
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A method's score less its baseline's.
+
+    Fields:
+        effect: the mean difference.
+        low, high: 95 % interval; NaN with one seed.
+        seen: the smallest true effect whose interval leaves 0 out in four cases of five; NaN with one seed.
+        seeds, prompts: how many pairs; 1 prompt where only a mean over them is known.
+    """
+
+    effect: float
+    low: float
+    high: float
+    seen: float
+    seeds: int
+    prompts: int
+
+    def sentence(self, method: str, baseline: str) -> str:
+        """What was found, for a reader who reads nothing else."""
+        if math.isnan(self.low):
+            return f"{method} is {self.effect:+.3f} beside {baseline}; 1 seed does not say whether that is chance."
+        interval = f"{self.effect:+.3f}, 95 % interval {self.low:+.3f} to {self.high:+.3f}"
+        if self.low <= 0 <= self.high:
+            return (
+                f"{method} beside {baseline}: no difference seen ({interval}); "
+                f"{self.seeds} seeds can see {self.seen:.3f}."
+            )
+        return f"{method} is {'better' if self.effect > 0 else 'worse'} than {baseline} ({interval})."
+
+
+def paired_difference(differences: np.ndarray) -> Difference:
+    """The mean of ``differences`` over seeds and prompts, with a 95 % interval for other seeds and other prompts.
+
+    Seeds and prompts are crossed, as every run answers the same prompts, and both are samples. What a bootstrap that
+    draws seeds and prompts, pairs kept, estimates by resampling (Owen, The pigeonhole bootstrap, 2007) is here in
+    closed form, of the mean squares MS of a two-way analysis of variance with random effects (Searle, Casella,
+    McCulloch, Variance Components, 1992, ch. 4): with S seeds, P prompts and what is left after both as noise,
+
+        variance = MS_seeds / SP + max(0, MS_prompts - MS_noise) / SP = V_S + V_P.
+
+    Percentiles of a bootstrap over 3 or 5 seeds cover far too seldom. The interval is Student's t, with
+
+        1 / degrees of freedom = (V_S / (S - 1) + V_P / (P - 1)) / variance,
+
+    which is exact where either part is 0. Satterthwaite's (1946), with squared weights, covers 92 % with 3 seeds where
+    V_S is 10 V_P, and Cochran's (1964), which averages the two quantiles, 97.3 %; this one 94 to 97 % in simulation
+    with 3 and 5 seeds and 30 prompts or more (docs/results/report_page.json). With one prompt, a mean over them, the
+    interval is for other seeds and these prompts.
+
+    Args:
+        differences: (S, P), a row for each seed that both have.
+    """
+    seeds, prompts = differences.shape
+    effect = float(differences.mean())
+    if seeds < 2:
+        return Difference(effect, math.nan, math.nan, math.nan, seeds, prompts)
+    by_seed, by_prompt = differences.mean(axis=1), differences.mean(axis=0)
+    of_seeds = float(by_seed.var(ddof=1)) / seeds
+    of_prompts, degrees = 0.0, float(seeds - 1)
+    if prompts > 1:
+        left = differences - by_seed[:, None] - by_prompt + effect
+        noise = float((left**2).sum()) / ((seeds - 1) * (prompts - 1))
+        of_prompts = max(0.0, float(by_prompt.var(ddof=1)) / prompts - noise / (seeds * prompts))
+        if of_prompts:
+            degrees = (of_seeds + of_prompts) / (of_seeds / (seeds - 1) + of_prompts / (prompts - 1))
+    error = math.sqrt(of_seeds + of_prompts)
+    quantile = float(special.stdtrit(degrees, 0.975))
+    seen = error * float(special.nctdtrinc(degrees, 1 - _POWER, quantile))  # non-central t: where the rest stays below
+    return Difference(effect, effect - quantile * error, effect + quantile * error, seen, seeds, prompts)

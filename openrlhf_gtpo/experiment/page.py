@@ -1,0 +1,223 @@
+"""Runs as one HTML page that needs no other file: the paper's figures, who beats the baseline, means and settings."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.experiment.comparison import Difference, paired_difference
+from openrlhf_gtpo.experiment.grid import OURS
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.curves import plot_figures
+from openrlhf_gtpo.report.metrics import Rows, before_and_after, datasource_of, held_out_names, read_runs
+
+_HELD_OUT = "held-out reward"  # of training's last evaluation
+_OF_A_START = (*OURS, "kind", "step", "time", "run", "seed", "ended")  # in which runs of one label may differ
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """A run on disk.
+
+    Fields:
+        seed: None where nothing says it.
+        rows: its metrics.
+        settings: flags of its command line where an experiment has noted them, and else what its metrics say.
+        scores: by data set and measure, a number for each question; a single one where only their mean is known.
+        questions: a digest of each data set's that an evaluation has answered.
+    """
+
+    path: Path
+    seed: int | None
+    rows: Rows
+    settings: Mapping[str, Any]
+    scores: Mapping[tuple[str, str], np.ndarray]
+    questions: Mapping[str, str]
+
+
+Runs = dict[str, list[FoundRun]]
+
+
+def find_runs(arguments: Sequence[str]) -> tuple[Runs, list[Path]]:
+    """The runs that a command line names, by label, and those of experiments that are left out: not finished, or not
+    evaluated where others are.
+
+    Args:
+        arguments: ``LABEL=PATH``, of a metrics file or of a folder with one or with TensorBoard's, or an experiment's
+            folder, whose labels are its methods with their settings.
+
+    Raises:
+        UsageError: a folder without runs, or a seed that a label has twice.
+        ValueError: a run without metrics.
+    """
+    runs: Runs = {}
+    unfinished: list[Path] = []
+    for text in arguments:
+        label, separator, path = text.partition("=")
+        if separator and label and path and not Path(text).exists():
+            runs.setdefault(label, []).append(_read(Path(path)))
+            continue
+        folders = sorted(file.parent for file in Path(text).rglob("seed-*/flags.json"))
+        if not folders:
+            raise UsageError(f"{text} is no experiment's folder; name a run as LABEL={text}.")
+        ended = {}
+        for folder in folders:
+            with suppress(ValueError):  # it has no metrics yet
+                run = _read(folder)
+                if any(row.get("ended") for row in run.rows):
+                    ended[folder] = run
+        evaluated = {folder: run for folder, run in ended.items() if run.questions}
+        for folder, run in (evaluated or ended).items():
+            runs.setdefault(folder.parent.relative_to(text).as_posix(), []).append(run)
+        unfinished += [folder for folder in folders if folder not in (evaluated or ended)]
+    for label, found in runs.items():
+        paths: dict[int, Path] = {}
+        for run in found:
+            if run.seed is not None and run.seed in paths:
+                raise UsageError(f"{label} has seed {run.seed} twice, in {paths[run.seed]} and {run.path}; name one.")
+            if run.seed is not None:
+                paths[run.seed] = run.path
+    if not runs:
+        raise UsageError(f"None of the {len(unfinished)} runs of {', '.join(arguments)} is finished.")
+    return runs, unfinished
+
+
+def write_page(
+    runs: Runs, folder: Path, title: str, baseline: str | None = None, unfinished: Sequence[Path] = ()
+) -> Path:
+    """Write ``index.html`` into ``folder``, and each of its figures beside it as PNG and SVG.
+
+    Args:
+        baseline: a label, or a method of the labels METHOD/SETTING..., which is compared with at equal settings.
+
+    Raises:
+        UsageError: a baseline that is not among the runs, or that answered other questions.
+    """
+    pairs = _compared(runs, baseline) if baseline is not None else []
+    runs = dict(sorted(runs.items(), key=lambda item: item[0] not in {base for _, base in pairs}))
+    found = [
+        (label, base, *measure, difference)
+        for label, base in pairs
+        for measure, difference in _differences(label, runs[label], base, runs[base]).items()
+    ]
+    figures = plot_figures({label: [run.rows for run in group] for label, group in runs.items()}, folder)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(resources.files(__package__).joinpath("page.html").read_text("utf-8"))
+    columns = sorted({key for group in runs.values() for run in group for key in run.scores}, key=_by_measure)
+    page = folder / "index.html"
+    text = template.render(
+        title=title,
+        baseline=baseline,
+        runs=runs,
+        unfinished=unfinished,
+        alone=[label for label, base in pairs if not any(row[:2] == (label, base) for row in found)],
+        sentences=[
+            f"{data}, {measure}: {difference.sentence(label, base)}"
+            for label, base, data, measure, difference in found
+            if not measure.startswith("pass@")
+        ],
+        differences=found,
+        figures={name: Markup(_inline(svg.read_text("utf-8"), name)) for name, svg in figures.items()},
+        columns=columns,
+        means={label: [_mean(group, key) for key in columns] for label, group in runs.items()},
+        settings=_settings(runs),
+    )
+    page.write_text(text, encoding="utf-8")
+    return page
+
+
+def _read(path: Path) -> FoundRun:
+    rows = read_runs(path)[-1]
+    start: dict[str, Any] = next((dict(row) for row in reversed(rows) if row["kind"] == names.KIND_RUN), {})
+    folder = path if path.is_dir() else path.parent
+    flags, evaluation = folder / "flags.json", folder / "evaluation" / "scores.json"
+    settings = json.loads(flags.read_text("utf-8")) if flags.exists() else start
+    evaluated = json.loads(evaluation.read_text("utf-8")) if evaluation.exists() else {"questions": {}, "scores": {}}
+    scores = {
+        (data, measure): np.array(values)
+        for data, found in evaluated["scores"].items()
+        for measure, values in found.items()
+    }
+    for name in held_out_names(rows):
+        after = before_and_after(rows, name)[1]
+        if after is not None:
+            scores[datasource_of(name), _HELD_OUT] = np.array([after])
+    named = re.search(r"seed[-_=]?(\d+)", str(path))  # as in OpenRLHF's folders, which do not say it otherwise
+    seed = start.get("seed", int(named[1]) if named else None)
+    differing = {name: value for name, value in settings.items() if name not in _OF_A_START}
+    return FoundRun(path, seed, rows, differing, scores, evaluated["questions"])
+
+
+def _compared(runs: Runs, baseline: str) -> list[tuple[str, str]]:
+    """Each label that is not the baseline's, and what it is compared with."""
+    bases = {label for label in runs if label == baseline or label.split("/")[0] == baseline}
+    if not bases:
+        raise UsageError(f"The baseline {baseline!r} is not among the runs: {', '.join(runs)}.")
+    pairs = []
+    for label in runs.keys() - bases:
+        same = "/".join([baseline, *label.split("/")[1:]])
+        if (base := baseline if baseline in bases else same) in bases:
+            pairs.append((label, base))
+    return sorted(pairs)
+
+
+def _differences(
+    label: str, group: Sequence[FoundRun], base: str, others: Sequence[FoundRun]
+) -> dict[tuple[str, str], Difference]:
+    """By data set and measure; of the seeds that both have."""
+    by_seed = {run.seed: run for run in others if run.seed is not None}
+    pairs = [(run, by_seed[run.seed]) for run in group if run.seed in by_seed]
+    if not pairs:
+        return {}
+    both = set.intersection(*({*run.scores} for pair in pairs for run in pair))
+    ordered = sorted(both, key=_by_measure)
+    largest = {data: measure for data, measure in ordered if measure.startswith("pass@")}
+    found = {}
+    for data, measure in ordered:
+        if not (measure == _HELD_OUT or measure.startswith("mean@") or measure == largest.get(data)):
+            continue
+        if len({run.questions.get(data) for pair in pairs for run in pair}) > 1:
+            raise UsageError(f"{label} and {base} answered different questions of {data}; evaluate both on the same.")
+        differences = [run.scores[data, measure] - other.scores[data, measure] for run, other in pairs]
+        found[data, measure] = paired_difference(np.array(differences))
+    return found
+
+
+def _by_measure(key: tuple[str, str]) -> tuple[str, bool, str, int]:
+    """Data sets by name, and of each its measures by name, pass@4 before pass@32."""
+    data, measure = key
+    name, _, k = measure.partition("@")
+    return data, name not in ("mean", "pass", "best", "majority"), name, int(k or 0)
+
+
+def _mean(group: Sequence[FoundRun], key: tuple[str, str]) -> str:
+    values = [float(run.scores[key].mean()) for run in group if key in run.scores]
+    if not values:
+        return ""
+    return f"{fmean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
+
+
+def _settings(runs: Runs) -> dict[str, list[str]]:
+    """The values, by label, of what is not the same for all."""
+    everything = sorted({name for group in runs.values() for run in group for name in run.settings})
+    rows = {
+        name: [", ".join(sorted({str(run.settings.get(name, "default")) for run in group})) for group in runs.values()]
+        for name in everything
+    }
+    return {name: values for name, values in rows.items() if len({*values}) > 1}
+
+
+def _inline(svg: str, title: str) -> str:
+    """An SVG file's element without the ids of its groups: nothing refers to them, and a page has each id once."""
+    element = re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :])
+    return element.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)

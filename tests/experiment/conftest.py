@@ -1,0 +1,6 @@
+"""Lets these tests import what is beside them in any import mode."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,85 @@
+"""The page of a set of runs: what it says, what it is made of, and what is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from studies import write_run, write_study
+
+from openrlhf_gtpo.cli.report import main
+from openrlhf_gtpo.experiment.comparison import paired_difference
+from openrlhf_gtpo.report.metrics import read_runs
+
+
+def page(*arguments: object) -> int:
+    return main(["page", *map(str, arguments)])
+
+
+def test_an_experiments_page_has_figures_comparisons_and_what_differs(tmp_path: Path) -> None:
+    study = write_study(tmp_path / "study", {"dapo": 0.0, "gtpo": 0.3, "grpo<b>": 0.001})
+    (tmp_path / "study" / "gtpo" / "seed-4").mkdir()
+    (tmp_path / "study" / "gtpo" / "seed-4" / "flags.json").write_text("{}")
+    assert page(study, "--baseline", "dapo", "--output", tmp_path / "out") == 0
+    text = (tmp_path / "out" / "index.html").read_text()
+    assert "Runs: 3 dapo, 3 grpo&lt;b&gt;, 3 gtpo." in text and "<b>" not in text
+    assert "left out: " + str(study / "gtpo" / "seed-4") in text
+    assert "math500, mean@32: gtpo is better than dapo (+0." in text
+    assert "grpo&lt;b&gt; beside dapo: no difference seen" in text and "3 seeds can see 0." in text
+    assert text.count("<svg") == 4 and "#010203" not in text and "http-equiv" in text and "<script" not in text
+    for title in ("Policy entropy", "Response length", "Best of 32 held-out responses"):
+        assert f'aria-label="{title}"' in text
+    assert "<td>dapo</td><td>grpo&lt;b&gt;</td><td>gtpo</td>" in text  # algo.advantage.estimator
+    assert "MODEL" not in text  # which all have
+    assert len(list((tmp_path / "out").glob("*.png"))) == len(list((tmp_path / "out").glob("*.svg"))) == 4
+
+
+def test_the_effect_is_that_of_pairs(tmp_path: Path) -> None:
+    study = write_study(tmp_path / "study", {"dapo/low": 0.0, "dapo/high": 0.1, "gtpo/low": 0.2, "gtpo/high": 0.2})
+    assert page(study, "--baseline", "dapo", "--output", tmp_path / "out") == 0
+    text = (tmp_path / "out" / "index.html").read_text()
+
+    def scores(label: str) -> np.ndarray:
+        files = [study / label / f"seed-{seed}" / "evaluation" / "scores.json" for seed in (1, 2, 3)]
+        return np.array([json.loads(file.read_text())["scores"]["math500"]["mean@32"] for file in files])
+
+    for setting in ("low", "high"):  # each beside the baseline with the same setting
+        expected = paired_difference(scores(f"gtpo/{setting}") - scores(f"dapo/{setting}"))
+        assert expected.sentence(f"gtpo/{setting}", f"dapo/{setting}") in text
+
+
+def test_openrlhfs_own_folders_are_read(tmp_path: Path) -> None:
+    writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter
+    for name, reward in (("a_seed1", 0.25), ("b_seed1", 0.5)):
+        with writer(log_dir=str(tmp_path / name)) as events:
+            for step in (1, 2):
+                events.add_scalar("train/reward", reward, step)
+                events.add_scalar("train/reward/best_at_g", 1.0, step)
+                events.add_scalar("eval/eval_math_pass1", reward + 0.25 * step, step)
+    rows = read_runs(tmp_path / "a_seed1")[-1]
+    assert [row["reward/mean"] for row in rows if row["kind"] == "train"] == [0.25, 0.25]
+    runs = [f"grpo={tmp_path / 'a_seed1'}", f"dapo={tmp_path / 'b_seed1'}"]
+    assert page(*runs, "--baseline", "grpo", "--output", tmp_path / "out") == 0
+    text = (tmp_path / "out" / "index.html").read_text()
+    assert "math, held-out reward: dapo is +0.250 beside grpo; 1 seed does not say whether that is chance." in text
+    assert "Best of a prompt&#39;s responses, in training" in text or "Best of a prompt's responses" in text
+
+
+def test_what_cannot_be_reported_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = (write_run(tmp_path / name, 1, better) for name, better in (("one", 0.0), ("two", 0.1)))
+    (tmp_path / "empty").mkdir()
+    other = write_run(tmp_path / "other", 1, 0.0)
+    scores = other / "evaluation" / "scores.json"
+    scores.write_text(scores.read_text().replace("digest", "another"))
+    cases = {
+        "cannot read metrics from": [f"gtpo={tmp_path / 'empty'}"],
+        "is no experiment's folder; name a run as LABEL=": [tmp_path / "empty"],
+        f"gtpo has seed 1 twice, in {one} and {two}": [f"gtpo={one}", f"gtpo={two}"],
+        "The baseline 'dapo' is not among the runs: gtpo": [f"gtpo={one}", "--baseline", "dapo"],
+        "answered different questions of math500": [f"gtpo={one}", f"grpo={other}", "--baseline", "grpo"],
+    }
+    for sentence, arguments in cases.items():
+        assert page(*arguments, "--output", tmp_path / "out") == 2
+        error = capsys.readouterr().err
+        assert sentence in error and error.count("\n") == 1
+        assert not (tmp_path / "out").exists()
