@@ -1,4 +1,4 @@
-"""`python3 -m openrlhf_gtpo.cli.prepare {smollm2,tiny-model,task,math} --output DIR`: models, tasks and data sets.
+"""`python3 -m openrlhf_gtpo.cli.prepare {smollm2,tiny-model,task,math,benchmarks} --output DIR`: models and data.
 
 A second call with the same settings returns at once.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from openrlhf_gtpo.cli import Parser, exit_status
-from openrlhf_gtpo.tasks.math_data import INSTRUCTION, load_table, write_math_files
+from openrlhf_gtpo.tasks.math_data import BENCHMARKS, INSTRUCTION, load_table, write_benchmarks, write_math_files
 from openrlhf_gtpo.tasks.reasoning_gym_data import PRESETS, write_task_files
 from openrlhf_gtpo.tasks.smollm2 import convert_smollm2
 from openrlhf_gtpo.tasks.tiny_model import make_tiny_model
@@ -88,7 +88,14 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=1, help="of the choice of those")
     math.set_defaults(run=_math)
 
-    for command in (smollm2, tiny, task, math):
+    benchmarks = commands.add_parser("benchmarks", help="questions that models are compared with, for cli.evaluate")
+    add = benchmarks.add_argument
+    add("--names", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), help="(default: all of them)")
+    add("--from", dest="source", type=Path, metavar="DIR", help="read NAME.jsonl, … there, not the Hugging Face hub")
+    add("--instruction", default=INSTRUCTION, metavar="TEXT", help="appended to each question")
+    benchmarks.set_defaults(run=_benchmarks)
+
+    for command in (smollm2, tiny, task, math, benchmarks):
         command.add_argument("--output", required=True, type=Path, metavar="DIR")
     return parser
 
@@ -115,6 +122,12 @@ def _math(args: argparse.Namespace) -> Path:
     names = ("problem_key", "answer_key", "answer_after", "instruction", "system", "eval_size", "seed")
     settings = {name: getattr(args, name) for name in names}
     directory, counts = write_math_files(load_table(args.source, args.config, args.split), args.output, **settings)
+    print(counts, file=sys.stderr)
+    return directory
+
+
+def _benchmarks(args: argparse.Namespace) -> Path:
+    directory, counts = write_benchmarks(args.names, args.output, args.source, args.instruction)
     print(counts, file=sys.stderr)
     return directory
 

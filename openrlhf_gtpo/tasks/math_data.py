@@ -8,6 +8,7 @@ import json
 import random
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,71 @@ from openrlhf_gtpo.tasks.math_verify_reward import parse_answer
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 _FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Where a set of questions is on the Hugging Face hub, in which columns, and how many there are."""
+
+    source: str
+    split: str
+    problem_key: str
+    answer_key: str
+    questions: int
+    config: str | None = None
+
+
+BENCHMARKS = {
+    "aime2024": Benchmark("HuggingFaceH4/aime_2024", "train", "problem", "answer", 30),
+    "aime2025": Benchmark("math-ai/aime25", "test", "problem", "answer", 30),
+    "amc23": Benchmark("math-ai/amc23", "test", "question", "answer", 40),
+    "math500": Benchmark("HuggingFaceH4/MATH-500", "test", "problem", "answer", 500),
+    "minerva": Benchmark("math-ai/minervamath", "test", "question", "answer", 272),
+    "olympiadbench": Benchmark(
+        "Hothan/OlympiadBench", "train", "question", "final_answer", 674, "OE_TO_maths_en_COMP"
+    ),
+}
+
+
+def write_benchmarks(
+    names: Iterable[str], output_dir: str | Path, source_dir: Path | None = None, instruction: str = INSTRUCTION
+) -> tuple[Path, str]:
+    """Write ``NAME.jsonl`` for `cli.evaluate` of each benchmark; return their folder, and what each has and lacks.
+
+    Args:
+        names: of BENCHMARKS.
+        source_dir: has ``NAME.jsonl``, ``.json``, ``.csv`` or ``.parquet`` in the data set's own columns; None reads
+            the hub.
+        instruction: appended to each question.
+
+    Raises:
+        ValueError: a table that is not there or cannot be read, or a file that exists.
+    """
+    directory = Path(output_dir).expanduser().resolve()
+    texts, counts = {}, []
+    for name in names:
+        if (directory / f"{name}.jsonl").exists():
+            raise ValueError(f"--output {directory} has {name}.jsonl already; name another folder or remove it")
+        benchmark = BENCHMARKS[name]
+        if source_dir is None:
+            table = load_table(benchmark.source, benchmark.config, benchmark.split)
+        else:
+            files = [path for kind in _FILES if (path := source_dir / f"{name}{kind}").is_file()]
+            if not files:
+                raise ValueError(f"--from {source_dir} has no {name}.jsonl, .json, .csv or .parquet")
+            table = load_table(str(files[0]))
+        columns = benchmark.problem_key, benchmark.answer_key
+        try:
+            rows, repeated, unread = _read_problems(table, *columns, None, instruction, "")
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        texts[name] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        left_out = f"; left out: {repeated} repeated, {unread} whose answer cannot be checked"
+        counts.append(f"{name}: {len(rows)} of {benchmark.questions} questions{left_out if repeated + unread else ''}")
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (directory / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    return directory, "\n".join(counts)
 
 
 def load_table(source: str, config: str | None = None, split: str = "train") -> Iterable[Mapping[str, Any]]:
@@ -85,25 +151,7 @@ def write_math_files(
     # Before the answers are read, which may take minutes.
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"--output {directory} is not an empty folder; name a new folder or remove it")
-    problems: dict[str, dict[str, Any]] = {}
-    repeated = without_answer = 0
-    for number, row in enumerate(table, 1):
-        problem = _field(row, problem_key, "--problem-key", number)
-        answer = str(_field(row, answer_key, "--answer-key", number))
-        if answer_after is not None:
-            answer = answer.rpartition(answer_after)[2].strip()
-        key = json.dumps(problem, sort_keys=True, ensure_ascii=False)
-        if key in problems:
-            repeated += 1
-        elif not parse_answer(answer):
-            without_answer += 1
-        else:
-            if isinstance(problem, str):
-                problem = f"{problem.strip()} {instruction}".strip()
-                if system:
-                    problem = [{"role": "system", "content": system}, {"role": "user", "content": problem}]
-            problems[key] = {"input": problem, "label": answer}
-    rows = list(problems.values())
+    rows, repeated, without_answer = _read_problems(table, problem_key, answer_key, answer_after, instruction, system)
     if not 0 <= eval_size < len(rows):
         raise ValueError(
             f"--eval-size {eval_size} leaves nothing to train on: {len(rows)} problems have an answer that can be "
@@ -123,10 +171,42 @@ def write_math_files(
     )
 
 
-def _field(row: Mapping[str, Any], key: str, flag: str, number: int) -> Any:
+def _read_problems(
+    table: Iterable[Mapping[str, Any]],
+    problem_key: str,
+    answer_key: str,
+    answer_after: str | None,
+    instruction: str,
+    system: str,
+) -> tuple[list[dict[str, Any]], int, int]:
+    """The rows with `input` and `label` of a table (:func:`write_math_files`); how many problems were left out as
+    repeated, and how many as their answer cannot be read. Of several answers all count, as one list."""
+    problems: dict[str, dict[str, Any]] = {}
+    repeated = without_answer = 0
+    for number, row in enumerate(table, 1):
+        problem = _field(row, problem_key, number)
+        answers = _field(row, answer_key, number)
+        answer = ", ".join(map(str, answers)) if isinstance(answers, list) else str(answers)
+        if answer_after is not None:
+            answer = answer.rpartition(answer_after)[2].strip()
+        key = json.dumps(problem, sort_keys=True, ensure_ascii=False)
+        if key in problems:
+            repeated += 1
+        elif not parse_answer(answer):
+            without_answer += 1
+        else:
+            if isinstance(problem, str):
+                problem = f"{problem.strip()} {instruction}".strip()
+                if system:
+                    problem = [{"role": "system", "content": system}, {"role": "user", "content": problem}]
+            problems[key] = {"input": problem, "label": answer}
+    return list(problems.values()), repeated, without_answer
+
+
+def _field(row: Mapping[str, Any], key: str, number: int) -> Any:
     value: Any = row
     for name in key.split("."):
         if not isinstance(value, Mapping) or name not in value:
-            raise ValueError(f"{flag} {key}: row {number} has no such column; it has {', '.join(row)}")
+            raise ValueError(f"row {number} has no column {key}; it has {', '.join(row)}")
         value = value[name]
     return value

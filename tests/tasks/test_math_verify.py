@@ -208,9 +208,9 @@ def test_nested_columns_and_messages_are_taken_as_they_are(tmp_path):
     "flags, message",
     [
         (["--source", "missing.jsonl"], "--source missing.jsonl does not exist"),
-        (["--problem-key", "question"], "--problem-key question: row 1 has no such column; it has problem, answer"),
+        (["--problem-key", "question"], "row 1 has no column question; it has problem, answer"),
         (["--eval-size", "2"], "leaves nothing to train on: 2 problems"),
-        (["--answer-key", "answer.value"], "--answer-key answer.value: row 1"),
+        (["--answer-key", "answer.value"], "row 1 has no column answer.value"),
     ],
 )
 def test_a_mistake_in_the_data_is_one_sentence(tmp_path, capsys, flags, message):

@@ -1,0 +1,43 @@
+"""The shipped experiments: parsed as training would, and what they hold equal."""
+
+from pathlib import Path
+
+import pytest
+
+from openrlhf_gtpo.cli import evaluate
+from openrlhf_gtpo.experiment.grid import read_grid, words
+from openrlhf_gtpo.integration.run import parse
+from openrlhf_gtpo.tasks.math_data import BENCHMARKS
+
+FILES = sorted(Path(__file__).parents[2].glob("examples/experiments/*.yaml"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_an_example_is_what_training_and_evaluation_take(file: Path) -> None:
+    grid = read_grid(file)
+    runs = {run.label: parse(words(run.flags)) for run in grid.runs if run.seed == 1}
+    assert list(runs) == ["dapo", "grpo", "forking_tokens", "gtpo", "grpo_s"] and grid.baseline == "dapo"
+    assert (runs["gtpo"].algo.gtpo.alpha1, runs["gtpo"].algo.gtpo.alpha2) == (1.0, 0.1)
+    assert (runs["grpo_s"].algo.grpo_s.beta1, runs["grpo_s"].algo.grpo_s.beta2) == (1.0, 0.1)
+    recipes = {
+        label: (
+            list(args.actor.eps_clip_low_high),
+            args.algo.dynamic_filtering_enable,
+            args.algo.dynamic_filtering_range,
+            args.algo.kl.init_coef,
+            args.reward.overlong_penalty_factor,
+            round(args.reward.overlong_buffer_len),
+        )
+        for label, args in runs.items()
+        if label != "grpo"
+    }
+    assert len({str(recipe) for recipe in recipes.values()}) == 1, recipes  # DAPO's, but for the credit
+    assert grid.evaluate is not None
+    flags = evaluate.build_parser().parse_args([*words(grid.evaluate), "--model", "MODEL", "--output", "OUTPUT"])
+    assert [Path(name).stem for name in getattr(flags, "eval.dataset").split(",")] == list(BENCHMARKS)
+    assert getattr(flags, "eval.n_samples_per_prompt") == runs["gtpo"].eval.n_samples_per_prompt == 32
+    assert getattr(flags, "data.max_len") >= getattr(flags, "rollout.max_new_tokens") + 1024
+
+
+def test_there_are_two_examples() -> None:
+    assert [file.stem for file in FILES] == ["paper_32b", "paper_7b"]
