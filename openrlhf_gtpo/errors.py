@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 _SETTING = r"\$([a-z]\w*)"
 
+STOPPED_STATUS = 75  # of a run that stopped on request: sysexits.h, EX_TEMPFAIL, nothing is wrong, try again later
+
 
 class UsageError(ValueError):
     """The user asked for something that cannot work. Raised before any engine starts."""

@@ -56,9 +56,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _evaluate(args: argparse.Namespace) -> None:
     flags = {name: value for name, value in vars(args).items() if "." in name}
-    _check_numbers(flags)
-    args.output.mkdir(parents=True, exist_ok=True)
     platform.choose()
+    from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
+
+    check_openrlhf()
+    from openrlhf_gtpo.integration.command_line.checks import check_ranges
+
+    check_ranges(flags)
+    args.output.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as folder:
         model = args.model
         if not Path(model, "config.json").is_file():
@@ -68,27 +73,7 @@ def _evaluate(args: argparse.Namespace) -> None:
         _answer_all(args, flags, model)
 
 
-def _check_numbers(flags: dict[str, Any]) -> None:
-    rules = {
-        "eval.n_samples_per_prompt": 1,
-        "data.max_samples": 1,
-        "rollout.max_new_tokens": 1,
-        "vllm.tensor_parallel_size": 1,
-        "train.seed": 0,
-        "eval.temperature": 0,
-    }
-    for name, least in rules.items():
-        if not least <= flags[name] < 2**31:
-            raise UsageError(f"Expected --{name} >= {least}, got {flags[name]:g}.")
-    for name in ("rollout.top_p", "vllm.gpu_memory_utilization"):
-        if not 0 < flags[name] <= 1:
-            raise UsageError(f"Expected --{name} above 0 and at most 1, got {flags[name]:g}.")
-
-
 def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> None:
-    from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
-
-    check_openrlhf()
     from openrlhf.utils.config import hierarchize
 
     from openrlhf_gtpo.integration.command_line.input_checks import (
@@ -123,13 +108,13 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
             "max_tokens": flags["rollout.max_new_tokens"],
             "seed": flags["train.seed"],
         }
-        work[path] = questions, settings, len(read_answers(path, settings))
+        work[path] = questions, settings, read_answers(path, settings)
     engine = None
-    if any(done < len(questions) for questions, _, done in work.values()):
+    if any(len(rows) < len(questions) for questions, _, rows in work.values()):
         engine = load_engine(model, flags)
     scores = {
-        path.stem: per_question(answer(engine, questions, reward, answer_of, path, settings))
-        for path, (questions, settings, _) in work.items()
+        path.stem: per_question(answer(engine, questions, rows, reward, answer_of, path, settings))
+        for path, (questions, settings, rows) in work.items()
     }
     digests = {path.stem: settings["questions"] for path, (_, settings, _) in work.items()}
     (args.output / "scores.json").write_text(json.dumps({"questions": digests, "scores": scores}) + "\n")

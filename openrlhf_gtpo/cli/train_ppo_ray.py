@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from openrlhf_gtpo.cli import hide_key
-from openrlhf_gtpo.errors import Restartable, StoppedOnRequest, TrainingStopped, UsageError
+from openrlhf_gtpo.errors import STOPPED_STATUS, Restartable, StoppedOnRequest, TrainingStopped, UsageError
 from openrlhf_gtpo.integration.controller import stop
 from openrlhf_gtpo.integration.run import check, parse, train
 from openrlhf_gtpo.launch.process_tree import HUNG, end_with_parent, run_and_clear
@@ -27,7 +27,7 @@ _SUPERVISED = "OPENRLHF_GTPO_SUPERVISED"  # in the environment of a run that a p
 _NOT_AGAIN = 65  # sysexits.h, EX_DATAERR: how a supervised run ends that would fail again; its supervisor makes it a 1
 _INTERRUPTED = 128 + signal.SIGINT
 # Nothing is started again after these: success, mistakes, requests.
-_ENDS = (0, 2, _NOT_AGAIN, stop.STOPPED_STATUS, _INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
+_ENDS = (0, 2, _NOT_AGAIN, STOPPED_STATUS, _INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _NOT_AGAIN if supervised and not isinstance(error, Restartable) else 1
     except StoppedOnRequest as error:
         print(f"train_ppo_ray stopped: {error}", file=sys.stderr)
-        return stop.STOPPED_STATUS
+        return STOPPED_STATUS
     except KeyboardInterrupt:
         print(
             "train_ppo_ray stopped: interrupted; with --ckpt.load_enable it goes on from its last checkpoint.",

@@ -18,7 +18,7 @@ from typing import IO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.errors import STOPPED_STATUS, UsageError
 from openrlhf_gtpo.experiment.grid import Grid, Run, words
 from openrlhf_gtpo.launch.process_tree import run_and_clear
 from openrlhf_gtpo.report import names
@@ -26,7 +26,6 @@ from openrlhf_gtpo.report.metrics import read_runs
 from openrlhf_gtpo.report.watch import describe
 
 _SIGNALS = range(129, 256)  # statuses of what a signal to this process, or to the run, has ended
-_STOPPED = 75  # asked to, with a checkpoint
 
 
 def is_finished(run: Run, grid: Grid) -> bool:
@@ -104,7 +103,7 @@ def _call(module: str, argv: Sequence[str], log: Path) -> int:
     """Run ``python3 -m module argv`` with its output appended to ``log``, and leave none of its processes."""
     shell = ["sh", "-c", 'log=$1; shift; exec "$@" >>"$log" 2>&1', "sh", str(log)]
     status = run_and_clear([*shell, sys.executable, "-m", module, *argv], os.environ, patience=60.0)
-    if status in _SIGNALS or status == _STOPPED:
+    if status in _SIGNALS or status == STOPPED_STATUS:
         raise KeyboardInterrupt
     return status
 

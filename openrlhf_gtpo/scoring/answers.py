@@ -80,20 +80,22 @@ def read_answers(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]
 def answer(
     engine: Any,
     questions: Sequence[tuple[str, str]],
+    rows: list[dict[str, Any]],
     reward: Callable[..., Mapping[str, Any]],
     answer_of: Callable[..., str | None] | None,
     path: Path,
     settings: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Answer the ``questions`` that ``path`` has no line of, and append one for each.
+    """Answer the ``questions`` behind those of ``rows``, and append a line for each to ``path``.
 
     Args:
         engine: a ``vllm.LLM``.
         questions: prompt, as the model reads it, and label of each.
+        rows: what ``path`` has of them (:func:`read_answers`); they get the new ones.
         reward: OpenRLHF's ``reward_func``, called with one response at a time from threads.
         answer_of: of the same three lists, the answer as text that a majority votes with; None for no votes.
         settings: ``n``, ``temperature``, ``top_p``, ``max_tokens`` and ``seed``, which each request's is made of; all
-            are compared with the file's.
+            begin a new file.
 
     Returns:
         a line for each question: ``responses``, ``scores``, ``lengths`` in tokens, ``cut_off`` before their end, and
@@ -101,9 +103,7 @@ def answer(
 
     Raises:
         TrainingStopped: the reward raised, or gave no number.
-        UsageError: see :func:`read_answers`.
     """
-    rows = read_answers(path, settings)
     with path.open("a", encoding="utf-8") as file, ThreadPoolExecutor() as threads:
         if not rows and not path.stat().st_size:
             file.write(json.dumps({"settings": dict(settings)}) + "\n")

@@ -48,23 +48,27 @@ def reward(queries: list[str], prompts: list[str], labels: list[str]) -> dict[st
     return {"rewards": float(queries[0].removeprefix(prompts[0]) == labels[0])}
 
 
+def answer(engine: Engine, path: Path, grade: Any = reward) -> list[dict[str, Any]]:
+    return answers.answer(engine, QUESTIONS, answers.read_answers(path, SETTINGS), grade, None, path, SETTINGS)
+
+
 def test_an_interrupted_evaluation_goes_on_with_the_questions_that_are_left(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(answers, "BATCH", 2)
-    whole = answers.answer(Engine(), QUESTIONS, reward, None, tmp_path / "whole", SETTINGS)
+    whole = answer(Engine(), tmp_path / "whole")
     assert [row["scores"][0] for row in whole] == [1.0] * 5
     lines = (tmp_path / "whole").read_bytes().splitlines(keepends=True)
     for kept in (b"", b"".join(lines[:1]), b"".join(lines[:3]) + lines[3][:7], b"".join(lines)):
         path = tmp_path / str(len(kept))
         path.write_bytes(kept)
         engine = Engine()
-        assert answers.answer(engine, QUESTIONS, reward, None, path, SETTINGS) == whole
+        assert answer(engine, path) == whole
         assert engine.asked == [prompt for prompt, _ in QUESTIONS[max(0, kept.count(b"\n") - 1) :]]
         assert path.read_bytes() == (tmp_path / "whole").read_bytes()
 
 
 def test_answers_with_other_settings_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "answers"
-    answers.answer(Engine(), QUESTIONS, reward, None, path, SETTINGS)
+    answer(Engine(), path)
     with pytest.raises(UsageError, match="has answers with seed 1, and this evaluation has 2"):
         answers.read_answers(path, SETTINGS | {"seed": 2})
     path.write_text("[]\n")
@@ -75,7 +79,7 @@ def test_answers_with_other_settings_are_refused(tmp_path: Path) -> None:
 def test_a_reward_that_fails_ends_it_with_the_question(tmp_path: Path) -> None:
     for bad in (lambda *_: {"rewards": [1, 2]}, lambda *_: 1 / 0, lambda *_: {}):
         with pytest.raises(TrainingStopped, match=r"Could not get the reward of an answer: .* 'What is 0\?'"):
-            answers.answer(Engine(), QUESTIONS, bad, None, tmp_path / "answers", SETTINGS)
+            answer(Engine(), tmp_path / "answers", bad)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +113,7 @@ def command(place: Path, output: str, **changed: Any) -> list[str]:
     ("changed", "sentence"),
     [
         ({"eval.n_samples_per_prompt": 0}, "Expected --eval.n_samples_per_prompt >= 1, got 0."),
-        ({"rollout.top_p": 0}, "Expected --rollout.top_p above 0"),
+        ({"rollout.top_p": 0}, "Expected 0 < --rollout.top_p <= 1, got 0."),
         ({"model": "/nowhere"}, "/nowhere"),
         ({"eval.dataset": "/nowhere.jsonl"}, "--eval.dataset /nowhere.jsonl does not exist."),
         ({"data.label_key": "nothing"}, "has no column 'nothing'"),

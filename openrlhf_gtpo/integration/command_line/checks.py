@@ -7,7 +7,7 @@ held to rules; what upstream's own estimators do with such input is upstream's.
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,10 +109,22 @@ def check_values(values: dict[str, Any]) -> None:
         )
         if not is_there
     )
+    check_ranges({name: value for name, value in values.items() if not name.startswith(absent)})
+
+
+def check_ranges(values: Mapping[str, Any]) -> None:
+    """Refuse numbers that nothing can work with.
+
+    Args:
+        values: a command line's, by flag; None is one that was not given.
+
+    Raises:
+        UsageError: the first of them.
+    """
     for rule, holds, names in _RANGES:
         for name in names.split():
-            given = values[name]
-            if given is None or name.startswith(absent):
+            given = values.get(name)
+            if given is None:
                 continue
             numbers = given if isinstance(given, list | tuple) else [given]
             if not all(map(holds, numbers)):

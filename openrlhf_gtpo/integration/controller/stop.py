@@ -13,8 +13,6 @@ from types import FrameType, SimpleNamespace
 
 from openrlhf_gtpo.errors import UsageError
 
-STOPPED_STATUS = 75  # sysexits.h, EX_TEMPFAIL: nothing is wrong, try again later
-
 
 def stop_file(args: SimpleNamespace) -> Path:
     """Where a request to stop is looked for."""
