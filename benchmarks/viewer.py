@@ -1,6 +1,11 @@
 """How large a page of the token viewer is, how long it takes to make, and how fast it answers in headless Chromium.
 
     python3 benchmarks/viewer.py --output docs/results/viewer.json     2000 responses of 1000 tokens
+    python3 benchmarks/viewer.py --dump MODEL --output docs/results/dump.json
+
+The second is what dumping costs a step: 64 responses of 1000 tokens, written by the trainer's own dumper, against one
+forward and backward pass of MODEL over them. A step also samples, computes old log-probs and updates weights, so that
+its share of a step is smaller. Of 64 responses as many are trained on as --train-rows says, and counted up.
 
 Entropies are drawn as those of a trained model lie: four of five tokens are nearly certain.
 """
@@ -69,12 +74,75 @@ def dump(path: Path, rows: int, tokens: int, samples: int = 8) -> None:
     write_dump(path, settings | {"batch_rows": rows, "outcome_dtype": "float32"}, columns)
 
 
+def dump_cost(name: str, train_rows: int, rows: int = 64, tokens: int = 1000, repeat: int = 3) -> dict[str, Any]:
+    """Seconds of writing a dump and of training on what is in it, in turns, and the medians of their ratios."""
+    from openrlhf.trainer.ppo_utils.experience import Experience
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from openrlhf_gtpo.integration.controller.rollout_dump import RolloutDumper
+    from openrlhf_gtpo.integration.credit.rollout_batch import RolloutBatch
+    from openrlhf_gtpo.integration.run import parse
+    from openrlhf_gtpo.token_values import TokenValues
+
+    tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name).float()
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, tokenizer.vocab_size, (rows, tokens + 1), generator=draw)
+    values = torch.rand(rows, tokens, generator=draw)
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--actor.model_name_or_path", name, "--vllm.num_engines", "1", "--reward.remote_url", "r.py"]
+        flags += ["--rollout.n_samples_per_prompt", "8", "--algo.advantage.estimator", "gtpo"]
+        args = parse([*flags, "--logger.dump_rollouts", "1", "--ckpt.path", folder])
+        dumper = RolloutDumper(args, tokenizer, None, max_steps=repeat)
+        write, cpu = dumper._write, [0.0]
+
+        def timed(*what: Any) -> None:
+            began = time.thread_time()
+            write(*what)
+            cpu[0] = time.thread_time() - began
+
+        dumper._write = timed  # type: ignore
+        measured: dict[str, list[float]] = {"call_s": [], "thread_cpu_s": [], "train_s": [], "train_cpu_s": []}
+        for dumper.step in range(1, repeat + 1):
+            ones = torch.ones(rows)
+            experience = Experience(
+                sequences=ids, attention_mask=torch.ones_like(ids), action_mask=torch.ones_like(values),
+                action_log_probs=-values, rollout_log_probs=-values, advantages=values, rewards=ones,
+                truncated=ones.bool(), index=list(range(rows)), kl=values, prompts=["prompt"] * rows,
+            )  # fmt: skip
+            batch = RolloutBatch.gather([experience], [TokenValues(-values, values)], 8)
+            began = time.perf_counter()
+            dumper(batch, [experience])
+            measured["call_s"].append(time.perf_counter() - began)
+            dumper.close()
+            measured["thread_cpu_s"].append(cpu[0])
+            began, began_cpu = time.perf_counter(), time.process_time()
+            for row in ids[:train_rows]:
+                model(row[None], labels=row[None]).loss.backward()
+            measured["train_s"].append((time.perf_counter() - began) * rows / train_rows)
+            measured["train_cpu_s"].append((time.process_time() - began_cpu) * rows / train_rows)
+        size = dump_file(Path(folder, "rollouts"), repeat).stat().st_size / 2**20
+    shares = {
+        "of_the_trainers_thread": np.divide(measured["call_s"], measured["train_s"]),
+        "of_cpu": np.divide(measured["thread_cpu_s"], measured["train_cpu_s"]),
+    }
+    return {
+        "model": Path(name).name, "rows": rows, "tokens": tokens, "train_rows": train_rows, "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0], "dump_mib": size, "seconds": measured,
+        "share": {which: {"median": float(np.median(one)), "largest": max(one)} for which, one in shares.items()},
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=1000)
+    parser.add_argument("--dump", metavar="MODEL", help="measure writing a dump, and not the page")
+    parser.add_argument("--train-rows", type=int, default=4)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
+    if args.dump:
+        write_results(args.output, dump_cost(args.dump, args.train_rows))
+        return
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
         file, page_file = dump_file(Path(folder), 1), Path(folder, "view.html")
         dump(file, args.rows, args.tokens)
@@ -101,7 +169,11 @@ def main() -> None:
             "click_ms": {"fastest": clicks[0], "median": clicks[10], "slowest": clicks[-1]},
         }
         browser.close()
-    args.output.write_text(json.dumps(results, indent=1) + "\n")
+    write_results(args.output, results)
+
+
+def write_results(output: Path, results: dict[str, Any]) -> None:
+    output.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps(results, indent=1))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.integration import patch
-from openrlhf_gtpo.integration.command_line import host, upstream_parser
+from openrlhf_gtpo.integration.command_line import host, replay, upstream_parser
 from openrlhf_gtpo.integration.command_line.checks import check_every_run, check_inputs, check_ray_address
 from openrlhf_gtpo.integration.command_line.entropy_source import choose_entropy
 from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
@@ -57,6 +57,8 @@ def parse(argv: Sequence[str]) -> SimpleNamespace:
     args = upstream_parser.parse(argv)
     choose_entropy(args)
     check_every_run(args)
+    if args.train.replay_rollouts:
+        replay.leave_out_engines(args)
     if platform.chosen_platform() == "cpu":
         host.adapt(args)
     return args
@@ -73,6 +75,8 @@ def check(args: SimpleNamespace) -> None:
     check_metrics_file(args)
     check_results(args)
     check_inputs(args)
+    if args.train.replay_rollouts:
+        replay.check(args)
     check_weights_fit(args.actor.model_name_or_path, "--actor.model_name_or_path")
     check_room(args)
     check_ray_address()

@@ -4,9 +4,11 @@ What each column holds is said in docs/viewer.md. Positions of the list columns 
 its first action token to its last token; what lies between two turns has ``mask`` False.
 """
 
+import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-VERSION = 1
+VERSION = 2
+_READ = (1, VERSION)  # the first has no settings that only a replay or the page's ratio needs
 FOLDER = "rollouts"  # in --ckpt.path
 
 _KEY = b"openrlhf_gtpo.rollouts"  # of the file's metadata: the settings as JSON
@@ -95,6 +98,12 @@ def write_dump(path: Path, settings: Mapping[str, Any], columns: Mapping[str, Se
         temporary.unlink(missing_ok=True)
 
 
+def vocabulary_digest(tokenizer: Any) -> str:
+    """A digest of what a Hugging Face tokenizer, or a processor's, takes each token id for."""
+    ids = getattr(tokenizer, "tokenizer", tokenizer).get_vocab()
+    return hashlib.sha256(json.dumps(sorted(ids.items())).encode()).hexdigest()
+
+
 def find_dumps(path: Path) -> list[Path]:
     """``path`` itself, if it is a file, or the dumps anywhere in it, by step.
 
@@ -111,27 +120,46 @@ def find_dumps(path: Path) -> list[Path]:
     return found
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """A dump's settings alone; raises as :func:`read_dump`."""
+    with _whole(path):
+        schema = pq.read_schema(path)
+    return _settings(path, schema)
+
+
 def read_dump(path: Path) -> RolloutDump:
     """Read a dump.
 
     Raises:
         ValueError: it is cut off, no dump, or one of another version.
     """
-    try:
+    with _whole(path):
         table = pq.read_table(path, partitioning=None)
+    settings = _settings(path, table.schema)
+    return RolloutDump(path, settings, {field.name: _column(table, field) for field in SCHEMA})
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, pa.ArrowInvalid) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{path} is no whole Parquet file ({reason}); make or copy it again.") from error
-    text = (table.schema.metadata or {}).get(_KEY)
+
+
+def _settings(path: Path, schema: pa.Schema) -> dict[str, Any]:
+    text = (schema.metadata or {}).get(_KEY)
     if text is None:
         raise ValueError(f"{path} is a Parquet file, and no rollout dump of this package.")
-    settings = json.loads(text)
-    if settings["version"] != VERSION:
+    settings: dict[str, Any] = json.loads(text)
+    if settings["version"] not in _READ:
         raise ValueError(
-            f"{path} is a rollout dump of version {settings['version']}, and this package reads version {VERSION}; "
+            f"{path} is a rollout dump of version {settings['version']}, and this package reads versions "
+            f"{' and '.join(map(str, _READ))}; "
             f"open it with openrlhf_gtpo {settings.get('openrlhf_gtpo', 'of that version')}."
         )
-    return RolloutDump(path, settings, {field.name: _column(table, field) for field in SCHEMA})
+    return settings
 
 
 def _column(table: pa.Table, field: pa.Field) -> Any:

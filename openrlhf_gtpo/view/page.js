@@ -296,6 +296,7 @@ function showToken(scroll = true) {
       pairs.at(-1).dataset.value = name;
     }
   }
+  if (acts && s.ratio) pairs.push(element("dt", "ratio"), element("dd", s.ratio));
   $("values").replaceChildren(...pairs);
   $("formulas").replaceChildren(...(acts ? [state.credit, ...(state.other === state.credit ? [] : [state.other])]
     .flatMap((c) => formulas(c, row, i, t)) : []));

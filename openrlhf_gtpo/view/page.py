@@ -8,7 +8,7 @@ import hashlib
 import json
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -99,7 +99,8 @@ def _method(method: Method) -> dict[str, Any]:
 def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Packed) -> dict[str, Any]:
     columns, settings = dump.columns, dump.settings
     notes = [f"Not in the dump: {what}." for name, what in _MISSING.items() if columns[name] is None]
-    notes.append("Not in the dump: the ratio of the trained to the sampling policy, and what it clipped.")
+    ratio, unknown = _ratio(settings)
+    notes += unknown
     if len(columns["row"]) < settings["batch_rows"]:
         notes.append("A dump holds a sample of a step's groups; statistics over a batch are of that sample.")
     rows = _sampled_rows(dump, part)
@@ -144,6 +145,7 @@ def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Pac
     return {
         "step": dump.step,
         "notes": notes,
+        "ratio": ratio,
         "settings": {name: value for name, value in settings.items() if name not in ("config", "version")},
         "offsets": np.concatenate([[0], lengths.cumsum()]).tolist(),
         "row": columns["row"][rows].tolist(),
@@ -161,6 +163,16 @@ def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Pac
         "trained": trained,
         "credits": credits,
     }
+
+
+def _ratio(settings: Mapping[str, Any]) -> tuple[str | None, list[str]]:
+    """A token's ratio of the trained to the old policy, where it is known without the optimizer steps' own numbers;
+    and what is not known, in sentences."""
+    if settings.get("own_log_probs"):
+        return "1, not clipped", []
+    if settings.get("optimizer_steps") == 1:
+        return "1 but for rounding", ["Not in the dump: what rounding makes of the ratio, and what that clipped."]
+    return None, ["Not in the dump: the ratio of the trained to the old policy, and what it clipped."]
 
 
 def _credit(made: Credit, advantages: np.ndarray, of_rows: Any, of_tokens: Any, of_batch: Any) -> dict[str, Any]:

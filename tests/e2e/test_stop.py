@@ -49,7 +49,7 @@ def test_a_run_that_is_stopped_killed_and_resumed_is_the_run_that_was_not(traine
     argv += ["--actor.adam.lr", "3e-4"]
     argv += ["--ckpt.best_metric_key", "none"]  # and --ckpt.save_steps -1: no checkpoint but that of the stop
 
-    whole_argv, _ = _own_folder(argv, tmp_path / "whole")
+    whole_argv, _ = _own_folder([*argv, "--logger.dump_rollouts", "1"], tmp_path / "whole")
     whole = finish(whole_argv, tmp_path / "whole")
     assert whole.code == 0, whole.log[-4000:]
     assert not (whole.folder / "checkpoints" / "_actor").exists()
@@ -88,6 +88,13 @@ def test_a_run_that_is_stopped_killed_and_resumed_is_the_run_that_was_not(traine
     assert weights.keys() == again.keys() >= before.keys()  # DeepSpeed's writes a tied head too
     assert all(torch.equal(weights[name], again[name]) for name in weights)
     assert sum(not torch.equal(weights[name], before[name]) for name in before) > len(before) // 2
+
+    replay = [*argv, "--train.replay_rollouts", str(whole.folder / "checkpoints")]
+    replayed = finish(_own_folder(replay, tmp_path / "replayed")[0], tmp_path / "replayed")
+    assert replayed.code == 0 and "StrictRolloutActor" not in replayed.log, replayed.log[-4000:]
+    assert [step["step"] for step in replayed.steps] == steps
+    again = load_file(replayed.folder / "model" / "model.safetensors")
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
 def _own_folder(argv: list[str], folder: Path) -> tuple[list[str], Hold]:

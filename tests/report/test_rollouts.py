@@ -38,7 +38,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = dump_file(tmp_path / "rollouts", 7)
     write_dump(path, SETTINGS, COLUMNS)
     dump = read_dump(path)
-    assert dump.step == 7 and dump.settings == {"version": 1, **SETTINGS}
+    assert dump.step == 7 and dump.settings == {"version": 2, **SETTINGS}
     for field in rollouts.SCHEMA:
         read, written = dump.columns[field.name], COLUMNS[field.name]
         if written is None:
@@ -107,8 +107,8 @@ def test_what_is_no_dump_is_named(tmp_path: Path) -> None:
 
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = dump_file(tmp_path, 7)
-    monkeypatch.setattr(rollouts, "VERSION", 2)
+    monkeypatch.setattr(rollouts, "VERSION", 3)
     write_dump(path, SETTINGS | {"openrlhf_gtpo": "9.1"}, COLUMNS)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="of version 2, and this package reads version 1; open it with .* 9.1"):
+    with pytest.raises(ValueError, match="of version 3, and this package reads versions 1 and 2; open it with .* 9.1"):
         read_dump(path)

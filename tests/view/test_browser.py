@@ -69,7 +69,9 @@ def number(text: str) -> float:
 
 def numbers(page: Any) -> dict[str, float]:
     """Of the chosen token, by name."""
-    shown = page.locator("#values dd").evaluate_all("all => all.map(one => [one.dataset.value, one.textContent])")
+    shown = page.locator("#values dd[data-value]").evaluate_all(
+        "all => all.map(one => [one.dataset.value, one.textContent])"
+    )
     return {name: number(text) for name, text in shown}
 
 
@@ -241,7 +243,7 @@ def test_what_a_dump_lacks_is_left_out(browser: Any, tmp_path: Path) -> None:
     table = columns(groups=1) | {"entropy": None, "log_probs": None}
     for name in ("tokens", "pieces", "mask", "advantages"):
         table[name][1] = table[name][1][:0]
-    dump = read_dump(write(tmp_path, table=table, estimator="group_norm"))
+    dump = read_dump(write(tmp_path, table=table, estimator="group_norm", own_log_probs=True))
     file = tmp_path / "view.html"
     file.write_text(make_page([dump], read_methods([], dump), 10**9)[0])
     page = browser.new_page()
@@ -252,6 +254,7 @@ def test_what_a_dump_lacks_is_left_out(browser: Any, tmp_path: Path) -> None:
     assert page.locator("#value option").all_text_contents() == ["advantage of the step"]
     page.locator("#token3").hover()
     assert numbers(page) == {"trained": three_digits(table["advantages"][0][3])}
+    assert page.locator("#values dd").last.text_content() == "1, not clipped"
     assert "Not in the dump: entropies" in page.locator("#notes").text_content()
     page.locator("#list button[data-row='1']").click()
     assert page.locator("#text").text_content() == "The response has no tokens." and errors == []

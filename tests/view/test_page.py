@@ -167,12 +167,30 @@ def test_what_is_missing_is_named_and_the_rest_is_shown(tmp_path: Path, capsys: 
         "Not in the dump: entropies, without which there is no share, reward or re-credit.",
         "Not in the dump: log-probs of the policy.",
         "Not credited by gtpo: the dump has no entropies (--logger.entropy_enable",
-        "Not in the dump: the ratio of the trained to the sampling policy",
+        "Not in the dump: the ratio of the trained to the old policy",
         "A dump holds a sample of a step's groups",
     ):
         assert sentence in said
     (step,) = data_of(page.read_text())["steps"]
     assert step["credits"] == [None, None] and step["trained"] is not None and len(step["notes"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "ratio", "note"),
+    [
+        ({"optimizer_steps": 4, "own_log_probs": True}, "1, not clipped", None),
+        ({"optimizer_steps": 1, "own_log_probs": False}, "1 but for rounding", "what rounding makes of the ratio"),
+        ({"optimizer_steps": 4, "own_log_probs": False}, None, "the ratio of the trained to the old policy"),
+    ],
+)
+def test_a_ratio_is_shown_where_the_dump_implies_it(
+    tmp_path: Path, settings: dict[str, Any], ratio: str | None, note: str | None
+) -> None:
+    dump = read_dump(write(tmp_path, **settings))
+    page, notes = make_page([dump], read_methods([], dump), 10**9)
+    assert data_of(page)["steps"][0]["ratio"] == ratio
+    said = [one for one in notes if "ratio" in one]
+    assert said == [] if note is None else note in said[0]
 
 
 def test_a_single_response_per_prompt_is_not_credited_but_shown(tmp_path: Path) -> None:

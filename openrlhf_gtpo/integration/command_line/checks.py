@@ -143,7 +143,7 @@ def check_every_run(args: SimpleNamespace) -> None:
         )
     if args.ds.load_in_4bit:
         raise UsageError("--ds.load_in_4bit packs the weights into bytes, which vLLM cannot load; leave it out.")
-    if (args.vllm.num_engines or 0) < 1:
+    if (args.vllm.num_engines or 0) < 1 and not args.train.replay_rollouts:
         raise UsageError(f"Expected --vllm.num_engines >= 1 to sample from, got {args.vllm.num_engines}.")
     rows, tokens = args.vllm.max_num_seqs, args.vllm.max_num_batched_tokens
     if rows is not None and rows > (tokens or _VLLM_BATCHED_TOKENS):
@@ -185,7 +185,9 @@ def check_inputs(args: SimpleNamespace) -> None:
             f"--actor.model_name_or_path {model[0]} is a vision-language model, whose image positions have no entropy "
             "credit yet; use a text model or one of OpenRLHF's own estimators."
         )
-    check_reward(args)
+    replays = args.train.replay_rollouts  # which neither samples nor scores
+    if not replays:
+        check_reward(args)
     tokenizer = load_tokenizer(*model)
     # Without added tokens: Gemma 3 has a few that its text models never see.
     if tokenizer.vocab_size > getattr(config, "vocab_size", math.inf):
@@ -193,6 +195,8 @@ def check_inputs(args: SimpleNamespace) -> None:
             f"--actor.model_name_or_path {model[0]} has embeddings for {config.vocab_size} tokens (vocab_size in its "
             f"config.json), but its tokenizer has {tokenizer.vocab_size}; give the model its own tokenizer."
         )
+    if replays:
+        return
     check_dataset(args, tokenizer, args.data.prompt_dataset, args.data.prompt_split, "--data.prompt_dataset")
     if args.eval.dataset:
         check_dataset(args, tokenizer, args.eval.dataset, args.eval.split, "--eval.dataset")
@@ -204,6 +208,7 @@ def _check_async(args: SimpleNamespace) -> None:
         (args.logger.entropy_enable, "--logger.entropy_enable", "leave it out"),
         (args.logger.metrics_path, "--logger.metrics_path", "give --logger.tensorboard_dir or --logger.wandb.key"),
         (args.logger.dump_rollouts, "--logger.dump_rollouts", "leave it out"),
+        (args.train.replay_rollouts, "--train.replay_rollouts", "leave one of them out"),
         (args.eval.before_training, "--eval.before_training", "leave it out, or give --eval.steps"),
         (args.ckpt.stop_file, "--ckpt.stop_file", "leave one of them out"),
         (args.train.spike_zscore, "--train.spike_zscore", "leave one of them out"),

@@ -12,7 +12,7 @@ from typing import Any
 
 from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES, GTPOConfig
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.integration.command_line import megatron_flags
+from openrlhf_gtpo.integration.command_line import megatron_flags, replay
 
 # OpenRLHF's name of the aggregation that divides by tokens, or by rows, of the whole optimizer step.
 AGGREGATION = {"token": "token-mean", "sequence": "seq-mean-token-mean"}
@@ -188,6 +188,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="seconds without an answer after which a process or a reward counts as hanging; 0 waits for ever. It has "
         "to be longer than the slowest reward, and than each phase of a step but the rollout, a checkpoint included",
     )
+    group.add_argument(
+        "--train.replay_rollouts",
+        metavar="DIR",
+        help="train on what --logger.dump_rollouts wrote there, a step per dump, without engines, prompts or rewards",
+    )
     group.add_argument("--logger.metrics_path", help="append every step's metrics to this JSON-lines file")
     group.add_argument(
         "--logger.dump_rollouts",
@@ -310,6 +315,8 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
             values["reward.clip_range"] = None  # OpenRLHF's ±10 is for rewards, and would cut shaped advantages
     megatron_flags.adjust(args, given)
     _name_flags_without_effect(values, given)
+    if values["train.replay_rollouts"]:
+        replay.adjust(values, given)
 
 
 def _follow_loss_level(values: dict[str, Any], given: frozenset[str]) -> None:

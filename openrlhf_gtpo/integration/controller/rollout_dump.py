@@ -5,7 +5,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +15,9 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 
 from openrlhf_gtpo import __version__
 from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
+from openrlhf_gtpo.integration.credit.old_policy import count_steps
 from openrlhf_gtpo.integration.credit.rollout_batch import RolloutBatch
-from openrlhf_gtpo.report.rollouts import FOLDER, dump_file, write_dump
+from openrlhf_gtpo.report.rollouts import FOLDER, dump_file, vocabulary_digest, write_dump
 
 _LONGEST_CHARACTER = 4  # tokens: the bytes of one in UTF-8
 
@@ -27,8 +28,8 @@ class RolloutDumper:
     It draws from no generator of the run's. A dump that fails, or that the one before still holds up, is a warning.
     """
 
-    def __init__(self, args: SimpleNamespace, tokenizer: Any, credit: EntropyCredit | None) -> None:
-        self._args, self._tokenizer, self._credit = args, tokenizer, credit
+    def __init__(self, args: SimpleNamespace, tokenizer: Any, credit: EntropyCredit | None, max_steps: int) -> None:
+        self._args, self._tokenizer, self._credit, self._max_steps = args, tokenizer, credit, max_steps
         self._folder = Path(args.ckpt.path) / FOLDER
         self._thread: threading.Thread | None = None
         self.step = 0  # that is being made
@@ -58,7 +59,8 @@ class RolloutDumper:
             groups = self._sampled_groups(step, int(batch.group_ids.max()) + 1)
             rows = sorted(self._rows(batch, experiences, groups), key=lambda row: row["row"])
             columns = {name: None if rows[0][name] is None else [row[name] for row in rows] for name in rows[0]}
-            write_dump(path, self._settings(step, batch), columns)
+            settings = self._settings(step, batch) | {"own_log_probs": experiences[0].action_log_probs is None}
+            write_dump(path, settings, columns)
         except Exception as error:  # a full disk, a tokenizer that cannot decode: no reason to lose the run
             print(f"Warning: rollouts of step {step} were not dumped to {path}: {error}", flush=True)
 
@@ -81,6 +83,9 @@ class RolloutDumper:
             "config": None if self._credit is None else dataclasses.asdict(self._credit.config),
             "kl_coefficient": args.algo.kl.init_coef,
             "batch_rows": len(batch.order),
+            "optimizer_steps": count_steps(len(batch.order), args.train.batch_size) * args.train.max_epochs,
+            "max_steps": self._max_steps,
+            "vocabulary": self._vocabulary,
             "outcome_dtype": str(batch.outcome.dtype).removeprefix("torch."),
         }
 
@@ -119,6 +124,10 @@ class RolloutDumper:
                     "entropy": None if batch.values is None else _floats(batch.values.entropy, row, columns),
                     "advantages": _floats(experience.advantages, i, columns),
                 }
+
+    @cached_property
+    def _vocabulary(self) -> str:
+        return vocabulary_digest(self._tokenizer)
 
     def _decode(self, tokens: tuple[int, ...]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)

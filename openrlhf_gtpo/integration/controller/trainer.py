@@ -24,6 +24,7 @@ from openrlhf_gtpo.integration.controller.spikes import Spikes
 from openrlhf_gtpo.integration.controller.step_costs import StepCosts
 from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
 from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.integration.rollout.replay import ReplayedSamples
 from openrlhf_gtpo.integration.rollout.samples_generator import OrderedSamplesGenerator
 from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
 from openrlhf_gtpo.report import names
@@ -76,12 +77,17 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     _unevaluated: dict[str, Any] | None = None
     _evaluated: Rows = []
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    replayed: ReplayedSamples | None = None  # where the run has no engines
+
+    def __init__(self, pretrain: str, strategy: Any, *args: Any, **kwargs: Any) -> None:
         ppo_trainer.TensorboardLogger = FlushedTensorboard
-        super().__init__(*args, **kwargs)
+        if strategy.args.train.replay_rollouts:
+            self.replayed = replayed = ReplayedSamples(strategy.args)
+            ppo_trainer.prepare_datasets = lambda strategy, tokenizer: (replayed, None, replayed.max_steps)
+        super().__init__(pretrain, strategy, *args, **kwargs)
         train = self.args.train
-        self.engines = Engines(self.vllm_engines, train.max_restarts, train.stall_timeout)
-        self.samples_generator = OrderedSamplesGenerator(
+        self.engines = Engines(self.vllm_engines or [], train.max_restarts, train.stall_timeout)
+        self.samples_generator: Any = self.replayed or OrderedSamplesGenerator(
             self.strategy,
             self.prompts_dataloader,
             self.eval_dataloader,
@@ -99,7 +105,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             self.tokenizer,
         )
         if self.args.logger.dump_rollouts:
-            self.dumper = RolloutDumper(self.args, self.tokenizer, self.experience_maker.credit)
+            self.dumper = RolloutDumper(self.args, self.tokenizer, self.experience_maker.credit, self.max_steps)
             self.experience_maker.on_batch = self.dumper
         path = self.args.logger.metrics_path
         self.metrics_writer = MetricsWriter(path) if path else None
@@ -179,6 +185,8 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         Raises:
             TrainingStopped: an engine died while it was sent to, or too many before.
         """
+        if self.replayed is not None:  # upstream's fit sends a checkpoint's weights
+            return
         self.engines.check()
         try:
             if self.heartbeat:
@@ -205,6 +213,9 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             self._show(names.GENERATION)  # goes on, or an evaluation's
 
     def train_step(self, rollout_samples: list[Any], global_step: int) -> tuple[dict[str, Any], int]:
+        """As upstream's; a replayed step has the number of the one that was dumped."""
+        if self.replayed is not None:
+            global_step = self.replayed.step - 1
         self._show(names.MAKE_EXPERIENCE)
         self.costs.sampled(rollout_samples)
         if self.dumper:
@@ -236,6 +247,9 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             self.kl_ctl.value = states.get(_KL_COEFFICIENT, self.kl_ctl.value)
             self.spikes.recent = states.get(_RECENT, {})
             self.samples_generator.dispatched = states["total_consumed_prompts"]
+            if self.replayed is not None:
+                self.replayed.begin_after(states["global_step"])
+                states["episode"] = 0
             audit = self.experience_maker.audit
             audit.batches, audit.closed = states.get(_AUDIT, (0, False))
         return self._states

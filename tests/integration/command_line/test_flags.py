@@ -489,6 +489,7 @@ FROZEN = """
 --rollout.entropy_audit_steps 20
 --rollout.log_probs 'actor'
 --train.max_bad_steps 3
+--train.replay_rollouts None
 --train.spike_zscore 0.0
 --train.max_restarts 0
 --train.stall_timeout 0.0

@@ -11,14 +11,20 @@ from openrlhf.trainer.ppo_utils.experience import split_experience_batch
 from rollouts import Rollout, arguments, in_sampling_order, maker, rollout
 
 from openrlhf_gtpo.algorithms import GTPOConfig, gtpo_advantages
+from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.controller import rollout_dump
 from openrlhf_gtpo.integration.controller.rollout_dump import RolloutDumper, pieces
 from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.integration.rollout.replay import ReplayedSamples, read_samples
 from openrlhf_gtpo.report.rollouts import Tokens, find_dumps, read_dump
+from openrlhf_gtpo.token_values import TokenValues
 
 
 class Tokenizer:
     """Of bytes of UTF-8; a first token loses its blank, as SentencePiece's does."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(byte): byte for byte in range(256)}
 
     def decode(self, tokens: tuple[int, ...], **options: Any) -> str:
         assert options == {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
@@ -31,7 +37,7 @@ def dumped(
     """The dumper, and the experiences of the last of ``steps``."""
     args = arguments("--logger.dump_rollouts", "1", "--ckpt.path", str(folder), *flags)
     made = maker(EntropyExperienceMaker, args, batch, monkeypatch)
-    made.on_batch = dumper = RolloutDumper(args, Tokenizer(), made.credit)
+    made.on_batch = dumper = RolloutDumper(args, Tokenizer(), made.credit, max_steps=7)
     for step in steps:
         dumper.step = step
         experiences = made.make_experience_batch(batch.samples())
@@ -84,6 +90,62 @@ def test_a_dump_has_what_was_trained_on(tmp_path: Path, monkeypatch: pytest.Monk
     torch.testing.assert_close(again, advantages)
 
 
+@pytest.mark.parametrize("source", ["actor", "sampler"])
+def test_a_replay_gets_what_was_sampled(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that training reads, bit by bit, holes and truncation included; and it makes the same experiences."""
+    batch = rollout(seed=3, binary=False)
+    flags = ("--algo.advantage.estimator", "gtpo", "--rollout.entropy", source, "--rollout.entropy_audit_steps", "0")
+    args = arguments("--logger.dump_rollouts", "1", "--ckpt.path", str(tmp_path), *flags)
+    sampled = batch.samples()
+    for i, sample in enumerate(sampled):
+        width = sample.action_mask.shape[1]
+        if source == "sampler":
+            sample.sampler_values = TokenValues(batch.log_probs[i : i + 1, :width], batch.entropy[i : i + 1, :width])
+    made = maker(EntropyExperienceMaker, args, batch, monkeypatch)
+    made.on_batch = dumper = RolloutDumper(args, Tokenizer(), made.credit, max_steps=7)
+    dumper.step = 1
+    trained = made.make_experience_batch(sampled)
+    dumper.close()
+    settings = read_dump(find_dumps(tmp_path)[0]).settings
+    assert settings["max_steps"] == 7 and settings["optimizer_steps"] == 1
+    assert settings["own_log_probs"] is (source == "sampler")
+
+    replayed = read_samples(read_dump(find_dumps(tmp_path)[0]), args)
+    for got, had in zip(replayed, batch.samples(), strict=True):
+        for name in ("sequences", "attention_mask", "action_mask", "rewards", "response_length", "truncated",
+                     "total_length"):  # fmt: skip
+            ours, theirs = getattr(got, name), getattr(had, name)
+            assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype, name
+        action = had.action_mask.bool()
+        assert torch.equal(got.rollout_log_probs[action], had.rollout_log_probs[action])
+        assert got.prompts == had.prompts and torch.equal(got.info["reward"], had.info["reward"])
+    made.on_batch = None
+    for again, once in zip(made.make_experience_batch(replayed), trained, strict=True):
+        for name in ("sequences", "advantages", "returns", "action_log_probs"):
+            ours, theirs = getattr(again, name), getattr(once, name)
+            assert ours is theirs is None or torch.equal(ours, theirs), name
+
+
+def test_dumps_are_replayed_in_the_order_of_steps_after_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (9, 10, 20):
+        dumped(rollout(seed=step), tmp_path, monkeypatch, "--algo.advantage.estimator", "gtpo", steps=(step,))
+    args = arguments("--train.replay_rollouts", str(tmp_path))
+    replay = ReplayedSamples(args)
+    replay.begin_after(9)
+    left = []
+    for step in (10, 20):
+        rows, passed, consumed, exhausted = replay.generate_samples(temperature=1.0)
+        assert (replay.step, passed, consumed) == (step, None, 1)
+        assert torch.equal(torch.cat([row.rewards for row in rows]), rollout(seed=step).outcome)
+        left.append(exhausted)
+    assert left == [False, True] and replay.max_steps == 7
+    assert replay.generate_samples() == ([], None, 0, True)  # of a second episode
+    with pytest.raises(TrainingStopped, match="has no dump after step 20, .* its last one is of step 20"):
+        ReplayedSamples(args).begin_after(20)
+
+
 def test_whole_groups_are_sampled_anew_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a generator that is nobody else's: the run's stay where they were."""
     torch.manual_seed(1)
@@ -104,7 +166,7 @@ def test_training_may_take_experiences_apart_meanwhile(tmp_path: Path, monkeypat
     batch, sampled = rollout(seed=3), RolloutDumper._sampled_groups
     made = maker(EntropyExperienceMaker, args, batch, monkeypatch)
     monkeypatch.setattr(RolloutDumper, "_sampled_groups", lambda *a: split.wait(60) and sampled(*a))
-    made.on_batch = dumper = RolloutDumper(args, Tokenizer(), made.credit)
+    made.on_batch = dumper = RolloutDumper(args, Tokenizer(), made.credit, max_steps=7)
     dumper.step = 1
     for experience in made.make_experience_batch(batch.samples()):
         split_experience_batch(experience)
