@@ -138,10 +138,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--dump", metavar="MODEL", help="measure writing a dump, and not the page")
     parser.add_argument("--train-rows", type=int, default=4)
+    parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     if args.dump:
-        write_results(args.output, dump_cost(args.dump, args.train_rows))
+        write_results(args.output, dump_cost(args.dump, args.train_rows, repeat=args.repeat))
         return
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
         file, page_file = dump_file(Path(folder), 1), Path(folder, "view.html")

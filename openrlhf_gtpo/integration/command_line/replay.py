@@ -50,7 +50,6 @@ def adjust(values: dict[str, Any], given: frozenset[str]) -> None:
 def leave_out_engines(args: SimpleNamespace) -> None:
     """After OpenRLHF's own checks: no engines, and no actor for a reward."""
     args.vllm.num_engines = 0
-    args.vllm.enable_sleep = False
     args.reward.remote_url = [_ABSENT]
 
 
