@@ -315,7 +315,7 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
             values["reward.clip_range"] = None  # OpenRLHF's ±10 is for rewards, and would cut shaped advantages
     megatron_flags.adjust(args, given)
     _name_flags_without_effect(values, given)
-    if values["train.replay_rollouts"]:
+    if values["train.replay_rollouts"] is not None:
         replay.adjust(values, given)
 
 

@@ -36,7 +36,13 @@ _ABSENT = "replay"  # as upstream calls an agent's reward "agent": so that no ac
 
 def adjust(values: dict[str, Any], given: frozenset[str]) -> None:
     """Leave out, of the parsed command line ``values`` by flag, what a replay does not read, naming what was ``given``
-    of it. OpenRLHF's own checks still see an engine and a reward."""
+    of it. OpenRLHF's own checks still see an engine and a reward.
+
+    Raises:
+        UsageError: the folder's name is empty, as of a script's variable that is not set.
+    """
+    if not values["train.replay_rollouts"]:
+        raise UsageError("Expected --train.replay_rollouts to be a folder with dumps, got an empty word.")
     unread = sorted(f"--{flag}" for flag in given if flag.startswith(_NOT_READ))
     if unread:
         why = "--train.replay_rollouts has no engines, and the dumps have what was sampled"
