@@ -66,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("runs", nargs="+", metavar="RUN", help=runs_help)
     add("--baseline", metavar="LABEL", help="compare the others with it, over seeds and questions")
     add("--output", required=True, type=Path, metavar="DIR", help="gets index.html, and each figure as PNG and SVG")
-    add("--title", help="of the page (default: the runs)")
+    add("--title", help="of the page (default: their labels)")
     page.set_defaults(run=_page)
 
     watch = commands.add_parser("watch", help="a progress bar over a run that is under way")
@@ -155,7 +155,7 @@ def _page(args: argparse.Namespace) -> None:
 
     check_output("--output", args.output / "index.html")
     runs, unfinished = find_runs(args.runs)
-    print(write_page(runs, args.output, args.title or " ".join(args.runs), args.baseline, unfinished))
+    print(write_page(runs, args.output, args.title or ", ".join(runs), args.baseline, unfinished))
 
 
 def _watch(args: argparse.Namespace) -> None:
