@@ -224,6 +224,57 @@ def kl_cov_surrogate(
     return Surrogate(loss, mask, marked, bounded.detach().exp(), -log_ratio.detach())
 
 
+@dataclass(frozen=True)
+class STAREConfig(ClipConfig):
+    """STARE (arXiv 2606.19236).
+
+    Fields:
+        fraction: share of the tokens with advantage > 0, and of those with advantage < 0, that are weighted: those of
+            the highest surprisal, at least one token of each.
+        weight_positive: of those with advantage > 0; the authors recommend 1.05 from 14B on.
+        weight_negative: of those with advantage < 0; 1 is their variant O1, and C2 has 0.9.
+        target_entropy: in nats; at or above it nothing is weighted.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    dual_clip: float | None = None
+    fraction: float = 0.1
+    weight_positive: float = 1.1
+    weight_negative: float = 1.0
+    target_entropy: float = 0.3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("fraction", self.fraction, above=0, at_most=1)
+        check_number("weight_positive", self.weight_positive, at_least=1)
+        check_number("weight_negative", self.weight_negative, above=0, at_most=1)
+        check_number("target_entropy", self.target_entropy, at_least=0)
+
+
+def stare_surrogate(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: STAREConfig
+) -> Surrogate:
+    """PPO's clip, with a weight for the tokens of the highest surprisal -log pi while entropy is low (arXiv
+    2606.19236; the authors' github.com/hp-luo/STARE, ``compute_policy_loss_stare``).
+
+    Departs: entropy is estimated by the mean surprisal of a micro-batch's tokens, where the authors take the batch's;
+    their weights that adapt, which are off by default, are left out. The tokens ranked are a micro-batch's, as theirs.
+    """
+    log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    objective, clipped = clipped_objective(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
+    surprisal = -log_probs.detach().where(mask, 0)
+    weight = torch.ones_like(advantages)
+    if surprisal.sum() < config.target_entropy * mask.sum():
+        for side, factor in ((advantages > 0, config.weight_positive), (advantages < 0, config.weight_negative)):
+            ranked = surprisal.masked_fill(~side, -torch.inf).flatten()
+            count = math.ceil(config.fraction * int(side.sum()) - 1e-9)  # the product is meant exactly
+            weight.view(-1)[ranked.topk(count).indices] = factor
+    return Surrogate(-weight * objective, mask, clipped, ratio.detach(), -log_ratio.detach())
+
+
 def token_covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """(B, T) what each action token adds to the covariance of log-prob and advantage over all of them, detached:
     (log pi - its mean) (A - its mean), as arXiv 2505.22617 defines it; junk outside the mask."""
@@ -274,5 +325,8 @@ SURROGATES = {
     ),
     "kl_cov": SurrogateType(
         "a KL penalty on the tokens of highest covariance", KLCovConfig, "token", "token", kl_cov_surrogate
+    ),
+    "stare": SurrogateType(
+        "a weight for the tokens of highest surprisal", STAREConfig, "token", "token", stare_surrogate
     ),
 }

@@ -291,10 +291,23 @@ def kl_cov_pairs(new, old, advantages, config):
     return pairs
 
 
+def stare_pairs(new, old, advantages, config):
+    surprisal = {(i, t): -n for i, row in enumerate(new) for t, n in enumerate(row)}
+    pairs = [[pair_of(math.exp(n - o), a, config) for n, o, a in zip(*rows)] for rows in zip(new, old, advantages)]
+    if surprisal and arithmetic_mean(list(surprisal.values())) < config.target_entropy:
+        for sign, weight in ((1, config.weight_positive), (-1, config.weight_negative)):
+            side = sorted((at for at in surprisal if sign * advantages[at[0]][at[1]] > 0), key=surprisal.get)
+            for i, t in side[len(side) - math.ceil(config.fraction * len(side) - 1e-9) :]:
+                pairs[i][t] = tuple(weight * x for x in pairs[i][t])
+    return pairs
+
+
 def surrogate_pairs(name, new, old, advantages, config):
     """Per row and token its part of the loss and the derivative by its log-prob of the whole sum."""
     if name == "clip_cov":
         return clip_cov_pairs(new, old, advantages, config)
     if name == "kl_cov":
         return kl_cov_pairs(new, old, advantages, config)
+    if name == "stare":
+        return stare_pairs(new, old, advantages, config)
     return [ROWS[name](*rows, config) if rows[0] else [] for rows in zip(new, old, advantages)]

@@ -17,11 +17,13 @@ from openrlhf_gtpo.algorithms.surrogates import (
     GSPOTokenConfig,
     KLCovConfig,
     SAPOConfig,
+    STAREConfig,
     cispo_surrogate,
     clip_cov_surrogate,
     gmpo_surrogate,
     gspo_token_surrogate,
     kl_cov_surrogate,
+    stare_surrogate,
 )
 
 # Settings under which something of a small batch is clipped, drawn or marked, and something is not.
@@ -32,6 +34,11 @@ CONFIGS = {
     "gmpo": [GMPOConfig(), GMPOConfig(clip_low=0.1, clip_high=0.2), GMPOConfig(clip_low=1.0)],
     "clip_cov": [ClipCovConfig(fraction=1.0, cov_low=0.0), ClipCovConfig(fraction=1.0, cov_low=0.1, dual_clip=1.1)],
     "kl_cov": [KLCovConfig(), KLCovConfig(fraction=0.2, coef=0.5)],
+    "stare": [
+        STAREConfig(),
+        STAREConfig(target_entropy=10.0),
+        STAREConfig(0.1, 0.1, 1.2, fraction=0.3, weight_positive=2.0, weight_negative=0.5, target_entropy=1.6),
+    ],
 }
 CASES = [(name, config) for name, configs in CONFIGS.items() for config in configs]
 
@@ -160,6 +167,14 @@ def test_clip_cov_draws_as_many_as_it_should_from_the_candidates():
     assert clip_cov_surrogate(new, old, advantages, mask, least).clipped.sum() == 1
 
 
+def test_at_its_target_entropy_or_without_weights_stare_is_ppo():
+    batch = make_batch(6, "token")
+    expected = policy_surrogate(*batch, level="token").loss
+    assert torch.equal(stare_surrogate(*batch, STAREConfig(target_entropy=0.0)).loss, expected)
+    assert torch.equal(stare_surrogate(*batch, STAREConfig(weight_positive=1.0, target_entropy=9.0)).loss, expected)
+    assert not torch.equal(stare_surrogate(*batch, STAREConfig(target_entropy=9.0)).loss, expected)
+
+
 @pytest.mark.parametrize("name", SURROGATES)
 def test_nothing_and_the_far_off_policy_stay_finite(name):
     new, old, advantages, mask = make_batch(8, "sequence", dtype=torch.float32)
@@ -202,6 +217,10 @@ def test_refusals_name_what_does_not_fit(name):
         (ClipCovConfig, {"clip_low": 2.0}),
         (KLCovConfig, {"fraction": 1.1}),
         (KLCovConfig, {"coef": -1.0}),
+        (STAREConfig, {"fraction": 0.0}),
+        (STAREConfig, {"weight_positive": 0.9}),
+        (STAREConfig, {"weight_negative": 1.1}),
+        (STAREConfig, {"target_entropy": -0.1}),
     ],
     ids=str,
 )

@@ -431,6 +431,10 @@ FROZEN = """
 --actor.kl_cov.fraction 0.0002
 --actor.sapo.tau_negative 1.05
 --actor.sapo.tau_positive 1.0
+--actor.stare.fraction 0.1
+--actor.stare.target_entropy 0.3
+--actor.stare.weight_negative 1.0
+--actor.stare.weight_positive 1.1
 --actor.trust_remote_code False
 --algo.entropy_bonus.alpha 0.4
 --algo.entropy_bonus.kappa 2.0
