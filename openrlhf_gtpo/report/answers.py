@@ -48,12 +48,12 @@ def per_question(questions: Sequence[Mapping[str, Any]]) -> dict[str, list[float
     """What the answers to each question say.
 
     Args:
-        questions: ``scores``, ``lengths`` (tokens), ``cut_off``, and ``answers`` or None, a list of k each; an answer
-            is correct where its score is at least 1.
+        questions: ``scores``, ``lengths`` (tokens), ``cut_off``, and ``entropies`` (nats) and ``answers`` or None, a
+            list of k each; an answer is correct where its score is at least 1.
 
     Returns:
         of every question: ``mean@k`` of scores; ``pass@j`` for j = 1, 2, 4, … and k; ``best@k`` score; ``majority@k``
-        where every question has answers; ``length``; ``cut_off``, a share.
+        where every question has answers; ``length``; ``cut_off``, a share; ``entropy`` where every question has it.
     """
     found: dict[str, list[float]] = defaultdict(list)
     for question in questions:
@@ -67,7 +67,9 @@ def per_question(questions: Sequence[Mapping[str, Any]]) -> dict[str, list[float
             found[f"majority@{k}"].append(majority(question["answers"], correct))
         found["length"].append(fmean(question["lengths"]))
         found["cut_off"].append(fmean(question["cut_off"]))
-    return dict(found)
+        if question.get("entropies"):  # which files of before they were there lack
+            found["entropy"].append(fmean(question["entropies"]))
+    return {name: values for name, values in found.items() if len(values) == len(questions)}
 
 
 def summarize(found: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:

@@ -37,11 +37,14 @@ def questions_of(run: SimpleNamespace, tokenizer: Any, name: str, split: str) ->
 
 
 def load_engine(model: str, flags: Mapping[str, Any]) -> Any:
-    """A ``vllm.LLM`` with the settings that its flags name."""
+    """A ``vllm.LLM`` with the settings that its flags name, whose sampler says entropies where it is one known to."""
     from vllm import LLM
 
-    return LLM(
+    from openrlhf_gtpo.integration.rollout.rollout_actor import WORKER_EXTENSION
+
+    engine = LLM(
         model,
+        worker_extension_cls=WORKER_EXTENSION,
         dtype="bfloat16",
         max_model_len=flags["data.max_len"],
         tensor_parallel_size=flags["vllm.tensor_parallel_size"],
@@ -49,6 +52,11 @@ def load_engine(model: str, flags: Mapping[str, Any]) -> Any:
         enforce_eager=platform.chosen_platform() == "cpu",
         seed=flags["train.seed"],
     )
+    if flags["eval.temperature"]:  # at 0 there is no distribution to have an entropy
+        unknown = engine.collective_rpc("capture_entropy", args=(flags["eval.temperature"],))
+        if any(unknown):
+            print(f"No entropies: {unknown[0]} is no sampler of vLLM's that they are known to come from.")
+    return engine
 
 
 def read_answers(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -98,8 +106,9 @@ def answer(
             begin a new file.
 
     Returns:
-        a line for each question: ``responses``, ``scores``, ``lengths`` in tokens, ``cut_off`` before their end, and
-        ``answers`` or None.
+        a line for each question: ``responses``, ``scores``, ``lengths`` in tokens, ``cut_off`` before their end;
+        ``entropies``, each response's mean over its tokens in nats, of the whole distribution at the temperature,
+        or None; and ``answers`` or None.
 
     Raises:
         TrainingStopped: the reward raised, or gave no number.
@@ -133,7 +142,10 @@ def _sample(engine: Any, batch: Sequence[Any], settings: Mapping[str, Any]) -> I
     prompts = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for _, (prompt, _) in batch]
     results = engine.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts],
-        [SamplingParams(**chosen, seed=seed, skip_special_tokens=False) for seed in seeds],
+        [
+            SamplingParams(**chosen, seed=seed, skip_special_tokens=False, logprobs=0, flat_logprobs=True)
+            for seed in seeds
+        ],
         use_tqdm=False,
     )
     return (result.outputs for result in results)
@@ -161,5 +173,13 @@ def _graded(
         "scores": scores,
         "lengths": [len(output.token_ids) for output in outputs],
         "cut_off": [output.finish_reason == "length" for output in outputs],
+        "entropies": _mean_entropies(outputs),
         "answers": answer_of and [answer_of([prompt + text], [prompt], [label]) for text in texts],
     }
+
+
+def _mean_entropies(outputs: Sequence[Any]) -> list[float] | None:
+    from openrlhf_gtpo.integration.rollout.sampler_calls import entropies
+
+    means = [float(entropies(output.logprobs.ranks).mean()) for output in outputs]
+    return None if np.isnan(means).any() else means

@@ -46,11 +46,17 @@ def test_majority_is_the_most_frequent_answer(answers: list, correct: list, expe
 
 def test_a_summary_has_means_and_standard_errors_over_questions() -> None:
     questions = [
-        {"scores": [1, 0, 0.2], "lengths": [4, 6, 8], "cut_off": [0, 0, 1], "answers": ["a", "b", "b"]},
-        {"scores": [1, 1, 1], "lengths": [1, 1, 1], "cut_off": [0, 0, 0], "answers": ["c", "c", "c"]},
-    ]
+        {"scores": [1, 0, 0.2], "lengths": [4, 6, 8], "cut_off": [0, 0, 1], "answers": ["a", "b", "b"],
+         "entropies": [0.25, 0.5, 0.75]},
+        {"scores": [1, 1, 1], "lengths": [1, 1, 1], "cut_off": [0, 0, 0], "answers": ["c", "c", "c"],
+         "entropies": [1.5, 1.5, 1.5]},
+    ]  # fmt: skip
     found = summarize(per_question(questions))
-    assert list(found) == ["mean@3", "pass@1", "pass@2", "pass@3", "best@3", "majority@3", "length", "cut_off"]
+    names = ["mean@3", "pass@1", "pass@2", "pass@3", "best@3", "majority@3", "length", "cut_off", "entropy"]
+    assert list(found) == names and found["entropy"][0] == 1.0
+    assert list(per_question([questions[0], questions[1] | {"entropies": None, "answers": None}])) == [
+        name for name in names if name not in ("majority@3", "entropy")  # which only some questions have
+    ]
     assert found["mean@3"] == (pytest.approx(0.7), pytest.approx(stdev([0.4, 1]) / 2**0.5))
     assert found["pass@1"][0] == pytest.approx((1 / 3 + 1) / 2)
     assert found["pass@2"][0] == pytest.approx((2 / 3 + 1) / 2)

@@ -1,14 +1,18 @@
 """Answers of a model to data sets: what is kept, gone on with, refused; and a real engine."""
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from vllm.logprobs import FlatLogprobs
 
 from openrlhf_gtpo.cli import evaluate, prepare
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
+from openrlhf_gtpo.integration.rollout.sampler_calls import ENTROPY_TAG
 from openrlhf_gtpo.scoring import answers
 from openrlhf_gtpo.tasks import reasoning_gym_reward
 
@@ -27,8 +31,9 @@ class Tokenizer:
 class Engine:
     """Answers with the question's digit, and then with its seed's; remembers what it was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 1) -> None:
         self.asked: list[str] = []
+        self.rank = rank  # of every token: a sampler that was not asked for entropies says ranks
 
     def get_tokenizer(self) -> Tokenizer:
         return Tokenizer()
@@ -39,7 +44,10 @@ class Engine:
             text = Tokenizer().decode(prompt["prompt_token_ids"])
             self.asked.append(text)
             said = [text[-2], str(param.seed % 10)]
-            outputs = [SimpleNamespace(token_ids=[ord(one)], finish_reason="stop") for one in said]
+            outputs = [
+                SimpleNamespace(token_ids=[ord(one)], finish_reason="stop", logprobs=FlatLogprobs(ranks=[self.rank]))
+                for one in said
+            ]
             results.append(SimpleNamespace(outputs=outputs))
         return results
 
@@ -56,6 +64,7 @@ def test_an_interrupted_evaluation_goes_on_with_the_questions_that_are_left(tmp_
     monkeypatch.setattr(answers, "BATCH", 2)
     whole = answer(Engine(), tmp_path / "whole")
     assert [row["scores"][0] for row in whole] == [1.0] * 5
+    assert {row["entropies"] for row in whole} == {None}
     lines = (tmp_path / "whole").read_bytes().splitlines(keepends=True)
     for kept in (b"", b"".join(lines[:1]), b"".join(lines[:3]) + lines[3][:7], b"".join(lines)):
         path = tmp_path / str(len(kept))
@@ -64,6 +73,11 @@ def test_an_interrupted_evaluation_goes_on_with_the_questions_that_are_left(tmp_
         assert answer(engine, path) == whole
         assert engine.asked == [prompt for prompt, _ in QUESTIONS[max(0, kept.count(b"\n") - 1) :]]
         assert path.read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_an_answer_has_the_mean_entropy_of_its_tokens(tmp_path: Path) -> None:
+    half = ENTROPY_TAG + int(np.float32(0.5).view(np.uint32))
+    assert [row["entropies"] for row in answer(Engine(half), tmp_path / "answers")] == [[0.5, 0.5]] * 5
 
 
 def test_answers_with_other_settings_are_refused(tmp_path: Path) -> None:
@@ -133,10 +147,11 @@ def test_a_model_is_evaluated_once(place: Path, capsys: pytest.CaptureFixture) -
     words = command(place, "right")
     assert evaluate.main(words) == 0
     table = (place / "right" / "table.md").read_text()
-    assert "mean@4 | pass@1 | pass@2 | pass@4 | best@4 | majority@4 | length | cut_off" in table
+    assert "mean@4 | pass@1 | pass@2 | pass@4 | best@4 | majority@4 | length | cut_off | entropy" in table
     rows = [json.loads(line) for line in (place / "right" / "eval.jsonl").read_text().splitlines()][1:]
     assert len(rows) == 4 and all(len(row["scores"]) == 4 for row in rows)
     assert len({response for row in rows for response in row["responses"]}) > 4  # sampled
+    assert all(0 < entropy < math.log(384) for row in rows for entropy in row["entropies"])
     capsys.readouterr()
     assert evaluate.main(words) == 0
     assert capsys.readouterr().out == table
