@@ -63,6 +63,8 @@ def _evaluate(args: argparse.Namespace) -> None:
     from openrlhf_gtpo.integration.command_line.checks import check_ranges
 
     check_ranges(flags)
+    if not flags["eval.temperature"] and flags["eval.n_samples_per_prompt"] > 1:  # which vLLM refuses
+        raise UsageError("With --eval.temperature 0 every answer is the same; give --eval.n_samples_per_prompt 1.")
     args.output.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as folder:
         model = args.model

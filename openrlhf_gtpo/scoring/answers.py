@@ -6,6 +6,7 @@ interruption has left is gone on with where it ends.
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -55,7 +56,10 @@ def load_engine(model: str, flags: Mapping[str, Any]) -> Any:
     if flags["eval.temperature"]:  # at 0 there is no distribution to have an entropy
         unknown = engine.collective_rpc("capture_entropy", args=(flags["eval.temperature"],))
         if any(unknown):
-            print(f"No entropies: {unknown[0]} is no sampler of vLLM's that they are known to come from.")
+            print(
+                f"No entropies: {unknown[0]} is no sampler of vLLM's that they are known to come from.",
+                file=sys.stderr,
+            )
     return engine
 
 
@@ -136,16 +140,15 @@ def _sample(engine: Any, batch: Sequence[Any], settings: Mapping[str, Any]) -> I
     from vllm import SamplingParams
 
     names = ("n", "temperature", "top_p", "max_tokens")
-    chosen = {name: settings[name] for name in names}
+    chosen = {name: settings[name] for name in names} | {"skip_special_tokens": False}
+    if chosen["temperature"]:  # what entropies come with
+        chosen |= {"logprobs": 0, "flat_logprobs": True}
     seeds = [int(np.random.SeedSequence([settings["seed"], number]).generate_state(1)[0]) for number, _ in batch]
     tokenizer = engine.get_tokenizer()
     prompts = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for _, (prompt, _) in batch]
     results = engine.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts],
-        [
-            SamplingParams(**chosen, seed=seed, skip_special_tokens=False, logprobs=0, flat_logprobs=True)
-            for seed in seeds
-        ],
+        [SamplingParams(**chosen, seed=seed) for seed in seeds],
         use_tqdm=False,
     )
     return (result.outputs for result in results)
@@ -181,5 +184,7 @@ def _graded(
 def _mean_entropies(outputs: Sequence[Any]) -> list[float] | None:
     from openrlhf_gtpo.integration.rollout.sampler_calls import entropies
 
+    if any(output.logprobs is None for output in outputs):  # nobody asked
+        return None
     means = [float(entropies(output.logprobs.ranks).mean()) for output in outputs]
     return None if np.isnan(means).any() else means

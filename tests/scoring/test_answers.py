@@ -44,10 +44,8 @@ class Engine:
             text = Tokenizer().decode(prompt["prompt_token_ids"])
             self.asked.append(text)
             said = [text[-2], str(param.seed % 10)]
-            outputs = [
-                SimpleNamespace(token_ids=[ord(one)], finish_reason="stop", logprobs=FlatLogprobs(ranks=[self.rank]))
-                for one in said
-            ]
+            flat = FlatLogprobs(ranks=[self.rank]) if param.logprobs == 0 else None
+            outputs = [SimpleNamespace(token_ids=[ord(one)], finish_reason="stop", logprobs=flat) for one in said]
             results.append(SimpleNamespace(outputs=outputs))
         return results
 
@@ -78,6 +76,9 @@ def test_an_interrupted_evaluation_goes_on_with_the_questions_that_are_left(tmp_
 def test_an_answer_has_the_mean_entropy_of_its_tokens(tmp_path: Path) -> None:
     half = ENTROPY_TAG + int(np.float32(0.5).view(np.uint32))
     assert [row["entropies"] for row in answer(Engine(half), tmp_path / "answers")] == [[0.5, 0.5]] * 5
+    settings = SETTINGS | {"temperature": 0, "n": 1}
+    greedy = answers.answer(Engine(half), QUESTIONS, [], reward, None, tmp_path / "greedy", settings)
+    assert [row["entropies"] for row in greedy] == [None] * 5
 
 
 def test_answers_with_other_settings_are_refused(tmp_path: Path) -> None:
@@ -127,6 +128,7 @@ def command(place: Path, output: str, **changed: Any) -> list[str]:
     ("changed", "sentence"),
     [
         ({"eval.n_samples_per_prompt": 0}, "Expected --eval.n_samples_per_prompt >= 1, got 0."),
+        ({"eval.temperature": 0}, "every answer is the same; give --eval.n_samples_per_prompt 1."),
         ({"rollout.top_p": 0}, "Expected 0 < --rollout.top_p <= 1, got 0."),
         ({"model": "/nowhere"}, "/nowhere"),
         ({"eval.dataset": "/nowhere.jsonl"}, "--eval.dataset /nowhere.jsonl does not exist."),
