@@ -54,6 +54,7 @@ def dump(path: Path, rows: int, tokens: int, samples: int = 8) -> None:
     advantages = gtpo_advantages(
         *map(torch.from_numpy, (entropy, mask, outcome.astype(np.float32), group)), GTPOConfig()
     )
+    ratio = np.exp(0.2 * entropy * random.normal(size=entropy.shape)).astype(np.float32)
     columns: dict[str, Any] = {
         "row": np.arange(rows),
         "group": group,
@@ -69,6 +70,8 @@ def dump(path: Path, rows: int, tokens: int, samples: int = 8) -> None:
         "rollout_log_probs": None,
         "entropy": list(entropy),
         "advantages": list(advantages.numpy()),
+        "ratio": list(ratio),
+        "clipped": list(abs(ratio - 1) > 0.2),
     }
     settings = {"step": 1, "policy_version": 0, "model": "drawn", "seed": 0, "estimator": "gtpo", "config": None}
     write_dump(path, settings | {"batch_rows": rows, "outcome_dtype": "float32"}, columns)
@@ -113,6 +116,7 @@ def dump_cost(name: str, train_rows: int, rows: int = 64, tokens: int = 1000, re
             began = time.perf_counter()
             dumper(batch, [experience])
             measured["call_s"].append(time.perf_counter() - began)
+            dumper.trained(lambda: [{row: (values[row].numpy(), values[row].numpy() > 0.5) for row in range(rows)}])
             dumper.close()
             measured["thread_cpu_s"].append(cpu[0])
             began, began_cpu = time.perf_counter(), time.process_time()

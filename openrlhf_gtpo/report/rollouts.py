@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-VERSION = 2
-_READ = (1, VERSION)  # the first has no settings that only a replay or the page's ratio needs
+VERSION = 3
+_READ = (1, 2, VERSION)  # the first has no settings that only a replay needs, and both have no ratios
 FOLDER = "rollouts"  # in --ckpt.path
 
 _KEY = b"openrlhf_gtpo.rollouts"  # of the file's metadata: the settings as JSON
@@ -38,6 +38,8 @@ SCHEMA = pa.schema(
         pa.field("rollout_log_probs", pa.list_(pa.float32())),
         pa.field("entropy", pa.list_(pa.float32())),
         pa.field("advantages", pa.list_(pa.float32()), nullable=False),
+        pa.field("ratio", pa.list_(pa.float32())),
+        pa.field("clipped", pa.list_(pa.bool_())),
     ]
 )
 
@@ -156,13 +158,15 @@ def _settings(path: Path, schema: pa.Schema) -> dict[str, Any]:
     if settings["version"] not in _READ:
         raise ValueError(
             f"{path} is a rollout dump of version {settings['version']}, and this package reads versions "
-            f"{' and '.join(map(str, _READ))}; "
+            f"{_READ[0]} to {VERSION}; "
             f"open it with openrlhf_gtpo {settings.get('openrlhf_gtpo', 'of that version')}."
         )
     return settings
 
 
 def _column(table: pa.Table, field: pa.Field) -> Any:
+    if field.name not in table.column_names:  # of an earlier version
+        return None
     array = table[field.name].combine_chunks()
     if isinstance(array, pa.ChunkedArray):
         array = array.chunk(0)

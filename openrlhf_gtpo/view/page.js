@@ -19,6 +19,10 @@ const VALUES = {  // what tokens can be colored by: its name, unit, scale, and w
       return a && b && ((r, i) => a(r, i) - b(r, i)); }},
   trained: {name: "advantage of the step", unit: "as it was trained on", signed: true,
     of: (s) => codes(s.columns.trained)},
+  ratio: {name: "ratio π / π_old", unit: "in the optimizer step", signed: true, middle: 1,
+    of: (s) => codes(s.columns.ratio)},
+  clipped: {name: "clipped", unit: "where the clip decided", text: (x) => x ? "yes" : "no",
+    of: (s) => codes(s.columns.clipped)},
   log_prob: {name: "log-prob", unit: "nats", falling: true, of: (s) => codes(s.columns.log_prob)},
   sampler: {name: "sampler's log-prob", unit: "nats", falling: true, of: (s) => codes(s.columns.sampler)},
 };
@@ -48,7 +52,8 @@ async function load(index) {
     s.columns = {};
     const of = async (target, name, id, bytes) => { if (id !== null) target[name] = await unpack(id, bytes); };
     const jobs = [of(s.columns, "pieces", s.pieces, 4), of(s.columns, "mask", s.mask, 1)];
-    for (const name of ["entropy", "log_prob", "sampler", "trained"]) jobs.push(of(s.columns, name, s[name], 2));
+    for (const name of ["entropy", "log_prob", "sampler", "trained", "ratio", "clipped"])
+      jobs.push(of(s.columns, name, s[name], 2));
     s.credits.forEach((credit, c) => {
       if (!credit) return;
       credit.columns = {};
@@ -136,20 +141,20 @@ function color(x) {
 const css = (rgb) => `rgb(${rgb.join(" ")})`;
 
 function setRange() {  // from the 2nd to the 98th percentile of the step's tokens
+  const {unit, signed, middle = 0, falling, text} = VALUES[state.value];
   const get = value(), size = step.offsets.at(-1), stride = Math.max(1, Math.floor(size / 20000)), found = [];
   for (let row = 0, i = 0; i < size; i += stride) {
     while (i >= step.offsets[row + 1]) row++;
     const x = get(row, i);
-    if (!Number.isNaN(x)) found.push(VALUES[state.value].signed ? Math.abs(x) : x);
+    if (!Number.isNaN(x)) found.push(signed ? Math.abs(x - middle) : x);
   }
   found.sort((a, b) => a - b);
   const at = (part) => found[Math.min(found.length - 1, Math.floor(part * found.length))] ?? 1;
   const high = Number((at(0.98) || found.at(-1) || 1).toPrecision(3));
-  range = VALUES[state.value].signed ? [-high, high]
+  range = signed ? [middle - high, middle + high]
     : [["entropy", "share"].includes(state.value) ? 0 : Number(at(0.02).toPrecision(3)), high];
-  const {unit, signed, falling} = VALUES[state.value];
-  $("low").textContent = `≤ ${format(range[0])}`;
-  $("high").textContent = `≥ ${format(range[1])}`;
+  $("low").textContent = text?.(range[0]) ?? `≤ ${format(range[0])}`;
+  $("high").textContent = text?.(range[1]) ?? `≥ ${format(range[1])}`;
   $("unit").textContent = `${VALUES[state.value].name}, ${unit}`
     + (state.value === "difference" ? "; waved: the sign changes" : "");
   const stops = signed ? ["minus", "middle", "plus"] : falling ? ["high", "low"] : ["low", "high"];
@@ -289,14 +294,13 @@ function showToken(scroll = true) {
   $("token").textContent = acts ? `${spoken(piece)}, token t = ${t} of ${position(s, row, count - 1)}`
     : `${spoken(piece)}, not sampled by the policy: it is given nothing`;
   const pairs = [];
-  for (const [name, {name: label, unit, of}] of Object.entries(VALUES)) {
+  for (const [name, {name: label, unit, text = format, of}] of Object.entries(VALUES)) {
     const get = of(s, state.credit, state.other);
     if (get && acts && (name !== "difference" || state.other !== state.credit)) {
-      pairs.push(element("dt", label), element("dd", `${format(get(row, i))} ${unit === "nats" ? unit : ""}`));
+      pairs.push(element("dt", label), element("dd", `${text(get(row, i))} ${unit === "nats" ? unit : ""}`));
       pairs.at(-1).dataset.value = name;
     }
   }
-  if (acts && s.ratio) pairs.push(element("dt", "ratio"), element("dd", s.ratio));
   $("values").replaceChildren(...pairs);
   $("formulas").replaceChildren(...(acts ? [state.credit, ...(state.other === state.credit ? [] : [state.other])]
     .flatMap((c) => formulas(c, row, i, t)) : []));

@@ -8,7 +8,7 @@ import hashlib
 import json
 import random
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
@@ -26,6 +26,7 @@ _MISSING = {
     "entropy": "entropies, without which there is no share, reward or re-credit",
     "log_probs": "log-probs of the policy",
     "rollout_log_probs": "the sampler's log-probs",
+    "ratio": "the ratio of the trained to the old policy, and what was clipped",
 }
 
 
@@ -99,8 +100,6 @@ def _method(method: Method) -> dict[str, Any]:
 def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Packed) -> dict[str, Any]:
     columns, settings = dump.columns, dump.settings
     notes = [f"Not in the dump: {what}." for name, what in _MISSING.items() if columns[name] is None]
-    ratio, unknown = _ratio(settings)
-    notes += unknown
     if len(columns["row"]) < settings["batch_rows"]:
         notes.append("A dump holds a sample of a step's groups; statistics over a batch are of that sample.")
     rows = _sampled_rows(dump, part)
@@ -117,6 +116,9 @@ def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Pac
 
     def of_tokens(values: np.ndarray) -> int:
         return packed.numbers(values[shown], mask)
+
+    def of_column(name: str) -> int | None:
+        return None if columns[name] is None else of_tokens(columns[name].values)
 
     def of_batch(values: Tensor) -> np.ndarray:
         """(B, T) to the tokens of all rows, one after the other."""
@@ -145,7 +147,6 @@ def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Pac
     return {
         "step": dump.step,
         "notes": notes,
-        "ratio": ratio,
         "settings": {name: value for name, value in settings.items() if name not in ("config", "version")},
         "offsets": np.concatenate([[0], lengths.cumsum()]).tolist(),
         "row": columns["row"][rows].tolist(),
@@ -157,22 +158,14 @@ def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Pac
         "advantage": [_printed(mean) for mean in _row_means(columns["advantages"], columns["mask"])[rows]],
         "pieces": packed.array(np.array([ids.setdefault(piece, len(ids)) for piece in pieces], np.uint32)),
         "mask": packed.array(mask.astype(np.uint8)),
-        "entropy": None if columns["entropy"] is None else of_tokens(columns["entropy"].values),
-        "log_prob": None if columns["log_probs"] is None else of_tokens(columns["log_probs"].values),
-        "sampler": None if columns["rollout_log_probs"] is None else of_tokens(columns["rollout_log_probs"].values),
+        "entropy": of_column("entropy"),
+        "log_prob": of_column("log_probs"),
+        "sampler": of_column("rollout_log_probs"),
+        "ratio": of_column("ratio"),
+        "clipped": of_column("clipped"),
         "trained": trained,
         "credits": credits,
     }
-
-
-def _ratio(settings: Mapping[str, Any]) -> tuple[str | None, list[str]]:
-    """A token's ratio of the trained to the old policy, where it is known without the optimizer steps' own numbers;
-    and what is not known, in sentences."""
-    if settings.get("own_log_probs"):
-        return "1, not clipped", []
-    if settings.get("optimizer_steps") == 1:
-        return "1 but for rounding", ["Not in the dump: what rounding makes of the ratio, and what that clipped."]
-    return None, ["Not in the dump: the ratio of the trained to the old policy, and what it clipped."]
 
 
 def _credit(made: Credit, advantages: np.ndarray, of_rows: Any, of_tokens: Any, of_batch: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 and all that an optimizer step may change."""
 
 import os
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -9,6 +10,8 @@ from unittest import mock
 import numpy as np
 import torch
 from actor_program import _experience, _forward, _log_probs, _numbers, _policy_class, _start
+
+from openrlhf_gtpo.integration.actors.token_ratios import take_ratios
 
 PROMPT = 3
 
@@ -18,23 +21,12 @@ def run_rounds(
 ) -> list[dict[str, float]]:
     """The status of each round: lengths of its responses, dealt to the replicas as ``ActorGroup`` does; and, where
     there is a moving average of the weights, its norm. The round ``save_after`` is followed by a checkpoint."""
-    from openrlhf_gtpo.integration.actors.optimizer_steps import deal_rows
-
     args, strategy, trained = _trained(backend, model, argv)
     critic = args.algo.advantage.estimator == "gae"
-    replicas = strategy.ds_device_mesh["dp"]
     found = []
     for number, lengths in enumerate(rounds, start=1):
-        order = trained.row_order()
-        if order is None or len(lengths) < replicas.size():
-            dealt = np.array_split(np.arange(len(lengths)), replicas.size())
-        else:
-            dealt = deal_rows([PROMPT + length for length in lengths], replicas.size(), order)
-        mine = dealt[replicas.get_local_rank()]
-        batches = [_row(int(row), lengths[row]) for row in mine]
-        old = [_log_probs(result) for result in _forward(trained, batches)] if batches else []
-        for row, batch, values in zip(mine, batches, old, strict=True):
-            trained.append(_sample(int(row), batch, values, args))
+        for row, batch, old in _own_rows(trained, strategy, lengths):
+            trained.append(_sample(row, batch, old, args))
         found.append(_numbers(trained.fit() if critic else trained.fit(0.1)))
         if getattr(trained, "ema_model", None) is not None:
             found[-1]["average"] = float(sum(average.double().square().sum() for average in trained._averages()))
@@ -45,6 +37,34 @@ def run_rounds(
 
         groups.destroy()
     return found
+
+
+def run_ratios(
+    backend: str, model: str, argv: list[str], lengths: list[int]
+) -> tuple[dict[str, float], dict[int, dict[str, torch.Tensor]]]:
+    """The status of a round whose old log-probs are further from the policy's, by ``shift``, and of each row of this
+    replica but every fourth what the loss saw, as a dump has it: (T,) ``ratio`` and ``clipped``; with ``shift`` and
+    ``advantages``."""
+    args, strategy, trained = _trained(backend, model, [*argv, "--logger.dump_rollouts", "1"])
+    rows = {}
+    for row, batch, old in _own_rows(trained, strategy, lengths):
+        shift = 0.3 * torch.randn(old.shape, generator=torch.Generator().manual_seed(row)) * batch.action_mask
+        sample = _sample(row, batch, old - shift, args)
+        sample.labels = [row if row % 4 else None]
+        if row % 4:
+            rows[row] = {"shift": shift[0], "advantages": sample.advantages[0]}
+        trained.append(sample)
+    status = _numbers(trained.fit(0))
+    seen = take_ratios(trained)
+    assert set(seen) == set(rows) and take_ratios(trained) == {}
+    for row, (ratio, clipped) in seen.items():
+        width = len(rows[row]["shift"])
+        rows[row] |= {"ratio": torch.tensor(ratio[:width]), "clipped": torch.tensor(clipped[:width])}
+    if backend == "megatron":
+        from openrlhf_gtpo.megatron.parallel import groups
+
+        groups.destroy()
+    return status, rows
 
 
 def run_poisoned(
@@ -145,6 +165,21 @@ def _trained(backend: str, model: str, argv: list[str]) -> tuple[SimpleNamespace
         trained.init_model_from_pretrained(strategy, model, max_steps=100)
     assert not compile_it.called, "DeepSpeed compiles its all-reduce through shared memory, or an Adam"
     return args, strategy, trained
+
+
+def _own_rows(trained: Any, strategy: Any, lengths: list[int]) -> Iterator[tuple[int, SimpleNamespace, torch.Tensor]]:
+    """This replica's, dealt as ``ActorGroup`` does: number, tokens, and what the model says of them."""
+    from openrlhf_gtpo.integration.actors.optimizer_steps import deal_rows
+
+    replicas, order = strategy.ds_device_mesh["dp"], trained.row_order()
+    if order is None or len(lengths) < replicas.size():
+        dealt = np.array_split(np.arange(len(lengths)), replicas.size())
+    else:
+        dealt = deal_rows([PROMPT + length for length in lengths], replicas.size(), order)
+    mine = dealt[replicas.get_local_rank()].tolist()
+    batches = [_row(row, lengths[row]) for row in mine]
+    old = [_log_probs(result) for result in _forward(trained, batches)] if batches else []
+    return zip(mine, batches, old, strict=True)
 
 
 def _critic_class() -> Any:

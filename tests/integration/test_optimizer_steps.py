@@ -13,7 +13,7 @@ import pytest
 import torch
 from openrlhf.trainer.ray.launcher import RayActorGroup
 from rank_pool import RankPool
-from steps_program import run_poisoned, run_rounds, run_whole_step
+from steps_program import run_poisoned, run_ratios, run_rounds, run_whole_step
 from tp_program import sent_weights
 
 from openrlhf_gtpo.integration.actors import dispatch, optimizer_steps
@@ -106,6 +106,45 @@ def test_the_rounds_can_tell(whole: dict[str, Any]) -> None:
     for rounds in whole.values():
         full, short, again, _ = (r.get("actor_grad_norm", r.get("critic_grad_norm")) for r in rounds)
         assert again == pytest.approx(full, rel=0.01) and short != pytest.approx(full, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "processes", "argv"),
+    [
+        ("gtpo", 2, THREES),
+        ("gtpo", 2, [*BY_TOKENS, "--actor.backend", "megatron"]),
+        ("grpo_s", 1, BY_TOKENS),
+        ("grpo", 1, THREES),
+        ("gspo", 1, [*BY_TOKENS, "--actor.backend", "megatron"]),
+    ],
+    ids=str,
+)
+def test_a_dump_gets_the_ratio_of_every_token_and_what_was_clipped(
+    name: str, processes: int, argv: list[str], actor_model: str, pools: dict[int, RankPool]
+) -> None:
+    """Of the rows that it has, over two optimizer steps, from the estimator's loss and from upstream's, both of which
+    decide by the token or by the row."""
+    flags = ESTIMATORS | {"gspo": ["--algo.preset", "grpo", "--actor.policy_loss_type", "gspo"]}
+    low, high = 0.9, 1.15
+    common = [*COMMON, *flags[name][:2], *flags[name][2:][: 2 * (name == "gspo")], "--train.batch_size", "8"]
+    common += ["--actor.eps_clip_low_high", f"{1 - low}", f"{high - 1}", *argv]
+    backend = "megatron" if "megatron" in argv else "deepspeed"
+    found = pools[processes].run(run_ratios, backend, actor_model, common, LENGTHS)
+    rows = {row: seen for _, theirs in found for row, seen in theirs.items()}
+    assert sorted(rows) == [row for row in range(len(LENGTHS)) if row % 4]
+    agreed = total = 0
+    for seen in rows.values():
+        acts = torch.arange(len(seen["ratio"])) >= 2  # behind the prompt
+        torch.testing.assert_close(seen["ratio"].log(), seen["shift"], atol=0.03, rtol=0)
+        decides = seen["ratio"]
+        if name == "grpo_s":
+            decides = decides[acts].mean().expand_as(decides)
+        elif name == "gspo":
+            decides = decides.log()[acts].mean().exp().expand_as(decides)
+        clipped = torch.where(seen["advantages"] > 0, decides > high, decides < low) & acts
+        agreed += int((clipped == seen["clipped"]).sum())
+        total += len(clipped)
+    assert agreed == total and 0 < sum(int(seen["clipped"].sum()) for seen in rows.values()) < total
 
 
 @pytest.mark.parametrize("argv", [THREES, BY_TOKENS], ids=["threes", "by tokens"])

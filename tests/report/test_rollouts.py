@@ -30,6 +30,8 @@ COLUMNS: dict[str, Any] = {
     "rollout_log_probs": None,
     "entropy": [[1e-7, 0.0, 11.9], []],
     "advantages": [[0.5, 0.0, -0.25], []],
+    "ratio": [[1.0, 1.0, 1.5], []],
+    "clipped": [[False, False, True], []],
 }
 SETTINGS = {"step": 7, "estimator": "gtpo", "config": {"alpha2": 0.1}}
 
@@ -38,7 +40,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = dump_file(tmp_path / "rollouts", 7)
     write_dump(path, SETTINGS, COLUMNS)
     dump = read_dump(path)
-    assert dump.step == 7 and dump.settings == {"version": 2, **SETTINGS}
+    assert dump.step == 7 and dump.settings == {"version": 3, **SETTINGS}
     for field in rollouts.SCHEMA:
         read, written = dump.columns[field.name], COLUMNS[field.name]
         if written is None:
@@ -107,8 +109,8 @@ def test_what_is_no_dump_is_named(tmp_path: Path) -> None:
 
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = dump_file(tmp_path, 7)
-    monkeypatch.setattr(rollouts, "VERSION", 3)
+    monkeypatch.setattr(rollouts, "VERSION", 4)
     write_dump(path, SETTINGS | {"openrlhf_gtpo": "9.1"}, COLUMNS)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="of version 3, and this package reads versions 1 and 2; open it with .* 9.1"):
+    with pytest.raises(ValueError, match="of version 4, and this package reads versions 1 to 3; open it with .* 9.1"):
         read_dump(path)

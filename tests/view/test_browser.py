@@ -69,7 +69,7 @@ def number(text: str) -> float:
 
 def numbers(page: Any) -> dict[str, float]:
     """Of the chosen token, by name."""
-    shown = page.locator("#values dd[data-value]").evaluate_all(
+    shown = page.locator("#values dd[data-value]:not([data-value=clipped])").evaluate_all(
         "all => all.map(one => [one.dataset.value, one.textContent])"
     )
     return {name: number(text) for name, text in shown}
@@ -92,11 +92,14 @@ def test_the_numbers_of_a_token_are_those_of_the_algorithms(open_page: Any, dump
         for name, expected in (
             ("entropy", entropy),
             ("log_prob", log_probs),
+            ("ratio", padded(dump.columns["ratio"])),
             ("share", made.parts.share),
             ("reward", made.parts.reward),
             ("advantage", made.advantages),
         ):
             assert shown[name] == three_digits(expected[row, token]), name
+        said = page.locator("#values dd[data-value=clipped]").text_content()
+        assert said.strip() == ("yes" if padded(dump.columns["clipped"])[row, token] else "no")
     page.locator("#list button[data-row='0']").click()
     page.locator("#text").press("Home")
     for _ in range(2):
@@ -240,10 +243,10 @@ def test_right_to_left_text_runs_right_to_left(browser: Any, tmp_path: Path) -> 
 
 def test_what_a_dump_lacks_is_left_out(browser: Any, tmp_path: Path) -> None:
     """Without entropies there is the advantage that was trained on; a response without tokens says so."""
-    table = columns(groups=1) | {"entropy": None, "log_probs": None}
+    table = columns(groups=1) | {"entropy": None, "log_probs": None, "ratio": None, "clipped": None}
     for name in ("tokens", "pieces", "mask", "advantages"):
         table[name][1] = table[name][1][:0]
-    dump = read_dump(write(tmp_path, table=table, estimator="group_norm", own_log_probs=True))
+    dump = read_dump(write(tmp_path, table=table, estimator="group_norm"))
     file = tmp_path / "view.html"
     file.write_text(make_page([dump], read_methods([], dump), 10**9)[0])
     page = browser.new_page()
@@ -254,7 +257,6 @@ def test_what_a_dump_lacks_is_left_out(browser: Any, tmp_path: Path) -> None:
     assert page.locator("#value option").all_text_contents() == ["advantage of the step"]
     page.locator("#token3").hover()
     assert numbers(page) == {"trained": three_digits(table["advantages"][0][3])}
-    assert page.locator("#values dd").last.text_content() == "1, not clipped"
     assert "Not in the dump: entropies" in page.locator("#notes").text_content()
     page.locator("#list button[data-row='1']").click()
     assert page.locator("#text").text_content() == "The response has no tokens." and errors == []

@@ -71,6 +71,8 @@ def test_the_pages_numbers_are_those_of_the_algorithms(text: str, tmp_path: Path
 
     assert tokens(made["advantage"]) == printed(advantages[mask])
     assert tokens(step["entropy"]) == printed(entropy[mask])
+    assert tokens(step["ratio"]) == printed(padded(dump.columns["ratio"])[mask])
+    assert tokens(step["clipped"]) == padded(dump.columns["clipped"])[mask].tolist()
     assert advantages[mask].unique().numel() > 5
     if method.name == "gtpo":
         double = (entropy.double(), *batch[1:])
@@ -158,7 +160,7 @@ def test_what_a_response_says_stays_text(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_named_and_the_rest_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = columns() | {"entropy": None, "log_probs": None}
+    table = columns() | {"entropy": None, "log_probs": None, "ratio": None, "clipped": None}
     dump = write(tmp_path, table=table, estimator="group_norm", batch_rows=64)
     page = tmp_path / "view.html"
     assert view.main([str(dump), "--output", str(page)]) == 0
@@ -173,24 +175,6 @@ def test_what_is_missing_is_named_and_the_rest_is_shown(tmp_path: Path, capsys: 
         assert sentence in said
     (step,) = data_of(page.read_text())["steps"]
     assert step["credits"] == [None, None] and step["trained"] is not None and len(step["notes"]) == 7
-
-
-@pytest.mark.parametrize(
-    ("settings", "ratio", "note"),
-    [
-        ({"optimizer_steps": 4, "own_log_probs": True}, "1, not clipped", None),
-        ({"optimizer_steps": 1, "own_log_probs": False}, "1 but for rounding", "what rounding makes of the ratio"),
-        ({"optimizer_steps": 4, "own_log_probs": False}, None, "the ratio of the trained to the old policy"),
-    ],
-)
-def test_a_ratio_is_shown_where_the_dump_implies_it(
-    tmp_path: Path, settings: dict[str, Any], ratio: str | None, note: str | None
-) -> None:
-    dump = read_dump(write(tmp_path, **settings))
-    page, notes = make_page([dump], read_methods([], dump), 10**9)
-    assert data_of(page)["steps"][0]["ratio"] == ratio
-    said = [one for one in notes if "ratio" in one]
-    assert said == [] if note is None else note in said[0]
 
 
 def test_a_single_response_per_prompt_is_not_credited_but_shown(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ class _StepLoss:
     def __init__(self, trainer: MegatronActorTrainer, rows: list[Experience], kl_ctl: float) -> None:
         self.args: SimpleNamespace = trainer.args
         self.kl_ctl = kl_ctl
-        self.policy_loss = trainer.actor_loss_fn
+        self.policy_loss, self.ratios = trainer.actor_loss_fn, trainer.ratios
         tokens_of = [token_row(row.sequences, row.attention_mask, row.action_mask) for row in rows]
         members = fill([len(tokens) for tokens, _ in tokens_of], self.args.train.max_tokens_per_gpu)
         self.micro_batches = [[tokens_of[i] for i in part] for part in members]
@@ -125,6 +125,8 @@ class _StepLoss:
         )
         mask = experience.action_mask
         log_probs = place(log_probs, mask.bool())
+        if self.ratios:
+            self.ratios.rows = self.experiences[index].labels
         policy, clip_ratio, approx_kl, vllm_kl, filtered = self.policy_loss(
             log_probs,
             experience.action_log_probs,

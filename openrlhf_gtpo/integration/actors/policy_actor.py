@@ -12,6 +12,7 @@ import deepspeed
 import ray
 import ray.util.state
 import torch
+from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ray import ppo_actor, ppo_critic
 from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 from openrlhf.trainer.ray.ppo_critic import CriticPPOTrainer
@@ -22,6 +23,7 @@ from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import Restartable, TrainingStopped
 from openrlhf_gtpo.integration.actors.optimizer_steps import RowOrder, WholeSteps
 from openrlhf_gtpo.integration.actors.policy_model import PolicyModel
+from openrlhf_gtpo.integration.actors.token_ratios import TokenRatios
 from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy
 from openrlhf_gtpo.integration.credit.loss import credit_loss
 from openrlhf_gtpo.platform.memory import ReportsPeakMemory
@@ -106,6 +108,7 @@ class EntropyActorTrainer(ActorPPOTrainer):
         if loss is not None:
             self.actor_loss_fn = loss
         self.actor_loss_fn.register_forward_pre_hook(_own_as_old)
+        self.ratios = TokenRatios(self.actor_loss_fn) if self.args.logger.dump_rollouts else None
 
     @property
     def _colocated(self) -> bool:
@@ -214,7 +217,13 @@ class DeepspeedActorTrainer(WholeSteps, EntropyActorTrainer):
 
     def ppo_train(self, kl_ctl: float) -> dict[str, float]:
         """Train on everything in the replay buffer; returns upstream's metrics."""
-        return self.train(self.actor.model, lambda batch, step: self.training_step(batch, kl_ctl, step)["metrics"])
+
+        def step(batch: Experience, number: int) -> dict[str, Any]:
+            if self.ratios:
+                self.ratios.rows = batch.labels
+            return self.training_step(batch, kl_ctl, number)["metrics"]
+
+        return self.train(self.actor.model, step)
 
 
 class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: ignore[misc]

@@ -3,64 +3,89 @@
 import dataclasses
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property, lru_cache
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 
 from openrlhf_gtpo import __version__
 from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
-from openrlhf_gtpo.integration.credit.old_policy import count_steps
 from openrlhf_gtpo.integration.credit.rollout_batch import RolloutBatch
 from openrlhf_gtpo.report.rollouts import FOLDER, dump_file, vocabulary_digest, write_dump
 
 _LONGEST_CHARACTER = 4  # tokens: the bytes of one in UTF-8
+
+Ratios = Mapping[int, tuple[np.ndarray, np.ndarray]]  # of ``TokenRatios``, by row
 
 
 class RolloutDumper:
     """Writes every ``--logger.dump_rollouts``-th step's rollouts, at most ``--logger.dump_rows`` rows in whole groups.
 
     It draws from no generator of the run's. A dump that fails, or that the one before still holds up, is a warning.
+    A step that training fails in is dumped too, without ratios.
     """
 
     def __init__(self, args: SimpleNamespace, tokenizer: Any, credit: EntropyCredit | None, max_steps: int) -> None:
         self._args, self._tokenizer, self._credit, self._max_steps = args, tokenizer, credit, max_steps
         self._folder = Path(args.ckpt.path) / FOLDER
         self._thread: threading.Thread | None = None
+        self._ratios: SimpleQueue[Ratios] = SimpleQueue()  # of the step that is being dumped
         self.step = 0  # that is being made
 
     def __call__(self, batch: RolloutBatch, experiences: Sequence[Experience]) -> None:
         """Start writing a step whose advantages are made. Their tensors must stay as they are; training takes the
-        ``experiences`` apart meanwhile, so that the thread has shallow copies."""
-        step = self.step
-        if step % self._args.logger.dump_rollouts:
-            return
-        if self._thread and self._thread.is_alive():
+        ``experiences`` apart meanwhile, so that the thread has shallow copies. In the place of labels, which rewards
+        have read, training gets the numbers of the rows whose ratios the dump is to have."""
+        step, args = self.step, self._args
+        late = self._thread is not None and self._thread.is_alive()
+        groups: set[int] = set()
+        if step % args.logger.dump_rollouts == 0 and late:
             print(f"Warning: the last rollout dump is still being written; step {step}'s is left out.", flush=True)
-            return
-        self._thread = threading.Thread(
-            target=self._write, args=(step, batch, list(map(copy, experiences))), name="rollout-dump"
-        )
-        self._thread.start()
+        elif step % args.logger.dump_rollouts == 0:
+            groups = self._sampled_groups(step, int(batch.group_ids.max()) + 1)
+            self._ratios = SimpleQueue()
+            copies = list(map(copy, experiences))
+            self._thread = threading.Thread(
+                target=self._write, args=(step, batch, copies, groups, self._ratios), name="rollout-dump"
+            )
+            self._thread.start()
+        for experience in experiences:
+            experience.labels = [row if int(batch.group_ids[row]) in groups else None for row in experience.index]
+
+    def trained(self, take_ratios: Callable[[], Sequence[Ratios]]) -> None:
+        """End the dump of this step, if there is one, with what each rank's loss has seen."""
+        if self.step % self._args.logger.dump_rollouts == 0:
+            self._ratios.put({row: seen for rank in take_ratios() for row, seen in rank.items()})
 
     def close(self) -> None:
-        """Wait until what was begun is written."""
+        """Wait until what was begun is written; a step whose training has not ended has no ratios."""
         if self._thread:
+            self._ratios.put({})
             self._thread.join()
 
-    def _write(self, step: int, batch: RolloutBatch, experiences: list[Experience]) -> None:
+    def _write(
+        self,
+        step: int,
+        batch: RolloutBatch,
+        experiences: list[Experience],
+        groups: set[int],
+        ratios: "SimpleQueue[Ratios]",
+    ) -> None:
         path = dump_file(self._folder, step)
         try:
-            groups = self._sampled_groups(step, int(batch.group_ids.max()) + 1)
             rows = sorted(self._rows(batch, experiences, groups), key=lambda row: row["row"])
             columns = {name: None if rows[0][name] is None else [row[name] for row in rows] for name in rows[0]}
-            settings = self._settings(step, batch) | {"own_log_probs": experiences[0].action_log_probs is None}
-            write_dump(path, settings, columns)
+            seen = ratios.get()  # once the step is trained
+            for part, name in enumerate(("ratio", "clipped")):
+                columns[name] = [seen[row["row"]][part][_of_response(row)] for row in rows] if seen else None
+            write_dump(path, self._settings(step, batch), columns)
         except Exception as error:  # a full disk, a tokenizer that cannot decode: no reason to lose the run
             print(f"Warning: rollouts of step {step} were not dumped to {path}: {error}", flush=True)
 
@@ -83,7 +108,6 @@ class RolloutDumper:
             "config": None if self._credit is None else dataclasses.asdict(self._credit.config),
             "kl_coefficient": args.algo.kl.init_coef,
             "batch_rows": len(batch.order),
-            "optimizer_steps": count_steps(len(batch.order), args.train.batch_size) * args.train.max_epochs,
             "max_steps": self._max_steps,
             "vocabulary": self._vocabulary,
             "outcome_dtype": str(batch.outcome.dtype).removeprefix("torch."),
@@ -131,6 +155,12 @@ class RolloutDumper:
 
     def _decode(self, tokens: tuple[int, ...]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _of_response(row: Mapping[str, Any]) -> slice:
+    """The columns of an action mask that a dumped row's ``tokens`` stand in."""
+    first = len(row["prompt_tokens"]) - 1
+    return slice(first, first + len(row["tokens"]))
 
 
 def _floats(values: torch.Tensor | None, row: int, columns: slice) -> Any:

@@ -16,6 +16,7 @@ from openrlhf.utils.logging_utils import TensorboardLogger
 
 from openrlhf_gtpo.errors import StoppedOnRequest
 from openrlhf_gtpo.integration.actors.policy_actor import keep_trying
+from openrlhf_gtpo.integration.actors.token_ratios import take_ratios
 from openrlhf_gtpo.integration.controller import stop
 from openrlhf_gtpo.integration.controller.engines import Engines
 from openrlhf_gtpo.integration.controller.failures import answering, write_errors
@@ -177,7 +178,11 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
 
     def ppo_train(self, global_steps: int) -> dict[str, Any]:
         self._show(names.PPO_TRAIN)
-        return super().ppo_train(global_steps)
+        status = super().ppo_train(global_steps)
+        if self.dumper:
+            ranks = self.actor_model_group._actor_handlers
+            self.dumper.trained(lambda: ray.get([rank.__ray_call__.remote(take_ratios) for rank in ranks]))
+        return status
 
     def broadcast_to_vllm(self) -> None:
         """As upstream's, also to engines that were started again.

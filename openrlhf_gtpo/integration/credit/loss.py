@@ -61,7 +61,12 @@ class CreditLoss(PolicyLoss):
         ratio_mean: how a response's ratio is made of its tokens', at sequence level.
         surrogate: of log_probs, old_log_probs, advantages and mask, (B, T) each; None for PPO's clip.
         options: OpenRLHF's ``clip_eps_low``, ``clip_eps_high``, ``dual_clip`` and ``is_correction_*``, checked by it.
+
+    Attributes:
+        clipped: what the last micro-batch had clipped, (B, T) or (B,) bool.
     """
+
+    clipped: Tensor
 
     def __init__(
         self,
@@ -116,6 +121,7 @@ class CreditLoss(PolicyLoss):
             raise TrainingStopped(
                 f"The policy loss of a micro-batch: {error} No weights were changed by it."
             ) from error
+        self.clipped = surrogate.clipped
         loss = surrogate.loss.where(finite.all(), math.nan)
         clipped, rollout_kl, filtered = surrogate.clipped.float(), None, None
         if self.is_correction_level != "off":

@@ -29,8 +29,9 @@ def dump(model: Path, tmp_path: Path) -> Callable[..., Path]:
         tokens: list[Any] = [[2, 3]] * 4
         columns = {"row": range(4), "group": [0] * 4, "prompt": ["a"] * 4, "outcome": ones, "length_penalty": ones}
         columns |= {"truncated": [False] * 4, "prompt_tokens": [[1]] * 4, "pieces": [["b", "c"]] * 4}
-        columns |= {"mask": [[True, True]] * 4, "rollout_log_probs": None, "tokens": tokens}
+        columns |= {"mask": [[True, True]] * 4, "tokens": tokens}
         columns |= dict.fromkeys(("log_probs", "entropy", "advantages"), tokens)
+        columns |= dict.fromkeys(("rollout_log_probs", "ratio", "clipped"))
         known = {"version": VERSION, "step": step, "batch_rows": 4, "vocabulary": vocabulary, "max_steps": 8}
         known |= {"temperature": 1.0, "entropy": "actor", "model": "other"}
         write_dump(dump_file(tmp_path / folder, step), known | settings, columns | (table or {}))

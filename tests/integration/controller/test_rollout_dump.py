@@ -107,8 +107,7 @@ def test_a_replay_gets_what_was_sampled(source: str, tmp_path: Path, monkeypatch
     trained = made.make_experience_batch(sampled)
     dumper.close()
     settings = read_dump(find_dumps(tmp_path)[0]).settings
-    assert settings["max_steps"] == 7 and settings["optimizer_steps"] == 1
-    assert settings["own_log_probs"] is (source == "sampler")
+    assert settings["max_steps"] == 7
 
     replayed = read_samples(read_dump(find_dumps(tmp_path)[0]), args)
     for got, had in zip(replayed, batch.samples(), strict=True):
@@ -163,9 +162,9 @@ def test_whole_groups_are_sampled_anew_each_step(tmp_path: Path, monkeypatch: py
 def test_training_may_take_experiences_apart_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Upstream's ``split_experience_batch``, which deals rows to replicas, leaves them without an index."""
     args, split = arguments("--logger.dump_rollouts", "1", "--ckpt.path", str(tmp_path)), threading.Event()
-    batch, sampled = rollout(seed=3), RolloutDumper._sampled_groups
+    batch, rows = rollout(seed=3), RolloutDumper._rows
     made = maker(EntropyExperienceMaker, args, batch, monkeypatch)
-    monkeypatch.setattr(RolloutDumper, "_sampled_groups", lambda *a: split.wait(60) and sampled(*a))
+    monkeypatch.setattr(RolloutDumper, "_rows", lambda *a: split.wait(60) and rows(*a))
     made.on_batch = dumper = RolloutDumper(args, Tokenizer(), made.credit, max_steps=7)
     dumper.step = 1
     for experience in made.make_experience_batch(batch.samples()):
@@ -173,6 +172,35 @@ def test_training_may_take_experiences_apart_meanwhile(tmp_path: Path, monkeypat
     split.set()
     dumper.close()
     assert read_dump(find_dumps(tmp_path)[0]).columns["row"].tolist() == list(range(20))
+
+
+def test_a_dump_has_the_ratios_of_its_rows_once_the_step_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training gets the numbers of the rows that are dumped, in the place of labels. A step that training fails in has
+    no ratios, one that is not dumped asks for none."""
+    args = arguments("--logger.dump_rollouts", "2", "--logger.dump_rows", "9", "--ckpt.path", str(tmp_path))
+    batch = rollout(seed=3)
+    made = maker(EntropyExperienceMaker, args, batch, monkeypatch)
+    made.on_batch = dumper = RolloutDumper(args, Tokenizer(), made.credit, max_steps=7)
+    for dumper.step in (1, 2, 3, 4):
+        rows = [row for experience in made.make_experience_batch(batch.samples()) for row in experience.labels]
+        wanted = [row for row in rows if row is not None]
+        assert len(rows) == 20 and len(wanted) == (0 if dumper.step % 2 else 8)
+        ratios = {row: (row + torch.arange(99) / 100).numpy() for row in wanted}
+        ranks = [
+            {row: (ratio, ratio % 1 > 0.04) for row, ratio in ratios.items() if row % 2 == rank} for rank in (0, 1)
+        ]
+        if dumper.step < 4:
+            dumper.trained(lambda: ranks if dumper.step == 2 else pytest.fail("nothing is dumped"))  # noqa: B023
+    dumper.close()
+    columns, failed = (read_dump(path).columns for path in find_dumps(tmp_path))
+    assert failed["ratio"] is failed["clipped"] is None and len(failed["row"]) == 8
+    for row, ratio, clipped in zip(columns["row"], read_rows(columns["ratio"]), read_rows(columns["clipped"])):
+        actions = batch.mask[row].nonzero()
+        expected = torch.arange(int(actions[0]), int(actions[-1]) + 1) / 100
+        np.testing.assert_allclose(ratio, row + expected, rtol=1e-6)
+        np.testing.assert_array_equal(clipped, ratio % 1 > 0.04)
 
 
 def test_an_estimator_of_upstream_has_a_dump_without_entropies(

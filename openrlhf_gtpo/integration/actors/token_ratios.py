@@ -1,0 +1,58 @@
+"""What the policy loss made of each token, for rollout dumps: its importance ratio, and whether it was clipped."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from openrlhf.models.loss import PolicyLoss
+from torch import Tensor
+
+from openrlhf_gtpo.algorithms.losses import MAX_LOG_RATIO, clipped_objective
+from openrlhf_gtpo.integration.credit.loss import CreditLoss
+
+
+class TokenRatios:
+    """Keeps what ``loss`` sees of the rows that a dump has, until they are taken.
+
+    Attributes:
+        rows: of the micro-batch that ``loss`` gets next, set before: their places in the step's batch, None for one
+            that no dump has. ``RolloutDumper`` makes them the experiences' ``labels``, which rewards alone read.
+    """
+
+    def __init__(self, loss: PolicyLoss) -> None:
+        self.rows: Sequence[int | None] = ()
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
+        loss.register_forward_hook(self._see, with_kwargs=True)
+
+    def take(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """By row what was seen since the last call, of the last epoch: (T,) ratios pi / pi_old, 1 outside the action
+        mask, and (T,) bool, where the clip decided; at sequence level it decides for all tokens of a row."""
+        seen, self._seen = self._seen, {}
+        return {row: (ratio.cpu().numpy(), clipped.cpu().numpy()) for row, (ratio, clipped) in seen.items()}
+
+    def _see(self, loss: PolicyLoss, inputs: tuple[Tensor, ...], options: dict[str, Any], _: Any) -> None:
+        if all(row is None for row in self.rows):
+            return
+        log_probs, old_log_probs, advantages = (values.detach().float() for values in inputs)
+        mask = options["action_mask"].bool()
+        log_ratio = (log_probs - old_log_probs).where(mask, 0)
+        ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        if isinstance(loss, CreditLoss):
+            clipped = loss.clipped
+        else:  # upstream's says how many alone
+            decides = ratio
+            if loss.policy_loss_type == "gspo":
+                if loss.is_correction_level != "off":
+                    log_ratio = (log_probs - options["rollout_log_probs"]).where(mask, 0)
+                decides = (log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(1)).exp()
+            _, clipped = clipped_objective(decides, advantages, loss.clip_eps_low, loss.clip_eps_high, None)
+        if clipped.dim() == 1:
+            clipped = clipped.unsqueeze(-1)
+        for i, row in enumerate(self.rows):
+            if row is not None:
+                self._seen[row] = ratio[i], (clipped & mask)[i]
+
+
+def take_ratios(actor: Any) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """In an actor's process: :meth:`TokenRatios.take` of its trainer."""
+    return actor.trainer.ratios.take()
