@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The study behind docs/results/sampler.md: what entropies from vLLM's sampler cost a rollout, what they save of a step, and
-# whether the quickstart learns the same with them, three seeds.
+# whether the quickstart learns the same with them, six seeds.
 #
 #   bash benchmarks/sampler_study.sh
 #
-# About 45 minutes on two idle cores. What is finished is kept: start it again to go on after an interruption. Results go to
+# About 80 minutes on two idle cores. What is finished is kept: start it again to go on after an interruption. Results go to
 # docs/results/sampler.
 set -euo pipefail
 
@@ -16,7 +16,7 @@ model=.cache/quickstart/smollm2-135m-instruct
 mkdir -p "$results"
 sampler=(--rollout.entropy sampler --rollout.entropy_audit_steps 5)
 
-for seed in 1 2 3; do
+for seed in {1..6}; do
     for entropy in actor sampler; do # in turns, so that other work on the machine meets both
         kept="$results/$entropy-seed$seed.jsonl" output="runs/sampler-study-$entropy-seed$seed"
         [[ ! -e "$kept" ]] || continue
@@ -30,7 +30,7 @@ for seed in 1 2 3; do
 done
 runs=()
 for entropy in actor sampler; do
-    for seed in 1 2 3; do runs+=("$entropy=$results/$entropy-seed$seed.jsonl"); done
+    for seed in {1..6}; do runs+=("$entropy=$results/$entropy-seed$seed.jsonl"); done
 done
 python3 -m openrlhf_gtpo.cli.report compare "${runs[@]}" --png "$results/curves.png" --markdown "$results/table.md"
 

@@ -76,7 +76,7 @@ class RolloutDumper:
         batch: RolloutBatch,
         experiences: list[Experience],
         groups: set[int],
-        ratios: "SimpleQueue[Ratios]",
+        ratios: SimpleQueue[Ratios],
     ) -> None:
         path = dump_file(self._folder, step)
         try:
