@@ -11,11 +11,11 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo.errors import TrainingStopped
-from openrlhf_gtpo.integration.controller.failures import cause_of
+from openrlhf_gtpo.integration.controller.failures import DIED, cause_of
 from openrlhf_gtpo.integration.rollout.rollout_actor import EngineRestarted
 
 _ANSWER = 10.0  # seconds that an engine has to say that it serves; a slower one is not dead
@@ -72,7 +72,7 @@ class Engines:
         if self.restarts > self._max_restarts:
             limit = f"--train.max_restarts {self._max_restarts} allows no further restart"
             raise TrainingStopped(f"{said} ({limit}; its node's Ray logs say more)") from None
-        if cause_of(error, RayActorError) is None and cause_of(error, EngineRestarted) is None:
+        if cause_of(error, (*DIED, EngineRestarted)) is None:
             ray.kill(engine, no_restart=False)  # vLLM's process died, the actor did not
         print(f"Warning: {said}. It is started again; the others answer its prompts until then.", flush=True)
 
@@ -82,8 +82,8 @@ class Engines:
         Raises:
             TrainingStopped: as :meth:`check`.
         """
-        of_an_engine = any(cause_of(error, kind) for kind in (RayActorError, EngineRestarted, EngineDeadError))
-        if not self.check() and not of_an_engine:
+        of_an_engine = cause_of(error, (*DIED, EngineRestarted, EngineDeadError))
+        if not self.check() and of_an_engine is None:
             raise error
 
     def bring_back(self, policy: Any) -> None:

@@ -20,7 +20,11 @@ E = TypeVar("E", bound=BaseException)
 _LOST = signal.SIGURG  # ignored where nobody handles it
 
 
-def cause_of(error: BaseException | None, kind: type[E]) -> E | None:
+# What Ray says of a process that is gone; the last where its memory monitor ended it, as the node had none left.
+DIED = (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError)
+
+
+def cause_of(error: BaseException | None, kind: type[E] | tuple[type[E], ...]) -> E | None:
     """The innermost exception of ``kind`` behind a Ray task error.
 
     Ray 2.55 nests one task's error in another's and makes each an instance of its cause's class too, its text the
@@ -153,7 +157,7 @@ def raise_if_lost(error: BaseException) -> None:
     Raises:
         Restartable: one did.
     """
-    lost = cause_of(error, ray.exceptions.RayActorError) or cause_of(error, ray.exceptions.NodeDiedError)
+    lost = cause_of(error, DIED)
     if lost is None:
         return
     try:

@@ -205,8 +205,9 @@ def test_a_dead_node_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Restartable, match=r"the node n2 \(10\.0\.0\.1\) left the Ray cluster.*--ckpt\.load_enable"):
         raise_if_lost(task_error(ray.exceptions.ActorDiedError()))
     nodes.pop()
-    with pytest.raises(Restartable, match="a process of the run died"):
-        raise_if_lost(ray.exceptions.ActorDiedError())
+    for error in (ray.exceptions.ActorDiedError(), ray.exceptions.OutOfMemoryError("low on memory")):
+        with pytest.raises(Restartable, match="a process of the run died"):
+            raise_if_lost(error)
     raise_if_lost(task_error(ValueError("a bug")))
 
 

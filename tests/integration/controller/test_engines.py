@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo.errors import TrainingStopped
@@ -83,10 +83,11 @@ def policy(rejoin: Callable[[], None]) -> Any:
     ("state", "kills"),
     [
         (ActorUnavailableError("it is being started", None), False),
+        (OutOfMemoryError("Ray's memory monitor ended it"), False),
         (task_error(EngineRestarted("it has old weights")), False),
         (task_error(EngineDeadError()), True),  # vLLM's process died, and its actor did not
     ],
-    ids=["died", "restarted", "core-died"],
+    ids=["died", "out-of-memory", "restarted", "core-died"],
 )
 def test_an_engine_that_died_is_left_out_and_comes_back_with_the_next_weights(
     state: Exception, kills: bool, killed: list[Engine], capsys: pytest.CaptureFixture[str]
