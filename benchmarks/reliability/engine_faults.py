@@ -12,11 +12,9 @@ undisturbed one makes as many steps.
 import argparse
 import json
 import os
-import platform
 import random
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,15 +24,14 @@ from signal import SIGKILL, SIGSTOP
 from typing import Any
 
 import psutil
-from rank_faults import cmdline, restarts_of, rows, until
+from tiny_runs import SAMPLES, STALL_TIMEOUT, cmdline, end, make_inputs, of_each, restarts_of, rows, start, until
 
-from openrlhf_gtpo.cli import prepare
+from openrlhf_gtpo.benchmarks.harness import write_results
+from openrlhf_gtpo.errors import STOPPED_STATUS
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.tasks import reasoning_gym_reward
 
-STALL_TIMEOUT = 30
-STOPPED = 75
-ROWS, PROMPTS, SAMPLES = 64, 8, 4
+ROWS, PROMPTS = 64, 8
 EPISODES = 1000  # the longest run
 
 # Raises about one call in forty, and hangs more seldom, as long as the file `faults` is there.
@@ -68,22 +65,13 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        prepare.main(["tiny-model", "--output", str(place / "model")])
-        words = ["--task", "products", "--train-size", str(ROWS), "--eval-size", "8", "--output", str(place / "task")]
-        prepare.main(["task", *words])
+        make_inputs(place, ROWS)
         disturbed = train(place, "disturbed", args)
         print(json.dumps(disturbed), flush=True)
         undisturbed = train(place, "undisturbed", args, disturbed["steps"])
-    result = {
-        "command": " ".join(["python3", *sys.argv]),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
-        "stall_timeout": STALL_TIMEOUT,
-        "disturbed": disturbed,
-        "undisturbed": undisturbed,
-    }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
-    if disturbed["status"] != STOPPED or disturbed["steps_missing"] or disturbed["prompts_lost"]:
+    results = {"stall_timeout": STALL_TIMEOUT, "disturbed": disturbed, "undisturbed": undisturbed}
+    write_results(args.output, args, results)
+    if disturbed["status"] != STOPPED_STATUS or disturbed["steps_missing"] or disturbed["prompts_lost"]:
         sys.exit("Something was lost.")
 
 
@@ -92,41 +80,27 @@ def train(place: Path, name: str, args: argparse.Namespace, steps: int | None = 
     folder = place / name
     folder.mkdir()
     (folder / "reward.py").write_text(REWARD.format(reward=reasoning_gym_reward.__file__, folder=str(folder)))
-    flags: dict[str, Any] = {
-        "--actor.model_name_or_path": place / "model",
-        "--actor.num_gpus_per_node": 1,
-        "--actor.adam.lr": 1e-3,
-        "--algo.advantage.estimator": "gtpo",
-        "--algo.advantage.is_correction_level": "token",
-        "--algo.kl.init_coef": 0,
-        "--vllm.num_engines": 2,
-        "--reward.remote_url": folder / "reward.py",
-        "--data.prompt_dataset": place / "task" / "train.jsonl",
-        "--data.label_key": "scorer_label",
-        "--data.max_len": 64,
-        "--rollout.batch_size": PROMPTS,
-        "--rollout.n_samples_per_prompt": SAMPLES,
-        "--rollout.max_new_tokens": 8,
-        "--rollout.micro_batch_size": 8,
-        "--train.batch_size": PROMPTS * SAMPLES,
-        "--train.micro_batch_size": 8,
-        "--train.num_episodes": EPISODES,
-        "--train.seed": args.seed,
-        "--train.max_restarts": 1000,
-        "--train.stall_timeout": STALL_TIMEOUT,
-        "--ckpt.output_dir": folder / "model",
-        "--ckpt.path": folder / "checkpoints",
-        "--ckpt.save_steps": 1,
-        "--ckpt.max_num": 1,
-        "--ckpt.best_metric_key": "none",
-        "--logger.metrics_path": folder / "metrics.jsonl",
+    flags = {
+        "actor.num_gpus_per_node": 1,
+        "actor.adam.lr": 1e-3,
+        "algo.advantage.is_correction_level": "token",
+        "algo.kl.init_coef": 0,
+        "vllm.num_engines": 2,
+        "reward.remote_url": folder / "reward.py",
+        "rollout.batch_size": PROMPTS,
+        "rollout.micro_batch_size": 8,
+        "train.batch_size": PROMPTS * SAMPLES,
+        "train.micro_batch_size": 8,
+        "train.num_episodes": EPISODES,
+        "train.seed": args.seed,
+        "train.max_restarts": 1000,
+        "train.stall_timeout": STALL_TIMEOUT,
+        "ckpt.save_steps": 1,
+        "ckpt.max_num": 1,
+        "ckpt.best_metric_key": "none",
     }
-    argv = [*(str(word) for pair in flags.items() for word in pair), "--data.apply_chat_template"]
     began = time.monotonic()
-    with (folder / "log").open("w") as log:
-        run = psutil.Popen(
-            [sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray", *argv], stdout=log, stderr=subprocess.STDOUT
-        )
+    run = start(place, folder, flags)
     try:
         until(lambda: rows(folder), run)
         faults = [] if steps else disturb(run, folder, args)
@@ -134,9 +108,7 @@ def train(place: Path, name: str, args: argparse.Namespace, steps: int | None = 
         (folder / "checkpoints" / "stop").touch()
         run.wait()
     finally:
-        if run.poll() is None:
-            run.terminate()
-            run.wait()
+        end(run)
     return summary(folder, run.returncode, round(time.monotonic() - began), faults)
 
 
@@ -159,18 +131,7 @@ def summary(folder: Path, status: int, seconds: int, faults: list[dict[str, Any]
         "rewards_tried_again": text.count("failed and is tried again"),
         "largest_vllm_kl": max(abs(row["vllm_kl"]) for row in made.values()),
         "reward_and_its_standard_error": [statistics.mean(rewards), statistics.stdev(rewards) / len(rewards) ** 0.5],
-        "of_each": {
-            kind: {
-                "times": len(ours),
-                **{
-                    name: [min(values), statistics.median(values), max(values)]
-                    for name in ("noticed_seconds", "start_seconds", "recovered_seconds")
-                    if (values := [one[name] for one in ours if name in one])
-                },
-            }
-            for kind in sorted({one["fault"] for one in faults})
-            if (ours := [one for one in faults if one["fault"] == kind])
-        },
+        "of_each": of_each(faults, "noticed_seconds", "start_seconds", "recovered_seconds"),
         "faults": faults,
         "said": re.findall("^train_ppo_ray.*", text, re.MULTILINE),
     }
@@ -225,7 +186,7 @@ def engines_of(run: psutil.Popen) -> dict[int, int]:
     for process in run.children(recursive=True):
         with suppress(psutil.Error):
             # That of an actor that died has another parent by now.
-            if "EngineCore" in " ".join(cmdline(process)) and "Rollout" in " ".join(cmdline(process.parent())):
+            if "EngineCore" in cmdline(process) and "Rollout" in cmdline(process.parent()):
                 found[process.ppid()] = process.pid
     return found
 

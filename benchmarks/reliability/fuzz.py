@@ -37,6 +37,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from openrlhf_gtpo.errors import SettingError, TrainingStopped, UsageError
+from openrlhf_gtpo.megatron.checkpoint.files import CheckpointError
+from openrlhf_gtpo.model_shape import PRESETS
 
 # ── Cases ──
 
@@ -183,24 +185,7 @@ def read_metrics(data: bytes) -> None:
     command("report", ["compare", f"a={path}", f"b={path}"])
 
 
-CONFIG = {
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 512,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "rope_scaling": None,
-    "max_position_embeddings": 32768,
-    "use_sliding_window": False,
-}
+CONFIG = PRESETS["tiny"] | {"architectures": ["Qwen2ForCausalLM"], "head_dim": 64, "rope_scaling": None}
 EXPERTS = CONFIG | {
     "model_type": "qwen3_moe",
     "num_experts": 4,
@@ -399,12 +384,10 @@ class TensorLetters(Letters):
         return "".join(map(chr, tokens))
 
 
-def respond(made: Any) -> None:
-    """One response of an executor, made into the row that the controller trains on."""
+def make_row(answer: dict[str, Any]) -> None:
+    """What an executor has returned, made into the row that the controller trains on."""
     from openrlhf_gtpo.integration.rollout.samples_generator import OrderedSamplesGenerator
 
-    params = SimpleNamespace(max_tokens=4, logprobs=None)
-    answer = asyncio.run(made.execute("2 + 2 = ", "4", params, 32, TensorLetters(), Engine()))
     rows = OrderedSamplesGenerator.__new__(OrderedSamplesGenerator)
     rows._process_response_into_experience({**answer, "prompt_number": 1}, max_len=32)
 
@@ -424,17 +407,10 @@ RESPONSE = {
 }
 
 
-def agent(returned: Any) -> None:
-    """What an agent's executor has returned, made into a row."""
-    from openrlhf_gtpo.integration.rollout.samples_generator import OrderedSamplesGenerator
-
-    rows = OrderedSamplesGenerator.__new__(OrderedSamplesGenerator)
-    rows._process_response_into_experience({**returned, "prompt_number": 1}, max_len=32)
-
-
 def reward(returned: Any) -> None:
     executor().reward_func = lambda queries, prompts, labels: returned
-    respond(executor())
+    params = SimpleNamespace(max_tokens=4, logprobs=None)
+    make_row(asyncio.run(executor().execute("2 + 2 = ", "4", params, 32, TensorLetters(), Engine())))
 
 
 LABEL = {"task": "products", "entry": {"question": "2*2", "answer": "4", "metadata": {"difficulty": {}}}}
@@ -539,8 +515,8 @@ def wait_for_ray(case: tuple[Any, Any, Any]) -> None:
 PATHS = ["", "/", "/dev/null", "/dev/full", "/nowhere/x", ".", "a\nb", "é\ud800", "x" * 300, "-", "~"]
 
 
-def words_of(parser: argparse.ArgumentParser, fixed: tuple[str, ...] = ()) -> st.SearchStrategy[list[str]]:
-    """Command lines of any flags of ``parser`` but ``fixed``, with values of their types and of any other."""
+def words_of(parser: argparse.ArgumentParser) -> st.SearchStrategy[list[str]]:
+    """Command lines of any flags of ``parser``, with values of their types and of any other."""
     word = st.one_of(
         st.sampled_from([*map(str, NUMBERS[:5]), "1e400", "nan", "-inf", "1_000", "٣", *TEXTS, *PATHS]),
         st.integers().map(str),
@@ -554,7 +530,7 @@ def words_of(parser: argparse.ArgumentParser, fixed: tuple[str, ...] = ()) -> st
     flags = []
     for action in parser._actions:
         name = (action.option_strings or [""])[-1]
-        if not name or name in fixed or isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
+        if not name or isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
             continue
         value = (
             st.one_of(word, st.sampled_from([str(choice) for choice in action.choices])) if action.choices else word
@@ -583,21 +559,33 @@ OF_OURS = [*RUN, *"--algo.advantage.estimator gtpo --rollout.n_samples_per_promp
 MEGATRON = [*OF_OURS, "--actor.backend", "megatron"]
 
 
+class Kept(Exception):
+    """Ends a command once it has made its parser."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self.parser = parser
+
+
+def parser_of(main: Callable[[list[str]], Any], argv: list[str]) -> argparse.ArgumentParser:
+    """The parser that a command makes."""
+
+    def keep(parser: argparse.ArgumentParser, *args: Any) -> None:
+        raise Kept(parser)
+
+    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", keep):
+        try:
+            main(argv)
+        except Kept as kept:
+            return kept.parser
+    raise AssertionError("it parses nothing")
+
+
 @cache
 def train_parser() -> argparse.ArgumentParser:
     """Upstream's parser with this package's flags."""
     from openrlhf_gtpo.integration.command_line import upstream_parser
 
-    kept: list[argparse.ArgumentParser] = []
-
-    class Recorder(upstream_parser.ExtendedParser):
-        def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-            kept.append(self)
-            return super().parse_args(args, namespace)
-
-    with mock.patch.object(upstream_parser, "ExtendedParser", Recorder), contextlib.redirect_stderr(io.StringIO()):
-        upstream_parser.parse(RUN)
-    return kept[0]
+    return parser_of(upstream_parser.parse, RUN)
 
 
 def train_flags(argv: list[str]) -> None:
@@ -663,27 +651,12 @@ COMMANDS = {
 }
 
 
-class Kept(Exception):
-    """Ends a command once it has made its parser."""
-
-    def __init__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
-        self.parser = parser
-
-
-def _keep(parser: argparse.ArgumentParser, *args: Any) -> None:
-    raise Kept(parser)
-
-
 def command_lines() -> st.SearchStrategy[tuple[str, list[str]]]:
     from importlib import import_module
 
     found = []
     for name, starts in COMMANDS.items():
-        with (mock.patch.object(argparse.ArgumentParser, "parse_args", _keep),):
-            try:
-                import_module(f"openrlhf_gtpo.cli.{name}").main([])
-            except Kept as kept:
-                whole = kept.parser
+        whole = parser_of(import_module(f"openrlhf_gtpo.cli.{name}").main, [])
         for start in starts:
             parser = whole
             for action in parser._actions:
@@ -707,7 +680,7 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "checkpoint": lambda: Parser(
         st.tuples(documents(MANIFEST), st.sampled_from([b"step2", b"step1\n"]) | st.binary(max_size=12)),
         read_checkpoint,
-        _checkpoint_errors(),
+        (CheckpointError,),
     ),
     "data_set": lambda: Parser(
         st.tuples(lines(ROW, CHAT), st.booleans(), st.sampled_from([".jsonl", ".jsonl", ".json", ".csv", ".parquet"])),
@@ -742,7 +715,9 @@ PARSERS: dict[str, Callable[[], Parser]] = {
         (ValueError,),
     ),
     "reward": lambda: Parser(rewards(), reward, (TrainingStopped,)),
-    "agent": lambda: Parser(broken(RESPONSE).filter(lambda made: isinstance(made, dict)), agent, (TrainingStopped,)),
+    "agent": lambda: Parser(
+        broken(RESPONSE).filter(lambda made: isinstance(made, dict)), make_row, (TrainingStopped,)
+    ),
     "task_reward": lambda: Parser(
         st.tuples(documents(LABEL), st.text(max_size=20) | st.sampled_from(["4", "<answer>4</answer>", "9" * 5000])),
         task_reward,
@@ -775,12 +750,6 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     ),
     "cli_flags": lambda: Parser(command_lines(), cli_flags),
 }
-
-
-def _checkpoint_errors() -> tuple[type[Exception], ...]:
-    from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointError
-
-    return (CheckpointError,)
 
 
 # ── Runs ──

@@ -9,30 +9,24 @@ its processes left. A start takes half a minute on two idle cores.
 """
 
 import argparse
-import json
-import os
-import platform
 import random
 import re
 import signal
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
+from tiny_runs import STALL_TIMEOUT, cmdline, end, make_inputs, of_each, restarts_of, rows, start, until
 
-from openrlhf_gtpo.cli import prepare
+from openrlhf_gtpo.benchmarks.harness import write_results
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.tasks import reasoning_gym_reward
 
-STALL_TIMEOUT = 30
-PROMPTS = 4
+PROMPTS, QUESTIONS = 4, 32
 # The signal, and what the command line of its target has in it; Ray's processes change theirs from the name of their
 # class to that of the one which a running method is declared in.
 FAULTS = {
@@ -57,59 +51,36 @@ def main() -> None:
     chance = random.Random(args.seed)
     order = [fault for _ in range(args.rounds) for fault in chance.sample(args.faults, len(args.faults))]
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        prepare.main(["tiny-model", "--output", str(place / "model")])
-        words = ["--task", "products", "--train-size", "32", "--eval-size", "8", "--output", str(place / "task")]
-        prepare.main(["task", *words])
-        result = {
-            "command": " ".join(["python3", *sys.argv]),
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}, no GPU",
-            "stall_timeout": STALL_TIMEOUT,
-            **train(place, order, chance),
-        }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+        make_inputs(Path(folder), QUESTIONS)
+        result = train(Path(folder), order, chance)
+    write_results(args.output, args, {"stall_timeout": STALL_TIMEOUT, **result})
+    print(args.output.read_text(), end="")
     if result["status"] or result["steps_missing"] or result["processes_left"]:
         sys.exit("Something was lost, or left.")
 
 
 def train(place: Path, order: list[str], chance: random.Random) -> dict[str, Any]:
     """A run with a fault after another."""
-    steps = 40 * len(order)
-    flags: dict[str, Any] = {
-        "--actor.model_name_or_path": place / "model",
-        "--actor.num_gpus_per_node": 2,
-        "--actor.adam.lr": 1e-4,
-        "--algo.advantage.estimator": "gtpo",
-        "--algo.kl.init_coef": 0.01,
-        "--ref.num_gpus_per_node": 1,
-        "--vllm.num_engines": 1,
-        "--reward.remote_url": reasoning_gym_reward.__file__,
-        "--data.prompt_dataset": place / "task" / "train.jsonl",
-        "--data.label_key": "scorer_label",
-        "--data.max_len": 64,
-        "--rollout.batch_size": PROMPTS,
-        "--rollout.n_samples_per_prompt": 4,
-        "--rollout.max_new_tokens": 8,
-        "--rollout.micro_batch_size": 8,
-        "--train.batch_size": 16,
-        "--train.micro_batch_size": 8,
-        "--train.num_episodes": -(-steps * PROMPTS // 32),
-        "--train.max_restarts": 2 * len(order),
-        "--train.stall_timeout": STALL_TIMEOUT,
-        "--ckpt.output_dir": place / "trained",
-        "--ckpt.path": place / "checkpoints",
-        "--ckpt.save_steps": 1,
-        "--ckpt.max_num": 2,
-        "--ckpt.best_metric_key": "none",
-        "--logger.metrics_path": place / "metrics.jsonl",
+    episodes = -(-40 * len(order) * PROMPTS // QUESTIONS)
+    flags = {
+        "actor.num_gpus_per_node": 2,
+        "actor.adam.lr": 1e-4,
+        "algo.kl.init_coef": 0.01,
+        "ref.num_gpus_per_node": 1,
+        "vllm.num_engines": 1,
+        "reward.remote_url": reasoning_gym_reward.__file__,
+        "rollout.batch_size": PROMPTS,
+        "rollout.micro_batch_size": 8,
+        "train.batch_size": 16,
+        "train.micro_batch_size": 8,
+        "train.num_episodes": episodes,
+        "train.max_restarts": 2 * len(order),
+        "train.stall_timeout": STALL_TIMEOUT,
+        "ckpt.save_steps": 1,
+        "ckpt.max_num": 2,
+        "ckpt.best_metric_key": "none",
     }
-    argv = [*(str(word) for pair in flags.items() for word in pair), "--data.apply_chat_template"]
-    with (place / "log").open("w") as log:
-        run = psutil.Popen(
-            [sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray", *argv], stdout=log, stderr=subprocess.STDOUT
-        )
+    run = start(place, place, flags)
     faults = []
     began = time.monotonic()
     try:
@@ -128,9 +99,7 @@ def train(place: Path, order: list[str], chance: random.Random) -> dict[str, Any
                 family = run.children(recursive=True) or family
             time.sleep(0.5)
     finally:
-        if run.poll() is None:
-            run.terminate()
-            run.wait()
+        end(run)
     _, left = psutil.wait_procs(family, timeout=5)
     made = {row["step"] for row in rows(place)}
     return {
@@ -139,20 +108,9 @@ def train(place: Path, order: list[str], chance: random.Random) -> dict[str, Any
         "seconds_of_the_supervisor_before_the_first_start": round(looked, 1),
         "share_of_a_core_that_the_supervisor_takes": round(share, 4),
         "steps": max(made),
-        "steps_missing": len(set(range(1, -(-steps * PROMPTS // 32) * 32 // PROMPTS + 1)) - made),
+        "steps_missing": len(set(range(1, episodes * QUESTIONS // PROMPTS + 1)) - made),
         "processes_left": len(left),
-        "of_each": {
-            fault: {
-                "times": len(ours),
-                **{
-                    name: [min(values), statistics.median(values), max(values)]
-                    for name in ("noticed_seconds", "recovered_seconds", "steps_repeated")
-                    if (values := [one[name] for one in ours])
-                },
-            }
-            for fault in dict.fromkeys(order)
-            if (ours := [one for one in faults if one["fault"] == fault])
-        },
+        "of_each": of_each(faults, "noticed_seconds", "recovered_seconds", "steps_repeated"),
         "faults": faults,
         "said": re.findall("^train_ppo_ray.*", (place / "log").read_text(), re.MULTILINE),
     }
@@ -165,7 +123,7 @@ def strike(run: psutil.Popen, place: Path, fault: str, chance: random.Random) ->
     before = rows(place)[-1]["step"]
     doing = (place / "metrics.jsonl.phase").read_text()
     restarts = restarts_of(place)
-    victims = [one for one in run.children(recursive=True) if re.search(name, " ".join(cmdline(one)))]
+    victims = [one for one in run.children(recursive=True) if re.search(name, cmdline(one))]
     victim = chance.choice(victims) if "ray::" in name else victims[0]  # the driver comes before what it started
     struck = time.monotonic()
     victim.send_signal(number)
@@ -188,32 +146,6 @@ def strike(run: psutil.Popen, place: Path, fault: str, chance: random.Random) ->
 def cpu_seconds(process: psutil.Process) -> float:
     times = process.cpu_times()
     return times.user + times.system
-
-
-def cmdline(process: psutil.Process) -> list[str]:
-    with suppress(psutil.Error):
-        return process.cmdline()
-    return []
-
-
-def rows(place: Path) -> list[dict[str, Any]]:
-    """Of the steps, in the order in which they were made; those that were made again too."""
-    with suppress(OSError):
-        text = (place / "metrics.jsonl").read_text().splitlines()
-        return [row for row in map(json.loads, text) if row["kind"] == names.KIND_TRAIN]
-    return []
-
-
-def restarts_of(place: Path) -> int:
-    return (place / "log").read_text().count("; restart ")
-
-
-def until(condition: Callable[[], Any], run: psutil.Popen) -> None:
-    deadline = time.monotonic() + 900
-    while not condition():
-        assert run.poll() is None, "the run ended"
-        assert time.monotonic() < deadline, "it hangs"
-        time.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,7 @@ moving average of the weights, on Megatron asynchronous saves. A run of the tiny
 
 import argparse
 import json
-import os
-import platform
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,8 +23,9 @@ import psutil
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_runs import make_inputs, rows, start
 
-from openrlhf_gtpo.cli import prepare
+from openrlhf_gtpo.benchmarks.harness import write_results
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import read_runs
 
@@ -63,92 +61,71 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the instants")
     args = parser.parse_args()
     instants = random.Random(args.seed)
-    results = {"command": sys.argv, "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"}
+    results = {}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        assert prepare.main(["tiny-model", "--output", str(folder / "tiny")]) == 0
-        size = 4 * args.steps + 2
-        task = ["task", "--task", "products", "--train-size", str(size), "--eval-size", "8"]
-        assert prepare.main([*task, "--output", str(folder / "task")]) == 0
+        place = Path(name)
+        make_inputs(place, 4 * args.steps + 2)
         for backend in args.backends:
-            whole, parts = folder / f"{backend}-whole", folder / f"{backend}-parts"
-            finish(start(argv_of(backend, whole, folder), whole), whole)
-            kills = [kill(argv_of(backend, parts, folder), parts, instants) for _ in range(args.kills)]
-            finish(start(argv_of(backend, parts, folder), parts), parts)
+            whole, parts = place / f"{backend}-whole", place / f"{backend}-parts"
+            finish(begin(backend, whole, place), whole)
+            kills = [kill(begin(backend, parts, place), parts, instants) for _ in range(args.kills)]
+            finish(begin(backend, parts, place), parts)
             results[backend] = {"kills": kills} | compare(whole, parts)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(results, indent=1) + "\n")
+    write_results(args.output, args, results)
     differences = {backend: results[backend]["differences"] for backend in args.backends}
     print(json.dumps(differences, indent=1))
     sys.exit(any(differences.values()))
 
 
-def argv_of(backend: str, run: Path, folder: Path) -> list[str]:
+def begin(backend: str, run: Path, place: Path) -> psutil.Popen:
     run.mkdir(exist_ok=True)
     (run / "reward.py").write_text(REWARD)
     flags = {
-        "actor.model_name_or_path": folder / "tiny",
         "actor.num_gpus_per_node": 2,
         "ref.num_gpus_per_node": 2,
         "actor.adam.lr": 3e-4,
-        "algo.advantage.estimator": "gtpo",
         "algo.kl.init_coef": 0.01,
         "algo.kl.target": 0.01,
         "algo.kl.horizon": 64,
         "algo.kl.estimator": "k3",
         "vllm.num_engines": 1,
         "reward.remote_url": run / "reward.py",
-        "data.prompt_dataset": folder / "task" / "train.jsonl",
-        "data.label_key": "scorer_label",
-        "data.max_len": 64,
-        "eval.dataset": folder / "task" / "eval.jsonl",
+        "eval.dataset": place / "task" / "eval.jsonl",
         "eval.steps": 3,
         "rollout.batch_size": 4,
-        "rollout.n_samples_per_prompt": 4,
-        "rollout.max_new_tokens": 8,
         "rollout.micro_batch_size": 4,
         "train.batch_size": 8,
         "train.micro_batch_size": 4,
         "train.num_episodes": 2,
         "train.seed": 7,
         "ckpt.save_steps": 2,
-        "ckpt.path": run / "checkpoints",
-        "ckpt.output_dir": run / "model",
-        "logger.metrics_path": run / "metrics.jsonl",
         "logger.tensorboard_dir": run / "tensorboard",
         "logger.wandb.run_name": "run",
     }
-    switches = ["algo.kl.use_loss", "algo.dynamic_filtering_enable", "data.apply_chat_template", "ckpt.load_enable"]
-    switches += ["train.full_determinism_enable"]
-    argv = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
-    return [*argv, *(f"--{name}" for name in switches), *BACKENDS[backend]]
+    switches = ("algo.kl.use_loss", "algo.dynamic_filtering_enable", "ckpt.load_enable")
+    words = [f"--{name}" for name in (*switches, "train.full_determinism_enable")]
+    return start(place, run, flags, *words, *BACKENDS[backend])
 
 
-def start(argv: list[str], run: Path) -> subprocess.Popen:
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray", *argv]
-    return subprocess.Popen(command, cwd=run, env=environment, stdout=open(run / "log", "w"), stderr=subprocess.STDOUT)
-
-
-def finish(run: subprocess.Popen, folder: Path) -> None:
+def finish(run: psutil.Popen, folder: Path) -> None:
     assert run.wait() == 0, (folder / "log").read_text()[-4000:]
 
 
-def kill(argv: list[str], folder: Path, instants: random.Random) -> dict[str, Any]:
-    """Start the run, let it make a step, and kill all of its processes up to two steps later."""
-    run, before = start(argv, folder), lines_of(folder)
-    while len(made := lines_of(folder)[len(before) :]) < 1:
+def kill(run: psutil.Popen, folder: Path, instants: random.Random) -> dict[str, Any]:
+    """Let a run that was started make a step, and kill all of its processes up to two steps later."""
+    before = len(rows(folder))
+    while len(rows(folder)) <= before:
         assert run.poll() is None, (folder / "log").read_text()[-4000:]
         time.sleep(0.05)
     seconds = instants.uniform(0, 6)
     time.sleep(seconds)
     assert run.poll() is None, "the run ended before it was killed; give it more --steps"
-    processes = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
+    processes = [run, *run.children(recursive=True)]
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     run.wait()
-    made = lines_of(folder)[len(before) :]
+    made = lines_of(folder)[before:]
     checkpoints = sorted(path.name for path in (folder / "checkpoints" / "_actor").glob("*global_step*"))
     return {"seconds_after_a_step": round(seconds, 2), "processes": len(processes), "steps_made": made} | {
         "left_in_the_folder": checkpoints
@@ -156,9 +133,7 @@ def kill(argv: list[str], folder: Path, instants: random.Random) -> dict[str, An
 
 
 def lines_of(folder: Path) -> list[int]:
-    path = folder / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [row["step"] for row in rows if row["kind"] == "train"]
+    return [row["step"] for row in rows(folder)]
 
 
 def compare(whole: Path, parts: Path) -> dict[str, Any]:
@@ -173,7 +148,7 @@ def compare(whole: Path, parts: Path) -> dict[str, Any]:
     differences += [
         f"responses of step {key}" for key in said.keys() | again.keys() if said.get(key) != again.get(key)
     ]
-    weights, theirs = (load_file(run / "model" / "model.safetensors") for run in (whole, parts))
+    weights, theirs = (load_file(run / "trained" / "model.safetensors") for run in (whole, parts))
     differences += [f"weight {name}" for name in weights if not torch.equal(weights[name], theirs[name])]
     shown, too = events_of(whole), events_of(parts)
     differences += [f"TensorBoard {tag}" for tag in shown.keys() | too.keys() if shown.get(tag) != too.get(tag)]

@@ -1,0 +1,97 @@
+"""Runs of the trainer that the programs beside this one disturb: a tiny model on this host, through Ray and vLLM."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from openrlhf_gtpo.cli import prepare
+from openrlhf_gtpo.report import names
+
+STALL_TIMEOUT = 30
+SAMPLES = 4  # of a prompt
+
+
+def make_inputs(place: Path, questions: int) -> None:
+    """The tiny model, and a task of so many questions, for :func:`start`."""
+    assert prepare.main(["tiny-model", "--output", str(place / "model")]) == 0
+    words = ["--task", "products", "--train-size", str(questions), "--eval-size", "8", "--output", str(place / "task")]
+    assert prepare.main(["task", *words]) == 0
+
+
+def start(place: Path, folder: Path, flags: Mapping[str, Any], *words: str) -> psutil.Popen:
+    """Start a run with the inputs in ``place`` and all that it writes in ``folder``; its output is in ``log`` there.
+
+    Args:
+        flags: of its command line, without dashes, beside those that all runs share.
+        words: what else its command line has.
+    """
+    folder.mkdir(exist_ok=True)
+    shared = {
+        "actor.model_name_or_path": place / "model",
+        "algo.advantage.estimator": "gtpo",
+        "data.prompt_dataset": place / "task" / "train.jsonl",
+        "data.label_key": "scorer_label",
+        "data.max_len": 64,
+        "rollout.n_samples_per_prompt": SAMPLES,
+        "rollout.max_new_tokens": 8,
+        "ckpt.output_dir": folder / "trained",
+        "ckpt.path": folder / "checkpoints",
+        "logger.metrics_path": folder / "metrics.jsonl",
+    }
+    argv = [str(word) for name, value in (shared | flags).items() for word in (f"--{name}", value)]
+    command = [sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray", *argv, "--data.apply_chat_template", *words]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with (folder / "log").open("w") as log:
+        return psutil.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
+def end(run: psutil.Popen) -> None:
+    if run.poll() is None:
+        run.terminate()
+        run.wait()
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """Of the steps, in the order in which they were made; those that were made again too."""
+    with suppress(OSError):
+        text = (folder / "metrics.jsonl").read_text().splitlines()
+        return [row for row in map(json.loads, text) if row["kind"] == names.KIND_TRAIN]
+    return []
+
+
+def restarts_of(folder: Path) -> int:
+    return (folder / "log").read_text().count("; restart ")
+
+
+def until(condition: Callable[[], Any], run: psutil.Popen) -> None:
+    deadline = time.monotonic() + 900
+    while not condition():
+        assert run.poll() is None, "the run ended"
+        assert time.monotonic() < deadline, "it hangs"
+        time.sleep(0.1)
+
+
+def cmdline(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def of_each(faults: Sequence[Mapping[str, Any]], *measured: str) -> dict[str, Any]:
+    """By kind of fault how many there were, and the least, median and most of what was ``measured``."""
+    found = {}
+    for kind in dict.fromkeys(one["fault"] for one in faults):
+        ours = [one for one in faults if one["fault"] == kind]
+        values = {name: [one[name] for one in ours if name in one] for name in measured}
+        spreads = {name: [min(v), statistics.median(v), max(v)] for name, v in values.items() if v}
+        found[kind] = {"times": len(ours), **spreads}
+    return found
