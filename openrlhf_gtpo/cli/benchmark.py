@@ -13,6 +13,7 @@ from typing import Any
 from openrlhf_gtpo.cli import Parser, exit_status, hide_key
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.fp8.options import RECIPES
+from openrlhf_gtpo.megatron.parallel.layout import RECOMPUTE
 from openrlhf_gtpo.platform.files import check_output
 
 # Of the flags that take a number; of all others 1. An advantage compares at least two responses to a prompt.
@@ -68,8 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
             flag("--seed", default=1, help="of what is random", **count)
         if name in ("layers", "train-step"):
             flag("--recipes", nargs="*", choices=RECIPES, default=RECIPES, help="of FP8")
-            kinds = ("none", "selective", "full")
-            flag("--recompute", choices=kinds, default="none", help="activations to compute again")
+            flag("--recompute", choices=RECOMPUTE, default="none", help="activations to compute again")
         return flag
 
     flag = command("overhead", "a GTPO step against upstream's group_norm step, same batches")

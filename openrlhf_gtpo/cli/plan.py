@@ -19,13 +19,13 @@ from typing import Any
 from openrlhf_gtpo.cli import Parser, RawHelpFormatter
 from openrlhf_gtpo.errors import SettingError, UsageError
 from openrlhf_gtpo.megatron.fp8.options import RECIPES
+from openrlhf_gtpo.megatron.parallel.layout import RECOMPUTE
 from openrlhf_gtpo.model_shape import PRESETS
 from openrlhf_gtpo.planner import output
 from openrlhf_gtpo.planner.assumptions import SOURCES, Assumptions
 from openrlhf_gtpo.planner.candidate import PLACEMENTS, Candidate
 from openrlhf_gtpo.planner.cluster import GIB, GPUS, parse_cluster
 from openrlhf_gtpo.planner.plan import Request, candidates, planned_config, smallest_cluster
-from openrlhf_gtpo.planner.training_memory import RECOMPUTE
 from openrlhf_gtpo.planner.workload import Workload
 from openrlhf_gtpo.platform.files import check_output
 

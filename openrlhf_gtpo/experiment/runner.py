@@ -55,7 +55,7 @@ def check_folders(grid: Grid) -> None:
                 )
 
 
-def run_all(grid: Grid, console: Console | None = None) -> list[str]:
+def run_all(grid: Grid) -> list[str]:
     """Make every run that is not finished and that no other process is making.
 
     Returns:
@@ -65,7 +65,7 @@ def run_all(grid: Grid, console: Console | None = None) -> list[str]:
         KeyboardInterrupt: a signal ended a run, or a request to stop.
     """
     failures = []
-    with _display(grid, console or Console(stderr=True)) as show:
+    with _display(grid, Console(stderr=True)) as show:
         for run in grid.runs:
             with _locked(run.folder) as mine:
                 if not mine or is_finished(run, grid):

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from openrlhf_gtpo.megatron.fp8.options import RECIPES
+from openrlhf_gtpo.megatron.parallel.layout import RECOMPUTE
 from openrlhf_gtpo.planner.cluster import Cluster
 from openrlhf_gtpo.planner.rollout import Engines
 from openrlhf_gtpo.planner.training_memory import (
-    RECOMPUTE,
     Training,
     activation_bytes,
     forward_bytes,

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from openrlhf_gtpo.errors import SettingError
 from openrlhf_gtpo.megatron.fp8.options import CAPABILITY, RECIPES, Fp8Options, check_fp8
 from openrlhf_gtpo.megatron.parallel.layout import (
+    RECOMPUTE,
     Layout,
     check_architecture,
     check_layout,
@@ -22,7 +23,7 @@ from openrlhf_gtpo.planner.assumptions import Assumptions
 from openrlhf_gtpo.planner.candidate import Candidate
 from openrlhf_gtpo.planner.cluster import Cluster
 from openrlhf_gtpo.planner.rollout import Engines
-from openrlhf_gtpo.planner.training_memory import RECOMPUTE, Training
+from openrlhf_gtpo.planner.training_memory import Training
 from openrlhf_gtpo.planner.workload import Workload
 
 _CONTEXT = (1, 2, 4, 8)

@@ -20,7 +20,6 @@ from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.model_shape import ModelShape
 
-RECOMPUTE = ("none", "selective", "full")
 # Sequences shorter than this are attended to in float32 on a CPU; ``megatron.model.layers`` says why.
 SHORT_ROW = 384
 
@@ -34,7 +33,7 @@ class Training:
         tokens: of a micro-batch of one replica.
         response_tokens: those of them that are actions.
         micro_batches: of a replica in an optimizer step.
-        recompute: one of :data:`RECOMPUTE`.
+        recompute: one of ``megatron.parallel.layout.RECOMPUTE``.
         distributed_optimizer: states are shards over the replicas.
         fp8: products in FP8, whose inputs are then kept in one byte; None for bfloat16.
         kind: layers, ``te`` or ``local``; the latter stands for a host without CUDA altogether.

@@ -18,7 +18,6 @@ from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.model_shape import ModelShape
 from openrlhf_gtpo.planner.training_memory import (
-    RECOMPUTE,
     SHORT_ROW,
     Training,
     activation_bytes,
@@ -148,11 +147,10 @@ def test_memory_is_what_is_measured(name: str, one_rank: RankPool, four_ranks: R
         assert sum(planned.values()) == pytest.approx(total, rel=0.04)
 
 
-def test_constants_are_the_actor_s() -> None:
-    from openrlhf_gtpo.megatron.model import layers, policy
+def test_a_short_row_is_the_actor_s() -> None:
+    from openrlhf_gtpo.megatron.model import layers
 
     assert SHORT_ROW == layers._SHORT
-    assert RECOMPUTE == policy.RECOMPUTE
 
 
 def test_what_saves_memory_does() -> None:

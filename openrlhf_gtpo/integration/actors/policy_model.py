@@ -97,11 +97,8 @@ class PolicyModel(Actor):
         output = self.model(sequences, attention_mask=attention_mask, position_ids=position_ids)
         return output, output["logits"][predicts]
 
-    def _causal_lm(self) -> Any:
-        return getattr(self.model, "module", self.model)
-
     def _plain_head(self) -> torch.nn.Linear | None:
-        model = self._causal_lm()
+        model: Any = getattr(self.model, "module", self.model)
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         if getattr(getattr(model, "config", None), "model_type", None) not in PLAIN_HEADS:
             return None

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.fp8.options import MODES, RECIPES, Fp8Options
-from openrlhf_gtpo.megatron.parallel.layout import SIZES, Layout, LayoutError, ModelError
+from openrlhf_gtpo.megatron.parallel.layout import RECOMPUTE, SIZES, Layout, LayoutError, ModelError
 
 # Prefixes of OpenRLHF's flags that the actor on Megatron does not read: DeepSpeed's, and of what is refused with it
 # (moving average, Muon, images).
@@ -49,7 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_layout_flags(group)
     group.add_argument(
         "--megatron.recompute",
-        choices=["none", "selective", "full"],
+        choices=RECOMPUTE,
         default="none",
         help="activations to compute again in the backward pass instead of keeping them: none, those of the MLP "
         "or the experts (selective), or all of a layer's (full; --actor.gradient_checkpointing_enable asks for this)",

@@ -167,7 +167,7 @@ def raise_if_lost(error: BaseException) -> None:
     what = f"the node {', '.join(dead)} left the Ray cluster" if dead else "a process of the run died"
     raise Restartable(
         f"{what}, and training cannot go on without it; the logs of its node say why. The same command with "
-        f"--ckpt.load_enable goes on from the last checkpoint. Ray says: {_line(lost, 600)}"
+        f"--ckpt.load_enable goes on from the last checkpoint. Ray says: {' '.join(str(lost).split())[:600]}"
     ) from None
 
 
@@ -190,7 +190,3 @@ def write_errors(ckpt: SimpleNamespace) -> Iterator[None]:
         free = free_bytes(ckpt.path)
         room = "" if free is None else f" The disk of --ckpt.path has {gigabytes(free)} free."
         raise CheckpointWriteError(f"{known}{room}") from error
-
-
-def _line(error: BaseException | None, length: int) -> str:
-    return " ".join(str(error).split())[:length]

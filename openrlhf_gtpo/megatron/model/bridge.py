@@ -22,7 +22,7 @@ from transformers import AutoConfig, PretrainedConfig
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.model_shape import VOCABULARY_MULTIPLE
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
 EXPERTS = ".mlp.experts.linear_fc"  # in Megatron's names of experts' weights, and of nothing else
 
 

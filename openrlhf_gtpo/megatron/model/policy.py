@@ -26,8 +26,6 @@ from openrlhf_gtpo.megatron.parallel.host import device, has_transformer_engine,
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.platform.files import model_folder
 
-RECOMPUTE = ("none", "selective", "full")
-
 
 @dataclass(frozen=True)
 class ModelOptions:

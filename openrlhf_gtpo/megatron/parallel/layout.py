@@ -12,7 +12,7 @@ from openrlhf_gtpo.errors import SettingError
 
 SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # Hugging Face's model_type
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
-
+RECOMPUTE = ("none", "selective", "full")  # activations that a backward pass computes again
 
 SIZES = (
     "tensor_model_parallel_size",
@@ -79,7 +79,7 @@ class Layout:
         """
         if world_size < 1 or world_size % self.model_parallel_size:
             raise WorldSizeError(
-                f"{_count(world_size, 'process', 'processes')} cannot be split into model replicas of "
+                f"{world_size} process{'es' * (world_size != 1)} cannot be split into model replicas of "
                 f"{self.model_parallel_size} ({self._factors()}); give a multiple of {self.model_parallel_size}."
             )
         return world_size // self.model_parallel_size
@@ -287,7 +287,3 @@ def _either(sizes: list[int]) -> str:
     """1, 2 or 4."""
     *most, last = map(str, sizes)
     return f"{', '.join(most)} or {last}" if most else last
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
