@@ -14,11 +14,11 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.benchmarks.harness import Measured, measure, median_and_range, print_table, ratios, write_results
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.platform.files import weight_shapes
 from openrlhf_gtpo.weight_sync.buckets import WIRE_DTYPE, ParameterMeta, TensorBuckets, numel
 from openrlhf_gtpo.weight_sync.process_engine import ProcessEngine
 from openrlhf_gtpo.weight_sync.sender import ColocatedSender, Engine, WeightSender, ray_engine
@@ -133,17 +133,12 @@ def parameters_of(model: Path) -> list[ParameterMeta]:
     """Names and shapes of a Hugging Face checkpoint, from the headers of its safetensors.
 
     Raises:
-        UsageError: a file that is cut off, or none.
+        UsageError: a file that is cut off.
     """
-    parameters = []
-    for file in sorted(model.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
-        except SafetensorError as error:
-            raise UsageError(f"--model {model}: {file.name} cannot be read: {error}") from error
-        parameters += [ParameterMeta(name, tuple(shape)) for name, shape in shapes.items()]
-    return parameters
+    try:
+        return [ParameterMeta(name, shape) for name, shape in weight_shapes(model).items()]
+    except UsageError as error:
+        raise UsageError(f"--model {error}") from error
 
 
 def llama_parameters(layers: int, hidden: int, intermediate: int, vocabulary: int) -> list[ParameterMeta]:

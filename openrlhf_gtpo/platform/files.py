@@ -78,6 +78,24 @@ def model_folder(source: str | Path, *, weights: bool = True, fetch: bool = True
     return folder
 
 
+def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name to shape of a model's weights, from the headers of its safetensors; empty where it has none.
+
+    Raises:
+        UsageError: a file that cannot be read, such as one that is cut off, with the folder.
+    """
+    from safetensors import SafetensorError, safe_open  # here, as the doctor may run where nothing is installed
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob(WEIGHTS)):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+        except (SafetensorError, OSError) as error:
+            raise UsageError(f"{folder}: {file.name} cannot be read: {' '.join(str(error).split())}") from error
+    return shapes
+
+
 @cache
 def _snapshot(name: str, weights: bool, fetch: bool) -> Path:
     from huggingface_hub import snapshot_download

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.checkpoint.files import CheckpointError, DamagedError
 from openrlhf_gtpo.megatron.checkpoint.folder import backend_of, candidate, names, newest_whole
-from openrlhf_gtpo.platform.files import check_output, model_folder
+from openrlhf_gtpo.platform.files import check_output, model_folder, weight_shapes
 from openrlhf_gtpo.report.metrics import read_runs
 
 # Where a checkpoint may name Python code of its own.
@@ -260,8 +260,6 @@ def check_weights_fit(model: str, flag: str) -> None:
 
 def _check_weights(path: Path, flag: str) -> None:
     """Refuse local safetensors that are cut off or missing; only their headers are read."""
-    from safetensors import SafetensorError, safe_open
-
     for index in path.glob("*.safetensors.index.json"):
         try:
             shards = sorted(set(map(str, json.loads(index.read_text())["weight_map"].values())))
@@ -270,12 +268,10 @@ def _check_weights(path: Path, flag: str) -> None:
         for shard in shards:
             if not (path / shard).is_file():
                 raise UsageError(f"{flag} {path} lacks {shard}, which its {index.name} lists.")
-    for file in path.glob("*.safetensors"):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise UsageError(f"{flag} {path}: {file.name} cannot be read: {_reason(error)}") from error
+    try:
+        weight_shapes(path)
+    except UsageError as error:
+        raise UsageError(f"{flag} {error}") from error
 
 
 def load_tokenizer(name: str, flag: str, trust_remote_code: bool = False) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.platform.files import weight_shapes
 
 # Of a parameter: in bfloat16; and in float32 with two moments of Adam.
 _WEIGHT_BYTES = 2
@@ -58,15 +59,9 @@ def checkpoint_bytes(parameters: int) -> int:
 
 def parameters_of(model: str | None) -> int | None:
     """How many parameters the safetensors of a local model have, from their headers; None where there are none."""
-    from safetensors import safe_open  # here, as the doctor asks this file where nothing may be installed
-
     if not model or not Path(model).is_dir():
         return None
-    count = 0
-    for path in Path(model).glob("*.safetensors"):
-        with safe_open(path, framework="pt") as tensors:
-            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())
-    return count or None
+    return sum(map(math.prod, weight_shapes(Path(model)).values())) or None
 
 
 def free_bytes(path: str | Path) -> int | None:
