@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_finite, check_rows, check_tokens
-from .config import check_number
+from .config import Settings, check_number, number
 from .groups import STD_EPS, RowMoments, mean_and_std, output_dtype, split_rows
 
 
@@ -35,7 +35,7 @@ def grpo_advantages(
 
 
 @dataclass(frozen=True)
-class ForkingTokensConfig:
+class ForkingTokensConfig(Settings):
     """Forking tokens (arXiv 2506.01939): the most uncertain tokens alone are trained on.
 
     Fields:
@@ -46,12 +46,8 @@ class ForkingTokensConfig:
         ValueError: a setting out of range.
     """
 
-    top_fraction: float = 0.2
+    top_fraction: float = number(0.2, above=0, at_most=1)
     success_threshold: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_number("top_fraction", self.top_fraction, above=0, at_most=1)
-        check_number("success_threshold", self.success_threshold)
 
 
 def forking_tokens_advantages(
@@ -80,7 +76,7 @@ def forking_tokens_shares(
 
 
 @dataclass(frozen=True)
-class EntropyBonusConfig:
+class EntropyBonusConfig(Settings):
     """Entropy advantage bonus (arXiv 2506.14758) on GRPO's advantages.
 
     Fields:
@@ -92,14 +88,9 @@ class EntropyBonusConfig:
         ValueError: a setting out of range.
     """
 
-    alpha: float = 0.4
-    kappa: float = 2.0
+    alpha: float = number(0.4, at_least=0)
+    kappa: float = number(2.0, above=1)
     success_threshold: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_number("alpha", self.alpha, at_least=0)
-        check_number("kappa", self.kappa, above=1)
-        check_number("success_threshold", self.success_threshold)
 
 
 def entropy_bonus_advantages(

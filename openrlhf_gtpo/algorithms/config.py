@@ -33,12 +33,25 @@ def check_number(
         raise ValueError(f"{name}={value!r} is out of range; use a finite number {rules}".rstrip() + ".")
 
 
-def check_choices(config: Any) -> None:
-    """Raise ValueError for a dataclass field of type ``Literal`` or ``bool`` whose value is not of that type."""
-    types = typing.get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if typing.get_origin(types[field.name]) is Literal:
-            check_choice(field.name, value, typing.get_args(types[field.name]))
-        elif types[field.name] is bool and not isinstance(value, bool):
-            raise ValueError(f"{field.name}={value!r} is not a switch; use True or False.")
+def number(default: float, **bounds: float) -> Any:
+    """A field of :class:`Settings` with the bounds of :func:`check_number`."""
+    return dataclasses.field(default=default, metadata=bounds)
+
+
+class Settings:
+    """A base of dataclasses, which are then refused where a field is out of range.
+
+    Raises:
+        ValueError: a ``float`` that is not finite or breaks its bounds, a ``Literal`` or ``bool`` that is none.
+    """
+
+    def __post_init__(self: Any) -> None:
+        types = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            kind, value = types[field.name], getattr(self, field.name)
+            if typing.get_origin(kind) is Literal:
+                check_choice(field.name, value, typing.get_args(kind))
+            elif kind is bool and not isinstance(value, bool):
+                raise ValueError(f"{field.name}={value!r} is not a switch; use True or False.")
+            elif kind is float:
+                check_number(field.name, value, **field.metadata)

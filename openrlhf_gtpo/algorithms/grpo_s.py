@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from .checks import check_finite, check_rows
-from .config import Mean, NormaliseOver, Scope, check_choices, check_number
+from .config import Mean, NormaliseOver, Scope, Settings, number
 from .groups import STD_EPS, RowMoments, Rows, mean_and_std, output_dtype, row_chunks, split_rows, sum_by
 from .rewards import CreditParts, ShapedRewards
 
 
 @dataclass(frozen=True)
-class GRPOSConfig:
+class GRPOSConfig(Settings):
     """Sequence-level GRPO (GRPO-S): one reward per response.
 
     Fields:
@@ -33,23 +33,16 @@ class GRPOSConfig:
     """
 
     variant: Literal["v1", "v2", "v3"] = "v3"
-    beta: float = 0.1
-    beta1: float = 1.0
-    beta2: float = 0.1
+    beta: float = number(0.1, at_least=0)
+    beta1: float = number(1.0, at_least=0)
+    beta2: float = number(0.1, at_least=0)
     success_threshold: float = 1.0
     entropy_mean: Mean = "arithmetic"
     ratio_mean: Mean = "arithmetic"
     normalise_over: NormaliseOver = "zero_filled"
     scope: Scope = "group"
     shape_uniform_groups: bool = False
-    entropy_eps: float = 1e-6
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        for name in ("beta", "beta1", "beta2"):
-            check_number(name, getattr(self, name), at_least=0)
-        check_number("success_threshold", self.success_threshold)
-        check_number("entropy_eps", self.entropy_eps, above=0)
+    entropy_eps: float = number(1e-6, above=0)
 
     @property
     def two_sets(self) -> bool:

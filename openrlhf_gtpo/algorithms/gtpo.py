@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from .checks import check_finite, check_rows
-from .config import Mean, NormaliseOver, Scope, check_choices, check_number
+from .config import Mean, NormaliseOver, Scope, Settings, check_number, number
 from .groups import STD_EPS, RowMoments, Rows, mean_and_std, output_dtype, row_chunks, split_rows, sum_by
 from .rewards import CreditParts, ShapedRewards
 
 
 @dataclass(frozen=True)
-class GTPOConfig:
+class GTPOConfig(Settings):
     """Group Token Policy Optimization: one reward per action token.
 
     Fields:
@@ -46,20 +46,19 @@ class GTPOConfig:
     """
 
     variant: Literal["v1", "v1_clipped", "v2", "v3"] = "v3"
-    alpha: float = 0.1
+    alpha: float = number(0.1, at_least=0)
     alpha1: float = None  # type: ignore[assignment]  # a float after construction; the default depends on variant
     alpha2: float = None  # type: ignore[assignment]
-    kappa: float = 2.0
+    kappa: float = number(2.0, above=1)
     success_threshold: float = 1.0
     compare: Literal["position", "response", "group"] = "position"
     entropy_mean: Mean = "arithmetic"
     normalise_over: NormaliseOver = "zero_filled"
     scope: Scope = "group"
     shape_uniform_groups: bool = False
-    entropy_eps: float = 1e-6
+    entropy_eps: float = number(1e-6, above=0)
 
     def __post_init__(self) -> None:
-        check_choices(self)
         clips = self.variant in ("v1_clipped", "v2")
         given = {name: getattr(self, name) for name in ("alpha1", "alpha2") if getattr(self, name) is not None}
         for name, value in given.items():
@@ -69,10 +68,7 @@ class GTPOConfig:
             filled["alpha2" if "alpha1" in given else "alpha1"] = 1 - sum(given.values())
         for name, value in filled.items():
             object.__setattr__(self, name, value)
-        check_number("alpha", self.alpha, at_least=0)
-        check_number("kappa", self.kappa, above=1)
-        check_number("success_threshold", self.success_threshold)
-        check_number("entropy_eps", self.entropy_eps, above=0)
+        super().__post_init__()
         if clips:
             self._check_clip()
 

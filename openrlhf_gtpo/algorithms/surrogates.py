@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .config import check_number
+from .config import Settings, check_number, number
 from .losses import MAX_LOG_RATIO, Level, Surrogate, check_terms, clipped_objective, sequence_advantage
 
 
 @dataclass(frozen=True)
-class ClipConfig:
+class ClipConfig(Settings):
     """A range of the importance ratio, [1 - clip_low, 1 + clip_high].
 
     Raises:
@@ -29,6 +29,7 @@ class ClipConfig:
     clip_high: float = 0.28
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_number("clip_low", self.clip_low, at_least=0, at_most=1)
         check_number("clip_high", self.clip_high, at_least=0)
 
@@ -81,7 +82,7 @@ def cispo_surrogate(
 
 
 @dataclass(frozen=True)
-class SAPOConfig:
+class SAPOConfig(Settings):
     """SAPO (arXiv 2511.20347).
 
     Fields:
@@ -92,12 +93,8 @@ class SAPOConfig:
         ValueError: a setting out of range.
     """
 
-    tau_positive: float = 1.0
-    tau_negative: float = 1.05
-
-    def __post_init__(self) -> None:
-        check_number("tau_positive", self.tau_positive, above=0)
-        check_number("tau_negative", self.tau_negative, above=0)
+    tau_positive: float = number(1.0, above=0)
+    tau_negative: float = number(1.05, above=0)
 
 
 def sapo_surrogate(
@@ -153,14 +150,12 @@ class ClipCovConfig(ClipConfig):
     """
 
     dual_clip: float | None = None
-    fraction: float = 2e-4
+    fraction: float = number(2e-4, above=0, at_most=1)
     cov_low: float = 1.0
     cov_high: float = 5.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("fraction", self.fraction, above=0, at_most=1)
-        check_number("cov_low", self.cov_low)
         check_number("cov_high", self.cov_high, above=self.cov_low)
 
 
@@ -187,7 +182,7 @@ def clip_cov_surrogate(
 
 
 @dataclass(frozen=True)
-class KLCovConfig:
+class KLCovConfig(Settings):
     """KL-Cov (arXiv 2505.22617).
 
     Fields:
@@ -198,12 +193,8 @@ class KLCovConfig:
         ValueError: a setting out of range.
     """
 
-    fraction: float = 2e-4
-    coef: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_number("fraction", self.fraction, above=0, at_most=1)
-        check_number("coef", self.coef, at_least=0)
+    fraction: float = number(2e-4, above=0, at_most=1)
+    coef: float = number(1.0, at_least=0)
 
 
 def kl_cov_surrogate(
@@ -240,17 +231,10 @@ class STAREConfig(ClipConfig):
     """
 
     dual_clip: float | None = None
-    fraction: float = 0.1
-    weight_positive: float = 1.1
-    weight_negative: float = 1.0
-    target_entropy: float = 0.3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("fraction", self.fraction, above=0, at_most=1)
-        check_number("weight_positive", self.weight_positive, at_least=1)
-        check_number("weight_negative", self.weight_negative, above=0, at_most=1)
-        check_number("target_entropy", self.target_entropy, at_least=0)
+    fraction: float = number(0.1, above=0, at_most=1)
+    weight_positive: float = number(1.1, at_least=1)
+    weight_negative: float = number(1.0, above=0, at_most=1)
+    target_entropy: float = number(0.3, at_least=0)
 
 
 def stare_surrogate(
