@@ -4,29 +4,17 @@ The actors themselves bring what they need into their worker processes, which im
 """
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo import platform
 
 
-def apply(
-    backend: str = "deepspeed",
-    tensor_parallel_size: int = 1,
-    engine_args: dict[str, Any] | None = None,
-    max_restarts: int = 0,
-    stall_timeout: float = 0.0,
-    with_entropy: bool = False,
-    temperature: float = 1.0,
-) -> None:
+def apply(args: SimpleNamespace | None = None) -> None:
     """Replace the names through which upstream's ``train`` finds its actors. Safe to call twice.
 
     Args:
-        backend: what holds the policy and the reference model, as ``--actor.backend``.
-        tensor_parallel_size: of their models.
-        engine_args: of every vLLM engine, beside those that upstream gives it.
-        max_restarts, stall_timeout: as ``--train.*``.
-        with_entropy, temperature: whether engines return entropies with what they sample for training, and at which
-            temperature.
+        args: the run's; None for what starts actors on DeepSpeed outside of one.
     """
     import ray
     from openrlhf.cli import train_ppo_ray
@@ -41,19 +29,30 @@ def apply(
     from openrlhf_gtpo.integration.rollout.rewards import TRIES, Patience
     from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRolloutActor
 
+    on_megatron = args is not None and args.actor.backend == "megatron"
+    tensor_parallel_size, max_restarts = 1, 0
+    of_engines: dict[str, Any] = {}
+    if args is not None:
+        max_restarts = args.train.max_restarts
+        tensor_parallel_size = (
+            args.megatron.tensor_model_parallel_size if on_megatron else args.ds.tensor_parallel_size
+        )
+        of_engines = {
+            "engine_args": {name: getattr(args.vllm, name) for name in ("max_num_seqs", "max_num_batched_tokens")},
+            "patience": Patience(TRIES if max_restarts else 1, args.train.stall_timeout),
+            "with_entropy": args.rollout.entropy == "sampler",
+            "temperature": args.rollout.temperature,
+        }
     train_ppo_ray.RayActorGroup = partial(ActorGroup, tensor_parallel_size=tensor_parallel_size)
     train_ppo_ray.CriticModelActor = CriticActor
     train_ppo_ray.PolicyModelActor = PolicyActor
-    if backend == "megatron":
+    if on_megatron:
         from openrlhf_gtpo.integration.actors.megatron_actor import MegatronPolicyActor, MegatronReferenceActor
 
         train_ppo_ray.PolicyModelActor = MegatronPolicyActor
         train_ppo_ray.ReferenceModelActor = MegatronReferenceActor
     vllm_engine.get_bundle_indices = engine_bundles
-    patience = Patience(TRIES if max_restarts else 1, stall_timeout)
-    fields: dict[str, Any] = {"engine_args": engine_args or {}, "patience": patience}
-    fields |= {"with_entropy": with_entropy, "temperature": temperature}
-    rollout_actor = type("RolloutActor", (StrictRolloutActor,), fields)
+    rollout_actor = type("RolloutActor", (StrictRolloutActor,), of_engines)
     vllm_engine.RolloutRayActor = ray.remote(max_restarts=max_restarts)(rollout_actor)
     ppo_trainer.PPOTrainer = Trainer
     deepspeed.DeepspeedStrategy = CpuStrategy if platform.chosen_platform() == "cpu" else Strategy

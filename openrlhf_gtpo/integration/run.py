@@ -32,16 +32,7 @@ def train(args: SimpleNamespace) -> None:
         StoppedOnRequest: the run was asked to stop, and can be gone on with.
     """
     stop.prepare(args)
-    on_megatron = args.actor.backend == "megatron"
-    patch.apply(
-        args.actor.backend,
-        args.megatron.tensor_model_parallel_size if on_megatron else args.ds.tensor_parallel_size,
-        {name: getattr(args.vllm, name) for name in ("max_num_seqs", "max_num_batched_tokens")},
-        args.train.max_restarts,
-        args.train.stall_timeout,
-        args.rollout.entropy == "sampler",
-        args.rollout.temperature,
-    )
+    patch.apply(args)
     host.start_ray(args, sum(host.gpus_of(args)))
     run(args)
 

@@ -29,7 +29,7 @@ def run_actor(backend: str, model: str, argv: list[str], output: str | None = No
     args = arguments(*argv, "--actor.model_name_or_path", model, "--actor.backend", backend)
     args.actor.num_gpus_per_node = world_size
     host.adapt(args)
-    patch.apply(backend)
+    patch.apply(args)
     os.environ["LOCAL_RANK"] = "0"
     strategy = get_strategy(args)
     policy = _start(_policy_class(backend), world_size)

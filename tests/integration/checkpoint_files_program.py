@@ -24,7 +24,7 @@ def run(model: str, folder: str, argv: list[str]) -> dict[str, Any]:
     args.actor.num_gpus_per_node = int(os.environ["WORLD_SIZE"])
     args.ckpt.max_num = 1
     host.adapt(args)
-    patch.apply("deepspeed")
+    patch.apply(args)
     os.environ["LOCAL_RANK"] = "0"
     strategy = get_strategy(args)
     policy = _start(_policy_class("deepspeed"), int(os.environ["WORLD_SIZE"]))

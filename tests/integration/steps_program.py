@@ -156,7 +156,7 @@ def _trained(backend: str, model: str, argv: list[str]) -> tuple[SimpleNamespace
     args = arguments(*argv, "--actor.model_name_or_path", model, "--actor.backend", backend)
     args.actor.num_gpus_per_node = int(os.environ["WORLD_SIZE"])
     host.adapt(args)
-    patch.apply(backend)
+    patch.apply(args)
     os.environ["LOCAL_RANK"] = "0"
     strategy = get_strategy(args)
     critic = args.algo.advantage.estimator == "gae"

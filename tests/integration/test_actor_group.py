@@ -28,10 +28,24 @@ from openrlhf_gtpo.integration.actors.strategy import Strategy
 PACKED = "23333333" "32222222" "01111111" "10000000"
 
 PATCHED = (
-    *((train_ppo_ray, f"{name}ModelActor") for name in ("Critic", "Policy")),
+    *((train_ppo_ray, f"{name}ModelActor") for name in ("Critic", "Policy", "Reference")),
     *((train_ppo_ray, "RayActorGroup"), (ppo_trainer, "PPOTrainer"), (deepspeed, "DeepspeedStrategy")),
     *((vllm_engine, "RolloutRayActor"), (vllm_engine, "get_bundle_indices")),
 )
+
+
+def put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have what a run patches as it was when the test ends."""
+    for module, name in PATCHED:
+        monkeypatch.setattr(module, name, getattr(module, name))
+
+
+def start_nothing(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that has patched upstream and goes no further."""
+    put_back(monkeypatch)
+    for module, name in ((run, "run"), (run.stop, "prepare"), (run.host, "start_ray")):
+        monkeypatch.setattr(module, name, lambda *values: None)
+    run.train(arguments(*argv))
 
 
 class FakeCluster:
@@ -97,8 +111,7 @@ def test_a_tensor_parallel_group_that_would_cross_nodes_is_refused(monkeypatch: 
 @pytest.mark.parametrize("shared", [True, False], ids=["colocated", "split"])
 def test_an_engine_that_would_cross_nodes_is_refused(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(platform.PLATFORM_VARIABLE, "cuda")
-    for module, name in PATCHED:
-        monkeypatch.setattr(module, name, getattr(module, name))  # to be put back
+    put_back(monkeypatch)
     run.patch.apply()
     cluster = FakeCluster("0" * 6 + "1" * 2, monkeypatch)
     monkeypatch.setattr(vllm_engine, "placement_group", cluster._make_group)
@@ -121,12 +134,19 @@ MEGATRON = "--actor.backend megatron --megatron.tensor_model_parallel_size 2 --m
 
 @pytest.mark.parametrize(("argv", "size"), [(MEGATRON, 2), ("--ds.tensor_parallel_size 4", 4)])
 def test_a_group_knows_its_tensor_parallel_size(argv: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(run.patch, "apply", lambda *values: told.extend(values))
-    for module, name in ((run, "run"), (run.stop, "prepare"), (run.host, "start_ray")):
-        monkeypatch.setattr(module, name, lambda *values: None)
-    run.train(arguments("--algo.advantage.estimator", "gtpo", *argv.split()))
-    assert told[1] == size
+    start_nothing(["--algo.advantage.estimator", "gtpo", *argv.split()], monkeypatch)
+    assert train_ppo_ray.RayActorGroup.keywords == {"tensor_parallel_size": size}
+
+
+@pytest.mark.parametrize("source", ["actor", "sampler"])
+def test_engines_are_told_what_is_wanted_of_them(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {"rollout.entropy": source, "rollout.temperature": "0.7", "vllm.max_num_seqs": "7"}
+    flags |= {"train.max_restarts": "2", "train.stall_timeout": "30"}
+    argv = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    start_nothing([*argv, "--algo.advantage.estimator", "gtpo"], monkeypatch)
+    engine = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class
+    assert (engine.with_entropy, engine.temperature, engine.patience) == (source == "sampler", 0.7, (3, 30.0))
+    assert engine.engine_args == {"max_num_seqs": 7, "max_num_batched_tokens": None}
 
 
 def test_nobody_else_gets_the_port_at_which_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:

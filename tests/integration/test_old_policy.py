@@ -250,16 +250,3 @@ def test_a_rollout_without_the_samplers_values_is_not_trained_on(monkeypatch: py
     made, _ = run(monkeypatch, rollout(), *GTPO)
     with pytest.raises(AttributeError, match="sampler_values"):
         made.make_experience_batch(rollout().samples())
-
-
-@pytest.mark.parametrize("source", ["actor", "sampler"])
-def test_engines_are_told(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from openrlhf_gtpo.integration import run as integration_run
-
-    told: dict[str, Any] = {}
-    monkeypatch.setattr(integration_run.patch, "apply", lambda *given: told.update(args=given))
-    monkeypatch.setattr(integration_run.stop, "prepare", lambda _: None)
-    monkeypatch.setattr(integration_run.host, "start_ray", lambda *_: None)
-    monkeypatch.setattr(integration_run, "run", lambda _: None)
-    integration_run.train(arguments("--rollout.entropy", source, "--rollout.temperature", "0.7"))
-    assert told["args"][-2:] == (source == "sampler", 0.7)

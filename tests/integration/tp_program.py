@@ -19,7 +19,7 @@ def sent_weights(model: str, argv: list[str]) -> dict[str, torch.Tensor]:
     args = arguments(*argv, "--actor.model_name_or_path", model)
     args.actor.num_gpus_per_node = world_size
     host.adapt(args)
-    patch.apply()
+    patch.apply(args)
     os.environ["LOCAL_RANK"] = "0"
     policy = _start(_policy_class("deepspeed"), world_size)
     policy.init_model_from_pretrained(get_strategy(args), model, max_steps=10)
