@@ -11,7 +11,6 @@ Entropies are drawn as those of a trained model lie: four of five tokens are nea
 """
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -27,6 +26,7 @@ from playwright.sync_api import sync_playwright
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from openrlhf_gtpo.algorithms import GTPOConfig, gtpo_advantages  # noqa: E402
+from openrlhf_gtpo.benchmarks.harness import write_results  # noqa: E402
 from openrlhf_gtpo.cli import view  # noqa: E402
 from openrlhf_gtpo.report.rollouts import dump_file, write_dump  # noqa: E402
 
@@ -77,7 +77,7 @@ def dump(path: Path, rows: int, tokens: int, samples: int = 8) -> None:
     write_dump(path, settings | {"batch_rows": rows, "outcome_dtype": "float32"}, columns)
 
 
-def dump_cost(name: str, train_rows: int, rows: int = 64, tokens: int = 1000, repeat: int = 3) -> dict[str, Any]:
+def dump_cost(name: str, train_rows: int, repeat: int, rows: int = 64, tokens: int = 1000) -> dict[str, Any]:
     """Seconds of writing a dump and of training on what is in it, in turns, and the medians of their ratios."""
     from openrlhf.trainer.ppo_utils.experience import Experience
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -130,8 +130,7 @@ def dump_cost(name: str, train_rows: int, rows: int = 64, tokens: int = 1000, re
         "of_cpu": np.divide(measured["thread_cpu_s"], measured["train_cpu_s"]),
     }
     return {
-        "model": Path(name).name, "rows": rows, "tokens": tokens, "train_rows": train_rows, "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0], "dump_mib": size, "seconds": measured,
+        "rows": rows, "tokens": tokens, "load_average": os.getloadavg()[0], "dump_mib": size, "seconds": measured,
         "share": {which: {"median": float(np.median(one)), "largest": max(one)} for which, one in shares.items()},
     }  # fmt: skip
 
@@ -146,7 +145,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     if args.dump:
-        write_results(args.output, dump_cost(args.dump, args.train_rows, repeat=args.repeat))
+        write_results(args.output, args, dump_cost(args.dump, args.train_rows, args.repeat))
+        print(args.output.read_text(), end="")
         return
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
         file, page_file = dump_file(Path(folder), 1), Path(folder, "view.html")
@@ -162,9 +162,6 @@ def main() -> None:
         paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
         clicks = page.evaluate(CLICK)
         results = {
-            "rows": args.rows,
-            "tokens": args.tokens,
-            "cores": os.cpu_count(),
             "load_average": os.getloadavg()[0],
             "dump_mib": file.stat().st_size / 2**20,
             "page_mib": page_file.stat().st_size / 2**20,
@@ -174,12 +171,8 @@ def main() -> None:
             "click_ms": {"fastest": clicks[0], "median": clicks[10], "slowest": clicks[-1]},
         }
         browser.close()
-    write_results(args.output, results)
-
-
-def write_results(output: Path, results: dict[str, Any]) -> None:
-    output.write_text(json.dumps(results, indent=1) + "\n")
-    print(json.dumps(results, indent=1))
+    write_results(args.output, args, results)
+    print(args.output.read_text(), end="")
 
 
 if __name__ == "__main__":

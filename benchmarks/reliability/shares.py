@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +28,7 @@ platform.activate()
 
 import xxhash  # noqa: E402
 
-from openrlhf_gtpo.benchmarks.harness import spread, write_results  # noqa: E402
+from openrlhf_gtpo.benchmarks.harness import measure, ratios, spread, write_results  # noqa: E402
 from openrlhf_gtpo.benchmarks.train_step import Step  # noqa: E402
 from openrlhf_gtpo.launch.process_tree import run_and_clear  # noqa: E402
 from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints  # noqa: E402
@@ -126,18 +127,19 @@ class TimedHash:
 
 def compared(without: Callable[[], Any], with_it: Callable[[], Any], repeat: int) -> dict[str, Any]:
     """What ``with_it`` takes more than ``without``, as a share of the latter: lowest, median, highest turn."""
-    measured: dict[str, list[tuple[float, float]]] = {"without": [], "with": []}
-    for turn in range(repeat):
-        sides = [("without", without), ("with", with_it)]
-        for name, run in sides if turn % 2 else reversed(sides):
-            began = time.perf_counter(), time.process_time()
-            run()
-            measured[name].append((time.perf_counter() - began[0], time.process_time() - began[1]))
-    pairs = list(zip(measured["without"], measured["with"], strict=True))
+    used: dict[str, list[float]] = {"without": [], "with": []}  # processor seconds
+
+    def counted(name: str, run: Callable[[], Any]) -> None:
+        began = time.process_time()
+        run()
+        used[name].append(time.process_time() - began)
+
+    sides = {"without": {"": partial(counted, "without", without)}, "with": {"": partial(counted, "with", with_it)}}
+    seconds = {name: one.seconds[""] for name, one in measure(sides, repeat, warm_up=0).items()}
     found: dict[str, Any] = {}
-    for index, clock in enumerate(("seconds", "processor_seconds")):
-        found[clock] = {name: statistics.median(one[index] for one in ones) for name, ones in measured.items()}
-        found[f"share_of_{clock}"] = spread(more[index] / plain[index] - 1 for plain, more in pairs)
+    for clock, values in (("seconds", seconds), ("processor_seconds", used)):
+        found[clock] = {name: statistics.median(ones) for name, ones in values.items()}
+        found[f"share_of_{clock}"] = spread(ratio - 1 for ratio in ratios(values["with"], values["without"]))
     return found
 
 
