@@ -237,7 +237,6 @@ def _mismatch(args: argparse.Namespace) -> None:
     outcome = torch.tensor(columns["outcome"], dtype=getattr(torch, settings["outcome_dtype"]))
     results = compare_rollout(
         model,
-        1,
         list(zip(prompts, tokens, strict=True)),
         list(zip(*said, strict=True)),
         mask,

@@ -36,8 +36,8 @@ class Training:
         recompute: one of ``megatron.parallel.layout.RECOMPUTE``.
         distributed_optimizer: states are shards over the replicas.
         fp8: products in FP8, whose inputs are then kept in one byte; None for bfloat16.
-        kind: layers, ``te`` or ``local``; the latter stands for a host without CUDA altogether.
-        short_rows: sequences are below :data:`SHORT_ROW` tokens; counts for ``local`` alone.
+        local: layers are ``local``, which stands for a host without CUDA altogether; else ``te``.
+        short_rows: sequences are below :data:`SHORT_ROW` tokens; counts for ``local`` layers alone.
         lm_head_bytes: that the LM head works in; None for its own choice.
     """
 
@@ -50,7 +50,7 @@ class Training:
     recompute: str = "none"
     distributed_optimizer: bool = True
     fp8: Fp8Options | None = None
-    kind: str = "te"
+    local: bool = False
     short_rows: bool = False
     lm_head_bytes: int | None = None
 
@@ -61,10 +61,6 @@ class Training:
     @property
     def pipeline(self) -> int:
         return self.layout.pipeline_model_parallel_size
-
-    @property
-    def local(self) -> bool:
-        return self.kind == "local"
 
     @property
     def sequence_parallel(self) -> bool:

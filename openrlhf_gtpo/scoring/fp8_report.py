@@ -93,7 +93,6 @@ def compare(
 
 def compare_rollout(
     model: ScoreModel,
-    processes: int,
     rows: Sequence[tuple[Sequence[int], Sequence[int]]],
     said: Sequence[tuple[Sequence[float], Sequence[float]]],
     actions: Sequence[Sequence[bool]],
@@ -118,7 +117,7 @@ def compare_rollout(
     with TemporaryDirectory() as folder:
         source = Path(folder) / "rollout.jsonl"
         source.write_text("".join(json.dumps({"tokens": [*prompt, *sampled]}) + "\n" for prompt, sampled in rows))
-        exact, mask = _values(model, check(model, source, Path(folder) / "scores.jsonl", processes), processes)
+        exact, mask = _values(model, check(model, source, Path(folder) / "scores.jsonl", 1), 1)
     rough = exact.new_zeros(exact.shape)
     mask = torch.zeros_like(mask)
     for row, (prompt, sampled) in enumerate(rows):

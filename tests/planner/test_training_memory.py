@@ -80,7 +80,7 @@ class Case:
             micro_batches=self.micro_batches,
             recompute=self.recompute,
             distributed_optimizer=self.distributed,
-            kind="local",
+            local=True,
             short_rows=max(self.rows) < SHORT_ROW,
         )
 
@@ -158,7 +158,7 @@ def test_what_saves_memory_does() -> None:
 
     def peak(**fields: Any) -> float:
         case = Case(rows=(4096,), micro_batches=8, **fields)
-        return sum(step_bytes(replace(case.training(), kind="te"), 0).values())
+        return sum(step_bytes(replace(case.training(), local=False), 0).values())
 
     assert peak(recompute="full") < peak(recompute="selective") < peak()
     assert peak(tensor=2, sequence_parallel=True) < peak(tensor=2) < peak()
@@ -166,7 +166,7 @@ def test_what_saves_memory_does() -> None:
 
 
 def test_fp8_keeps_inputs_in_a_byte_and_weights_twice_more() -> None:
-    bf16 = replace(SEEN["one"].training(), kind="te")
+    bf16 = replace(SEEN["one"].training(), local=False)
     fp8 = replace(bf16, fp8=Fp8Options("hybrid", "tensorwise"))
     assert activation_bytes(fp8, 0) < activation_bytes(bf16, 0)
     matrices = 4 * (512 * 1024 + 1024 + 512 * 512 + 3 * 512 * 1376)
