@@ -8,10 +8,10 @@ import json
 import os
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -56,7 +56,8 @@ def check_folders(grid: Grid) -> None:
 
 
 def run_all(grid: Grid) -> list[str]:
-    """Make every run that is not finished and that no other process is making.
+    """Make every run that is not finished and that no other process is making; on a terminal with a bar of what is
+    done, what the current run does, and the time left if each takes as long as those before.
 
     Returns:
         a sentence for each run that failed; its log says why.
@@ -64,20 +65,34 @@ def run_all(grid: Grid) -> list[str]:
     Raises:
         KeyboardInterrupt: a signal ended a run, or a request to stop.
     """
-    failures = []
-    with _display(grid, Console(stderr=True)) as show:
+    failures: list[str] = []
+    spent: dict[Path, float] = {}  # seconds of finished runs, whose files are read once
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=len(grid.runs))
+
+        def show(run: Run) -> bool:
+            """False: nothing hangs (``run_and_clear``)."""
+            if console.is_terminal:
+                for one in grid.runs:
+                    if one.folder not in spent and is_finished(one, grid):
+                        rows = read_runs(one.folder)[-1]
+                        spent[one.folder] = rows[-1]["time"] - rows[0]["time"]
+                text = f"{_doing(run)}{_left(list(spent.values()), len(grid.runs))}"
+                progress.update(bar, completed=len(spent), description=text)
+            return False
+
         for run in grid.runs:
             with _locked(run.folder) as mine:
-                if not mine or is_finished(run, grid):
-                    continue
-                show(run)
-                failure = _make(run, grid)
-                if failure:
-                    failures.append(failure)
+                if mine and not is_finished(run, grid):
+                    console.print(f"{run}: {run.folder}", highlight=False, soft_wrap=True)
+                    failures += _make(run, grid, partial(show, run))
+                    show(run)
     return failures
 
 
-def _make(run: Run, grid: Grid) -> str | None:
+def _make(run: Run, grid: Grid, show: Callable[[], bool]) -> list[str]:
     log = run.folder / "log"
     if not _is_trained(run):
         resume = []
@@ -88,21 +103,23 @@ def _make(run: Run, grid: Grid) -> str | None:
                 path = run.folder / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         (run.folder / "flags.json").write_text(json.dumps(run.flags, indent=1) + "\n")
-        status = _call("openrlhf_gtpo.cli.train_ppo_ray", [*words(run.flags), *resume], log)
+        status = _call("openrlhf_gtpo.cli.train_ppo_ray", [*words(run.flags), *resume], log, show)
         if status or not _is_trained(run):
-            return f"{run} ended with status {status}: {_last_line(log)} ({log})"
+            return [f"{run} ended with status {status}: {_last_line(log)} ({log})"]
     if grid.evaluate is not None:
         flags = grid.evaluate | {"model": run.folder / "model", "output": run.folder / "evaluation"}
-        status = _call("openrlhf_gtpo.cli.evaluate", words(flags), log)
+        status = _call("openrlhf_gtpo.cli.evaluate", words(flags), log, show)
         if status:
-            return f"The evaluation of {run} ended with status {status}: {_last_line(log)} ({log})"
-    return None
+            return [f"The evaluation of {run} ended with status {status}: {_last_line(log)} ({log})"]
+    return []
 
 
-def _call(module: str, argv: Sequence[str], log: Path) -> int:
-    """Run ``python3 -m module argv`` with its output appended to ``log``, and leave none of its processes."""
+def _call(module: str, argv: Sequence[str], log: Path, show: Callable[[], bool]) -> int:
+    """Run ``python3 -m module argv`` with its output appended to ``log``, and leave none of its processes; ``show``
+    is called meanwhile, about once a second."""
     shell = ["sh", "-c", 'log=$1; shift; exec "$@" >>"$log" 2>&1', "sh", str(log)]
-    status = run_and_clear([*shell, sys.executable, "-m", module, *argv], os.environ, patience=60.0)
+    command = [*shell, sys.executable, "-m", module, *argv]
+    status = run_and_clear(command, os.environ, patience=60.0, hangs=show)
     if status in _SIGNALS or status == STOPPED_STATUS:
         raise KeyboardInterrupt
     return status
@@ -133,49 +150,12 @@ def _locked(folder: Path) -> Iterator[bool]:
         yield True
 
 
-@contextmanager
-def _display(grid: Grid, console: Console) -> Iterator[Callable[[Run], None]]:
-    """Runs that are done, what the current one does, and the time left if each takes as long as those before; without
-    a terminal a line when a run begins."""
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    now: list[Run] = []
-    over = threading.Event()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", total=len(grid.runs))
-
-        def follow() -> None:
-            spent: dict[Path, float] = {}  # seconds of finished runs, whose files are read once
-            while not over.wait(1.0):
-                for run in grid.runs:
-                    if run.folder not in spent and is_finished(run, grid):
-                        rows = read_runs(run.folder)[-1]
-                        spent[run.folder] = rows[-1]["time"] - rows[0]["time"]
-                text = f"{_doing(now)}{_left(list(spent.values()), len(grid.runs))}"
-                progress.update(bar, completed=len(spent), description=text)
-
-        def show(run: Run) -> None:
-            now[:] = [run]
-            console.print(f"{run}: {run.folder}", highlight=False, soft_wrap=True)
-
-        thread = threading.Thread(target=follow, daemon=True)
-        if console.is_terminal:
-            thread.start()
-        try:
-            yield show
-        finally:
-            over.set()
-            if thread.is_alive():
-                thread.join()
-
-
-def _doing(now: Sequence[Run]) -> str:
-    if not now:
-        return ""
+def _doing(run: Run) -> str:
     with suppress(ValueError):
-        rows = [row for row in read_runs(now[0].folder)[-1] if row["kind"] != names.KIND_RUN]
+        rows = [row for row in read_runs(run.folder)[-1] if row["kind"] != names.KIND_RUN]
         if rows:
-            return f"{now[0]}: step {rows[-1]['step']}  {describe(rows[-1])}"
-    return f"{now[0]}: starting"
+            return f"{run}: step {rows[-1]['step']}  {describe(rows[-1])}"
+    return f"{run}: starting"
 
 
 def _left(spent: Sequence[float], runs: int) -> str:
