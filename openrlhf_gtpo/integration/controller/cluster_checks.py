@@ -86,7 +86,10 @@ def check_shared_folder(folder: str, nodes: list[dict[str, Any]]) -> None:
     try:
         answers = {_name(node): _look_from(node, token) for node in nodes}
         for name, answer in answers.items():
-            complaint = _answer(answer)
+            try:
+                complaint = ray.get(answer, timeout=_LOOK_LIMIT)
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                complaint = f"could not be looked for ({' '.join(str(error).split())[:200]})"
             if complaint:
                 raise UsageError(
                     f"--ckpt.path {path} {complaint} on node {name}, and all {len(nodes)} nodes must read and write "
@@ -103,13 +106,6 @@ def _look_from(node: dict[str, Any], token: Path) -> Any:
 
 def _on(node: dict[str, Any]) -> Any:
     return ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-
-
-def _answer(reference: Any) -> str | None:
-    try:
-        return ray.get(reference, timeout=_LOOK_LIMIT)
-    except (ray.exceptions.RayError, TimeoutError) as error:
-        return f"could not be looked for ({' '.join(str(error).split())[:200]})"
 
 
 def look_for(token: str, patience: float) -> str | None:

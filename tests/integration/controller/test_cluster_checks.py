@@ -85,7 +85,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return look_for(str(token if where["NodeName"] == "n1" else folder / token.name), 0)
 
     monkeypatch.setattr(cluster_checks, "_look_from", look)
-    monkeypatch.setattr(cluster_checks, "_answer", lambda answer: answer)
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
     return folder
 
 
