@@ -111,7 +111,16 @@ def check_terms(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, ma
 
 
 def policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, *, level: Level, **settings: Any
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    level: Level,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    ratio_mean: Mean = "arithmetic",
+    dual_clip: float | None = None,
 ) -> PolicyLossOutput:
     """The loss of one batch: the sum over its units divided by their number (0 if there are none).
 
@@ -123,6 +132,12 @@ def policy_loss(
         clipped surrogate was strictly the smaller one; ``approx_kl``, the mean of -(log_probs - old_log_probs) over
         action tokens.
     """
+    settings: dict[str, Any] = {
+        "clip_low": clip_low,
+        "clip_high": clip_high,
+        "ratio_mean": ratio_mean,
+        "dual_clip": dual_clip,
+    }
     surrogate = policy_surrogate(log_probs, old_log_probs, advantages, mask, level=level, **settings)
     num_units = surrogate.unit_mask.sum().clamp_min(1)
     return PolicyLossOutput(
