@@ -62,8 +62,8 @@ def measure_actors(
         backends: name to Ray actor.
         trainer_flags: further flags of the trainer.
     """
-    argv = trainer_argv(args, {"--train.max_tokens_per_gpu": args.max_tokens, "--vllm.num_engines": 1})
-    argv += ["--algo.advantage.estimator", "gtpo", *trainer_flags]  # the engine is counted, not started
+    argv = trainer_argv(args, {"--train.max_tokens_per_gpu": args.max_tokens})
+    argv += ["--algo.advantage.estimator", "gtpo", *trainer_flags]
     rows = args.prompts * args.samples
     tokens: list[int] = []
     patch.apply()  # its DeepSpeed strategy, which divides no loss
@@ -108,6 +108,7 @@ def trainer_argv(args: argparse.Namespace, further: Mapping[str, Any]) -> list[s
         "--data.max_len": args.prompt_tokens + args.response_tokens,
         "--algo.kl.init_coef": 0,
         "--reward.remote_url": "none",
+        "--vllm.num_engines": 1,  # counted, not started
         **further,
     }
     return [str(word) for pair in flags.items() for word in pair]
