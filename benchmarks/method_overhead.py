@@ -1,0 +1,152 @@
+"""What each method costs: a step of every estimator, and of group_norm with every surrogate, over group_norm's with
+PPO's clip, which captures no entropies.
+
+    python3 benchmarks/method_overhead.py --model .cache/quickstart/smollm2-135m-instruct --output method_overhead.json
+
+All methods train one policy, on the same rows in turns. A step is the old-policy forward, shaping and training, in
+seconds and in processor seconds of the two processes, which other work on the machine disturbs less.
+"""
+
+# ruff: noqa: E402
+
+import argparse
+import os
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+import torch
+
+from openrlhf_gtpo import platform
+
+platform.choose()  # before OpenRLHF is imported
+
+from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController
+from openrlhf.utils import get_strategy
+from openrlhf.utils.utils import get_tokenizer
+
+from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES
+from openrlhf_gtpo.benchmarks.actor import Policy, rollout, trainer_argv
+from openrlhf_gtpo.benchmarks.harness import Side, measure, median_and_range, print_table, ratios, write_results
+from openrlhf_gtpo.integration import patch
+from openrlhf_gtpo.integration import run as trainer
+from openrlhf_gtpo.integration.actors.policy_actor import DeepspeedActorTrainer, EntropyPolicyActor
+from openrlhf_gtpo.integration.command_line.host import start_ray
+from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
+
+METHODS = {
+    "group_norm": ["--algo.advantage.estimator", "group_norm"],
+    **{name: ["--algo.advantage.estimator", name] for name in ESTIMATORS},
+    **{
+        f"group_norm, {name}": ["--algo.advantage.estimator", "group_norm", "--actor.policy_loss_type", name]
+        for name in ("gspo", *SURROGATES)
+    },
+}
+
+
+class MethodActor(EntropyPolicyActor):
+    """A policy that changes its method between two phases."""
+
+    def choose(self, args: SimpleNamespace) -> None:
+        """Go on with the method of ``args``, with the same weights and optimizer."""
+        self.strategy.args = args
+        self.trainer = DeepspeedActorTrainer(
+            self.strategy,
+            self.actor,
+            ema_model=None,
+            actor_optim=self.actor_optim,
+            actor_scheduler=self.actor_scheduler,
+            micro_train_batch_size=args.train.micro_batch_size,
+            tokenizer=self.tokenizer,
+        )
+
+    def processor_seconds(self) -> float:
+        return time.process_time()
+
+
+class Method(Policy):
+    """A method's arguments and experience maker, over the actor of ``policy``."""
+
+    def __init__(self, argv: list[str], policy: Policy) -> None:
+        self.args, self._group = trainer.parse(argv), policy._group
+        strategy = get_strategy(self.args)
+        tokenizer = get_tokenizer(self.args.actor.model_name_or_path, None, "left", strategy)
+        kl = FixedKLController(0.0)
+        self._maker = EntropyExperienceMaker(self._group, None, None, None, kl, strategy, tokenizer)
+
+    def choose(self) -> None:
+        ray.get(self._group.async_run_method(method_name="choose", args=self.args))
+
+    def processor_seconds(self) -> float:
+        """Of this process and the actor's so far."""
+        (of_actor,) = ray.get(self._group.async_run_method(method_name="processor_seconds"))
+        return time.process_time() + of_actor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--output", required=True, type=Path)
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=4, help="responses to each")
+    parser.add_argument("--prompt-tokens", type=int, default=48)
+    parser.add_argument("--response-tokens", type=int, default=32, help="limit of a response")
+    parser.add_argument("--micro-batch-size", type=int, default=8)
+    parser.add_argument("--repeat", type=int, default=10)
+    args = parser.parse_args()
+
+    argv = trainer_argv(args, {})
+    load = os.getloadavg()
+    patch.apply()
+    start_ray(trainer.parse([*argv, *METHODS["group_norm"]]), gpus=1)
+    processor: dict[str, dict[str, list[float]]] = {name: {"experience": [], "train": []} for name in METHODS}
+    try:
+        policy = Policy([*argv, *METHODS["group_norm"]], ray.remote(MethodActor), EntropyExperienceMaker)
+        methods = {name: Method([*argv, *flags], policy) for name, flags in METHODS.items()}
+
+        def new_round(repetition: int) -> None:
+            generator = torch.Generator().manual_seed(repetition)
+            longest, rows = args.response_tokens, args.prompts * args.samples
+            lengths = torch.randint(longest // 2, longest + 1, (rows,), generator=generator)
+            for method in methods.values():
+                method.samples = rollout(method.args, args.prompt_tokens, lengths, repetition)
+
+        def timed(name: str, phase: str) -> None:
+            method = methods[name]
+            method.choose()
+            before = method.processor_seconds()
+            if phase == "experience":
+                method.experience()
+            else:
+                method.append()
+                method.fit()
+            processor[name][phase].append(method.processor_seconds() - before)
+
+        sides: dict[str, Side] = {
+            name: {phase: partial(timed, name, phase) for phase in phases} for name, phases in processor.items()
+        }
+        measured = measure(sides, args.repeat, new_round=new_round)
+    finally:
+        ray.shutdown()
+
+    results: dict[str, Any] = {}
+    for name, one in measured.items():
+        counted = {phase: seconds[-args.repeat :] for phase, seconds in processor[name].items()}
+        results[name] = {"seconds": one.seconds, "processor_seconds": counted}
+    rows, bases = [], results["group_norm"]
+    for name, one in results.items():
+        over = []
+        for clock in ("seconds", "processor_seconds"):
+            step, base = ([sum(phases) for phases in zip(*side[clock].values())] for side in (one, bases))
+            one[f"{clock}_over_group_norm"] = ratios(step, base)
+            over.append(median_and_range(ratios(step, base), 3))
+        rows.append([name, *over])
+    print_table("a step over group_norm's", ["method", "seconds", "processor seconds"], rows)
+    write_results(args.output, args, {"load_average": [load, os.getloadavg()], "methods": results})
+
+
+if __name__ == "__main__":
+    main()
