@@ -4,12 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from openrlhf_gtpo.algorithms.estimators import ESTIMATORS
+from openrlhf_gtpo.algorithms.surrogates import SURROGATES
 from openrlhf_gtpo.cli import evaluate
 from openrlhf_gtpo.experiment.grid import read_grid, words
 from openrlhf_gtpo.integration.run import parse
 from openrlhf_gtpo.tasks.math_data import BENCHMARKS
 
-FILES = sorted(Path(__file__).parents[2].glob("examples/experiments/*.yaml"))
+EXPERIMENTS = Path(__file__).parents[2] / "examples" / "experiments"
+FILES = sorted(EXPERIMENTS.glob("paper_*.yaml"))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -41,3 +44,17 @@ def test_an_example_is_what_training_and_evaluation_take(file: Path) -> None:
 
 def test_there_are_two_examples() -> None:
     assert [file.stem for file in FILES] == ["paper_32b", "paper_7b"]
+
+
+def test_the_study_has_every_credit_and_surrogate() -> None:
+    """Each is trained in it, two optimizer steps to a rollout, and evaluated with the rollout's limits."""
+    grid = read_grid(EXPERIMENTS / "study.yaml")
+    runs = [parse(words(run.flags)) for run in grid.runs if run.seed == 1]
+    assert {*ESTIMATORS} <= {args.algo.advantage.estimator for args in runs}
+    assert {*SURROGATES} | {"ppo", "gspo"} == {args.actor.policy_loss_type for args in runs}
+    for args in runs:
+        assert args.rollout.batch_size * args.rollout.n_samples_per_prompt == 2 * args.train.batch_size
+        assert args.train.max_epochs == 1
+    assert grid.evaluate is not None
+    flags = evaluate.build_parser().parse_args([*words(grid.evaluate), "--model", "MODEL", "--output", "OUTPUT"])
+    assert getattr(flags, "rollout.max_new_tokens") == runs[0].rollout.max_new_tokens

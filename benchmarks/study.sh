@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# The study behind docs/results/study.md: examples/experiments/study.yaml, in as many pieces as it takes.
+#
+#   bash benchmarks/study.sh
+#
+# Some six minutes a run on two cores. Start it again to go on after an interruption, also in a fresh clone: the raw files of
+# finished runs are kept in docs/results/study/runs, and a run that has them is not made again.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=examples/scripts/setup_env.sh
+source examples/scripts/setup_env.sh
+results=docs/results/study runs=runs/study
+python3 -m openrlhf_gtpo.cli.prepare smollm2 --output .cache/quickstart/smollm2-135m-instruct
+python3 -m openrlhf_gtpo.cli.prepare task --task products --task-config '{"min_digits": 1, "max_digits": 2}' \
+    --system "Answer briefly." --question-form '{expression}' --example '2 * 13' 'The result is 26.' \
+    --train-size 160 --eval-size 48 --output runs/study_data
+mkdir -p "$runs" "$results/runs"
+cp -rn "$results/runs/." "$runs"
+
+status=0
+python3 -m openrlhf_gtpo.cli.experiment examples/experiments/study.yaml || status=$?
+for summary in "$runs"/*/seed-*/evaluation/summary.json; do
+    [[ -e $summary ]] || exit "$status" # none is finished
+    run="${summary%/evaluation/*}"
+    kept="$results/runs/${run#"$runs"/}"
+    mkdir -p "$kept/evaluation"
+    cp "$run"/{flags.json,metrics.jsonl} "$kept"
+    cp "$run"/evaluation/{summary,scores}.json "$kept/evaluation"
+    rm -rf "$run/model"
+done
+cp "$runs"/{table.md,curves.png} "$results"
+exit "$status"
