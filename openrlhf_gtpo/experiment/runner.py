@@ -133,7 +133,7 @@ def _is_trained(run: Run) -> bool:
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return lines[-1][-300:] if lines else "it said nothing"
+    return lines[-1][:300] if lines else "it said nothing"
 
 
 @contextmanager

@@ -43,6 +43,7 @@ def load_engine(model: str, flags: Mapping[str, Any]) -> Any:
 
     from openrlhf_gtpo.integration.rollout.rollout_actor import WORKER_EXTENSION
 
+    on_cpu = platform.chosen_platform() == "cpu"
     engine = LLM(
         model,
         worker_extension_cls=WORKER_EXTENSION,
@@ -50,7 +51,10 @@ def load_engine(model: str, flags: Mapping[str, Any]) -> Any:
         max_model_len=flags["data.max_len"],
         tensor_parallel_size=flags["vllm.tensor_parallel_size"],
         gpu_memory_utilization=flags["vllm.gpu_memory_utilization"],
-        enforce_eager=platform.chosen_platform() == "cpu",
+        enforce_eager=on_cpu,
+        # After a chunk of a prompt vLLM rewinds the generator of a request with a seed, which on CPU it cannot
+        # (rollout_actor.py, _ALONE).
+        enable_chunked_prefill=not on_cpu,
         seed=flags["train.seed"],
     )
     if flags["eval.temperature"]:  # at 0 there is no distribution to have an entropy

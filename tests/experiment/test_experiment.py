@@ -112,7 +112,7 @@ if way.exists():
     if how == "checkpoint":
         (Path(words["--ckpt.path"]) / "_actor" / "global_step1").mkdir(parents=True)
     if how == "fail":
-        sys.exit("no good reason")
+        sys.exit("no good reason" + ", and a long story" * 30)
     os.kill(os.getpid(), signal.SIGTERM if how == "interrupt" else signal.SIGKILL)
 with metrics.open("a") as file:
     file.write(json.dumps({"kind": "eval", "step": 1, "eval_task_pass1": 0.75, "time": 2.0}) + chr(10))

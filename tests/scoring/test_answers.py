@@ -101,8 +101,8 @@ def test_a_reward_that_fails_ends_it_with_the_question(tmp_path: Path) -> None:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluate")
     assert prepare.main(["tiny-model", "--output", str(folder / "model")]) == 0
-    words = ["--task", "products", "--train-size", "4", "--eval-size", "4", "--output", str(folder / "task")]
-    assert prepare.main(["task", *words]) == 0
+    words = ["--task", "products", "--train-size", "4", "--eval-size", "4", "--instruction", "What is it? " * 3]
+    assert prepare.main(["task", *words, "--output", str(folder / "task")]) == 0
     return folder
 
 
@@ -145,13 +145,15 @@ def test_wrong_input_is_one_sentence_before_an_engine_starts(
 
 
 def test_a_model_is_evaluated_once(place: Path, capsys: pytest.CaptureFixture) -> None:
-    """On a real engine; the same command again reads what there is."""
-    words = command(place, "right")
+    """On a real engine, with more tokens of prompts than one of its batches takes; the same command again reads what
+    there is."""
+    words = command(place, "right", **{"eval.n_samples_per_prompt": 64, "rollout.max_new_tokens": 4})
     assert evaluate.main(words) == 0
     table = (place / "right" / "table.md").read_text()
-    assert "mean@4 | pass@1 | pass@2 | pass@4 | best@4 | majority@4 | length | cut_off | entropy" in table
+    assert "mean@64 | pass@1 | pass@2 | pass@4 | pass@8 | pass@16 | pass@32 | pass@64 | best@64 | majority@64" in table
+    assert "| length | cut_off | entropy |" in table
     rows = [json.loads(line) for line in (place / "right" / "eval.jsonl").read_text().splitlines()][1:]
-    assert len(rows) == 4 and all(len(row["scores"]) == 4 for row in rows)
+    assert len(rows) == 4 and all(len(row["scores"]) == 64 for row in rows)
     assert len({response for row in rows for response in row["responses"]}) > 4  # sampled
     assert all(0 < entropy < math.log(384) for row in rows for entropy in row["entropies"])
     capsys.readouterr()
