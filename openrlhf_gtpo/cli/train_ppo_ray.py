@@ -17,7 +17,7 @@ from openrlhf_gtpo.cli import hide_key
 from openrlhf_gtpo.errors import STOPPED_STATUS, Restartable, StoppedOnRequest, TrainingStopped, UsageError
 from openrlhf_gtpo.integration.controller import stop
 from openrlhf_gtpo.integration.run import check, parse, train
-from openrlhf_gtpo.launch.process_tree import HUNG, end_with_parent, run_and_clear
+from openrlhf_gtpo.launch.process_tree import HUNG, run_and_clear
 from openrlhf_gtpo.launch.ray_node import close_own_ray
 from openrlhf_gtpo.megatron.checkpoint.folder import newest_whole
 from openrlhf_gtpo.report.heartbeat import Heartbeat
@@ -37,9 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     supervised = os.environ.pop(_SUPERVISED, None) is not None
     try:
         args = parse(words)
-        if supervised:
-            end_with_parent()
-        else:
+        if not supervised:
             check(args)
             if args.train.max_restarts or args.train.stall_timeout:
                 return supervise([sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray", *words], args)

@@ -18,6 +18,7 @@ import psutil  # vLLM and DeepSpeed depend on it
 
 HUNG = 124  # the exit status of coreutils' timeout
 
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here, as little may be done between fork and exec
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -30,6 +31,7 @@ def run_and_clear(
     hangs: Callable[[], bool] = lambda: False,
 ) -> int:
     """Run ``command`` until it ends, or SIGTERM, SIGINT or SIGHUP to this process ends it, then end its descendants.
+    Where this process is killed, the program gets SIGTERM.
 
     Args:
         command: program and arguments.
@@ -50,7 +52,7 @@ def run_and_clear(
     taken = [number for number in _FORWARDED if not (nohup and number == signal.SIGHUP)]
     before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in taken}
     try:
-        child = subprocess.Popen(command, env=dict(environment))
+        child = subprocess.Popen(command, env=dict(environment), preexec_fn=_end_with_parent)
         end = os.pidfd_open(child.pid)  # Popen.wait looks twenty times a second
         asked = None
         while child.poll() is None:
@@ -71,14 +73,12 @@ def run_and_clear(
     return 128 + received[0] if received else HUNG if hung else child.returncode
 
 
-def end_with_parent() -> None:
-    """Have this process get SIGTERM when the one that started it is gone."""
+def _end_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0):
+    if _LIBC.prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 

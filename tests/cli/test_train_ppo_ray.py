@@ -168,7 +168,6 @@ def training(args, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(train_ppo_ray, "parse", lambda argv: args)
     monkeypatch.setattr(train_ppo_ray, "check", lambda args: None)
-    monkeypatch.setattr(train_ppo_ray, "end_with_parent", lambda: None)  # pytest's
     monkeypatch.setattr(train_ppo_ray, "train", train)
     return said
 
