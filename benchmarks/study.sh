@@ -12,8 +12,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/scripts/setup_env.sh
 results=docs/results/study runs=runs/study
 python3 -m openrlhf_gtpo.cli.prepare smollm2 --output .cache/quickstart/smollm2-135m-instruct
-python3 -m openrlhf_gtpo.cli.prepare task --task products --task-config '{"min_digits": 1, "max_digits": 2}' \
-    --system "Answer briefly." --question-form '{expression}' --example '2 * 13' 'The result is 26.' \
+python3 -m openrlhf_gtpo.cli.prepare task --task chain_sum --task-config '{"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}' \
+    --system "Answer briefly." --question-form '{expression}' --example '2 + 3 - 1' 'The result is 4.' \
     --train-size 160 --eval-size 48 --output runs/study_data
 mkdir -p "$runs" "$results/runs"
 cp -rn "$results/runs/." "$runs"
@@ -29,5 +29,7 @@ for summary in "$runs"/*/seed-*/evaluation/summary.json; do
     cp "$run"/evaluation/{summary,scores}.json "$kept/evaluation"
     rm -rf "$run/model"
 done
-cp "$runs"/{table.md,curves.png} "$results"
+for made in table.md curves.png report; do # which a killed experiment has not made
+    [[ ! -e "$runs/$made" ]] || cp -r "$runs/$made" "$results"
+done
 exit "$status"
