@@ -29,7 +29,5 @@ for summary in "$runs"/*/seed-*/evaluation/summary.json; do
     cp "$run"/evaluation/{summary,scores}.json "$kept/evaluation"
     rm -rf "$run/model"
 done
-for made in table.md curves.png report; do # which a killed experiment has not made
-    [[ ! -e "$runs/$made" ]] || cp -r "$runs/$made" "$results"
-done
+[[ ! -e $runs/report ]] || cp "$runs"/report/{index.html,*.png} "$results" # a killed experiment has not made it
 exit "$status"
