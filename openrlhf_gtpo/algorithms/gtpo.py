@@ -3,7 +3,7 @@
 From the top: settings, reward formulas, entropy shares, rewards, advantages. To try another token reward, change
 :func:`positive_token_reward` or :func:`negative_token_reward`. The loss must be the token-level one.
 
-Departs from the paper in one default: zeros of the other polarity count in the mean and std (``normalise_over``).
+Where the paper leaves it open, zeros of the other polarity count in the mean and std (``normalise_over``).
 """
 
 import math

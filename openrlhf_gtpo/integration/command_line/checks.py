@@ -1,8 +1,8 @@
 """What can be known to fail before any engine starts, each refused in one sentence. What it takes files to know is in
 ``input_checks``, what the Megatron actor does not do in ``megatron_checks``.
 
-What fails, or does nothing, with every estimator is refused for all. Beyond that only runs with GTPO or GRPO-S are
-held to rules; what upstream's own estimators do with such input is upstream's.
+What fails with every estimator is refused for all, and what does nothing is named. Beyond that only runs with GTPO or
+GRPO-S are held to rules; what upstream's own estimators do with such input is upstream's.
 """
 
 import math

@@ -34,6 +34,7 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     "openrlhf.trainer.ppo_utils.experience_maker": (
         "RemoteExperienceMaker.make_experience(self, samples_list)",
         "RemoteExperienceMaker.compute_advantages_and_returns(self, experiences)",
+        "RemoteExperienceMaker._dispatch_forward(self, group, sync_condition)",
         "RemoteExperienceMaker._flatten_results(self, refs, duplicate_factor)",
         "RemoteExperienceMaker.split_rollout_samples(self, rollout_samples)",
     ),
@@ -48,7 +49,9 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
         "apply_stop_properly_penalty(experiences, stop_properly_penalty_coef)",
     ),
     "openrlhf.trainer.ppo_trainer": (
+        "BasePPOTrainer.broadcast_to_vllm(self)",
         "BasePPOTrainer.init_checkpoint_states(self)",
+        "BasePPOTrainer.ppo_train(self, global_steps)",
         "BasePPOTrainer.train_step(self, rollout_samples, global_step)",
         "BasePPOTrainer.save_best_checkpoint(self, eval_metrics, global_step, client_states)",
         "BasePPOTrainer.save_logs_and_checkpoints(self, global_step, logs_dict, client_states)",

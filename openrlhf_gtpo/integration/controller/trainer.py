@@ -353,17 +353,16 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
 def step_warnings(status: Mapping[str, Any], args: SimpleNamespace, credit: EntropyCredit | None) -> dict[str, str]:
     """What in a step's metrics, ``status``, leaves nothing to learn: by name a sentence with the flag that helps.
 
-    GTPO and GRPO-S learn from groups with successes and failures, upstream's estimators from unequal rewards.
+    GTPO and GRPO-S learn from groups with successes and failures, other estimators from unequal rewards.
     """
     found = {}
     groups, samples = status[names.GROUPS_TOTAL], args.rollout.n_samples_per_prompt
-    if credit is None:
-        compares = args.algo.advantage.estimator in _COMPARE_WITHIN_GROUPS
+    if credit is None or not hasattr(credit.config, "shape_uniform_groups"):
+        compares = credit is not None or args.algo.advantage.estimator in _COMPARE_WITHIN_GROUPS
         uniform = compares and status.get("group_reward_std", 1.0) < 1e-6
         what = "rewards are equal"
     else:
-        compares = not getattr(credit.config, "shape_uniform_groups", True)
-        uniform = compares and status[names.GROUPS_UNIFORM] == groups
+        uniform = not credit.config.shape_uniform_groups and status[names.GROUPS_UNIFORM] == groups
         threshold = f"--algo.{credit.name}.success_threshold {credit.config.success_threshold:g}"
         what = f"responses all succeed or all fail ({threshold})"
     if uniform:

@@ -417,11 +417,11 @@ def test_an_unknown_variant_lists_the_known_ones() -> None:
         parse("--algo.advantage.estimator", "gtpo", "--algo.gtpo.variant", "v9")
 
 
-# Every flag that this package adds, with its default: whoever changes this list changes what people's scripts do.
 def test_every_range_is_a_flags() -> None:
     assert {name for *_, flags_of in checks._RANGES for name in flags_of.split()} <= parse().keys()
 
 
+# Every flag that this package adds, with its default: whoever changes this list changes what people's scripts do.
 FROZEN = """
 --actor.backend 'deepspeed'
 --actor.clip_cov.cov_high 5.0

@@ -52,6 +52,8 @@ def warnings(estimator: str, status: dict[str, float], *flags: str) -> str:
             "more than 4.",
         ),
         ("grpo_s", EQUAL, ["--algo.grpo_s.success_threshold", "0.5"], "(--algo.grpo_s.success_threshold 0.5)"),
+        ("forking_tokens", ALL_FAIL, [], None),
+        ("forking_tokens", EQUAL, [], "in each of the 16 groups the 4 rewards are equal, with a mean reward of 0.250"),
         ("rloo", EQUAL, [], "in each of the 16 groups the 4 rewards are equal, with a mean reward of 0.250"),
         (
             "gtpo",
