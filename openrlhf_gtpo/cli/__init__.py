@@ -14,7 +14,7 @@ _KEY = "WANDB_API_KEY"
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Adds a flag's default to its help, where it has one that the help does not speak of and that is no switch's."""
+    """Adds its default to a flag's help, but for switches and where the help already says it."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default

@@ -27,7 +27,7 @@ _HEAD_IS_GONE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
 
 @dataclass(frozen=True)
 class Node:
-    """A node as `ray start` is told of it.
+    """One node of a Ray cluster, as `ray start` gets it.
 
     Fields:
         name: in messages and in Ray's lists.

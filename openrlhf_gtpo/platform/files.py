@@ -72,7 +72,7 @@ def model_folder(source: str | Path, *, weights: bool = True, fetch: bool = True
     missing = sorted(shard for shard in shards if not any(folder.glob(shard))) if weights else []
     if missing:
         raise UsageError(
-            f"{where}, and of its weights {folder} lacks {missing[0]}; fetch them where there is a network "
+            f"{where}, and the weights in {folder} lack {missing[0]}; fetch them where there is a network "
             f"(hf download {source}), or give a model with safetensors."
         )
     return folder

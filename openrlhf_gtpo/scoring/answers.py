@@ -61,7 +61,7 @@ def load_engine(model: str, flags: Mapping[str, Any]) -> Any:
         unknown = engine.collective_rpc("capture_entropy", args=(flags["eval.temperature"],))
         if any(unknown):
             print(
-                f"No entropies: {unknown[0]} is no sampler of vLLM's that they are known to come from.",
+                f"No entropies: vLLM uses {unknown[0]} here, a sampler that this package cannot take them from.",
                 file=sys.stderr,
             )
     return engine

@@ -40,7 +40,7 @@ class PlainModel(torch.nn.Module):
 
 
 class PlainWorker(WeightReceiver):
-    """One process of a :class:`ProcessEngine`, with a ``model_class`` of its shapes."""
+    """One process of a :class:`ProcessEngine`; it holds a ``model_class`` made from the engine's shapes."""
 
     model_class = PlainModel
 

@@ -276,7 +276,7 @@ def test_what_no_distribution_has_stops_the_run(said: tuple[float, float], got: 
     engine = TableEngine(table, Turns([([1, 2], {})], [1, 2, 5, 6], [(2, 4)]))
     with pytest.raises(
         TrainingStopped,
-        match=rf"entropy in \[0, 5.704\] .* got {got} of token 1 \(id 6\) of 3 of .* response 0 to prompt 0",
+        match=rf"entropy in \[0, 5.704\] .* got {got} for token 1 of 3 \(id 6\) in .* response 0 to prompt 0",
     ):
         respond(engine)
 
@@ -288,7 +288,7 @@ def test_an_answer_without_log_probs_stops_the_run() -> None:
         yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5, 6, 7], logprobs=None)])
 
     engine.llm.generate = silent
-    with pytest.raises(TrainingStopped, match=r"got neither of token 0 \(id 5\) of 3 of an answer for response 0"):
+    with pytest.raises(TrainingStopped, match=r"got neither for token 0 of 3 \(id 5\) in an answer for response 0"):
         respond(engine)
 
 

@@ -166,7 +166,7 @@ def test_too_many_failed_rewards_stop_the_run(monkeypatch: pytest.MonkeyPatch) -
     generator.vllm_engines[0].engine.patience = Patience(tries=2)
     generator.vllm_engines[0].engine.executor.fails = {"1", "2"}
     with pytest.raises(
-        TrainingStopped, match="2 prompts of a rollout have failed rewards.* The last: .*no reward for 1$"
+        TrainingStopped, match="The reward or agent failed for 2 prompts of a rollout.* The last: .*no reward for 1$"
     ):
         generator.generate_samples()
 

@@ -273,6 +273,6 @@ def check_ray_address() -> None:
         connect(address)
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"No Ray cluster answers at RAY_ADDRESS={address} ({error}); start one there, or unset RAY_ADDRESS to use "
-            "a Ray of this host's own."
+            f"No Ray cluster answers at RAY_ADDRESS={address} ({error}); start one there, or unset RAY_ADDRESS to "
+            "have Ray started on this host."
         ) from error

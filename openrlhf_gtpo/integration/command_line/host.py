@@ -133,5 +133,5 @@ def start_ray(args: SimpleNamespace, gpus: int) -> None:
     except ConnectionError as error:  # such as of RAY_ADDRESS=auto, which check_ray_address cannot ask
         raise UsageError(
             f"No Ray cluster answers at RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}: start one there, or unset "
-            f"RAY_ADDRESS to use a Ray of this host's own ({error})."
+            f"RAY_ADDRESS to have Ray started on this host ({error})."
         ) from error

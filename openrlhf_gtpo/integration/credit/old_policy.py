@@ -18,8 +18,8 @@ _MAY_MISS = 0.01  # of a rollout's action tokens
 
 
 def count_steps(total: int, batch_size: int) -> int:
-    """Optimizer steps of an epoch over ``total`` rows: what a batch is short of, or what is left over, makes its steps
-    smaller or larger, and not one more."""
+    """Optimizer steps of an epoch over ``total`` rows: as many as whole batches fit, at least one. Rows that are left
+    over are spread over them, and too few for a batch make one small step."""
     return max(1, total // batch_size)
 
 

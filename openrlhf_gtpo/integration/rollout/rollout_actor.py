@@ -100,7 +100,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             unknown = await self.llm.collective_rpc("capture_entropy", args=(self.temperature,))
             if any(unknown):
                 raise TrainingStopped(
-                    f"Expected a sampler of vLLM's that entropies are known to come from, got {unknown[0]}. Give "
+                    f"vLLM uses {unknown[0]} here, a sampler that this package cannot take entropies from; give "
                     "--rollout.entropy actor."
                 )
         if self._has_old_weights and kwargs["enable_sleep_mode"]:

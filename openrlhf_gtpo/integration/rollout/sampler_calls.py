@@ -84,7 +84,7 @@ def _said(answer: Any, vocab_size: int, row: str) -> np.ndarray:
     at = int(np.argmin(np.append(good, False)))
     got = f"log-prob {log_probs[at]:g}, entropy {entropy[at]:g}" if at < len(good) else "neither"
     raise TrainingStopped(
-        f"Expected a finite log-prob and an entropy in [0, {most:.3f}] of every token that vLLM samples, got {got} of "
-        f"token {at} (id {answer.token_ids[at]}) of {count} of an answer for {row}. "
-        "--rollout.entropy actor does without them."
+        f"Expected a finite log-prob and an entropy in [0, {most:.3f}] for every token that vLLM samples, got {got} "
+        f"for token {at} of {count} (id {answer.token_ids[at]}) in an answer for {row}. "
+        "--rollout.entropy actor needs neither."
     )

@@ -165,8 +165,8 @@ class OrderedSamplesGenerator(SamplesGenerator):
             self.dropped += 1
             if self.dropped > self._may_drop:
                 raise TrainingStopped(
-                    f"{self.dropped} prompts of a rollout have failed rewards or agents, more than a tenth of it. The "
-                    f"last: {response[DROPPED]}"
+                    f"The reward or agent failed for {self.dropped} prompts of a rollout, more than a tenth of it. "
+                    f"The last: {response[DROPPED]}"
                 )
             print(f"Warning: a prompt is dropped. {response[DROPPED]}", flush=True)
             return SimpleNamespace(scores=[torch.tensor(float("nan"))])
