@@ -12,8 +12,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/scripts/setup_env.sh
 results=docs/results/study runs=runs/study
 python3 -m openrlhf_gtpo.cli.prepare smollm2 --output .cache/quickstart/smollm2-135m-instruct
-python3 -m openrlhf_gtpo.cli.prepare task --task chain_sum --task-config '{"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}' \
-    --system "Answer briefly." --question-form '{expression}' --example '2 + 3 - 1' 'The result is 4.' \
+python3 -m openrlhf_gtpo.cli.prepare task --task chain_sum --task-config '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}' \
+    --system "Answer briefly." --question-form '{expression}' --example '21 + 3' 'The result is 24.' \
     --train-size 160 --eval-size 48 --output runs/study_data
 mkdir -p "$runs" "$results/runs"
 cp -rn "$results/runs/." "$runs"

@@ -24,6 +24,8 @@ candidate() {
     sets+=("$data/$1.jsonl")
 }
 candidate products_1to2 products '{"min_digits": 1, "max_digits": 2}' '{expression}' '2 * 13' 'The result is 26.'
+candidate sum_2x1 chain_sum '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}' '{expression}' '2 + 13' 'The result is 15.'
+candidate sum_2x1to2 chain_sum '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}' '{expression}' '21 + 3' 'The result is 24.'
 candidate sum_2x2 chain_sum '{"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}' '{expression}' '21 + 13' 'The result is 34.'
 candidate sum_3x1 chain_sum '{"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}' '{expression}' '2 + 3 - 1' 'The result is 4.'
 candidate sum_3x2 chain_sum '{"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 2}' '{expression}' '12 + 3 - 1' 'The result is 14.'
