@@ -284,8 +284,8 @@ def model(args: argparse.Namespace) -> Line:
             folder = str(model_folder(folder, fetch=False))
         except UsageError:  # nothing of it is there, or not all
             return (wrong if HF_HUB_OFFLINE else warning)(
-                f"{args.model} is no folder here and not whole in the cache {HF_HUB_CACHE}: hf download {args.model} "
-                "where there is a network, with HF_HOME on a disk that this node sees."
+                f"{args.model} is neither a folder here nor whole in the cache {HF_HUB_CACHE}: "
+                f"hf download {args.model} where there is a network, with HF_HOME on a disk that this node sees."
             )
     check_model(folder, "--model")
     check_weights_fit(folder, "--model")

@@ -71,7 +71,7 @@ def _evaluate(args: argparse.Namespace) -> None:
         if not Path(model, "config.json").is_file():
             model = str(Path(folder) / "model")
             if convert.main(["megatron-to-hf", args.model, model]):
-                raise UsageError(f"--model {args.model} is no Hugging Face folder, and cannot be converted to one.")
+                raise UsageError(f"--model {args.model} is not a Hugging Face folder, and cannot be converted to one.")
         _answer_all(args, flags, model)
 
 

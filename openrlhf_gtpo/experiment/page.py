@@ -69,7 +69,7 @@ def find_runs(arguments: Sequence[str]) -> tuple[Runs, list[Path]]:
             continue
         folders = sorted(file.parent for file in Path(text).rglob("seed-*/flags.json"))
         if not folders:
-            raise UsageError(f"{text} is no experiment's folder; name a run as LABEL={text}.")
+            raise UsageError(f"{text} is not an experiment's folder; name a run as LABEL={text}.")
         ended = {}
         for folder in folders:
             with suppress(ValueError):  # it has no metrics yet

@@ -44,7 +44,7 @@ def check_folders(grid: Grid) -> None:
         file = run.folder / "flags.json"
         if not file.exists():
             if run.folder.exists() and any(path.name != "lock" for path in run.folder.iterdir()):
-                raise UsageError(f"{run.folder} has files that are no run of this experiment; name another output.")
+                raise UsageError(f"{run.folder} has files that are not runs of this experiment; name another output.")
             continue
         theirs, ours = json.loads(file.read_text()), json.loads(json.dumps(run.flags))
         for flag in sorted(theirs.keys() | ours.keys()):

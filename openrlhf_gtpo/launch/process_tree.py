@@ -21,6 +21,7 @@ HUNG = 124  # the exit status of coreutils' timeout
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here, as little may be done between fork and exec
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_FOR_ORPHANS = 5.0  # seconds from SIGTERM to SIGKILL; with the program gone they have nothing to finish
 
 
 def run_and_clear(
@@ -36,7 +37,7 @@ def run_and_clear(
     Args:
         command: program and arguments.
         environment: whole, of the program.
-        patience: seconds for the program after such a signal, and for its descendants after SIGTERM, until SIGKILL.
+        patience: seconds for the program after such a signal, until SIGKILL.
         hangs: asked about once a second; true ends the program too.
 
     Returns:
@@ -65,7 +66,7 @@ def run_and_clear(
             _reap(except_for=child.pid)
             select.select([end], [], [], 1.0 if asked is None else 0.2)
         os.close(end)
-        _end_descendants(patience)
+        _end_descendants()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -82,9 +83,9 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
-def _end_descendants(patience: float) -> None:
-    """End all descendants of this process: SIGTERM, and SIGKILL to what is left after ``patience`` seconds."""
-    deadline = time.monotonic() + patience
+def _end_descendants() -> None:
+    """End all descendants of this process."""
+    deadline = time.monotonic() + _FOR_ORPHANS
     this = psutil.Process()
     for process in this.children(recursive=True):
         with suppress(psutil.NoSuchProcess):

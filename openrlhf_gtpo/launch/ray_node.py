@@ -21,8 +21,8 @@ _NO_METRICS_SERVERS = {
     "AUTOSCALER_METRIC_PORT": "65536",
 }
 
-# Seconds; Ray would work on for a minute after its head's death, and nobody starts that again.
-_HEAD_IS_GONE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
+# Seconds without a connection; Ray would work on for a minute after its head's death, and nobody starts that again.
+_HEAD_IS_GONE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3"}
 
 
 @dataclass(frozen=True)

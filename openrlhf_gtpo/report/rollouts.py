@@ -147,7 +147,7 @@ def _whole(path: Path) -> Iterator[None]:
         yield
     except (OSError, pa.ArrowInvalid) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"{path} is no whole Parquet file ({reason}); make or copy it again.") from error
+        raise ValueError(f"{path} is not a whole Parquet file ({reason}); make or copy it again.") from error
 
 
 def _settings(path: Path, schema: pa.Schema) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def read_answers(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]
     """The questions that ``path`` has answers to; an unfinished last line is cut off. Empty without a file.
 
     Raises:
-        UsageError: it was made with other settings, or is no file of answers.
+        UsageError: it was made with other settings, or is not a file of answers.
     """
     text = path.read_bytes() if path.exists() else b""
     if not text:
@@ -81,7 +81,7 @@ def read_answers(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]
         first, *rows = (json.loads(line) for line in whole.splitlines())
         theirs = dict(first["settings"])
     except (ValueError, TypeError, KeyError) as error:
-        raise UsageError(f"{path} is no file of answers; name another folder, or remove it.") from error
+        raise UsageError(f"{path} is not a file of answers; name another folder, or remove it.") from error
     for name in sorted(settings.keys() | theirs.keys()):
         if settings.get(name) != theirs.get(name):
             raise UsageError(

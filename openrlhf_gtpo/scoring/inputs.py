@@ -151,7 +151,7 @@ def _entry(line: bytes, where: str) -> dict[str, Any]:
         if not isinstance(entry[name], str):
             raise UsageError(f"{where}: {name} must be text; apply a chat template before.")
         if any("\ud800" <= letter <= "\udfff" for letter in entry[name]):
-            raise UsageError(f"{where}: {name} has half of a surrogate pair, which is no character; remove it.")
+            raise UsageError(f"{where}: {name} has half of a surrogate pair, which is not a character; remove it.")
     return entry
 
 

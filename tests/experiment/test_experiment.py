@@ -201,7 +201,7 @@ def test_other_flags_are_refused_and_so_is_a_foreign_folder(file: Path) -> None:
     with pytest.raises(UsageError, match="was run with --actor.adam.lr None, and the experiment now has 1.0"):
         runner.check_folders(read_grid(file))
     (file.parent / "runs" / "gtpo" / "seed-1" / "flags.json").unlink()
-    with pytest.raises(UsageError, match="has files that are no run of this experiment"):
+    with pytest.raises(UsageError, match="has files that are not runs of this experiment"):
         runner.check_folders(read_grid(file))
 
 

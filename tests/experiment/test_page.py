@@ -73,7 +73,7 @@ def test_what_cannot_be_reported_is_one_sentence(tmp_path: Path, capsys: pytest.
     scores.write_text(scores.read_text().replace("digest", "another"))
     cases = {
         "cannot read metrics from": [f"gtpo={tmp_path / 'empty'}"],
-        "is no experiment's folder; name a run as LABEL=": [tmp_path / "empty"],
+        "is not an experiment's folder; name a run as LABEL=": [tmp_path / "empty"],
         f"gtpo has seed 1 twice, in {one} and {two}": [f"gtpo={one}", f"gtpo={two}"],
         "The baseline 'dapo' is not among the runs: gtpo": [f"gtpo={one}", "--baseline", "dapo"],
         "answered different questions of math500": [f"gtpo={one}", f"grpo={other}", "--baseline", "grpo"],

@@ -36,6 +36,8 @@ def is_running(pid: int) -> bool:
 # A grandchild in a session of its own, whose parent is gone.
 ORPHAN = "(setsid bash -c 'echo $$ >orphan; exec sleep 600' &); "
 
+DEAF_ORPHAN = "(setsid bash -c 'trap \"\" TERM; echo $$ >orphan; while :; do sleep 1; done' &); "
+
 
 @pytest.mark.parametrize("status", [0, 7])
 def test_the_programs_end_takes_its_orphans_along(status: int, tmp_path: Path) -> None:
@@ -54,12 +56,19 @@ def test_a_signal_ends_program_and_orphans(number: int, tmp_path: Path) -> None:
 
 
 def test_what_ignores_the_request_is_killed(tmp_path: Path) -> None:
-    deaf = "(setsid bash -c 'trap \"\" TERM; echo $$ >orphan; while :; do sleep 1; done' &); "
-    run = start(1, deaf + "trap '' TERM; echo $$ >own; while :; do sleep 1; done", tmp_path)
+    run = start(1, DEAF_ORPHAN + "trap '' TERM; echo $$ >own; while :; do sleep 1; done", tmp_path)
     orphan, own = pid_in(tmp_path / "orphan"), pid_in(tmp_path / "own")
     run.terminate()
     assert run.wait(timeout=120) == 128 + signal.SIGTERM
     assert not is_running(orphan) and not is_running(own)
+
+
+def test_orphans_get_less_patience_than_the_program(tmp_path: Path) -> None:
+    """Seconds, however long the program may take: the next start waits for their end."""
+    run = start(600, DEAF_ORPHAN + "while [[ ! -s orphan ]]; do sleep 0.1; done", tmp_path)
+    orphan = pid_in(tmp_path / "orphan")
+    assert run.wait(timeout=60) == 0
+    assert not is_running(orphan)
 
 
 def test_what_hangs_is_ended_with_its_orphans(tmp_path: Path) -> None:

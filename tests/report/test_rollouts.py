@@ -100,7 +100,7 @@ def test_what_is_no_dump_is_named(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for part in (len(whole) // 2, 3, 0):
         path.write_bytes(whole[:part])
-        with pytest.raises(ValueError, match="step_000007.parquet is no whole Parquet file"):
+        with pytest.raises(ValueError, match="step_000007.parquet is not a whole Parquet file"):
             read_dump(path)
     pq.write_table(pa.table({"x": [1]}), path)
     with pytest.raises(ValueError, match="is a Parquet file, and no rollout dump"):

@@ -87,7 +87,7 @@ def test_answers_with_other_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has answers with seed 1, and this evaluation has 2"):
         answers.read_answers(path, SETTINGS | {"seed": 2})
     path.write_text("[]\n")
-    with pytest.raises(UsageError, match="is no file of answers"):
+    with pytest.raises(UsageError, match="is not a file of answers"):
         answers.read_answers(path, SETTINGS)
 
 

@@ -88,4 +88,4 @@ def test_a_dump_without_credit_is_refused(
     assert "has no entropy credit to compare: its estimator is rloo" in capsys.readouterr().err
     dump.write_bytes(dump.read_bytes()[:-9])
     assert main(["mismatch", str(dump), "--model", "MODEL"]) == 2
-    assert "is no whole Parquet file" in capsys.readouterr().err
+    assert "is not a whole Parquet file" in capsys.readouterr().err

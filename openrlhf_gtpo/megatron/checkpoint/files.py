@@ -11,6 +11,7 @@ import xxhash
 Entry = dict[str, int | str]  # {"size": bytes, "xxh3": hexadecimal}; of earlier versions "crc32" (int), or size alone
 
 _BLOCK = 2**22  # bytes read at once
+_PIECE = 2**18  # bytes written at once, and hashed while the processor's cache has them
 
 
 class CheckpointError(ValueError):
@@ -37,13 +38,15 @@ class HashedFile:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self._hash.update(view)
         self._size += len(view)
-        if self._failure is None:
-            try:
-                self._file.write(view)
-            except OSError as error:
-                self._failure = error
+        for start in range(0, len(view), _PIECE):
+            piece = view[start : start + _PIECE]
+            if self._failure is None:
+                try:
+                    self._file.write(piece)
+                except OSError as error:
+                    self._failure = error
+            self._hash.update(piece)
         return len(view)
 
     def tell(self) -> int:

@@ -10,6 +10,7 @@ and its file writes release the interpreter. Can go with a Megatron that writes 
 import os
 import queue
 import threading
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -19,6 +20,8 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
+from torch.overrides import TorchFunctionMode
+from torch.utils.serialization import config
 
 from openrlhf_gtpo.megatron.checkpoint.files import Entry, HashedFile
 from openrlhf_gtpo.megatron.parallel.agreement import failure_of
@@ -38,11 +41,19 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
         """Plan the save (collective) and keep the writer; nothing is written yet."""
         # Megatron would start the manager process here if it had no queue for results.
         filesystem_async._results_queue = queue.SimpleQueue()
-        return super().async_save(sharded_state_dict, checkpoint_dir)
+        with _NoClones():
+            return super().async_save(sharded_state_dict, checkpoint_dir)
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
         self.writer = writer
         return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
+
+
+class _NoClones(TorchFunctionMode):
+    """Megatron clones a host's tensors while it plans their write (filesystem_async.py), all of them at once."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return args[0] if func is torch.Tensor.clone else func(*args, **(kwargs or {}))
 
 
 class RankWrite:
@@ -74,6 +85,7 @@ class RankWrite:
         return self._failure
 
     def _write_in_background(self) -> None:
+        os.nice(10)  # of this thread alone (Linux): where cores are few, training goes first
         self._failure = failure_of(self._write)
 
     def _stage(self, host: HostMemory) -> None:
@@ -83,12 +95,12 @@ class RankWrite:
         memory, offsets = host.of_size(sum(sizes)).numpy(), accumulate(sizes, initial=0)
         for bucket in tensors:
             for i, (item, tensor) in enumerate(bucket):
-                # A storage of its own, as torch.save writes whole storages.
                 copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=next(offsets))
                 bucket[i] = (item, copy.view(tensor.shape).copy_(tensor, non_blocking=True))
         if on_cuda():
             torch.cuda.synchronize()
 
+    @config.patch("save.compute_crc32", False)  # of this thread's archives, which are hashed as they are written
     def _write(self) -> None:
         results: dict[int, list[Any]] = {}
         for i, (path, storage_key, (objects, tensors)) in enumerate(self._writer.write_buckets):
@@ -97,7 +109,7 @@ class RankWrite:
                 for items in (objects, tensors):
                     while items:  # each is freed as soon as it is written
                         item, data = items.pop(0)
-                        data = data.cpu() if isinstance(data, torch.Tensor) else data
+                        data = _whole(data.cpu()) if isinstance(data, torch.Tensor) else data
                         written = _write_item(
                             self._writer.transforms,
                             stream,
@@ -110,3 +122,8 @@ class RankWrite:
             self.entries[os.path.basename(path)] = stream.entry
         if results:
             self._writer.results_queue.put(results)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """With a storage of its own, as torch.save writes whole ones."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

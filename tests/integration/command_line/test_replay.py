@@ -82,7 +82,7 @@ def test_files_that_are_no_whole_dumps(refused: Callable[..., str], dump: Callab
     assert "is of step 1, as " in refused({FLAG: tmp_path / "rollouts"})
     whole = dump_file(dump(folder="cut"), 1)
     whole.write_bytes(whole.read_bytes()[:-9])
-    assert "is no whole Parquet file" in refused({FLAG: tmp_path / "cut"})
+    assert "is not a whole Parquet file" in refused({FLAG: tmp_path / "cut"})
 
 
 @pytest.mark.parametrize(
