@@ -49,6 +49,8 @@ def _view(args: argparse.Namespace) -> None:
     try:
         temporary.write_text(page, encoding="utf-8")
         os.replace(temporary, args.output)
+    except OSError as error:
+        raise UsageError(f"--output {args.output} cannot be written: {error.strerror}.") from error
     finally:
         temporary.unlink(missing_ok=True)
     for note in notes:

@@ -1,12 +1,14 @@
 """The page's numbers are those of ``algorithms``, and what it cannot show is named."""
 
 import base64
+import errno
 import json
 import math
 import re
 import zlib
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -232,3 +234,13 @@ def test_an_output_that_cannot_be_written_is_said_before_any_work(
         assert view.main([str(dump), "--output", str(output)]) == 2
         assert sentence in capsys.readouterr().err
     assert len(read_dump(dump).columns) == len(SCHEMA)
+
+
+def test_an_output_that_fails_while_it_is_written_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Path, "write_text", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    assert view.main([str(write(tmp_path)), "--output", str(tmp_path / "view.html")]) == 2
+    assert capsys.readouterr().err == (
+        f"view: --output {tmp_path / 'view.html'} cannot be written: No space left on device.\n"
+    )
