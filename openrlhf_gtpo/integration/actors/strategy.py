@@ -24,6 +24,7 @@ from openrlhf.utils.deepspeed import DeepspeedStrategy
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 from safetensors import SafetensorError
 from torch.utils import cpp_extension
+from torch.utils.serialization import config as serialization
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
@@ -236,7 +237,7 @@ class _CheckpointFiles(TorchCheckpointEngine):
 
     def save(self, state_dict: Any, path: str) -> None:
         def write() -> None:
-            with HashedFile(path) as stream:
+            with HashedFile(path) as stream, serialization.patch("save.compute_crc32", False):  # it is hashed
                 torch.save(state_dict, stream)
             self.entries[str(Path(path).relative_to(self._folder))] = stream.entry
 

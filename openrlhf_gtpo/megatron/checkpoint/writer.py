@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 from torch.overrides import TorchFunctionMode
-from torch.utils.serialization import config
+from torch.utils.serialization import config as serialization
 
 from openrlhf_gtpo.megatron.checkpoint.files import Entry, HashedFile
 from openrlhf_gtpo.megatron.parallel.agreement import failure_of
@@ -100,11 +100,10 @@ class RankWrite:
         if on_cuda():
             torch.cuda.synchronize()
 
-    @config.patch("save.compute_crc32", False)  # of this thread's archives, which are hashed as they are written
     def _write(self) -> None:
         results: dict[int, list[Any]] = {}
         for i, (path, storage_key, (objects, tensors)) in enumerate(self._writer.write_buckets):
-            with HashedFile(path) as stream:
+            with HashedFile(path) as stream, serialization.patch("save.compute_crc32", False):  # they are hashed
                 results[i] = []
                 for items in (objects, tensors):
                     while items:  # each is freed as soon as it is written
