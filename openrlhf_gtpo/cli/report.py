@@ -85,7 +85,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--megatron.fp8", choices=MODES, default="emulated", help="of the products")
     add("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="(default: all of them)")
     add(
-        "--layers_in_bf16",
+        "--layers-in-bf16",
+        "--layers_in_bf16",  # as it was called before
         type=int,
         default=0,
         metavar="N",
@@ -181,7 +182,7 @@ def _fp8(args: argparse.Namespace) -> None:
     from openrlhf.utils.config import hierarchize
 
     if args.layers_in_bf16 < 0:
-        raise UsageError(f"Expected --layers_in_bf16 >= 0, got {args.layers_in_bf16}.")
+        raise UsageError(f"Expected --layers-in-bf16 >= 0, got {args.layers_in_bf16}.")
     mode = getattr(args, "megatron.fp8")
     candidates = fp8_candidates(mode, args.recipes, args.layers_in_bf16)
     layout = megatron_flags.layout_of(hierarchize(args))

@@ -28,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("source", type=Path, metavar="RUN_OR_DUMP", help="a run's folder, or one dump of it")
     add("--output", required=True, type=Path, metavar="FILE", help="the page; appears when it is complete")
     add("--estimators", metavar="A,B", default="", help="(default: the run's own, and the others of this package)")
-    add("--max_tokens", type=int, default=2_500_000, metavar="N", help="in the page; groups are sampled beyond")
+    add("--max-tokens", type=int, default=2_500_000, metavar="N", help="in the page; groups are sampled beyond")
     return parser
 
 
@@ -38,7 +38,7 @@ def _view(args: argparse.Namespace) -> None:
     from openrlhf_gtpo.view.page import make_page
 
     if args.max_tokens < 1:
-        raise UsageError(f"Expected --max_tokens >= 1, got {args.max_tokens}.")
+        raise UsageError(f"Expected --max-tokens >= 1, got {args.max_tokens}.")
     files = find_dumps(args.source)
     check_output("--output", args.output, *files)
     dumps = sorted((read_dump(file) for file in files), key=lambda dump: dump.step)

@@ -104,7 +104,7 @@ def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Pac
         notes.append("A dump holds a sample of a step's groups; statistics over a batch are of that sample.")
     rows = _sampled_rows(dump, part)
     if len(rows) < len(columns["row"]):
-        notes.append("More tokens than --max_tokens: the page shows a sample of the groups, credited among all.")
+        notes.append("More tokens than --max-tokens: the page shows a sample of the groups, credited among all.")
 
     token_rows: np.ndarray = np.repeat(np.arange(len(columns["row"])), np.diff(columns["mask"].offsets))
     shown = np.isin(token_rows, rows)

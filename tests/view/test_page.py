@@ -191,7 +191,7 @@ def test_a_million_tokens_are_sampled_in_whole_groups_and_credited_among_all(
 ) -> None:
     dump = write(tmp_path, table=columns(groups=25, samples=8, longest=5000))
     page = tmp_path / "view.html"
-    assert view.main([str(dump), "--output", str(page), "--max_tokens", "100000"]) == 0
+    assert view.main([str(dump), "--output", str(page), "--max-tokens", "100000"]) == 0
     assert "the page shows a sample of the groups, credited among all" in capsys.readouterr().err
     (step,) = data_of(page.read_text())["steps"]
     assert 50_000 < step["offsets"][-1] <= 100_000 and len(step["row"]) % 8 == 0
@@ -209,7 +209,7 @@ def test_a_million_tokens_are_sampled_in_whole_groups_and_credited_among_all(
         (["--estimators", "gtpo:beta=1"], "gtpo has no 'beta', but variant, alpha"),
         (["--estimators", "gtpo:alpha2=x"], "expected a float, got 'x'."),
         (["--estimators", "gtpo:scope=world"], "scope"),
-        (["--max_tokens", "0"], "Expected --max_tokens >= 1, got 0."),
+        (["--max-tokens", "0"], "Expected --max-tokens >= 1, got 0."),
     ],
 )
 def test_a_users_mistake_is_one_sentence(
