@@ -25,6 +25,8 @@ class Estimator:
         shares: of entropy, mask, outcome, group_ids and config; (N,), one for each action token or each response.
         parts: of what ``advantages`` takes; what they are made of, (B, T) at token level, (B,) at sequence level. None
             where A = (reward - mean) / std is not all of it.
+        formula: of a config and whether a row succeeded; its reward as text, with {outcome} and {share} for a page to
+            fill in. Only with ``parts``.
     """
 
     summary: str
@@ -33,6 +35,7 @@ class Estimator:
     advantages: Callable[..., Tensor]
     shares: Callable[..., Tensor]
     parts: Callable[..., CreditParts] | None = None
+    formula: Callable[..., str] | None = None
 
 
 ESTIMATORS = {
@@ -43,6 +46,7 @@ ESTIMATORS = {
         gtpo.gtpo_advantages,
         gtpo.shares_of_tokens,
         gtpo.gtpo_parts,
+        gtpo.token_reward_formula,
     ),
     "grpo_s": Estimator(
         "entropy-weighted sequences",
@@ -51,6 +55,7 @@ ESTIMATORS = {
         grpo_s.grpo_s_advantages,
         grpo_s.grpo_s_shares,
         grpo_s.grpo_s_parts,
+        grpo_s.sequence_reward_formula,
     ),
     "forking_tokens": Estimator(
         "group_norm at the tokens of highest entropy",

@@ -66,6 +66,16 @@ def negative_sequence_reward(share: Tensor, config: GRPOSConfig) -> Tensor:
     return -config.beta1 - config.beta2 * share
 
 
+def sequence_reward_formula(config: GRPOSConfig, succeeded: bool) -> str:
+    """The two rewards above as text, with {outcome} and {share} to be filled in."""
+    outcome, share = config.beta1, config.beta2
+    if not succeeded:
+        return {"v2": "−{share}", "v3": f"−{outcome:g} − {share:g}·{{share}}"}.get(config.variant, "0")
+    if config.variant in ("v1", "v2"):
+        return f"{{outcome}} + {config.beta:g}·{{share}}"
+    return f"{outcome:g}·{{outcome}} + {share:g}·{{share}}"
+
+
 @torch.no_grad()
 def sequence_entropy(entropy: Tensor, mask: Tensor, mean: Mean = "arithmetic", entropy_eps: float = 1e-6) -> Tensor:
     """The mean entropy of each response: H-hat of Eq. 5.
@@ -91,8 +101,8 @@ def sequence_entropy(entropy: Tensor, mask: Tensor, mean: Mean = "arithmetic", e
     return torch.where(length > 0, per_row, entropy_eps)
 
 
-def _shares(entropy: Tensor, mask: Tensor, rows: Rows, config: GRPOSConfig) -> Tensor:
-    """(B,) float64: H-hat over its mean in O+, 1 / H-hat over its mean in O- (Eq. 5, 17).
+def _shares(entropy: Tensor, mask: Tensor, rows: Rows, config: GRPOSConfig) -> tuple[Tensor, Tensor]:
+    """(B,) float64: H-hat over its mean in O+, 1 / H-hat over its mean in O- (Eq. 5, 17); and H-hat.
 
     A row without action tokens has no entropy: it is left out of the means and gets the neutral share 1. (Read as
     H-hat = entropy_eps it would take the whole share of its O-.)
@@ -102,7 +112,7 @@ def _shares(entropy: Tensor, mask: Tensor, rows: Rows, config: GRPOSConfig) -> T
     weight = torch.where(rows.success, per_row, per_row.reciprocal())
     total = sum_by(weight * alive, rows.polar_group, rows.num_polar_groups)
     count = sum_by(alive.double(), rows.polar_group, rows.num_polar_groups)
-    return torch.where(alive, weight / total.where(alive, 1) * count, 1)
+    return torch.where(alive, weight / total.where(alive, 1) * count, 1), per_row
 
 
 @torch.no_grad()
@@ -115,7 +125,7 @@ def grpo_s_shares(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Ten
         (B,) float64; over the rows of an O+ or O- their mean is 1.
     """
     rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold)
-    return _shares(entropy, mask, rows, config)
+    return _shares(entropy, mask, rows, config)[0]
 
 
 @torch.no_grad()
@@ -139,7 +149,7 @@ def grpo_s_rewards(
         ValueError: shapes or dtypes that do not fit, or a NaN or infinity, with the row.
     """
     rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold)
-    reward = _own_reward(_shares(entropy, mask, rows, config), rows, config).to(output_dtype(entropy))
+    reward = _own_reward(_shares(entropy, mask, rows, config)[0], rows, config).to(output_dtype(entropy))
     # The reward of a one-set variant is 0 on O- already.
     return ShapedRewards(reward * rows.success, reward * ~rows.success)
 
@@ -168,7 +178,7 @@ def grpo_s_advantages(
         ValueError: as :func:`grpo_s_rewards`, and a group of one row under ``scope="group"``.
     """
     rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold)
-    _, reward, mean, std = _parts(entropy, mask, rows, config, length_penalty)
+    _, reward, mean, std, _ = _parts(entropy, mask, rows, config, length_penalty)
     if config.variant == "v1" and config.beta == 0:
         # This is GRPO. OpenRLHF's group_norm takes the difference and the quotient in the precision of the rewards,
         # and rounding at the same places makes the two agree bit for bit.
@@ -196,14 +206,14 @@ def grpo_s_parts(
 def _parts(
     entropy: Tensor, mask: Tensor, rows: Rows, config: GRPOSConfig, length_penalty: Tensor | None
 ) -> CreditParts:
-    share = _shares(entropy, mask, rows, config)
+    share, row_entropy = _shares(entropy, mask, rows, config)
     reward = _own_reward(share, rows, config)
     if length_penalty is not None:
         check_rows("length_penalty", length_penalty, len(entropy))
         reward = reward + length_penalty.detach().to(reward)
     moments = RowMoments(torch.ones_like(reward), reward, torch.zeros_like(reward))  # a row is one value
     mean, std = mean_and_std(moments, rows, two_sets=config.two_sets, scope=config.scope, over=config.normalise_over)
-    return CreditParts(share, reward, mean, std)
+    return CreditParts(share, reward, mean, std, row_entropy)
 
 
 def _own_reward(share: Tensor, rows: Rows, config: GRPOSConfig) -> Tensor:

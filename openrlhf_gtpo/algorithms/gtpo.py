@@ -111,6 +111,19 @@ def negative_token_reward(share: Tensor, config: GTPOConfig) -> Tensor:
     return -config.alpha1 - config.alpha2 * share
 
 
+def token_reward_formula(config: GTPOConfig, succeeded: bool) -> str:
+    """The two rewards above as text, with {outcome} and {share} to be filled in."""
+    outcome, share = config.alpha1, config.alpha2
+    if not succeeded:
+        return {"v2": "−{share}", "v3": f"−{outcome:g} − {share:g}·{{share}}"}.get(config.variant, "0")
+    if config.variant == "v1":
+        return f"{{outcome}} + {config.alpha:g}·{{share}}"
+    if config.variant in ("v1_clipped", "v2"):
+        upper = max(1.0, outcome + outcome / config.kappa)
+        return f"clip({outcome:g} + {share:g}·{{share}}, 1, {upper:g})"
+    return f"{outcome:g}·{{outcome}} + {share:g}·{{share}}"
+
+
 class TokenShares:
     """share_{i,t} of a batch (Eq. 2, 13): how uncertain a token was beside others of its polarity, by slices of rows.
 

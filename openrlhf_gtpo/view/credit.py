@@ -1,6 +1,5 @@
 """The credit of dumped rollouts by any estimator, with the parts that the page shows, all of it by ``algorithms``."""
 
-import dataclasses
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf_gtpo.algorithms import ESTIMATORS, CreditParts, sequence_entropy, success
+from openrlhf_gtpo.algorithms import ESTIMATORS, CreditParts, success
 from openrlhf_gtpo.report.rollouts import RolloutDump, Tokens
 
 
@@ -31,13 +30,11 @@ class Credit:
         success: (B,) bool.
         parts: see :class:`CreditParts`; None of an estimator that has none.
         advantages: (B, T), before a KL reward and ``--reward.clip_range``, which the dump's own may have.
-        row_entropy: (B,) what a sequence-level share compares; None at token level.
     """
 
     success: Tensor
     parts: CreditParts | None
     advantages: Tensor
-    row_entropy: Tensor | None
 
 
 def read_methods(texts: Sequence[str], dump: RolloutDump) -> list[Method]:
@@ -96,13 +93,9 @@ def credit(dump: RolloutDump, method: Method) -> Credit:
     groups = torch.from_numpy(columns["group"].copy())
     batch = (entropy, mask, outcome, groups, method.config, penalty if penalty.any() else None)
     estimator = ESTIMATORS[method.name]
-    row_entropy = None
-    if estimator.level == "sequence":
-        config = dataclasses.asdict(method.config)
-        row_entropy = sequence_entropy(entropy, mask, config["entropy_mean"], config["entropy_eps"])
     succeeded = success(outcome, method.config.success_threshold)
     parts = estimator.parts and estimator.parts(*batch)
-    return Credit(succeeded, parts, estimator.advantages(*batch), row_entropy)
+    return Credit(succeeded, parts, estimator.advantages(*batch))
 
 
 def padded(column: Tokens) -> Tensor:
@@ -111,25 +104,3 @@ def padded(column: Tokens) -> Tensor:
     rows = np.zeros((len(lengths), max(1, lengths.max(initial=0))), column.values.dtype)
     rows[np.arange(rows.shape[1]) < lengths[:, None]] = column.values
     return torch.from_numpy(rows)
-
-
-def reward_formula(method: Method, succeeded: bool) -> str | None:
-    """A row's reward as text with {outcome} and {share} for the page to fill in; None for an estimator of yours."""
-    if method.name not in ("gtpo", "grpo_s"):
-        return None
-    config = method.config
-    if method.name == "gtpo":
-        one, outcome, share = config.alpha, config.alpha1, config.alpha2
-    else:
-        one, outcome, share = config.beta, config.beta1, config.beta2
-    gtpo, variant = method.name == "gtpo", config.variant
-    if not succeeded:
-        if variant == "v2":
-            return "−{share}"
-        return f"−{outcome:g} − {share:g}·{{share}}" if variant == "v3" else "0"
-    if variant == "v3":
-        return f"{outcome:g}·{{outcome}} + {share:g}·{{share}}"
-    if gtpo and variant in ("v1_clipped", "v2"):
-        upper = max(1.0, outcome + outcome / config.kappa)
-        return f"clip({outcome:g} + {share:g}·{{share}}, 1, {upper:g})"
-    return f"{{outcome}} + {one:g}·{{share}}"

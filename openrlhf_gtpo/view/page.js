@@ -331,7 +331,7 @@ function formulas(c, row, i, t) {
   const kind = good ? "correct" : "incorrect", mean = method.mean === "geometric" ? "geometric mean" : "mean";
   const weight = (x) => good ? format(x) : `1/${format(x)}`;
   let own, compared, words;
-  if (method.level === "sequence") {
+  if (credit.row_entropy) {
     const alive = peers.filter((peer) => length(step, peer));
     own = weight(credit.row_entropy[row]);
     compared = `mean(${list(alive.map((peer) => weight(credit.row_entropy[peer])))})`;

@@ -18,7 +18,7 @@ from torch import Tensor
 from openrlhf_gtpo import __version__
 from openrlhf_gtpo.algorithms import ESTIMATORS
 from openrlhf_gtpo.report.rollouts import RolloutDump, Tokens
-from openrlhf_gtpo.view.credit import Credit, Method, credit, reward_formula
+from openrlhf_gtpo.view.credit import Credit, Method, credit
 
 _LOWEST = -20  # power of ten of code 0 << 11; 32 of them
 _SAME = 1e-5  # difference, over the largest value, up to which recomputed advantages are the run's
@@ -85,15 +85,15 @@ def make_page(dumps: Sequence[RolloutDump], methods: Sequence[Method], max_token
 
 
 def _method(method: Method) -> dict[str, Any]:
-    config = method.config
+    config, estimator = method.config, ESTIMATORS[method.name]
     return {
         "label": method.label,
-        "level": ESTIMATORS[method.name].level,
+        "level": estimator.level,
         "compare": getattr(config, "compare", None),
         "mean": getattr(config, "entropy_mean", "arithmetic"),
-        "rewards": [reward_formula(method, False), reward_formula(method, True)],
+        "rewards": [estimator.formula and estimator.formula(config, succeeded) for succeeded in (False, True)],
         "settings": ", ".join(f"{name} {value}" for name, value in vars(config).items()),
-        "known": reward_formula(method, True) is not None,
+        "known": estimator.formula is not None,
     }
 
 
@@ -170,10 +170,9 @@ def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Pac
 
 def _credit(made: Credit, advantages: np.ndarray, of_rows: Any, of_tokens: Any, of_batch: Any) -> dict[str, Any]:
     parts = made.parts
-    by_token = made.row_entropy is None
 
     def number(values: Tensor | None) -> Any:
-        return None if values is None else of_tokens(of_batch(values)) if by_token else of_rows(values)
+        return None if values is None else of_tokens(of_batch(values)) if values.dim() == 2 else of_rows(values)
 
     return {
         "success": [int(value) for value in of_rows(made.success)],
@@ -182,7 +181,7 @@ def _credit(made: Credit, advantages: np.ndarray, of_rows: Any, of_tokens: Any, 
         "mean": parts and of_rows(parts.mean),
         "std": parts and of_rows(parts.std),
         "advantage": of_tokens(advantages),
-        "row_entropy": None if made.row_entropy is None else of_rows(made.row_entropy),
+        "row_entropy": number(parts and parts.row_entropy),
     }
 
 

@@ -7,7 +7,7 @@ import math
 import re
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 from unittest.mock import Mock
 
 import numpy as np
@@ -18,7 +18,7 @@ from dumps import columns, write
 from openrlhf_gtpo.algorithms import ESTIMATORS, gtpo_advantages, gtpo_rewards, gtpo_shares, sequence_entropy
 from openrlhf_gtpo.cli import view
 from openrlhf_gtpo.report.rollouts import SCHEMA, read_dump
-from openrlhf_gtpo.view.credit import credit, padded, read_methods, reward_formula
+from openrlhf_gtpo.view.credit import credit, padded, read_methods
 from openrlhf_gtpo.view.page import decimal_codes, make_page
 
 
@@ -91,11 +91,15 @@ def test_the_pages_numbers_are_those_of_the_algorithms(text: str, tmp_path: Path
         assert made["row_entropy"] == printed(sequence_entropy(entropy, mask))
 
 
-GTPO = [f"gtpo:variant={variant}" for variant in ("v1", "v1_clipped", "v2", "v3")]
-GRPO_S = [f"grpo_s:variant={variant}" for variant in ("v1", "v2", "v3")]
+WITH_FORMULA = [
+    f"{name}:variant={variant}"
+    for name, estimator in ESTIMATORS.items()
+    if estimator.formula
+    for variant in get_args(get_type_hints(estimator.config)["variant"])
+]
 
 
-@pytest.mark.parametrize("text", [*GTPO, *GRPO_S])
+@pytest.mark.parametrize("text", WITH_FORMULA)
 def test_the_formula_on_the_page_is_the_one_that_was_computed(text: str, tmp_path: Path) -> None:
     """Filled in with outcome and share it gives the reward, of either polarity."""
     table = columns()
@@ -105,8 +109,7 @@ def test_the_formula_on_the_page_is_the_one_that_was_computed(text: str, tmp_pat
     made = credit(dump, method)
     mask = padded(dump.columns["mask"])
     for row, succeeded in enumerate(made.success.tolist()):
-        formula = reward_formula(method, succeeded)
-        assert formula is not None
+        formula = ESTIMATORS[method.name].formula(method.config, succeeded)
         share, reward = made.parts.share[row], made.parts.reward[row]
         pairs = zip(share[mask[row]], reward[mask[row]]) if share.dim() else [(share, reward)]
         for one, expected in pairs:
@@ -205,7 +208,7 @@ def test_a_million_tokens_are_sampled_in_whole_groups_and_credited_among_all(
 @pytest.mark.parametrize(
     "words, sentence",
     [
-        (["--estimators", "ppo"], "Expected --estimators of gtpo, grpo_s, forking_tokens, entropy_bonus, got 'ppo'."),
+        (["--estimators", "ppo"], f"Expected --estimators of {', '.join(ESTIMATORS)}, got 'ppo'."),
         (["--estimators", "gtpo:beta=1"], "gtpo has no 'beta', but variant, alpha"),
         (["--estimators", "gtpo:alpha2=x"], "expected a float, got 'x'."),
         (["--estimators", "gtpo:scope=world"], "scope"),
