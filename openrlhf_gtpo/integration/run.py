@@ -8,7 +8,7 @@ from typing import Any
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.integration import patch
 from openrlhf_gtpo.integration.command_line import host, replay, upstream_parser
-from openrlhf_gtpo.integration.command_line.checks import check_every_run, check_inputs, check_ray_address
+from openrlhf_gtpo.integration.command_line.checks import check_every_run, check_inputs
 from openrlhf_gtpo.integration.command_line.entropy_source import choose_entropy
 from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
 from openrlhf_gtpo.integration.command_line.input_checks import (
@@ -70,7 +70,7 @@ def check(args: SimpleNamespace) -> None:
         replay.check(args)
     check_weights_fit(args.actor.model_name_or_path, "--actor.model_name_or_path")
     check_room(args)
-    check_ray_address()
+    host.check_ray_address()
 
 
 def run(args: SimpleNamespace) -> None:

@@ -6,7 +6,6 @@ GRPO-S are held to rules; what upstream's own estimators do with such input is u
 """
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from openrlhf_gtpo.integration.command_line.input_checks import (
     check_dataset,
     check_model,
     check_reward,
-    connect,
     load_tokenizer,
     refuse_own_code,
     refuse_quantized,
@@ -263,16 +261,3 @@ def _check_loss(args: SimpleNamespace) -> None:
         raise
     except (AssertionError, ValueError) as error:
         raise UsageError(f"--actor.dual_clip or --algo.advantage.is_correction_*: {error}") from error
-
-
-def check_ray_address() -> None:
-    """Refuse a RAY_ADDRESS at which nothing listens: Ray would try for minutes and then abort the process (ray 2.55.0,
-    _private/node.py, Node._init_gcs_client). Can go once it raises soon."""
-    address = os.environ.get("RAY_ADDRESS", "")
-    try:
-        connect(address)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"No Ray cluster answers at RAY_ADDRESS={address} ({error}); start one there, or unset RAY_ADDRESS to "
-            "have Ray started on this host."
-        ) from error

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.integration.command_line.input_checks import connect
 from openrlhf_gtpo.megatron.fp8.options import FP32_SCALES
 
 # What upstream sets in its workers' environment, with upstream's defaults.
@@ -131,7 +132,20 @@ def start_ray(args: SimpleNamespace, gpus: int) -> None:
     try:
         ray.init(**options)
     except ConnectionError as error:  # such as of RAY_ADDRESS=auto, which check_ray_address cannot ask
-        raise UsageError(
-            f"No Ray cluster answers at RAY_ADDRESS={os.environ.get('RAY_ADDRESS')}: start one there, or unset "
-            f"RAY_ADDRESS to have Ray started on this host ({error})."
-        ) from error
+        raise _no_ray(error) from error
+
+
+def check_ray_address() -> None:
+    """Refuse a RAY_ADDRESS at which nothing listens: Ray would try for minutes and then abort the process (ray 2.55.0,
+    _private/node.py, Node._init_gcs_client). Can go once it raises soon."""
+    try:
+        connect(os.environ.get("RAY_ADDRESS", ""))
+    except (OSError, ValueError) as error:
+        raise _no_ray(error) from error
+
+
+def _no_ray(error: Exception) -> UsageError:
+    return UsageError(
+        f"No Ray cluster answers at RAY_ADDRESS={os.environ.get('RAY_ADDRESS')} ({error}); start one there, or unset "
+        "RAY_ADDRESS to have Ray started on this host."
+    )

@@ -72,7 +72,9 @@ def test_a_ray_that_does_not_answer_is_the_users_mistake(monkeypatch: pytest.Mon
     monkeypatch.setattr(ray, "init", refuse)
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     args = upstream_parser.parse(GROUP.split())
-    with pytest.raises(UsageError, match="No Ray cluster answers at RAY_ADDRESS=auto: start one there, or unset"):
+    with pytest.raises(
+        UsageError, match=r"RAY_ADDRESS=auto \(Could not find any running Ray instance\.\); start one there, or unset"
+    ):
         start_ray(args, gpus=1)
 
 
