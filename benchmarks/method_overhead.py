@@ -100,8 +100,9 @@ def main() -> None:
 
     argv = trainer_argv(args, {})
     load = os.getloadavg()
-    patch.apply()
-    start_ray(trainer.parse([*argv, *METHODS["group_norm"]]), gpus=1)
+    parsed = trainer.parse([*argv, *METHODS["group_norm"]])
+    patch.apply(parsed)
+    start_ray(parsed, gpus=1)
     processor: dict[str, dict[str, list[float]]] = {name: {"experience": [], "train": []} for name in METHODS}
     try:
         policy = Policy([*argv, *METHODS["group_norm"]], ray.remote(MethodActor), EntropyExperienceMaker)

@@ -66,8 +66,9 @@ def measure_actors(
     argv += ["--algo.advantage.estimator", "gtpo", *trainer_flags]
     rows = args.prompts * args.samples
     tokens: list[int] = []
-    patch.apply()  # its DeepSpeed strategy, which divides no loss
-    start_ray(trainer.parse(argv), gpus=len(backends))
+    parsed = trainer.parse(argv)
+    patch.apply(parsed)  # its DeepSpeed strategy, which divides no loss
+    start_ray(parsed, gpus=len(backends))
     try:
         policies = {
             name: Policy([*argv, "--actor.backend", name], actor, EntropyExperienceMaker)

@@ -39,12 +39,13 @@ def run(args: argparse.Namespace) -> None:
     """Measure the three variants, and print and write the results."""
     argv = [*trainer_argv(args, {}), "--algo.advantage.estimator"]
     rows = args.prompts * args.samples
-    start_ray(trainer.parse([*argv, "group_norm"]), gpus=len(VARIANTS))
+    parsed = trainer.parse([*argv, "group_norm"])
+    start_ray(parsed, gpus=len(VARIANTS))
     try:
         policies = {}
         for name, classes in VARIANTS.items():
             if name != "upstream":
-                patch.apply()  # from here on the DeepSpeed strategy is this package's
+                patch.apply(parsed)  # from here on the DeepSpeed strategy is this package's
             policies[name] = Policy([*argv, "gtpo" if name == "gtpo" else "group_norm"], *classes)
 
         def new_round(repetition: int) -> None:

@@ -5,17 +5,12 @@ The actors themselves bring what they need into their worker processes, which im
 
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 from openrlhf_gtpo import platform
 
 
-def apply(args: SimpleNamespace | None = None) -> None:
-    """Replace the names through which upstream's ``train`` finds its actors. Safe to call twice.
-
-    Args:
-        args: the run's; None for what starts actors on DeepSpeed outside of one.
-    """
+def apply(args: SimpleNamespace) -> None:
+    """Replace the names through which upstream's ``train`` finds its actors. Safe to call twice."""
     import ray
     from openrlhf.cli import train_ppo_ray
     from openrlhf.trainer import ppo_trainer
@@ -25,24 +20,19 @@ def apply(args: SimpleNamespace | None = None) -> None:
     from openrlhf_gtpo.integration.actors.dispatch import ActorGroup, engine_bundles
     from openrlhf_gtpo.integration.actors.policy_actor import CriticActor, PolicyActor
     from openrlhf_gtpo.integration.actors.strategy import CpuStrategy, Strategy
-    from openrlhf_gtpo.integration.controller.trainer import Trainer
+    from openrlhf_gtpo.integration.controller.trainer import EntropyTrainer
     from openrlhf_gtpo.integration.rollout.rewards import TRIES, Patience
     from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRolloutActor
 
-    on_megatron = args is not None and args.actor.backend == "megatron"
-    tensor_parallel_size, max_restarts = 1, 0
-    of_engines: dict[str, Any] = {}
-    if args is not None:
-        max_restarts = args.train.max_restarts
-        tensor_parallel_size = (
-            args.megatron.tensor_model_parallel_size if on_megatron else args.ds.tensor_parallel_size
-        )
-        of_engines = {
-            "engine_args": {name: getattr(args.vllm, name) for name in ("max_num_seqs", "max_num_batched_tokens")},
-            "patience": Patience(TRIES if max_restarts else 1, args.train.stall_timeout),
-            "with_entropy": args.rollout.entropy == "sampler",
-            "temperature": args.rollout.temperature,
-        }
+    on_megatron = args.actor.backend == "megatron"
+    max_restarts = args.train.max_restarts
+    tensor_parallel_size = args.megatron.tensor_model_parallel_size if on_megatron else args.ds.tensor_parallel_size
+    of_engines = {
+        "engine_args": {name: getattr(args.vllm, name) for name in ("max_num_seqs", "max_num_batched_tokens")},
+        "patience": Patience(TRIES if max_restarts else 1, args.train.stall_timeout),
+        "with_entropy": args.rollout.entropy == "sampler",
+        "temperature": args.rollout.temperature,
+    }
     train_ppo_ray.RayActorGroup = partial(ActorGroup, tensor_parallel_size=tensor_parallel_size)
     train_ppo_ray.CriticModelActor = CriticActor
     train_ppo_ray.PolicyModelActor = PolicyActor
@@ -54,5 +44,5 @@ def apply(args: SimpleNamespace | None = None) -> None:
     vllm_engine.get_bundle_indices = engine_bundles
     rollout_actor = type("RolloutActor", (StrictRolloutActor,), of_engines)
     vllm_engine.RolloutRayActor = ray.remote(max_restarts=max_restarts)(rollout_actor)
-    ppo_trainer.PPOTrainer = Trainer
+    ppo_trainer.PPOTrainer = ray.remote(EntropyTrainer)
     deepspeed.DeepspeedStrategy = CpuStrategy if platform.chosen_platform() == "cpu" else Strategy

@@ -12,11 +12,13 @@ platform.activate()
 
 from openrlhf.trainer.ray import ppo_actor  # noqa: E402
 
-from openrlhf_gtpo.integration import patch  # noqa: E402
-from openrlhf_gtpo.integration.actors.policy_actor import EntropyActorTrainer  # noqa: E402
+from openrlhf_gtpo.integration import patch, run  # noqa: E402
+from openrlhf_gtpo.integration.actors.policy_actor import DeepspeedActorTrainer  # noqa: E402
 from openrlhf_gtpo.integration.actors.policy_model import PolicyModel  # noqa: E402
 
-patch.apply()
+patch.apply(
+    run.parse(["--reward.remote_url", "none", "--vllm.num_engines", "1", "--algo.advantage.estimator", "gtpo"])
+)
 # What the policy's worker process replaces when it loads its model.
-ppo_actor.ActorPPOTrainer = EntropyActorTrainer
+ppo_actor.ActorPPOTrainer = DeepspeedActorTrainer
 ppo_actor.Actor = PolicyModel
