@@ -150,7 +150,7 @@ class Step:
 def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Indices into ``lengths``, the longest first, each in the first micro-batch with room; a longer row alone.
 
-    The trainer's own ``fill`` balances with OpenRLHF's code, which this benchmark has to do without.
+    The trainer's own ``fill_micro_batches`` balances with OpenRLHF's code, which this benchmark has to do without.
     """
     parts: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

@@ -141,9 +141,9 @@ def _lines(source: RowFile, rows: list[Row], scores: dict[int, Any]) -> Iterator
 def fill_padded(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Micro-batches for a model that computes padding too: rows × longest row is at most ``max_tokens``.
 
-    Rows of like lengths come together, longest first. A row longer than ``max_tokens`` stands alone. The ``fill`` of
-    packed rows bounds only real tokens: of a long row and many short ones it makes a micro-batch whose padding is many
-    times ``max_tokens``.
+    Rows of like lengths come together, longest first. A row longer than ``max_tokens`` stands alone. For packed rows
+    ``fill_micro_batches`` bounds only real tokens: of a long row and many short ones it makes a micro-batch whose
+    padding is many times ``max_tokens``.
     """
     batches: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
@@ -192,7 +192,7 @@ def _transformers(model: ScoreModel) -> Iterator[Forward]:
 def _megatron(model: ScoreModel) -> Iterator[Forward]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, of what a host lacks for training
-        from openrlhf_gtpo.integration.actors.micro_batches import fill
+        from openrlhf_gtpo.integration.actors.micro_batches import fill_micro_batches
         from openrlhf_gtpo.integration.command_line.megatron_flags import refusals_name_flags
         from openrlhf_gtpo.integration.command_line.megatron_overrides import parse_overrides
         from openrlhf_gtpo.megatron.model.policy import ModelOptions, load_model
@@ -211,7 +211,7 @@ def _megatron(model: ScoreModel) -> Iterator[Forward]:
             loaded = load_model(model.folder, options, for_training=False)
 
         yield Forward(
-            lambda lengths: fill(lengths, model.max_tokens),
+            lambda lengths: fill_micro_batches(lengths, model.max_tokens),
             partial(schedule.forward, loaded),
             model.layout.model_parallel_size,
         )

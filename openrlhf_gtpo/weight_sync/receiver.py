@@ -11,7 +11,7 @@ import torch
 from openrlhf_gtpo.weight_sync import transports
 from openrlhf_gtpo.weight_sync.buckets import WIRE_DTYPE, Bucket, numel, unpack
 from openrlhf_gtpo.weight_sync.receipts import Arrivals, Receipt
-from openrlhf_gtpo.weight_sync.transports import open_shared, place
+from openrlhf_gtpo.weight_sync.transports import memory_of, open_shared
 
 _RELOAD_LOG = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
 
@@ -69,7 +69,7 @@ class WeightReceiver:
         if index == 0:
             self._sync = _ColocatedSync(Arrivals(self.model_runner.get_model()) if prove else None)
         sync = self._sync
-        here = place(self.device)
+        here = memory_of(self.device)
         if here not in handles:
             raise RuntimeError(
                 f"No trainer process shares weights with an engine on {here}, only on {sorted(handles)}."

@@ -12,7 +12,7 @@ import torch
 from openrlhf_gtpo.weight_sync import transports
 from openrlhf_gtpo.weight_sync.buckets import WIRE_DTYPE, Weights, numel
 from openrlhf_gtpo.weight_sync.receipts import WeightSyncError, as_integers, check_receipts, checksums
-from openrlhf_gtpo.weight_sync.transports import Finish, SharedBuffer, place, shared_buffer
+from openrlhf_gtpo.weight_sync.transports import Finish, SharedBuffer, memory_of, shared_buffer
 
 T = TypeVar("T")
 
@@ -142,7 +142,7 @@ class ColocatedSender:
             for turn in (weights.buckets[::2], weights.buckets[1::2]):
                 if turn:
                     buffers.append(stack.enter_context(shared_buffer(max(map(numel, turn)), self._device)))
-            return {place(self._device): [buffer.handle for buffer in buffers]}
+            return {memory_of(self._device): [buffer.handle for buffer in buffers]}
 
         def fill(index: int) -> None:
             buffer = buffers[index % 2].tensor

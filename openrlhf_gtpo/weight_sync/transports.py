@@ -84,7 +84,7 @@ class SharedBuffer:
     handle: bytes
 
 
-def place(device: torch.device) -> str:
+def memory_of(device: torch.device) -> str:
     """The memory that processes can share: the physical GPU, whatever each calls it, or the host."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).uuid)

@@ -11,7 +11,7 @@ from openrlhf.trainer.ray import ppo_actor
 from rollouts import arguments
 
 from openrlhf_gtpo.algorithms import SURROGATES
-from openrlhf_gtpo.integration.actors.policy_actor import EntropyActorTrainer, EntropyPolicyActor
+from openrlhf_gtpo.integration.actors.policy_actor import DeepspeedActorTrainer, EntropyPolicyActor
 from openrlhf_gtpo.integration.actors.policy_model import PolicyModel
 from openrlhf_gtpo.integration.credit.loss import CreditLoss
 from openrlhf_gtpo.token_values import TokenValues
@@ -67,7 +67,7 @@ def loss_of(monkeypatch: pytest.MonkeyPatch, *argv: str) -> torch.nn.Module:
     """The loss of a trainer, which needs no model to be made."""
     monkeypatch.setattr(ppo_actor, "torch_dist_barrier_and_cuda_sync", lambda: None)
     strategy = SimpleNamespace(args=arguments(*argv))
-    return EntropyActorTrainer(strategy, None, None, None, None, vllm_engines=None).actor_loss_fn
+    return DeepspeedActorTrainer(strategy, None, None, None, None, vllm_engines=None).actor_loss_fn
 
 
 def test_the_loss_follows_the_estimator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from vllm.v1.sample.sampler import Sampler
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.command_line import guard
 from openrlhf_gtpo.integration.rollout.sampler_calls import ENTROPY_TAG, entropies
-from openrlhf_gtpo.integration.rollout.sampler_entropy import SamplerV2, capture, token_values
+from openrlhf_gtpo.integration.rollout.sampler_entropy import SamplerV2, capture, sampled_logprobs
 from openrlhf_gtpo.integration.rollout.samples_generator import NumberedLabel
 
 ROWS, VOCABULARY, TEMPERATURE = 5, 300, 0.7
@@ -313,6 +313,6 @@ def test_experiences_carry_them_cut_as_upstream_cuts_log_probs(monkeypatch: pyte
 
 
 def test_what_token_values_says_is_one_column() -> None:
-    tensors = token_values(torch.zeros(2, 4), torch.tensor([3, 0], dtype=torch.int32), 1.0)
+    tensors = sampled_logprobs(torch.zeros(2, 4), torch.tensor([3, 0], dtype=torch.int32), 1.0)
     assert tensors.logprobs.shape == tensors.logprob_token_ids.shape == (2, 1)
     assert tensors.logprob_token_ids.dtype == torch.int32 and tensors.selected_token_ranks.dtype == torch.int64

@@ -21,8 +21,9 @@ from ray.exceptions import ActorUnavailableError
 from rollouts import arguments
 
 from openrlhf_gtpo.errors import TrainingStopped
-from openrlhf_gtpo.integration.actors import policy_actor
-from openrlhf_gtpo.integration.actors.policy_actor import EntropyActorTrainer, wait_for_engines
+from openrlhf_gtpo.integration.actors import actor_trainer
+from openrlhf_gtpo.integration.actors.actor_trainer import wait_for_engines
+from openrlhf_gtpo.integration.actors.policy_actor import DeepspeedActorTrainer
 from openrlhf_gtpo.integration.rollout import rollout_actor
 from openrlhf_gtpo.weight_sync.process_engine import ProcessEngine
 
@@ -87,11 +88,11 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def trainer_of(policy: torch.nn.Module, actors: list[Actor], *argv: str) -> EntropyActorTrainer:
+def trainer_of(policy: torch.nn.Module, actors: list[Actor], *argv: str) -> DeepspeedActorTrainer:
     flags = ("--algo.advantage.estimator", "group_norm", "--vllm.num_engines", str(len(actors)), *argv)
     args = arguments(*flags, "--vllm.sync_bucket_mb", "1")
     model = SimpleNamespace(model=SimpleNamespace(module=policy))
-    return EntropyActorTrainer(SimpleNamespace(args=args), model, None, None, None, vllm_engines=actors)
+    return DeepspeedActorTrainer(SimpleNamespace(args=args), model, None, None, None, vllm_engines=actors)
 
 
 @pytest.mark.parametrize("argv", TRANSPORT, ids=" ".join)
@@ -199,7 +200,7 @@ def test_the_trainer_waits_for_engines_and_says_for_which(capsys: pytest.Capture
 
 
 def test_the_trainer_waits_for_an_engine_that_ray_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy_actor, "_AGAIN", 0.0)
+    monkeypatch.setattr(actor_trainer, "_AGAIN", 0.0)
     engine, again = Starting(0.0, ActorUnavailableError("it is being started", None)), Starting(0.1)
     answers = [engine.__ray_ready__, engine.__ray_ready__, again.__ray_ready__]
     engine.__ray_ready__ = SimpleNamespace(remote=lambda: answers.pop(0).remote())

@@ -101,7 +101,7 @@ def story() -> None:
 
 def own_place(rank: Rank) -> None:
     """Each engine reads what the rank on its own GPU has filled, and one on neither's says so."""
-    sender.place = lambda device: f"GPU {rank.rank}"
+    sender.memory_of = lambda device: f"GPU {rank.rank}"
     for engine in range(2):
         rank.tell(engine, "set_place", f"GPU {engine}")
     rank.send(weights(rank.rank), prove=False)  # ranks differ, so that one can tell whose arrived

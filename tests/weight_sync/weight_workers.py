@@ -65,7 +65,7 @@ class Worker(PlainWorker):
         self.__dict__.pop("_broadcast", None)
 
     def set_place(self, place: str) -> None:
-        receiver.place = lambda device: place
+        receiver.memory_of = lambda device: place
 
     def holds(self) -> list[tuple[str, list[float], tuple[int, ...]]]:
         return [(name, w.flatten().tolist(), tuple(w.shape)) for name, w in self.model.named_parameters()]

@@ -15,10 +15,10 @@ from openrlhf.utils import get_tokenizer
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 from transformers import get_scheduler
 
+from openrlhf_gtpo.integration.actors.actor_trainer import keep_trying
 from openrlhf_gtpo.integration.actors.megatron_trainer import MegatronActorTrainer
 from openrlhf_gtpo.integration.actors.micro_batches import PaddedBatch, forward_padded
 from openrlhf_gtpo.integration.actors.optimizer_steps import RowOrder
-from openrlhf_gtpo.integration.actors.policy_actor import keep_trying
 from openrlhf_gtpo.integration.command_line.megatron_flags import fp8_of, layout_of, refusals_name_flags
 from openrlhf_gtpo.integration.command_line.megatron_overrides import parse_overrides
 from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy

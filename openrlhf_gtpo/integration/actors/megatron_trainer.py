@@ -12,9 +12,9 @@ from openrlhf.models.utils import compute_approx_kl, masked_mean
 from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch
 from torch import Tensor
 
-from openrlhf_gtpo.integration.actors.micro_batches import fill, token_row
+from openrlhf_gtpo.integration.actors.actor_trainer import ActorTrainer
+from openrlhf_gtpo.integration.actors.micro_batches import fill_micro_batches, token_row
 from openrlhf_gtpo.integration.actors.optimizer_steps import BadSteps, RowOrder, StepMetrics, optimizer_steps, poisoned
-from openrlhf_gtpo.integration.actors.policy_actor import EntropyActorTrainer
 from openrlhf_gtpo.megatron.fp8.weights import in_high_precision
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.model.weights import FullWeights
@@ -26,7 +26,7 @@ from openrlhf_gtpo.token_values import place
 _READ = ("action_mask", "advantages", "action_log_probs", "base_action_log_probs", "rollout_log_probs")
 
 
-class MegatronActorTrainer(EntropyActorTrainer):
+class MegatronActorTrainer(ActorTrainer):
     """Holds the replay buffer of this replica and trains ``model`` on it.
 
     Upstream's flags keep their meaning: ``--train.batch_size`` rows an optimizer step over all replicas,
@@ -103,7 +103,7 @@ class _StepLoss:
         self.kl_ctl = kl_ctl
         self.policy_loss, self.ratios = trainer.actor_loss_fn, trainer.ratios
         tokens_of = [token_row(row.sequences, row.attention_mask, row.action_mask) for row in rows]
-        members = fill([len(tokens) for tokens, _ in tokens_of], self.args.train.max_tokens_per_gpu)
+        members = fill_micro_batches([len(tokens) for tokens, _ in tokens_of], self.args.train.max_tokens_per_gpu)
         self.micro_batches = [[tokens_of[i] for i in part] for part in members]
         self.experiences = [make_experience_batch([rows[i] for i in part], True) for part in members]
         self.with_entropy = self.args.actor.entropy_coef is not None

@@ -12,7 +12,7 @@ from openrlhf_gtpo.token_values import MicroBatch, TokenRow, TokenValues, place
 PaddedBatch = tuple[Tensor, Tensor, Tensor]
 
 
-def fill(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def fill_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Micro-batches of at most ``max_tokens`` tokens and of similar size, as indices into ``lengths``, each once.
 
     There are about as few of them as first-fit needs. A row longer than ``max_tokens`` gets one of its own. The same
@@ -54,7 +54,7 @@ def forward_padded(
         forward: micro-batches to the values of their actions, (N,) each, row after row.
     """
     rows = [token_row(*row) for batch in batches for row in zip(*batch, strict=True)]
-    members = fill([len(tokens) for tokens, _ in rows], max_tokens)
+    members = fill_micro_batches([len(tokens) for tokens, _ in rows], max_tokens)
     results = forward([[rows[i] for i in part] for part in members])
     values: list[Tensor] = [torch.empty(0)] * len(rows)  # of each row (2, its actions)
     for part, result in zip(members, results, strict=True):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from openrlhf_gtpo.errors import TrainingStopped
-from openrlhf_gtpo.integration.actors.micro_batches import fill
+from openrlhf_gtpo.integration.actors.micro_batches import fill_micro_batches
 from openrlhf_gtpo.integration.credit.old_policy import count_steps
 
 
@@ -272,7 +272,9 @@ class WholeSteps:
             size = args.train.micro_batch_size
             return [items[i : i + size] for i in range(0, len(items), size)]
         budget = args.train.max_tokens_per_gpu * args.ds.ring_attn_size * args.ds.tensor_parallel_size
-        return [[items[i] for i in part] for part in fill([int(item.total_length) for item in items], budget)]
+        return [
+            [items[i] for i in part] for part in fill_micro_batches([int(item.total_length) for item in items], budget)
+        ]
 
 
 def _no_actions() -> Experience:

@@ -15,7 +15,7 @@ from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
 from openrlhf.utils.logging_utils import TensorboardLogger
 
 from openrlhf_gtpo.errors import StoppedOnRequest
-from openrlhf_gtpo.integration.actors.policy_actor import keep_trying
+from openrlhf_gtpo.integration.actors.actor_trainer import keep_trying
 from openrlhf_gtpo.integration.actors.token_ratios import take_ratios
 from openrlhf_gtpo.integration.controller import stop
 from openrlhf_gtpo.integration.controller.engines import Engines
@@ -406,6 +406,3 @@ def held_out_statistics(
             if k < samples_per_prompt:
                 found[names.eval_best_of(source, k)] = sum(best_of(each, k) for each in questions) / len(questions)
     return found
-
-
-Trainer = ray.remote(EntropyTrainer)

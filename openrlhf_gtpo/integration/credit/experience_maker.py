@@ -79,7 +79,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         """
         started = time.perf_counter()
         due = self.audit.due()
-        exact = self.audit.without_fp8(due, self.actor_model_group, lambda: self._policy_forward(samples_list))
+        without_fp8 = self.audit.without_fp8(due, self.actor_model_group, lambda: self._policy_forward(samples_list))
         sampled, rows = _take(samples_list, "sampler_values"), sum(len(s.sequences) for s in samples_list)
         self._in_its_place = None
         if sampled is not None:
@@ -89,11 +89,12 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
                 self._in_its_place = sampled
         experiences = super().make_experience(samples_list)
         values, self._policy_values = self._policy_values, None
+        exact = without_fp8
         if sampled is not None:
             assert values is not None, "the policy returned no entropies"
             exact = values if due else None
             if due or not self.audit.closed:
-                values = [old_policy.fill(ours, theirs) for ours, theirs in zip(sampled, values, strict=True)]
+                values = [old_policy.fill_missing(ours, theirs) for ours, theirs in zip(sampled, values, strict=True)]
         if not old_policy.trains_on_old_log_probs(self.args, rows):
             for experience in experiences:
                 experience.action_log_probs = None

@@ -55,6 +55,6 @@ def count_missing(samples: Sequence[Experience], sampled: Sequence[TokenValues])
     return missing
 
 
-def fill(sampled: TokenValues, actors: TokenValues) -> TokenValues:
+def fill_missing(sampled: TokenValues, actors: TokenValues) -> TokenValues:
     """The sampler's values (b, t), and the actor's where there are none."""
     return TokenValues(*(torch.where(ours.isnan(), theirs, ours) for ours, theirs in zip(sampled, actors)))

@@ -23,7 +23,7 @@ from openrlhf_gtpo.integration.rollout.sampler_calls import ENTROPY_TAG
 from openrlhf_gtpo.lm_head import log_prob_and_entropy
 
 
-def token_values(logits: Tensor, sampled: Tensor, temperature: float) -> LogprobsTensors:
+def sampled_logprobs(logits: Tensor, sampled: Tensor, temperature: float) -> LogprobsTensors:
     """What vLLM expects of ``logits`` (N, V) and the tokens ``sampled`` (N,) from them."""
     sampled = sampled.long()
     log_probs, entropy = log_prob_and_entropy(logits, sampled, temperature=temperature)
@@ -42,7 +42,7 @@ class EntropySampler(Sampler):
         raw = logits.clone() if logits.dtype == torch.float32 else logits  # float32 ones are changed in place
         without = replace(sampling_metadata, max_num_logprobs=None, logprob_token_ids=None)
         output = super().forward(logits, without, *args, **kwargs)
-        output.logprobs_tensors = token_values(raw, output.sampled_token_ids[:, 0], self.temperature)
+        output.logprobs_tensors = sampled_logprobs(raw, output.sampled_token_ids[:, 0], self.temperature)
         return output
 
 
@@ -57,7 +57,7 @@ class EntropySamplerV2(SamplerV2):
     def __call__(self, logits: Tensor, input_batch: Any) -> Any:
         output = super().__call__(logits, input_batch)
         if super().get_logprobs_dims(input_batch.idx_mapping_np) is not None:
-            output.logprobs_tensors = token_values(logits, output.sampled_token_ids[:, 0], self.temperature)
+            output.logprobs_tensors = sampled_logprobs(logits, output.sampled_token_ids[:, 0], self.temperature)
         return output
 
 

@@ -1,0 +1,200 @@
+"""What the trainers of an actor on DeepSpeed and on Megatron share: the estimator's loss, the transfer of weights to
+the engines, and writing that a full disk only delays."""
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from typing import Any
+
+import ray
+import ray.util.state
+import torch
+from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
+from ray.exceptions import ActorUnavailableError
+
+from openrlhf_gtpo.errors import Restartable, TrainingStopped
+from openrlhf_gtpo.integration.actors.token_ratios import TokenRatios
+from openrlhf_gtpo.integration.credit.loss import credit_loss
+from openrlhf_gtpo.weight_sync.buckets import Weights
+from openrlhf_gtpo.weight_sync.receipts import WeightSyncError
+from openrlhf_gtpo.weight_sync.sender import ColocatedSender, Engine, WeightSender, gather, ray_engine
+
+# Seconds that engines have to start: the trainer's other ranks wait for the first an hour (`setup_distributed`).
+_START_LIMIT = 45 * 60.0
+_AGAIN = 1.0
+_LOG_LINES = 5
+_TRIES, _WAIT = 60, 30  # seconds
+
+
+def wait_for_engines(engines: Sequence[Any], limit: float = _START_LIMIT, report_every: float = 60.0) -> None:
+    """Wait until every engine has loaded and compiled its model, saying from time to time which have not.
+
+    The group for weights that they join next gives up after 300 s (vllm 0.29.0, distributed/utils.py,
+    ``StatelessProcessGroup.create``), in which a first download or compilation need not end.
+
+    Args:
+        engines: handles of Ray actors.
+
+    Raises:
+        Restartable: an engine died, or some are not ready after ``limit`` seconds.
+    """
+    began = time.monotonic()
+    starting = {engine.__ray_ready__.remote().future(): number for number, engine in enumerate(engines)}
+    while starting:
+        ready, _ = wait(starting, timeout=report_every, return_when=FIRST_COMPLETED)
+        waited = time.monotonic() - began
+        for future in ready:
+            number = starting.pop(future)
+            failure = future.exception()
+            if isinstance(failure, ActorUnavailableError):  # Ray starts it again
+                time.sleep(_AGAIN)
+                starting[engines[number].__ray_ready__.remote().future()] = number
+            elif failure is not None:
+                raise Restartable(
+                    f"vLLM engine {number} of {len(engines)} (counted from 0) died {waited:.0f} s after the trainer "
+                    f"began to wait for it: {' '.join(str(failure).split())[-400:]}{_last_words(engines[number])}"
+                )
+        names = ", ".join(map(str, sorted(starting.values())))
+        if starting and waited >= limit:
+            raise Restartable(
+                f"Of {len(engines)} vLLM engines (counted from 0), {names} did not start in {waited:.0f} s"
+                f"{_last_words(engines[min(starting.values())])}"
+            )
+        if starting and not ready:
+            print(f"The trainer waits for vLLM engines {names} of {len(engines)}: {waited:.0f} s", flush=True)
+
+
+def _last_words(engine: Any) -> str:
+    """The end of the engine's log, to end a sentence; nothing where Ray's dashboard cannot be asked for it."""
+    try:
+        text = "".join(ray.util.state.get_log(actor_id=engine._actor_id.hex(), tail=_LOG_LINES, timeout=30))
+    except Exception:  # no dashboard, or one that wants a token, or its agent died with the node
+        return "; its node's Ray logs say why."
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(":")]
+    return f"; its log ends: {' | '.join(lines)}"
+
+
+def _own_as_old(loss: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Old log-probs that no forward has computed are those that train, detached (``credit.old_policy``). Upstream's
+    KL loss, which may read them too, takes a ratio of 1 without them (openrlhf 0.11.2, compute_approx_kl)."""
+    log_probs, old_log_probs, *others = inputs
+    return log_probs, log_probs.detach() if old_log_probs is None else old_log_probs, *others
+
+
+class ActorTrainer(ActorPPOTrainer):
+    """Upstream's trainer of an actor, with the loss of the estimator and a weight transfer in buckets."""
+
+    def __init__(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(strategy, *args, **kwargs)
+        loss = credit_loss(self.args)
+        if loss is not None:
+            self.actor_loss_fn = loss
+        self.actor_loss_fn.register_forward_pre_hook(_own_as_old)
+        self.ratios = TokenRatios(self.actor_loss_fn) if self.args.logger.dump_rollouts else None
+
+    @property
+    def _colocated(self) -> bool:
+        """The engines share this trainer's GPUs: upstream's condition for CUDA IPC, but whatever the backend."""
+        return self.args.train.colocate_all and not self.args.train.async_enable
+
+    def _engines(self) -> list[Engine]:
+        return [ray_engine(engine) for engine in self.vllm_engines]
+
+    def _init_vllm_sync_group(self, backend: str) -> None:
+        if self.args.vllm.sync_with_ray:
+            super()._init_vllm_sync_group(backend)
+        elif not self._colocated:
+            wait_for_engines(self.vllm_engines)
+            try:
+                self._broadcaster = WeightSender(
+                    self._engines(),
+                    self.args.vllm.tensor_parallel_size,
+                    ray.util.get_node_ip_address(),
+                    torch.device(torch.cuda.current_device()),
+                    self.args.vllm.sync_checksum,
+                )
+            except ray.exceptions.RayError:
+                wait_for_engines(self.vllm_engines)  # which names the one that died
+                raise
+
+    _rejoined = False  # the engines, since the last transfer
+
+    def rejoin_engines(self) -> None:
+        """Meet the engines anew, some of which were started again; the next transfer is proven by checksums.
+
+        Raises:
+            TrainingStopped: one of them died on the way.
+        """
+        self._rejoined = True
+        if torch.distributed.get_rank() == 0:
+            wait_for_engines(self.vllm_engines)
+            self._init_vllm_sync_group("")
+
+    def broadcast_to_vllm(self) -> None:
+        """Send every parameter that upstream would, in buckets; with Ray's transfer, as upstream does.
+
+        Raises:
+            Restartable: an engine did not get what was sent.
+        """
+        if self.args.vllm.sync_with_ray:
+            super().broadcast_to_vllm()
+            return
+        torch.cuda.empty_cache()
+        try:
+            self._send()
+        except WeightSyncError as error:
+            raise Restartable(str(error)) from error
+        torch.cuda.empty_cache()
+        torch_dist_barrier_and_cuda_sync()
+
+    def _send(self) -> None:
+        weights = self._weights_to_send()
+        device = torch.device(torch.cuda.current_device())
+        first = torch.distributed.get_rank() == 0
+        # A transfer of a part of the model would be taken for an incomplete one.
+        prove = self.args.vllm.sync_checksum or (self._rejoined and not self.args.actor.freeze_visual_encoder)
+        self._rejoined = False
+        if self._colocated:
+            engines = self._engines() if first else []
+            ColocatedSender(engines, _all_gather_objects, device, prove).send(weights)
+        elif first:
+            self._broadcaster.prove = prove
+            self._broadcaster.send(weights)
+        else:
+            gather(weights, device)
+
+    @abstractmethod
+    def _weights_to_send(self) -> Weights:
+        """The model's full tensors, which all ranks have to gather together."""
+
+
+def keep_trying(write: Callable[[str], Any], directory: str) -> None:
+    """Call ``write(directory)`` until it succeeds, so that a full disk does not cost what was trained.
+
+    Ranks that write together fail together, and try again as often.
+
+    Raises:
+        TrainingStopped: it still fails after half an hour.
+    """
+    for left in range(_TRIES - 1, -1, -1):
+        try:
+            write(directory)
+            return
+        except OSError as error:
+            failure = f"{directory} could not be written: {error}"
+        if left:
+            print(f"Warning: {failure} Make room for it; trying again every {_WAIT} s, {left} more times.", flush=True)
+            time.sleep(_WAIT)
+    raise TrainingStopped(
+        f"{failure} Make room for it and start the same command with --ckpt.load_enable, which goes on from the last "
+        "checkpoint of --ckpt.path."
+    )
+
+
+def _all_gather_objects(mine: Any) -> list[Any]:
+    """Every rank's ``mine``, in the order of ranks."""
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, mine)
+    return gathered
