@@ -101,7 +101,7 @@ def configurations(common: Sequence[str], compare: Mapping[str, Sequence[str]], 
 def setup_of(args: SimpleNamespace) -> Setup:
     """GPUs, operations and precisions of a run with ``args``, placed as OpenRLHF's ``train`` places its groups."""
     gpus = gpus_of(args)
-    models = sum(gpus) - gpus.engines
+    models = sum(gpus) - gpus.engines - gpus.guide
     epochs = args.train.max_epochs
     forwards = always_forwards(args, args.rollout.batch_size * args.rollout.n_samples_per_prompt)
     has_reference = args.algo.kl.init_coef > 0

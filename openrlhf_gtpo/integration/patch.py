@@ -21,7 +21,7 @@ def apply(args: SimpleNamespace) -> None:
     from openrlhf_gtpo.integration.actors.policy_actor import CriticActor, PolicyActor
     from openrlhf_gtpo.integration.actors.strategy import CpuStrategy, Strategy
     from openrlhf_gtpo.integration.controller.trainer import EntropyTrainer
-    from openrlhf_gtpo.integration.rollout.rewards import TRIES, Patience
+    from openrlhf_gtpo.integration.rollout.rewards import Patience
     from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRolloutActor
 
     on_megatron = args.actor.backend == "megatron"
@@ -29,10 +29,13 @@ def apply(args: SimpleNamespace) -> None:
     tensor_parallel_size = args.megatron.tensor_model_parallel_size if on_megatron else args.ds.tensor_parallel_size
     of_engines = {
         "engine_args": {name: getattr(args.vllm, name) for name in ("max_num_seqs", "max_num_batched_tokens")},
-        "patience": Patience(TRIES if max_restarts else 1, args.train.stall_timeout),
+        "patience": Patience.of(args),
         "with_entropy": args.rollout.entropy == "sampler",
         "temperature": args.rollout.temperature,
     }
+    if args.algo.guide.model_name_or_path:  # all rows carry their engine's log-probs, or none
+        of_engines["with_log_probs"] = True
+        of_engines["engine_args"] |= {"logprobs_mode": "processed_logprobs", "max_logprobs": 1}
     train_ppo_ray.RayActorGroup = partial(ActorGroup, tensor_parallel_size=tensor_parallel_size)
     train_ppo_ray.CriticModelActor = CriticActor
     train_ppo_ray.PolicyModelActor = PolicyActor

@@ -8,7 +8,7 @@ from typing import Any
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.integration import patch
 from openrlhf_gtpo.integration.command_line import host, replay, upstream_parser
-from openrlhf_gtpo.integration.command_line.checks import check_every_run, check_inputs
+from openrlhf_gtpo.integration.command_line.checks import check_every_run, check_guide, check_inputs
 from openrlhf_gtpo.integration.command_line.entropy_source import choose_entropy
 from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
 from openrlhf_gtpo.integration.command_line.input_checks import (
@@ -66,6 +66,7 @@ def check(args: SimpleNamespace) -> None:
     check_metrics_file(args)
     check_results(args)
     check_inputs(args)
+    check_guide(args)
     if args.train.replay_rollouts:
         replay.check(args)
     check_weights_fit(args.actor.model_name_or_path, "--actor.model_name_or_path")

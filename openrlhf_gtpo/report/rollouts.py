@@ -17,8 +17,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-VERSION = 3
-_READ = (1, 2, VERSION)  # the first has no settings that only a replay needs, and both have no ratios
+VERSION = 4
+# The first has no settings that only a replay needs, the first two have no ratios, the first three no guide.
+_READ = (1, 2, 3, VERSION)
 FOLDER = "rollouts"  # in --ckpt.path
 
 _KEY = b"openrlhf_gtpo.rollouts"  # of the file's metadata: the settings as JSON
@@ -30,6 +31,7 @@ SCHEMA = pa.schema(
         pa.field("outcome", pa.float64(), nullable=False),
         pa.field("length_penalty", pa.float64(), nullable=False),
         pa.field("truncated", pa.bool_(), nullable=False),
+        pa.field("guided", pa.bool_()),
         pa.field("prompt_tokens", pa.list_(pa.int32()), nullable=False),
         pa.field("tokens", pa.list_(pa.int32()), nullable=False),
         pa.field("pieces", pa.list_(pa.string()), nullable=False),

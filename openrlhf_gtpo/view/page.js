@@ -196,7 +196,8 @@ function showList() {
       element("span", `${sign(good)} `, {className: good ? "mark correct" : "mark"}),
       `${step.group[row] + 1}.${place[row]} `,
       element("small", `outcome ${format(step.outcome[row])}, ${length(step, row)} tokens`
-        + `${step.truncated[row] ? ", cut off" : ""}, mean A ${format(step.advantage[row])}`));
+        + `${step.guided?.[row] ? ", the guide's" : ""}${step.truncated[row] ? ", cut off" : ""}`
+        + `, mean A ${format(step.advantage[row])}`));
     button.dataset.row = row;
     button.setAttribute("aria-current", row === state.row);
     button.setAttribute("aria-label", `${nameOf(step, row)}, ${said(good)}${button.lastChild.textContent}`);
@@ -240,7 +241,8 @@ function showResponse() {
   const good = success(row);
   $("facts").textContent = `${sign(good)} ${said(good)}outcome ${format(s.outcome[row])}`
     + `${s.penalty[row] ? `, length penalty ${format(s.penalty[row])}` : ""}, ${length(s, row)} tokens`
-    + `${s.truncated[row] ? ", cut off at the limit" : ""}, mean advantage ${format(s.advantage[row])}`;
+    + `${s.guided?.[row] ? ", sampled by the guide" : ""}${s.truncated[row] ? ", cut off at the limit" : ""}`
+    + `, mean advantage ${format(s.advantage[row])}`;
   $("prompt").lastElementChild.textContent = data.prompts[s.prompt[row]];
   const others = data.steps.flatMap((one, index) => one !== s && one.prompt.includes(s.prompt[row]) ? [index] : []);
   $("elsewhere").replaceChildren(...(others.length ? ["The same prompt in step ", ...others.map((index) => {

@@ -155,6 +155,7 @@ def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Pac
         "outcome": of_rows(columns["outcome"]),
         "penalty": of_rows(columns["length_penalty"]),
         "truncated": columns["truncated"][rows].astype(int).tolist(),
+        "guided": None if columns["guided"] is None else columns["guided"][rows].astype(int).tolist(),
         "advantage": [_printed(mean) for mean in _row_means(columns["advantages"], columns["mask"])[rows]],
         "pieces": packed.array(np.array([ids.setdefault(piece, len(ids)) for piece in pieces], np.uint32)),
         "mask": packed.array(mask.astype(np.uint8)),

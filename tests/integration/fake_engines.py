@@ -1,13 +1,19 @@
 """Rollout actors over a vLLM that answers with its request's seed, and a generator of samples over them."""
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from openrlhf.trainer.ppo_utils import samples_generator as upstream
 from openrlhf.utils.agent import AgentExecutorBase
+from rollouts import arguments
 
+from openrlhf_gtpo.integration.rollout import samples_generator
+from openrlhf_gtpo.integration.rollout.guide import Guide
+from openrlhf_gtpo.integration.rollout.rescue import RescueQueue
 from openrlhf_gtpo.integration.rollout.rewards import RewardFailed
 from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRolloutActor
 from openrlhf_gtpo.integration.rollout.samples_generator import OrderedSamplesGenerator
@@ -77,6 +83,67 @@ class Executor(AgentExecutorBase):
         }
 
 
+class GuideExecutor(Executor):
+    """Says log-probs, as its engine does, and "guide" in its logs."""
+
+    log_probs: Any = [0.0, -0.5]
+    is_guide = 1
+    is_right: Callable[[str], bool] = staticmethod(lambda label: False)
+
+    async def execute(self, **given: Any) -> dict[str, Any]:  # type: ignore[override]
+        response = await super().execute(**given)
+        assert given["sampling_params"].logprobs == 1
+        response["extra_logs"]["guide"] = self.is_guide
+        if self.is_right(given["label"]):
+            response |= {"reward": 1.0, "scores": 1.0}
+        return response | {"rollout_log_probs": self.log_probs, "truncated": False}
+
+
+class PolicyExecutor(GuideExecutor):
+    is_guide = 0
+
+
+def guide_arguments(fraction: float, *argv: str, samples: int = 3) -> SimpleNamespace:
+    guide = ("--algo.guide.model_name_or_path", "guide", "--algo.guide.fraction", f"{fraction}")
+    return arguments("--algo.advantage.estimator", "gtpo", *guide, *argv, samples=samples)
+
+
+def guided(monkeypatch: pytest.MonkeyPatch, fraction: float = 1 / 3, *argv: str) -> tuple[Any, list[Engine]]:
+    """A generator as of :func:`sampling` with a guide of two engines, and these."""
+    engines, handles = [Engine(), Engine()], []
+    for engine in engines:
+        engine.executor, engine.with_log_probs = GuideExecutor(), True
+        handles.append(
+            SimpleNamespace(
+                generate_responses=SimpleNamespace(remote=engine.generate_responses),
+                get_num_unfinished_requests=Remote(engine.get_num_unfinished_requests),
+            )
+        )
+    generator = sampling(monkeypatch)
+    answered = SimpleNamespace(get=lambda calls: [asyncio.run(call) for call in calls], exceptions=ray.exceptions)
+    monkeypatch.setattr(samples_generator, "ray", answered)
+    generator._guide = guide = Guide(handles, guide_arguments(fraction, *argv))
+    generator.rescue = RescueQueue(guide.rescue_batch)
+    generator.args.rollout.entropy = "actor"
+    generator.args.algo.dynamic_filtering_enable = guide._args.algo.dynamic_filtering_enable
+    for handle in generator.vllm_engines:
+        handle.engine.with_log_probs, handle.engine.executor = True, PolicyExecutor()
+    return generator, engines
+
+
+RESCUE = ("--algo.guide.rescue_batch", "2", "--algo.dynamic_filtering_enable")
+
+
+def fours(label: str) -> bool:
+    return int(label) % 4 == 0
+
+
+def answers(engines: list[Engine], is_right: Callable[[str], bool]) -> None:
+    """Have a guide be right at even labels where ``is_right`` says so, and at the odd ones, as the policy is."""
+    for engine in engines:
+        engine.executor.is_right = is_right
+
+
 def never(error: Exception) -> None:
     raise error
 
@@ -96,11 +163,11 @@ def sampling(
                 get_num_unfinished_requests=Remote(engine.get_num_unfinished_requests),
             )
         )
-    ray = SimpleNamespace(
+    remote = SimpleNamespace(
         get=lambda refs: [ref() for ref in refs] if isinstance(refs, list) else refs(),
         wait=lambda refs, **options: (refs[-1:], refs[:-1]),
     )
-    monkeypatch.setattr(upstream, "ray", ray)
+    monkeypatch.setattr(upstream, "ray", remote)
     args = SimpleNamespace(
         train=SimpleNamespace(seed=seed, full_determinism_enable=deterministic),
         vllm=SimpleNamespace(enable_sleep=False),

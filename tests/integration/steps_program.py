@@ -12,6 +12,7 @@ import torch
 from actor_program import _experience, _forward, _log_probs, _numbers, _policy_class, _start
 
 from openrlhf_gtpo.integration.actors.token_ratios import take_ratios
+from openrlhf_gtpo.report import names
 
 PROMPT = 3
 
@@ -205,6 +206,11 @@ def _sample(row: int, batch: SimpleNamespace, old: torch.Tensor, args: SimpleNam
     experience.advantages = torch.randn(shape, generator=generator).expand(batch.action_mask.shape) * batch.action_mask
     experience.returns = experience.advantages.clone()
     experience.values = torch.randn(batch.action_mask.shape, generator=generator) * batch.action_mask
+    if args.algo.guide.model_name_or_path:
+        experience.info[names.GUIDE_ROWS] = torch.tensor([float(row % 3 == 1)])
+        if row % 3 == 1:
+            away = 0.5 * torch.randn(batch.action_mask.shape, generator=generator) * batch.action_mask
+            experience.rollout_log_probs = old - away
     return experience
 
 

@@ -24,13 +24,14 @@ WEIGHTS = ("--algo.gtpo.alpha1", "0.1", "--algo.gtpo.alpha2", "0.9")
 
 
 class Asked:
-    """A model that counts the forwards that it is asked for."""
+    """A model that counts the forwards that it is asked for, and their rows."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.forwards = model, 0
+        self.model, self.forwards, self.rows = model, 0, 0
 
     def async_run_method_batch(self, **dispatch: Any) -> Any:
         self.forwards += 1
+        self.rows += sum(map(len, dispatch["sequences"]))
         return self.model.async_run_method_batch(**dispatch)
 
 
@@ -91,6 +92,34 @@ def test_the_samplers_entropies_shape_and_the_policy_is_not_asked(
     fresh = set(vars(Experience()))
     assert all(e.action_log_probs is None and set(vars(e)) == fresh for e in experiences)
     assert made.seconds[names.TIMING_OLD_LOG_PROBS] < 1
+
+
+@pytest.mark.parametrize("estimator", ["gtpo", "grpo_s", "forking_tokens", "entropy_bonus"])
+@pytest.mark.parametrize(
+    ("argv", "forwarded"),
+    [((), 5), (DYNAMIC, 5), (("--train.max_epochs", "2"), 20)],
+    ids=["in order", "dynamic", "old log-probs"],
+)
+def test_of_a_guides_rows_the_policy_is_asked_for_entropies(
+    estimator: str, argv: tuple[str, ...], forwarded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of these alone, where nothing else needs its forward; they are shaped by the old policy's, the others by the
+    sampler's, and what the guide's sampler did not say is not missing."""
+    batch = rollout()
+    sampled = twin(batch, 0.5)
+    made, policy = run(monkeypatch, batch, "--algo.advantage.estimator", estimator, *SAMPLER, *NO_AUDIT, *argv)
+    rows, guided = samples(sampled), torch.arange(20) % 4 == 3
+    for row, sample in enumerate(rows):
+        sample.info[names.GUIDE_ROWS] = guided[row : row + 1].float()
+        if guided[row]:
+            nothing = torch.full(sample.action_mask.shape, torch.nan).where(sample.action_mask.bool(), 0)
+            sample.sampler_values = TokenValues(nothing, nothing)
+    experiences = made.make_experience_batch(rows)
+    assert (policy.forwards, policy.rows) == (1, forwarded) and made.metrics[names.SAMPLER_MISSING] == 0
+    entropy = torch.where(guided.unsqueeze(-1), batch.entropy, sampled.entropy)
+    torch.testing.assert_close(rows_of(experiences, "advantages", batch), advantages(made, batch, entropy))
+    assert made.metrics[names.GUIDE_REWARD] == pytest.approx(batch.outcome[guided].mean().item())
+    assert made.metrics[names.GUIDE_POLICY_REWARD] == pytest.approx(batch.outcome[~guided].mean().item())
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from openrlhf_gtpo.integration.actors import dispatch, optimizer_steps
 from openrlhf_gtpo.integration.actors.dispatch import ActorGroup
 from openrlhf_gtpo.integration.actors.optimizer_steps import RowOrder, deal_rows
 from openrlhf_gtpo.megatron.checkpoint.folder import write_manifest
+from openrlhf_gtpo.report import names
 
 LENGTHS = [9, 4, 12, 2, 7, 1, 10, 8, 5, 3, 11, 6, 13, 2, 9, 4]
 # The second round is short, as the end of the data or a filter leaves it; the last leaves one of two replicas no row.
@@ -36,6 +37,7 @@ CORRECTION = [
     "1.002",
 ]
 ENTROPY = ["--actor.entropy_coef", "0.01"]
+GUIDE = ["--algo.guide.model_name_or_path", "guide", "--algo.guide.fraction", "0.3"]
 ESTIMATORS = {
     "gtpo": ["--algo.advantage.estimator", "gtpo", *ENTROPY, *CORRECTION],
     "grpo_s": ["--algo.advantage.estimator", "grpo_s", *ENTROPY, *CORRECTION],
@@ -43,6 +45,8 @@ ESTIMATORS = {
     "critic": ["--algo.advantage.estimator", "gae"],
     "gtpo with sapo": ["--algo.advantage.estimator", "gtpo", "--actor.policy_loss_type", "sapo", *ENTROPY],
     "grpo with gmpo": ["--algo.preset", "gmpo", *ENTROPY],
+    "gtpo with a guide": ["--algo.advantage.estimator", "gtpo", *GUIDE, *CORRECTION],
+    "grpo with a guide": ["--algo.preset", "grpo", *GUIDE, "--algo.kl.init_coef", "0.1"],
 }
 
 
@@ -79,6 +83,9 @@ def whole(actor_model: str, pools: dict[int, RankPool]) -> dict[str, list[dict[s
         ("gtpo with sapo", 1, [*BY_TOKENS, "--actor.backend", "megatron"]),
         ("grpo with gmpo", 1, THREES),
         ("grpo with gmpo", 1, [*BY_TOKENS, "--actor.backend", "megatron"]),
+        ("gtpo with a guide", 2, THREES),
+        ("gtpo with a guide", 2, [*BY_TOKENS, "--actor.backend", "megatron"]),
+        ("grpo with a guide", 1, [*BY_TOKENS, "--actor.backend", "megatron"]),
     ],
     ids=str,
 )
@@ -101,8 +108,11 @@ def test_a_step_does_not_depend_on_how_its_rows_are_split(
 
 def test_the_rounds_can_tell(whole: dict[str, Any]) -> None:
     """Something is filtered, and a short round is not a whole one."""
-    for name in ("gtpo", "grpo_s"):
+    for name in ("gtpo", "grpo_s", "gtpo with a guide"):
         assert 0 < whole[name][0]["is_filter_ratio"] < 1
+    for name in ("gtpo with a guide", "grpo with a guide"):
+        assert whole[name][0][names.GUIDE_ROWS] == pytest.approx(5 / 16)
+        assert 0 < whole[name][0][names.GUIDE_TRUNCATED] < 5 / 16
     for rounds in whole.values():
         full, short, again, _ = (r.get("actor_grad_norm", r.get("critic_grad_norm")) for r in rounds)
         assert again == pytest.approx(full, rel=0.01) and short != pytest.approx(full, rel=0.03)

@@ -10,16 +10,21 @@ from typing import Any
 import pytest
 import ray
 import torch
-from fake_engines import rows, sampling
+from fake_engines import RESCUE, answers, fours, guided, rows, sampling
 from openrlhf.trainer.ppo_utils.kl_controller import AdaptiveKLController
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from openrlhf_gtpo.integration.actors.strategy import Strategy
+from openrlhf_gtpo.integration.controller import trainer
 from openrlhf_gtpo.integration.controller.spikes import Spikes
 from openrlhf_gtpo.integration.controller.trainer import EntropyTrainer, FlushedTensorboard
 from openrlhf_gtpo.report.metrics import MetricsWriter
 
 SCORES = {2: 0.1, 4: 0.3, 6: 0.2}  # held-out reward, by step: the best is at 4
+
+
+# An odd number of prompts waits in between.
+SLOWLY = ("--algo.guide.rescue_batch", "3", "--algo.guide.steps", "3")
 
 
 class Group:
@@ -39,10 +44,21 @@ class Controller(EntropyTrainer):
     """The controller with upstream's ``fit``, over fake actors and engines; training takes down what it is given."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, folder: Path, prompts: int, filtered: bool, loaded: dict[str, Any]
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        folder: Path,
+        prompts: int,
+        filtered: bool,
+        loaded: dict[str, Any],
+        rescues: bool = False,
     ) -> None:
         monkeypatch.setattr(ray, "get", lambda results: results)
         self.samples_generator = sampling(monkeypatch)
+        if rescues:
+            self.samples_generator, engines = guided(monkeypatch, 1 / 3, *RESCUE, *SLOWLY)
+            self.guide = self.samples_generator._guide
+            answers(engines, fours)
+            monkeypatch.setattr(trainer, "wait_for_engines", lambda *of: None)
         self.args = args = self.samples_generator.args
         args.algo.dynamic_filtering_enable = filtered  # of even labels
         args.train.num_episodes = 2
@@ -69,13 +85,18 @@ class Controller(EntropyTrainer):
         self.heartbeat, self.spikes = None, Spikes(0.0)
         self.engines = SimpleNamespace(watch=lambda: None, check=lambda: 0, bring_back=lambda policy: None)
         self.trained: list[Any] = []
+        self.rescued: list[Any] = []  # by step
         self.evaluated: list[int] = []
         args.actor = SimpleNamespace(backend="deepspeed")
         args.train.seed, args.algo.advantage.estimator = 1, "gtpo"
 
     def train_step(self, rollout_samples: list[Any], global_step: int) -> tuple[dict[str, Any], int]:
-        audit = self.experience_maker.audit
+        audit, generator = self.experience_maker.audit, self.samples_generator
         self.trained.append((global_step + 1, rows(rollout_samples), self.kl_ctl.value, audit.batches, audit.closed))
+        self.rescued.append(rows(generator.rescued))
+        generator.rescued = []
+        if self.guide:
+            self.guide.step = global_step + 1
         self.kl_ctl.update(0.01 * len(rollout_samples), 12)
         audit.batches, audit.closed = audit.batches + 1, not audit.closed
         return {}, global_step + 1
@@ -116,6 +137,32 @@ def test_the_controller_goes_on_from_any_checkpoint(
         assert resumed.evaluated == evaluated
         later = {name: one for name, one in saved.items() if list(saved).index(name) > list(saved).index(tag)}
         assert plain(resumed.actor_model_group.saved) == plain(later)
+
+
+def test_prompts_that_wait_for_the_guide_are_in_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A resumed run rescues the same prompts at the same steps, with the same responses; none is rescued twice."""
+    whole = Controller(monkeypatch, tmp_path / "whole", 40, True, {}, rescues=True)
+    whole.fit()
+    prompts = [[prompt for prompt, *_ in step[::3]] for step in whole.rescued]
+    found = [prompt for step in prompts for prompt in step]
+    assert len(found) > 4 and max(map(found.count, found)) <= 2, "two episodes"
+    waiting = 0
+    for tag, checkpoint in whole.actor_model_group.saved.items():
+        states = checkpoint["client_states"]
+        step, folder = states["global_step"], tmp_path / tag
+        waiting += len(states["rescue"]["failures"]) > 2
+        resumed = Controller(monkeypatch, folder, 40, True, states, rescues=True)
+        if tag.startswith("best"):
+            resumed.metrics_writer.write("eval", step, {"eval_x_pass1": SCORES[step]})
+        resumed.fit()
+        assert resumed.trained == whole.trained[step:] and resumed.rescued == whole.rescued[step:]
+        ends = [
+            (one.samples_generator.rescue.rescued, one.samples_generator.rescue.given_up) for one in (whole, resumed)
+        ]
+        assert ends[0] == ends[1]
+    assert waiting > 3
 
 
 def test_an_evaluation_that_was_made_counts_for_the_best_checkpoint(

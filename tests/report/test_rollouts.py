@@ -22,6 +22,7 @@ COLUMNS: dict[str, Any] = {
     "outcome": [0.1, 1.0],
     "length_penalty": [0.0, -0.5],
     "truncated": [True, False],
+    "guided": [False, True],
     "prompt_tokens": [[5], []],
     "tokens": [[1, 2, 3], []],
     "pieces": [["<script>", "", "x"], []],
@@ -40,7 +41,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = dump_file(tmp_path / "rollouts", 7)
     write_dump(path, SETTINGS, COLUMNS)
     dump = read_dump(path)
-    assert dump.step == 7 and dump.settings == {"version": 3, **SETTINGS}
+    assert dump.step == 7 and dump.settings == {"version": 4, **SETTINGS}
     for field in rollouts.SCHEMA:
         read, written = dump.columns[field.name], COLUMNS[field.name]
         if written is None:
@@ -109,8 +110,8 @@ def test_what_is_no_dump_is_named(tmp_path: Path) -> None:
 
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = dump_file(tmp_path, 7)
-    monkeypatch.setattr(rollouts, "VERSION", 4)
+    monkeypatch.setattr(rollouts, "VERSION", 5)
     write_dump(path, SETTINGS | {"openrlhf_gtpo": "9.1"}, COLUMNS)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="of version 4, and this package reads versions 1 to 3; open it with .* 9.1"):
+    with pytest.raises(ValueError, match="of version 5, and this package reads versions 1 to 4; open it with .* 9.1"):
         read_dump(path)

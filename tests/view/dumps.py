@@ -60,6 +60,7 @@ def columns(groups: int = 3, samples: int = 4, longest: int = 12, seed: int = 0)
         "outcome": outcome,
         "length_penalty": np.where(np.arange(rows) == 2, -0.25, 0.0),
         "truncated": lengths == longest,
+        "guided": np.arange(rows) % samples == samples - 1,
         "prompt_tokens": [[1, 2]] * rows,
         "tokens": [list(range(n)) for n in lengths],
         "pieces": words,

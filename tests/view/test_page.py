@@ -133,6 +133,7 @@ def test_an_estimator_without_parts_shows_its_advantages(tmp_path: Path) -> None
     methods = read_methods(["gtpo", "forking_tokens:top_fraction=0.5"], dump)
     page, _ = make_page([dump], methods, 10**9)
     (step,) = data_of(page)["steps"]
+    assert step["guided"] == [0, 0, 0, 1] * 3
     made = step["credits"][1]
     assert [made[name] for name in ("share", "reward", "mean", "std")] == [None] * 4
     advantages = credit(dump, methods[1]).advantages[padded(dump.columns["mask"])]

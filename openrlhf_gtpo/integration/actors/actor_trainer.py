@@ -16,6 +16,7 @@ from ray.exceptions import ActorUnavailableError
 
 from openrlhf_gtpo.errors import Restartable, TrainingStopped
 from openrlhf_gtpo.integration.actors.token_ratios import TokenRatios
+from openrlhf_gtpo.integration.credit.guide_rows import GuideRatios
 from openrlhf_gtpo.integration.credit.loss import credit_loss
 from openrlhf_gtpo.weight_sync.buckets import Weights
 from openrlhf_gtpo.weight_sync.receipts import WeightSyncError
@@ -28,7 +29,12 @@ _LOG_LINES = 5
 _TRIES, _WAIT = 60, 30  # seconds
 
 
-def wait_for_engines(engines: Sequence[Any], limit: float = _START_LIMIT, report_every: float = 60.0) -> None:
+def wait_for_engines(
+    engines: Sequence[Any],
+    what: str = "vLLM engine",
+    limit: float = _START_LIMIT,
+    report_every: float = 60.0,
+) -> None:
     """Wait until every engine has loaded and compiled its model, saying from time to time which have not.
 
     The group for weights that they join next gives up after 300 s (vllm 0.29.0, distributed/utils.py,
@@ -36,6 +42,7 @@ def wait_for_engines(engines: Sequence[Any], limit: float = _START_LIMIT, report
 
     Args:
         engines: handles of Ray actors.
+        what: one of them, for messages.
 
     Raises:
         Restartable: an engine died, or some are not ready after ``limit`` seconds.
@@ -53,17 +60,17 @@ def wait_for_engines(engines: Sequence[Any], limit: float = _START_LIMIT, report
                 starting[engines[number].__ray_ready__.remote().future()] = number
             elif failure is not None:
                 raise Restartable(
-                    f"vLLM engine {number} of {len(engines)} (counted from 0) died {waited:.0f} s after the trainer "
+                    f"{what} {number} of {len(engines)} (counted from 0) died {waited:.0f} s after the trainer "
                     f"began to wait for it: {' '.join(str(failure).split())[-400:]}{_last_words(engines[number])}"
                 )
         names = ", ".join(map(str, sorted(starting.values())))
         if starting and waited >= limit:
             raise Restartable(
-                f"Of {len(engines)} vLLM engines (counted from 0), {names} did not start in {waited:.0f} s"
+                f"Of {len(engines)} {what}s (counted from 0), {names} did not start in {waited:.0f} s"
                 f"{_last_words(engines[min(starting.values())])}"
             )
         if starting and not ready:
-            print(f"The trainer waits for vLLM engines {names} of {len(engines)}: {waited:.0f} s", flush=True)
+            print(f"The trainer waits for {what}s {names} of {len(engines)}: {waited:.0f} s", flush=True)
 
 
 def _last_words(engine: Any) -> str:
@@ -92,6 +99,7 @@ class ActorTrainer(ActorPPOTrainer):
         if loss is not None:
             self.actor_loss_fn = loss
         self.actor_loss_fn.register_forward_pre_hook(_own_as_old)
+        self.guide_ratios = GuideRatios(self.actor_loss_fn, self.args.algo.guide.ratio_cap)
         self.ratios = TokenRatios(self.actor_loss_fn) if self.args.logger.dump_rollouts else None
 
     @property

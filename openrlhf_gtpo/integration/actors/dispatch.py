@@ -38,10 +38,12 @@ class ActorGroup(RayActorGroup):
 
     def __init__(self, *args: Any, tensor_parallel_size: int = 1, **kwargs: Any) -> None:
         self._tensor_parallel_size = tensor_parallel_size
+        self.placement_group: PlacementGroup | None = None  # that it was given, and shares
         super().__init__(*args, **kwargs)
 
     def _initiate_actors(self, pg: PlacementGroup | None, num_gpus_per_actor: float) -> None:
         world_size = self._num_nodes * self._num_gpus_per_node
+        self.placement_group = pg
         if pg is None and world_size > 1:
             pg = placement_group([{"GPU": 1, "CPU": 1}] * world_size, strategy="PACK")
             ray.get(pg.ready())

@@ -15,6 +15,7 @@ from torch import Tensor
 from openrlhf_gtpo.integration.actors.actor_trainer import ActorTrainer
 from openrlhf_gtpo.integration.actors.micro_batches import fill_micro_batches, token_row
 from openrlhf_gtpo.integration.actors.optimizer_steps import BadSteps, RowOrder, StepMetrics, optimizer_steps, poisoned
+from openrlhf_gtpo.integration.credit.guide_rows import guide_rows
 from openrlhf_gtpo.megatron.fp8.weights import in_high_precision
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.model.weights import FullWeights
@@ -102,6 +103,7 @@ class _StepLoss:
         self.args: SimpleNamespace = trainer.args
         self.kl_ctl = kl_ctl
         self.policy_loss, self.ratios = trainer.actor_loss_fn, trainer.ratios
+        self.guide_ratios = trainer.guide_ratios
         tokens_of = [token_row(row.sequences, row.attention_mask, row.action_mask) for row in rows]
         members = fill_micro_batches([len(tokens) for tokens, _ in tokens_of], self.args.train.max_tokens_per_gpu)
         self.micro_batches = [[tokens_of[i] for i in part] for part in members]
@@ -127,6 +129,7 @@ class _StepLoss:
         log_probs = place(log_probs, mask.bool())
         if self.ratios:
             self.ratios.rows = self.experiences[index].labels
+        self.guide_ratios.rows = guide_rows(self.experiences[index])
         policy, clip_ratio, approx_kl, vllm_kl, filtered = self.policy_loss(
             log_probs,
             experience.action_log_probs,
@@ -136,6 +139,7 @@ class _StepLoss:
             **self._totals,
         )
         metrics = {"policy_loss": policy, "ppo_clip_ratio": clip_ratio, "ppo_kl": approx_kl}
+        metrics |= self.guide_ratios.metrics()
         if vllm_kl is not None:
             metrics |= {"vllm_kl": vllm_kl, "is_filter_ratio": filtered}
         total = policy

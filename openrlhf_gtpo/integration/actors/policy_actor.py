@@ -17,6 +17,7 @@ from openrlhf_gtpo.integration.actors.actor_trainer import ActorTrainer, keep_tr
 from openrlhf_gtpo.integration.actors.optimizer_steps import RowOrder, WholeSteps
 from openrlhf_gtpo.integration.actors.policy_model import PolicyModel
 from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy
+from openrlhf_gtpo.integration.credit.guide_rows import guide_rows
 from openrlhf_gtpo.platform.memory import ReportsPeakMemory
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
@@ -38,7 +39,8 @@ class DeepspeedActorTrainer(WholeSteps, ActorTrainer):
         def step(batch: Experience, number: int) -> dict[str, Any]:
             if self.ratios:
                 self.ratios.rows = batch.labels
-            return self.training_step(batch, kl_ctl, number)["metrics"]
+            self.guide_ratios.rows = guide_rows(batch)
+            return self.training_step(batch, kl_ctl, number)["metrics"] | self.guide_ratios.metrics()
 
         return self.train(self.actor.model, step)
 

@@ -39,8 +39,10 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "train.micro_batch_size train.max_tokens_per_gpu train.async_queue_size rollout.batch_size "
         "rollout.micro_batch_size rollout.n_samples_per_prompt rollout.max_tokens_per_gpu rollout.max_new_tokens "
         "data.max_samples eval.n_samples_per_prompt logger.logging_steps ckpt.max_num algo.kl.horizon "
-        "train.max_bad_steps logger.dump_rows vllm.sync_bucket_mb vllm.max_num_seqs vllm.max_num_batched_tokens",
+        "train.max_bad_steps logger.dump_rows vllm.sync_bucket_mb vllm.max_num_seqs vllm.max_num_batched_tokens "
+        "algo.guide.num_engines algo.guide.tensor_parallel_size",
     ),
+    ("a finite {} >= 1", lambda number: 1 <= number < math.inf, "algo.guide.ratio_cap"),
     ("{} >= 64", lambda number: number >= 64, "megatron.lm_head_mb"),
     ("{} >= 2, for a prompt and a response", lambda number: number >= 2, "data.max_len"),
     ("{} >= 1, or -1 for never", lambda number: number >= 1 or number == -1, "eval.steps ckpt.save_steps"),
@@ -49,13 +51,13 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         lambda number: number >= 0,
         "actor.eps_clip actor.eps_clip_low_high critic.value_clip data.dataloader_num_workers "
         "rollout.vllm_generate_batch_size train.max_restarts logger.dump_rollouts megatron.fp8_audit_steps "
-        "rollout.entropy_audit_steps rollout.entropy_audit_gate",
+        "rollout.entropy_audit_steps rollout.entropy_audit_gate algo.guide.steps algo.guide.rescue_batch",
     ),
     (
         "a finite {} >= 0",
         lambda number: 0 <= number < math.inf,
         "actor.adam.eps critic.adam.eps actor.adam.weight_decay critic.adam.weight_decay actor.aux_loss_coef "
-        "algo.kl.init_coef algo.kl.target train.spike_zscore train.stall_timeout",
+        "algo.kl.init_coef algo.kl.target train.spike_zscore train.stall_timeout algo.guide.rescue_weight",
     ),
     (
         "0 <= {} <= 1",
@@ -67,9 +69,13 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "0 <= {} < 1",
         lambda number: 0 <= number < 1,
-        "actor.adam.betas critic.adam.betas actor.muon.momentum critic.muon.momentum",
+        "actor.adam.betas critic.adam.betas actor.muon.momentum critic.muon.momentum algo.guide.fraction",
     ),
-    ("0 < {} <= 1", lambda number: 0 < number <= 1, "vllm.gpu_memory_utilization rollout.top_p"),
+    (
+        "0 < {} <= 1",
+        lambda number: 0 < number <= 1,
+        "vllm.gpu_memory_utilization rollout.top_p algo.guide.gpu_memory_utilization",
+    ),
     ("0 <= {} <= 2", lambda number: 0 <= number <= 2, "rollout.temperature eval.temperature"),  # vLLM 0.29's limits
     ("0 <= {} <= 3", lambda number: 0 <= number <= 3, "ds.zero_stage"),
     ("0 <= {} < 2^32", lambda number: 0 <= number < 2**32, "train.seed"),  # NumPy's limits
@@ -166,6 +172,9 @@ def check_every_run(args: SimpleNamespace) -> None:
         for role in ("actor", "critic") if args.reward.remote_url else ("actor", "critic", "reward"):
             name = getattr(args, role).model_name_or_path
             refuse_own_code(name, f"--{role}.model_name_or_path", "--actor.trust_remote_code")
+        refuse_own_code(
+            args.algo.guide.model_name_or_path, "--algo.guide.model_name_or_path", "--actor.trust_remote_code"
+        )
 
 
 def check_inputs(args: SimpleNamespace) -> None:
@@ -198,6 +207,76 @@ def check_inputs(args: SimpleNamespace) -> None:
     check_dataset(args, tokenizer, args.data.prompt_dataset, args.data.prompt_split, "--data.prompt_dataset")
     if args.eval.dataset:
         check_dataset(args, tokenizer, args.eval.dataset, args.eval.split, "--eval.dataset")
+
+
+def check_guide(args: SimpleNamespace) -> None:
+    """Refuse a guide that is not there, or that this run cannot learn from or has no room for.
+
+    Raises:
+        UsageError: the first thing that is wrong.
+    """
+    guide, samples, flag = args.algo.guide, args.rollout.n_samples_per_prompt, "--algo.guide.model_name_or_path"
+    if not guide.model_name_or_path:
+        return
+    for given, other, why in (
+        (args.train.async_enable, "--train.async_enable", "whose controller is OpenRLHF's"),
+        (
+            args.algo.advantage.estimator == "gae",
+            "--algo.advantage.estimator gae",
+            "whose critic learns what the policy's own responses are worth",
+        ),
+        (
+            args.algo.kl.unbiased_gradient,
+            "--algo.kl.unbiased_gradient",
+            "whose ratio takes all responses for the old policy's",
+        ),
+        (args.data.max_images_per_prompt > 0, "--data.max_images_per_prompt", "as the guide is given text alone"),
+    ):
+        if given:
+            raise UsageError(f"{flag} does not go with {other}, {why}; leave one of them out.")
+    if samples < 2:
+        raise UsageError(f"Expected --rollout.n_samples_per_prompt >= 2, for the guide and the policy, got {samples}.")
+    if math.ceil(guide.fraction * samples - 1e-6) >= samples:
+        raise UsageError(
+            f"Expected --algo.guide.fraction <= {samples - 1}/{samples}, which leaves the policy one of the "
+            f"{samples} rows of a group (--rollout.n_samples_per_prompt), got {guide.fraction:g}."
+        )
+    if guide.rescue_batch and not args.algo.dynamic_filtering_enable:
+        raise UsageError(
+            f"--algo.guide.rescue_batch {guide.rescue_batch} takes what dynamic filtering drops; give "
+            "--algo.dynamic_filtering_enable too, or leave it out."
+        )
+    check_model(guide.model_name_or_path, flag, args.actor.trust_remote_code)
+    _check_same_tokenizer(args, flag)
+    if args.train.colocate_all:
+        gpus, own = args.actor.num_nodes * args.actor.num_gpus_per_node, guide.num_engines * guide.tensor_parallel_size
+        if own > gpus:
+            raise UsageError(
+                f"--algo.guide.num_engines {guide.num_engines} of {guide.tensor_parallel_size} GPUs each do not fit "
+                f"on the {gpus} GPUs that --train.colocate_all shares; give fewer, or leave it out."
+            )
+        together = args.vllm.gpu_memory_utilization + guide.gpu_memory_utilization
+        if together > 1:  # both are awake while they sample
+            raise UsageError(
+                "Expected --vllm.gpu_memory_utilization and --algo.guide.gpu_memory_utilization of engines on the "
+                f"same GPUs (--train.colocate_all) to be at most 1 together, got {together:g}."
+            )
+
+
+def _check_same_tokenizer(args: SimpleNamespace, flag: str) -> None:
+    """The guide's tokens are trained on as they are, so that each id has to mean the same to both."""
+    roles = ("--actor.model_name_or_path", args.actor.model_name_or_path), (flag, args.algo.guide.model_name_or_path)
+    ours, theirs = (
+        {i: token for token, i in load_tokenizer(name, of, args.actor.trust_remote_code).get_vocab().items()}
+        for of, name in roles
+    )
+    differing = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+    if differing:
+        i = differing[0]
+        raise UsageError(
+            f"{flag} {args.algo.guide.model_name_or_path} has another tokenizer than the policy: token {i} is "
+            f"{theirs.get(i)!r} there and {ours.get(i)!r} here; give a guide of the policy's family."
+        )
 
 
 def _check_async(args: SimpleNamespace) -> None:

@@ -149,6 +149,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=0.1,
         help="take the actor's entropies while the sampler's are off by more nats on average; inf never",
     )
+    _add_guide_flags(parser.add_argument_group("openrlhf_gtpo guide", "a stronger policy that samples too"))
     group.add_argument(
         "--eval.before_training", action="store_true", help="evaluate --eval.dataset once before the first step"
     )
@@ -244,6 +245,48 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     megatron_flags.add_flags(parser)
 
 
+def _add_guide_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--algo.guide.model_name_or_path",
+        help="checkpoint of the guide, a frozen policy with the same tokenizer that samples a part of each group",
+    )
+    group.add_argument(
+        "--algo.guide.fraction", type=float, default=0.0, help="part of each group's rows that the guide samples"
+    )
+    group.add_argument(
+        "--algo.guide.steps", type=int, default=0, help="training steps over which that part falls to 0; 0 never"
+    )
+    group.add_argument(
+        "--algo.guide.ratio_cap",
+        type=float,
+        default=2.0,
+        help="largest ratio of the policy to the guide at a token of the guide's rows",
+    )
+    group.add_argument(
+        "--algo.guide.rescue_batch",
+        type=int,
+        default=0,
+        help="have the guide answer prompts that dynamic filtering dropped since no response was right, as soon as so "
+        "many wait; 0 never",
+    )
+    group.add_argument(
+        "--algo.guide.rescue_weight", type=float, default=1.0, help="of the loss of such prompts' groups"
+    )
+    group.add_argument("--algo.guide.num_engines", type=int, default=1, help="vLLM engines of the guide")
+    group.add_argument("--algo.guide.tensor_parallel_size", type=int, default=1, help="GPUs of one of them")
+    group.add_argument(
+        "--algo.guide.gpu_memory_utilization",
+        type=float,
+        help="share of each of their GPUs' memory (default: --vllm.gpu_memory_utilization)",
+    )
+    group.add_argument(
+        "--algo.guide.on_failure",
+        choices=["stop", "continue"],
+        default="stop",
+        help="where the guide dies: stop the run, or go on without it",
+    )
+
+
 def _add_config_flags(
     group: argparse._ArgumentGroup, prefix: str, config: type, without: Collection[str] = ()
 ) -> None:
@@ -314,6 +357,7 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
         if "reward.clip_range" not in given:
             values["reward.clip_range"] = None  # OpenRLHF's ±10 is for rewards, and would cut shaped advantages
     megatron_flags.adjust(args, given)
+    _follow_guide(values)
     _name_flags_without_effect(values, given)
     if values["train.replay_rollouts"] is not None:
         replay.adjust(values, given)
@@ -358,6 +402,17 @@ def _follow_surrogate(values: dict[str, Any], given: frozenset[str]) -> None:
         values["actor.loss_agg_mode"] = AGGREGATION[kind.aggregation]
     if "clip_low" in defaults and "actor.eps_clip_low_high" not in given:
         values["actor.eps_clip_low_high"] = [defaults["clip_low"], defaults["clip_high"]]
+
+
+def _follow_guide(values: dict[str, Any]) -> None:
+    """A guide that samples nothing is none."""
+    asked = [name for name in ("fraction", "rescue_batch") if values[f"algo.guide.{name}"] > 0]
+    if asked and not values["algo.guide.model_name_or_path"]:
+        raise UsageError(f"--algo.guide.{asked[0]} needs a guide; give --algo.guide.model_name_or_path.")
+    if not asked:
+        values["algo.guide.model_name_or_path"] = None
+    if values["algo.guide.gpu_memory_utilization"] is None:
+        values["algo.guide.gpu_memory_utilization"] = values["vllm.gpu_memory_utilization"]
 
 
 def _check_one_advantage_per_row(values: dict[str, Any], name: str, estimator: str) -> None:
@@ -417,6 +472,21 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
             loss_type == "gspo",
             "gspo always takes the mean over responses",
             ("actor.loss_agg_mode",),
+        ),
+        (
+            values["algo.guide.model_name_or_path"] is None and values["train.replay_rollouts"] is None,
+            "neither --algo.guide.fraction nor --algo.guide.rescue_batch has a guide do anything",
+            ("algo.guide.",),
+        ),
+        (
+            values["algo.guide.model_name_or_path"] and values["algo.guide.fraction"] == 0,
+            "there is no --algo.guide.fraction",
+            ("algo.guide.steps",),
+        ),
+        (
+            values["algo.guide.model_name_or_path"] and values["algo.guide.rescue_batch"] == 0,
+            "there is no --algo.guide.rescue_batch",
+            ("algo.guide.rescue_weight",),
         ),
         (values["rollout.entropy"] == "actor", "entropies are the actor's", ("rollout.entropy_audit",)),
         (

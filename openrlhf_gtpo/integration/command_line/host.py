@@ -35,6 +35,7 @@ class Gpus(NamedTuple):
     critic: int
     reward: int
     engines: int
+    guide: int
 
 
 def gpus_of(args: SimpleNamespace) -> Gpus:
@@ -46,7 +47,7 @@ def gpus_of(args: SimpleNamespace) -> Gpus:
     def size(section: SimpleNamespace) -> int:
         return section.num_nodes * section.num_gpus_per_node
 
-    shared = args.train.colocate_all
+    shared, guide = args.train.colocate_all, args.algo.guide
     has_reference = args.algo.kl.init_coef > 0
     has_critic = bool(args.critic.model_name_or_path)
     # Beside an agent upstream makes a reward actor without a model, and waits for it only where it has several GPUs.
@@ -59,6 +60,7 @@ def gpus_of(args: SimpleNamespace) -> Gpus:
         critic=size(args.critic) if paired or (has_critic and not shared) else 0,
         reward=size(args.reward) if has_reward and not (paired or shared) else 0,
         engines=0 if with_engines else (args.vllm.num_engines or 0) * args.vllm.tensor_parallel_size,
+        guide=guide.num_engines * guide.tensor_parallel_size if guide.model_name_or_path and not shared else 0,
     )
 
 
@@ -92,7 +94,8 @@ def adapt(args: SimpleNamespace) -> None:
         replace(args.ds, "--ds.adam_offload", False)
     # On CPU this is a share of the host's memory that vLLM wants free at start (vllm 0.29.0, v1/worker/cpu_worker.py);
     # its cache has a size of its own.
-    args.vllm.gpu_memory_utilization = min(args.vllm.gpu_memory_utilization, 0.2)
+    for engines in (args.vllm, args.algo.guide):
+        engines.gpu_memory_utilization = min(engines.gpu_memory_utilization, 0.2)
 
 
 def start_ray(args: SimpleNamespace, gpus: int) -> None:

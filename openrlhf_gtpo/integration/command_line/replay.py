@@ -28,6 +28,10 @@ _NOT_READ = (
     "rollout.vllm_generate_batch_size",
     "rollout.entropy_audit",
     "algo.dynamic_filtering",
+    *(
+        f"algo.guide.{name}"
+        for name in ("model", "fraction", "steps", "num_engines", "tensor", "gpu", "on_failure", "rescue")
+    ),
     "train.agent_func_path",
     "train.num_episodes",
 )
@@ -49,6 +53,7 @@ def adjust(values: dict[str, Any], given: frozenset[str]) -> None:
         print(f"These flags were given but have no effect here: {', '.join(unread)} ({why}).", file=sys.stderr)
     values |= {"vllm.num_engines": 1, "eval.dataset": None, "train.agent_func_path": None}
     values |= {"algo.dynamic_filtering_enable": False, "rollout.entropy_audit_steps": 0}
+    values["algo.guide.model_name_or_path"] = None  # the dumps say which rows are the guide's
     if not values["reward.model_name_or_path"]:  # which gae may start its critic from
         values["reward.remote_url"] = _ABSENT
 

@@ -30,9 +30,12 @@ def check_nodes(args: SimpleNamespace) -> None:
     check_gpus(args, nodes)
     if len(nodes) > 1 and writes_checkpoints(args):
         check_shared_folder(args.ckpt.path, nodes)
-    name = args.actor.model_name_or_path
-    if len(nodes) > 1 or not Path(name).is_dir():
-        fetch_model(name, nodes, weights=args.actor.backend == "megatron")
+    models = {args.actor.model_name_or_path: args.actor.backend == "megatron"}
+    if args.algo.guide.model_name_or_path:
+        models.setdefault(args.algo.guide.model_name_or_path, False)
+    for name, weights in models.items():
+        if len(nodes) > 1 or not Path(name).is_dir():
+            fetch_model(name, nodes, weights=weights)
 
 
 def check_gpus(args: SimpleNamespace, nodes: list[dict[str, Any]]) -> None:
@@ -45,8 +48,8 @@ def check_gpus(args: SimpleNamespace, nodes: list[dict[str, Any]]) -> None:
         raise UsageError(
             f"The run needs {sum(needed)} GPUs ({groups}), and the Ray cluster has {sum(there.values())} "
             f"({', '.join(f'{name}: {count}' for name, count in there.items())}); add nodes, give "
-            "--train.colocate_all, or lower --vllm.num_engines or num_nodes and num_gpus_per_node of --actor, --ref, "
-            "--critic or --reward."
+            "--train.colocate_all, or lower --vllm.num_engines, --algo.guide.num_engines or num_nodes and "
+            "num_gpus_per_node of --actor, --ref, --critic or --reward."
         )
     size, engines = args.vllm.tensor_parallel_size, args.vllm.num_engines or 0
     fitting = [

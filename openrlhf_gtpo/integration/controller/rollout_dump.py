@@ -135,6 +135,7 @@ class RolloutDumper:
                     "outcome": float(outcome),
                     "length_penalty": float(experience.rewards[i].double() - outcome),
                     "truncated": bool(experience.truncated[i]),
+                    "guided": None if batch.guided is None else bool(batch.guided[row]),
                     "prompt_tokens": tokens[: first + 1],
                     "tokens": tokens[first + 1 :],
                     "pieces": list(pieces(tokens[first + 1 :], decode)),

@@ -10,21 +10,23 @@ from typing import Any
 import ray
 import torch
 from openrlhf.trainer import ppo_trainer
-from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.experience import Experience, balance_experiences
 from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
 from openrlhf.utils.logging_utils import TensorboardLogger
 
 from openrlhf_gtpo.errors import StoppedOnRequest
-from openrlhf_gtpo.integration.actors.actor_trainer import keep_trying
+from openrlhf_gtpo.integration.actors.actor_trainer import keep_trying, wait_for_engines
 from openrlhf_gtpo.integration.actors.token_ratios import take_ratios
 from openrlhf_gtpo.integration.controller import stop
 from openrlhf_gtpo.integration.controller.engines import Engines
 from openrlhf_gtpo.integration.controller.failures import answering, write_errors
+from openrlhf_gtpo.integration.controller.guide_engines import start_guide
 from openrlhf_gtpo.integration.controller.rollout_dump import RolloutDumper
 from openrlhf_gtpo.integration.controller.spikes import Spikes
 from openrlhf_gtpo.integration.controller.step_costs import StepCosts
 from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
 from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.integration.rollout.guide import Guide
 from openrlhf_gtpo.integration.rollout.replay import ReplayedSamples
 from openrlhf_gtpo.integration.rollout.samples_generator import OrderedSamplesGenerator
 from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
@@ -34,7 +36,7 @@ from openrlhf_gtpo.report.heartbeat import Heartbeat
 from openrlhf_gtpo.report.metrics import MetricsWriter, Rows, is_number
 
 # In a checkpoint's client states, which upstream leaves them out of.
-_KL_COEFFICIENT, _AUDIT, _RECENT = "kl_coefficient", "audit", "recent_metrics"
+_KL_COEFFICIENT, _AUDIT, _RECENT, _RESCUE = "kl_coefficient", "audit", "recent_metrics", "rescue"
 
 # What upstream's (0.11.2) init_checkpoint_states returns where --ckpt.load_enable finds no folder.
 _FRESH = {"episode": 0, "global_step": 0, "total_consumed_prompts": 0, "data_loader_state_dict": {}}
@@ -79,6 +81,8 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     _evaluated: Rows = []
 
     replayed: ReplayedSamples | None = None  # where the run has no engines
+    guide: Guide | None = None
+    _rescued: Sequence[Experience] = ()  # to train on in the step that is being made
 
     def __init__(self, pretrain: str, strategy: Any, *args: Any, **kwargs: Any) -> None:
         ppo_trainer.TensorboardLogger = FlushedTensorboard
@@ -87,6 +91,9 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             ppo_trainer.prepare_datasets = lambda strategy, tokenizer: (replayed, None, replayed.max_steps)
         super().__init__(pretrain, strategy, *args, **kwargs)
         train = self.args.train
+        if self.args.algo.guide.model_name_or_path:
+            shared = self.actor_model_group.placement_group if train.colocate_all else None
+            self.guide = Guide(start_guide(self.args, shared), self.args)
         self.engines = Engines(self.vllm_engines or [], train.max_restarts, train.stall_timeout)
         self.samples_generator: Any = self.replayed or OrderedSamplesGenerator(
             self.strategy,
@@ -95,6 +102,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             self.tokenizer,
             self.vllm_engines,
             recover=self._recover,
+            guide=self.guide,
         )
         self.experience_maker = EntropyExperienceMaker(
             self.actor_model_group,
@@ -126,6 +134,8 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             stop.clear(self.args)
             raise StoppedOnRequest("asked to, before its first step; there is nothing new to save.")
         self.engines.watch()
+        if self.guide:
+            wait_for_engines(self.guide.engines, "guide engine")
         states = self.init_checkpoint_states()
         step = states["global_step"]
         earlier: Rows = []
@@ -182,7 +192,18 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         if self.dumper:
             ranks = self.actor_model_group._actor_handlers
             self.dumper.trained(lambda: ray.get([rank.__ray_call__.remote(take_ratios) for rank in ranks]))
+        if self._rescued:
+            status |= self._train_rescued(global_steps)
         return status
+
+    def _train_rescued(self, global_steps: int) -> dict[str, float]:
+        """After a step's own rows, in optimizer steps of their own; their metrics."""
+        batch, self._rescued = self._rescued, ()
+        if self.args.train.dynamic_batch_enable:
+            batch = balance_experiences(batch, self.args)
+        ray.get(self.actor_model_group.async_run_method_batch(method_name="append", experience=batch))
+        status = super().ppo_train(global_steps)
+        return {metric: status[name] for name, metric in names.OF_RESCUES.items() if name in status}
 
     def broadcast_to_vllm(self) -> None:
         """As upstream's, also to engines that were started again.
@@ -226,10 +247,20 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         if self.dumper:
             self.dumper.step = global_step + 1  # as it is logged
         coefficient = self.kl_ctl.value
+        generator = self.samples_generator
+        if self.guide and generator.rescued:
+            rows, generator.rescued = generator.rescued, []
+            self._rescued = self.experience_maker.make_rescue_batch(rows, self.args.algo.guide.rescue_weight)
         status, global_step = super().train_step(rollout_samples, global_step)
         if not math.isfinite(self.kl_ctl.value):  # an adaptive one follows the KL of skipped optimizer steps too
             self.kl_ctl.value = coefficient
         self.costs.trained()
+        if self.guide:
+            self.guide.step = global_step
+            if self.args.algo.guide.rescue_batch:
+                queue = generator.rescue
+                status[names.RESCUE_QUEUED] = float(len(queue))
+                status |= {names.RESCUE_RESCUED: float(queue.rescued), names.RESCUE_GIVEN_UP: float(queue.given_up)}
         if self.args.train.max_restarts:
             status[names.RESTARTS_ENGINES] = float(self.engines.restarts)
             status[names.DROPPED_PROMPTS] = float(self.samples_generator.dropped)
@@ -252,6 +283,10 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             self.kl_ctl.value = states.get(_KL_COEFFICIENT, self.kl_ctl.value)
             self.spikes.recent = states.get(_RECENT, {})
             self.samples_generator.dispatched = states["total_consumed_prompts"]
+            if self.guide:
+                self.guide.step = states["global_step"]
+                if _RESCUE in states:
+                    self.samples_generator.rescue.restore(states[_RESCUE])
             if self.replayed is not None:
                 self.replayed.begin_after(states["global_step"])
                 states["episode"] = 0
@@ -288,6 +323,8 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         if self.samples_generator.at_end_of_episode:
             states["episode"] += 1
         states |= {_KL_COEFFICIENT: float(self.kl_ctl.value), _RECENT: self.spikes.recent}
+        if self.guide:
+            states[_RESCUE] = self.samples_generator.rescue.state()
         return states | {_AUDIT: (audit.batches, audit.closed)}
 
     def save_logs_and_checkpoints(

@@ -8,6 +8,7 @@ that missed an update is off by as many nats whatever weight the credit gives th
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from copy import copy
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -93,6 +94,12 @@ class Audit:
         self.batches += 1
         return (self.batches - 1) % self._every == 0
 
+    def suspended(self) -> "Audit":
+        """One for batches that are no part of the audits."""
+        other = copy(self)
+        other._every = 0
+        return other
+
     def without_fp8(
         self, due: bool, actors: Any, forward: Callable[[], list[TokenValues]]
     ) -> list[TokenValues] | None:
@@ -115,7 +122,10 @@ class Audit:
         """Metrics of an audited batch, ``exact`` (B, T) in sampling order as its values. Sets :attr:`closed`."""
         assert batch.values is not None
         rough = self._rough
-        budget = credit.error_budget(exact, batch.values, batch.mask, batch.outcome, batch.group_ids)
+        mask = batch.mask
+        if rough is _SAMPLER and batch.guided is not None:  # rows that the policy's sampler has not seen
+            mask = mask & ~batch.guided.unsqueeze(-1)
+        budget = credit.error_budget(exact, batch.values, mask, batch.outcome, batch.group_ids)
         values = dataclasses.asdict(budget)
         closed = self._gate is not None and values[rough.gated] > self._gate
         found = rough.found.format(values[rough.gated])

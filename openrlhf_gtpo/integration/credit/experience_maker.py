@@ -15,6 +15,7 @@ from openrlhf_gtpo.algorithms import length_penalty
 from openrlhf_gtpo.integration.credit import old_policy
 from openrlhf_gtpo.integration.credit.audit import Audit
 from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy, entropy_credit
+from openrlhf_gtpo.integration.credit.guide_rows import guide_rows
 from openrlhf_gtpo.integration.credit.rollout_batch import RolloutBatch, in_sampling_order
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
@@ -68,6 +69,20 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
             for part in parts
         ]
 
+    def make_rescue_batch(self, rows: list[Experience], weight: float) -> list[Experience]:
+        """Experiences of rescued groups, with ``weight`` times their advantages. They are in no dump, and no sampler
+        of the policy's has values of them to audit."""
+        ordinary = self.on_batch, self.audit
+        self.on_batch, self.audit = None, self.audit.suspended()
+        try:
+            experiences = self.make_experience_batch(rows)
+        finally:
+            self.on_batch, self.audit = ordinary
+        for experience in experiences:
+            experience.advantages = experience.advantages * weight
+            experience.labels = [None] * len(experience.labels)  # a dump's numbers of rows
+        return experiences
+
     def make_experience(self, samples_list: list[Experience]) -> list[Experience]:
         """As upstream's; the old policy's :class:`TokenValues` travel on as ``token_values`` of each experience (in an
         audit the exact ones as ``exact_values``), until the advantages are made of them.
@@ -86,7 +101,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
             missing = old_policy.count_missing(samples_list, sampled)
             self._missing = {names.SAMPLER_MISSING: float(missing)}
             if not (missing or due or self.audit.closed or old_policy.always_forwards(self.args, rows)):
-                self._in_its_place = sampled
+                self._in_its_place = self._with_guide_rows(samples_list, sampled)
         experiences = super().make_experience(samples_list)
         values, self._policy_values = self._policy_values, None
         exact = without_fp8
@@ -114,6 +129,30 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
             **{name: [getattr(s, name) for s in samples_list] for name in columns},
         )
         return super()._flatten_results(refs, self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size)
+
+    def _with_guide_rows(self, samples_list: list[Experience], sampled: list[TokenValues]) -> list[TokenValues]:
+        """``sampled``, (b, t) of each micro-batch, with the old policy's values of the guide's rows, from a forward
+        over these alone: no sampler of the policy's has seen them."""
+        places: list[tuple[int, int]] = []
+        alone: list[Experience] = []
+        for number, batch in enumerate(samples_list):
+            guided = guide_rows(batch)
+            for row in () if guided is None else guided.nonzero().flatten().tolist():
+                places.append((number, row))
+                columns = ("sequences", "attention_mask", "action_mask", "total_length")
+                alone.append(Experience(**{name: getattr(batch, name)[row : row + 1] for name in columns}))
+        if not alone:
+            return sampled
+        filled = [TokenValues(*(values.clone() for values in one)) for one in sampled]
+        parts = self._split(alone)
+        for part, values in zip(parts, self._policy_forward(parts), strict=True):
+            for i, index in enumerate(part.index):
+                number, row = places[index]
+                for ours, theirs in zip(filled[number], values):
+                    width = min(ours.shape[1], theirs.shape[1])  # padded rows of several micro-batches
+                    ours[row] = 0
+                    ours[row, :width] = theirs[i, :width]
+        return filled
 
     def _dispatch_forward(self, group: Any, sync_condition: bool, **columns: Any) -> Any:
         if group is self.actor_model_group and self._in_its_place is not None:

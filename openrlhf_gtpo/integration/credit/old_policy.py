@@ -12,6 +12,7 @@ import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 
 from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.integration.credit.guide_rows import guide_rows
 from openrlhf_gtpo.token_values import TokenValues
 
 _MAY_MISS = 0.01  # of a rollout's action tokens
@@ -39,12 +40,16 @@ def always_forwards(args: SimpleNamespace, rows: int) -> bool:
 
 
 def count_missing(samples: Sequence[Experience], sampled: Sequence[TokenValues]) -> int:
-    """Action tokens without a value (NaN) of the sampler, such as an agent has written itself.
+    """Action tokens without a value (NaN) of the policy's sampler, such as an agent has written itself; not those of
+    the guide, which have none.
 
     Raises:
         TrainingStopped: there are too many.
     """
-    masks = [sample.action_mask.bool() for sample in samples]
+    masks = []
+    for sample in samples:
+        guided, mask = guide_rows(sample), sample.action_mask.bool()
+        masks.append(mask if guided is None else mask & ~guided.unsqueeze(-1))
     missing = sum(int((v.entropy.isnan() & mask).sum()) for v, mask in zip(sampled, masks, strict=True))
     actions = sum(int(mask.sum()) for mask in masks)
     if missing > _MAY_MISS * actions:

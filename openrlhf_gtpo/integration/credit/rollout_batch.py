@@ -10,6 +10,7 @@ from torch import Tensor
 from openrlhf_gtpo.algorithms import success
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
+from openrlhf_gtpo.integration.credit.guide_rows import guide_rows
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
 
@@ -26,6 +27,7 @@ class RolloutBatch:
         values: (B, T) of the old policy; None where the run does not capture entropies.
         kl, reference_log_probs: (B, T) float; reference log-probs are None where KL is not a loss.
         prompts: B texts, for messages.
+        guided: (B,) bool, rows that the guide sampled; None in a run without one.
     """
 
     order: Tensor
@@ -36,6 +38,7 @@ class RolloutBatch:
     kl: Tensor
     reference_log_probs: Tensor | None
     prompts: list[str]
+    guided: Tensor | None
 
     @classmethod
     def gather(
@@ -50,6 +53,7 @@ class RolloutBatch:
 
         reference = experiences[0].base_action_log_probs
         prompts = [prompt for e in experiences for prompt in e.prompts]
+        guided = [guide_rows(e) for e in experiences]
         return cls(
             order=order,
             mask=rows([e.action_mask.bool() for e in experiences]),
@@ -59,6 +63,7 @@ class RolloutBatch:
             kl=rows([e.kl for e in experiences]),
             reference_log_probs=None if reference is None else rows([e.base_action_log_probs for e in experiences]),
             prompts=[prompts[row] for row in order.argsort().tolist()] if prompts else [""] * len(order),
+            guided=None if guided[0] is None else in_sampling_order(torch.cat(guided), order),
         )
 
     def in_rows(self, values: Sequence[TokenValues]) -> TokenValues:
@@ -113,6 +118,10 @@ class RolloutBatch:
             names.GROUPS_TOTAL: float(num_groups),
             names.RESPONSE_LENGTH_MEAN: self.mask.sum(dim=-1).float().mean().item(),
         }
+        if self.guided is not None:
+            for name, rows in ((names.GUIDE_REWARD, self.guided), (names.GUIDE_POLICY_REWARD, ~self.guided)):
+                if rows.any():
+                    metrics[name] = self.outcome[rows].float().mean().item()
         advantages = torch.cat([e.advantages[e.action_mask.bool()] for e in experiences])
         if advantages.numel():
             metrics |= {names.ADVANTAGE_MEAN: advantages.mean().item(), names.ADVANTAGE_MAX: advantages.max().item()}

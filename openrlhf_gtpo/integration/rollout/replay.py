@@ -8,6 +8,7 @@ import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 
 from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.rollouts import RolloutDump, find_dumps, read_dump, read_settings
 from openrlhf_gtpo.token_values import TokenValues
 
@@ -71,8 +72,8 @@ def read_samples(dump: RolloutDump, args: SimpleNamespace) -> list[Experience]:
     Tokens, masks, outcomes and what the engine said of its tokens are the dump's. Entropies and log-probs of the old
     policy are, as ``sampler_values``, where ``args`` take the sampler's; else the actor computes them again.
     """
-    names = ("prompt_tokens", "tokens", "mask", "log_probs", "rollout_log_probs", "entropy")
-    tables = {name: dump.columns[name].rows() for name in names if dump.columns[name] is not None}
+    lists = ("prompt_tokens", "tokens", "mask", "log_probs", "rollout_log_probs", "entropy")
+    tables = {name: dump.columns[name].rows() for name in lists if dump.columns[name] is not None}
     dtype = getattr(torch, dump.settings["outcome_dtype"])
     samples = []
     for row, outcome in enumerate(dump.columns["outcome"].tolist()):
@@ -100,6 +101,8 @@ def read_samples(dump: RolloutDump, args: SimpleNamespace) -> list[Experience]:
             total_length=torch.tensor([float(length)]),
             info={"reward": reward.clone(), "response_clip_ratio": torch.tensor([length >= args.data.max_len])},
         )
+        if dump.columns["guided"] is not None:
+            sample.info[names.GUIDE_ROWS] = torch.tensor([float(dump.columns["guided"][row])])
         if args.rollout.entropy == "sampler":
             sample.sampler_values = TokenValues(columns("log_probs"), columns("entropy"))
         samples.append(sample)

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -38,6 +39,11 @@ class Patience(NamedTuple):
 
     tries: int = 1
     seconds: float = 0.0
+
+    @classmethod
+    def of(cls, args: SimpleNamespace) -> "Patience":
+        """What a run's arguments ask for."""
+        return cls(TRIES if args.train.max_restarts else 1, args.train.stall_timeout)
 
     async def ask(self, call: Callable[[], Awaitable[T]], what: str) -> T:
         """What ``call()`` returns, or what it raised for the last time; a TimeoutError where it took too long."""

@@ -24,6 +24,7 @@ from openrlhf.utils.agent import SingleTurnAgentExecutor
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.integration.rollout.guide import DEATHS, GUIDE_DIED, GUIDED, GuideRows
 from openrlhf_gtpo.integration.rollout.rewards import (
     Patience,
     RewardFailed,
@@ -50,6 +51,8 @@ _ALONE = {
     "enable_chunked_prefill": False,
 }
 
+_OF_GUIDE = 1 << 31  # in its seeds, the place of a response's index in the policy's
+
 _MARK = "OPENRLHF_GTPO_ENGINE"  # in the environment of an engine's processes: its actor
 
 # The sample that the current task makes; an agent may hand on sampling parameters of its own, without a seed.
@@ -71,6 +74,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         patience: with rewards and agents. Where it is for several tries, a prompt that needed more is dropped.
         with_entropy: whether responses to training's prompts carry ``sampler_values``.
         temperature: of training's requests, which entropies are of.
+        with_log_probs: whether responses to training's prompts carry log-probs, whatever upstream asks for.
     """
 
     executor: Any
@@ -78,6 +82,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
     patience = Patience()
     with_entropy = False
     temperature = 1.0
+    with_log_probs = False
     _has_old_weights = False
 
     async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
@@ -152,8 +157,26 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
                 response[SAMPLER_VALUES] = sampler_values(tokens, actions, answers, vocab_size, row)
             return response
 
+        async def ask_guide(guide: GuideRows) -> list[dict[str, Any]]:
+            """The guide's responses, or the policy's in their place where it died."""
+            theirs = label._replace(seed=label.seed and (*label.seed, _OF_GUIDE), guide=None)
+            try:
+                found = await guide.engine.generate_responses.remote(
+                    prompt, theirs, *args, num_samples=guide.num_rows, **kwargs
+                )
+            except DEATHS as death:
+                rest = range(num_samples - guide.num_rows, num_samples)
+                return [{**one, GUIDE_DIED: described(death)} for one in await asyncio.gather(*map(sample, rest))]
+            return [{**one, GUIDED: True} for one in found]
+
+        if self.with_log_probs and label.is_trained:
+            kwargs["sampling_params"].logprobs = 1
         try:
-            return await asyncio.gather(*(sample(index) for index in range(num_samples)))
+            if label.guide is None:
+                return await asyncio.gather(*(sample(index) for index in range(num_samples)))
+            own = (sample(index) for index in range(num_samples - label.guide.num_rows))
+            theirs, *ours = await asyncio.gather(ask_guide(label.guide), *own)
+            return [one for one in theirs if DROPPED in one] or ours + theirs
         except Exception as failure:  # a user's code
             is_mistake = isinstance(failure, TrainingStopped) and not isinstance(failure, RewardFailed)
             if is_mistake or self.patience.tries == 1:

@@ -7,7 +7,8 @@ Where an engine dies in the middle, upstream's loop is begun anew with the promp
 have come, or are on their way, are not asked for again, and the others go to the engines that are left.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,9 +20,12 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 
 from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.integration.rollout.guide import DEATHS, GUIDE_DIED, GUIDED, Guide, GuideRows
+from openrlhf_gtpo.integration.rollout.rescue import RescueQueue
+from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
 
-_TRAINING, _EVALUATION = 0, 1  # streams of seeds
+_TRAINING, _EVALUATION, _RESCUE = 0, 1, 2  # streams of seeds
 
 SAMPLER_VALUES = "sampler_values"  # in a response: see ``sampler_calls.py``
 DROPPED = "dropped"  # why, in the place of all responses to a prompt
@@ -36,12 +40,14 @@ class NumberedLabel(NamedTuple):
         number: of the prompt, in the order of dispatch.
         seed: what the seeds of the prompt's requests are made from; None leaves sampling to the engine's generator.
         is_trained: whether the policy learns from the responses; evaluation's it does not.
+        guide: what of the responses the guide gives; None for none.
     """
 
     label: Any
     number: int
     seed: tuple[int, ...] | None
     is_trained: bool = True
+    guide: GuideRows | None = None
 
 
 def request_seed(*key: int) -> int:
@@ -55,15 +61,24 @@ class OrderedSamplesGenerator(SamplesGenerator):
     Args:
         recover: gets what an engine's call raised, and returns when those in the list of engines can be asked again;
             raises it where that was no engine's failure.
+        guide: None in a run without one.
 
     Attributes:
         dispatched: prompts of training since the run began; a resumed run sets it to what its checkpoint has consumed.
         dropped: prompts of the last rollout whose reward or agent failed.
         held_out: the rows of the last evaluation.
+        rescue: prompts that wait for the guide, with ``--algo.guide.rescue_batch``.
+        rescued: rows of the groups that the guide has rescued, until the controller takes them to train on.
     """
 
-    def __init__(self, *args: Any, recover: Callable[[Exception], None], **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, recover: Callable[[Exception], None], guide: Guide | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._guide = guide
+        self.rescue = RescueQueue(guide.rescue_batch if guide else 0)
+        self.rescued: list[Experience] = []
+        self._responses: dict[int, list[tuple[dict[str, Any], Experience]]] = {}  # of a rollout, by prompt's number
         self.dispatched = 0
         self.dropped = 0
         self.held_out: list[Experience] = []
@@ -86,7 +101,9 @@ class OrderedSamplesGenerator(SamplesGenerator):
         """As upstream's; the percentage of prompts that pass the filter counts prompts (upstream counts responses,
         so that 8 to a prompt make it 800). Can go with https://github.com/OpenRLHF/OpenRLHF/pull/1282 or its like."""
         self.dropped = 0
-        samples, passed, consumed, exhausted = super().generate_samples(**generate_kwargs)
+        with self._guide.awake() if self._guide else nullcontext():
+            samples, passed, consumed, exhausted = super().generate_samples(**generate_kwargs)
+            self._rescue(**generate_kwargs)
         if passed is not None:
             passed /= self.args.rollout.n_samples_per_prompt
         return samples, passed, consumed, exhausted
@@ -119,6 +136,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
 
         while True:
             (self.dispatched, self._evaluated), self.dropped = before, 0
+            self._responses = {}
             try:
                 found = super()._generate_vllm(chain(tuple(drawn), draw()), num_prompts, *args, **kwargs)
                 break
@@ -129,6 +147,10 @@ class OrderedSamplesGenerator(SamplesGenerator):
         experiences, consumed, exhausted = found
         kept = [experience for experience in experiences if isinstance(experience, Experience)]
         kept.sort(key=lambda experience: experience.index)  # stable: a prompt's responses stay as they are
+        accepted = {experience.index[0] for experience in kept}
+        for number in sorted(self._responses.keys() - accepted):
+            self._queue_failures(self._responses[number])
+        self._responses = {}
         return kept, consumed, exhausted
 
     def _dispatch_prompts_to_vllm(
@@ -152,14 +174,17 @@ class OrderedSamplesGenerator(SamplesGenerator):
             self._evaluated += 1
         deterministic = self.args.train.full_determinism_enable
         seed = (self.args.train.seed, stream, number) if deterministic else None
-        return NumberedLabel(label, number, seed, is_trained=stream == _TRAINING)
+        is_trained = stream == _TRAINING
+        guide = self._guide.rows_of(number) if self._guide and is_trained else None
+        return NumberedLabel(label, number, seed, is_trained, guide)
 
     def _process_response_into_experience(self, response: dict[str, Any], **generate_kwargs: Any) -> Any:
         """As upstream's, with a response's ``sampler_values`` where there are any; for a dropped prompt something
         that no filter lets through.
 
         Raises:
-            TrainingStopped: too many prompts were dropped, or an agent returned what is no response.
+            TrainingStopped: too many prompts were dropped, an agent returned what is no response, or the guide died
+                or gave no log-probs.
         """
         if DROPPED in response:
             self.dropped += 1
@@ -184,7 +209,84 @@ class OrderedSamplesGenerator(SamplesGenerator):
             shown = slice(1, generate_kwargs.get("max_len", 2048))  # as upstream cuts rollout_log_probs
             columns = (torch.tensor([values[shown]], dtype=torch.float32) for values in response[SAMPLER_VALUES])
             experience.sampler_values = TokenValues(*columns)
+        if self._guide:
+            if GUIDE_DIED in response:
+                self._guide.died(response[GUIDE_DIED])
+            self._mark(experience, is_guided=GUIDED in response)
+            if self._guide.rescue_batch and self._evaluated is None:
+                self._responses.setdefault(response["prompt_number"], []).append((response, experience))
         return experience
+
+    def _queue_failures(self, group: list[tuple[dict[str, Any], Experience]]) -> None:
+        """Of a group that the filter has dropped, where no row of it is right, the policy's rows."""
+        assert self._guide is not None
+        if not any(self._guide.is_success(experience) for _, experience in group):
+            self.rescue.add([response for response, _ in group if GUIDED not in response])
+
+    def _rescue(self, **generate_kwargs: Any) -> None:
+        """Have the guide answer prompts that the policy failed at, where a batch of them waits; those that it answers
+        right become groups of both's rows, ``rescued``.
+
+        All these rows are held against the log-probs of the engine they came from: the policy may have moved since.
+        """
+        guide, samples = self._guide, self.args.rollout.n_samples_per_prompt
+        if guide is None or not guide.rescue_batch or self.rescued:
+            return
+        failures = self.rescue.take()
+        if not failures:
+            return
+        labels = []
+        for responses in failures:
+            number = responses[0]["prompt_number"]
+            seed = (self.args.train.seed, _RESCUE, number) if self.args.train.full_determinism_enable else None
+            labels.append(NumberedLabel(responses[0]["label"], number, seed))
+        # Half of a group; more where a guide's rows were among those that failed, so that the policy's are fewer.
+        count = max(samples // 2, samples - min(map(len, failures)))
+        engines = self.vllm_engines
+        self.vllm_engines: Sequence[Any] = guide.engines
+        try:
+            refs = SamplesGenerator._dispatch_prompts_to_vllm(
+                self,
+                [responses[0]["prompt"] for responses in failures],
+                labels,
+                **generate_kwargs | {"n_samples_per_prompt": count},
+            )
+            answers = ray.get(refs)
+        except DEATHS as death:
+            guide.died(f"{type(death).__name__} at a rescue")
+            self.rescue.given_up += len(failures)
+            return
+        finally:
+            self.vllm_engines = engines
+        for responses, theirs in zip(failures, answers, strict=True):
+            rows = []
+            if not any(DROPPED in answer for answer in theirs):
+                make = super()._process_response_into_experience
+                rows = [make(one, **generate_kwargs) for one in [*responses[: samples - count], *theirs]]
+            if not any(guide.is_success(row) for row in rows):
+                self.rescue.given_up += 1
+                continue
+            self.rescue.rescued += 1
+            for row in rows:
+                self._mark(row, is_guided=True)
+            self.rescued += rows
+
+    def _mark(self, experience: Experience, is_guided: bool) -> None:
+        """Say in the row's ``info`` whose it is. What the guide's sampler says is not of the policy: where entropies
+        come from samplers, its row has none (NaN)."""
+        experience.info[names.GUIDE_ROWS] = torch.tensor([float(is_guided)])
+        if not is_guided:
+            return
+        mask, log_probs = experience.action_mask.bool(), experience.rollout_log_probs
+        if log_probs is None or not log_probs[mask].isfinite().all():
+            raise TrainingStopped(
+                "Expected a finite log-prob from the guide's engine for every token it samples, got a response with "
+                f"{'none' if log_probs is None else 'others'}; an agent of --train.agent_func_path has to hand on the "
+                f"engine's as rollout_log_probs. Prompt: {experience.prompts[0]!r:.300}"
+            )
+        if self.args.rollout.entropy == "sampler":
+            unknown = torch.full(mask.shape, torch.nan).where(mask, 0)
+            experience.sampler_values = TokenValues(unknown, unknown.clone())
 
 
 def _has_failed(ref: Any) -> bool:

@@ -441,6 +441,16 @@ FROZEN = """
 --algo.entropy_bonus.success_threshold 1.0
 --algo.forking_tokens.success_threshold 1.0
 --algo.forking_tokens.top_fraction 0.2
+--algo.guide.fraction 0.0
+--algo.guide.gpu_memory_utilization None
+--algo.guide.model_name_or_path None
+--algo.guide.num_engines 1
+--algo.guide.on_failure 'stop'
+--algo.guide.ratio_cap 2.0
+--algo.guide.rescue_batch 0
+--algo.guide.rescue_weight 1.0
+--algo.guide.steps 0
+--algo.guide.tensor_parallel_size 1
 --algo.gtpo.alpha 0.1
 --algo.gtpo.alpha1 None
 --algo.gtpo.alpha2 None

@@ -16,20 +16,26 @@ SIZES = (
 )
 CRITIC = "--algo.advantage.estimator gae --reward.model_name_or_path rm --actor.model_name_or_path m"
 GROUP = "--algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 2 --reward.remote_url r.py"
+GUIDE = (
+    "--algo.guide.model_name_or_path m --algo.guide.fraction 0.5 --algo.guide.num_engines 2 "
+    "--algo.guide.tensor_parallel_size 2"
+)
 
 
 @pytest.mark.parametrize(
     ("argv", "gpus"),
     [
-        (GROUP, Gpus(4, 4, 0, 0, 6)),
-        (f"{GROUP} --algo.kl.init_coef 0", Gpus(4, 0, 0, 0, 6)),
-        (f"{GROUP} --train.colocate_actor_ref", Gpus(4, 0, 0, 0, 6)),
-        (f"{GROUP} --train.colocate_all", Gpus(4, 0, 0, 0, 0)),
-        (f"{GROUP} --train.colocate_all --train.async_enable", Gpus(4, 0, 0, 0, 6)),  # engines stay apart
-        (CRITIC, Gpus(4, 4, 2, 2, 6)),
-        (f"{CRITIC} --train.colocate_critic_reward", Gpus(4, 4, 2, 0, 6)),
-        (f"{CRITIC} --train.colocate_all", Gpus(4, 0, 0, 0, 0)),
-        (f"{CRITIC} --train.colocate_all --train.colocate_critic_reward", Gpus(4, 0, 2, 0, 0)),
+        (GROUP, Gpus(4, 4, 0, 0, 6, 0)),
+        (f"{GROUP} --algo.kl.init_coef 0", Gpus(4, 0, 0, 0, 6, 0)),
+        (f"{GROUP} --train.colocate_actor_ref", Gpus(4, 0, 0, 0, 6, 0)),
+        (f"{GROUP} --train.colocate_all", Gpus(4, 0, 0, 0, 0, 0)),
+        (f"{GROUP} --train.colocate_all --train.async_enable", Gpus(4, 0, 0, 0, 6, 0)),  # engines stay apart
+        (f"{GROUP} {GUIDE}", Gpus(4, 4, 0, 0, 6, 4)),
+        (f"{GROUP} {GUIDE} --train.colocate_all", Gpus(4, 0, 0, 0, 0, 0)),
+        (CRITIC, Gpus(4, 4, 2, 2, 6, 0)),
+        (f"{CRITIC} --train.colocate_critic_reward", Gpus(4, 4, 2, 0, 6, 0)),
+        (f"{CRITIC} --train.colocate_all", Gpus(4, 0, 0, 0, 0, 0)),
+        (f"{CRITIC} --train.colocate_all --train.colocate_critic_reward", Gpus(4, 0, 2, 0, 0, 0)),
     ],
 )
 def test_each_group_counts_what_it_does_not_share(argv: str, gpus: Gpus) -> None:
@@ -46,11 +52,11 @@ def test_an_agents_run_waits_for_no_reward_model_on_one_gpu() -> None:
 @pytest.mark.parametrize(
     ("argv", "sizes"),
     [
-        ("", (1, 1, 0, 0, 1)),  # upstream's eight of each
-        ("--train.colocate_actor_ref", (1, 0, 0, 0, 1)),
-        ("--actor.num_gpus_per_node 2", (2, 2, 0, 0, 1)),
-        ("--actor.num_gpus_per_node 4 --ref.num_gpus_per_node 2", (4, 2, 0, 0, 1)),
-        ("--actor.backend megatron --megatron.tensor_model_parallel_size 8", (8, 8, 0, 0, 1)),
+        ("", (1, 1, 0, 0, 1, 0)),  # upstream's eight of each
+        ("--train.colocate_actor_ref", (1, 0, 0, 0, 1, 0)),
+        ("--actor.num_gpus_per_node 2", (2, 2, 0, 0, 1, 0)),
+        ("--actor.num_gpus_per_node 4 --ref.num_gpus_per_node 2", (4, 2, 0, 0, 1, 0)),
+        ("--actor.backend megatron --megatron.tensor_model_parallel_size 8", (8, 8, 0, 0, 1, 0)),
     ],
 )
 def test_a_laptop_starts_no_gpu_nodes_worth_of_processes(argv: str, sizes: tuple, monkeypatch, capsys) -> None:

@@ -233,4 +233,4 @@ def test_a_host_without_cuda_still_hears_of_offloading(command: dict[str, Any]) 
 
 def test_gpus_count_every_process_of_a_replica(command: dict[str, Any]) -> None:
     layout = {TP: 2, PP: 2, "--algo.kl.init_coef": 0.1, "--ref.num_gpus_per_node": 4}
-    assert host.gpus_of(parse(argv_of(command | layout))) == (4, 4, 0, 0, 1)
+    assert host.gpus_of(parse(argv_of(command | layout))) == (4, 4, 0, 0, 1, 0)

@@ -32,7 +32,7 @@ def run_of(actor: int, engines: int, colocated: bool = False) -> SimpleNamespace
         train=SimpleNamespace(
             colocate_all=colocated, colocate_actor_ref=False, colocate_critic_reward=False, async_enable=False
         ),
-        algo=SimpleNamespace(kl=SimpleNamespace(init_coef=0.0)),
+        algo=SimpleNamespace(kl=SimpleNamespace(init_coef=0.0), guide=SimpleNamespace(model_name_or_path=None)),
         critic=SimpleNamespace(model_name_or_path=None),
         reward=SimpleNamespace(remote_url=["reward.py"]),
     )

@@ -16,6 +16,7 @@ from openrlhf_gtpo.integration.controller import rollout_dump
 from openrlhf_gtpo.integration.controller.rollout_dump import RolloutDumper, pieces
 from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
 from openrlhf_gtpo.integration.rollout.replay import ReplayedSamples, read_samples
+from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.rollouts import Tokens, find_dumps, read_dump
 from openrlhf_gtpo.token_values import TokenValues
 
@@ -101,6 +102,7 @@ def test_a_replay_gets_what_was_sampled(source: str, tmp_path: Path, monkeypatch
         width = sample.action_mask.shape[1]
         if source == "sampler":
             sample.sampler_values = TokenValues(batch.log_probs[i : i + 1, :width], batch.entropy[i : i + 1, :width])
+        sample.info[names.GUIDE_ROWS] = torch.tensor([float(i % 4 == 3)])
     made = maker(EntropyExperienceMaker, args, batch, monkeypatch)
     made.on_batch = dumper = RolloutDumper(args, Tokenizer(), made.credit, max_steps=7)
     dumper.step = 1
@@ -110,7 +112,7 @@ def test_a_replay_gets_what_was_sampled(source: str, tmp_path: Path, monkeypatch
     assert settings["max_steps"] == 7
 
     replayed = read_samples(read_dump(find_dumps(tmp_path)[0]), args)
-    for got, had in zip(replayed, batch.samples(), strict=True):
+    for i, (got, had) in enumerate(zip(replayed, batch.samples(), strict=True)):
         for name in ("sequences", "attention_mask", "action_mask", "rewards", "response_length", "truncated",
                      "total_length"):  # fmt: skip
             ours, theirs = getattr(got, name), getattr(had, name)
@@ -118,6 +120,7 @@ def test_a_replay_gets_what_was_sampled(source: str, tmp_path: Path, monkeypatch
         action = had.action_mask.bool()
         assert torch.equal(got.rollout_log_probs[action], had.rollout_log_probs[action])
         assert got.prompts == had.prompts and torch.equal(got.info["reward"], had.info["reward"])
+        assert got.info[names.GUIDE_ROWS].tolist() == [float(i % 4 == 3)]
     made.on_batch = None
     for again, once in zip(made.make_experience_batch(replayed), trained, strict=True):
         for name in ("sequences", "advantages", "returns", "action_log_probs"):

@@ -1,0 +1,45 @@
+"""Starts the engines of the guiding policy (``--algo.guide.*``), which no weights are sent to."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+from openrlhf.trainer.ray import vllm_engine
+
+from openrlhf_gtpo.integration.actors.dispatch import engine_bundles
+from openrlhf_gtpo.integration.rollout.rewards import Patience
+from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRolloutActor
+
+
+def start_guide(args: SimpleNamespace, shared: Any) -> list[Any]:
+    """Rollout actors with ``--algo.guide.model_name_or_path``, which load it while this returns.
+
+    Args:
+        args: the run's arguments.
+        shared: placement group of the trainer's GPUs, on which they are to live; None for GPUs of their own.
+    """
+    guide, vllm = args.algo.guide, args.vllm
+    fields = {
+        "engine_args": {name: getattr(vllm, name) for name in ("max_num_seqs", "max_num_batched_tokens")},
+        "patience": Patience.of(args),
+        "with_log_probs": True,
+    }
+    # In this process, the controller's, nobody else makes engines.
+    vllm_engine.get_bundle_indices = engine_bundles
+    vllm_engine.RolloutRayActor = ray.remote(type("GuideActor", (StrictRolloutActor,), fields))
+    return vllm_engine.create_vllm_engines(
+        guide.num_engines,
+        guide.tensor_parallel_size,
+        guide.model_name_or_path,
+        args.train.seed + vllm.num_engines,
+        args.train.full_determinism_enable,
+        vllm.enable_prefix_caching,
+        vllm.enforce_eager,
+        args.data.max_len,
+        shared,
+        guide.gpu_memory_utilization,
+        vllm.enable_sleep,
+        "processed_logprobs",
+        agent_func_path=args.train.agent_func_path,
+        remote_rm_url=args.reward.remote_url,
+    )

@@ -1,0 +1,110 @@
+"""The guiding policy (``--algo.guide.*``): a frozen, stronger model, whose engines sample a part of each group.
+
+The construction, and what of it is a paper's: docs/guide.md.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
+from ray.exceptions import RayActorError
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from openrlhf_gtpo.algorithms import success
+from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
+
+GUIDED = "guided"  # in a response of the guide
+GUIDE_DIED = "guide_died"  # how, in a response that the policy gave in the guide's place
+
+DEATHS = (RayActorError, EngineDeadError)  # of an engine's actor, and of vLLM's process
+
+_ROUNDING = 1e-6  # of rows, over the prompts of a run
+
+
+class GuideRows(NamedTuple):
+    """What the guide is to answer of a prompt.
+
+    Attributes:
+        engine: handle of the rollout actor to ask.
+        num_rows: of the group.
+    """
+
+    engine: Any
+    num_rows: int
+
+
+class Guide:
+    """Which prompts are given to which of the guide's ``engines``, rollout actors, and how many rows of each group.
+
+    Attributes:
+        engines: handles of them.
+        rescue_batch: see ``RescueQueue``; 0 without one.
+        step: training steps that have been made, by which the guide's share anneals.
+    """
+
+    def __init__(self, engines: Sequence[Any], args: SimpleNamespace) -> None:
+        self.engines, self._args = engines, args
+        self.rescue_batch: int = args.algo.guide.rescue_batch
+        self._credit = entropy_credit(args)
+        self._is_dead = False
+        self.step = 0
+
+    @property
+    def share(self) -> float:
+        """Of a step's rows: linearly from ``--algo.guide.fraction`` to 0 over ``--algo.guide.steps``, or constant."""
+        guide = self._args.algo.guide
+        left = max(0.0, 1 - self.step / guide.steps) if guide.steps else 1.0
+        return 0.0 if self._is_dead else guide.fraction * left
+
+    def rows_of(self, number: int) -> GuideRows | None:
+        """What it is asked of the prompt of this number; None for nothing.
+
+        Its rows are a part of G that need not be whole: prompts get the number below or above in turn, so that those
+        of a step together have the share.
+        """
+        rows = self.share * self._args.rollout.n_samples_per_prompt
+        count = math.floor(rows * (number + 1) + _ROUNDING) - math.floor(rows * number + _ROUNDING)
+        return GuideRows(self.engines[number % len(self.engines)], count) if count else None
+
+    def died(self, how: str) -> None:
+        """Go on without it, saying so once.
+
+        Raises:
+            TrainingStopped: ``--algo.guide.on_failure`` is not to go on.
+        """
+        if self._args.algo.guide.on_failure == "stop":
+            raise TrainingStopped(
+                f"An engine of the guide died ({how}); its node's Ray logs say more. --algo.guide.on_failure continue "
+                "goes on without it."
+            )
+        if not self._is_dead:
+            print(f"Warning: the guide died ({how}); the policy samples all rows from now on.", flush=True)
+        self._is_dead, self.rescue_batch = True, 0
+
+    def is_success(self, row: Experience) -> bool:
+        """Whether the estimator's threshold is reached, or, with OpenRLHF's, the score is above all that the filter
+        drops as wrong."""
+        if self._credit is not None:
+            return bool(success(row.rewards, self._credit.config.success_threshold).all())
+        return float(row.scores) > self._args.algo.dynamic_filtering_range[0]
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Within it the engines hold their memory, where ``--vllm.enable_sleep`` lets go of it between rollouts."""
+        sleeps = self._args.vllm.enable_sleep and (self.share > 0 or self.rescue_batch > 0)
+        if sleeps:
+            self._call("wake_up")
+        yield
+        if sleeps and not self._is_dead:
+            self._call("sleep")
+
+    def _call(self, method: str) -> None:
+        try:
+            batch_vllm_engine_call(self.engines, method)
+        except DEATHS as error:
+            self.died(f"{type(error).__name__} at {method}")

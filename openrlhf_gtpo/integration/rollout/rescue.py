@@ -1,0 +1,61 @@
+"""Prompts that the policy failed at altogether, kept until the guide answers them (``--algo.guide.rescue_batch``)."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+Response = dict[str, Any]  # of a rollout actor
+
+_BOUND = 4  # times --algo.guide.rescue_batch
+
+
+class RescueQueue:
+    """The policy's failures by prompt, oldest first; of more than four batches of prompts the oldest are given up.
+
+    Attributes:
+        rescued, given_up: prompts of the run so far that the guide answered right, and that nobody did.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._failures: dict[str, list[Response]] = {}
+        self.rescued = self.given_up = 0
+
+    def __len__(self) -> int:
+        return len(self._failures)
+
+    def add(self, responses: Sequence[Response]) -> None:
+        """The policy's failures at a prompt; they replace earlier ones at the same prompt."""
+        prompt = responses[0]["prompt"]
+        self._failures.pop(prompt, None)
+        self._failures[prompt] = [_plain(response) for response in responses]
+        while len(self._failures) > _BOUND * self._batch_size:
+            del self._failures[next(iter(self._failures))]
+            self.given_up += 1
+
+    def take(self) -> list[list[Response]]:
+        """The failures at the oldest prompts, as many whole batches as wait, which leave the queue."""
+        whole = len(self) // self._batch_size * self._batch_size
+        return [self._failures.pop(prompt) for prompt in list(self._failures)[:whole]]
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, whose states upstream prints whole on a resume: of a tensor the beginning alone."""
+        text = bytearray(json.dumps(list(self._failures.values())).encode())
+        return {"failures": torch.frombuffer(text, dtype=torch.uint8), "counts": (self.rescued, self.given_up)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from where :meth:`state` was asked for."""
+        failures = json.loads(bytes(state["failures"].tolist()))
+        self._failures = {responses[0]["prompt"]: responses for responses in failures}
+        self.rescued, self.given_up = state["counts"]
+
+
+def _plain(response: Response) -> Response:
+    """What training reads of it. A reward's or agent's own numbers may be of any library."""
+    kept = {name: response[name] for name in ("prompt", "label", "observation_tokens", "action_ranges")}
+    kept |= {name: response[name] for name in ("rollout_log_probs", "prompt_number")}
+    kept |= {name: float(response[name]) for name in ("reward", "scores")}
+    logs = {name: torch.as_tensor(value).flatten()[0].item() for name, value in response["extra_logs"].items()}
+    return kept | {"truncated": bool(response["truncated"]), "extra_logs": logs}

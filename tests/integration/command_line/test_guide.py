@@ -1,0 +1,137 @@
+"""A guide that a run cannot have is refused in one sentence, and one that samples nothing is none."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_lines import argv_of
+
+from openrlhf_gtpo.integration.command_line.checks import check_guide
+from openrlhf_gtpo.integration.run import parse
+
+pytestmark = pytest.mark.usefixtures("no_engine")
+
+
+@pytest.fixture
+def guided(command: dict[str, Any], model: Path) -> dict[str, Any]:
+    """A command line with a guide that passes every check."""
+    return command | {"--algo.guide.model_name_or_path": model, "--algo.guide.fraction": 0.25}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"--algo.guide.fraction": 0.75},
+        {"--algo.guide.fraction": 0, "--algo.guide.rescue_batch": 4, "--algo.dynamic_filtering_enable": True},
+        {"--algo.preset": "grpo", "--algo.advantage.estimator": None},
+        {"--rollout.entropy": "sampler", "--algo.kl.init_coef": 0},
+        {"--algo.advantage.is_correction_level": "token", "--algo.dynamic_filtering_enable": True},
+        {"--train.colocate_all": True, "--vllm.gpu_memory_utilization": 0.5},
+    ],
+    ids=str,
+)
+def test_what_a_guide_goes_with(guided: dict[str, Any], changes: dict[str, Any]) -> None:
+    args = parse(argv_of(guided | changes))
+    check_guide(args)
+    assert args.algo.guide.gpu_memory_utilization == args.vllm.gpu_memory_utilization
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"--algo.guide.model_name_or_path": None},
+            "--algo.guide.fraction needs a guide; give --algo.guide.model_name_or_path.",
+        ),
+        (
+            {"--algo.guide.model_name_or_path": None, "--algo.guide.fraction": None, "--algo.guide.rescue_batch": 4},
+            "--algo.guide.rescue_batch needs a guide; give --algo.guide.model_name_or_path.",
+        ),
+        (
+            {"--algo.guide.rescue_batch": 4},
+            "--algo.guide.rescue_batch 4 takes what dynamic filtering drops; give --algo.dynamic_filtering_enable too",
+        ),
+        ({"--algo.guide.rescue_weight": -1}, "Expected a finite --algo.guide.rescue_weight >= 0, got -1."),
+        ({"--algo.guide.model_name_or_path": "/nowhere"}, "--algo.guide.model_name_or_path /nowhere does not exist."),
+        (
+            {"--algo.guide.fraction": 0.8},
+            "Expected --algo.guide.fraction <= 3/4, which leaves the policy one of the 4 rows",
+        ),
+        (
+            {"--algo.advantage.estimator": "reinforce", "--rollout.n_samples_per_prompt": 1},
+            "Expected --rollout.n_samples_per_prompt >= 2, for the guide and the policy, got 1.",
+        ),
+        ({"--algo.guide.fraction": 1}, "Expected 0 <= --algo.guide.fraction < 1, got 1."),
+        ({"--algo.guide.ratio_cap": 0.5}, "Expected a finite --algo.guide.ratio_cap >= 1, got 0.5."),
+        ({"--algo.guide.ratio_cap": "inf"}, "Expected a finite --algo.guide.ratio_cap >= 1, got inf."),
+        ({"--algo.guide.steps": -1}, "Expected --algo.guide.steps >= 0, got -1."),
+        ({"--algo.guide.num_engines": 0}, "Expected --algo.guide.num_engines >= 1, got 0."),
+        (
+            {"--algo.kl.unbiased_gradient": True},
+            "--algo.guide.model_name_or_path does not go with --algo.kl.unbiased_gradient, whose ratio",
+        ),
+        (
+            {"--algo.advantage.estimator": "group_norm", "--train.async_enable": True},
+            "does not go with --train.async_enable, whose controller is OpenRLHF's",
+        ),
+        (
+            {"--algo.advantage.estimator": "gae"},
+            "does not go with --algo.advantage.estimator gae, whose critic learns what the policy's own",
+        ),
+        (
+            {"--train.colocate_all": True, "--algo.guide.num_engines": 2},
+            "--algo.guide.num_engines 2 of 1 GPUs each do not fit on the 1 GPUs that --train.colocate_all shares",
+        ),
+    ],
+    ids=str,
+)
+def test_what_it_does_not_go_with(
+    guided: dict[str, Any], changes: dict[str, Any], message: str, refused: Callable[..., str]
+) -> None:
+    assert message in refused(guided | changes)
+
+
+def test_engines_on_the_same_gpus_need_room_together(
+    guided: dict[str, Any], refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a host with GPUs: on CPU the shares are of the host's memory, and small."""
+    monkeypatch.setattr("openrlhf_gtpo.integration.command_line.host.adapt", lambda args: None)
+    message = refused(guided | {"--train.colocate_all": True, "--algo.guide.gpu_memory_utilization": 0.3})
+    assert "on the same GPUs (--train.colocate_all) to be at most 1 together, got 1.25." in message
+
+
+def test_a_guide_with_another_tokenizer_is_refused_with_the_first_token_that_differs(
+    guided: dict[str, Any], model: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    for change, first in (({"B": 33, "A": 34}, (33, "'B'", "'A'")), ({"new": 95}, (95, "'new'", "None"))):
+        other = shutil.copytree(model, tmp_path / str(first[0]))
+        tokenizer = json.loads((other / "tokenizer.json").read_text())
+        tokenizer["model"]["vocab"] |= change
+        (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+        message = refused(guided | {"--algo.guide.model_name_or_path": other})
+        place, there, here = first
+        assert f"has another tokenizer than the policy: token {place} is {there} there and {here} here" in message
+
+
+def test_its_own_code_is_refused(guided: dict[str, Any], model: Path, tmp_path: Path, refused: Any) -> None:
+    other = shutil.copytree(model, tmp_path / "own")
+    config = json.loads((other / "config.json").read_text()) | {"auto_map": {"AutoConfig": "x.Y"}}
+    (other / "config.json").write_text(json.dumps(config))
+    assert "brings Python code of its own" in refused(guided | {"--algo.guide.model_name_or_path": other})
+
+
+def test_a_guide_without_a_share_is_none_and_its_flags_are_named(
+    guided: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    without = guided | {"--algo.guide.fraction": 0, "--algo.guide.ratio_cap": 3}
+    assert parse(argv_of(without)).algo.guide.model_name_or_path is None
+    assert "--algo.guide.model_name_or_path, --algo.guide.ratio_cap (neither" in capsys.readouterr().err
+    parse(argv_of(guided | {"--algo.guide.rescue_weight": 2}))
+    assert "--algo.guide.rescue_weight (there is no --algo.guide.rescue_batch)" in capsys.readouterr().err
+    rescues = {"--algo.guide.rescue_batch": 2, "--algo.dynamic_filtering_enable": True, "--algo.guide.steps": 5}
+    parse(argv_of(without | rescues))
+    assert "--algo.guide.steps (there is no --algo.guide.fraction)" in capsys.readouterr().err

@@ -1,0 +1,189 @@
+"""Prompts that no response of the policy's was right for: queued, answered by the guide, and trained on once."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+from fake_engines import RESCUE, answers, fours, guided
+from rollouts import arguments, in_sampling_order, maker, rollout
+
+from openrlhf_gtpo.integration.controller import trainer
+from openrlhf_gtpo.integration.controller.trainer import EntropyTrainer
+from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.integration.rollout import samples_generator
+from openrlhf_gtpo.integration.rollout.rescue import RescueQueue
+from openrlhf_gtpo.report import names
+
+
+def failure(prompt: str, number: int = 0) -> dict[str, Any]:
+    return {
+        "prompt": prompt,
+        "label": {"answer": 7},
+        "observation_tokens": [1, 2],
+        "action_ranges": [(1, 2)],
+        "rollout_log_probs": [0.0, -0.5],
+        "reward": torch.tensor(0.0),
+        "scores": 0,
+        "truncated": False,
+        "extra_logs": {"guide": torch.tensor([[3.0]])},
+        "prompt_number": number,
+        "unread": object(),
+    }
+
+
+# ── The queue ──
+
+
+def test_the_queue_is_bounded_and_gives_up_the_oldest() -> None:
+    queue = RescueQueue(2)
+    for number in range(11):
+        queue.add([failure(str(number))])
+    assert len(queue) == 8 and queue.given_up == 3
+    assert [responses[0]["prompt"] for responses in queue.take()] == [*map(str, range(3, 11))]
+    for number in range(3):
+        assert queue.take() == []
+        queue.add([failure(str(number))])
+        assert len(queue.take()) == 2 * (number == 1)
+    assert len(queue) == 1 and (queue.rescued, queue.given_up) == (0, 3)
+
+
+def test_a_prompt_waits_once_with_its_last_failures() -> None:
+    queue = RescueQueue(2)
+    for number, prompt in enumerate("aba"):
+        queue.add([failure(prompt, number)])
+    assert [responses[0]["prompt_number"] for responses in queue.take()] == [1, 2]
+
+
+def test_what_waits_is_in_a_checkpoint_that_runs_no_code(tmp_path: Any) -> None:
+    queue, again = RescueQueue(3), RescueQueue(3)
+    for prompt in ("學", "b" * 5000):
+        queue.add([failure(prompt), failure(prompt)])
+    queue.rescued, queue.given_up = 5, 6
+    torch.save(queue.state(), tmp_path / "states")
+    state = torch.load(tmp_path / "states", weights_only=True)
+    again.restore(state)
+    assert (len(again), again.rescued, again.given_up) == (2, 5, 6) and len(repr(state)) < 300
+    for one in (queue, again):
+        one.add([failure("c")])
+    plain = [[responses | {"action_ranges": [[1, 2]]} for responses in group] for group in queue.take()]
+    assert again.take()[:2] == plain[:2]
+
+
+# ── Rollouts ──
+
+
+def test_the_guide_answers_what_the_policy_failed_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy is right at odd prompts alone, which are kept; of the even ones the guide is at every second."""
+    generator, engines = guided(monkeypatch, 0.0, *RESCUE)
+    answers(engines, fours)
+    for step in range(3):
+        samples = generator.generate_samples(max_len=64)[0]
+        assert [sample.prompts[0] for sample in samples] == [str(8 * step + i) for i in (1, 3, 5, 7) for _ in range(3)]
+        assert all(float(sample.info[names.GUIDE_ROWS]) == 0 for sample in samples)
+        rows, generator.rescued = generator.rescued, []
+        assert [row.prompts[0] for row in rows] == [str(8 * step + i) for i in (0, 4) for _ in range(3)]
+        assert [float(row.rewards) for row in rows] == [0, 0, 1] * 2 == [int(row.info["guide"]) for row in rows]
+        assert all(float(row.info[names.GUIDE_ROWS]) == 1 for row in rows), "held against their own engines"
+        assert all(row.rollout_log_probs.tolist() == [[-0.5]] for row in rows)
+    assert (generator.rescue.rescued, generator.rescue.given_up, len(generator.rescue)) == (6, 6, 0)
+
+
+def test_rows_that_nobody_took_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a filter leaves a step no rows: no further prompts are asked until then."""
+    generator, engines = guided(monkeypatch, 0.0, *RESCUE)
+    answers(engines, fours)
+    for waiting in (0, 4):
+        generator.generate_samples(max_len=64)
+        assert [row.prompts[0] for row in generator.rescued[::3]] == ["0", "4"] and len(generator.rescue) == waiting
+
+
+@pytest.mark.parametrize("of_guide", [1, 2])
+def test_a_group_of_both_waits_without_the_guides_rows(of_guide: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is a whole group again once the guide answers, however few rows of it were the policy's."""
+    generator, engines = guided(monkeypatch, of_guide / 3, *RESCUE, "--algo.guide.rescue_batch", "4")
+    generator.generate_samples(max_len=64)  # of which the four even ones are asked for again, in vain
+    answers(engines, fours)
+    for number in (0, 2, 4, 6):
+        generator.rescue.add([failure(str(number), number) | {"label": str(number)}] * (3 - of_guide))
+    generator._rescue(max_len=64)
+    assert [row.prompts[0] for row in generator.rescued] == ["0"] * 3 + ["4"] * 3
+    assert [float(row.rewards) for row in generator.rescued] == ([0.0] * (3 - of_guide) + [1.0] * of_guide) * 2
+
+
+def test_a_guide_that_dies_at_a_rescue(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    generator, _ = guided(monkeypatch, 0.0, *RESCUE, "--algo.guide.on_failure", "continue")
+
+    def dead(calls: list[Any]) -> Any:
+        for call in calls:
+            call.close()
+        raise ray.exceptions.ActorDiedError
+
+    monkeypatch.setattr(samples_generator, "ray", SimpleNamespace(get=dead, exceptions=ray.exceptions))
+    for _ in range(2):
+        assert len(generator.generate_samples(max_len=64)[0]) == 12
+    assert generator.rescued == [] and generator.rescue.given_up == 4
+    assert capsys.readouterr().out.count("Warning: the guide died (ActorDiedError at a rescue)") == 1
+
+
+# ── Training ──
+
+
+def test_a_rescued_batch_has_its_weight_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in dumps nor in audits."""
+    batch = rollout()
+    flags = ("--algo.advantage.estimator", "gtpo", "--algo.kl.init_coef", "0")
+    made = maker(EntropyExperienceMaker, arguments(*flags), batch, monkeypatch)
+    made.on_batch, audit = pytest.fail, made.audit
+    experiences = made.make_rescue_batch(batch.samples(), 0.25)
+    assert made.on_batch is pytest.fail and made.audit is audit and audit.batches == 0
+    wanted = 0.25 * made.credit.advantages(batch.entropy, batch.mask, batch.outcome, batch.group_ids, None)
+    torch.testing.assert_close(in_sampling_order(experiences, "advantages", batch.mask.shape[1]), wanted)
+    assert all(label is None for experience in experiences for label in experience.labels)
+
+
+def test_rescued_rows_are_trained_on_after_the_steps_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, in optimizer steps of their own; their metrics stand beside the step's."""
+    called: list[Any] = []
+
+    class Upstream:
+        def ppo_train(self, global_steps: int) -> dict[str, float]:
+            called.append("fit")
+            return {"policy_loss": float(len(called)), "actor_grad_norm": 1.0, "kl": 2.0, names.GUIDE_TRUNCATED: 0.5}
+
+        def train_step(self, rows: Any, step: int) -> Any:
+            called.append(rows)
+            return self.ppo_train(step), step + 1
+
+    args = arguments("--algo.advantage.estimator", "gtpo", *RESCUE, "--algo.guide.model_name_or_path", "guide",
+                     "--algo.guide.rescue_weight", "0.5")  # fmt: skip
+    controller: Any = object.__new__(type("Controller", (EntropyTrainer,), {}))
+    monkeypatch.setattr(trainer._UpstreamTrainer, "ppo_train", Upstream.ppo_train)
+    monkeypatch.setattr(trainer._UpstreamTrainer, "train_step", Upstream.train_step)
+    monkeypatch.setattr(trainer, "ray", SimpleNamespace(get=lambda results: results))
+    monkeypatch.setattr(trainer, "step_warnings", lambda *of: {})
+    vars(controller).update(
+        args=args,
+        guide=SimpleNamespace(step=0),
+        samples_generator=SimpleNamespace(rescued=["row"], rescue=RescueQueue(2), dropped=0),
+        experience_maker=SimpleNamespace(
+            make_rescue_batch=lambda rows, weight: [(rows, weight)], metrics={}, credit=None
+        ),
+        actor_model_group=SimpleNamespace(async_run_method_batch=lambda **given: called.append(given)),
+        kl_ctl=SimpleNamespace(value=0.1),
+        costs=SimpleNamespace(sampled=lambda rows: None, trained=lambda: None),
+        metrics_writer=None,
+        heartbeat=None,
+        warnings={},
+    )
+    controller.samples_generator.rescue.rescued = 3
+    status, step = controller.train_step(["own"], 4)
+    batch = [(["row"], 0.5)]
+    assert called == [["own"], "fit", {"method_name": "append", "experience": batch}, "fit"]
+    assert status["policy_loss"] == 2 and status["rescue/policy_loss"] == 4 and status["rescue/truncated"] == 0.5
+    assert [status[name] for name in (names.RESCUE_QUEUED, names.RESCUE_RESCUED, names.RESCUE_GIVEN_UP)] == [0, 3, 0]
+    assert (step, controller.guide.step, controller.samples_generator.rescued) == (5, 5, [])
+    called.clear()
+    controller.train_step(["own"], 5)
+    assert called == [["own"], "fit"]
