@@ -84,6 +84,7 @@ TOKENS_PER_SECOND_PREFIX = "tokens_per_second/"
 
 TOKENS_PROMPT = "tokens/prompt"  # of every response's prompt, and what an environment said; no padding
 TOKENS_RESPONSE = "tokens/response"  # sampled ones, which are trained on
+TOKENS_SAMPLED = "tokens/sampled"  # of all responses, with those that dynamic sampling drops and a guide's rescues
 FLOPS_FORWARD = "flops/forward"  # of the products of one forward pass of the policy over the step's tokens
 PEAK_MEMORY_PREFIX = "peak_memory_gib/"
 

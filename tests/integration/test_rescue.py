@@ -87,6 +87,10 @@ def test_the_guide_answers_what_the_policy_failed_at(monkeypatch: pytest.MonkeyP
         assert [float(row.rewards) for row in rows] == [0, 0, 1] * 2 == [int(row.info["guide"]) for row in rows]
         assert all(float(row.info[names.GUIDE_ROWS]) == 1 for row in rows), "held against their own engines"
         assert all(row.rollout_log_probs.tolist() == [[-0.5]] for row in rows)
+        assert (
+            generator.tokens == 8 * 3 + 4
+        ), "one of each response: eight groups, and an answer to each of four prompts"
+        generator.tokens = 0
     assert (generator.rescue.rescued, generator.rescue.given_up, len(generator.rescue)) == (6, 6, 0)
 
 
@@ -166,7 +170,7 @@ def test_rescued_rows_are_trained_on_after_the_steps_own(monkeypatch: pytest.Mon
     vars(controller).update(
         args=args,
         guide=SimpleNamespace(step=0),
-        samples_generator=SimpleNamespace(rescued=["row"], rescue=RescueQueue(2), dropped=0),
+        samples_generator=SimpleNamespace(rescued=["row"], rescue=RescueQueue(2), dropped=0, tokens=0),
         experience_maker=SimpleNamespace(
             make_rescue_batch=lambda rows, weight: [(rows, weight)], metrics={}, credit=None
         ),

@@ -244,6 +244,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             global_step = self.replayed.step - 1
         self._show(names.MAKE_EXPERIENCE)
         self.costs.sampled(rollout_samples)
+        tokens, self.samples_generator.tokens = self.samples_generator.tokens, 0
         if self.dumper:
             self.dumper.step = global_step + 1  # as it is logged
         coefficient = self.kl_ctl.value
@@ -255,6 +256,8 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         if not math.isfinite(self.kl_ctl.value):  # an adaptive one follows the KL of skipped optimizer steps too
             self.kl_ctl.value = coefficient
         self.costs.trained()
+        if self.replayed is None:
+            status[names.TOKENS_SAMPLED] = float(tokens)
         if self.guide:
             self.guide.step = global_step
             if self.args.algo.guide.rescue_batch:

@@ -22,10 +22,10 @@ class ReplayedSamples:
     Attributes:
         step: of the dump that was given last.
         max_steps: optimizer steps of the run that was dumped, from which its learning rates follow.
-        dispatched, dropped, at_end_of_episode: as of ``OrderedSamplesGenerator``; a replay is one episode.
+        dispatched, dropped, tokens, at_end_of_episode: as of ``OrderedSamplesGenerator``; a replay is one episode.
     """
 
-    dispatched = dropped = step = 0
+    dispatched = dropped = tokens = step = 0
     at_end_of_episode = False
 
     def __init__(self, args: SimpleNamespace) -> None:

@@ -66,6 +66,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
     Attributes:
         dispatched: prompts of training since the run began; a resumed run sets it to what its checkpoint has consumed.
         dropped: prompts of the last rollout whose reward or agent failed.
+        tokens: sampled for training since the last step was logged, whatever became of them.
         held_out: the rows of the last evaluation.
         rescue: prompts that wait for the guide, with ``--algo.guide.rescue_batch``.
         rescued: rows of the groups that the guide has rescued, until the controller takes them to train on.
@@ -80,7 +81,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
         self.rescued: list[Experience] = []
         self._responses: dict[int, list[tuple[dict[str, Any], Experience]]] = {}  # of a rollout, by prompt's number
         self.dispatched = 0
-        self.dropped = 0
+        self.dropped = self.tokens = 0
         self.held_out: list[Experience] = []
         self._recover = recover
         self._evaluated: int | None = None  # prompts of the evaluation that is going on
@@ -126,7 +127,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
             TrainingStopped: too many prompts were dropped; ``recover`` gives up.
         """
         drawn: list[Any] = []
-        before = self.dispatched, self._evaluated
+        before = self.dispatched, self._evaluated, self.tokens
         self._may_drop = max(1, int(_MAY_DROP * num_prompts))
 
         def draw() -> Iterator[Any]:
@@ -135,7 +136,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
                 yield batch
 
         while True:
-            (self.dispatched, self._evaluated), self.dropped = before, 0
+            (self.dispatched, self._evaluated, self.tokens), self.dropped = before, 0
             self._responses = {}
             try:
                 found = super()._generate_vllm(chain(tuple(drawn), draw()), num_prompts, *args, **kwargs)
@@ -204,6 +205,8 @@ class OrderedSamplesGenerator(SamplesGenerator):
                 f"it, with numbers as reward, scores and extra_logs, got one that cannot be read ({what}): "
                 f"{response!r:.300}"
             ) from error
+        if self._evaluated is None:
+            self.tokens += int(experience.action_mask.sum())
         experience.index = [response["prompt_number"]]  # until the experience maker numbers rows
         if SAMPLER_VALUES in response:
             shown = slice(1, generate_kwargs.get("max_len", 2048))  # as upstream cuts rollout_log_probs
@@ -263,6 +266,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
             if not any(DROPPED in answer for answer in theirs):
                 make = super()._process_response_into_experience
                 rows = [make(one, **generate_kwargs) for one in [*responses[: samples - count], *theirs]]
+                self.tokens += sum(int(row.action_mask.sum()) for row in rows[samples - count :])
             if not any(guide.is_success(row) for row in rows):
                 self.rescue.given_up += 1
                 continue

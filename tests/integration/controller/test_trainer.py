@@ -85,7 +85,7 @@ def test_a_warning_is_printed_when_it_begins_and_written_as_long_as_it_holds(
         sampled=lambda samples: None, trained=lambda: None, begin=lambda: None, end=dict, response_tokens=1
     )
     controller.experience_maker = SimpleNamespace(metrics={}, seconds={}, credit=entropy_credit(args), audit=NO_AUDIT)
-    controller.samples_generator = SimpleNamespace(at_end_of_episode=False)
+    controller.samples_generator = SimpleNamespace(at_end_of_episode=False, tokens=7)
     controller.metrics_writer = MetricsWriter(tmp_path / "metrics.jsonl")
     controller.heartbeat = None
     controller.kl_ctl, controller.spikes = SimpleNamespace(value=0.0), Spikes(0.0)
@@ -99,6 +99,7 @@ def test_a_warning_is_printed_when_it_begins_and_written_as_long_as_it_holds(
     assert begun == ["Warning, from step 2 on", "Warning, from step 3 on", "Warning, from step 6 on"]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     held = [[name for name in row if name.startswith(names.WARNING_PREFIX)] for row in rows]
+    assert [row[names.TOKENS_SAMPLED] for row in rows] == [7, 0, 0, 0, 0, 0], "each step its own"
     groups, truncated = "warning/groups", "warning/truncated"
     assert held == [[], [groups], [groups, truncated], [groups], [], [groups]]
 
