@@ -68,6 +68,12 @@ source "$preset_file"
 ALGORITHM="${ALGORITHM:-gtpo}"         # gtpo, grpo_s, grpo, dapo, gspo, dr_grpo, rloo, forking_tokens, entropy_bonus
 SURROGATE="${SURROGATE:-}"             # cispo, sapo, gmpo, gspo_token, clip_cov, kl_cov, stare; empty for the algorithm's own
 PLACEMENT="${PLACEMENT:-colocated}"    # colocated, split
+GUIDE="${GUIDE:-}"                     # a stronger model that samples too, on GPUs as PLACEMENT says; empty: none
+GUIDE_FRACTION="${GUIDE_FRACTION:-0.25}" # of each prompt's responses
+GUIDE_STEPS="${GUIDE_STEPS:-0}"        # over which that falls to nothing; 0: never
+GUIDE_ENGINES="${GUIDE_ENGINES:-1}"
+GUIDE_TENSOR_PARALLEL="${GUIDE_TENSOR_PARALLEL:-1}"
+RESCUE_BATCH="${RESCUE_BATCH:-0}"      # prompts that always failed, which it answers together; 0: none
 
 MODEL="${MODEL:-Qwen/Qwen2.5-7B}"      # a name on the Hugging Face hub, or a folder
 DATA="${DATA:-data/dapo_math/train.jsonl}"
@@ -104,7 +110,7 @@ LEARNING_RATE="${LEARNING_RATE:-1e-6}"
 
 for variable in NODES GPUS_PER_NODE TENSOR_PARALLEL PIPELINE_PARALLEL CONTEXT_PARALLEL VLLM_ENGINES VLLM_TENSOR_PARALLEL \
     VLLM_MAX_NUM_SEQS VLLM_MAX_NUM_BATCHED_TOKENS SAMPLES_PER_PROMPT PROMPTS_PER_STEP TRAIN_BATCH PROMPT_LENGTH RESPONSE_LENGTH \
-    MAX_TOKENS_PER_GPU EVAL_STEPS; do
+    MAX_TOKENS_PER_GPU EVAL_STEPS GUIDE_ENGINES GUIDE_TENSOR_PARALLEL; do
     [[ "${!variable}" =~ ^[1-9][0-9]{0,8}$ ]] || refuse "$variable is '${!variable}'; it must be a number from 1 to 999999999."
 done
 [[ "$STEPS" =~ ^([1-9][0-9]{0,8})?$ ]] || refuse "STEPS is '$STEPS'; it must be a number from 1 to 999999999, or empty for one pass over the data."
@@ -131,10 +137,12 @@ if $cpu; then
     VLLM_TENSOR_PARALLEL=1 VLLM_ENGINES=1 VLLM_GPU_MEMORY=0.2 VLLM_MAX_NUM_SEQS=128 VLLM_MAX_NUM_BATCHED_TOKENS=2048
     [[ "$PLACEMENT" == split ]] || VLLM_ENGINES="$processes"
     [[ -z "$FP8" ]] || FP8=emulated
+    GUIDE_ENGINES=1 GUIDE_TENSOR_PARALLEL=1 RESCUE_BATCH="$((RESCUE_BATCH > 2 ? 2 : RESCUE_BATCH))"
     STEPS="${STEPS:-3}" EVAL_STEPS="${STEPS:-3}"
     SAMPLES_PER_PROMPT=4 PROMPTS_PER_STEP=8 TRAIN_BATCH=16 PROMPT_LENGTH=56 RESPONSE_LENGTH=8 MAX_TOKENS_PER_GPU=2048
     LEARNING_RATE=1e-4
     MODEL="${CPU_MODEL:-$root/.cache/quickstart/tiny-model}"
+    GUIDE="${GUIDE:+$MODEL}"
     rows="$((STEPS * PROMPTS_PER_STEP))"
     task="$OUTPUT/data/$rows-prompts" # another STEPS asks for others
     DATA="$task/train.jsonl" EVAL_DATA="$task/eval.jsonl"
@@ -199,6 +207,17 @@ rollout_args=(
 # --rollout.entropy sampler              no old-policy forward, where a rollout has one optimizer step
 # --vllm.sync_bucket_mb 1024             larger buckets of the weight transfer
 # --vllm.sync_checksum                   prove that every weight arrived
+guide_args=()
+if [[ -n "$GUIDE" ]]; then
+    guide_args=(
+        --algo.guide.model_name_or_path "$(absolute "$GUIDE")"
+        --algo.guide.fraction "$GUIDE_FRACTION"
+        --algo.guide.steps "$GUIDE_STEPS"
+        --algo.guide.num_engines "$GUIDE_ENGINES"
+        --algo.guide.tensor_parallel_size "$GUIDE_TENSOR_PARALLEL"
+    )
+    [[ "$RESCUE_BATCH" == 0 ]] || guide_args+=(--algo.guide.rescue_batch "$RESCUE_BATCH" --algo.dynamic_filtering_enable)
+fi
 train_args=(
     --train.batch_size "$TRAIN_BATCH"
     --train.max_epochs 1
@@ -245,7 +264,8 @@ fi
 command=("$(command -v python3 || printf python3)" -m "${program[@]:-openrlhf_gtpo.cli.train_ppo_ray}")
 [[ -z "$submit" ]] || command=(ray job submit --address "$submit" -- "${command[@]}")
 
-words=("${algorithm_args[@]}" "${model_args[@]}" "${data_args[@]}" "${rollout_args[@]}" "${train_args[@]}" "${placement_args[@]}"
+words=("${algorithm_args[@]}" "${model_args[@]}" "${data_args[@]}" "${rollout_args[@]}" "${guide_args[@]}" "${train_args[@]}"
+    "${placement_args[@]}"
     "${log_args[@]}" "$@")
 missing=''
 [[ -e "$DATA" || ! "$DATA" =~ \.(jsonl|json|csv|parquet)$ ]] || missing="DATA=$DATA is not there; bash examples/scripts/train.sh --help says how it is made."

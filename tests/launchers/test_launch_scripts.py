@@ -29,7 +29,7 @@ _parsed = functools.cache(_arguments)  # for tests that only look
 
 
 def test_there_are_the_presets_that_the_documents_name() -> None:
-    gtpo = ["gtpo_32b", "gtpo_colocated", "gtpo_one_gpu", "gtpo_split"]
+    gtpo = ["gtpo_32b", "gtpo_colocated", "gtpo_guided_split", "gtpo_one_gpu", "gtpo_split"]
     assert PRESETS == ["dapo_colocated", "grpo_colocated", "grpo_s_colocated", "grpo_s_split", *gtpo]
 
 
@@ -63,7 +63,7 @@ def test_every_preset_parses_to_the_papers_settings(preset: str) -> None:
     assert args.algo.advantage.estimator == estimator
     assert weights.items() <= (vars(vars(args.algo)[estimator]).items() if weights else {}.items())
     assert args.actor.loss_agg_mode == ("token-mean" if algorithm in ("gtpo", "dapo") else "seq-mean-token-mean")
-    assert args.algo.dynamic_filtering_enable == (algorithm == "dapo")
+    assert args.algo.dynamic_filtering_enable == (algorithm == "dapo" or "guided" in preset)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -72,7 +72,9 @@ def test_every_layout_fits_the_gpus_that_it_asks_for(preset: str, flags: tuple[s
     args = _parsed(preset, *flags)
     gpus = args.actor.num_nodes * args.actor.num_gpus_per_node
     assert gpus % layout_of(args).model_parallel_size == 0
-    engines = args.vllm.num_engines * args.vllm.tensor_parallel_size
+    engines, guide = args.vllm.num_engines * args.vllm.tensor_parallel_size, args.algo.guide
+    if "guided" in preset:
+        engines += guide.num_engines * guide.tensor_parallel_size
     if args.train.colocate_all:
         assert engines == gpus and args.megatron.offload
     else:
@@ -88,6 +90,17 @@ def test_the_32b_preset_is_the_papers_cluster() -> None:
     fp8 = fp8_of(args)
     assert fp8 is not None and (fp8.mode, fp8.recipe) == ("hybrid", "blockwise")
     assert args.megatron.fp8_audit_steps == 20
+
+
+def test_the_guided_preset_is_gtpo_split_with_a_guide() -> None:
+    guided, alone = _parsed("gtpo_guided_split"), _parsed("gtpo_split")
+    assert (guided.actor.model_name_or_path, guided.algo.guide.model_name_or_path) == (
+        "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-32B"
+    )  # fmt: skip
+    guide = guided.algo.guide
+    assert (guide.fraction, guide.steps, guide.rescue_batch, guide.tensor_parallel_size) == (0.25, 100, 32, 2)
+    assert guided.actor == alone.actor and guided.megatron == alone.megatron and guided.rollout == alone.rollout
+    assert _parsed("gtpo_guided_split", "--cpu").algo.guide.rescue_batch == 2
 
 
 @pytest.mark.parametrize(
