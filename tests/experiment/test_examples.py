@@ -46,6 +46,26 @@ def test_there_are_two_examples() -> None:
     assert [file.stem for file in FILES] == ["paper_32b", "paper_7b"]
 
 
+def test_the_guides_demonstration_differs_in_the_guide_alone() -> None:
+    """Its methods draw the same prompts, and evaluate as they sample."""
+    grid = read_grid(EXPERIMENTS / "guide.yaml")
+    runs = {run.label: parse(words(run.flags)) for run in grid.runs if run.seed == 1}
+    assert list(runs) == ["alone", "guided", "rescued"] and grid.baseline == "alone"
+    guides = {label: args.algo.guide for label, args in runs.items()}
+    assert [guide.model_name_or_path is not None for guide in guides.values()] == [False, True, True]
+    assert [(guide.fraction, guide.rescue_batch) for guide in guides.values()] == [(0, 0), (0.25, 0), (0, 4)]
+    for args in runs.values():
+        assert (args.rollout, args.actor, args.data) == (
+            runs["alone"].rollout,
+            runs["alone"].actor,
+            runs["alone"].data,
+        )
+        assert args.algo.dynamic_filtering_enable
+    assert grid.evaluate is not None
+    flags = evaluate.build_parser().parse_args([*words(grid.evaluate), "--model", "MODEL", "--output", "OUTPUT"])
+    assert getattr(flags, "rollout.max_new_tokens") == runs["alone"].rollout.max_new_tokens
+
+
 def test_the_study_has_every_credit_and_surrogate() -> None:
     """Each is trained in it, two optimizer steps to a rollout, and evaluated with the rollout's limits."""
     grid = read_grid(EXPERIMENTS / "study.yaml")
