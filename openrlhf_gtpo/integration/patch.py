@@ -5,6 +5,7 @@ The actors themselves bring what they need into their worker processes, which im
 
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 from openrlhf_gtpo import platform
 
@@ -27,7 +28,7 @@ def apply(args: SimpleNamespace) -> None:
     on_megatron = args.actor.backend == "megatron"
     max_restarts = args.train.max_restarts
     tensor_parallel_size = args.megatron.tensor_model_parallel_size if on_megatron else args.ds.tensor_parallel_size
-    of_engines = {
+    of_engines: dict[str, Any] = {
         "engine_args": {name: getattr(args.vllm, name) for name in ("max_num_seqs", "max_num_batched_tokens")},
         "patience": Patience.of(args),
         "with_entropy": args.rollout.entropy == "sampler",

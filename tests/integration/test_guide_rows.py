@@ -9,7 +9,7 @@ from openrlhf.models.loss import PolicyLoss
 from openrlhf.trainer.ppo_utils.experience import Experience
 from rollouts import arguments
 
-from openrlhf_gtpo.integration.actors.policy_actor import _own_as_old
+from openrlhf_gtpo.integration.actors.actor_trainer import _own_as_old
 from openrlhf_gtpo.integration.actors.token_ratios import TokenRatios
 from openrlhf_gtpo.integration.credit.guide_rows import GuideRatios, guide_rows
 from openrlhf_gtpo.integration.credit.loss import credit_loss
