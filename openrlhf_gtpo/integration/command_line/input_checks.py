@@ -204,9 +204,14 @@ def check_model(name: str | None, flag: str, trust_remote_code: bool = False) ->
     if path.is_dir() and not any(found for pattern in weights for found in path.glob(pattern)):
         raise UsageError(f"{flag} {name} has a config.json but no weights (*.safetensors or *.bin).")
     try:
-        model_folder(name, weights=False)
+        folder = model_folder(name, weights=False)
     except UsageError as error:
         raise UsageError(f"{flag} {error}") from error
+    # Transformers makes a list as long as there are layers, whatever memory there is.
+    if found := re.search(r'"\w*layers?"\s*:\s*\d{5,}', (folder / "config.json").read_text(errors="replace")):
+        raise UsageError(
+            f"{flag} {name} is not a Hugging Face checkpoint that can be read: its config.json has {found[0]:.99}."
+        )
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # a configuration's own class may raise anything

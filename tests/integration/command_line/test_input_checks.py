@@ -41,7 +41,10 @@ def test_a_model_that_is_not_there(refused: Callable[..., str], tmp_path: Path) 
     assert "no weights" in refused({flag: folder(tmp_path / "config", config_json='{"model_type": "llama"}')})
 
 
-@pytest.mark.parametrize("config", ["{", "[]", '{"model_type": "no_such_model"}', "{}"])
+@pytest.mark.parametrize(
+    "config",
+    ["{", "[]", '{"model_type": "no_such_model"}', "{}", '{"model_type": "qwen2", "num_hidden_layers": 2147483648}'],
+)
 def test_a_model_whose_configuration_cannot_be_read(refused: Callable[..., str], tmp_path: Path, config: str) -> None:
     path = folder(tmp_path / "broken", config_json=config, model_safetensors="")
     (path / "model_safetensors").rename(path / "model.safetensors")
