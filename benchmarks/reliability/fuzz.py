@@ -384,11 +384,15 @@ class TensorLetters(Letters):
         return "".join(map(chr, tokens))
 
 
+def _no_recovery(error: Exception) -> None:
+    raise error
+
+
 def make_row(answer: dict[str, Any]) -> None:
     """What an executor has returned, made into the row that the controller trains on."""
     from openrlhf_gtpo.integration.rollout.samples_generator import OrderedSamplesGenerator
 
-    rows = OrderedSamplesGenerator.__new__(OrderedSamplesGenerator)
+    rows = OrderedSamplesGenerator(SimpleNamespace(args=None), None, None, None, [], recover=_no_recovery)
     rows._process_response_into_experience({**answer, "prompt_number": 1}, max_len=32)
 
 

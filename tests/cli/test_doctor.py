@@ -300,7 +300,7 @@ def test_the_models_files(capsys: Any, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     status, text = said("model", capsys, "--model", "someone/something")
-    assert status == "wrong" and f"not whole in the cache {tmp_path / 'cache'}: hf download someone/something" in text
+    assert status == "wrong" and f"nor whole in the cache {tmp_path / 'cache'}: hf download someone/something" in text
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # the run fetches it
     assert said("model", capsys, "--model", "someone/something")[0] == "warning"
     assert said("model", capsys, "--model", "/no/model") == ("wrong", "--model /no/model does not exist.")

@@ -112,7 +112,7 @@ def test_a_tensor_parallel_group_that_would_cross_nodes_is_refused(monkeypatch: 
 def test_an_engine_that_would_cross_nodes_is_refused(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(platform.PLATFORM_VARIABLE, "cuda")
     put_back(monkeypatch)
-    run.patch.apply()
+    run.patch.apply(arguments("--algo.advantage.estimator", "gtpo"))
     cluster = FakeCluster("0" * 6 + "1" * 2, monkeypatch)
     monkeypatch.setattr(vllm_engine, "placement_group", cluster._make_group)
     started: list[list[int]] = []

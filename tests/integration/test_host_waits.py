@@ -10,6 +10,7 @@ from rollouts import arguments
 from torch.overrides import TorchFunctionMode
 
 from openrlhf_gtpo.integration.actors.megatron_trainer import _StepLoss
+from openrlhf_gtpo.integration.credit.guide_rows import GuideRatios
 from openrlhf_gtpo.integration.credit.loss import CreditLoss, loss_options
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
 from openrlhf_gtpo.megatron.model.packing import pack
@@ -46,7 +47,7 @@ def step_loss(policy_loss: Any, device: torch.device) -> _StepLoss:
     """A step with one micro-batch, whose rows are the host's."""
     step = object.__new__(_StepLoss)
     step.args, step.policy_loss, step.kl_ctl = arguments("--algo.advantage.estimator", "gtpo"), policy_loss, 0.0
-    step.ratios = None
+    step.ratios, step.guide_ratios = None, GuideRatios(torch.nn.Identity(), 1.0)
     numbers = {name: torch.zeros(2, 3) for name in ("action_log_probs", "advantages", "rollout_log_probs")}
     step.experiences = [Experience(action_mask=MASK, sequences=torch.zeros(2, 5), **numbers)]
     counts = {"batch_num_tokens": torch.tensor(5.0), "global_batch_size": torch.tensor(2.0)}

@@ -42,6 +42,7 @@ def rollout(model: Path, tmp_path: Path, ranks: RankPool, monkeypatch: pytest.Mo
         "outcome": [1.0, 0.0, 1.0, 1.0],
         "length_penalty": [0.0] * 4,
         "truncated": [False] * 4,
+        "guided": None,
         "prompt_tokens": [row[:p] for row, p in zip(rows, PROMPTS)],
         "tokens": [row[p:] for row, p in zip(rows, PROMPTS)],
         "pieces": [["x"] * n for n in RESPONSES],
