@@ -16,7 +16,6 @@ import random
 import re
 import statistics
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +23,7 @@ from signal import SIGKILL, SIGSTOP
 from typing import Any
 
 import psutil
-from tiny_runs import SAMPLES, STALL_TIMEOUT, cmdline, end, make_inputs, of_each, restarts_of, rows, start, until
+from tiny_runs import SAMPLES, STALL_TIMEOUT, cmdline, end, inputs, of_each, restarts_of, rows, start, until
 
 from openrlhf_gtpo.benchmarks.harness import write_results
 from openrlhf_gtpo.errors import STOPPED_STATUS
@@ -63,16 +62,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        make_inputs(place, ROWS)
+    with inputs(ROWS) as place:
         disturbed = train(place, "disturbed", args)
         print(json.dumps(disturbed), flush=True)
         undisturbed = train(place, "undisturbed", args, disturbed["steps"])
-    results = {"stall_timeout": STALL_TIMEOUT, "disturbed": disturbed, "undisturbed": undisturbed}
-    write_results(args.output, args, results)
-    if disturbed["status"] != STOPPED_STATUS or disturbed["steps_missing"] or disturbed["prompts_lost"]:
-        sys.exit("Something was lost.")
+        results = {"stall_timeout": STALL_TIMEOUT, "disturbed": disturbed, "undisturbed": undisturbed}
+        write_results(args.output, args, results)
+        if disturbed["status"] != STOPPED_STATUS or disturbed["steps_missing"] or disturbed["prompts_lost"]:
+            sys.exit("Something was lost.")
 
 
 def train(place: Path, name: str, args: argparse.Namespace, steps: int | None = None) -> dict[str, Any]:

@@ -13,14 +13,13 @@ import random
 import re
 import signal
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
-from tiny_runs import STALL_TIMEOUT, cmdline, end, make_inputs, of_each, restarts_of, rows, start, until
+from tiny_runs import STALL_TIMEOUT, cmdline, end, inputs, of_each, restarts_of, rows, start, until
 
 from openrlhf_gtpo.benchmarks.harness import write_results
 from openrlhf_gtpo.report import names
@@ -50,13 +49,12 @@ def main() -> None:
     args = parser.parse_args()
     chance = random.Random(args.seed)
     order = [fault for _ in range(args.rounds) for fault in chance.sample(args.faults, len(args.faults))]
-    with tempfile.TemporaryDirectory() as folder:
-        make_inputs(Path(folder), QUESTIONS)
-        result = train(Path(folder), order, chance)
-    write_results(args.output, args, {"stall_timeout": STALL_TIMEOUT, **result})
-    print(args.output.read_text(), end="")
-    if result["status"] or result["steps_missing"] or result["processes_left"]:
-        sys.exit("Something was lost, or left.")
+    with inputs(QUESTIONS) as place:
+        result = train(place, order, chance)
+        write_results(args.output, args, {"stall_timeout": STALL_TIMEOUT, **result})
+        print(args.output.read_text(), end="")
+        if result["status"] or result["steps_missing"] or result["processes_left"]:
+            sys.exit("Something was lost, or left.")
 
 
 def train(place: Path, order: list[str], chance: random.Random) -> dict[str, Any]:

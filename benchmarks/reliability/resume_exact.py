@@ -13,7 +13,6 @@ import argparse
 import json
 import random
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +22,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_runs import make_inputs, rows, start
+from tiny_runs import inputs, rows, start
 
 from openrlhf_gtpo.benchmarks.harness import write_results
 from openrlhf_gtpo.report import names
@@ -62,19 +61,18 @@ def main() -> None:
     args = parser.parse_args()
     instants = random.Random(args.seed)
     results = {}
-    with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        make_inputs(place, 4 * args.steps + 2)
+    with inputs(4 * args.steps + 2) as place:
         for backend in args.backends:
             whole, parts = place / f"{backend}-whole", place / f"{backend}-parts"
             finish(begin(backend, whole, place), whole)
             kills = [kill(begin(backend, parts, place), parts, instants) for _ in range(args.kills)]
             finish(begin(backend, parts, place), parts)
             results[backend] = {"kills": kills} | compare(whole, parts)
-    write_results(args.output, args, results)
-    differences = {backend: results[backend]["differences"] for backend in args.backends}
-    print(json.dumps(differences, indent=1))
-    sys.exit(any(differences.values()))
+        write_results(args.output, args, results)
+        differences = {backend: results[backend]["differences"] for backend in args.backends}
+        print(json.dumps(differences, indent=1))
+        if any(differences.values()):
+            sys.exit(1)
 
 
 def begin(backend: str, run: Path, place: Path) -> psutil.Popen:

@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,21 @@ STALL_TIMEOUT = 30
 SAMPLES = 4  # of a prompt
 
 
-def make_inputs(place: Path, questions: int) -> None:
-    """The tiny model, and a task of so many questions, for :func:`start`."""
+@contextmanager
+def inputs(questions: int) -> Iterator[Path]:
+    """A folder with the tiny model, and a task of so many questions, for :func:`start`; where what is done within
+    fails, it stays, and is named."""
+    place = Path(tempfile.mkdtemp(prefix="reliability-"))
+    try:
+        _make_inputs(place, questions)
+        yield place
+    except BaseException:
+        print(f"What the runs left is in {place}.", file=sys.stderr)
+        raise
+    shutil.rmtree(place)
+
+
+def _make_inputs(place: Path, questions: int) -> None:
     assert prepare.main(["tiny-model", "--output", str(place / "model")]) == 0
     words = ["--task", "products", "--train-size", str(questions), "--eval-size", "8", "--output", str(place / "task")]
     assert prepare.main(["task", *words]) == 0

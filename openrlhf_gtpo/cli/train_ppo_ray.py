@@ -38,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse(words)
         if not supervised:
-            check(args)
+            try:
+                check(args)
+            except OSError as error:  # a path that no file can have, such as one that is too long
+                raise UsageError(str(error)) from error
             if args.train.max_restarts or args.train.stall_timeout:
                 return supervise([sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray", *words], args)
         train(args)

@@ -207,6 +207,7 @@ def _field(row: Mapping[str, Any], key: str, number: int) -> Any:
     value: Any = row
     for name in key.split("."):
         if not isinstance(value, Mapping) or name not in value:
-            raise ValueError(f"row {number} has no column {key}; it has {', '.join(row)}")
+            columns = " ".join(", ".join(row).split())  # one line, whatever they are called
+            raise ValueError(f"row {number} has no column {key}; it has {columns}")
         value = value[name]
     return value

@@ -170,7 +170,12 @@ def draw_entries(
                 "were asked for (train and eval share none): ask for fewer rows and train for more episodes, or widen "
                 "the task with --task-config"
             )
-        entry = dataset[index]
+        try:
+            entry = dataset[index]
+        except Exception as error:  # a task's own code, with a config that its validate() has let through
+            raise ValueError(
+                f"{task} makes no question with {json.dumps(dict(config))}: {type(error).__name__}: {error}"
+            ) from error
         text = form.user_text(entry)
         if text not in entries and text not in examples:
             entries[text] = entry

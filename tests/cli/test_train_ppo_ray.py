@@ -196,6 +196,16 @@ def test_a_run_tells_its_supervisor_whether_it_would_fail_again(
     assert "OPENRLHF_GTPO_SUPERVISED" not in os.environ  # what it starts is not supervised
 
 
+def test_a_path_that_no_file_can_have_is_the_users_mistake(args, training, monkeypatch, capsys) -> None:
+    def check(args: SimpleNamespace) -> None:
+        Path("x" * 300).exists()
+        raise AssertionError("Python sees no mistake there any more, and so should not this test")
+
+    monkeypatch.setattr(train_ppo_ray, "check", check)
+    assert train_ppo_ray.main([]) == 2 and not training["began"]
+    assert capsys.readouterr().err.startswith("train_ppo_ray: [Errno 36] File name too long: 'xxx")
+
+
 @pytest.mark.parametrize(("flag", "value"), [("max_restarts", 1), ("stall_timeout", 60.0)])
 def test_either_flag_has_the_run_supervised(flag: str, value: float, args, training, monkeypatch) -> None:
     args.train.max_restarts = 0

@@ -4,9 +4,11 @@ stopped, at another layout.
 
 import math
 
+import numpy as np
 import pytest
 
 from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.rollouts import read_dump
 from tests.e2e.conftest import finish
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -40,9 +42,19 @@ def test_tp2_trains_what_the_engine_samples_from_and_resumes_as_pp2(trainer_argv
 
     saved = tmp_path / "checkpoints" / "_actor"
     assert (saved / "latest").read_text().strip() == "global_step4"
-    resumed = finish([*argv, "--actor.num_gpus_per_node", "2", *PP2], tmp_path)
+    # The model that all began from as a guide.
+    guide = ["--algo.guide.model_name_or_path", argv[argv.index("--actor.model_name_or_path") + 1]]
+    guide += ["--algo.guide.fraction", "0.25", "--logger.dump_rollouts", "1"]
+    resumed = finish([*argv, "--actor.num_gpus_per_node", "2", *PP2, *guide], tmp_path)
     assert resumed.code == 0, resumed.log[-4000:]
     assert [step["step"] for step in resumed.steps] == [1, 2, 3, 4, 5, 5]  # one more, after the fourth
     again, first = resumed.steps[-1], resumed.steps[-2]
     assert again["actor_lr"] == pytest.approx(first["actor_lr"])
     assert abs(again["vllm_kl"]) < 0.02
+    assert again[names.GUIDE_ROWS] == pytest.approx(0.25) and math.isfinite(again["policy_loss"])
+    dump = read_dump(next((tmp_path / "checkpoints" / "rollouts").iterdir())).columns
+    assert dump["guided"].tolist() == ([False] * 12 + [True] * 4) * 4
+    ratios, mask = dump["ratio"], dump["mask"].values
+    rows = np.repeat(dump["guided"], np.diff(ratios.offsets))
+    of_guide, own = (np.abs(np.log(ratios.values[mask & one])).mean() for one in (rows, ~rows))
+    assert of_guide > 2 * own and ratios.values[rows].max() <= 2.01  # the policy has moved from it, and the cap holds

@@ -246,9 +246,14 @@ def check_guide(args: SimpleNamespace) -> None:
             f"--algo.guide.rescue_batch {guide.rescue_batch} takes what dynamic filtering drops; give "
             "--algo.dynamic_filtering_enable too, or leave it out."
         )
-    check_model(guide.model_name_or_path, flag, args.actor.trust_remote_code)
+    if not guide.endpoint:
+        check_model(guide.model_name_or_path, flag, args.actor.trust_remote_code)
     _check_same_tokenizer(args, flag)
-    if args.train.colocate_all:
+    if guide.endpoint:
+        from openrlhf_gtpo.integration.command_line.endpoint import check_endpoint
+
+        check_endpoint(args)
+    elif args.train.colocate_all:
         gpus, own = args.actor.num_nodes * args.actor.num_gpus_per_node, guide.num_engines * guide.tensor_parallel_size
         if own > gpus:
             raise UsageError(

@@ -272,6 +272,12 @@ def _add_guide_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--algo.guide.rescue_weight", type=float, default=1.0, help="of the loss of such prompts' groups"
     )
+    group.add_argument(
+        "--algo.guide.endpoint",
+        metavar="URL",
+        help="OpenAI-compatible endpoint that serves the guide under that name, as vllm serve opens one at "
+        "http://HOST:8000/v1, in the place of engines",
+    )
     group.add_argument("--algo.guide.num_engines", type=int, default=1, help="vLLM engines of the guide")
     group.add_argument("--algo.guide.tensor_parallel_size", type=int, default=1, help="GPUs of one of them")
     group.add_argument(
@@ -487,6 +493,11 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
             values["algo.guide.model_name_or_path"] and values["algo.guide.rescue_batch"] == 0,
             "there is no --algo.guide.rescue_batch",
             ("algo.guide.rescue_weight",),
+        ),
+        (
+            values["algo.guide.model_name_or_path"] and values["algo.guide.endpoint"],
+            "--algo.guide.endpoint has the guide's engines",
+            ("algo.guide.num_engines", "algo.guide.tensor", "algo.guide.gpu"),
         ),
         (values["rollout.entropy"] == "actor", "entropies are the actor's", ("rollout.entropy_audit",)),
         (

@@ -48,6 +48,7 @@ def gpus_of(args: SimpleNamespace) -> Gpus:
         return section.num_nodes * section.num_gpus_per_node
 
     shared, guide = args.train.colocate_all, args.algo.guide
+    has_guide = guide.model_name_or_path and not guide.endpoint
     has_reference = args.algo.kl.init_coef > 0
     has_critic = bool(args.critic.model_name_or_path)
     # Beside an agent upstream makes a reward actor without a model, and waits for it only where it has several GPUs.
@@ -60,7 +61,7 @@ def gpus_of(args: SimpleNamespace) -> Gpus:
         critic=size(args.critic) if paired or (has_critic and not shared) else 0,
         reward=size(args.reward) if has_reward and not (paired or shared) else 0,
         engines=0 if with_engines else (args.vllm.num_engines or 0) * args.vllm.tensor_parallel_size,
-        guide=guide.num_engines * guide.tensor_parallel_size if guide.model_name_or_path and not shared else 0,
+        guide=guide.num_engines * guide.tensor_parallel_size if has_guide and not shared else 0,
     )
 
 

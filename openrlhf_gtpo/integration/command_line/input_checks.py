@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import json
+import os
 import re
 import socket
 from collections.abc import Callable, Iterator
@@ -271,8 +272,8 @@ def _check_weights(path: Path, flag: str) -> None:
         except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
             raise UsageError(f"{flag} {path}: {index.name} cannot be read: {_reason(error)}") from error
         for shard in shards:
-            if not (path / shard).is_file():
-                raise UsageError(f"{flag} {path} lacks {shard}, which its {index.name} lists.")
+            if not os.path.isfile(path / shard):  # not Path.is_file, which raises for a name that is too long
+                raise UsageError(f"{flag} {path} lacks {_line(shard):.255}, which its {index.name} lists.")
     try:
         weight_shapes(path)
     except UsageError as error:
@@ -298,7 +299,11 @@ def load_tokenizer(name: str, flag: str, trust_remote_code: bool = False) -> Any
 
 def _reason(error: BaseException) -> str:
     """An error's message in one line; its kind where it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
+    return _line(str(error)) or type(error).__name__
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def check_reward(args: SimpleNamespace) -> None:
@@ -429,12 +434,14 @@ def check_dataset(args: SimpleNamespace, tokenizer: Any, names: str | None, spli
             continue
         for column_flag, column in (("input_key", args.data.input_key), ("label_key", args.data.label_key)):
             if column is not None and column not in table.column_names:
-                columns = ", ".join(table.column_names)
+                columns = _line(", ".join(table.column_names))
                 raise UsageError(f"{flag} {name} has no column {column!r} (--data.{column_flag}); it has {columns}.")
         try:
             _check_rows(args, tokenizer, table, f"{flag} {name}")
         except UnicodeDecodeError as error:  # datasets decodes text as it is read
             raise UsageError(f"{flag} {name} is not in UTF-8 ({error}); convert it, as with iconv.") from error
+        except KeyError as error:  # datasets' own, of a name with a NUL within a column
+            raise UsageError(f"{flag} {name} has a column with a name in it that cannot be read: {error}.") from error
 
 
 def _check_rows(args: SimpleNamespace, tokenizer: Any, table: Any, where: str) -> None:

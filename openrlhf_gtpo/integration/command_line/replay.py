@@ -30,7 +30,7 @@ _NOT_READ = (
     "algo.dynamic_filtering",
     *(
         f"algo.guide.{name}"
-        for name in ("model", "fraction", "steps", "num_engines", "tensor", "gpu", "on_failure", "rescue")
+        for name in ("model", "fraction", "steps", "endpoint", "num_engines", "tensor", "gpu", "on_failure", "rescue")
     ),
     "train.agent_func_path",
     "train.num_episodes",

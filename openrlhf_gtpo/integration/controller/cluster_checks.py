@@ -7,15 +7,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil  # vLLM and DeepSpeed depend on it
 import ray
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line.host import gpus_of
-from openrlhf_gtpo.integration.controller.checkpoint_disk import writes_checkpoints
+from openrlhf_gtpo.integration.controller.checkpoint_disk import gigabytes, writes_checkpoints
+from openrlhf_gtpo.megatron.parallel.layout import check_architecture
+from openrlhf_gtpo.model_shape import ModelShape
 from openrlhf_gtpo.platform.files import model_folder
 
 _PATIENCE = 10.0  # seconds until a network file system shows a new file to other hosts
+_WEIGHT_BYTES = 2  # of a parameter in an engine
 _LOOK_LIMIT = 300.0  # seconds for a node to start a process and look
 
 
@@ -30,12 +34,16 @@ def check_nodes(args: SimpleNamespace) -> None:
     check_gpus(args, nodes)
     if len(nodes) > 1 and writes_checkpoints(args):
         check_shared_folder(args.ckpt.path, nodes)
+    guide = args.algo.guide
+    has_guide = guide.model_name_or_path and not guide.endpoint
     models = {args.actor.model_name_or_path: args.actor.backend == "megatron"}
-    if args.algo.guide.model_name_or_path:
-        models.setdefault(args.algo.guide.model_name_or_path, False)
+    if has_guide:
+        models.setdefault(guide.model_name_or_path, False)
     for name, weights in models.items():
         if len(nodes) > 1 or not Path(name).is_dir():
             fetch_model(name, nodes, weights=weights)
+    if has_guide:
+        check_guide_memory(guide, nodes)
 
 
 def check_gpus(args: SimpleNamespace, nodes: list[dict[str, Any]]) -> None:
@@ -75,6 +83,59 @@ def fetch_model(name: str, nodes: list[dict[str, Any]], *, weights: bool) -> Non
     fetch = ray.remote(num_cpus=0, max_retries=0)(model_folder)
     there = [node for node in nodes if node["Resources"].get("GPU")]
     ray.get([fetch.options(scheduling_strategy=_on(node)).remote(name, weights=weights) for node in there])
+
+
+def check_guide_memory(guide: SimpleNamespace, nodes: list[dict[str, Any]]) -> None:
+    """Refuse a guide whose weights alone, as many as the planner counts, do not fit into the memory that its engines
+    may take. One that is quantized, or whose layers the planner does not know, is left to vLLM.
+
+    Args:
+        guide: the run's ``--algo.guide.*``.
+
+    Raises:
+        UsageError: with both sizes.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(guide.model_name_or_path, trust_remote_code=False)
+        check_architecture(config)
+    except ValueError:  # a LayoutError, or a configuration that only code of its own can read
+        return
+    if getattr(config, "quantization_config", None) is not None:
+        return
+    weights = int(_WEIGHT_BYTES * ModelShape.of(config).parameters / guide.tensor_parallel_size)
+    on_cpu = platform.chosen_platform() == "cpu"
+    ask = ray.remote(num_cpus=0, max_retries=0)(free_memory if on_cpu else gpu_memory)
+    there = [node for node in nodes if node["Resources"].get("GPU")]
+    memory = min(ray.get([ask.options(scheduling_strategy=_on(node)).remote() for node in there]))
+    share = 1.0 if on_cpu else guide.gpu_memory_utilization
+    if weights <= share * memory:
+        return
+    of = f"a node has {gigabytes(memory)} of memory left; give a smaller one"
+    if not on_cpu:
+        of = (
+            f"--algo.guide.gpu_memory_utilization {share:g} of a GPU's {gigabytes(memory)} is "
+            f"{gigabytes(int(share * memory))}; give a larger --algo.guide.tensor_parallel_size"
+        )
+    raise UsageError(
+        f"--algo.guide.model_name_or_path {guide.model_name_or_path} has {gigabytes(weights)} of weights for each of "
+        f"its {guide.tensor_parallel_size} GPUs, and {of}, or serve it elsewhere and give --algo.guide.endpoint."
+    )
+
+
+def free_memory() -> int:
+    """Bytes of this host's."""
+    return psutil.virtual_memory().available
+
+
+def gpu_memory() -> int:
+    """Bytes of the smallest of this node's GPUs, as the driver reports them. No GPU is taken hold of."""
+    import pynvml  # nvidia-ml-py, which vLLM for CUDA depends on
+
+    pynvml.nvmlInit()
+    gpus = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+    return min(pynvml.nvmlDeviceGetMemoryInfo(gpu).total for gpu in gpus)
 
 
 def check_shared_folder(folder: str, nodes: list[dict[str, Any]]) -> None:

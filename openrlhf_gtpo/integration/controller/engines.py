@@ -8,6 +8,7 @@ arrived. A transfer that an engine's death interrupts ends the run.
 
 import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -44,8 +45,8 @@ class Engines:
 
     def watch(self) -> None:
         """Have engines that do not answer killed from now on: all have loaded, and met the trainer for the weights."""
-        if self._stall_timeout:
-            threading.Thread(target=self._watch, args=(self._stall_timeout,), daemon=True).start()
+        serves = self.serving.__contains__
+        kill_hanging(self._all, self._stall_timeout, self._hanging.__setitem__, serves)
 
     def check(self) -> int:
         """Take those that died off the list; returns how many.
@@ -104,12 +105,26 @@ class Engines:
         numbers = ", ".join(str(self._all.index(engine)) for engine in lost)
         print(f"vLLM engines {numbers} are back, after {time.monotonic() - began:.0f} s of waiting.", flush=True)
 
-    def _watch(self, stall_timeout: float) -> None:
-        """Kill engines that do not answer, so that whoever waits for them hears of it."""
+
+def kill_hanging(
+    engines: Sequence[Any],
+    stall_timeout: float,
+    note: Callable[[int, str], None],
+    serves: Callable[[Any], bool] = lambda engine: True,
+) -> None:
+    """Kill engines that do not answer from now on, so that whoever waits for them hears of it.
+
+    Args:
+        stall_timeout: seconds without an answer; with 0 none is killed.
+        note: gets the number of one and what to say of it, before it is killed.
+        serves: whether an engine is to answer.
+    """
+
+    def watch() -> None:
         asked: dict[int, tuple[Any, float]] = {}  # by number
         while True:
-            for number, engine in enumerate(self._all):
-                if engine in self.serving and number not in asked:
+            for number, engine in enumerate(engines):
+                if number not in asked and serves(engine):
                     asked[number] = engine.serves.remote(), time.monotonic()
             refs = [ref for ref, _ in asked.values()]
             answered, _ = ray.wait(refs, num_returns=len(refs), timeout=_LOOK_EVERY) if refs else ([], [])
@@ -118,9 +133,12 @@ class Engines:
                     continue
                 del asked[number]
                 if ref not in answered:
-                    self._hanging[number] = f"did not answer for {stall_timeout:g} s"
-                    ray.kill(self._all[number], no_restart=False)
+                    note(number, f"did not answer for {stall_timeout:g} s")
+                    ray.kill(engines[number], no_restart=False)
             time.sleep(_LOOK_EVERY)
+
+    if stall_timeout:
+        threading.Thread(target=watch, daemon=True).start()
 
 
 def _rejoin(actor: Any) -> None:

@@ -18,7 +18,7 @@ from openrlhf_gtpo.errors import StoppedOnRequest
 from openrlhf_gtpo.integration.actors.actor_trainer import keep_trying, wait_for_engines
 from openrlhf_gtpo.integration.actors.token_ratios import take_ratios
 from openrlhf_gtpo.integration.controller import stop
-from openrlhf_gtpo.integration.controller.engines import Engines
+from openrlhf_gtpo.integration.controller.engines import Engines, kill_hanging
 from openrlhf_gtpo.integration.controller.failures import answering, write_errors
 from openrlhf_gtpo.integration.controller.guide_engines import start_guide
 from openrlhf_gtpo.integration.controller.rollout_dump import RolloutDumper
@@ -136,6 +136,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         self.engines.watch()
         if self.guide:
             wait_for_engines(self.guide.engines, "guide engine")
+            kill_hanging(self.guide.engines, self.args.train.stall_timeout, self.guide.hangs)
         states = self.init_checkpoint_states()
         step = states["global_step"]
         earlier: Rows = []

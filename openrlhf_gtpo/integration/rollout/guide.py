@@ -71,6 +71,10 @@ class Guide:
         count = math.floor(rows * (number + 1) + _ROUNDING) - math.floor(rows * number + _ROUNDING)
         return GuideRows(self.engines[number % len(self.engines)], count) if count else None
 
+    def hangs(self, number: int, what: str) -> None:
+        """Say so of an engine that is killed for it; whoever waits for it hears of its death."""
+        print(f"Warning: engine {number} of the guide {what}; it is killed.", flush=True)
+
     def died(self, how: str) -> None:
         """Go on without it, saying so once.
 
@@ -96,7 +100,8 @@ class Guide:
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Within it the engines hold their memory, where ``--vllm.enable_sleep`` lets go of it between rollouts."""
-        sleeps = self._args.vllm.enable_sleep and (self.share > 0 or self.rescue_batch > 0)
+        own = self._args.vllm.enable_sleep and not self._args.algo.guide.endpoint
+        sleeps = own and (self.share > 0 or self.rescue_batch > 0)
         if sleeps:
             self._call("wake_up")
         yield

@@ -165,8 +165,9 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
                     prompt, theirs, *args, num_samples=guide.num_rows, **kwargs
                 )
             except DEATHS as death:
+                how = described(getattr(death, "cause", None) or death)  # of a task's error what the task raised
                 rest = range(num_samples - guide.num_rows, num_samples)
-                return [{**one, GUIDE_DIED: described(death)} for one in await asyncio.gather(*map(sample, rest))]
+                return [{**one, GUIDE_DIED: how} for one in await asyncio.gather(*map(sample, rest))]
             return [{**one, GUIDED: True} for one in found]
 
         if self.with_log_probs and label.is_trained:

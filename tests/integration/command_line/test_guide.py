@@ -117,6 +117,17 @@ def test_a_guide_with_another_tokenizer_is_refused_with_the_first_token_that_dif
         assert f"has another tokenizer than the policy: token {place} is {there} there and {here} here" in message
 
 
+def test_an_endpoint_needs_the_tokenizer_alone(
+    guided: dict[str, Any], model: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    other = shutil.copytree(model, tmp_path / "other")
+    (other / "model.safetensors").unlink()
+    served = guided | {"--algo.guide.model_name_or_path": other}
+    assert "no weights" in refused(served)
+    message = refused(served | {"--algo.guide.endpoint": "http://127.0.0.1:9/v1"})
+    assert "--algo.guide.endpoint http://127.0.0.1:9/v1 does not answer as an http://HOST:PORT/v1 would" in message
+
+
 def test_its_own_code_is_refused(guided: dict[str, Any], model: Path, tmp_path: Path, refused: Any) -> None:
     other = shutil.copytree(model, tmp_path / "own")
     config = json.loads((other / "config.json").read_text()) | {"auto_map": {"AutoConfig": "x.Y"}}
@@ -132,6 +143,8 @@ def test_a_guide_without_a_share_is_none_and_its_flags_are_named(
     assert "--algo.guide.model_name_or_path, --algo.guide.ratio_cap (neither" in capsys.readouterr().err
     parse(argv_of(guided | {"--algo.guide.rescue_weight": 2}))
     assert "--algo.guide.rescue_weight (there is no --algo.guide.rescue_batch)" in capsys.readouterr().err
+    parse(argv_of(guided | {"--algo.guide.endpoint": "http://somewhere/v1", "--algo.guide.num_engines": 2}))
+    assert "--algo.guide.num_engines (--algo.guide.endpoint has the guide's engines)" in capsys.readouterr().err
     rescues = {"--algo.guide.rescue_batch": 2, "--algo.dynamic_filtering_enable": True, "--algo.guide.steps": 5}
     parse(argv_of(without | rescues))
     assert "--algo.guide.steps (there is no --algo.guide.fraction)" in capsys.readouterr().err

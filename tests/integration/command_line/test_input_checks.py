@@ -76,6 +76,14 @@ def test_a_model_whose_list_of_weights_cannot_be_read(
     assert "model.safetensors.index.json cannot be read" in refused({"--actor.model_name_or_path": path})
 
 
+def test_a_shard_of_a_name_that_no_file_can_have_is_missing(
+    refused: Callable[..., str], model: Path, tmp_path: Path
+) -> None:
+    path = copy_model(model, tmp_path / "indexed")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x\n" + "x" * 300}}))
+    assert f"lacks x {'x' * 253}, which its" in refused({"--actor.model_name_or_path": path})
+
+
 def test_a_model_without_a_tokenizer(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
     path = copy_model(model, tmp_path / "mute", "tokenizer", "special_tokens")
     assert "has no tokenizer that can be read" in refused({"--actor.model_name_or_path": path})
@@ -347,6 +355,10 @@ def test_a_data_set_without_the_columns(refused: Callable[..., str], data_flag: 
     assert refused({data_flag: path}).endswith("has no column 'question' (--data.input_key); it has text, answer.")
     path = table(tmp_path / "more.jsonl", [{"question": "a"}])
     assert refused({data_flag: path}).endswith("has no column 'answer' (--data.label_key); it has question.")
+    path = table(tmp_path / "odd.jsonl", [{"a\nb": "a"}])
+    assert refused({data_flag: path}).endswith("it has a b.")
+    path = table(tmp_path / "nul.jsonl", [{"question": {"a\0b": "a", "c": [1, "d"]}, "answer": "b"}])
+    assert "has a column with a name in it that cannot be read: 'a\\x00b'." in refused({data_flag: path})
 
 
 def test_a_data_set_without_the_split(refused: Callable[..., str]) -> None:

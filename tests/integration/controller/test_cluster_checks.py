@@ -1,5 +1,6 @@
 """A cluster or a disk on which a run would hang or die is refused, and a failure says what to do."""
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +15,16 @@ from openrlhf_gtpo.integration.controller import checkpoint_disk, cluster_checks
 from openrlhf_gtpo.integration.controller.checkpoint_disk import check_room, checkpoint_bytes, parameters_of
 from openrlhf_gtpo.integration.controller.cluster_checks import (
     check_gpus,
+    check_guide_memory,
     check_nodes,
     check_shared_folder,
+    free_memory,
     look_for,
 )
 from openrlhf_gtpo.integration.controller.failures import explained, raise_if_lost, write_errors
 from openrlhf_gtpo.megatron.checkpoint.files import DamagedError
 from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
+from openrlhf_gtpo.model_shape import PRESETS
 
 
 def run_of(actor: int, engines: int, colocated: bool = False) -> SimpleNamespace:
@@ -117,6 +121,46 @@ def test_only_a_run_that_saves_needs_a_shared_folder(tmp_path: Path, elsewhere: 
     args.ckpt.save_steps = 5
     with pytest.raises(UsageError, match="does not exist on node n2"):
         check_nodes(args)
+
+
+@pytest.mark.parametrize(
+    ("kind", "memory", "size", "said"),
+    [
+        ("cuda", 40e9, 1, "15.2 GB of weights for each of its 1 GPUs, and --algo.guide.gpu_memory_utilization 0.3"),
+        ("cuda", 40e9, 2, None),
+        ("cpu", 14e9, 1, "15.2 GB of weights for each of its 1 GPUs, and a node has 14.0 GB of memory left"),
+        ("cpu", 40e9, 1, None),
+    ],
+)
+def test_a_guide_that_is_larger_than_memory_is_refused(
+    kind: str, memory: float, size: int, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen2.5-7B has 7.6e9 parameters, which the planner gives 2 bytes each; a quantized one is not judged."""
+
+    def remote(function: Any) -> Any:
+        assert function.__name__ == {"cuda": "gpu_memory", "cpu": "free_memory"}[kind]
+        ask = SimpleNamespace(remote=lambda: int(memory))
+        return SimpleNamespace(options=lambda scheduling_strategy: ask)
+
+    monkeypatch.setenv(platform.PLATFORM_VARIABLE, kind)
+    monkeypatch.setattr(cluster_checks.ray, "remote", lambda **options: remote)
+    monkeypatch.setattr(cluster_checks.ray, "get", lambda answers: answers)
+    monkeypatch.setattr(cluster_checks, "_on", lambda node: None)
+    guide = SimpleNamespace(
+        model_name_or_path=str(tmp_path), tensor_parallel_size=size, gpu_memory_utilization=0.3, endpoint=None
+    )
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["7b"]))
+    if said is None:
+        check_guide_memory(guide, [node("n1", 2)])
+        return
+    with pytest.raises(UsageError, match=re.escape(said)):
+        check_guide_memory(guide, [node("n1", 2)])
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["7b"] | {"quantization_config": {"bits": 4}}))
+    check_guide_memory(guide, [node("n1", 2)])
+
+
+def test_this_hosts_memory_is_known() -> None:
+    assert 1e8 < free_memory() < 1e13
 
 
 def test_a_node_that_cannot_look_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

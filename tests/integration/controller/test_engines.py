@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import ray
+from fake_engines import guide_arguments
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.controller import engines as module
-from openrlhf_gtpo.integration.controller.engines import Engines
+from openrlhf_gtpo.integration.controller.engines import Engines, kill_hanging
+from openrlhf_gtpo.integration.rollout.guide import Guide
 from openrlhf_gtpo.integration.rollout.rollout_actor import EngineRestarted
 
 NEVER = object()
@@ -152,3 +154,16 @@ def test_a_slow_engine_is_not_dead_and_a_hanging_one_is_killed(killed: list[Engi
     assert killed == [one]
     with pytest.raises(TrainingStopped, match=r"^vLLM engine 1 of 2 \(counted from 0\) did not answer for 0.1 s \("):
         engines.check()
+
+
+def test_a_hanging_engine_of_the_guide_is_killed_with_a_word(killed: list[Engine], capsys: Any) -> None:
+    """And whoever waits for it hears of a death, as in tests/integration/test_guide.py."""
+    engines = [Engine(), Engine()]
+    engines[1].state = NEVER
+    kill_hanging(engines, 0.1, Guide(engines, guide_arguments(0.5)).hangs)
+    deadline = time.monotonic() + 60
+    while not killed:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert killed[0] is engines[1]
+    assert "Warning: engine 1 of the guide did not answer for 0.1 s; it is killed." in capsys.readouterr().out

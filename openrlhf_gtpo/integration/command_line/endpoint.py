@@ -1,0 +1,88 @@
+"""What is asked of an OpenAI-compatible endpoint that serves a guide (``--algo.guide.endpoint``), and what it has to
+answer: responses as token ids, with a log-prob each of the distribution that was sampled. Must import neither Ray nor
+vLLM, as this is checked before a run starts.
+"""
+
+import os
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import openai  # vLLM depends on it
+
+from openrlhf_gtpo.errors import UsageError
+
+_LOOK_LIMIT = 30.0  # seconds for what is asked before a run starts
+# What a server takes from the model's generation_config.json where a request does not say it.
+_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+def api_key() -> str:
+    """``OPENAI_API_KEY``; a server that asks for none takes any."""
+    return os.environ.get("OPENAI_API_KEY") or "none"
+
+
+def request(model: str, tokens: list[int], sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``completions.create`` for one response to ``tokens``.
+
+    Args:
+        sampling: by vLLM's names, which its server takes as extra fields.
+    """
+    extra = {**_NEUTRAL, **sampling, "return_token_ids": True}
+    return {"model": model, "prompt": tokens, "logprobs": 1, "extra_body": extra}
+
+
+def sampled(choice: Any) -> tuple[list[int], list[float]]:
+    """Token ids of a response, and the log-prob of each.
+
+    Raises:
+        ValueError: there are none.
+    """
+    ids = getattr(choice, "token_ids", None)
+    if not isinstance(ids, list):
+        raise ValueError("its responses have no token_ids, as those of vLLM's server have.")
+    log_probs = choice.logprobs and choice.logprobs.token_logprobs
+    if log_probs is None or len(log_probs) != len(ids) or None in log_probs:
+        raise ValueError("its responses have no log-prob for every token.")
+    return ids, log_probs
+
+
+def check_endpoint(args: SimpleNamespace) -> None:
+    """Refuse a server that the run's guide cannot be.
+
+    Raises:
+        UsageError: none answers, or it does not serve the guide, rows of the run's length, or what is needed of a
+            response.
+    """
+    guide, max_len = args.algo.guide, args.data.max_len
+    said, model = f"--algo.guide.endpoint {guide.endpoint}", guide.model_name_or_path
+    highest = []  # log-prob of the likeliest token, which temperature moves
+    try:
+        client = openai.OpenAI(base_url=guide.endpoint, api_key=api_key(), max_retries=0, timeout=_LOOK_LIMIT)
+        served = {one.id: one for one in client.models.list()}
+        if model not in served:
+            raise UsageError(
+                f"{said} serves {', '.join(sorted(served)) or 'no model'}, and not --algo.guide.model_name_or_path "
+                f"{model}; start it with --served-model-name {model}, or give another."
+            )
+        longest = getattr(served[model], "max_model_len", None)
+        if longest is not None and longest < max_len:
+            raise UsageError(
+                f"{said} serves rows of at most {longest} tokens, and --data.max_len is {max_len}; start it with "
+                f"--max-model-len {max_len}."
+            )
+        for temperature in (0.5, 1.0):
+            one = request(model, [1], {"temperature": temperature, "max_tokens": 1})
+            [choice] = client.completions.create(**one).choices
+            sampled(choice)
+            highest.append(max(choice.logprobs.top_logprobs[0].values()))
+    except openai.APIError as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"{said} does not answer as an http://HOST:PORT/v1 would: {reason}") from error
+    except (ValueError, AttributeError, LookupError, TypeError) as error:
+        raise UsageError(f"{said} cannot be a guide: {error}") from error
+    if highest[0] == highest[1] and (args.rollout.temperature, args.rollout.top_p) != (1, 1):
+        raise UsageError(
+            f"{said} says log-probs before temperature and top-p, which are not those that it samples by; start it "
+            "with --logprobs-mode processed_logprobs."
+        )

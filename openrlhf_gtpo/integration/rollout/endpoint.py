@@ -1,0 +1,100 @@
+"""A guide behind an OpenAI-compatible endpoint (``--algo.guide.endpoint``), such as ``vllm serve`` opens, in the place
+of engines of this run's own. What is asked of it: ``command_line/endpoint.py``.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec  # vLLM depends on it, and on openai
+import openai
+from openrlhf.trainer.ray import vllm_engine
+from vllm import SamplingParams
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.integration.command_line.endpoint import api_key, request, sampled
+from openrlhf_gtpo.integration.rollout.rewards import StrictRewardExecutor
+from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRolloutActor
+
+_TRIES = 3  # of a request at which the connection breaks
+_OURS = ("logprobs", "output_kind", "flat_logprobs")  # of no request to a server
+
+
+class EndpointActor(StrictRolloutActor):
+    """Rollout actor whose engine is a server's: rewards and agents are asked here, tokens there."""
+
+    async def __init__(  # type: ignore[misc]
+        self, url: str, model: str, *, agent_func_path: str | None, remote_rm_url: Any
+    ) -> None:
+        self._mm_pad_token_ids = None
+        self.executor = (
+            vllm_engine._load_agent_executor(agent_func_path)
+            if agent_func_path
+            else StrictRewardExecutor(remote_rm_url, self.patience)
+        )
+        self.llm = Endpoint(url, model)
+
+    def get_num_unfinished_requests(self) -> int:
+        """As upstream's, by which it shares prompts among engines; the server has a queue of its own."""
+        return 0
+
+
+class Endpoint:
+    """What a rollout actor asks of vLLM's engine, asked of a server.
+
+    Args:
+        url: as ``http://host:8000/v1``.
+        model: the name that it is served by.
+    """
+
+    def __init__(self, url: str, model: str) -> None:
+        self._url, self._model = url, model
+        self._client = openai.AsyncOpenAI(base_url=url, api_key=api_key(), max_retries=_TRIES - 1, timeout=None)
+
+    async def generate(self, prompt: Any, params: SamplingParams, request_id: str) -> AsyncIterator[RequestOutput]:
+        """The response to ``prompt["prompt_token_ids"]``, whole.
+
+        Raises:
+            EngineDeadError: nobody answers there any more.
+            TrainingStopped: the server refuses the request, or its response has no token ids or log-probs.
+        """
+        tokens = prompt["prompt_token_ids"]
+        try:
+            answer = await self._client.completions.create(**request(self._model, tokens, _sampling(params)))
+        except (openai.APIConnectionError, openai.InternalServerError) as error:
+            raise EngineDeadError(f"{self._url}: {error}") from error
+        except openai.APIStatusError as error:
+            raise TrainingStopped(f"--algo.guide.endpoint {self._url} refused a request: {error}") from error
+        choice = answer.choices[0]
+        try:
+            ids, log_probs = sampled(choice)
+        except ValueError as error:
+            raise TrainingStopped(f"--algo.guide.endpoint {self._url}: {error}") from error
+        said: Any = [{i: Logprob(log_prob)} for i, log_prob in zip(ids, log_probs)]
+        output = CompletionOutput(0, choice.text, ids, sum(log_probs), said, finish_reason=choice.finish_reason)
+        yield RequestOutput(request_id, None, tokens, None, [output], True)
+
+    async def is_sleeping(self) -> bool:
+        """False as soon as the server answers.
+
+        Raises:
+            EngineDeadError: it cannot be reached.
+        """
+        try:
+            await self._client.models.list()
+        except openai.APIError as error:
+            raise EngineDeadError(f"{self._url}: {error}") from error
+        return False
+
+
+def _sampling(params: SamplingParams) -> dict[str, Any]:
+    """What ``params`` say to an engine beyond its defaults, for a server; the choice of log-probs is ours."""
+    given, defaults = msgspec.structs.asdict(params), msgspec.structs.asdict(SamplingParams())
+    neutral = {"max_tokens": params.max_tokens, "temperature": params.temperature}
+    return neutral | {
+        name: value
+        for name, value in given.items()
+        if value != defaults[name] and name not in _OURS and not name.startswith("_")
+    }
