@@ -61,7 +61,7 @@ class Controller(EntropyTrainer):
             monkeypatch.setattr(trainer, "wait_for_engines", lambda *of: None)
         self.args = args = self.samples_generator.args
         args.algo.dynamic_filtering_enable = filtered  # of even labels
-        args.train.num_episodes = 2
+        args.train.num_episodes, args.train.stall_timeout = 2, 0.0
         args.eval = SimpleNamespace(steps=2, before_training=False, temperature=0.0, n_samples_per_prompt=1)
         args.logger = SimpleNamespace(logging_steps=1)
         args.ckpt = SimpleNamespace(save_steps=1, path=str(folder), stop_file=None, load_enable=bool(loaded))

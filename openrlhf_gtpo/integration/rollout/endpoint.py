@@ -92,8 +92,7 @@ class Endpoint:
 def _sampling(params: SamplingParams) -> dict[str, Any]:
     """What ``params`` say to an engine beyond its defaults, for a server; the choice of log-probs is ours."""
     given, defaults = msgspec.structs.asdict(params), msgspec.structs.asdict(SamplingParams())
-    neutral = {"max_tokens": params.max_tokens, "temperature": params.temperature}
-    return neutral | {
+    return {"max_tokens": params.max_tokens} | {
         name: value
         for name, value in given.items()
         if value != defaults[name] and name not in _OURS and not name.startswith("_")

@@ -441,6 +441,7 @@ FROZEN = """
 --algo.entropy_bonus.success_threshold 1.0
 --algo.forking_tokens.success_threshold 1.0
 --algo.forking_tokens.top_fraction 0.2
+--algo.guide.endpoint None
 --algo.guide.fraction 0.0
 --algo.guide.gpu_memory_utilization None
 --algo.guide.model_name_or_path None
