@@ -32,6 +32,14 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *, formatter_class: Any = HelpFormatter, **options: Any) -> None:
         super().__init__(formatter_class=formatter_class, **options)
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # Before Python 3.11.8 the value of --flag=-- is an empty list: https://github.com/python/cpython/issues/109475
+        if action.option_strings and action.nargs is None and arg_strings == ["--"]:
+            value = self._get_value(action, "--")
+            self._check_value(action, value)
+            return value
+        return super()._get_values(action, arg_strings)
+
 
 def exit_status(command: str, run: Callable[[], Any], *mistakes: type[Exception]) -> int:
     """Run; 0, or after one sentence on stderr 2 for what the user got wrong and 1 where a process failed.

@@ -107,7 +107,7 @@ def _task(args: argparse.Namespace) -> Path:
         problem = "is not a JSON object"
         try:
             given["task_config"] = json.loads(args.task_config)
-        except (ValueError, TypeError) as error:  # the latter of --task-config=--, which argparse makes a list
+        except ValueError as error:
             problem = f"is not JSON ({error})"
         if not isinstance(given.get("task_config"), dict):
             raise ValueError(f"--task-config {args.task_config!r} {problem}: write it as '{{\"max_digits\": 2}}'")

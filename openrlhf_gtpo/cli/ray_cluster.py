@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from openrlhf_gtpo.cli import Parser, RawHelpFormatter
 from openrlhf_gtpo.launch.ray_node import Node, make_token, run_node
 from openrlhf_gtpo.launch.ray_wait import Dashboard, NotJoined, wait_for_nodes
 
@@ -47,9 +48,7 @@ def _say(sentence: str, status: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ray_cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="ray_cluster", description=__doc__, formatter_class=RawHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     head = commands.add_parser("head", help="this host as the head")
     head.set_defaults(head=None)

@@ -114,7 +114,11 @@ def check_output(flag: str, path: Path | None, *sources: Path) -> None:
     """
     if path is None:
         return
-    if path.is_dir():
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:  # no file can have that name
+        raise UsageError(f"{flag} {path} cannot be written ({error.strerror}); name another file.") from error
+    if is_folder:
         raise UsageError(f"{flag} {path} is a folder; name a file in it.")
     there = next(part for part in (path, *path.parents) if os.path.exists(part))
     if there == path and not path.is_file():  # such as /dev/null, which a command may replace

@@ -29,11 +29,6 @@ GUIDE_POLICY_REWARD = "guide/policy_reward"  # mean over the others
 RESCUE_QUEUED = "rescue/queued"  # prompts that wait for the guide
 RESCUE_RESCUED = "rescue/rescued"  # prompts that the guide has answered right, since the run began
 RESCUE_GIVEN_UP = "rescue/given_up"  # prompts that neither could answer, or that had to leave the full queue, likewise
-OF_RESCUES = {  # OpenRLHF's names, of the training on rescued groups
-    "policy_loss": "rescue/policy_loss",
-    "actor_grad_norm": "rescue/actor_grad_norm",
-    GUIDE_TRUNCATED: "rescue/truncated",
-}
 SAMPLE = "sample"  # a prompt and its response as one text, its last letters; in metrics.jsonl alone
 SAMPLE_REWARD = "sample_reward"
 WARNING_PREFIX = "warning/"  # texts, of the steps of which they are true; in metrics.jsonl alone

@@ -40,6 +40,18 @@ def test_a_usage_and_a_help(name: str, words: list[str], capsys: pytest.CaptureF
     assert ended.value.code == 0 and "usage: " in capsys.readouterr().out
 
 
+def test_two_dashes_are_a_value() -> None:
+    """Also where Python makes an empty list of them."""
+    parser = Parser()
+    parser.add_argument("--name")
+    parser.add_argument("--number", type=int)
+    parser.add_argument("--one-of", choices=["a"])
+    assert parser.parse_args(["--name=--"]).name == "--"
+    for words in (["--number=--"], ["--one-of=--"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(words)
+
+
 def test_every_default_is_in_the_help(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for switches that are off, and what is left out (an output, a text)."""
     seen: list[argparse.Action] = []

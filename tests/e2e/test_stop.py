@@ -24,6 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from openrlhf_gtpo.integration.controller.checkpoint_disk import checkpoint_bytes, parameters_of
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import read_runs
+from openrlhf_gtpo.report.rollouts import find_dumps, read_settings
 from tests.e2e.conftest import Finished, finish
 from tests.e2e.holding import Hold
 from tests.slurm_cluster import until
@@ -47,6 +48,7 @@ def test_a_run_that_is_stopped_killed_and_resumed_is_the_run_that_was_not(traine
     argv += ["--data.max_samples", "32", "--rollout.micro_batch_size", "4", "--ckpt.load_enable"]
     # At 1e-3 the policy may soon want to end at once, which OpenRLHF does not let the engine do: see test_megatron.py.
     argv += ["--actor.adam.lr", "3e-4"]
+    argv += ["--train.batch_size", "12"]  # a rollout of 16 rows is a step, and a filtered one as well
     argv += ["--ckpt.best_metric_key", "none"]  # and --ckpt.save_steps -1: no checkpoint but that of the stop
 
     whole_argv, _ = _own_folder([*argv, "--logger.dump_rollouts", "1"], tmp_path / "whole")
@@ -54,6 +56,8 @@ def test_a_run_that_is_stopped_killed_and_resumed_is_the_run_that_was_not(traine
     assert whole.code == 0, whole.log[-4000:]
     assert not (whole.folder / "checkpoints" / "_actor").exists()
     steps = [step["step"] for step in whole.steps]  # how many, the filter decides
+    planned = {read_settings(dump)["max_steps"] for dump in find_dumps(whole.folder / "checkpoints")}
+    assert planned == {8}, "of the learning rate's schedule: rollouts of 4 of 32 prompts"
     assert len(steps) >= 3 and steps == [*range(1, len(steps) + 1)]
     for step in whole.steps:  # a rollout that the data set's end leaves short is trained on too
         assert math.isfinite(step["policy_loss"]) and math.isfinite(step["kl"]) and step[names.ENTROPY_ALL] > 0

@@ -10,6 +10,7 @@ from openrlhf.models.loss import PolicyLoss
 
 from openrlhf_gtpo.algorithms import SURROGATES, policy_loss
 from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.integration.actors.actor_trainer import _own_as_old
 from openrlhf_gtpo.integration.credit import loss as integration_loss
 from openrlhf_gtpo.integration.credit.loss import CreditLoss
 
@@ -211,6 +212,10 @@ def naive_loss(data: dict[str, torch.Tensor], level: str, ratio_mean: str, corre
         else:
             factors = [w if low <= s <= high else 0.0 for w, s in zip(weights, statistic)]
         rows.append([f * x for f, x in zip(factors, losses)])
+        if ratio_mean == "geometric":
+            kept = [f for f in factors if f > 0]
+            of_row = math.exp(math.fsum(map(math.log, kept)) / len(kept)) if kept else 0.0
+            rows[-1] = [of_row * losses[0]]
     if level == "token":
         return math.fsum(x for row in rows for x in row) / sum(len(row) for row in rows)
     return math.fsum(math.fsum(row) / len(row) for row in rows) / len(rows)
@@ -369,3 +374,8 @@ def test_a_log_prob_that_is_not_finite_makes_the_loss_nan(level: str, bad: float
     assert credit_loss(level)(**data)[0] == expected
     data["log_probs"][4, 2] = bad
     assert credit_loss(level)(**data)[0].isnan()
+    loss_fn = credit_loss(level)
+    loss_fn.register_forward_pre_hook(_own_as_old)
+    log_probs, advantages = data.pop("log_probs"), data.pop("advantages")
+    data.pop("old_log_probs")
+    assert loss_fn(log_probs, None, advantages, **data)[0].isnan(), "where they are the old ones too"

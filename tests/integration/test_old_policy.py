@@ -16,6 +16,7 @@ from openrlhf_gtpo.token_values import TokenValues
 
 SAMPLER = ("--rollout.entropy", "sampler", "--algo.kl.init_coef", "0", "--train.batch_size", "20")
 GTPO = ("--algo.advantage.estimator", "gtpo", *SAMPLER)
+GUIDE = ("--algo.guide.model_name_or_path", "guide")
 NO_AUDIT = ("--rollout.entropy_audit_steps", "0")
 KL_LOSS = ("--algo.kl.init_coef", "0.1", "--algo.kl.use_loss")
 DYNAMIC = ("--train.dynamic_batch_enable", "--rollout.max_tokens_per_gpu", "30")
@@ -130,8 +131,18 @@ def test_of_a_guides_rows_the_policy_is_asked_for_entropies(
         (("--train.max_epochs", "2"), 0.0, 1, True),
         (("--train.batch_size", "10", "--rollout.log_probs", "sampler"), 0.0, 0, False),
         (("--train.batch_size", "11"), 0.0, 0, False),  # one step of 20 rows
+        (("--critic.freezing_steps", "0"), 0.0, 1, True),
+        ((*GUIDE, "--algo.guide.rescue_batch", "2", "--algo.dynamic_filtering_enable"), 0.0, 1, True),
     ],
-    ids=["KL as a reward", "two steps", "two epochs", "two steps of the sampler's", "a step and a rest"],
+    ids=[
+        "KL as a reward",
+        "two steps",
+        "two epochs",
+        "two steps of the sampler's",
+        "a step and a rest",
+        "frozen",
+        "rescues",
+    ],
 )
 def test_the_policy_is_asked_where_its_log_probs_are_read(
     argv: tuple[str, ...], kl_coef: float, forwards: int, kept: bool, monkeypatch: pytest.MonkeyPatch

@@ -1,5 +1,6 @@
 """One optimizer step is one gradient and one set of metrics, however micro-batches and replicas split its rows."""
 
+import itertools
 import json
 import math
 import shutil
@@ -19,6 +20,7 @@ from tp_program import sent_weights
 from openrlhf_gtpo.integration.actors import dispatch, optimizer_steps
 from openrlhf_gtpo.integration.actors.dispatch import ActorGroup
 from openrlhf_gtpo.integration.actors.optimizer_steps import RowOrder, deal_rows
+from openrlhf_gtpo.integration.credit.old_policy import count_all_steps
 from openrlhf_gtpo.megatron.checkpoint.folder import write_manifest
 from openrlhf_gtpo.report import names
 
@@ -281,6 +283,20 @@ def imbalance(step: list[list[int]], lengths: list[int]) -> float:
     return max(tokens) * len(tokens) / sum(tokens) - 1
 
 
+@pytest.mark.parametrize(
+    ("prompts", "batch_size", "epochs", "steps"),
+    [(10, 6, 1, 5 + 5), (11, 6, 2, 2 * 2 * (5 + 1)), (8, 64, 1, 4 + 4), (3, 6, 1, 2), (9, 5, 3, 2 * 3 * (4 * 2 + 1))],
+)
+def test_the_schedule_is_of_the_steps_that_are_made(prompts: int, batch_size: int, epochs: int, steps: int) -> None:
+    """Two episodes of rollouts of 2 prompts with 6 rows each, of which the last may have one."""
+    order = RowOrder(batch_size, [1])
+    rollouts = [12] * (prompts // 2) + [6] * (prompts % 2)
+    made = sum(len(steps_of([np.arange(rows)], order, epochs)) for rows in 2 * rollouts)
+    rollout = SimpleNamespace(batch_size=2, n_samples_per_prompt=6)
+    train = SimpleNamespace(batch_size=batch_size, max_epochs=epochs, num_episodes=2)
+    assert count_all_steps(SimpleNamespace(rollout=rollout, train=train), prompts) == made
+
+
 @pytest.mark.parametrize("replicas", [2, 4, 8])
 def test_replicas_have_as_many_tokens_in_every_optimizer_step(replicas: int) -> None:
     """16 steps of 128 rows, each with the rows that it has without dealing: how much the heaviest replica has above
@@ -349,20 +365,21 @@ def test_what_replicas_append_is_dealt_by_tokens(order: RowOrder | None, monkeyp
 
 
 def test_rows_are_dealt_evenly() -> None:
-    """As many micro-batches for each of 4 replicas, none above the given size; fewer rows than replicas one by one."""
+    """As many micro-batches for each of 4 replicas, none above the given size, or above two rows of one where rows are
+    no multiple of the replicas; fewer rows than replicas one by one."""
     from rollouts import arguments, maker, rollout
 
     from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
 
-    args = arguments("--algo.advantage.estimator", "gtpo", "--rollout.micro_batch_size", "4")
-    args.actor.num_gpus_per_node = 4
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for prompts in (1, 2, 3, 5, 8):
+        for prompts, size in itertools.product((1, 2, 3, 4, 5, 8), (1, 2, 4)):
+            args = arguments("--algo.advantage.estimator", "gtpo", "--rollout.micro_batch_size", f"{size}")
+            args.actor.num_gpus_per_node = 4
             batch = rollout(prompts=prompts, samples=3)
             samples = maker(EntropyExperienceMaker, args, batch, monkeypatch).split_rollout_samples(batch.samples())
             assert [row for one in samples for row in one.index] == list(range(3 * prompts))
             assert len(samples) % 4 == 0 or len(samples) == 3 * prompts < 4
-            assert max(len(one.index) for one in samples) <= 4
+            assert max(len(one.index) for one in samples) <= (2 if size == 1 and 3 * prompts % 4 else size)
             np.testing.assert_equal([len(one.sequences) for one in samples], [len(one.index) for one in samples])
 
 

@@ -1,6 +1,7 @@
 """What ``--train.seed`` decides: the order of prompts, the order of a batch's rows, and each request's seed."""
 
 import asyncio
+from collections import Counter
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +56,20 @@ def test_a_resumed_loader_goes_on_in_the_second_epoch(seen: int, workers: int) -
 
 def test_evaluation_is_not_shuffled() -> None:
     assert epoch(loader(1, shuffle=False)) == list(range(PROMPTS))
+
+
+def test_an_agent_that_asks_once_more_gets_another_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the same tokens, as one that wants the best of several; and again the same in the same sample."""
+
+    async def twice(engine: Any, index: int) -> list[int]:
+        rollout_actor._sample_seed.set((1, index))
+        rollout_actor._asked.set(Counter())
+        params = SimpleNamespace(seed=None)
+        return [await engine.generate([5, 6], params) for _ in range(2)]
+
+    engine: Any = sampling(monkeypatch).vllm_engines[0].engine
+    first, other, same = (asyncio.run(twice(engine, index)) for index in (0, 1, 0))
+    assert len({*first, *other}) == 4 and first == same
 
 
 @pytest.mark.parametrize("engines", [1, 2])

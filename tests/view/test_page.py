@@ -233,6 +233,7 @@ def test_an_output_that_cannot_be_written_is_said_before_any_work(
     for output, sentence in (
         (dump, "is the input, which would be lost"),
         (tmp_path, "is a folder; name a file in it"),
+        (tmp_path / ("x" * 300), "cannot be written (File name too long); name another file"),
         (dump / "view.html", "cannot be written"),
     ):
         assert view.main([str(dump), "--output", str(output)]) == 2

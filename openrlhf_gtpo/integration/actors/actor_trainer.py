@@ -85,9 +85,12 @@ def _last_words(engine: Any) -> str:
 
 def _own_as_old(loss: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Old log-probs that no forward has computed are those that train, detached (``credit.old_policy``). Upstream's
-    KL loss, which may read them too, takes a ratio of 1 without them (openrlhf 0.11.2, compute_approx_kl)."""
+    KL loss, which may read them too, takes a ratio of 1 without them (openrlhf 0.11.2, compute_approx_kl). One that is
+    not finite is the optimizer step's to skip, and not a fault of the rollout."""
     log_probs, old_log_probs, *others = inputs
-    return log_probs, log_probs.detach() if old_log_probs is None else old_log_probs, *others
+    if old_log_probs is None:
+        old_log_probs = log_probs.detach().nan_to_num(0.0, 0.0, 0.0)
+    return log_probs, old_log_probs, *others
 
 
 class ActorTrainer(ActorPPOTrainer):

@@ -28,7 +28,11 @@ def choose_entropy(args: SimpleNamespace) -> None:
             raise UsageError(f"--rollout.entropy sampler cannot work here: {why}; leave it out.")
         if not why and always_forwards(args, rows):
             why = f"the {steps} optimizer steps of a rollout need its log-probs (--rollout.log_probs)"
-            if steps == 1:
+            if args.algo.guide.rescue_batch:
+                why = "a guide's rescued rows, which train with a rollout's, need its log-probs"
+            elif args.critic.freezing_steps >= 0:
+                why = "an actor that waits for its critic (--critic.freezing_steps) needs its log-probs"
+            elif steps == 1:
                 why = "KL as a reward is made of its log-probs (--algo.kl.use_loss, or --algo.kl.init_coef 0)"
             why = f"the old-policy forward is done all the same: {why}"
         if why and asked == "sampler":

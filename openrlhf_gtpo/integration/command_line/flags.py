@@ -440,6 +440,7 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
     """Print one line that names the flags that were ``given`` and that this run does not read."""
     estimator, with_ray = values["algo.advantage.estimator"], values["vllm.sync_with_ray"]
     loss_type = values["actor.policy_loss_type"]
+    rows = values["rollout.batch_size"] * values["rollout.n_samples_per_prompt"]
     shapes_credit = estimator in ESTIMATORS
     reward_url = values["reward.remote_url"] or values["train.agent_func_path"]
     megatron: tuple[str, ...] = megatron_flags.NOT_READ
@@ -498,6 +499,11 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
             values["algo.guide.model_name_or_path"] and values["algo.guide.endpoint"],
             "--algo.guide.endpoint has the guide's engines",
             ("algo.guide.num_engines", "algo.guide.tensor", "algo.guide.gpu"),
+        ),
+        (
+            rows < values["train.batch_size"],
+            f"a rollout has {rows} rows, which are a step",
+            ("train.batch_size ",),
         ),
         (values["rollout.entropy"] == "actor", "entropies are the actor's", ("rollout.entropy_audit",)),
         (

@@ -56,6 +56,9 @@ class ExtendedParser(argparse.ArgumentParser):
         self._optionals.title = "OpenRLHF's own"
         flags.add_flags(self)
         self._action_groups.sort(key=lambda group: group is self._optionals)  # the many come last
+        for word in self._argv:  # of which Python makes an empty list: https://github.com/python/cpython/issues/109475
+            if word.startswith("--") and word.endswith("=--"):
+                raise UsageError(f"{word} has two dashes for its value; give another, or leave the flag out.")
         parsed, unknown = self.parse_known_args(self._argv)
         if unknown:
             self._refuse_unknown(unknown)

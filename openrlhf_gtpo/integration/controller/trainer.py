@@ -26,6 +26,7 @@ from openrlhf_gtpo.integration.controller.spikes import Spikes
 from openrlhf_gtpo.integration.controller.step_costs import StepCosts
 from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
 from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.integration.credit.old_policy import count_all_steps
 from openrlhf_gtpo.integration.rollout.guide import Guide
 from openrlhf_gtpo.integration.rollout.replay import ReplayedSamples
 from openrlhf_gtpo.integration.rollout.samples_generator import OrderedSamplesGenerator
@@ -82,7 +83,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
 
     replayed: ReplayedSamples | None = None  # where the run has no engines
     guide: Guide | None = None
-    _rescued: Sequence[Experience] = ()  # to train on in the step that is being made
+    _rescued: Sequence[Experience] = ()  # to train on with the rows of the step that is being made
 
     def __init__(self, pretrain: str, strategy: Any, *args: Any, **kwargs: Any) -> None:
         ppo_trainer.TensorboardLogger = FlushedTensorboard
@@ -90,6 +91,8 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             self.replayed = replayed = ReplayedSamples(strategy.args)
             ppo_trainer.prepare_datasets = lambda strategy, tokenizer: (replayed, None, replayed.max_steps)
         super().__init__(pretrain, strategy, *args, **kwargs)
+        if self.replayed is None:
+            self.max_steps = count_all_steps(self.args, len(self.prompts_dataloader))
         train = self.args.train
         if self.args.algo.guide.model_name_or_path:
             shared = self.actor_model_group.placement_group if train.colocate_all else None
@@ -189,22 +192,16 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
 
     def ppo_train(self, global_steps: int) -> dict[str, Any]:
         self._show(names.PPO_TRAIN)
+        if self._rescued:
+            batch, self._rescued = self._rescued, ()
+            if self.args.train.dynamic_batch_enable:
+                batch = balance_experiences(batch, self.args)
+            ray.get(self.actor_model_group.async_run_method_batch(method_name="append", experience=batch))
         status = super().ppo_train(global_steps)
         if self.dumper:
             ranks = self.actor_model_group._actor_handlers
             self.dumper.trained(lambda: ray.get([rank.__ray_call__.remote(take_ratios) for rank in ranks]))
-        if self._rescued:
-            status |= self._train_rescued(global_steps)
         return status
-
-    def _train_rescued(self, global_steps: int) -> dict[str, float]:
-        """After a step's own rows, in optimizer steps of their own; their metrics."""
-        batch, self._rescued = self._rescued, ()
-        if self.args.train.dynamic_batch_enable:
-            batch = balance_experiences(batch, self.args)
-        ray.get(self.actor_model_group.async_run_method_batch(method_name="append", experience=batch))
-        status = super().ppo_train(global_steps)
-        return {metric: status[name] for name, metric in names.OF_RESCUES.items() if name in status}
 
     def broadcast_to_vllm(self) -> None:
         """As upstream's, also to engines that were started again.

@@ -44,7 +44,8 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
 
     def split_rollout_samples(self, rollout_samples: list[Experience]) -> list[Experience]:
         """As upstream's, in as many micro-batches for every replica of the policy: under ZeRO-3 and expert parallelism
-        one with fewer would leave the others waiting. Fewer rows than replicas go one by one (see ``dispatch``).
+        one with fewer would leave the others waiting. Fewer rows than replicas go one by one (see ``dispatch``), and a
+        micro-batch of one row gets a second where the rows are no multiple of the replicas.
         The rows' ``sampler_values`` (1, t) become those of micro-batches, which upstream's fields have no place for.
         """
         batches = self._split(rollout_samples)
@@ -62,7 +63,8 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         for row, sample in enumerate(rollout_samples):
             sample.index = [row]
         needed = -(-len(rollout_samples) // self.args.rollout.micro_batch_size)
-        count = min(len(rollout_samples), -(-needed // replicas) * replicas)
+        each = min(-(-needed // replicas), max(1, len(rollout_samples) // replicas))
+        count = min(len(rollout_samples), each * replicas)
         parts = np.array_split(np.arange(len(rollout_samples)), count)
         return [
             Experience.concat_experiences([rollout_samples[row] for row in part], self.tokenizer.pad_token_id)

@@ -127,7 +127,7 @@ class CreditLoss(PolicyLoss):
         if self.is_correction_level != "off":
             assert rollout_log_probs is not None, "the rollout returned no log-probs to correct with"
             weight, filtered = self._correction(old_log_probs, rollout_log_probs, mask)
-            loss = loss * (weight if loss.dim() == 2 else _token_mean(weight, mask, dim=-1))
+            loss = loss * (weight if loss.dim() == 2 else self._of_responses(weight, mask))
             rollout_kl = _token_mean(rollout_log_probs - old_log_probs, mask)
         if clipped.dim() == 2:
             clipped = _token_mean(clipped, mask)
@@ -137,6 +137,14 @@ class CreditLoss(PolicyLoss):
         if units is None:
             units = (mask if self.level == "token" else mask.any(-1)).sum()
         return loss.sum() / units * dp_size, clipped, _token_mean(surrogate.approx_kl, mask), rollout_kl, filtered
+
+    def _of_responses(self, weight: Tensor, mask: Tensor) -> Tensor:
+        """The correction of responses (B,) from that of their tokens, by the mean that makes their ratios.
+        A geometric mean is of the tokens that are kept."""
+        if self.ratio_mean == "arithmetic":
+            return _token_mean(weight, mask, dim=-1)
+        kept = mask & (weight > 0)
+        return _token_mean(weight.log(), kept, dim=-1).exp() * kept.any(-1)
 
     def _correction(self, old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Upstream's weights (B, T) of the trainer's policy against the engine's, and what they filter: a token mean,

@@ -24,10 +24,22 @@ def count_steps(total: int, batch_size: int) -> int:
     return max(1, total // batch_size)
 
 
+def count_all_steps(args: SimpleNamespace, prompts: int) -> int:
+    """Optimizer steps of a run over ``prompts`` prompts, by which learning rates are scheduled. Upstream counts the
+    batches of all episodes' rows (openrlhf 0.11.2, trainer/ppo_trainer.py, prepare_datasets), which are fewer or more
+    where a rollout's rows are no multiple of a batch."""
+    whole, rest = divmod(prompts, args.rollout.batch_size)
+    samples, batch = args.rollout.n_samples_per_prompt, args.train.batch_size
+    steps = whole * count_steps(args.rollout.batch_size * samples, batch)
+    steps += count_steps(rest * samples, batch) if rest else 0
+    return steps * args.train.max_epochs * args.train.num_episodes
+
+
 def trains_on_old_log_probs(args: SimpleNamespace, rows: int) -> bool:
     """Whether old log-probs of the actor's forward travel with a rollout of ``rows`` rows: with entropies from it they
-    come for nothing; else where several optimizer steps are compared with them."""
-    if args.rollout.entropy == "actor":
+    come for nothing; else where several optimizer steps are compared with them, of these rows and of others that join
+    them: a guide's rescues, and the rollouts of an actor that waits for its critic."""
+    if args.rollout.entropy == "actor" or args.algo.guide.rescue_batch or args.critic.freezing_steps >= 0:
         return True
     steps = count_steps(rows, args.train.batch_size) * args.train.max_epochs
     return steps > 1 and args.rollout.log_probs == "actor"

@@ -11,6 +11,7 @@ vLLM's batch invariance, in 0.29 for CUDA alone, covers CPUs: https://github.com
 import asyncio
 import os
 import warnings
+from collections import Counter
 from contextlib import suppress
 from contextvars import ContextVar
 from copy import copy
@@ -57,6 +58,9 @@ _MARK = "OPENRLHF_GTPO_ENGINE"  # in the environment of an engine's processes: i
 
 # The sample that the current task makes; an agent may hand on sampling parameters of its own, without a seed.
 _sample_seed: ContextVar[tuple[int, ...] | None] = ContextVar("_sample_seed", default=None)
+
+# How often it has asked the engine, by the length of what it asked.
+_asked: ContextVar[Counter[int]] = ContextVar("_asked")
 
 # Its answers from the engine, where the entropies of its sampler are wanted; an agent's tasks share the list.
 _answers: ContextVar[list[Answer] | None] = ContextVar("_answers", default=None)
@@ -143,6 +147,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
 
         async def sample(index: int) -> dict[str, Any]:
             _sample_seed.set(label.seed and (*label.seed, index))
+            _asked.set(Counter())
             answers: list[Answer] = []
             with_entropy = self.with_entropy and label.is_trained
             _answers.set(answers if with_entropy else None)
@@ -197,7 +202,8 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         await self.llm.is_sleeping()
 
     async def generate(self, prompt_token_ids: list[int], sampling_params: Any, multi_modal_data: Any = None) -> Any:
-        """As upstream's; every turn of a seeded sample, told apart by its length, has a seed of its own.
+        """As upstream's; every turn of a seeded sample, told apart by its length, has a seed of its own, and so has
+        every other try of an agent's at a turn.
 
         Raises:
             TrainingStopped: the sampler's entropies are wanted, and an agent's ``sampling_params`` change them.
@@ -205,7 +211,9 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         key, answers = _sample_seed.get(), _answers.get()
         sampling_params = copy(sampling_params)
         if key is not None:
-            sampling_params.seed = request_seed(*key, len(prompt_token_ids))
+            length, asked = len(prompt_token_ids), _asked.get()
+            sampling_params.seed = request_seed(*key, length, *([asked[length]] if asked[length] else []))
+            asked[length] += 1
         if answers is not None:
             refuse_other_distributions(sampling_params, self.temperature)
             sampling_params.logprobs = 0  # of the sampled token alone

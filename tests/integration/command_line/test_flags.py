@@ -43,6 +43,7 @@ def test_an_unknown_flag_names_the_nearest() -> None:
     assert "did you mean --actor.eps_clip?" in refusal("--actor.eps_clp=0.3")
     for far in ("--nonsense", "--pretrain"):
         assert refusal(far, "1") == f"unknown flag {far}; --help lists the known ones."
+    assert refusal("--actor.aux_loss_coef=--").startswith("--actor.aux_loss_coef=-- has two dashes for its value")
 
 
 def test_a_value_that_belongs_to_no_flag_is_named() -> None:
@@ -299,6 +300,7 @@ def test_the_advantage_of_a_short_lone_success_arrives(
             "--algo.grpo_s.ratio_mean (the loss is sapo)",
         ),
         ("--vllm.sync_backend gloo", "--vllm.sync_backend (GPUs use NCCL"),
+        ("--rollout.batch_size 8 --train.batch_size 999", "--train.batch_size (a rollout has "),
         ("--logger.dump_rows 8", "--logger.dump_rows (there is no --logger.dump_rollouts"),
         ("--vllm.sync_with_ray --vllm.sync_bucket_mb 1", "--vllm.sync_bucket_mb (--vllm.sync_with_ray has no"),
         ("--rollout.entropy_audit_steps 5", "--rollout.entropy_audit_steps (entropies are the actor's)"),
