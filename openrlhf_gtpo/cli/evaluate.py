@@ -11,7 +11,7 @@ None; those of `openrlhf_gtpo.tasks` do.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -55,16 +55,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _evaluate(args: argparse.Namespace) -> None:
-    flags = {name: value for name, value in vars(args).items() if "." in name}
     platform.choose()
     from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
 
     check_openrlhf()
-    from openrlhf_gtpo.integration.command_line.checks import check_ranges
-
-    check_ranges(flags)
-    if not flags["eval.temperature"] and flags["eval.n_samples_per_prompt"] > 1:  # which vLLM refuses
-        raise UsageError("With --eval.temperature 0 every answer is the same; give --eval.n_samples_per_prompt 1.")
+    flags = checked_flags(args)
     args.output.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as folder:
         model = args.model
@@ -75,24 +70,38 @@ def _evaluate(args: argparse.Namespace) -> None:
         _answer_all(args, flags, model)
 
 
-def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> None:
+def checked_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """Those of ``args`` that are also training's; UsageError where one is out of its range."""
+    from openrlhf_gtpo.integration.command_line.checks import check_ranges
+
+    flags = {name: value for name, value in vars(args).items() if "." in name}
+    check_ranges(flags)
+    if not flags["eval.temperature"] and flags["eval.n_samples_per_prompt"] > 1:  # which vLLM refuses
+        raise UsageError("With --eval.temperature 0 every answer is the same; give --eval.n_samples_per_prompt 1.")
+    return flags
+
+
+def checked_inputs(flags: dict[str, Any], model: str) -> tuple[Any, Any, Callable[..., Any]]:
+    """``flags`` as OpenRLHF's nested arguments, the tokenizer of ``model``, and the reward function; UsageError where
+    questions or reward cannot be used."""
     from openrlhf.utils.config import hierarchize
 
-    from openrlhf_gtpo.integration.command_line.input_checks import (
-        check_dataset,
-        check_model,
-        import_file,
-        load_tokenizer,
-    )
+    from openrlhf_gtpo.integration.command_line.input_checks import check_dataset, import_file, load_tokenizer
+
+    tokenizer = load_tokenizer(model, "--model")
+    run = hierarchize(argparse.Namespace(**flags, **{"actor.model_name_or_path": model}))
+    run.use_ms = False  # ModelScope
+    check_dataset(run, tokenizer, flags["eval.dataset"], flags["eval.split"], "--eval.dataset")
+    return run, tokenizer, import_file(flags["reward.remote_url"], "--reward.remote_url", "reward_func")
+
+
+def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> None:
+    from openrlhf_gtpo.integration.command_line.input_checks import check_model
     from openrlhf_gtpo.scoring.answers import answer, load_engine, questions_of, read_answers
 
     check_model(model, "--model")
-    tokenizer = load_tokenizer(model, "--model")
-    run = hierarchize(argparse.Namespace(**flags, **{"actor.model_name_or_path": args.model}))
-    run.use_ms = False  # ModelScope
+    run, tokenizer, reward = checked_inputs(flags, model)
     sets = [name.strip() for name in flags["eval.dataset"].split(",")]
-    check_dataset(run, tokenizer, ",".join(sets), flags["eval.split"], "--eval.dataset")
-    reward = import_file(flags["reward.remote_url"], "--reward.remote_url", "reward_func")
     answer_of = getattr(reward, "__globals__", {}).get("answer_of")
     work = {}
     for name in sets:

@@ -66,7 +66,11 @@ def _check(grid: Grid) -> None:
         with _named(label):
             check(args)
     if grid.evaluate is not None:
-        evaluate.build_parser().parse_args([*words(grid.evaluate), "--model", "MODEL", "--output", "OUTPUT"])
+        given = evaluate.build_parser().parse_args([*words(grid.evaluate), "--model", "MODEL", "--output", "OUTPUT"])
+        with _named("evaluate"):
+            flags = evaluate.checked_flags(given)
+            for model in {args.actor.model_name_or_path for args in parsed.values()}:
+                evaluate.checked_inputs(flags, model)
 
 
 @contextmanager

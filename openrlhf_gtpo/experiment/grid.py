@@ -79,7 +79,9 @@ def read_grid(path: Path) -> Grid:
 
     try:
         entries = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror}).") from error
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
     _check_entries(path, entries)
     methods, settings = entries["methods"], entries.get("settings") or {}

@@ -74,7 +74,8 @@ def _value(text: str, kind: Any, value: str) -> Any:
     try:
         return kinds[kind](value)
     except (KeyError, ValueError):
-        raise ValueError(f"--estimators {text}: expected a {kind.__name__}, got {value!r}.") from None
+        wanted = "true or false" if kind is bool else f"a {kind.__name__}"
+        raise ValueError(f"--estimators {text}: expected {wanted}, got {value!r}.") from None
 
 
 def credit(dump: RolloutDump, method: Method) -> Credit:

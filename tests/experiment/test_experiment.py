@@ -87,6 +87,8 @@ def test_what_is_no_yaml_is_said(tmp_path: Path, capsys: Any) -> None:
         (tmp_path / "bad.yaml").write_bytes(text)
         assert experiment.main([str(tmp_path / "bad.yaml")]) == 2
         assert "bad.yaml" in capsys.readouterr().err
+    assert experiment.main([str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml cannot be read (No such file or directory)." in capsys.readouterr().err
 
 
 # What stands in for a training: it notes that it was started, writes metrics, and ends as its learning rate says.
@@ -217,3 +219,49 @@ def test_a_combination_that_cannot_work_is_named_before_the_first_run(tmp_path: 
     assert experiment.main([str(write(tmp_path, flags=flags, methods=methods, settings={})), "--dry-run"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("experiment: gtpo: ") and "/no/" in error
+
+
+def test_what_is_evaluated_is_looked_at_before_the_first_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The data set that every model is asked after its training: a missing one, and a JSONL file, which has no split
+    but train."""
+    monkeypatch.setattr(
+        "openrlhf_gtpo.integration.run.check", lambda args: None
+    )  # of training, which is not what is shown here
+    monkeypatch.setattr("openrlhf_gtpo.integration.command_line.input_checks.load_tokenizer", lambda *of: None)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input": "1 + 1", "label": "2"}\n' * 8)
+    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return {}\n")
+    flags = {
+        "actor.model_name_or_path": "MODEL",
+        "data.prompt_dataset": str(rows),
+        "data.label_key": "label",
+        "data.max_len": 64,
+        "reward.remote_url": str(tmp_path / "reward.py"),
+        "rollout.n_samples_per_prompt": 4,
+        "rollout.max_new_tokens": 8,
+        "vllm.num_engines": 1,
+    }
+    evaluated = {
+        "eval.dataset": str(rows),
+        "data.label_key": "label",
+        "reward.remote_url": str(tmp_path / "reward.py"),
+    }
+    limits = {"data.max_len": 64, "rollout.max_new_tokens": 8}
+    methods = {"gtpo": {"algo.advantage.estimator": "gtpo"}}
+    for changed, sentence in (
+        ({"eval.dataset": str(tmp_path / "none.jsonl")}, "--eval.dataset {tmp}/none.jsonl does not exist."),
+        ({}, "--eval.dataset {tmp}/rows.jsonl has no split 'test' (--eval.split); it has train."),
+        ({"eval.split": "train", "eval.temperature": 0}, "give --eval.n_samples_per_prompt 1."),
+        ({"eval.split": "train"}, None),
+    ):
+        evaluate = evaluated | limits | changed
+        grid = write(tmp_path, flags=flags, methods=methods, settings={}, baseline="gtpo", evaluate=evaluate)
+        status, printed = experiment.main([str(grid), "--dry-run"]), capsys.readouterr()
+        if sentence is None:
+            assert status == 0 and printed.out.count("gtpo, seed") == 2
+        else:
+            last = printed.err.splitlines()[-1]
+            assert status == 2 and last.startswith("experiment: evaluate: ")
+            assert last.endswith(sentence.format(tmp=tmp_path))
