@@ -246,6 +246,11 @@ def check_guide(args: SimpleNamespace) -> None:
             f"--algo.guide.rescue_batch {guide.rescue_batch} takes what dynamic filtering drops; give "
             "--algo.dynamic_filtering_enable too, or leave it out."
         )
+    if guide.rescue_batch and args.train.spike_zscore:
+        raise UsageError(
+            "--train.spike_zscore would take the step of a rescue, whose rows are far from the policy, for a spike; "
+            "leave it or --algo.guide.rescue_batch out."
+        )
     if not guide.endpoint:
         check_model(guide.model_name_or_path, flag, args.actor.trust_remote_code)
     _check_same_tokenizer(args, flag)

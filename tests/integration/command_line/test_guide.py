@@ -55,6 +55,10 @@ def test_what_a_guide_goes_with(guided: dict[str, Any], changes: dict[str, Any])
             {"--algo.guide.rescue_batch": 4},
             "--algo.guide.rescue_batch 4 takes what dynamic filtering drops; give --algo.dynamic_filtering_enable too",
         ),
+        (
+            {"--algo.guide.rescue_batch": 4, "--algo.dynamic_filtering_enable": True, "--train.spike_zscore": 8},
+            "--train.spike_zscore would take the step of a rescue",
+        ),
         ({"--algo.guide.rescue_weight": -1}, "Expected a finite --algo.guide.rescue_weight >= 0, got -1."),
         ({"--algo.guide.model_name_or_path": "/nowhere"}, "--algo.guide.model_name_or_path /nowhere does not exist."),
         (
