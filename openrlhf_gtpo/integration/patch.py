@@ -23,7 +23,7 @@ def apply(args: SimpleNamespace) -> None:
     from openrlhf_gtpo.integration.actors.strategy import CpuStrategy, Strategy
     from openrlhf_gtpo.integration.controller.trainer import EntropyTrainer
     from openrlhf_gtpo.integration.rollout.rewards import Patience
-    from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRolloutActor
+    from openrlhf_gtpo.integration.rollout.rollout_actor import MAX_CALLS, StrictRolloutActor
 
     on_megatron = args.actor.backend == "megatron"
     max_restarts = args.train.max_restarts
@@ -47,6 +47,6 @@ def apply(args: SimpleNamespace) -> None:
         train_ppo_ray.ReferenceModelActor = MegatronReferenceActor
     vllm_engine.get_bundle_indices = engine_bundles
     rollout_actor = type("RolloutActor", (StrictRolloutActor,), of_engines)
-    vllm_engine.RolloutRayActor = ray.remote(max_restarts=max_restarts)(rollout_actor)
+    vllm_engine.RolloutRayActor = ray.remote(max_restarts=max_restarts, max_concurrency=MAX_CALLS)(rollout_actor)
     ppo_trainer.PPOTrainer = ray.remote(EntropyTrainer)
     deepspeed.DeepspeedStrategy = CpuStrategy if platform.chosen_platform() == "cpu" else Strategy

@@ -125,6 +125,7 @@ def guided(monkeypatch: pytest.MonkeyPatch, fraction: float = 1 / 3, *argv: str)
     generator._guide = guide = Guide(handles, guide_arguments(fraction, *argv))
     generator.rescue = RescueQueue(guide.rescue_batch)
     generator.args.rollout.entropy = "actor"
+    generator.args.algo.guide = guide._args.algo.guide
     generator.args.algo.dynamic_filtering_enable = guide._args.algo.dynamic_filtering_enable
     for handle in generator.vllm_engines:
         handle.engine.with_log_probs, handle.engine.executor = True, PolicyExecutor()

@@ -207,8 +207,11 @@ def _sample(row: int, batch: SimpleNamespace, old: torch.Tensor, args: SimpleNam
     experience.returns = experience.advantages.clone()
     experience.values = torch.randn(batch.action_mask.shape, generator=generator) * batch.action_mask
     if args.algo.guide.model_name_or_path:
-        experience.info[names.GUIDE_ROWS] = torch.tensor([float(row % 3 == 1)])
-        if row % 3 == 1:
+        guided, rescued = row % 3 == 1, bool(args.algo.guide.rescue_batch) and row % 4 == 2
+        experience.info[names.GUIDE_ROWS] = torch.tensor([float(guided)])
+        if args.algo.guide.rescue_batch:
+            experience.info[names.RESCUE_ROWS] = torch.tensor([float(rescued)])
+        if guided or rescued:
             away = 0.5 * torch.randn(batch.action_mask.shape, generator=generator) * batch.action_mask
             experience.rollout_log_probs = old - away
     return experience

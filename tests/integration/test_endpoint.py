@@ -39,6 +39,7 @@ class Server(ThreadingHTTPServer):
     """Answers "42" with log-probs -0.25 and -0.5, after temperature, and notes what it was asked."""
 
     daemon_threads = True
+    request_queue_size = 2000
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -47,11 +48,15 @@ class Server(ThreadingHTTPServer):
         self.status, self.max_model_len = 200, 64
         self.changes: dict[str, Any] = {}  # to the one choice
         self.is_raw = False
+        self.may_answer, self.waiting = threading.Event(), 0
+        self.may_answer.set()
 
     def choice(self, asked: dict[str, Any]) -> dict[str, Any]:
         scale = 1.0 if self.is_raw else asked["temperature"]
         sampled = {f"other {len(self.asked)}": -3.0 / scale}  # beside the likeliest
-        said = {"token_logprobs": [-0.25, -0.5], "top_logprobs": [{"4": -0.25 / scale} | sampled, {"2": -0.5}]}
+        surely = asked["prompt"] == [1]  # what follows
+        highest = -1e-5 if surely else (-0.25 + 1e-3 * (len(self.asked) % 3)) / scale  # with its arithmetic's noise
+        said = {"token_logprobs": [-0.25, -0.5], "top_logprobs": [{"4": highest} | sampled, {"2": -0.5}]}
         said |= {"tokens": ["4", "2"], "text_offset": [0, 1]}
         choice = {"index": 0, "text": "42", "logprobs": said, "finish_reason": "stop", "token_ids": [52, 50]}
         return choice | self.changes
@@ -69,6 +74,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append(asked)
+        self.server.waiting += 1
+        self.server.may_answer.wait()
         if self.server.status != 200:
             return self.say(self.server.status, {"error": {"message": "no such model"}})
         whole = {"id": "1", "object": "text_completion", "created": 0, "model": "guide"}
@@ -108,12 +115,13 @@ def answers(url: str, folder: Path) -> list[dict[str, Any]]:
     )
 
     async def ask() -> list[dict[str, Any]]:
-        actor = object.__new__(type("GuideActor", (EndpointActor,), {"with_log_probs": True}))
+        fields = {"with_log_probs": True, "tokenizer": Letters()}
+        actor = object.__new__(type("GuideActor", (EndpointActor,), fields))
         await actor.__init__(url, "guide", agent_func_path=None, remote_rm_url=[str(folder / "reward.py")])
         assert actor.get_num_unfinished_requests() == 0
         params = SamplingParams(temperature=0.7, max_tokens=4, min_tokens=1, skip_special_tokens=False)
         label = NumberedLabel("42", 3, (7, 0, 3))
-        given = {"sampling_params": params, "max_length": 32, "hf_tokenizer": Letters()}
+        given = {"sampling_params": params, "max_length": 32, "hf_tokenizer": None}
         return await actor.generate_responses("6*7 = ", label, num_samples=2, **given)
 
     return asyncio.run(ask())
@@ -159,9 +167,9 @@ def test_a_server_that_refuses_stops_the_run_and_one_that_is_gone_is_dead(
     with pytest.raises(TrainingStopped, match="refused a request: .*no such model"):
         answers(server.url, tmp_path)
     monkeypatch.setattr("openrlhf_gtpo.integration.rollout.endpoint._TRIES", 1)
-    server.status = 500
-    with pytest.raises(EngineDeadError, match=server.url):
-        answers(server.url, tmp_path)
+    for server.status in (500, 429, 401, 403):
+        with pytest.raises(EngineDeadError, match=server.url):
+            answers(server.url, tmp_path)
     assert asyncio.run(Endpoint(server.url, "guide").is_sleeping()) is False
     server.shutdown()
     server.server_close()
@@ -169,6 +177,24 @@ def test_a_server_that_refuses_stops_the_run_and_one_that_is_gone_is_dead(
         answers(server.url, tmp_path)
     with pytest.raises(EngineDeadError, match=server.url):
         asyncio.run(Endpoint(server.url, "guide").is_sleeping())
+
+
+def test_a_busy_server_is_alive(server: Server) -> None:
+    """Its sign of life does not wait behind prompts, however many."""
+
+    async def ask() -> None:
+        endpoint = Endpoint(server.url, "guide")
+        server.may_answer.clear()
+        params = SamplingParams(max_tokens=4)
+        prompts = [endpoint.generate({"prompt_token_ids": [i]}, params, str(i)).__anext__() for i in range(1100)]
+        answers = [asyncio.ensure_future(prompt) for prompt in prompts]
+        while server.waiting < 1000:
+            await asyncio.sleep(0.05)
+        assert not await asyncio.wait_for(endpoint.is_sleeping(), timeout=10)
+        server.may_answer.set()
+        assert len(await asyncio.gather(*answers)) == 1100
+
+    asyncio.run(ask())
 
 
 def test_a_server_that_cannot_be_the_guide_is_refused_before_the_run(server: Server) -> None:
@@ -193,13 +219,9 @@ def test_log_probs_before_temperature_are_refused_where_they_differ(server: Serv
             check_endpoint(run_with(server.url, temperature=temperature, top_p=top_p))
 
 
-def test_it_has_no_gpus_and_no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(engines: Any, call: str) -> None:
-        raise AssertionError(call)
-
+def test_it_has_no_gpus_and_no_sleep() -> None:
     args = guide_arguments(0.5, "--algo.guide.endpoint", "http://somewhere:8000/v1")
     args.vllm.enable_sleep = True
-    monkeypatch.setattr("openrlhf_gtpo.integration.rollout.guide.batch_vllm_engine_call", never)
     with Guide([SimpleNamespace()], args).awake():
         pass
     assert gpus_of(args).guide == 0

@@ -1,11 +1,13 @@
 """Groups that a guide answers in part: whose rows they are, how the guide's part anneals, and what becomes of it when
 it dies."""
 
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
-from fake_engines import Executor, GuideExecutor, PolicyExecutor, guide_arguments, guided, rows, sampling
+from fake_engines import RESCUE, Executor, GuideExecutor, PolicyExecutor, guide_arguments, guided, rows, sampling
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.rollout.guide import Guide
@@ -15,6 +17,21 @@ from openrlhf_gtpo.report import names
 
 def marks(samples: list[Any]) -> list[float]:
     return [float(sample.info[names.GUIDE_ROWS]) for sample in samples]
+
+
+class Call:
+    """``method.remote()`` of an engine that notes it, or is dead."""
+
+    def __init__(self, called: list[str], what: str) -> None:
+        self.called, self.what, self.dies = called, what, False
+
+    def remote(self) -> Any:
+        return self
+
+    def __call__(self) -> None:
+        if self.dies:
+            raise ray.exceptions.ActorDiedError
+        self.called.append(self.what)
 
 
 # ── How many rows ──
@@ -44,14 +61,30 @@ def test_a_whole_number_of_rows_is_in_every_group_and_never_anneals_without_step
     assert [rows.engine for rows in found[:3] if rows] == ["a", "b", "a"]
 
 
+@pytest.mark.parametrize(("fraction", "engines"), [(0.05, 2), (0.15, 2), (0.25, 3), (0.3, 3), (0.55, 4)])
+def test_its_engines_have_about_as_many_rows_each(fraction: float, engines: int) -> None:
+    guide = Guide([*range(engines)], guide_arguments(fraction, samples=10))
+    given = [0] * engines
+    for number in range(200):
+        rows = guide.rows_of(number)
+        if rows:
+            given[rows.engine] += rows.num_rows
+            assert max(given) - min(given) <= math.ceil(fraction * 10)
+
+
 # ── Groups ──
 
 
 def test_a_group_is_the_policys_rows_and_then_the_guides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with a seed of its own, the policy's with those of a run without a guide; evaluation is the policy's."""
     alone = rows(sampling(monkeypatch).generate_samples()[0])
-    generator, _ = guided(monkeypatch)
+    generator, engines = guided(monkeypatch)
+    generator.tokenizer, seen = object(), []
+    for engine in engines:
+        answer = engine.executor.execute
+        engine.executor.execute = lambda answer=answer, **of: seen.append(of["hf_tokenizer"]) or answer(**of)
     samples = generator.generate_samples()[0]
+    assert set(seen) == {None}, "it has the tokenizer already, which may be megabytes"
     assert marks(samples) == [float(sample.info["guide"]) for sample in samples] == [0.0, 0.0, 1.0] * 4
     assert [sample.prompts[0] for sample in samples] == [str(i) for i in range(4) for _ in range(3)]
     assert all(sample.rollout_log_probs.tolist() == [[-0.5]] for sample in samples)
@@ -97,7 +130,17 @@ def test_an_answer_without_log_probs_stops_the_run(log_probs: Any, got: str, mon
     generator, engines = guided(monkeypatch)
     for engine in engines:
         engine.executor.log_probs = log_probs
-    with pytest.raises(TrainingStopped, match=f"log-prob from the guide's engine .* got a response with {got}"):
+    with pytest.raises(TrainingStopped, match=f"finite log-prob from the engine .* got a response with {got}"):
+        generator.generate_samples()
+
+
+def test_an_agent_without_log_probs_stops_the_run_at_the_policys_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which a rescue would hold against their engine; an evaluation has none."""
+    generator, _ = guided(monkeypatch, 0.0, *RESCUE)
+    for handle in generator.vllm_engines:
+        handle.engine.executor = Executor()
+    assert len(generator.generate_eval_samples(n_samples_per_prompt=2)) == 12
+    with pytest.raises(TrainingStopped, match="finite log-prob from the engine .* got a response with none"):
         generator.generate_samples()
 
 
@@ -137,22 +180,24 @@ def test_a_guide_that_dies_is_replaced_by_the_policy_or_stops_the_run(
 
 
 def test_it_sleeps_but_while_it_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also from the first step without a share, and where it dies in its sleep the run goes on."""
-    called: list[str] = []
-    guide = Guide(["engine"], guide_arguments(0.5, "--algo.guide.steps", "2", "--algo.guide.on_failure", "continue"))
+    """Once around what samples in turn; where one dies the run goes on, and the others sleep."""
+    generator, engines = guided(monkeypatch, 0.5, "--algo.guide.steps", "2", "--algo.guide.on_failure", "continue")
+    guide, called = generator._guide, []
     guide._args.vllm.enable_sleep = True
-    monkeypatch.setattr(
-        "openrlhf_gtpo.integration.rollout.guide.batch_vllm_engine_call", lambda engines, call: called.append(call)
-    )
+    for name, handle in zip("ab", guide.engines, strict=True):
+        for call in ("wake_up", "sleep"):
+            setattr(handle, call, Call(called, f"{name} {call}"))
+    monkeypatch.setattr("openrlhf_gtpo.integration.rollout.guide.ray", SimpleNamespace(get=lambda ref: ref()))
     for guide.step in (0, 1, 2):
-        with guide.awake():
-            called.append("sampling")
-    assert called == ["wake_up", "sampling", "sleep"] * 2 + ["sampling"]
-
-    def dead(engines: Any, call: str) -> None:
-        raise ray.exceptions.ActorDiedError
-
-    monkeypatch.setattr("openrlhf_gtpo.integration.rollout.guide.batch_vllm_engine_call", dead)
+        generator.generate_samples()
+    assert called == ["a wake_up", "b wake_up", "a sleep", "b sleep"] * 2
+    called.clear()
+    with guide.awake(), guide.awake():
+        called.append("sampling")
+    assert called == ["a wake_up", "b wake_up", "sampling", "a sleep", "b sleep"]
+    called.clear()
+    guide.engines[0].wake_up.dies = guide.engines[0].sleep.dies = True
     guide.step = 0
     with guide.awake():
         assert guide.rows_of(0) is None
+    assert called == ["b wake_up", "b sleep"]

@@ -48,7 +48,15 @@ ESTIMATORS = {
     "gtpo with sapo": ["--algo.advantage.estimator", "gtpo", "--actor.policy_loss_type", "sapo", *ENTROPY],
     "grpo with gmpo": ["--algo.preset", "gmpo", *ENTROPY],
     "gtpo with a guide": ["--algo.advantage.estimator", "gtpo", *GUIDE, *CORRECTION],
-    "grpo with a guide": ["--algo.preset", "grpo", *GUIDE, "--algo.kl.init_coef", "0.1"],
+    "grpo with rescues": [
+        "--algo.preset",
+        "grpo",
+        *GUIDE,
+        "--algo.guide.rescue_batch",
+        "4",
+        "--algo.kl.init_coef",
+        "0.1",
+    ],
 }
 
 
@@ -87,7 +95,8 @@ def whole(actor_model: str, pools: dict[int, RankPool]) -> dict[str, list[dict[s
         ("grpo with gmpo", 1, [*BY_TOKENS, "--actor.backend", "megatron"]),
         ("gtpo with a guide", 2, THREES),
         ("gtpo with a guide", 2, [*BY_TOKENS, "--actor.backend", "megatron"]),
-        ("grpo with a guide", 1, [*BY_TOKENS, "--actor.backend", "megatron"]),
+        ("grpo with rescues", 2, THREES),
+        ("grpo with rescues", 1, [*BY_TOKENS, "--actor.backend", "megatron"]),
     ],
     ids=str,
 )
@@ -112,9 +121,11 @@ def test_the_rounds_can_tell(whole: dict[str, Any]) -> None:
     """Something is filtered, and a short round is not a whole one."""
     for name in ("gtpo", "grpo_s", "gtpo with a guide"):
         assert 0 < whole[name][0]["is_filter_ratio"] < 1
-    for name in ("gtpo with a guide", "grpo with a guide"):
-        assert whole[name][0][names.GUIDE_ROWS] == pytest.approx(5 / 16)
-        assert 0 < whole[name][0][names.GUIDE_TRUNCATED] < 5 / 16
+    for name, rescued in (("gtpo with a guide", None), ("grpo with rescues", 4 / 16)):
+        first = whole[name][0]
+        assert first[names.GUIDE_ROWS] == pytest.approx(5 / 16) and first.get(names.RESCUE_ROWS) == rescued
+        assert 0 < first[names.GUIDE_TRUNCATED] < 5 / 16 + (rescued or 0)
+        assert first["ppo_kl"] == pytest.approx(0, abs=1e-3), "of the policy's rows, which have not moved"
     for rounds in whole.values():
         full, short, again, _ = (r.get("actor_grad_norm", r.get("critic_grad_norm")) for r in rounds)
         assert again == pytest.approx(full, rel=0.01) and short != pytest.approx(full, rel=0.03)
@@ -454,6 +465,23 @@ def test_too_many_in_a_row_and_a_weight_that_is_not_finite_stop_training(
     assert str(stopped.value).count(sentence) == 2
     with pytest.raises(AssertionError, match="TrainingStopped: The actor's weight .* is not finite"):
         pools[2].run(run_poisoned, backend, actor_model, argv, [None, "weight"])
+
+
+@pytest.mark.parametrize("level", ["token", "seq"])
+def test_what_compares_the_policy_with_itself_is_of_its_own_rows(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guide's, at which these are 0, are not counted, however they are dealt; of anything else they are."""
+    from rollouts import arguments
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda all_of, mine: all_of.__setitem__(0, mine))
+    metrics = optimizer_steps.StepMetrics(arguments("--algo.advantage.is_correction_level", level))
+    own = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [0.0, 0.0, 0.0]])  # by micro-batch and row
+    for wholes in own:
+        rows = SimpleNamespace(action_mask=torch.ones(3, 4), info={names.GUIDE_ROWS: 1 - wholes})
+        means = wholes if level == "seq" else wholes.mean()
+        metrics.add({"ppo_kl": wholes.mean(), "is_filter_ratio": means, "ppo_clip_ratio": wholes.mean()}, rows)
+    found = metrics.averages(1, reports=True)
+    assert found == {"ppo_kl": 1.0, "is_filter_ratio": 1.0, "ppo_clip_ratio": pytest.approx(1 / 3)}
 
 
 def test_fp16_lives_by_skipping_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from rollouts import arguments, in_sampling_order, maker, rollout
 from openrlhf_gtpo.integration.controller import trainer
 from openrlhf_gtpo.integration.controller.trainer import EntropyTrainer
 from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.integration.credit.guide_rows import guide_rows
 from openrlhf_gtpo.integration.rollout import samples_generator
 from openrlhf_gtpo.integration.rollout.rescue import RescueQueue
 from openrlhf_gtpo.report import names
@@ -81,11 +82,13 @@ def test_the_guide_answers_what_the_policy_failed_at(monkeypatch: pytest.MonkeyP
     for step in range(3):
         samples = generator.generate_samples(max_len=64)[0]
         assert [sample.prompts[0] for sample in samples] == [str(8 * step + i) for i in (1, 3, 5, 7) for _ in range(3)]
-        assert all(float(sample.info[names.GUIDE_ROWS]) == 0 for sample in samples)
+        assert not any(guide_rows(sample) for sample in samples)
         rows, generator.rescued = generator.rescued, []
         assert [row.prompts[0] for row in rows] == [str(8 * step + i) for i in (0, 4) for _ in range(3)]
         assert [float(row.rewards) for row in rows] == [0, 0, 1] * 2 == [int(row.info["guide"]) for row in rows]
-        assert all(float(row.info[names.GUIDE_ROWS]) == 1 for row in rows), "held against their own engines"
+        assert all(guide_rows(row).tolist() == [True] for row in rows), "held against their own engines"
+        marks = [[float(row.info[name]) for row in rows] for name in (names.GUIDE_ROWS, names.RESCUE_ROWS)]
+        assert marks == [[0, 0, 1] * 2, [1] * 6]
         assert all(row.rollout_log_probs.tolist() == [[-0.5]] for row in rows)
         assert (
             generator.tokens == 8 * 3 + 4
@@ -135,46 +138,45 @@ def test_a_guide_that_dies_at_a_rescue(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_a_rescued_batch_has_its_weight_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither in dumps nor in audits."""
+    """Neither in dumps nor in audits, nor in the step's metrics; it joins one batch."""
     batch = rollout()
-    flags = ("--algo.advantage.estimator", "gtpo", "--algo.kl.init_coef", "0")
+    flags = ("--algo.advantage.estimator", "gtpo", "--algo.kl.init_coef", "0", "--algo.guide.rescue_weight", "0.25")
     made = maker(EntropyExperienceMaker, arguments(*flags), batch, monkeypatch)
-    made.on_batch, audit = pytest.fail, made.audit
-    experiences = made.make_rescue_batch(batch.samples(), 0.25)
-    assert made.on_batch is pytest.fail and made.audit is audit and audit.batches == 0
-    wanted = 0.25 * made.credit.advantages(batch.entropy, batch.mask, batch.outcome, batch.group_ids, None)
-    torch.testing.assert_close(in_sampling_order(experiences, "advantages", batch.mask.shape[1]), wanted)
-    assert all(label is None for experience in experiences for label in experience.labels)
+    dumped: list[Any] = []
+    made.on_batch, audit = lambda *of: dumped.append(of), made.audit
+    alone = made.make_experience_batch(batch.samples())
+    metrics, made.rescued = dict(made.metrics), batch.samples()
+    both = made.make_experience_batch(batch.samples())
+    assert len(dumped) == 2 and made.audit is audit and made.metrics == metrics and made.rescued == []
+    wanted = made.credit.advantages(batch.entropy, batch.mask, batch.outcome, batch.group_ids, None)
+    for found, weight in ((both[: len(alone)], 1), (both[len(alone) :], 0.25)):
+        shaped = in_sampling_order(found, "advantages", batch.mask.shape[1])
+        torch.testing.assert_close(shaped, weight * wanted)
+    assert all(label is None for experience in both[len(alone) :] for label in experience.labels)
+    assert len(made.make_experience_batch(batch.samples())) == len(alone)
 
 
 def test_rescued_rows_are_trained_on_with_the_steps_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, in the same optimizer steps, in which alone a weight can count."""
-    called: list[Any] = []
+    """Once, in the same optimizer steps, in which alone a weight can count; what is logged of a rollout is its own."""
 
-    class Upstream:
-        def ppo_train(self, global_steps: int) -> dict[str, float]:
-            called.append("fit")
-            return {"policy_loss": float(len(called)), "actor_grad_norm": 1.0, "kl": 2.0, names.GUIDE_TRUNCATED: 0.5}
+    def train_step(self: Any, rows: Any, step: int) -> Any:
+        taken, self.experience_maker.rescued = self.experience_maker.rescued, []
+        experiences = [SimpleNamespace(info={names.RESCUE_ROWS: torch.zeros(2)}), *taken]
+        return self._compute_rollout_stats(experiences) | {"rows": [rows, taken]}, step + 1
 
-        def train_step(self, rows: Any, step: int) -> Any:
-            called.append(rows)
-            return self.ppo_train(step), step + 1
-
-    args = arguments("--algo.advantage.estimator", "gtpo", *RESCUE, "--algo.guide.model_name_or_path", "guide",
-                     "--algo.guide.rescue_weight", "0.5")  # fmt: skip
-    controller: Any = object.__new__(type("Controller", (EntropyTrainer,), {}))
-    monkeypatch.setattr(trainer._UpstreamTrainer, "ppo_train", Upstream.ppo_train)
-    monkeypatch.setattr(trainer._UpstreamTrainer, "train_step", Upstream.train_step)
-    monkeypatch.setattr(trainer, "ray", SimpleNamespace(get=lambda results: results))
+    monkeypatch.setattr(trainer._UpstreamTrainer, "train_step", train_step)
+    monkeypatch.setattr(
+        trainer._UpstreamTrainer, "_compute_rollout_stats", lambda self, experiences: {"batches": len(experiences)}
+    )
     monkeypatch.setattr(trainer, "step_warnings", lambda *of: {})
+    args = arguments("--algo.advantage.estimator", "gtpo", *RESCUE, "--algo.guide.model_name_or_path", "guide")
+    controller: Any = object.__new__(type("Controller", (EntropyTrainer,), {}))
+    rescued = SimpleNamespace(info={names.RESCUE_ROWS: torch.ones(2)})
     vars(controller).update(
         args=args,
         guide=SimpleNamespace(step=0),
-        samples_generator=SimpleNamespace(rescued=["row"], rescue=RescueQueue(2), dropped=0, tokens=0),
-        experience_maker=SimpleNamespace(
-            make_rescue_batch=lambda rows, weight: [(rows, weight)], metrics={}, credit=None
-        ),
-        actor_model_group=SimpleNamespace(async_run_method_batch=lambda **given: called.append(given)),
+        samples_generator=SimpleNamespace(rescued=[rescued], rescue=RescueQueue(2), dropped=0, tokens=0),
+        experience_maker=SimpleNamespace(rescued=[], metrics={}, credit=None),
         kl_ctl=SimpleNamespace(value=0.1),
         costs=SimpleNamespace(sampled=lambda rows: None, trained=lambda: None),
         metrics_writer=None,
@@ -183,10 +185,7 @@ def test_rescued_rows_are_trained_on_with_the_steps_own(monkeypatch: pytest.Monk
     )
     controller.samples_generator.rescue.rescued = 3
     status, step = controller.train_step(["own"], 4)
-    batch = [(["row"], 0.5)]
-    assert called == [["own"], {"method_name": "append", "experience": batch}, "fit"]
+    assert status["rows"] == [["own"], [rescued]] and status["batches"] == 1
     assert [status[name] for name in (names.RESCUE_QUEUED, names.RESCUE_RESCUED, names.RESCUE_GIVEN_UP)] == [0, 3, 0]
     assert (step, controller.guide.step, controller.samples_generator.rescued) == (5, 5, [])
-    called.clear()
-    controller.train_step(["own"], 5)
-    assert called == [["own"], "fit"]
+    assert controller.train_step(["own"], 5)[0]["rows"] == [["own"], []]

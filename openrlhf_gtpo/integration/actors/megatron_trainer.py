@@ -66,9 +66,7 @@ class MegatronActorTrainer(ActorTrainer):
                 another_follows=number < len(steps),
             )
             for experience, kept in zip(step.experiences, report.kept, strict=bool(report.kept)):
-                metrics.add(
-                    _of_rows(experience) | kept, float(experience.action_mask.sum()), len(experience.action_mask)
-                )
+                metrics.add(_of_rows(experience) | kept, experience)
             bad += self._bad_steps.add(report.grad_norm, self.megatron.steps, metrics)
         self._bad_steps.check_weights((n, in_high_precision(p)) for n, p in self.model.stage.named_parameters())
         status = metrics.averages(len(steps), is_reporter())

@@ -19,7 +19,10 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.actors.micro_batches import fill_micro_batches
+from openrlhf_gtpo.integration.credit.guide_rows import guide_rows
 from openrlhf_gtpo.integration.credit.old_policy import count_steps
+
+_OF_OWN_ROWS = ("ppo_kl", "vllm_kl", "is_filter_ratio")
 
 
 def optimizer_steps(
@@ -87,6 +90,7 @@ class StepMetrics:
 
     A loss is a part of its optimizer step's: parts are summed and averaged over steps. Any other scalar is a mean over
     action tokens; anything else has one value per row. (OpenRLHF averages parts over tokens, as if each were a mean.)
+    What compares the policy with its old self or its engines is of its own rows, and 0 at a guide's.
 
     Args:
         args: the run's arguments, which decide what ``kl`` and ``is_filter_ratio`` are.
@@ -98,30 +102,34 @@ class StepMetrics:
         self._of_rows = {"is_filter_ratio"} if args.algo.advantage.is_correction_level == "seq" else set()
         self._replicas = replicas
         self._sums: dict[tuple[str, str], float] = defaultdict(float)
-        self._weights = {"token": 0.0, "row": 0.0}
+        self._weights: dict[str, float] = defaultdict(float)
         self.not_finite: set[str] = set()  # names of what was not, since the last look of ``BadSteps``
 
-    def add(self, values: Mapping[str, Tensor], tokens: float, rows: int) -> None:
-        """One micro-batch of ``rows`` rows with ``tokens`` action tokens: scalars, or (rows,) each."""
-        self._weights["token"] += tokens
-        self._weights["row"] += rows
+    def add(self, values: Mapping[str, Tensor], experience: Experience) -> None:
+        """Those of one micro-batch, scalars or (rows,) each."""
+        mask, guided = experience.action_mask, guide_rows(experience)
+        own = mask if guided is None else mask[~guided.to(mask.device)]
+        tokens, rows = float(mask.sum()), len(mask)
+        for kind, weight in (("token", tokens), ("row", rows), ("own token", float(own.sum())), ("own row", len(own))):
+            self._weights[kind] += weight
         for name, value in values.items():
+            whose = "own " if name in _OF_OWN_ROWS else ""
             mean = float(value.float().mean())
             if not math.isfinite(mean) and (tokens or value.dim() > 0):
                 self.not_finite.add(name)
             if name in self._parts:
                 self._sums[name, "step"] += mean / self._replicas
             elif value.dim() > 0 or name in self._of_rows:
-                self._sums[name, "row"] += mean * rows
+                self._sums[name, whose + "row"] += mean * rows
             elif tokens:  # a mean over no token is not a number
-                self._sums[name, "token"] += mean * tokens
+                self._sums[name, whose + "token"] += mean * tokens
 
     def averages(self, steps: int, reports: bool) -> dict[str, float]:
         """Over ``steps`` optimizer steps and all ranks where ``reports`` is true, one of each replica. Collective."""
         gathered: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(gathered, (dict(self._sums), self._weights) if reports else None)
         sums: dict[tuple[str, str], float] = defaultdict(float)
-        weights = {"token": 0.0, "row": 0.0, "step": float(steps)}
+        weights: dict[str, float] = defaultdict(float, step=float(steps))
         for theirs in filter(None, gathered):
             for key, value in theirs[0].items():
                 sums[key] += value
@@ -211,7 +219,7 @@ class WholeSteps:
             last = {name: values.pop(name) for name in list(values) if name.endswith(("_lr", "_grad_norm"))}
             if rows:
                 tensors = {name: torch.as_tensor(value) for name, value in values.items()}
-                metrics.add(tensors, float(experience.action_mask.sum()), rows)
+                metrics.add(tensors, experience)
             if self.replay_buffer.dynamic_optimizer_step[number]:
                 if engine.optimizer.overflow:  # of which DeepSpeed gives the norm of the step before
                     last[f"{self._trained}_grad_norm"] = math.nan

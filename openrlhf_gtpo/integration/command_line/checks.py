@@ -246,11 +246,6 @@ def check_guide(args: SimpleNamespace) -> None:
             f"--algo.guide.rescue_batch {guide.rescue_batch} takes what dynamic filtering drops; give "
             "--algo.dynamic_filtering_enable too, or leave it out."
         )
-    if guide.rescue_batch and args.train.spike_zscore:
-        raise UsageError(
-            "--train.spike_zscore would take the step of a rescue, whose rows are far from the policy, for a spike; "
-            "leave it or --algo.guide.rescue_batch out."
-        )
     if not guide.endpoint:
         check_model(guide.model_name_or_path, flag, args.actor.trust_remote_code)
     _check_same_tokenizer(args, flag)
@@ -266,7 +261,7 @@ def check_guide(args: SimpleNamespace) -> None:
                 f"on the {gpus} GPUs that --train.colocate_all shares; give fewer, or leave it out."
             )
         together = args.vllm.gpu_memory_utilization + guide.gpu_memory_utilization
-        if together > 1:  # both are awake while they sample
+        if guide.fraction > 0 and together > 1:  # both are awake while they sample; a rescue is asked for after that
             raise UsageError(
                 "Expected --vllm.gpu_memory_utilization and --algo.guide.gpu_memory_utilization of engines on the "
                 f"same GPUs (--train.colocate_all) to be at most 1 together, got {together:g}."

@@ -7,12 +7,15 @@ import os
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai  # vLLM depends on it
 
 from openrlhf_gtpo.errors import UsageError
 
 _LOOK_LIMIT = 30.0  # seconds for what is asked before a run starts
+_PROBES = (1, 10, 100)  # tokens, one of which is no prompt with a sure next one
+_NOISE = 0.01  # nats, of one server's answers to the same prompt
 # What a server takes from the model's generation_config.json where a request does not say it.
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -56,8 +59,11 @@ def check_endpoint(args: SimpleNamespace) -> None:
     """
     guide, max_len = args.algo.guide, args.data.max_len
     said, model = f"--algo.guide.endpoint {guide.endpoint}", guide.model_name_or_path
-    highest = []  # log-prob of the likeliest token, which temperature moves
+    moves = False
     try:
+        parts = urlsplit(guide.endpoint)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            raise ValueError("it is no http://HOST:PORT/v1.")
         client = openai.OpenAI(base_url=guide.endpoint, api_key=api_key(), max_retries=0, timeout=_LOOK_LIMIT)
         served = {one.id: one for one in client.models.list()}
         if model not in served:
@@ -71,18 +77,24 @@ def check_endpoint(args: SimpleNamespace) -> None:
                 f"{said} serves rows of at most {longest} tokens, and --data.max_len is {max_len}; start it with "
                 f"--max-model-len {max_len}."
             )
-        for temperature in (0.5, 1.0):
-            one = request(model, [1], {"temperature": temperature, "max_tokens": 1})
-            [choice] = client.completions.create(**one).choices
-            sampled(choice)
-            highest.append(max(choice.logprobs.top_logprobs[0].values()))
+        for token in _PROBES:
+            cold, warm = (_highest_log_prob(client, model, token, temperature) for temperature in (0.5, 1.0))
+            moves |= abs(cold - warm) > _NOISE
     except openai.APIError as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"{said} does not answer as an http://HOST:PORT/v1 would: {reason}") from error
     except (ValueError, AttributeError, LookupError, TypeError) as error:
         raise UsageError(f"{said} cannot be a guide: {error}") from error
-    if highest[0] == highest[1] and (args.rollout.temperature, args.rollout.top_p) != (1, 1):
+    if not moves and (args.rollout.temperature, args.rollout.top_p) != (1, 1):
         raise UsageError(
             f"{said} says log-probs before temperature and top-p, which are not those that it samples by; start it "
             "with --logprobs-mode processed_logprobs."
         )
+
+
+def _highest_log_prob(client: openai.OpenAI, model: str, token: int, temperature: float) -> float:
+    """Of the likeliest token after a prompt of one."""
+    asked = request(model, [token], {"temperature": temperature, "max_tokens": 1})
+    [choice] = client.completions.create(**asked).choices
+    sampled(choice)
+    return max(choice.logprobs.top_logprobs[0].values())

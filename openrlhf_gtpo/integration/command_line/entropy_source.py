@@ -82,6 +82,16 @@ def _check_log_probs(args: SimpleNamespace) -> None:
             "leaves the actor's forward out, from which its entropies come; give --rollout.entropy sampler too",
         ),
         (
+            args.algo.guide.rescue_batch > 0,
+            "leaves out the log-probs that a step needs which a guide's rescued rows join; leave "
+            "--algo.guide.rescue_batch out",
+        ),
+        (
+            args.critic.freezing_steps >= 0,
+            "leaves out the log-probs that an actor needs which waits for its critic; leave --critic.freezing_steps "
+            "out",
+        ),
+        (
             args.algo.advantage.is_correction_level == "off",
             f"trains without a ratio to the old policy, and so needs {_CORRECTION} token or seq; give it too",
         ),

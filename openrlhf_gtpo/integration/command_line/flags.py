@@ -412,6 +412,8 @@ def _follow_surrogate(values: dict[str, Any], given: frozenset[str]) -> None:
 
 def _follow_guide(values: dict[str, Any]) -> None:
     """A guide that samples nothing is none."""
+    if values["algo.guide.endpoint"] == "":
+        raise UsageError("Expected --algo.guide.endpoint to be as http://HOST:PORT/v1, got an empty word.")
     asked = [name for name in ("fraction", "rescue_batch") if values[f"algo.guide.{name}"] > 0]
     if asked and not values["algo.guide.model_name_or_path"]:
         raise UsageError(f"--algo.guide.{asked[0]} needs a guide; give --algo.guide.model_name_or_path.")
@@ -501,7 +503,7 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
             ("algo.guide.num_engines", "algo.guide.tensor", "algo.guide.gpu"),
         ),
         (
-            rows < values["train.batch_size"],
+            rows < values["train.batch_size"] and not values["algo.guide.rescue_batch"],
             f"a rollout has {rows} rows, which are a step",
             ("train.batch_size ",),
         ),

@@ -53,7 +53,8 @@ def adjust(values: dict[str, Any], given: frozenset[str]) -> None:
         print(f"These flags were given but have no effect here: {', '.join(unread)} ({why}).", file=sys.stderr)
     values |= {"vllm.num_engines": 1, "eval.dataset": None, "train.agent_func_path": None}
     values |= {"algo.dynamic_filtering_enable": False, "rollout.entropy_audit_steps": 0}
-    values["algo.guide.model_name_or_path"] = None  # the dumps say which rows are the guide's
+    # The dumps say which rows are the guide's, and have no rescued ones.
+    values |= {"algo.guide.model_name_or_path": None, "algo.guide.rescue_batch": 0}
     if not values["reward.model_name_or_path"]:  # which gae may start its critic from
         values["reward.remote_url"] = _ABSENT
 

@@ -9,27 +9,30 @@ from openrlhf.trainer.ray import vllm_engine
 from openrlhf_gtpo.integration.actors.dispatch import engine_bundles
 from openrlhf_gtpo.integration.rollout.endpoint import EndpointActor
 from openrlhf_gtpo.integration.rollout.rewards import Patience
-from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRolloutActor
+from openrlhf_gtpo.integration.rollout.rollout_actor import MAX_CALLS, StrictRolloutActor
 
 
-def start_guide(args: SimpleNamespace, shared: Any) -> list[Any]:
+def start_guide(args: SimpleNamespace, tokenizer: Any, shared: Any) -> list[Any]:
     """Rollout actors with ``--algo.guide.model_name_or_path``, which load it while this returns, or one that asks
     ``--algo.guide.endpoint``.
 
     Args:
         args: the run's arguments.
+        tokenizer: of the policy and the guide.
         shared: placement group of the trainer's GPUs, on which they are to live; None for GPUs of their own.
     """
     guide, vllm = args.algo.guide, args.vllm
     with_rewards = {"agent_func_path": args.train.agent_func_path, "remote_rm_url": args.reward.remote_url}
-    fields: dict[str, Any] = {"patience": Patience.of(args), "with_log_probs": True}
+    fields: dict[str, Any] = {"patience": Patience.of(args), "with_log_probs": True, "gets_weights": False}
+    fields["tokenizer"] = tokenizer
     if guide.endpoint:
-        actor = ray.remote(type("GuideActor", (EndpointActor,), fields))
+        actor = ray.remote(max_concurrency=MAX_CALLS)(type("GuideActor", (EndpointActor,), fields))
         return [actor.options(num_cpus=0).remote(guide.endpoint, guide.model_name_or_path, **with_rewards)]
     fields["engine_args"] = {name: getattr(vllm, name) for name in ("max_num_seqs", "max_num_batched_tokens")}
     # In this process, the controller's, nobody else makes engines.
     vllm_engine.get_bundle_indices = engine_bundles
-    vllm_engine.RolloutRayActor = ray.remote(type("GuideActor", (StrictRolloutActor,), fields))
+    guide_actor = type("GuideActor", (StrictRolloutActor,), fields)
+    vllm_engine.RolloutRayActor = ray.remote(max_concurrency=MAX_CALLS)(guide_actor)
     return vllm_engine.create_vllm_engines(
         guide.num_engines,
         guide.tensor_parallel_size,

@@ -7,7 +7,9 @@ from statistics import median
 from typing import Any
 
 from openrlhf_gtpo.errors import Restartable
+from openrlhf_gtpo.report import names
 
+_OF_OWN_ROWS = ("ppo_kl",)  # where rescued rows, which are far from the policy, leave the others
 _WATCHED = ("policy_loss", "kl", "ppo_kl", "actor_grad_norm")
 _WINDOW, _ENOUGH = 50, 20  # steps: looked back at, and without which none is judged
 
@@ -21,7 +23,8 @@ class Spikes:
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Take in a step's metrics. Raises Restartable where one of them is a spike."""
-        for name in _WATCHED if self.limit else ():
+        watched = _OF_OWN_ROWS if metrics.get(names.RESCUE_ROWS) else _WATCHED
+        for name in watched if self.limit else ():
             value, before = metrics.get(name), self.recent.setdefault(name, [])
             if not isinstance(value, float) or not math.isfinite(value):
                 continue

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 import torch
 from openrlhf.trainer import ppo_trainer
-from openrlhf.trainer.ppo_utils.experience import Experience, balance_experiences
+from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
 from openrlhf.utils.logging_utils import TensorboardLogger
 
@@ -83,7 +83,6 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
 
     replayed: ReplayedSamples | None = None  # where the run has no engines
     guide: Guide | None = None
-    _rescued: Sequence[Experience] = ()  # to train on with the rows of the step that is being made
 
     def __init__(self, pretrain: str, strategy: Any, *args: Any, **kwargs: Any) -> None:
         ppo_trainer.TensorboardLogger = FlushedTensorboard
@@ -96,7 +95,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         train = self.args.train
         if self.args.algo.guide.model_name_or_path:
             shared = self.actor_model_group.placement_group if train.colocate_all else None
-            self.guide = Guide(start_guide(self.args, shared), self.args)
+            self.guide = Guide(start_guide(self.args, self.tokenizer, shared), self.args)
         self.engines = Engines(self.vllm_engines or [], train.max_restarts, train.stall_timeout)
         self.samples_generator: Any = self.replayed or OrderedSamplesGenerator(
             self.strategy,
@@ -192,11 +191,6 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
 
     def ppo_train(self, global_steps: int) -> dict[str, Any]:
         self._show(names.PPO_TRAIN)
-        if self._rescued:
-            batch, self._rescued = self._rescued, ()
-            if self.args.train.dynamic_batch_enable:
-                batch = balance_experiences(batch, self.args)
-            ray.get(self.actor_model_group.async_run_method_batch(method_name="append", experience=batch))
         status = super().ppo_train(global_steps)
         if self.dumper:
             ranks = self.actor_model_group._actor_handlers
@@ -247,9 +241,8 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             self.dumper.step = global_step + 1  # as it is logged
         coefficient = self.kl_ctl.value
         generator = self.samples_generator
-        if self.guide and generator.rescued:
-            rows, generator.rescued = generator.rescued, []
-            self._rescued = self.experience_maker.make_rescue_batch(rows, self.args.algo.guide.rescue_weight)
+        if self.guide:
+            self.experience_maker.rescued, generator.rescued = generator.rescued, []
         status, global_step = super().train_step(rollout_samples, global_step)
         if not math.isfinite(self.kl_ctl.value):  # an adaptive one follows the KL of skipped optimizer steps too
             self.kl_ctl.value = coefficient
@@ -272,6 +265,11 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         for name in self.warnings.keys() - before.keys():
             print(f"Warning, from step {global_step} on: {self.warnings[name]}", flush=True)
         return status, global_step
+
+    def _compute_rollout_stats(self, experiences: list[Experience]) -> dict[str, float]:
+        """As upstream's, of the step's own rows."""
+        own = [one for one in experiences if not torch.as_tensor(one.info.get(names.RESCUE_ROWS, 0)).any()]
+        return super()._compute_rollout_stats(own)
 
     def init_checkpoint_states(self) -> dict[str, Any]:
         """As upstream's, once; a KL coefficient, the seeds of responses and audits go on from where they were.
@@ -351,9 +349,10 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         self._show(names.CHECKPOINT)
         if stopping:
             ckpt.save_steps = 1  # upstream saves where the step divides by it
+        states = self._completed(client_states) if global_step % ckpt.save_steps == 0 else client_states
 
         def save() -> None:
-            super(EntropyTrainer, self).save_logs_and_checkpoints(global_step, logs, self._completed(client_states))
+            super(EntropyTrainer, self).save_logs_and_checkpoints(global_step, logs, states)
 
         def save_at_last(path: str) -> None:
             with write_errors(ckpt):

@@ -27,6 +27,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
     Attributes:
         metrics: of the last batch, flat names to numbers (see ``RolloutBatch.metrics``).
         seconds: of the last batch's forward passes and of its shaping, by their metrics' names.
+        rescued: rows of rescued groups, which join the next batch and are in no other's metrics or dump.
         on_batch: called with each batch and the experiences that it became, where the controller sets it.
     """
 
@@ -38,6 +39,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         self.metrics: dict[str, float] = {}
         self.seconds: dict[str, float] = {}
         self.audit = Audit(self.args)
+        self.rescued: list[Experience] = []
         self._policy_values: list[TokenValues] | None = None
         self._in_its_place: list[TokenValues] | None = None  # of the policy's forward, which is not done
         self._missing: dict[str, float] = {}
@@ -71,17 +73,22 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
             for part in parts
         ]
 
-    def make_rescue_batch(self, rows: list[Experience], weight: float) -> list[Experience]:
-        """Experiences of rescued groups, with ``weight`` times their advantages. They are in no dump, and no sampler
-        of the policy's has values of them to audit."""
+    def make_experience_batch(self, rollout_samples: list[Experience]) -> list[Experience]:
+        """As upstream's, and behind them ``rescued``, whose advantages have a weight."""
+        rows, self.rescued = self.rescued, []
+        rescued = self._make_rescued(rows) if rows else []
+        return super().make_experience_batch(rollout_samples) + rescued
+
+    def _make_rescued(self, rows: list[Experience]) -> list[Experience]:
+        # They are in no dump, and no sampler of the policy's has values of them to audit.
         ordinary = self.on_batch, self.audit
         self.on_batch, self.audit = None, self.audit.suspended()
         try:
-            experiences = self.make_experience_batch(rows)
+            experiences = super().make_experience_batch(rows)
         finally:
             self.on_batch, self.audit = ordinary
         for experience in experiences:
-            experience.advantages = experience.advantages * weight
+            experience.advantages = experience.advantages * self.args.algo.guide.rescue_weight
             experience.labels = [None] * len(experience.labels)  # a dump's numbers of rows
         return experiences
 

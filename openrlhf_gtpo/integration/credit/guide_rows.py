@@ -1,7 +1,8 @@
-"""Rows that the guiding policy (``--algo.guide.*``) sampled, from the experience maker to the loss.
+"""Rows of the guiding policy (``--algo.guide.*``), from the experience maker to the loss: those that it sampled, and
+all of a group that it rescued.
 
-Their behavior policy is the guide, whose engine said the log-probs of what it sampled (``rollout_log_probs``); their
-entropies are the old policy's, as of all rows.
+They are held against the engine that they came from, which said the log-probs of what it sampled
+(``rollout_log_probs``); their entropies are the old policy's, as of all rows.
 """
 
 import math
@@ -15,11 +16,12 @@ from openrlhf_gtpo.report import names
 
 
 def guide_rows(experience: Experience) -> Tensor | None:
-    """(B,) bool, True where the guide sampled the row; None in a run without a guide."""
-    marks = experience.info.get(names.GUIDE_ROWS)  # upstream makes a list of it on the way to the replay buffer
-    if marks is None:
+    """(B,) bool, True where the guide sampled the row or rescued its group; None in a run without a guide."""
+    found = [experience.info[name] for name in (names.GUIDE_ROWS, names.RESCUE_ROWS) if name in experience.info]
+    if not found:
         return None
-    return (marks if isinstance(marks, Tensor) else torch.stack(marks)).bool()
+    # Upstream makes lists of them on the way to the replay buffer.
+    return torch.stack([one if isinstance(one, Tensor) else torch.stack(one) for one in found]).bool().any(dim=0)
 
 
 class GuideRatios:
@@ -36,12 +38,13 @@ class GuideRatios:
     def __init__(self, loss: nn.Module, cap: float) -> None:
         self.rows: Tensor | None = None
         self._log_cap = math.log(cap)
-        self._truncated = torch.zeros(())
+        self._metrics: dict[str, Tensor] = {}
         loss.register_forward_pre_hook(self._compare, with_kwargs=True)
 
     def metrics(self) -> dict[str, Tensor]:
-        """Of the last micro-batch: the part of its action tokens whose ratio was truncated."""
-        return {} if self.rows is None else {names.GUIDE_TRUNCATED: self._truncated}
+        """Of the last micro-batch: the part of its action tokens whose ratio was truncated, and the policy's drift
+        from its old self, where these rows count as 0 (``StepMetrics``)."""
+        return {} if self.rows is None else self._metrics
 
     def _compare(
         self, loss: nn.Module, inputs: tuple[Tensor, ...], options: dict[str, Any]
@@ -52,7 +55,9 @@ class GuideRatios:
         rows, mask = self.rows.to(log_probs.device, non_blocking=True).unsqueeze(-1), options["action_mask"].bool()
         behavior = options["rollout_log_probs"].to(torch.promote_types(log_probs.dtype, torch.float32))
         lowest = log_probs.detach() - self._log_cap
-        self._truncated = ((behavior < lowest) & rows & mask).sum() / mask.sum().clamp_min(1)
+        tokens = mask.sum().clamp_min(1)
+        drift = (old_log_probs - log_probs.detach()).where(mask & ~rows, 0).sum() / tokens
+        self._metrics = {names.GUIDE_TRUNCATED: ((behavior < lowest) & rows & mask).sum() / tokens, "ppo_kl": drift}
         guided = torch.fmax(behavior, lowest)  # a NaN of the policy's is not the guide's
         given = options | {"rollout_log_probs": torch.where(rows, guided, behavior)}
         return (log_probs, torch.where(rows, guided, old_log_probs), advantages), given

@@ -18,7 +18,14 @@ from openrlhf_gtpo.integration.command_line.endpoint import api_key, request, sa
 from openrlhf_gtpo.integration.rollout.rewards import StrictRewardExecutor
 from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRolloutActor
 
-_TRIES = 3  # of a request at which the connection breaks
+_TRIES = 20  # of a request at which the connection breaks or the server is busy: about two minutes, as it may restart
+_DEATHS = (
+    openai.APIConnectionError,
+    openai.InternalServerError,
+    openai.RateLimitError,
+    openai.AuthenticationError,
+    openai.PermissionDeniedError,
+)
 _OURS = ("logprobs", "output_kind", "flat_logprobs")  # of no request to a server
 
 
@@ -52,18 +59,20 @@ class Endpoint:
     def __init__(self, url: str, model: str) -> None:
         self._url, self._model = url, model
         self._client = openai.AsyncOpenAI(base_url=url, api_key=api_key(), max_retries=_TRIES - 1, timeout=None)
+        # A sign of life is not to wait behind prompts, of which a client asks 1000 at once.
+        self._watch = openai.AsyncOpenAI(base_url=url, api_key=api_key(), max_retries=0)
 
     async def generate(self, prompt: Any, params: SamplingParams, request_id: str) -> AsyncIterator[RequestOutput]:
         """The response to ``prompt["prompt_token_ids"]``, whole.
 
         Raises:
-            EngineDeadError: nobody answers there any more.
+            EngineDeadError: nobody answers there any more, or not us.
             TrainingStopped: the server refuses the request, or its response has no token ids or log-probs.
         """
         tokens = prompt["prompt_token_ids"]
         try:
             answer = await self._client.completions.create(**request(self._model, tokens, _sampling(params)))
-        except (openai.APIConnectionError, openai.InternalServerError) as error:
+        except _DEATHS as error:
             raise EngineDeadError(f"{self._url}: {error}") from error
         except openai.APIStatusError as error:
             raise TrainingStopped(f"--algo.guide.endpoint {self._url} refused a request: {error}") from error
@@ -83,7 +92,7 @@ class Endpoint:
             EngineDeadError: it cannot be reached.
         """
         try:
-            await self._client.models.list()
+            await self._watch.models.list()
         except openai.APIError as error:
             raise EngineDeadError(f"{self._url}: {error}") from error
         return False

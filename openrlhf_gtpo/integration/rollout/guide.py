@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import ray
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
 from ray.exceptions import RayActorError
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -51,7 +51,8 @@ class Guide:
         self.engines, self._args = engines, args
         self.rescue_batch: int = args.algo.guide.rescue_batch
         self._credit = entropy_credit(args)
-        self._is_dead = False
+        self._is_dead = self._is_awake = False
+        self._given = [0] * len(engines)  # rows, to each
         self.step = 0
 
     @property
@@ -69,7 +70,11 @@ class Guide:
         """
         rows = self.share * self._args.rollout.n_samples_per_prompt
         count = math.floor(rows * (number + 1) + _ROUNDING) - math.floor(rows * number + _ROUNDING)
-        return GuideRows(self.engines[number % len(self.engines)], count) if count else None
+        if not count:
+            return None
+        least = min(range(len(self.engines)), key=self._given.__getitem__)
+        self._given[least] += count
+        return GuideRows(self.engines[least], count)
 
     def hangs(self, number: int, what: str) -> None:
         """Say so of an engine that is killed for it; whoever waits for it hears of its death."""
@@ -100,16 +105,20 @@ class Guide:
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Within it the engines hold their memory, where ``--vllm.enable_sleep`` lets go of it between rollouts."""
-        own = self._args.vllm.enable_sleep and not self._args.algo.guide.endpoint
-        sleeps = own and (self.share > 0 or self.rescue_batch > 0)
+        sleeps = self._args.vllm.enable_sleep and not (self._args.algo.guide.endpoint or self._is_awake)
         if sleeps:
             self._call("wake_up")
+        self._is_awake |= sleeps
         yield
-        if sleeps and not self._is_dead:
+        self._is_awake &= not sleeps
+        if sleeps:
             self._call("sleep")
 
     def _call(self, method: str) -> None:
-        try:
-            batch_vllm_engine_call(self.engines, method)
-        except DEATHS as error:
-            self.died(f"{type(error).__name__} at {method}")
+        """Of every engine, also where another has died: one that lives is not to stay awake."""
+        for ref in [getattr(engine, method).remote() for engine in self.engines]:
+            try:
+                ray.get(ref)
+            except DEATHS as error:
+                if not self._is_dead:
+                    self.died(f"{type(error).__name__} at {method}")

@@ -47,7 +47,7 @@ class RescueQueue:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from where :meth:`state` was asked for."""
-        failures = json.loads(bytes(state["failures"].tolist()))
+        failures = json.loads(state["failures"].numpy().tobytes())
         self._failures = {responses[0]["prompt"]: responses for responses in failures}
         self.rescued, self.given_up = state["counts"]
 

@@ -79,6 +79,8 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         with_entropy: whether responses to training's prompts carry ``sampler_values``.
         temperature: of training's requests, which entropies are of.
         with_log_probs: whether responses to training's prompts carry log-probs, whatever upstream asks for.
+        gets_weights: whether the trainer sends it any.
+        tokenizer: in the place of one that comes with every prompt.
     """
 
     executor: Any
@@ -87,6 +89,8 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
     with_entropy = False
     temperature = 1.0
     with_log_probs = False
+    gets_weights = True
+    tokenizer: Any = None
     _has_old_weights = False
 
     async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
@@ -99,7 +103,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             # By that name vLLM would start a process more for its one worker, to bind threads in it: 10 s of processor
             # time (vllm 0.29.0, platforms/cpu.py, check_and_update_config).
             kwargs["distributed_executor_backend"] = IN_ENGINE
-        if not on_cpu:
+        if self.gets_weights and not on_cpu:
             # Experts' weights stay as they are loaded. The kernels that vLLM prefers on Blackwell have them swapped or
             # shuffled, which a transfer would write over (vllm 0.29.0, model_executor/layers/fused_moe/oracle/
             # unquantized.py, convert_to_unquantized_kernel_format). On Hopper it is vLLM's own choice.
@@ -141,6 +145,8 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         """
         if self._has_old_weights:
             await self.serves()
+        if self.tokenizer is not None:
+            kwargs["hf_tokenizer"] = self.tokenizer
         respond = super().generate_responses
         if not isinstance(label, NumberedLabel):  # upstream's asynchronous trainer
             return await respond(prompt, label, *args, num_samples=num_samples, **kwargs)
@@ -167,7 +173,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             theirs = label._replace(seed=label.seed and (*label.seed, _OF_GUIDE), guide=None)
             try:
                 found = await guide.engine.generate_responses.remote(
-                    prompt, theirs, *args, num_samples=guide.num_rows, **kwargs
+                    prompt, theirs, *args, num_samples=guide.num_rows, **kwargs | {"hf_tokenizer": None}
                 )
             except DEATHS as death:
                 how = described(getattr(death, "cause", None) or death)  # of a task's error what the task raised
@@ -260,3 +266,6 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
 
 
 RolloutActor = ray.remote(StrictRolloutActor)
+
+# Of one actor: a sign of life must not wait behind prompts, of which Ray would have 1000 at once.
+MAX_CALLS = 100_000

@@ -102,7 +102,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
         """As upstream's; the percentage of prompts that pass the filter counts prompts (upstream counts responses,
         so that 8 to a prompt make it 800). Can go with https://github.com/OpenRLHF/OpenRLHF/pull/1282 or its like."""
         self.dropped = 0
-        with self._guide.awake() if self._guide else nullcontext():
+        with self._guide.awake() if self._guide and self._guide.share > 0 else nullcontext():
             samples, passed, consumed, exhausted = super().generate_samples(**generate_kwargs)
             self._rescue(**generate_kwargs)
         if passed is not None:
@@ -248,13 +248,14 @@ class OrderedSamplesGenerator(SamplesGenerator):
         engines = self.vllm_engines
         self.vllm_engines: Sequence[Any] = guide.engines
         try:
-            refs = SamplesGenerator._dispatch_prompts_to_vllm(
-                self,
-                [responses[0]["prompt"] for responses in failures],
-                labels,
-                **generate_kwargs | {"n_samples_per_prompt": count},
-            )
-            answers = ray.get(refs)
+            with guide.awake():
+                refs = SamplesGenerator._dispatch_prompts_to_vllm(
+                    self,
+                    [responses[0]["prompt"] for responses in failures],
+                    labels,
+                    **generate_kwargs | {"n_samples_per_prompt": count},
+                )
+                answers = ray.get(refs)
         except DEATHS as death:
             guide.died(f"{type(death).__name__} at a rescue")
             self.rescue.given_up += len(failures)
@@ -271,24 +272,27 @@ class OrderedSamplesGenerator(SamplesGenerator):
                 self.rescue.given_up += 1
                 continue
             self.rescue.rescued += 1
-            for row in rows:
-                self._mark(row, is_guided=True)
+            for i, row in enumerate(rows):
+                self._mark(row, is_guided=i >= samples - count, is_rescued=True)
             self.rescued += rows
 
-    def _mark(self, experience: Experience, is_guided: bool) -> None:
-        """Say in the row's ``info`` whose it is. What the guide's sampler says is not of the policy: where entropies
-        come from samplers, its row has none (NaN)."""
+    def _mark(self, experience: Experience, is_guided: bool, is_rescued: bool = False) -> None:
+        """Say in the row's ``info`` whose it is. One that is held against its engine is none of the policy as it is:
+        where entropies come from samplers, it has none (NaN)."""
         experience.info[names.GUIDE_ROWS] = torch.tensor([float(is_guided)])
-        if not is_guided:
+        if self.args.algo.guide.rescue_batch:
+            experience.info[names.RESCUE_ROWS] = torch.tensor([float(is_rescued)])
+        if self._evaluated is not None:
             return
+        of_engine = is_guided or is_rescued
         mask, log_probs = experience.action_mask.bool(), experience.rollout_log_probs
-        if log_probs is None or not log_probs[mask].isfinite().all():
+        if log_probs is None or of_engine and not log_probs[mask].isfinite().all():
             raise TrainingStopped(
-                "Expected a finite log-prob from the guide's engine for every token it samples, got a response with "
-                f"{'none' if log_probs is None else 'others'}; an agent of --train.agent_func_path has to hand on the "
-                f"engine's as rollout_log_probs. Prompt: {experience.prompts[0]!r:.300}"
+                "With a guide, expected a finite log-prob from the engine for every token it samples, got a response "
+                f"with {'none' if log_probs is None else 'others'}; an agent of --train.agent_func_path has to hand "
+                f"on the engine's as rollout_log_probs. Prompt: {experience.prompts[0]!r:.300}"
             )
-        if self.args.rollout.entropy == "sampler":
+        if of_engine and self.args.rollout.entropy == "sampler":
             unknown = torch.full(mask.shape, torch.nan).where(mask, 0)
             experience.sampler_values = TokenValues(unknown, unknown.clone())
 

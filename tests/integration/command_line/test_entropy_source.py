@@ -17,6 +17,9 @@ FP8 = {"--actor.backend": "megatron", "--megatron.fp8": "emulated", "--megatron.
 ONE = ("--algo.advantage.estimator", "gtpo", "--algo.kl.init_coef", "0", "--rollout.batch_size", "4")
 KL_REWARD = ("--algo.kl.init_coef", "0.1")
 TWO = ("--train.batch_size", "8")
+RESCUES = {"--algo.guide.model_name_or_path": "guide", "--algo.guide.rescue_batch": 2}
+RESCUES |= {"--algo.dynamic_filtering_enable": True}
+WAITS = {"--critic.freezing_steps": 1}
 CORRECTION = ("--algo.advantage.is_correction_level", "token")
 
 
@@ -57,6 +60,8 @@ def test_an_unknown_vllm_is_refused(refused: Callable[..., str], monkeypatch: py
             "leaves the actor's forward out, from which its entropies come; give --rollout.entropy sampler too",
         ),
         (SAMPLER | {"--algo.kl.init_coef": 0.1}, "log-probs that --algo.kl.init_coef 0.1 makes a reward of"),
+        (SAMPLER | {"--algo.kl.init_coef": 0} | RESCUES, "which a guide's rescued rows join"),
+        (SAMPLER | {"--algo.kl.init_coef": 0} | WAITS, "that an actor needs which waits for its critic"),
         (SAMPLER | {"--algo.kl.init_coef": 0}, "needs --algo.advantage.is_correction_level token or seq"),
     ],
     ids=str,

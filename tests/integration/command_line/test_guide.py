@@ -15,6 +15,9 @@ from openrlhf_gtpo.integration.run import parse
 pytestmark = pytest.mark.usefixtures("no_engine")
 
 
+RESCUES = {"--algo.guide.rescue_batch": 4, "--algo.dynamic_filtering_enable": True}
+
+
 @pytest.fixture
 def guided(command: dict[str, Any], model: Path) -> dict[str, Any]:
     """A command line with a guide that passes every check."""
@@ -26,11 +29,12 @@ def guided(command: dict[str, Any], model: Path) -> dict[str, Any]:
     [
         {},
         {"--algo.guide.fraction": 0.75},
-        {"--algo.guide.fraction": 0, "--algo.guide.rescue_batch": 4, "--algo.dynamic_filtering_enable": True},
+        RESCUES | {"--algo.guide.fraction": 0},
         {"--algo.preset": "grpo", "--algo.advantage.estimator": None},
         {"--rollout.entropy": "sampler", "--algo.kl.init_coef": 0},
         {"--algo.advantage.is_correction_level": "token", "--algo.dynamic_filtering_enable": True},
         {"--train.colocate_all": True, "--vllm.gpu_memory_utilization": 0.5},
+        RESCUES | {"--train.spike_zscore": 8},
     ],
     ids=str,
 )
@@ -54,10 +58,6 @@ def test_what_a_guide_goes_with(guided: dict[str, Any], changes: dict[str, Any])
         (
             {"--algo.guide.rescue_batch": 4},
             "--algo.guide.rescue_batch 4 takes what dynamic filtering drops; give --algo.dynamic_filtering_enable too",
-        ),
-        (
-            {"--algo.guide.rescue_batch": 4, "--algo.dynamic_filtering_enable": True, "--train.spike_zscore": 8},
-            "--train.spike_zscore would take the step of a rescue",
         ),
         ({"--algo.guide.rescue_weight": -1}, "Expected a finite --algo.guide.rescue_weight >= 0, got -1."),
         ({"--algo.guide.model_name_or_path": "/nowhere"}, "--algo.guide.model_name_or_path /nowhere does not exist."),
@@ -104,8 +104,9 @@ def test_engines_on_the_same_gpus_need_room_together(
 ) -> None:
     """As on a host with GPUs: on CPU the shares are of the host's memory, and small."""
     monkeypatch.setattr("openrlhf_gtpo.integration.command_line.host.adapt", lambda args: None)
-    message = refused(guided | {"--train.colocate_all": True, "--algo.guide.gpu_memory_utilization": 0.3})
-    assert "on the same GPUs (--train.colocate_all) to be at most 1 together, got 1.25." in message
+    shared = guided | {"--train.colocate_all": True, "--algo.guide.gpu_memory_utilization": 0.3}
+    assert "on the same GPUs (--train.colocate_all) to be at most 1 together, got 1.25." in refused(shared)
+    check_guide(parse(argv_of(shared | RESCUES | {"--algo.guide.fraction": 0})))  # the policy sleeps by then
 
 
 def test_a_guide_with_another_tokenizer_is_refused_with_the_first_token_that_differs(
@@ -132,6 +133,20 @@ def test_an_endpoint_needs_the_tokenizer_alone(
     assert "--algo.guide.endpoint http://127.0.0.1:9/v1 does not answer as an http://HOST:PORT/v1 would" in message
 
 
+@pytest.mark.parametrize(
+    "url", ["foo", "http://[::1", "http:///v1", "ftp://somewhere/v1", "http://somewhere:99999/v1"]
+)
+def test_an_endpoint_that_is_no_url_is_refused(url: str, guided: dict[str, Any], refused: Callable[..., str]) -> None:
+    assert refused(guided | {"--algo.guide.endpoint": url}).startswith(
+        f"--algo.guide.endpoint {url} cannot be a guide: "
+    )
+
+
+def test_an_empty_endpoint_is_refused(guided: dict[str, Any], refused: Callable[..., str]) -> None:
+    """As of a script's variable that is not set."""
+    assert refused(guided | {"--algo.guide.endpoint": ""}).endswith("http://HOST:PORT/v1, got an empty word.")
+
+
 def test_its_own_code_is_refused(guided: dict[str, Any], model: Path, tmp_path: Path, refused: Any) -> None:
     other = shutil.copytree(model, tmp_path / "own")
     config = json.loads((other / "config.json").read_text()) | {"auto_map": {"AutoConfig": "x.Y"}}
@@ -149,6 +164,7 @@ def test_a_guide_without_a_share_is_none_and_its_flags_are_named(
     assert "--algo.guide.rescue_weight (there is no --algo.guide.rescue_batch)" in capsys.readouterr().err
     parse(argv_of(guided | {"--algo.guide.endpoint": "http://somewhere/v1", "--algo.guide.num_engines": 2}))
     assert "--algo.guide.num_engines (--algo.guide.endpoint has the guide's engines)" in capsys.readouterr().err
-    rescues = {"--algo.guide.rescue_batch": 2, "--algo.dynamic_filtering_enable": True, "--algo.guide.steps": 5}
-    parse(argv_of(without | rescues))
-    assert "--algo.guide.steps (there is no --algo.guide.fraction)" in capsys.readouterr().err
+    parse(argv_of(without | RESCUES | {"--algo.guide.steps": 5, "--train.batch_size": 10**6}))
+    said = capsys.readouterr().err
+    assert "--algo.guide.steps (there is no --algo.guide.fraction)" in said
+    assert "--train.batch_size" not in said, "rescued rows may fill it"

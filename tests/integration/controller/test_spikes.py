@@ -13,6 +13,7 @@ from openrlhf_gtpo.errors import Restartable, TrainingStopped
 from openrlhf_gtpo.integration.controller import trainer
 from openrlhf_gtpo.integration.controller.spikes import Spikes
 from openrlhf_gtpo.integration.controller.trainer import EntropyTrainer
+from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import MetricsWriter
 
 
@@ -43,6 +44,11 @@ def test_what_is_no_spike() -> None:
     spikes.check(62, {"actor_grad_norm": math.nan, "kl": math.inf})  # skipped, which is counted elsewhere
     spikes.check(63, {"kl": 5.0})  # of numbers that do not vary none says how far is far
     spikes.check(64, {"reward/mean": 1e9})
+    spikes.check(65, {"actor_grad_norm": 1e9, names.RESCUE_ROWS: 0.1})  # rows of a rescue are not like the others
+    assert max(spikes.recent["actor_grad_norm"]) < 2
+    with pytest.raises(Restartable, match="ppo_kl of step 96 "):
+        for step in range(66, 97):
+            spikes.check(step, {"ppo_kl": 0.01 * (step % 7) if step < 96 else 9.0, names.RESCUE_ROWS: 0.1})
     assert all(map(math.isfinite, sum(spikes.recent.values(), [])))
 
 
