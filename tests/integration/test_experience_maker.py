@@ -454,6 +454,19 @@ def test_metrics_leave_out_a_mean_over_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert made.metrics[names.GROUPS_UNIFORM] == made.metrics[names.GROUPS_TOTAL] == 5
 
 
+@pytest.mark.parametrize("estimator", ["gtpo", "group_norm"])
+def test_a_row_without_a_token_has_finite_metrics(estimator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an agent of one's own may return it; upstream's means over its tokens are none."""
+    batch = rollout()
+    args = arguments("--algo.advantage.estimator", estimator, "--algo.kl.init_coef", "0.1")
+    made = maker(EntropyExperienceMaker, args, batch, monkeypatch, 0.1)
+    samples = batch.samples()
+    samples[1].action_mask.zero_()
+    for experience in made.make_experience_batch(samples):
+        for name in ("kl", "logprobs_diff", "return"):
+            assert experience.info[name].isfinite().all(), name
+
+
 def test_metrics_do_not_depend_on_how_micro_batches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = rollout(seed=19)
     chosen = ("--algo.advantage.estimator", "gtpo")

@@ -316,7 +316,7 @@ def test_gspo_token_with_a_mean_over_responses_is_upstreams_gspo() -> None:
 @pytest.mark.parametrize("correction", [CORRECTIONS["token clip"], CORRECTIONS["seq mask"]], ids=str)
 @pytest.mark.parametrize("name", SURROGATES)
 def test_the_correction_weighs_every_surrogate(name: str, correction: dict[str, Any]) -> None:
-    """A token's term by its own weight, a response's by their mean."""
+    """A token's term by its own weight, a response's by their geometric mean, over the tokens that are kept."""
     data = batch(seed=7)
     loss_fn = other_loss(name, "sequence", **correction)
     mask = data["action_mask"].bool()
@@ -326,7 +326,9 @@ def test_the_correction_weighs_every_surrogate(name: str, correction: dict[str, 
     if surrogate.loss.dim() == 2:
         expected = ((surrogate.loss * weights).where(mask, 0).sum(-1) / per_row).mean()
     else:
-        expected = (surrogate.loss * weights.where(mask, 0).sum(-1) / per_row).mean()
+        kept = mask & (weights > 0)
+        of_rows = (weights.log().where(kept, 0).sum(-1) / kept.sum(-1).clamp_min(1)).exp() * kept.any(-1)
+        expected = (surrogate.loss * of_rows).mean()
     torch.testing.assert_close(loss_fn(**data)[0], expected)
 
 

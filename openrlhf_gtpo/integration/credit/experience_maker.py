@@ -112,6 +112,9 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
             if not (missing or due or self.audit.closed or old_policy.always_forwards(self.args, rows)):
                 self._in_its_place = self._with_guide_rows(samples_list, sampled)
         experiences = super().make_experience(samples_list)
+        for experience in experiences:
+            for name in ("kl", "logprobs_diff"):  # upstream's mean over no token is not a number
+                experience.info[name] = experience.info[name].where(experience.action_mask.any(dim=-1), 0)
         values, self._policy_values = self._policy_values, None
         exact = without_fp8
         if sampled is not None:

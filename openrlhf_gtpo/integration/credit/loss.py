@@ -140,8 +140,8 @@ class CreditLoss(PolicyLoss):
 
     def _of_responses(self, weight: Tensor, mask: Tensor) -> Tensor:
         """The correction of responses (B,) from that of their tokens, by the mean that makes their ratios.
-        A geometric mean is of the tokens that are kept."""
-        if self.ratio_mean == "arithmetic":
+        A geometric mean, as of GMPO's, the one other surrogate of responses, is of the tokens that are kept."""
+        if self.ratio_mean == "arithmetic" and self.surrogate is None:
             return _token_mean(weight, mask, dim=-1)
         kept = mask & (weight > 0)
         return _token_mean(weight.log(), kept, dim=-1).exp() * kept.any(-1)
