@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> None:
     shapes = []
     for text in args.shape:
         if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", text):
-            raise UsageError(f"--shape {text!r} is not TxHxV, such as 1024x896x151936.")
+            raise UsageError(f"Expected --shape TOKENSxHIDDENxVOCABULARY, such as 1024x896x151936, got {text}.")
         shapes.append(dict(zip(("tokens", "width", "vocabulary"), map(int, text.split("x")), strict=True)))
     for ranks in args.tensor_parallel:
         if any(shape["vocabulary"] % ranks for shape in shapes):

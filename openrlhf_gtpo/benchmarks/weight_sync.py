@@ -47,7 +47,7 @@ class Case(NamedTuple):
 def run(args: argparse.Namespace) -> None:
     """Measure every bucket size with every transport, and print and write the results."""
     if (args.model is None) == (args.shape is None):
-        raise UsageError("Give one of --model and --shape.")
+        raise UsageError("Expected either --model or --shape, got both." if args.model else "Give --model or --shape.")
     if args.shape is not None and args.receiver == "vllm":
         raise UsageError("--shape has no weights for vLLM to load; give --receiver process, or --model.")
     if args.shape is None:
@@ -55,7 +55,9 @@ def run(args: argparse.Namespace) -> None:
     elif re.fullmatch(r"[1-9]\d*(x[1-9]\d*){3}", args.shape):
         parameters = llama_parameters(*map(int, args.shape.split("x")))
     else:
-        raise UsageError(f"--shape {args.shape!r} is not LxHxIxV, such as 32x4096x14336x128256.")
+        raise UsageError(
+            f"Expected --shape LAYERSxHIDDENxFFNxVOCABULARY, such as 32x4096x14336x128256, got {args.shape}."
+        )
     if not parameters:
         raise UsageError(f"--model {args.model} has no *.safetensors.")
     _check_gpus(args)

@@ -194,7 +194,7 @@ def penalties(num_rows, seed):
     return -torch.rand(num_rows, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-# ── Rivals: a response is three lists, of its tokens' new and old log-probs and advantages ──
+# ── Other methods: a response is three lists, of its tokens' new and old log-probs and advantages ──
 
 
 def grpo_lists(outcome, group_ids, lengths, penalty=None):

@@ -35,8 +35,8 @@ def test_every_way_gives_the_same_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words, sentence",
     [
-        ("--shape 10x20", "--shape '10x20' is not TxHxV, such as 1024x896x151936."),
-        ("--shape 0x20x30", "--shape '0x20x30' is not TxHxV"),
+        ("--shape 10x20", "Expected --shape TOKENSxHIDDENxVOCABULARY, such as 1024x896x151936, got 10x20."),
+        ("--shape 0x20x30", "Expected --shape TOKENSxHIDDENxVOCABULARY"),
         ("--shape 4x4x9 --tensor-parallel 2", "--tensor-parallel 2 does not divide every vocabulary of --shape."),
         ("--repeat 0", "Expected --repeat >= 1, got 0."),
         ("--repeat 99999999999", "Expected --repeat <= 2147483647, got 99999999999."),

@@ -50,10 +50,10 @@ def test_the_shape_of_an_8b_llama() -> None:
 @pytest.mark.parametrize(
     "words, sentence",
     [
-        ("", "Give one of --model and --shape."),
-        ("--model x --shape 1x1x1x1", "Give one of --model and --shape."),
+        ("", "Give --model or --shape."),
+        ("--model x --shape 1x1x1x1", "Expected either --model or --shape, got both."),
         ("--shape 1x1x1x1", "--shape has no weights for vLLM to load; give --receiver process, or --model."),
-        ("--shape 12 --receiver process", "--shape '12' is not LxHxIxV"),
+        ("--shape 12 --receiver process", "Expected --shape LAYERSxHIDDENxFFNxVOCABULARY"),
         ("--model /nowhere --receiver process", "--model /nowhere has no *.safetensors."),
         ("--model x --repeat 0", "Expected --repeat >= 1, got 0."),
         ("--model x --workers 0", "Expected --workers >= 1, got 0."),

@@ -249,7 +249,7 @@ def test_a_checkpoint_of_another_model_is_refused(written: Callable, tmp_path: P
     ("dtype", "distributed", "sentence"),
     [
         ("bfloat16", True, "was written in float32 and this run is in bfloat16; run it in float32."),
-        ("float32", False, "holds the states of a distributed optimizer; resume with a distributed one."),
+        ("float32", False, "was saved with the distributed optimizer; resume with it."),
     ],
 )
 def test_a_checkpoint_of_another_kind_of_run_is_refused(

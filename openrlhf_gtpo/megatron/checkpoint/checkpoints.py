@@ -245,8 +245,8 @@ def _load_verified(path: Path, target: Trainer | LoadedModel) -> dict[str, Any]:
     check = partial(check_checkpoint, path, hf_config, dtype=dtype, for_training=for_training)
     manifest = from_first_rank(check, CheckpointError)
     if trainer is not None and trainer.options.distributed != manifest["distributed_optimizer"]:
-        which = "distributed" if manifest["distributed_optimizer"] else "plain"
-        raise CheckpointError(f"{path} holds the states of a {which} optimizer; resume with a {which} one.")
+        which = "with" if manifest["distributed_optimizer"] else "without"
+        raise CheckpointError(f"{path} was saved {which} the distributed optimizer; resume {which} it.")
     state = checkpoint_state.sharded_state(model, trainer, is_loading=True)
     small: dict[str, Any] = {}
 
