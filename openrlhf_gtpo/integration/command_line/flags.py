@@ -519,6 +519,7 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
             ("rollout.entropy_audit_gate",),
         ),
         (values["actor.backend"] == "megatron", "not read by the Megatron actor", megatron),
+        (values["ds.lora.rank"] == 0, "there is no --ds.lora.rank", ("ds.lora.",)),
         (not values["eval.dataset"], "there is no --eval.dataset", ("eval.",)),
         (
             values["eval.dataset"] and values["eval.steps"] < 1 and not values["eval.before_training"],

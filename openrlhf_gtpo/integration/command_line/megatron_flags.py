@@ -16,7 +16,6 @@ NOT_READ = (
     "actor.gradient_checkpointing_reentrant",
     "actor.muon.",
     "ds.grad_accum_dtype",
-    "ds.lora.",
     "ds.overlap_comm",
     "ds.ring_attn_head_stride",
     "ds.use_liger_kernel",
