@@ -235,36 +235,46 @@ def test_deepspeeds_tensor_parallelism_sends_whole_weights(actor_model: str) -> 
                 assert torch.equal(tensor, whole[name]), name
 
 
-# ── Fewer entries than replicas ──
+# ── Entries that are no multiple of the replicas ──
 
 
 class Handler:
-    """A Ray actor that answers with its rank and what it was given."""
+    """A Ray actor that answers with what it was given, and notes how often it computed."""
 
-    def __init__(self, rank: int) -> None:
-        self.execute_batch = SimpleNamespace(
-            remote=lambda method, columns, start, end: (rank, columns["x"][start:end])
-        )
+    def __init__(self) -> None:
+        self.computed = 0
+        self.execute_batch = SimpleNamespace(remote=self._answer)
+        self.__ray_call__ = SimpleNamespace(remote=lambda call, *args: call(self._itself, *args))
+        self._itself = SimpleNamespace(execute_batch=self._answer)
+
+    def _answer(self, method: str, columns: dict[str, list[int]], start: int, end: int) -> list[int]:
+        self.computed += end - start
+        return columns["x"][start:end]
 
 
 @pytest.mark.parametrize("duplicates", [1, 2])
-def test_a_replica_without_an_entry(duplicates: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes part in a forward, whose results are those of the entries, and gets nothing to train on."""
+def test_a_replica_with_fewer_entries(duplicates: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes part in every forward, whose results are those of the entries; one with none gets none to train on."""
     from openrlhf.trainer.ray import launcher
 
-    monkeypatch.setattr(launcher, "ray", SimpleNamespace(put=lambda value: value))
+    for module in (launcher, dispatch):
+        monkeypatch.setattr(module, "ray", SimpleNamespace(put=lambda value: value))
     group = object.__new__(ActorGroup)
-    group._actor_handlers = [Handler(rank) for rank in range(4 * duplicates)]
     group.duplicate_actors = duplicates
-    for entries in (1, 3, 4, 8):
+    for entries in (1, 3, 4, 5, 6, 8, 11):
         values = list(range(entries))
+        group._actor_handlers = [Handler() for _ in range(4 * duplicates)]
         if entries < 4:
             with pytest.raises(ValueError, match="Insufficient batch size"):
                 RayActorGroup.async_run_method_batch(group, "score", x=values)
         for method in ("forward", "score"):
+            for handler in group._actor_handlers:
+                handler.computed = 0
             given = group.async_run_method_batch(method, x=values)
-            assert [x for _, part in given[::duplicates] for x in part] == values
-            assert [rank for rank, _ in given] == list(range(min(4, entries) * duplicates))
+            assert [x for part in given[::duplicates] for x in part] == values
+            computed = [handler.computed for handler in group._actor_handlers]
+            most = math.ceil(entries / 4)
+            assert max(computed) == most and (method == "score" or min(computed) == most)
 
 
 def long_tailed(rows: int, seed: int) -> list[int]:

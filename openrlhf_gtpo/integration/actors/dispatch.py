@@ -1,5 +1,5 @@
-"""Upstream's group of Ray actors: where its ranks run, how rows to train on are dealt to them, and batches that have
-fewer entries than there are replicas."""
+"""Upstream's group of Ray actors: where its ranks run, how rows to train on are dealt to them, and batches whose
+entries are no multiple of the replicas."""
 
 import os
 from collections import Counter
@@ -68,20 +68,25 @@ class ActorGroup(RayActorGroup):
     def async_run_method_batch(self, method_name: str, **columns: Sequence[Any]) -> list[Any]:
         """As upstream's; the results are those of the entries.
 
-        A replica without one computes a forward of the last entry, whose result nobody sees: under ZeRO-3 and expert
-        parallelism the others cannot compute theirs alone. Any other method is not called on it. Rows to ``append``
-        are dealt as :func:`deal_rows` says.
+        A replica with fewer of them than another computes forwards of the last entry too, whose results nobody sees:
+        under ZeRO-3 and expert parallelism the others cannot compute theirs alone. Any other method is not called on
+        one without an entry. Rows to ``append`` are dealt as :func:`deal_rows` says.
         """
         if method_name == "append":
             columns = {"experience": self._deal(columns["experience"])}
         entries = len(next(iter(columns.values())))
         ranks = self.duplicate_actors  # of a replica, which all get its entries
         replicas = len(self._actor_handlers) // ranks
+        if method_name == "forward" and entries % replicas:
+            refs = []
+            for replica, own in enumerate(np.array_split(np.arange(entries), replicas)):
+                places = [*own, *[entries - 1] * (-(-entries // replicas) - len(own))]
+                part = ray.put({name: [values[place] for place in places] for name, values in columns.items()})
+                actors = self._actor_handlers[replica * ranks : (replica + 1) * ranks]
+                refs += [actor.__ray_call__.remote(_forward, part, len(places), len(own)) for actor in actors]
+            return refs
         if not 0 < entries < replicas:
             return super().async_run_method_batch(method_name, **columns)
-        if method_name == "forward":
-            whole = {name: [*values, *[values[-1]] * (replicas - entries)] for name, values in columns.items()}
-            return super().async_run_method_batch(method_name, **whole)[: entries * ranks]
         return [
             actor.execute_batch.remote(method_name, columns, entry, entry + 1)
             for entry in range(entries)
@@ -99,6 +104,11 @@ class ActorGroup(RayActorGroup):
         entries = min(-(-len(experiences) // replicas), len(dealt[-1]))
         parts = [part for mine in dealt for part in np.array_split(mine, entries)]
         return [make_experience_batch([rows[row] for row in part]) for part in parts]
+
+
+def _forward(actor: Any, columns: dict[str, list[Any]], entries: int, own: int) -> list[Any]:
+    """In a rank's process: the results of the first ``own`` entries."""
+    return actor.execute_batch("forward", columns, 0, entries)[:own]
 
 
 def engine_bundles(pg: PlacementGroup, index: int, length: int) -> list[int]:
