@@ -19,7 +19,6 @@ from openrlhf_gtpo.megatron.fp8.options import MODES, RECIPES
 from openrlhf_gtpo.platform.files import check_output
 from openrlhf_gtpo.report.metrics import read_runs
 
-_ESTIMATORS = ("gtpo", "grpo_s")
 _FP8 = """What FP8 does to entropies, shares and advantages of given responses, without training.
 
 Scores the same responses without FP8 and with each recipe on the Megatron actor, shapes their rewards both ways, and
@@ -81,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_input_flags(fp8)
     add = fp8.add_argument
     add("--output", required=True, type=Path, metavar="DIR", help="gets fp8.md, fp8.png and fp8.json")
-    add("--estimator", choices=_ESTIMATORS, default=_ESTIMATORS[0], help="of the credit")
+    add("--estimator", default="gtpo", metavar="NAME", help="of the entropy credit (default: gtpo)")
     add("--megatron.fp8", choices=MODES, default="emulated", help="of the products")
     add("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="(default: all of them)")
     add(
@@ -171,6 +170,7 @@ def _fp8(args: argparse.Namespace) -> None:
     platform.choose()
 
     from openrlhf_gtpo.algorithms import ESTIMATORS
+    from openrlhf_gtpo.algorithms.config import check_choice
     from openrlhf_gtpo.benchmarks.harness import write_results
     from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
     from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
@@ -181,6 +181,7 @@ def _fp8(args: argparse.Namespace) -> None:
     check_openrlhf()
     from openrlhf.utils.config import hierarchize
 
+    check_choice("--estimator", args.estimator, tuple(ESTIMATORS))
     if args.layers_in_bf16 < 0:
         raise UsageError(f"Expected --layers-in-bf16 >= 0, got {args.layers_in_bf16}.")
     mode = getattr(args, "megatron.fp8")
