@@ -301,6 +301,12 @@ def _check_async(args: SimpleNamespace) -> None:
             raise UsageError(
                 f"{flag} does not go with --train.async_enable, whose controller is OpenRLHF's; {remedy}."
             )
+    rows = args.rollout.batch_size * args.rollout.n_samples_per_prompt
+    if rows % args.train.batch_size:  # a rollout makes whole steps here: see count_all_steps
+        raise UsageError(
+            f"Expected --train.batch_size to divide a rollout's {rows} rows, as OpenRLHF's controller "
+            f"(--train.async_enable) plans learning rates by its batches, got {args.train.batch_size}."
+        )
 
 
 def _check_modes(args: SimpleNamespace) -> None:

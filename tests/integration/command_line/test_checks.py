@@ -203,6 +203,15 @@ def test_what_asynchronous_training_does_not_do(
     assert message.startswith(flag) and "--train.async_enable" in message and message.endswith(remedy)
 
 
+def test_asynchronous_training_has_no_step_beside_upstreams_plan(
+    command: dict[str, Any], refused: Callable[..., str]
+) -> None:
+    asynchronous = {"--algo.advantage.estimator": "group_norm", "--train.async_enable": True}
+    rows = {"--rollout.batch_size": 4, "--rollout.n_samples_per_prompt": 4, "--train.batch_size": 24}
+    assert refused(asynchronous | rows).startswith("Expected --train.batch_size to divide a rollout's 16 rows")
+    check_inputs(parse(argv_of(command | asynchronous | rows | {"--train.batch_size": 8})))
+
+
 def test_nothing_at_all_is_told_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
     assert train_ppo_ray.main([]) == 2
     said = capsys.readouterr().err
