@@ -43,7 +43,7 @@ def check_megatron(args: SimpleNamespace) -> None:
                     check_checkpoint(path, config, dtype="bfloat16", for_training=True)
             except CheckpointError as error:
                 raise UsageError(f"--ckpt.load_enable: {error}") from error
-        parse_overrides(args.megatron.override)
+        _check_router(parse_overrides(args.megatron.override))
         parse_overrides(args.megatron.ddp, "ddp")
 
 
@@ -82,6 +82,17 @@ def _check_fp8_flags(args: SimpleNamespace, fp8: Fp8Options) -> None:
         raise UsageError(
             f"--megatron.fp8_audit_gate {gate:g} is read at audits; give --megatron.fp8_audit_steps N too."
         )
+
+
+def _check_router(overrides: dict[str, Any]) -> None:
+    """Refuse losses of its own, which Megatron multiplies by their tokens, for a division of the whole gradient that
+    the policy's loss has done already (megatron-core 0.16.1, transformer/moe/router.py,
+    attach_and_log_load_balancing_loss); and sinkhorn, by which it routes in training alone."""
+    for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        if overrides.get(name) not in (None, 0, "none"):
+            raise UsageError(
+                f"--megatron.override {name} is not offered by {_BACKEND}, which balances no experts; leave it out."
+            )
 
 
 def _check_batch(args: SimpleNamespace, layout: Layout) -> None:

@@ -50,6 +50,13 @@ _OWNED |= dict.fromkeys(
 )
 _OWNED |= dict.fromkeys(
     (
+        *("moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_expert_capacity_factor"),
+        *("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk"),
+    ),
+    "the engines route as the checkpoint's config.json says",
+)
+_OWNED |= dict.fromkeys(
+    (
         *("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout", "expert_tensor_parallel_size"),
         *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "moe_extended_tp"),
         *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),

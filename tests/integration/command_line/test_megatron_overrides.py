@@ -84,6 +84,7 @@ def test_several_are_one_dictionary_and_none_is_empty() -> None:
         ("params_dtype=bf16", "give --ds.param_dtype."),
         ("num_layers=3", "it comes from the checkpoint's config.json."),
         ("window_size=128,0", "it comes from the checkpoint's config.json."),
+        ("moe_expert_capacity_factor=1.0", "the engines route as the checkpoint's config.json says."),
         ("num_layers_in_first_pipeline_stage=3", "split evenly"),
         ("hidden_dropout=0.1", "the training step relies on its value."),
     ],
