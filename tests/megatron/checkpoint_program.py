@@ -26,10 +26,12 @@ TOKENS = sum(length - 1 for lengths in MICRO_BATCHES for length in lengths)
 CLIENT_STATE = {"global_step": 3, "episode": 1, "data_loader_state_dict": {"position": torch.arange(3)}, "kl": 0.1}
 
 
-def make_trainer(source: str, layout: Layout, dtype: str = "float32", distributed: bool = True) -> Trainer:
+def make_trainer(
+    source: str, layout: Layout, dtype: str = "float32", distributed: bool = True, lr: float = 5e-3
+) -> Trainer:
     """A trainer whose learning rate falls at each step."""
     model = load_model(source, ModelOptions(layout=layout, dtype=getattr(torch, dtype)))
-    options = OptimizerOptions(lr=5e-3, weight_decay=0.1, distributed=distributed)
+    options = OptimizerOptions(lr=lr, weight_decay=0.1, distributed=distributed)
     return Trainer(model, options, lambda carrier: torch.optim.lr_scheduler.LambdaLR(carrier, lambda step: 0.8**step))
 
 
@@ -96,6 +98,24 @@ def resume(source: str, layout: Layout, folders: list[str], dtype: str, distribu
                 answer["different"] = differences_as_whole(trainer, str(Path(folder).with_name("whole")))
             found.append(answer | {"reports": train(trainer, range(3, 5))})
     return found
+
+
+def resume_slower(source: str, folder: str) -> list[list[float]]:
+    """Learning rates before and after a step: resumed at the saved run's peak, at a hundredth of it, and at that again
+    from a checkpoint of the slower run."""
+    rates = []
+    with on(Layout()):
+        trainer = make_trainer(source, Layout())
+        train(trainer, range(2))
+        Checkpoints(folder).save("step2", trainer, {})
+        for lr in (5e-3, 5e-5, 5e-5):
+            trainer = make_trainer(source, Layout(), lr=lr)
+            Checkpoints(folder).load(trainer)
+            now = trainer.schedule_state()["lr_carrier"]["param_groups"][0]["lr"]
+            rates.append([now, train(trainer, range(2, 3))[0][2]])
+            if lr < 5e-3:
+                Checkpoints(folder).save("step3", trainer, {})
+    return rates
 
 
 @contextmanager

@@ -196,13 +196,19 @@ class Trainer:
         }
 
     def load_schedule_state(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`schedule_state` gave."""
+        """Go on from what :meth:`schedule_state` gave, with this run's peak learning rate."""
         self.steps = state["steps"]
         if self.model.fp8 is not None and state.get("fp8_calibrated") == self.model.fp8.options.recipe:
             self.model.fp8.calibrated = True
         self._schedule_carrier.load_state_dict(state["lr_carrier"])
         if self.lr_schedule is not None:
             self.lr_schedule.load_state_dict(state["lr_schedule"])
+            self.lr_schedule.base_lrs = [self.options.lr]
+        [group] = self._schedule_carrier.param_groups
+        peak = group.get("initial_lr", group["lr"])  # of the run that was saved
+        if peak not in (0.0, self.options.lr):
+            group["lr"] *= self.options.lr / peak
+        group["initial_lr"] = self.options.lr
 
 
 def _finalize(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
