@@ -107,7 +107,8 @@ def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:
 
     A run begins with a line of the kind "run" at step 0; in a file of version 0.1, which has none, where the first
     step comes again. A line that cannot be read is left out: a process that dies cuts off its last one, which after a
-    resume stands in the middle. Where a resumed run repeated a step, the later line counts.
+    resume stands in the middle. Where a resumed run repeated a step, the later line counts, and lines of the steps
+    behind it, which the weights have not seen, count no longer.
 
     Raises:
         ValueError: the file is absent or unreadable, or none of its lines is a metrics line.
@@ -121,7 +122,7 @@ def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:
     except OSError as error:
         raise ValueError(f"cannot read metrics from {file}: {error.strerror}") from None
     runs: list[dict[tuple[str, int], dict[str, Any]]] = [{}]
-    broken = 0
+    broken = last = 0
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
@@ -133,6 +134,10 @@ def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:
             begins = key == (names.KIND_RUN, 0) and "ended" not in row
             if runs[-1] and (begins or again):
                 runs.append({})
+            if row["kind"] == names.KIND_TRAIN:
+                if row["step"] < last:  # made again, from a checkpoint
+                    runs[-1] = {other: kept for other, kept in runs[-1].items() if other[1] <= row["step"]}
+                last = row["step"]
             runs[-1].pop(key, None)
             runs[-1][key] = row
         elif line.strip():

@@ -119,6 +119,19 @@ def test_runs_in_one_file_stay_apart_and_a_resumed_one_stays_one(tmp_path):
     assert [len(found) for found in ids] == [1, 1] and ids[0] != ids[1]
 
 
+def test_steps_that_a_resumed_run_has_not_made_again_are_not_its_own(tmp_path):
+    """It ended after 5 steps, with an evaluation; then it went on from step 2, and was killed after 4."""
+    path = tmp_path / "m.jsonl"
+    _start(path, 1, 2, 3, 4, 5)
+    _write(path, ("eval", 5, {"b": 1}), ("run", 5, {"run": "x", "ended": True}))
+    _start(path, after=2)
+    assert series(read_runs(path)[-1], "train", "a")[0] == [1, 2, 3, 4, 5]  # it may never have trained
+    _write(path, ("train", 3, {"a": 30}), ("train", 4, {"a": 40}))
+    (rows,) = read_runs(path)
+    assert series(rows, "train", "a") == ([1, 2, 3, 4], [1, 2, 30, 40])
+    assert series(rows, "eval", "b") == ([], []) and not any("ended" in row for row in rows)
+
+
 @pytest.mark.parametrize("evaluated", [True, False])
 def test_runs_of_version_0_1_stay_apart(tmp_path, evaluated):
     """Which have no line of their own: five good steps, then two bad ones of another start."""
