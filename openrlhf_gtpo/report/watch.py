@@ -1,8 +1,9 @@
 """A progress bar over a run's ``metrics.jsonl`` while another process trains."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> N
     console = console or Console(stderr=True)
     what, count = (SpinnerColumn(), TextColumn("{task.description}")), (BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
-    shown = 0
+    shown: Mapping[str, Any] | None = None  # the latest entry
     last: Mapping[str, Any] = {}
     started, begun, line = time.time(), 0.0, ""
     with Progress(*what, *count, *times, console=console, disable=not console.is_terminal) as progress:
@@ -39,7 +40,10 @@ def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> N
                 entries = read_runs(path)[-1]
             except (OSError, ValueError):  # not there yet, or nothing whole in it yet
                 entries = []
-            for entry in entries[shown:]:
+            new = _behind(shown, entries)
+            if len(new) == len(entries):  # another run's, or one that goes on from a checkpoint
+                last = {}
+            for entry in new:
                 if entry["kind"] == names.KIND_RUN:
                     continue
                 line = describe(entry)
@@ -54,7 +58,7 @@ def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> N
                     ending = text if len(text) <= _SAMPLE_LETTERS else f"…{text[-_SAMPLE_LETTERS:]}"
                     sample = f"  for example, with reward {entry[names.SAMPLE_REWARD]:.2f}: {ending}"
                     console.print(sample, markup=False, highlight=False, soft_wrap=True)
-            shown = max(shown, len(entries))
+            shown = entries[-1] if entries else shown
             if doing := _doing(path, started):
                 begun = begun or time.time()
                 done, left = _done(last, steps, begun)
@@ -62,6 +66,11 @@ def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> N
             if running:
                 time.sleep(_POLL_SECONDS)
         progress.update(bar, description=line, left="")
+
+
+def _behind(shown: Mapping[str, Any] | None, entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The entries that were written after ``shown``; all of them where it is there no longer."""
+    return list(takewhile(lambda entry: entry != shown, reversed(entries)))[::-1]
 
 
 def _doing(path: Path, started: float) -> str | None:

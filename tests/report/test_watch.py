@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from openrlhf_gtpo.report import names
@@ -46,6 +48,27 @@ def test_watch_prints_every_line_and_ends_with_the_process(tmp_path: Path) -> No
         "step 1/4  reward 0.25  entropy 1.50  length 12  seconds 20.4",
         f"  for example, with reward 1.00: …{('long ' * 40 + 'What is [3 * 4]? 12')[-80:]}",
     ]
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_watch_prints_steps_that_the_file_has_already(tmp_path: Path, after: int) -> None:
+    """Of a run that died after its fifth step: the next begins anew, or goes on from step 3."""
+    path = tmp_path / "metrics.jsonl"
+    with closing(MetricsWriter(path)) as writer:
+        writer.begin(0, {})
+        for step in range(1, 6):
+            writer.write(names.KIND_TRAIN, step, {names.REWARD_MEAN: 0.75})
+    steps = [after + 1, after + 2, after + 3]
+    script = (
+        "import time; from openrlhf_gtpo.report.metrics import MetricsWriter\n"
+        f"time.sleep(2); writer = MetricsWriter({str(path)!r}); writer.begin({after}, {{}})\n"
+        f"for step in {steps}: time.sleep(0.7); writer.write('train', step, {{{names.REWARD_MEAN!r}: 0.25}})"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", script])
+    output = io.StringIO()
+    watch(path, 8, trainer.pid, Console(file=output, force_terminal=False, width=120))
+    trainer.wait()
+    assert output.getvalue().splitlines() == [f"step {step}/8  reward 0.25" for step in steps]
 
 
 def test_watch_of_a_run_that_dies_before_its_first_line_ends_quietly(tmp_path: Path) -> None:
