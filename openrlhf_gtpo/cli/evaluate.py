@@ -117,7 +117,9 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
             "temperature": flags["eval.temperature"],
             "top_p": flags["rollout.top_p"],
             "max_tokens": flags["rollout.max_new_tokens"],
+            "max_len": flags["data.max_len"],
             "seed": flags["train.seed"],
+            "reward": _digest(Path(flags["reward.remote_url"]).read_text("utf-8")),
         }
         work[path] = questions, settings, read_answers(path, settings)
     engine = None
@@ -138,7 +140,7 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
 
 def _weights(folder: Path) -> list[str]:
     """What tells that a folder's weights are others: their files' names, sizes and times."""
-    files = sorted(path for path in folder.rglob("*") if path.suffix in (".safetensors", ".distcp"))
+    files = sorted(path for path in folder.rglob("*") if path.suffix in (".safetensors", ".bin", ".distcp"))
     return [f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
 
 

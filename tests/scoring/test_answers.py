@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,6 +144,31 @@ def test_wrong_input_is_one_sentence_before_an_engine_starts(
 ) -> None:
     assert evaluate.main(command(place, "wrong", **changed)) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_answers_that_other_weights_or_another_reward_have_scored_are_refused(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Also where weights are PyTorch's own file. The engine is a stand-in."""
+    model, grader = tmp_path / "model", tmp_path / "reward.py"
+    shutil.copytree(place / "model", model)
+    (weights,) = model.glob("*.safetensors")
+    weights = weights.rename(model / "pytorch_model.bin")
+    shutil.copy(reasoning_gym_reward.__file__, grader)
+    changed = {"model": model, "reward.remote_url": grader, "eval.n_samples_per_prompt": 2, "eval.temperature": 0.5}
+    monkeypatch.setattr(answers, "load_engine", lambda *_: Engine())
+    assert evaluate.main(command(tmp_path, "out", **changed, **{"eval.dataset": place / "task" / "eval.jsonl"})) == 0
+    os.utime(weights, (1, 1))
+    for change, sentence in (
+        (lambda: None, "has answers with weights "),
+        (lambda: grader.write_text(grader.read_text() + "\n"), "has answers with reward "),
+        (lambda: changed.update({"data.max_len": 256}), "has answers with max_len 128, and this evaluation has 256"),
+    ):
+        change()
+        capsys.readouterr()
+        words = command(tmp_path, "out", **changed, **{"eval.dataset": place / "task" / "eval.jsonl"})
+        assert evaluate.main(words) == 2
+        assert sentence in capsys.readouterr().err
 
 
 def test_a_model_is_evaluated_once(place: Path, capsys: pytest.CaptureFixture) -> None:
