@@ -8,12 +8,12 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -35,24 +35,32 @@ def is_finished(run: Run, grid: Grid) -> bool:
 
 
 def check_folders(grid: Grid) -> None:
-    """Refuse a folder with a run that has other flags than ``grid`` gives it.
+    """Refuse a folder with a run that has, or was evaluated with, other flags than ``grid`` gives it.
 
     Raises:
         UsageError: the run and the flag.
     """
     for run in grid.runs:
-        file = run.folder / "flags.json"
-        if not file.exists():
+        if grid.evaluate is not None:
+            _refuse_others(run.folder / "evaluation", "evaluated", grid.evaluate)
+        if not (run.folder / "flags.json").exists():
             if run.folder.exists() and any(path.name != "lock" for path in run.folder.iterdir()):
                 raise UsageError(f"{run.folder} has files that are not runs of this experiment; name another output.")
             continue
-        theirs, ours = json.loads(file.read_text()), json.loads(json.dumps(run.flags))
-        for flag in sorted(theirs.keys() | ours.keys()):
-            if theirs.get(flag) != ours.get(flag):
-                raise UsageError(
-                    f"{run.folder} was run with --{flag} {theirs.get(flag)}, and the experiment now has "
-                    f"{ours.get(flag)}; name another output, or remove that folder."
-                )
+        _refuse_others(run.folder, "run", run.flags)
+
+
+def _refuse_others(folder: Path, done: str, flags: Mapping[str, Any]) -> None:
+    file = folder / "flags.json"
+    if not file.exists():
+        return
+    theirs, ours = json.loads(file.read_text()), json.loads(json.dumps(flags))
+    for flag in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(flag) != ours.get(flag):
+            raise UsageError(
+                f"{folder} was {done} with --{flag} {theirs.get(flag)}, and the experiment now has "
+                f"{ours.get(flag)}; name another output, or remove that folder."
+            )
 
 
 def run_all(grid: Grid) -> list[str]:
@@ -111,6 +119,7 @@ def _make(run: Run, grid: Grid, show: Callable[[], bool]) -> list[str]:
         status = _call("openrlhf_gtpo.cli.evaluate", words(flags), log, show)
         if status:
             return [f"The evaluation of {run} ended with status {status}: {_last_line(log)} ({log})"]
+        (run.folder / "evaluation" / "flags.json").write_text(json.dumps(grid.evaluate, indent=1) + "\n")
     return []
 
 

@@ -207,6 +207,33 @@ def test_other_flags_are_refused_and_so_is_a_foreign_folder(file: Path) -> None:
         runner.check_folders(read_grid(file))
 
 
+def test_models_that_were_evaluated_with_other_flags_are_refused(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """They would stand beside those that are evaluated with the new ones."""
+    asked = []
+
+    def call(module: str, argv: list[str], *_: Any) -> int:
+        if module.endswith("evaluate"):
+            asked.append(argv)
+            folder = Path(argv[argv.index("--output") + 1])
+            folder.mkdir(exist_ok=True)
+            (folder / "summary.json").write_text("{}")
+            return 0
+        return subprocess.call([sys.executable, str(file.parent / "stand_in.py"), *argv])
+
+    monkeypatch.setattr(runner, "_call", call)
+    changed = yaml.safe_load(file.read_text()) | {"evaluate": {"eval.dataset": "a", "eval.temperature": 1.0}}
+    file.write_text(yaml.safe_dump(changed))
+    for _ in range(2):
+        assert experiment.main([str(file)]) == 0
+        assert len(asked) == 3
+    changed["evaluate"]["eval.temperature"] = 0.5
+    file.write_text(yaml.safe_dump(changed))
+    assert experiment.main([str(file)]) == 2
+    assert "was evaluated with --eval.temperature 1.0, and the experiment now has 0.5" in capsys.readouterr().err
+
+
 def test_a_combination_that_cannot_work_is_named_before_the_first_run(tmp_path: Path, capsys: Any) -> None:
     """By training's own checks."""
     flags = {"actor.model_name_or_path": "/no/model", "reward.remote_url": "/no/reward.py", "vllm.num_engines": 1}
