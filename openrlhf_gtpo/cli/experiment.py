@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 
 from openrlhf_gtpo.cli import Parser, RawHelpFormatter, evaluate, exit_status
@@ -62,6 +63,12 @@ def _check(grid: Grid) -> None:
         resume = ["--ckpt.load_enable"] if (run.folder / "checkpoints").exists() else []
         with _named(label):
             parsed[label] = parse([*words(run.flags), *resume])
+            for flag in (name for name, value in run.flags.items() if value is False):
+                if reduce(lambda part, name: getattr(part, name, None), flag.split("."), parsed[label]):
+                    raise UsageError(
+                        f"{flag}: false only leaves the flag out, and without it {flag} is on; write no-{flag}: true, "
+                        "where it has that form."
+                    )
     for label, args in parsed.items():
         with _named(label):
             check(args)

@@ -82,6 +82,22 @@ def test_a_wrong_file_is_one_sentence(tmp_path: Path, changed: dict[str, Any], s
     assert sentence in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [("methods: {gtpo: {a: 1}, gtpo: {a: 2}}\nflags: {b: 1}\n", "gtpo"), ("flags:\n  b: 1\n  b: 2\n", "b")],
+)
+def test_what_comes_twice_is_not_lost(tmp_path: Path, text: str, key: str, capsys: Any) -> None:
+    path = tmp_path / "experiment.yaml"
+    path.write_text(text + "output: runs\nseeds: [1]\n")
+    assert experiment.main([str(path)]) == 2
+    assert f"has {key} twice in one place" in capsys.readouterr().err
+    path.write_text(
+        f"flags: &it {{}}\nmethods: {{a: *it, b: *it}}\noutput: {tmp_path}\nseeds: [1]\n"
+    )  # an alias is no repetition
+    with pytest.raises(UsageError, match="has no flags"):
+        read_grid(path)
+
+
 def test_what_is_no_yaml_is_said(tmp_path: Path, capsys: Any) -> None:
     for text in (b"a: [1", b"\xff\xfe", b"7", b"- 1"):
         (tmp_path / "bad.yaml").write_bytes(text)
@@ -242,6 +258,16 @@ def test_a_combination_that_cannot_work_is_named_before_the_first_run(tmp_path: 
     assert experiment.main([str(write(tmp_path, flags=flags, methods=methods, settings={})), "--dry-run"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("experiment: grpo: ") and "--algo.advantage.estimator" in error
+    for on in ("megatron.async_save", "algo.dynamic_filtering_enable"):  # by itself, and of the preset
+        methods["grpo"] = {
+            "algo.preset": "dapo",
+            "actor.backend": "megatron",
+            "rollout.max_new_tokens": 8192,
+            on: False,
+        }
+        assert experiment.main([str(write(tmp_path, flags=flags, methods=methods, settings={})), "--dry-run"]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith(f"experiment: grpo: {on}: false only leaves the flag out, and without it {on} is on")
     methods["grpo"] = {"algo.preset": "grpo"}
     assert experiment.main([str(write(tmp_path, flags=flags, methods=methods, settings={})), "--dry-run"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
