@@ -122,6 +122,10 @@ def _plan(args: argparse.Namespace, words: list[str]) -> None:
     check_output("--emit", args.emit)
     if args.emit is not None and args.emit.exists() and "openrlhf_gtpo.cli.plan" not in args.emit.read_text("latin-1"):
         raise UsageError(f"--emit {args.emit} exists and is not a script that this command wrote; name another file.")
+    if args.emit is not None and args.placement == "colocated" and not args.offload:
+        raise UsageError(
+            "--emit writes a script that offloads, as the launcher does for colocated engines; drop --no-offload."
+        )
     request = _request(args)
     found = candidates(request)
     best = found[0]
@@ -181,6 +185,8 @@ def _assumptions(words: list[str]) -> Assumptions:
         if not 0 <= value < math.inf or (value == 0 and name != "overlap"):
             raise UsageError(f"--assume {word}: expected {name}=NUMBER, above 0 (overlap=0 or 1).")
         values[name] = type(getattr(Assumptions, name))(value)
+        if values[name] != value:
+            raise UsageError(f"--assume {word}: expected {name}=NUMBER, a whole one (overlap=0 or 1).")
     return Assumptions(**values)
 
 

@@ -200,6 +200,11 @@ def trainer_flags(one: Candidate) -> list[str]:
         flags.append("--megatron.ddp overlap_grad_reduce=false --megatron.ddp overlap_param_gather=false")
     if work.entropy != "actor":
         flags.append(f"--rollout.entropy {work.entropy}")
+    if work.kl:  # the coefficient is not the plan's
+        flags.append('--algo.kl.init_coef "${KL:?was planned, and is to be the coefficient of the KL term}"')
+        flags.append('--ref.num_nodes "$NODES" --ref.num_gpus_per_node "$GPUS_PER_NODE"')
+        flags += [] if one.colocated else ["--train.colocate_actor_ref"]
+        flags += [] if work.entropy == "actor" else ["--algo.kl.use_loss"]
     if work.log_probs != "actor":  # with what it cannot do without
         flags.append(f"--rollout.log_probs {work.log_probs} --algo.advantage.is_correction_level token")
     if one.engines.assumptions.lm_head_mb != Assumptions.lm_head_mb:

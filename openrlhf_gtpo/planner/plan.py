@@ -145,6 +145,12 @@ def _divisions(request: Request) -> list[tuple[int, int]]:
                 f"$rollout_gpus {request.rollout_gpus} leaves none of the {total} GPUs to train on, "
                 f"or none to roll out on; give 1 to {total - 1}."
             )
+        training = cluster.of(total - request.rollout_gpus)
+        if training.gpus % training.nodes:
+            raise SettingError(
+                f"$rollout_gpus {request.rollout_gpus} leaves {training.gpus} GPUs to train on, which are not as "
+                f"many on each of {training.nodes} nodes; give another number."
+            )
         return [(total - request.rollout_gpus, request.rollout_gpus)]
     if total < 2:
         raise SettingError(

@@ -117,6 +117,16 @@ def test_every_gpu_is_plausible() -> None:
         ),
         ("--gpus 8 --assume link", "--assume link: expected link=NUMBER, above 0 (overlap=0 or 1)."),
         ("--gpus 8 --assume link=0", "--assume link=0: expected link=NUMBER, above 0 (overlap=0 or 1)."),
+        (
+            "--gpus 8 --assume vllm_rows=0.5",
+            "--assume vllm_rows=0.5: expected vllm_rows=NUMBER, a whole one (overlap=0 or 1).",
+        ),
+        ("--gpus 8 --assume overlap=2", "--assume overlap=2: expected overlap=NUMBER, a whole one (overlap=0 or 1)."),
+        (
+            "--gpus 16 --placement split --rollout-gpus 7",
+            "--rollout-gpus 7 leaves 9 GPUs to train on, which are not as many on each of 2 nodes; "
+            "give another number.",
+        ),
         ("--gpus 8 --response-length 0", "Expected --response-length >= 1, got 0."),
         ("--gpus 8 --max-tokens-per-gpu 0", "Expected --max-tokens-per-gpu >= 1, got 0."),
         ("--gpus 8 --mean-response 5000", "--mean-response 5000 must be between 1 and --response-length 4096."),
@@ -148,6 +158,8 @@ def test_a_script_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureF
     ):
         assert plan.main(["--model", "7b", "--gpus", "8", "--emit", str(emit)]) == 2
         assert capsys.readouterr() == ("", f"plan: --emit {emit} {problem}\n")
+    assert plan.main(["--model", "7b", "--gpus", "8", "--emit", str(tmp_path / "plan.sh"), "--no-offload"]) == 2
+    assert "--emit writes a script that offloads" in capsys.readouterr().err
 
 
 def write(folder: Path, fields: Any) -> Path:

@@ -356,6 +356,31 @@ def test_flags_of_the_script_are_the_trainer_s() -> None:
     assert not parsed["megatron.use_distributed_optimizer"]
 
 
+def test_the_script_of_a_plan_with_a_reference_has_one(tmp_path: Path) -> None:
+    """On the GPUs that were planned, and not without its coefficient."""
+    path = tmp_path / "plan.sh"
+    (tmp_path / "examples" / "scripts").mkdir(parents=True)
+    (tmp_path / "examples" / "scripts" / "train.sh").write_text('echo "$NODES×$GPUS_PER_NODE $*"\n')
+    for words, flags in (
+        ("--gpus 16", ""),
+        (
+            "--gpus 16 --placement split --rollout-gpus 8 --entropy sampler",
+            " --train.colocate_actor_ref --algo.kl.use_loss",
+        ),
+    ):
+        assert plan.main(["--model", "7b", *words.split(), "--kl", "--emit", str(path)]) == 0
+        environment = {"PATH": os.environ["PATH"]}
+        without, ran = (
+            subprocess.run(["bash", str(path)], cwd=tmp_path, env=environment | more, capture_output=True, text=True)
+            for more in ({}, {"KL": "0.04"})
+        )
+        assert without.returncode and "KL: was planned" in without.stderr
+        nodes = 1 if flags else 2
+        reference = f"--algo.kl.init_coef 0.04 --ref.num_nodes {nodes} --ref.num_gpus_per_node 8"
+        assert ran.stdout.startswith(f"{nodes}×8 ") and reference in ran.stdout
+        assert all(flag in ran.stdout for flag in flags.split())
+
+
 def test_scripts_pass_shellcheck(tmp_path: Path) -> None:
     program = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))
     if program is None:
@@ -365,7 +390,7 @@ def test_scripts_pass_shellcheck(tmp_path: Path) -> None:
     for i, words in enumerate(
         [
             FOUR_NODES,
-            "--model 7b --gpus 8 --placement split --fp8 off",
+            "--model 7b --gpus 8 --placement split --fp8 off --kl",
             f"--model {tmp_path / 'moe'} --gpus 16 --expert-parallel 8",
         ]
     ):
