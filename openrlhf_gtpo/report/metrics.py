@@ -162,7 +162,8 @@ def _read_tensorboard(folder: Path) -> list[dict[str, Any]]:
         if kind in KINDS and (ours == name or f"{kind}/{ours}" not in tags):
             for event in events.Scalars(tag):
                 row = {"kind": kind, "step": event.step, "time": event.wall_time}
-                rows.setdefault((kind, event.step), row)[ours] = event.value
+                value = event.value if math.isfinite(event.value) else None  # as MetricsWriter
+                rows.setdefault((kind, event.step), row)[ours] = value
     if not rows:
         raise ValueError(f"{folder} has no metrics: its TensorBoard files hold none of OpenRLHF's")
     return sorted(rows.values(), key=lambda row: row["time"])

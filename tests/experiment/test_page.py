@@ -1,6 +1,7 @@
 """The page of a set of runs: what it says, what it is made of, and what is refused."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,7 @@ def test_openrlhfs_own_folders_are_read(tmp_path: Path) -> None:
                 events.add_scalar("train/reward", reward, step)
                 events.add_scalar("train/reward/best_at_g", 1.0, step)
                 events.add_scalar("eval/eval_math_pass1", reward + 0.25 * step, step)
+            events.add_scalar("eval/eval_math_pass1", math.nan, 3)  # is no number here either
     rows = read_runs(tmp_path / "a_seed1")[-1]
     assert [row["reward/mean"] for row in rows if row["kind"] == "train"] == [0.25, 0.25]
     runs = [f"grpo={tmp_path / 'a_seed1'}", f"dapo={tmp_path / 'b_seed1'}"]
