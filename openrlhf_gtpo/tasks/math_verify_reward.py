@@ -25,10 +25,13 @@ from openrlhf_gtpo.tasks.responses import response_and_label
 
 SECONDS_PER_STEP = 5  # of Math-Verify's own limits: one for each extraction, one for each comparison
 SECONDS_IN_ALL = 60.0
+TINY = 1e-3
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is no brace
 WITHOUT_BRACES = re.compile(r"[-+]?(?:\d|\\[a-zA-Z{])(?:(?!\\[\])])[^\s$])*")
+ALONE = re.compile(r"\\boxed\{|\$[^$]+\$$")  # a formula, and not a response with some
+SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+\.?\d*|\.\d+)e([-+]?\d+)(?![\w.])")
 
 
 @dataclass(frozen=True)
@@ -145,8 +148,22 @@ def judge(response: str, answer: str) -> Grade:
             "leaves such rows out"
         )
     found = _parse(final_answer(response))
-    correct = bool(found) and verify(gold, found, timeout_seconds=SECONDS_PER_STEP)
-    return Grade(correct=bool(correct), answered=bool(found))
+    pairs = ((one, other) for one in gold for other in found)
+    correct = any(verify(*pair, timeout_seconds=SECONDS_PER_STEP) and not _tiny_and_apart(*pair) for pair in pairs)
+    return Grade(correct=correct, answered=bool(found))
+
+
+def _tiny_and_apart(one: Any, other: Any) -> bool:
+    """Whether two numbers below 0.001 differ by more than a thousandth, which Math-Verify, whose six decimals and
+    zeros are absolute, does not see."""
+    if one == other or not all(getattr(answer, "is_number", False) for answer in (one, other)):
+        return False
+    try:
+        first, second = one.doit().evalf(), other.doit().evalf()
+        largest = max(abs(first), abs(second))
+        return bool(largest < TINY and abs(first - second) > TINY * largest)
+    except Exception:  # what has no order, such as a NaN; whatever sympy raises
+        return False
 
 
 def final_answer(response: str) -> str:
@@ -189,10 +206,15 @@ def parse_answer(answer: str) -> list[Any]:
 
 
 def _parse(text: str) -> list[Any]:
+    """What Math-Verify reads; of a formula alone with a number like 6.8e-5, which it takes for 6.8 e - 5, both."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     targets = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
-    return parse(text, targets, fallback_mode="no_fallback", parsing_timeout=SECONDS_PER_STEP)
+    readings = [text]
+    if ALONE.match(text) and SCIENTIFIC.search(text):
+        readings.insert(0, SCIENTIFIC.sub(r"\1\\times 10^{\2}", text))
+    found = (parse(one, targets, fallback_mode="no_fallback", parsing_timeout=SECONDS_PER_STEP) for one in readings)
+    return [answer for each in found for answer in each]
 
 
 if __name__ == "__main__":

@@ -112,6 +112,43 @@ def test_one_box_may_hold_an_answer_of_any_form(boxed, answer):
     assert judge(rf"First \boxed{{7}}, then $\boxed{{{boxed}}}$, in 3 steps.", answer) == RIGHT
 
 
+@pytest.mark.parametrize(
+    "boxed, answer, expected",
+    [
+        (r"6.82 \times 10^{-5}", "6.82e-5", RIGHT),
+        ("0.0000682", "6.82e-5", RIGHT),
+        ("6.82e-5", r"$6.82 \cdot 10^{-5}$", RIGHT),
+        (r"4.5 \times 10^{33} \text{ erg/s}", "4.5e33", RIGHT),
+        (r"4.6 \times 10^{33}", "4.5e33", WRONG),
+        ("1000", "$1e3$", RIGHT),
+        ("-5 + 2e", "2e-5", RIGHT),  # or Euler's number
+        ("2e^5", "2e5", WRONG),
+    ],
+)
+def test_a_number_with_an_exponent_is_read(boxed, answer, expected):
+    """As benchmarks of physics write their answers."""
+    assert judge(rf"It is \boxed{{{boxed}}}.", answer) == expected
+
+
+@pytest.mark.parametrize(
+    "boxed, answer, expected",
+    [
+        (r"6.63 \times 10^{-34}", r"1.05 \times 10^{-34}", WRONG),
+        (r"6.63 \times 10^{-34}", "6.63e-34", RIGHT),
+        ("0.00000001", "0.00000002", WRONG),
+        ("0.0000681", "0.0000682", WRONG),
+        ("0.0000333333", r"\frac{1}{30000}", RIGHT),
+        ("0.333333", r"\frac{1}{3}", RIGHT),
+        (r"0.05\%", "0.0005", RIGHT),
+        (r"10^{10^{10}}", r"10^{10^{10}}", RIGHT),
+        ("0.00", "0", RIGHT),
+    ],
+)
+def test_small_numbers_are_not_all_equal(boxed, answer, expected):
+    """Math-Verify rounds to six decimals, and takes a difference below 1e-15 for none."""
+    assert judge(rf"\boxed{{{boxed}}}", answer) == expected
+
+
 def test_many_threads_share_few_processes():
     pool = GraderPool(2)
     with ThreadPoolExecutor(8) as threads:
