@@ -186,9 +186,10 @@ def _read_problems(
     for number, row in enumerate(table, 1):
         problem = _field(row, problem_key, number)
         answers = _field(row, answer_key, number)
-        answer = ", ".join(map(str, answers)) if isinstance(answers, list) else str(answers)
+        answer = ", ".join(str(one) for one in (answers if isinstance(answers, list) else [answers]) if _is_there(one))
         if answer_after is not None:
             answer = answer.rpartition(answer_after)[2].strip()
+        problem = problem.strip() if isinstance(problem, str) else problem
         key = json.dumps(problem, sort_keys=True, ensure_ascii=False)
         if key in problems:
             repeated += 1
@@ -196,11 +197,16 @@ def _read_problems(
             without_answer += 1
         else:
             if isinstance(problem, str):
-                problem = f"{problem.strip()} {instruction}".strip()
+                problem = f"{problem} {instruction}".strip()
                 if system:
                     problem = [{"role": "system", "content": system}, {"role": "user", "content": problem}]
             problems[key] = {"input": problem, "label": answer}
     return list(problems.values()), repeated, without_answer
+
+
+def _is_there(answer: Any) -> bool:
+    """False for null and NaN, which are a table's empty cells."""
+    return answer is not None and answer == answer
 
 
 def _field(row: Mapping[str, Any], key: str, number: int) -> Any:

@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -7,6 +8,7 @@ import pytest
 
 from openrlhf_gtpo.cli.prepare import main
 from openrlhf_gtpo.tasks import math_verify_reward
+from openrlhf_gtpo.tasks.math_data import write_math_files
 from openrlhf_gtpo.tasks.math_verify_reward import Grade, GraderPool, judge, parse_answer
 
 PROMPT = "<|im_start|>user\nWhat is half of one, not 7?<|im_end|>\n<|im_start|>assistant\n"
@@ -231,6 +233,23 @@ def test_a_data_set_is_cleaned_and_split(tmp_path, capsys):
     assert first["input"].startswith("What is 0 + 1? Please reason") and first["input"].endswith(r"\boxed{}.")
     assert main([*flags, "--output", str(tmp_path / "out")]) == 2
     assert "is not an empty folder" in capsys.readouterr().err
+
+
+def test_empty_answers_and_problems_that_differ_in_blanks_alone_are_left_out(tmp_path):
+    """A null as text would be a product of letters, and the same problem could be trained on and held out."""
+    rows = [
+        {"problem": "1 + 1?", "answer": "2"},
+        {"problem": "1 + 1?\n", "answer": "2"},
+        {"problem": "a", "answer": None},
+    ]
+    rows += [
+        {"problem": "b", "answer": math.nan},
+        {"problem": "c", "answer": [None]},
+        {"problem": "d", "answer": ["1", None]},
+    ]
+    directory, said = write_math_files(rows, tmp_path / "out")
+    assert said.endswith("left out: 1 that were there before, 3 whose answer is not a mathematical expression")
+    assert [row["label"] for row in _rows(directory / "train.jsonl")] == ["2", "1"]
 
 
 def test_nested_columns_and_messages_are_taken_as_they_are(tmp_path):
