@@ -129,8 +129,10 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
         path.stem: per_question(answer(engine, questions, rows, reward, answer_of, path, settings))
         for path, (questions, settings, rows) in work.items()
     }
-    digests = {path.stem: settings["questions"] for path, (_, settings, _) in work.items()}
-    (args.output / "scores.json").write_text(json.dumps({"questions": digests, "scores": scores}) + "\n")
+    used = {path.stem: settings for path, (_, settings, _) in work.items()}
+    digests = {name: settings["questions"] for name, settings in used.items()}
+    found = {"questions": digests, "settings": used, "scores": scores}
+    (args.output / "scores.json").write_text(json.dumps(found) + "\n")
     summaries = {name: summarize(found) for name, found in scores.items()}
     (args.output / "summary.json").write_text(json.dumps(summaries, indent=1) + "\n")
     text = table(summaries)

@@ -8,6 +8,8 @@ from scipy import special
 
 _POWER = 0.8  # with which an effect of the size that is "seen" leads to an interval without 0
 
+_SAME = 1e-9  # of scores
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -31,6 +33,9 @@ class Difference:
         """What was found, for a reader who reads nothing else."""
         if math.isnan(self.low):
             return f"{method} is {self.effect:+.3f} beside {baseline}; 1 seed does not say whether that is chance."
+        if self.high - self.low < _SAME:  # all differences are one number, which tells nothing of chance
+            found = "no difference seen" if abs(self.effect) < _SAME else "the same difference in all"
+            return f"{method} beside {baseline}: {found} ({self.effect:+.3f}; {self.seeds} seeds without a spread)."
         interval = f"{self.effect:+.3f}, 95 % interval {self.low:+.3f} to {self.high:+.3f}"
         if self.low <= 0 <= self.high:
             return (

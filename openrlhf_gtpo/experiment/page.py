@@ -23,6 +23,7 @@ from openrlhf_gtpo.report.metrics import Rows, before_and_after, datasource_of, 
 
 _HELD_OUT = "held-out reward"  # of training's last evaluation
 _OF_A_START = (*OURS, "kind", "step", "time", "run", "seed", "ended")  # in which runs of one label may differ
+_OF_A_MODEL = ("model", "weights")  # in which evaluations differ
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class FoundRun:
     Fields:
         seed: None where nothing says it.
         rows: its metrics.
-        settings: flags of its command line where an experiment has noted them, and else what its metrics say.
+        settings: flags of its command line where an experiment has noted them, and else what its metrics say; and
+            those that an evaluation has noted.
         scores: by data set and measure, a number for each question; a single one where only their mean is known.
         questions: a digest of each data set's that an evaluation has answered.
     """
@@ -143,6 +145,12 @@ def _read(path: Path) -> FoundRun:
     flags, evaluation = folder / "flags.json", folder / "evaluation" / "scores.json"
     settings = json.loads(flags.read_text("utf-8")) if flags.exists() else start
     evaluated = json.loads(evaluation.read_text("utf-8")) if evaluation.exists() else {"questions": {}, "scores": {}}
+    settings |= {
+        f"evaluation of {data}: {name}": value
+        for data, found in evaluated.get("settings", {}).items()
+        for name, value in found.items()
+        if name not in _OF_A_MODEL
+    }
     scores = {
         (data, measure): np.array(values)
         for data, found in evaluated["scores"].items()
@@ -186,7 +194,7 @@ def _differences(
     for data, measure in ordered:
         if not (measure == _HELD_OUT or measure.startswith("mean@") or measure == largest.get(data)):
             continue
-        if len({run.questions.get(data) for pair in pairs for run in pair}) > 1:
+        if measure != _HELD_OUT and len({run.questions.get(data) for pair in pairs for run in pair}) > 1:
             raise UsageError(f"{label} and {base} answered different questions of {data}; evaluate both on the same.")
         differences = [run.scores[data, measure] - other.scores[data, measure] for run, other in pairs]
         found[data, measure] = paired_difference(np.array(differences))

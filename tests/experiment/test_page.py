@@ -49,6 +49,23 @@ def test_the_effect_is_that_of_pairs(tmp_path: Path) -> None:
         assert expected.sentence(f"gtpo/{setting}", f"dapo/{setting}") in text
 
 
+def test_evaluations_with_other_settings_are_seen_to_be(tmp_path: Path) -> None:
+    """Training's held-out reward does not ask what evaluations of a data set of the same name have answered."""
+    for label, temperature in (("gtpo", 1.0), ("dapo", 0.25)):
+        for seed in (1, 2):
+            file = write_run(tmp_path / label / f"{seed}", seed, 0.0) / "evaluation" / "scores.json"
+            settings = {"math": {"temperature": temperature, "n": 32, "weights": f"{label}{seed}"}}
+            file.write_text(
+                json.dumps({"settings": settings} | json.loads(file.read_text().replace("math500", "math")))
+            )
+    file.unlink()
+    runs = [f"{label}={tmp_path / label / str(seed)}" for label in ("gtpo", "dapo") for seed in (1, 2)]
+    assert page(*runs, "--baseline", "dapo", "--output", tmp_path / "out") == 0
+    text = (tmp_path / "out" / "index.html").read_text()
+    assert "evaluation of math: temperature" in text and "<td>0.25, default</td><td>1.0</td>" in text
+    assert "evaluation of math: weights" not in text and "math, held-out reward: gtpo beside dapo" in text
+
+
 def test_openrlhfs_own_folders_are_read(tmp_path: Path) -> None:
     writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter
     for name, reward in (("a_seed1", 0.25), ("b_seed1", 0.5)):

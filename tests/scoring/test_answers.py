@@ -158,6 +158,8 @@ def test_answers_that_other_weights_or_another_reward_have_scored_are_refused(
     changed = {"model": model, "reward.remote_url": grader, "eval.n_samples_per_prompt": 2, "eval.temperature": 0.5}
     monkeypatch.setattr(answers, "load_engine", lambda *_: Engine())
     assert evaluate.main(command(tmp_path, "out", **changed, **{"eval.dataset": place / "task" / "eval.jsonl"})) == 0
+    noted = json.loads((tmp_path / "out" / "scores.json").read_text())["settings"]["eval"]
+    assert (noted["temperature"], noted["n"]) == (0.5, 2)
     os.utime(weights, (1, 1))
     for change, sentence in (
         (lambda: None, "has answers with weights "),
