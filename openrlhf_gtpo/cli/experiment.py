@@ -11,8 +11,8 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
 from pathlib import Path
+from typing import Any
 
 from openrlhf_gtpo.cli import Parser, RawHelpFormatter, evaluate, exit_status
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
@@ -64,7 +64,10 @@ def _check(grid: Grid) -> None:
         with _named(label):
             parsed[label] = parse([*words(run.flags), *resume])
             for flag in (name for name, value in run.flags.items() if value is False):
-                if reduce(lambda part, name: getattr(part, name, None), flag.split("."), parsed[label]):
+                value: Any = parsed[label]
+                for part in flag.split("."):
+                    value = getattr(value, part, None)
+                if value:
                     raise UsageError(
                         f"{flag}: false only leaves the flag out, and without it {flag} is on; write no-{flag}: true, "
                         "where it has that form."
