@@ -18,6 +18,7 @@ A value is text or a number, a list of several words, or true for a switch (fals
 import difflib
 import itertools
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,16 +78,22 @@ def read_grid(path: Path) -> Grid:
     """
     import yaml
 
+    class KeysOnce(yaml.SafeLoader):
+        """Of a key that comes twice SafeLoader takes the last."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = Counter(str(key.value) for key, _ in node.value)
+            twice = next((key for key, times in keys.items() if times > 1), None)
+            if twice is not None:
+                raise yaml.YAMLError(f"from line {node.start_mark.line + 1} on {twice} is there twice; leave one out.")
+            return super().construct_mapping(node, deep)
+
     try:
-        text = path.read_text(encoding="utf-8")
-        entries = yaml.safe_load(text)
-        twice = _repeated(yaml.compose(text, yaml.SafeLoader))
+        entries = yaml.load(path.read_text(encoding="utf-8"), KeysOnce)
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}).") from error
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
-    if twice is not None:
-        raise UsageError(f"{path} has {twice} twice in one place, where the last would count alone; leave one out.")
     _check_entries(path, entries)
     methods, settings = entries["methods"], entries.get("settings") or {}
     groups = {"flags": entries["flags"], "evaluate": entries.get("evaluate") or {}}
@@ -127,22 +134,6 @@ def words(flags: Mapping[str, Any]) -> list[str]:
             values = [] if value is True else value if isinstance(value, list) else [value]
             found += [f"--{name}", *map(str, values)]
     return found
-
-
-def _repeated(document: Any) -> str | None:
-    """A key that some mapping of a YAML document's nodes has twice, of which ``safe_load`` takes the last."""
-    nodes, seen = [document], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node.id == "scalar" or id(node) in seen:  # an alias is the node itself
-            continue
-        seen.add(id(node))
-        if node.id == "mapping":
-            keys = [str(key.value) for key, _ in node.value]
-            if len({*keys}) < len(keys):
-                return next(key for key in keys if keys.count(key) > 1)
-        nodes += [value for _, value in node.value] if node.id == "mapping" else node.value
-    return None
 
 
 def _run(output: Path, label: str, seed: int, flags: dict[str, Any]) -> Run:

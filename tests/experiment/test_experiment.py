@@ -90,7 +90,7 @@ def test_what_comes_twice_is_not_lost(tmp_path: Path, text: str, key: str, capsy
     path = tmp_path / "experiment.yaml"
     path.write_text(text + "output: runs\nseeds: [1]\n")
     assert experiment.main([str(path)]) == 2
-    assert f"has {key} twice in one place" in capsys.readouterr().err
+    assert f"{key} is there twice; leave one out." in capsys.readouterr().err
     path.write_text(
         f"flags: &it {{}}\nmethods: {{a: *it, b: *it}}\noutput: {tmp_path}\nseeds: [1]\n"
     )  # an alias is no repetition
