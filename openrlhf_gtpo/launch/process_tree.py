@@ -21,7 +21,7 @@ HUNG = 124  # the exit status of coreutils' timeout
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here, as little may be done between fork and exec
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_FOR_ORPHANS = 5.0  # seconds from SIGTERM to SIGKILL; with the program gone they have nothing to finish
+_PATIENCE = 5.0  # seconds from SIGTERM to SIGKILL with what hangs, and with orphans: they have nothing to finish
 
 
 def run_and_clear(
@@ -38,7 +38,7 @@ def run_and_clear(
         command: program and arguments.
         environment: whole, of the program.
         patience: seconds for the program after such a signal, until SIGKILL.
-        hangs: asked about once a second; true ends the program too.
+        hangs: asked about once a second; true ends the program too, with little patience.
 
     Returns:
         its exit status, or 128 + the signal that ended this, or HUNG.
@@ -61,7 +61,7 @@ def run_and_clear(
                 child.terminate()
                 child.send_signal(signal.SIGCONT)  # one that is stopped does not take it before
                 asked = time.monotonic()
-            elif asked is not None and time.monotonic() - asked > patience:
+            elif asked is not None and time.monotonic() - asked > (patience if received else _PATIENCE):
                 child.kill()
             _reap(except_for=child.pid)
             select.select([end], [], [], 1.0 if asked is None else 0.2)
@@ -85,7 +85,7 @@ def _prctl(option: int, value: int) -> None:
 
 def _end_descendants() -> None:
     """End all descendants of this process."""
-    deadline = time.monotonic() + _FOR_ORPHANS
+    deadline = time.monotonic() + _PATIENCE
     this = psutil.Process()
     for process in this.children(recursive=True):
         with suppress(psutil.NoSuchProcess):

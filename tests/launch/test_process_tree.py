@@ -72,9 +72,9 @@ def test_orphans_get_less_patience_than_the_program(tmp_path: Path) -> None:
 
 
 def test_what_hangs_is_ended_with_its_orphans(tmp_path: Path) -> None:
-    """At once, although it is stopped: nobody's patience is needed."""
+    """Soon, although they are stopped, and the program would then take its time to end."""
     program = PROGRAM.replace("patience", "hangs=lambda: os.path.exists('hangs'), patience")
-    run = start(600, ORPHAN + "echo $$ >own; exec sleep 600", tmp_path, program)
+    run = start(600, ORPHAN + "trap '' TERM; echo $$ >own; while :; do sleep 1; done", tmp_path, program)
     orphan, own = pid_in(tmp_path / "orphan"), pid_in(tmp_path / "own")
     for pid in (orphan, own):
         os.kill(pid, signal.SIGSTOP)
