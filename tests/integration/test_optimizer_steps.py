@@ -219,6 +219,12 @@ def test_a_resumed_actor_trains_on_bit_by_bit(
         write_manifest(actors, {})
     resumed = pools[2].run(run_rounds, "deepspeed", str(model), [*argv, "--ckpt.load_enable"], [LENGTHS[:12]])
     assert resumed == [statuses[2:] for statuses in whole]
+    argv += ["--ckpt.load_enable", "--actor.adam.lr", "1e-5", "--critic.adam.lr", "1e-5"]
+    slower = pools[2].run(run_rounds, "deepspeed", str(model), argv, [LENGTHS[:12]])
+    for (slow,), (as_saved,) in zip(slower, resumed, strict=True):
+        [name] = [name for name in slow if name.endswith("_lr")]
+        assert slow[name] == pytest.approx(as_saved[name] / 100)
+        assert slow != as_saved | {name: slow[name]}  # the first step of several has that rate too
 
 
 @pytest.mark.slow

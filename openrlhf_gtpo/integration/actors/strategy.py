@@ -149,8 +149,9 @@ class Strategy(DeepspeedStrategy):
 
     def load_ckpt(self, model: Any, load_dir: str, tag: str | None = None, **kwargs: Any) -> Any:
         """As upstream's, of the newest checkpoint that is found to be what was written, or of ``--ckpt.load_tag``;
-        actor and critic load the same. Generators go on from where they were, unless there were more or fewer ranks.
-        DeepSpeed's universal checkpoints are left to it.
+        actor and critic load the same. Learning rates are the command line's, where upstream's would be the
+        checkpoint's; generators go on from where they were, unless there were more or fewer ranks. DeepSpeed's
+        universal checkpoints are left to it.
 
         Raises:
             CheckpointError: there are checkpoints, and none that can be taken.
@@ -160,7 +161,13 @@ class Strategy(DeepspeedStrategy):
             if path is None:
                 return None, {}
             tag = path.name
+        schedule = model.lr_scheduler
+        peaks = list(schedule.base_lrs)
         loaded, states = super().load_ckpt(model, load_dir, tag, **kwargs)
+        for group, saved, peak in zip(schedule.optimizer.param_groups, schedule.base_lrs, peaks, strict=True):
+            group["lr"] *= peak / saved if saved not in (0, peak) else 1
+            group["initial_lr"] = peak
+        schedule.base_lrs = peaks
         randoms = states.pop(_RANDOM, ())
         if len(randoms) == torch.distributed.get_world_size():
             apply_random_state(randoms[torch.distributed.get_rank()])
