@@ -16,6 +16,8 @@ from openrlhf_gtpo.weight_sync.transports import Finish, SharedBuffer, memory_of
 
 T = TypeVar("T")
 
+_DEATH_IS_KNOWN = 10.0  # seconds, at most
+
 # All-gather of one picklable object a rank.
 Exchange = Callable[[Any], list[Any]]
 
@@ -88,16 +90,21 @@ class WeightSender:
         check = partial(_raise_failure, receiving)
         sent: dict[str, torch.Tensor] = {}
         under_way: Finish | None = None
-        for index, bucket in enumerate(weights.buckets):
-            buffer = torch.empty(numel(bucket), dtype=WIRE_DTYPE, device=self._device)
-            weights.fill(index, buffer)  # gathers this bucket while the previous one is on its way
-            if self.prove:
-                sent.update(checksums(bucket, buffer))
+        try:
+            for index, bucket in enumerate(weights.buckets):
+                buffer = torch.empty(numel(bucket), dtype=WIRE_DTYPE, device=self._device)
+                weights.fill(index, buffer)  # gathers this bucket while the previous one is on its way
+                if self.prove:
+                    sent.update(checksums(bucket, buffer))
+                if under_way:
+                    under_way(check)
+                under_way = self._broadcast(buffer)
             if under_way:
                 under_way(check)
-            under_way = self._broadcast(buffer)
-        if under_way:
-            under_way(check)
+        except RuntimeError:  # gloo's, of a connection that an engine's death has closed, which Ray hears of later
+            wait(receiving, timeout=_DEATH_IS_KNOWN, return_when=FIRST_EXCEPTION)
+            check()
+            raise
         receipts = _results(receiving)
         if self.prove:
             check_receipts(as_integers(sent), receipts)

@@ -241,7 +241,7 @@ def engine_start(monkeypatch: pytest.MonkeyPatch, platform: str) -> dict[str, An
 
     async def start(self: Any, *args: Any, **kwargs: Any) -> None:
         started.update(kwargs)
-        self.executor = None
+        self.executor, self.llm = None, SimpleNamespace(engine_core=None)
 
     monkeypatch.setattr(rollout_actor._UpstreamRolloutActor, "__init__", start)
     monkeypatch.setenv("OPENRLHF_GTPO_PLATFORM", platform)

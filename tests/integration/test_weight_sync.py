@@ -160,7 +160,7 @@ def test_experts_in_an_engine_on_a_gpu_stay_as_they_are_sent(monkeypatch: pytest
 
     async def start(self: Any, **kwargs: Any) -> None:
         started.update(kwargs)
-        self.executor = None
+        self.executor, self.llm = None, SimpleNamespace(engine_core=None)
 
     monkeypatch.setattr(rollout_actor._UpstreamRolloutActor, "__init__", start)
     for platform in ("cpu", "cuda"):

@@ -4,6 +4,8 @@ Ray and vLLM are the real ones. Every parameter changes by as much as its own sp
 log-probs ten times further than bf16 rounding does; that this is so is tested too.
 """
 
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -300,3 +302,20 @@ def test_the_sampler_says_what_the_trainers_weights_say(
     everything = torch.cat(differences, dim=1)
     assert_equal_but_for_rounding(everything, torch.zeros_like(everything))
     assert (torch.cat(stale, dim=1).abs().mean(1) > LEFT_BEHIND_MEAN).all()
+
+
+@pytest.mark.timeout(200)
+def test_the_death_of_vllms_process_ends_a_transfer(synced: Synced) -> None:
+    """The last test of an engine. vLLM itself leaves the calls that are under way without an answer."""
+    import psutil
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    synced.send(synced.perturbed(50), 2**28)
+    here = psutil.Process().children(recursive=True)
+    (core,) = [process for process in here if "EngineCore" in " ".join(process.cmdline())]
+    core.suspend()  # the call is under way when it dies
+    threading.Timer(1, core.kill).start()
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError):
+        synced.send(synced.perturbed(51), 2**28)
+    assert time.monotonic() - began < 10

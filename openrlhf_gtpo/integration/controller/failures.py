@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import ray
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo.errors import Restartable, StoppedOnRequest, TrainingStopped, UsageError
 from openrlhf_gtpo.integration.controller.checkpoint_disk import free_bytes, gigabytes
@@ -157,7 +158,7 @@ def raise_if_lost(error: BaseException) -> None:
     Raises:
         Restartable: one did.
     """
-    lost = cause_of(error, DIED)
+    lost = cause_of(error, (*DIED, EngineDeadError))
     if lost is None:
         return
     try:

@@ -22,6 +22,7 @@ import psutil  # vLLM and DeepSpeed depend on it
 import ray
 from openrlhf.trainer.ray import vllm_engine
 from openrlhf.utils.agent import SingleTurnAgentExecutor
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import TrainingStopped
@@ -55,6 +56,8 @@ _ALONE = {
 _OF_GUIDE = 1 << 31  # in its seeds, the place of a response's index in the policy's
 
 _MARK = "OPENRLHF_GTPO_ENGINE"  # in the environment of an engine's processes: its actor
+
+_LOOK_EVERY = 0.5  # seconds, whether vLLM's process lives
 
 # The sample that the current task makes; an agent may hand on sampling parameters of its own, without a seed.
 _sample_seed: ContextVar[tuple[int, ...] | None] = ContextVar("_sample_seed", default=None)
@@ -109,6 +112,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             # unquantized.py, convert_to_unquantized_kernel_format). On Hopper it is vLLM's own choice.
             kwargs["moe_backend"] = "triton"
         await super().__init__(*args, **kwargs)
+        self._death_watch = asyncio.create_task(_fail_calls_at_death(self.llm.engine_core))
         if self.with_entropy:
             unknown = await self.llm.collective_rpc("capture_entropy", args=(self.temperature,))
             if any(unknown):
@@ -263,6 +267,20 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         """
         if self.kwargs["enable_prefix_caching"] and not await self.llm.reset_prefix_cache():
             assert self.get_num_unfinished_requests(), "vLLM kept prefixes of the old weights without a request"
+
+
+async def _fail_calls_at_death(core: Any) -> None:
+    """Have the calls to vLLM's process that wait for an answer raise once it died, which vLLM leaves waiting for good.
+    Can go with a release that has https://github.com/vllm-project/vllm/pull/56416.
+
+    Args:
+        core: vLLM's client of the process (vllm 0.29.0, v1/engine/core_client.py, AsyncMPClient).
+    """
+    while not core.resources.engine_dead:
+        await asyncio.sleep(_LOOK_EVERY)
+    for answer in core.utility_results.values():
+        if not answer.done():
+            answer.set_exception(EngineDeadError())
 
 
 RolloutActor = ray.remote(StrictRolloutActor)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import ray
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import Restartable, TrainingStopped, UsageError
@@ -249,7 +250,8 @@ def test_a_dead_node_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Restartable, match=r"the node n2 \(10\.0\.0\.1\) left the Ray cluster.*--ckpt\.load_enable"):
         raise_if_lost(task_error(ray.exceptions.ActorDiedError()))
     nodes.pop()
-    for error in (ray.exceptions.ActorDiedError(), ray.exceptions.OutOfMemoryError("low on memory")):
+    died = ray.exceptions.ActorDiedError(), ray.exceptions.OutOfMemoryError("low on memory")
+    for error in (*died, task_error(EngineDeadError())):  # of vLLM's process, whose actor lives
         with pytest.raises(Restartable, match="a process of the run died"):
             raise_if_lost(error)
     raise_if_lost(task_error(ValueError("a bug")))
