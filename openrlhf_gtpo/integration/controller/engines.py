@@ -6,6 +6,7 @@ the run goes on with the others. It begins with the weights of the model's check
 arrived. A transfer that an engine's death interrupts ends the run.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -40,13 +41,18 @@ class Engines:
         self.restarts = 0
         self._all = list(serving)
         self._max_restarts = max_restarts
-        self._hanging: dict[int, str] = {}  # of those that were killed for it, by number: what to say
+        self._killed: dict[int, str] = {}  # those that were killed and are not lost yet, by number: what to say
         self._stall_timeout = stall_timeout
 
     def watch(self) -> None:
-        """Have engines that do not answer killed from now on: all have loaded, and met the trainer for the weights."""
-        serves = self.serving.__contains__
-        kill_hanging(self._all, self._stall_timeout, self._hanging.__setitem__, serves)
+        """Have engines that do not answer killed from now on: all have loaded, and met the trainer for the weights.
+        And those whose vLLM process died, to start again before somebody needs them."""
+        if self._max_restarts or self._stall_timeout:
+            limit = self._stall_timeout or math.inf
+            kill_hanging(self._all, limit, self._killed.__setitem__, self._is_watched, EngineDeadError)
+
+    def _is_watched(self, engine: Any) -> bool:
+        return engine in self.serving and self._all.index(engine) not in self._killed
 
     def check(self) -> int:
         """Take those that died off the list; returns how many.
@@ -68,12 +74,13 @@ class Engines:
         self.serving.remove(engine)
         self.restarts += 1
         number = self._all.index(engine)
-        what = self._hanging.pop(number, f"died: {' '.join(str(error).split())[-300:]}")
+        killed = self._killed.pop(number, None)
+        what = killed or f"died: {' '.join(str(error).split())[-300:]}"
         said = f"vLLM engine {number} of {len(self._all)} (counted from 0) {what}"
         if self.restarts > self._max_restarts:
             limit = f"--train.max_restarts {self._max_restarts} allows no further restart"
             raise TrainingStopped(f"{said} ({limit}; its node's Ray logs say more)") from None
-        if cause_of(error, (*DIED, EngineRestarted)) is None:
+        if killed is None and cause_of(error, (*DIED, EngineRestarted)) is None:
             ray.kill(engine, no_restart=False)  # vLLM's process died, the actor did not
         print(f"Warning: {said}. It is started again; the others answer its prompts until then.", flush=True)
 
@@ -111,6 +118,7 @@ def kill_hanging(
     stall_timeout: float,
     note: Callable[[int, str], None],
     serves: Callable[[Any], bool] = lambda engine: True,
+    death: type[Exception] | tuple[()] = (),
 ) -> None:
     """Kill engines that do not answer from now on, so that whoever waits for them hears of it.
 
@@ -118,7 +126,18 @@ def kill_hanging(
         stall_timeout: seconds without an answer; with 0 none is killed.
         note: gets the number of one and what to say of it, before it is killed.
         serves: whether an engine is to answer.
+        death: an answer for which it is killed at once.
     """
+
+    def what_is_wrong(ref: Any, is_answered: bool) -> str | None:
+        if not is_answered:
+            return f"did not answer for {stall_timeout:g} s"
+        try:
+            ray.get(ref)
+        except RayError as error:
+            died = cause_of(error, death)
+            return None if died is None else f"died: {died}"
+        return None
 
     def watch() -> None:
         asked: dict[int, tuple[Any, float]] = {}  # by number
@@ -132,8 +151,9 @@ def kill_hanging(
                 if ref not in answered and time.monotonic() - since < stall_timeout:
                     continue
                 del asked[number]
-                if ref not in answered:
-                    note(number, f"did not answer for {stall_timeout:g} s")
+                wrong = what_is_wrong(ref, ref in answered)
+                if wrong and serves(engines[number]):  # nobody has killed it meanwhile
+                    note(number, wrong)
                     ray.kill(engines[number], no_restart=False)
             time.sleep(_LOOK_EVERY)
 

@@ -81,6 +81,13 @@ def policy(rejoin: Callable[[], None]) -> Any:
     return SimpleNamespace(_actor_handlers=[SimpleNamespace(__ray_call__=SimpleNamespace(remote=call))] * 2)
 
 
+def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize(
     ("state", "kills"),
     [
@@ -147,13 +154,29 @@ def test_a_slow_engine_is_not_dead_and_a_hanging_one_is_killed(killed: list[Engi
     time.sleep(0.5)
     assert not killed, "engines may still load"
     engines.watch()
-    deadline = time.monotonic() + 60
-    while not killed:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: bool(killed))
     assert killed == [one]
     with pytest.raises(TrainingStopped, match=r"^vLLM engine 1 of 2 \(counted from 0\) did not answer for 0.1 s \("):
         engines.check()
+
+
+@pytest.mark.parametrize("stall_timeout", [0, 60])
+def test_an_engine_whose_vllm_process_died_starts_again_before_anybody_needs_it(
+    stall_timeout: float, killed: list[Engine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    serving = [Engine(), Engine()]
+    zero, one = serving
+    engines = Engines(serving, max_restarts=1, stall_timeout=stall_timeout)
+    engines.watch()
+    one.state = task_error(EngineDeadError())
+    until(lambda: bool(killed))
+    one.state = task_error(EngineDeadError())  # as an answer that was under way
+    time.sleep(0.2)
+    assert engines.check() == 1 and killed == [one], "once"
+    assert serving == [zero]
+    assert "vLLM engine 1 of 2 (counted from 0) died: EngineCore" in capsys.readouterr().out
+    engines.bring_back(policy(lambda: None))
+    until(lambda: len(killed) == 2)  # as it is watched again
 
 
 def test_a_hanging_engine_of_the_guide_is_killed_with_a_word(killed: list[Engine], capsys: Any) -> None:
@@ -161,9 +184,6 @@ def test_a_hanging_engine_of_the_guide_is_killed_with_a_word(killed: list[Engine
     engines = [Engine(), Engine()]
     engines[1].state = NEVER
     kill_hanging(engines, 0.1, Guide(engines, guide_arguments(0.5)).hangs)
-    deadline = time.monotonic() + 60
-    while not killed:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: bool(killed))
     assert killed[0] is engines[1]
     assert "Warning: engine 1 of the guide did not answer for 0.1 s; it is killed." in capsys.readouterr().out
