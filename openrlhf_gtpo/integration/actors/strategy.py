@@ -208,10 +208,10 @@ class CpuStrategy(Strategy):
         super().setup_distributed(timeout)
 
     def get_ds_train_config(self, *args: Any, **kwargs: Any) -> dict:
-        """As upstream's, with ``torch_adam`` on."""
+        """As upstream's, with torch's fused Adam."""
         config = super().get_ds_train_config(*args, **kwargs)
         if "optimizer" in config:  # Muon's has an Adam within
-            config["optimizer"]["params"]["torch_adam"] = True
+            config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
         return config
 
     def moving_average(self, model: Any, model_ema: Any, beta: float = 0.992, device: str = "cpu") -> None:

@@ -134,6 +134,8 @@ class Trainer:
         lr = self._schedule_carrier.param_groups[0]["lr"]
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+            if not on_cuda():
+                group["fused"] = True  # torch's Adam in one pass, which Megatron cannot be asked for
             # Megatron leaves it to its scheduler to multiply by the 0 of biases and norms (megatron-core 0.16.1,
             # optimizer_param_scheduler.py, OptimizerParamScheduler.step).
             group["weight_decay"] = self.options.weight_decay * group.get("wd_mult", 1.0)
