@@ -23,7 +23,19 @@ from signal import SIGKILL, SIGSTOP
 from typing import Any
 
 import psutil
-from tiny_runs import SAMPLES, STALL_TIMEOUT, cmdline, end, inputs, of_each, restarts_of, rows, start, until
+from tiny_runs import (
+    SAMPLES,
+    STALL_TIMEOUT,
+    cmdline,
+    end,
+    inputs,
+    notices_of,
+    of_each,
+    restarts_of,
+    rows,
+    start,
+    until,
+)
 
 from openrlhf_gtpo.benchmarks.harness import write_results
 from openrlhf_gtpo.errors import STOPPED_STATUS
@@ -159,10 +171,14 @@ def strike(run: psutil.Popen, folder: Path, victim: int, number: int) -> dict[st
     A fault in the middle of a transfer of weights ends the run, which goes on from its last checkpoint: then
     ``recovered_seconds`` are those until a step is made that was not made before.
     """
-    before, back, restarts = rows(folder)[-1]["step"], returns_of(folder), restarts_of(folder)
+    before, back = rows(folder)[-1]["step"], returns_of(folder)
+    notices, restarts = notices_of(folder), restarts_of(folder)
     fault = {"doing": (folder / "metrics.jsonl.phase").read_text(), "after_step": before}
     struck = time.time()
     os.kill(victim, number)
+    until(lambda: returns_of(folder) > back or notices_of(folder) > notices, run)
+    if notices_of(folder) > notices:
+        fault |= {"run_noticed_after_seconds": round(time.time() - struck, 1)}
     until(lambda: returns_of(folder) > back or restarts_of(folder) > restarts, run)
     if restarts_of(folder) > restarts:
         fault["run_restarted_after_seconds"] = round(time.time() - struck, 1)

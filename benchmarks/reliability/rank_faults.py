@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from tiny_runs import STALL_TIMEOUT, cmdline, end, inputs, of_each, restarts_of, rows, start, until
+from tiny_runs import STALL_TIMEOUT, cmdline, end, inputs, notices_of, of_each, rows, start, until
 
 from openrlhf_gtpo.benchmarks.harness import write_results
 from openrlhf_gtpo.report import names
@@ -120,12 +120,12 @@ def strike(run: psutil.Popen, place: Path, fault: str, chance: random.Random) ->
     time.sleep(chance.uniform(0, 2 * rows(place)[-1][names.TIMING_STEP_WALL]))
     before = rows(place)[-1]["step"]
     doing = (place / "metrics.jsonl.phase").read_text()
-    restarts = restarts_of(place)
+    notices = notices_of(place)
     victims = [one for one in run.children(recursive=True) if re.search(name, cmdline(one))]
     victim = chance.choice(victims) if "ray::" in name else victims[0]  # the driver comes before what it started
     struck = time.monotonic()
     victim.send_signal(number)
-    until(lambda: restarts_of(place) > restarts, run)
+    until(lambda: notices_of(place) > notices, run)
     noticed = time.monotonic() - struck
     lines = len(rows(place))
     until(lambda: len(rows(place)) > lines, run)

@@ -87,6 +87,11 @@ def restarts_of(folder: Path) -> int:
     return (folder / "log").read_text().count("; restart ")
 
 
+def notices_of(folder: Path) -> int:
+    """How often a run was found hanging, or started again."""
+    return restarts_of(folder) + (folder / "log").read_text().count(", so that the run is ended.")
+
+
 def until(condition: Callable[[], Any], run: psutil.Popen) -> None:
     deadline = time.monotonic() + 900
     while not condition():

@@ -78,10 +78,18 @@ def supervise(command: Sequence[str], args: SimpleNamespace) -> int:
     limit, restarts = args.train.stall_timeout, args.train.max_restarts
     heartbeat = Heartbeat(args.ckpt.path)
     before = _newest(args)
+    stalled = f"nothing got on for {limit:g} s (--train.stall_timeout)"
+
+    def hangs() -> bool:
+        if not 0 < limit < heartbeat.silence():
+            return False
+        print(f"train_ppo_ray: {stalled}, so that the run is ended.", file=sys.stderr, flush=True)
+        return True
+
     for restart in range(1, restarts + 2):
         heartbeat.clear()
         environment = os.environ | {_SUPERVISED: "1"}
-        status = run_and_clear(command, environment, hangs=lambda: 0 < limit < heartbeat.silence())
+        status = run_and_clear(command, environment, hangs=hangs)
         heartbeat.clear()
         if status == _INTERRUPTED:
             raise KeyboardInterrupt
@@ -89,7 +97,7 @@ def supervise(command: Sequence[str], args: SimpleNamespace) -> int:
             return 1 if status == _NOT_AGAIN else status
         why = f"it ended with status {status}, as its last lines say"
         if status == HUNG:
-            why = f"nothing got on for {limit:g} s (--train.stall_timeout)"
+            why = stalled
         elif status < 0:
             why = f"its driver was killed by signal {-status}"
         if restart <= restarts:

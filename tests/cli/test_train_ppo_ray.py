@@ -142,8 +142,9 @@ def test_a_run_without_a_sign_of_life_hangs(args, tmp_path, monkeypatch, capsys)
     Runs(monkeypatch, stalls, ends)
     assert train_ppo_ray.supervise(["run"], args) == 0
     assert not (tmp_path / "heartbeat").exists()
-    said = "train_ppo_ray: nothing got on for 60 s (--train.stall_timeout); restart 1 of 2"
-    assert capsys.readouterr().err.startswith(said)
+    noticed, restarted = capsys.readouterr().err.splitlines()
+    said = "train_ppo_ray: nothing got on for 60 s (--train.stall_timeout)"
+    assert noticed == f"{said}, so that the run is ended." and restarted.startswith(f"{said}; restart 1 of 2")
 
 
 def test_only_a_stall_timeout_counts_silence(args, monkeypatch) -> None:
