@@ -26,7 +26,7 @@ for summary in "$runs"/*/seed-*/evaluation/summary.json; do
     kept="$results/runs/${run#"$runs"/}"
     mkdir -p "$kept/evaluation"
     cp "$run"/{flags.json,metrics.jsonl} "$kept"
-    cp "$run"/evaluation/{summary,scores}.json "$kept/evaluation"
+    cp "$run"/evaluation/{summary,scores,flags}.json "$kept/evaluation"
     rm -rf "$run/model"
 done
 [[ ! -e $runs/report ]] || cp "$runs"/report/{index.html,*.png} "$results" # a killed experiment has not made it
