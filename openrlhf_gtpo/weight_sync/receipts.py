@@ -75,8 +75,13 @@ class Arrivals:
     def receipt(self) -> Receipt:
         """What was taken, and the parameters that nothing, or not all, was loaded into."""
         parameters = dict(self._model.named_parameters())
+        names = self._loaded
+        if names is not None:
+            # Loaders say of experts what these were called before (vllm 0.29.0, model_executor/model_loader/
+            # weight_utils.py, maybe_remap_moe_expert_param_name).
+            names = names | {name.replace(".experts.", ".experts.routed_experts.") for name in names}
         # By memory: W_UV and W_UK_T of vLLM's MLA are views of its kv_b_proj (vllm 0.29.0, mla_attention.py).
-        loaded = {_memory(one) for name, one in parameters.items() if self._loaded is None or name in self._loaded}
+        loaded = {_memory(one) for name, one in parameters.items() if names is None or name in names}
         unwritten = [
             name
             for name, parameter in parameters.items()

@@ -37,6 +37,13 @@ def failure(prompt: str, number: int = 0) -> dict[str, Any]:
 # ── The queue ──
 
 
+def test_an_agent_may_leave_out_what_upstream_lets_it() -> None:
+    queue = RescueQueue(1)
+    queue.add([{name: value for name, value in failure("a").items() if name not in ("truncated", "extra_logs")}])
+    [[response]] = queue.take()
+    assert response["truncated"] is False and response["extra_logs"] == {}
+
+
 def test_the_queue_is_bounded_and_gives_up_the_oldest() -> None:
     queue = RescueQueue(2)
     for number in range(11):

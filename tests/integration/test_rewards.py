@@ -211,6 +211,18 @@ def test_an_agent_that_raises_or_hangs_begins_anew(patience: Patience, fail: Any
         assert agent.episodes == patience.tries
 
 
+def test_an_agent_that_asks_the_engine_twice_at_once_waits_for_both() -> None:
+    async def call(seconds: float) -> float:
+        with engine_works():
+            await asyncio.sleep(seconds)
+        return seconds
+
+    async def episode() -> list[float]:
+        return await asyncio.gather(call(0.0), call(1.2))
+
+    assert asyncio.run(IN_TIME.ask(episode, "the agent")) == [0.0, 1.2]
+
+
 def test_the_engines_time_is_not_the_agents() -> None:
     agent = Agent(0, raises, seconds=1.2)
     assert asyncio.run(IN_TIME.ask(agent.episode, "the agent")) == "done" and agent.episodes == 1

@@ -83,3 +83,33 @@ def test_a_view_of_another_parameter_is_written_with_it() -> None:
         with arrivals.loading():
             model.load_weights((name, torch.zeros(4, 6)) for name in names)
         assert arrivals.receipt()[1] == missing
+
+
+class Experts(torch.nn.Module):
+    """As vLLM's Qwen3MoeForCausalLM, whose loader has an earlier name for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.Module()
+        self.experts.routed_experts = torch.nn.Module()
+        weight = torch.nn.Parameter(torch.ones(2, 4, 6, dtype=torch.bfloat16), requires_grad=False)
+        self.experts.routed_experts.w13_weight = weight
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        for _, tensor in weights:
+            self.experts.routed_experts.w13_weight.copy_(tensor)
+        return {"model.mlp.experts.w13_weight"}
+
+
+def test_experts_that_the_loader_calls_otherwise_are_written() -> None:
+    model = torch.nn.Module()
+    model.model = torch.nn.Module()
+    model.model.mlp = Experts()
+    model.load_weights = model.model.mlp.load_weights
+    for values, missing in ((torch.zeros(2, 4, 6), []), (None, ["model.mlp.experts.routed_experts.w13_weight"])):
+        arrivals = Arrivals(model)
+        load_weights = model.load_weights
+        with arrivals.loading():
+            model.load_weights([("experts", values)] if values is not None else [])
+        model.load_weights = load_weights
+        assert arrivals.receipt()[1] == missing

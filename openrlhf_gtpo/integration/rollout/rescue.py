@@ -57,5 +57,5 @@ def _plain(response: Response) -> Response:
     kept = {name: response[name] for name in ("prompt", "label", "observation_tokens", "action_ranges")}
     kept |= {name: response[name] for name in ("rollout_log_probs", "prompt_number")}
     kept |= {name: float(response[name]) for name in ("reward", "scores")}
-    logs = {name: torch.as_tensor(value).flatten()[0].item() for name, value in response["extra_logs"].items()}
-    return kept | {"truncated": bool(response["truncated"]), "extra_logs": logs}
+    logs = {name: torch.as_tensor(value).flatten()[0].item() for name, value in response.get("extra_logs", {}).items()}
+    return kept | {"truncated": bool(response.get("truncated", False)), "extra_logs": logs}  # upstream's defaults

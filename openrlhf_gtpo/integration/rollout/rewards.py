@@ -26,7 +26,8 @@ TRIES = 3  # in a run that may go on without the prompt
 _FAILURE = "failure"  # among a response's extra logs: what its reward raised
 _THREADS = min(32, (os.cpu_count() or 1) + 4)  # for reward functions: as many as asyncio.to_thread has
 
-# Since when the user's code that the current task waits for is at work; infinity while the engine is, for an agent.
+# Since when the user's code that the current task waits for is at work, infinity while the engine is, for an agent;
+# and how many of its calls the engine has.
 _since: ContextVar[list[float]] = ContextVar("_since")
 
 
@@ -55,7 +56,7 @@ class Patience(NamedTuple):
         return await self._in_time(call)
 
     async def _in_time(self, call: Callable[[], Awaitable[T]]) -> T:
-        since = [time.monotonic()]
+        since = [time.monotonic(), 0]
         _since.set(since)
         task = asyncio.ensure_future(call())
         while self.seconds and not task.done():
@@ -70,12 +71,15 @@ class Patience(NamedTuple):
 @contextmanager
 def engine_works() -> Iterator[None]:
     """Within it, time is not that of the agent who asked the engine."""
-    since = _since.get([0.0])
+    since = _since.get([0.0, 0])
     since[0] = math.inf
+    since[1] += 1
     try:
         yield
     finally:
-        since[0] = time.monotonic()
+        since[1] -= 1
+        if not since[1]:
+            since[0] = time.monotonic()
 
 
 def described(failure: BaseException) -> str:
