@@ -76,6 +76,7 @@ class Job:
 
 def submit(cluster: SlurmCluster, folder: Path, launcher: Path, *trainer_flags: str, **environment: str) -> Job:
     """``sbatch`` with what a user would change in the header for these two nodes."""
+    cluster.end_jobs()
     logical = "--num-gpus=2 --num-cpus=8"  # a host without GPUs counts them
     port = free_ports(3)[0]
     settings = {

@@ -60,8 +60,8 @@ def _listening(processes: list[psutil.Process]) -> list[tuple[str, str, int]]:
     found = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
-            name = process.name()
             connections = process.net_connections("tcp")
+            name = process.name()  # after it: a worker of Ray's takes its name shortly before it listens
             found += [(name, c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN]
     return [server for server in found if server[0] != "srun"]  # SLURM's own, which knows munge
 
