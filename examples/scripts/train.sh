@@ -76,8 +76,9 @@ GUIDE_TENSOR_PARALLEL="${GUIDE_TENSOR_PARALLEL:-1}"
 RESCUE_BATCH="${RESCUE_BATCH:-0}"      # prompts that always failed, which it answers together; 0: none
 
 MODEL="${MODEL:-Qwen/Qwen2.5-7B}"      # a name on the Hugging Face hub, or a folder
+[[ -n "${DATA:-}" ]] || EVAL_DATA="${EVAL_DATA-data/dapo_math/eval.jsonl}"
 DATA="${DATA:-data/dapo_math/train.jsonl}"
-EVAL_DATA="${EVAL_DATA-data/dapo_math/eval.jsonl}" # empty: no evaluation
+EVAL_DATA="${EVAL_DATA:-}"             # that of the default DATA, of your own none; empty: no evaluation
 EVAL_STEPS="${EVAL_STEPS:-20}"
 REWARD="${REWARD:-$root/openrlhf_gtpo/tasks/math_verify_reward.py}" # or your own file, or a server's URL
 OUTPUT="${OUTPUT:-$root/runs/$name$(! $cpu || printf -- -cpu)}"
@@ -120,6 +121,10 @@ done
 [[ "$PLACEMENT" == colocated || "$PLACEMENT" == split ]] || refuse "PLACEMENT is '$PLACEMENT'; it must be colocated or split."
 [[ "$FP8" =~ ^(hybrid|e4m3|emulated)?$ ]] || refuse "FP8 is '$FP8'; it must be hybrid or e4m3, or empty for BF16."
 [[ "$FP8_RECIPE" =~ ^(blockwise|tensorwise|delayed)$ ]] || refuse "FP8_RECIPE is '$FP8_RECIPE'; it must be blockwise, tensorwise or delayed."
+[[ "$FP8_PARAM" =~ ^1?$ ]] || refuse "FP8_PARAM is '$FP8_PARAM'; it must be 1 or empty."
+[[ -n "$FP8" || "$FP8_RECIPE$FP8_PARAM" == blockwise ]] || refuse "FP8_RECIPE and FP8_PARAM need FP8, such as FP8=hybrid."
+[[ -n "$GUIDE" || "$GUIDE_FRACTION $GUIDE_STEPS $GUIDE_ENGINES $GUIDE_TENSOR_PARALLEL $RESCUE_BATCH" == '0.25 0 1 1 0' ]] ||
+    refuse "GUIDE_FRACTION, GUIDE_STEPS, GUIDE_ENGINES, GUIDE_TENSOR_PARALLEL and RESCUE_BATCH need GUIDE, the model that guides."
 [[ "$RECOMPUTE" =~ ^(none|selective|full)$ ]] || refuse "RECOMPUTE is '$RECOMPUTE'; it must be none, selective or full."
 OUTPUT="$(realpath -m -- "$OUTPUT")"
 [[ ! -e "$OUTPUT" || -d "$OUTPUT" ]] || refuse "OUTPUT=$OUTPUT is a file; it must be a folder."
@@ -268,7 +273,10 @@ words=("${algorithm_args[@]}" "${model_args[@]}" "${data_args[@]}" "${rollout_ar
     "${placement_args[@]}"
     "${log_args[@]}" "$@")
 missing=''
-[[ -e "$DATA" || ! "$DATA" =~ \.(jsonl|json|csv|parquet)$ ]] || missing="DATA=$DATA is not there; bash examples/scripts/train.sh --help says how it is made."
+for variable in EVAL_DATA DATA; do
+    file="${!variable}"
+    [[ -e "$file" || ! "$file" =~ \.(jsonl|json|csv|parquet)$ ]] || missing="$variable=$file is not there; bash examples/scripts/train.sh --help says how it is made."
+done
 if $dry_run; then
     printf -v line ' %q' "${command[@]}"
     for word in "${words[@]}"; do

@@ -10,6 +10,7 @@ None; those of `openrlhf_gtpo.tasks` do.
 
 import argparse
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from hashlib import sha256
@@ -18,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.cli import Parser, RawHelpFormatter, convert, exit_status
+from openrlhf_gtpo.cli import Parser, RawHelpFormatter, exit_status
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.report.answers import per_question, summarize, table
 
@@ -65,7 +66,8 @@ def _evaluate(args: argparse.Namespace) -> None:
         model = args.model
         if not Path(model, "config.json").is_file():
             model = str(Path(folder) / "model")
-            if convert.main(["megatron-to-hf", args.model, model]):
+            command = [sys.executable, "-m", "openrlhf_gtpo.cli.convert", "megatron-to-hf", args.model, model]
+            if subprocess.run(command).returncode:  # a process of its own, as it works on the CPU from then on
                 raise UsageError(f"--model {args.model} is not a Hugging Face folder, and cannot be converted to one.")
         _answer_all(args, flags, model)
 
@@ -103,6 +105,13 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
     run, tokenizer, reward = checked_inputs(flags, model)
     sets = [name.strip() for name in flags["eval.dataset"].split(",")]
     answer_of = getattr(reward, "__globals__", {}).get("answer_of")
+    before = args.output / "scores.json"
+    known = json.loads(before.read_bytes())["scores"].keys() if before.exists() else set()
+    for name in sorted(known - {Path(name.partition("@")[0]).stem for name in sets}):
+        raise UsageError(
+            f"{before} has the scores of {name} too, which this evaluation would drop; name another folder, or "
+            f"{name}'s data set as well."
+        )
     work = {}
     for name in sets:
         path = args.output / f"{Path(name.partition('@')[0]).stem}.jsonl"

@@ -14,6 +14,7 @@ from .softmax import LOWEST_EXPONENT, LogitGradient, TokenStatistics
 from .tiles import Tile, fused_bytes_per_logit
 
 _LOWEST = tl.constexpr(LOWEST_EXPONENT)
+_FINITE = tl.constexpr(-3e38)  # a maximum of -inf alone would make NaN of -inf - -inf
 _STATISTICS_BLOCK = 4096  # columns of a row at a time
 _GRADIENT_BLOCK = 2048
 _WARPS = 8
@@ -116,10 +117,10 @@ def _absorb(  # type: ignore[no-untyped-def]
         x = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
         if HAS_BIAS:
             x += tl.load(bias + column, mask=inside, other=0.0)
-        above = tl.maximum(top, tl.max(x, 0))
+        above = tl.maximum(tl.maximum(top, tl.max(x, 0)), _FINITE)
         shift = tl.maximum((top - above) * bits_per_logit, _LOWEST)
         factor = tl.exp2(shift)
-        z = tl.maximum((x - above) * bits_per_logit, _LOWEST)
+        z = tl.maximum((x - above) * bits_per_logit, _LOWEST, propagate_nan=tl.PropagateNan.ALL)
         p = tl.exp2(z)
         if WITH_ENTROPY:
             weighted = (weighted + shift * total) * factor + tl.sum(p * z, 0)
@@ -160,7 +161,7 @@ def _gradient(  # type: ignore[no-untyped-def]
     x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         x += tl.load(bias + column, mask=inside, other=0.0)
-    z = tl.maximum((x - tl.load(normalizer + row)) * bits_per_logit, _LOWEST)
+    z = tl.maximum((x - tl.load(normalizer + row)) * bits_per_logit, _LOWEST, propagate_nan=tl.PropagateNan.ALL)
     factor = tl.load(level + row)
     if WITH_SLOPE:
         factor += tl.load(slope + row) * z

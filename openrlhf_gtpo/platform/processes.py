@@ -73,7 +73,7 @@ def launched_world_size() -> int | None:
 
 def is_first_process() -> bool:
     """True in the process that speaks for the whole launch: rank 0, or the only one that the user has started."""
-    return os.environ.get("RANK", "0") == "0"
+    return not {"RANK", "WORLD_SIZE"} <= os.environ.keys() or os.environ["RANK"] == "0"
 
 
 def run_processes(function: Callable[..., T], world_size: int, *args: Any) -> T:

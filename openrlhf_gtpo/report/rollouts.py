@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -112,15 +113,20 @@ def find_dumps(path: Path) -> list[Path]:
     """``path`` itself, if it is a file, or the dumps anywhere in it, by step.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or two of one step, as of two runs.
     """
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise ValueError(f"Expected a dump or a run's folder, and {path} does not exist.")
-    found = sorted(path.rglob("step_*.parquet"))
+    found = sorted(path.rglob("step_*.parquet"), key=lambda file: file.name)
     if not found:
         raise ValueError(f"{path} holds no step_*.parquet; a run writes them with --logger.dump_rollouts N.")
+    for one, other in pairwise(found):
+        if one.name == other.name:
+            raise ValueError(
+                f"Expected one run in {path}, and a step is there twice: {one} and {other}; name one run."
+            )
     return found
 
 

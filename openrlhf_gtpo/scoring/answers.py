@@ -5,6 +5,7 @@ interruption has left is gone on with where it ends.
 """
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -119,7 +120,7 @@ def answer(
         or None; and ``answers`` or None.
 
     Raises:
-        TrainingStopped: the reward raised, or gave no number.
+        TrainingStopped: the reward raised, or gave no finite number.
     """
     with path.open("a", encoding="utf-8") as file, ThreadPoolExecutor() as threads:
         if not rows and not path.stat().st_size:
@@ -171,6 +172,9 @@ def _graded(
     try:
         results = threads.map(lambda text: reward([prompt + text], [prompt], [label]), texts)
         scores = [float(np.asarray(result["rewards"], dtype=float).reshape(())) for result in results]
+        for score in scores:
+            if not math.isfinite(score):
+                raise ValueError(f"{score} is not a finite number")
     except Exception as error:  # the user's code
         raise TrainingStopped(
             f"Could not get the reward of an answer: {type(error).__name__}: {error}. Its question: {prompt!r}"

@@ -81,9 +81,11 @@ def compare(
         ``QUANTILES`` steps) of entropies and log-probs.
 
     Raises:
+        UsageError: no token has an advantage.
         UsageError, LaunchError, ProcessFailed: see :func:`openrlhf_gtpo.scoring.score.score`.
     """
     exact, mask = _values(model, source, processes)
+    _check_credit(exact, mask, estimator, outcome, group_ids)
     found: dict[str, Any] = {}
     for name, fp8 in candidates.items():
         rough, _ = _values(replace(model, fp8=fp8), source, processes)
@@ -112,7 +114,8 @@ def compare_rollout(
         as :func:`compare`, with the candidate "rollout".
 
     Raises:
-        UsageError: the model cannot score such tokens; what :func:`openrlhf_gtpo.scoring.score.score` raises.
+        UsageError: the model cannot score such tokens, or none has an advantage; what
+            :func:`openrlhf_gtpo.scoring.score.score` raises.
     """
     with TemporaryDirectory() as folder:
         source = Path(folder) / "rollout.jsonl"
@@ -124,8 +127,18 @@ def compare_rollout(
         columns = slice(len(prompt) - 1, len(prompt) - 1 + len(sampled))  # nothing predicts the first token
         rough[:, row, columns] = torch.tensor(said[row])
         mask[row, columns] = torch.tensor(actions[row])
+    _check_credit(exact, mask, estimator, outcome, group_ids)
     errors = _errors(exact, rough, mask, estimator, outcome, group_ids)
     return {"rows": len(rows), "tokens": int(mask.sum()), "candidates": {"rollout": errors}}
+
+
+def _check_credit(exact: Tensor, mask: Tensor, estimator: Any, outcome: Tensor, group_ids: Tensor) -> None:
+    """UsageError where no token has an advantage, so that no sign of one can flip."""
+    if not estimator.advantages(exact[1], mask, outcome, group_ids, None)[mask].any():
+        raise UsageError(
+            f"No token has an advantage with {estimator.name}, so no sign can flip: rewards must differ within a "
+            f"group, for gtpo and grpo_s on both sides of success_threshold {estimator.config.success_threshold:g}."
+        )
 
 
 def _errors(

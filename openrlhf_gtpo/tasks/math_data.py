@@ -90,6 +90,7 @@ def load_table(source: str, config: str | None = None, split: str = "train") -> 
         ValueError: a file that is missing or cannot be read, or a data set that cannot be loaded.
     """
     import datasets
+    import pandas
 
     path = Path(source)
     kind = _FILES.get(path.suffix)
@@ -109,6 +110,10 @@ def load_table(source: str, config: str | None = None, split: str = "train") -> 
         if null and kind == "json":
             raise ValueError(f"--source {source} has a row that is null; drop it")
     try:
+        if kind == "csv":  # as text: an empty cell would make floats of a column's whole numbers
+            columns = pandas.read_csv(path, nrows=0).columns
+            text = datasets.Features({str(column): datasets.Value("string") for column in columns})
+            return datasets.load_dataset(kind, data_files=str(path), split="train", features=text)
         if kind is not None:
             return datasets.load_dataset(kind, data_files=str(path), split="train")
         return datasets.load_dataset(source, config, split=split)
@@ -133,8 +138,8 @@ def write_math_files(
 ) -> tuple[Path, str]:
     """Write `train.jsonl`, and `eval.jsonl` if rows are held out; return their folder, and how many rows became what.
 
-    A row has `input` (the problem, or chat messages) and `label` (the answer). A problem that was there before and one
-    whose answer Math-Verify cannot read are left out: the reward would not know what to compare with.
+    A row has `input` (the problem, or chat messages) and `label` (the answer). An empty problem, one that was there
+    before and one whose answer Math-Verify cannot read are left out: the reward would not know what to compare with.
 
     Args:
         table: rows with the columns.
@@ -145,7 +150,8 @@ def write_math_files(
         eval_size: problems to hold out, drawn with `seed`.
 
     Raises:
-        ValueError: a column that is not there, an output folder that is not empty, or too few problems.
+        ValueError: a column that is not there, a problem that is neither text nor messages, an output folder that is
+            not empty, or too few problems.
     """
     directory = Path(output_dir).expanduser().resolve()
     # Before the answers are read, which may take minutes.
@@ -167,7 +173,7 @@ def write_math_files(
         (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     return directory, (
         f"{len(parts['train'])} problems to train on, {eval_size} held out; left out: {repeated} that were there "
-        f"before, {without_answer} whose answer is not a mathematical expression"
+        f"before, {without_answer} without a problem, or whose answer is not a mathematical expression"
     )
 
 
@@ -180,7 +186,8 @@ def _read_problems(
     system: str,
 ) -> tuple[list[dict[str, Any]], int, int]:
     """The rows with `input` and `label` of a table (:func:`write_math_files`); how many problems were left out as
-    repeated, and how many as their answer cannot be read. Of several answers all count, as one list."""
+    repeated, and how many as it or its answer is missing or cannot be read. Of several answers all count, as one list.
+    """
     problems: dict[str, dict[str, Any]] = {}
     repeated = without_answer = 0
     for number, row in enumerate(table, 1):
@@ -190,10 +197,18 @@ def _read_problems(
         if answer_after is not None:
             answer = answer.rpartition(answer_after)[2].strip()
         problem = problem.strip() if isinstance(problem, str) else problem
+        is_messages = isinstance(problem, list) and all(
+            isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in problem
+        )
+        if not (problem is None or isinstance(problem, str) or is_messages):
+            raise ValueError(
+                f"row {number} has the {problem_key} {str(problem)[:60]!r}; expected a text, or chat messages with "
+                "role and content"
+            )
         key = json.dumps(problem, sort_keys=True, ensure_ascii=False)
         if key in problems:
             repeated += 1
-        elif not parse_answer(answer):
+        elif not problem or not parse_answer(answer):
             without_answer += 1
         else:
             if isinstance(problem, str):

@@ -29,6 +29,7 @@ class Policy:
         self.high_precision = False
         self.told: list[bool] = []
         self.forwards = 0
+        self.forwards_in: list[bool] = []  # high precision
 
     def async_run_method(self, method_name: str, on: bool) -> None:
         assert method_name == "set_high_precision"
@@ -37,6 +38,7 @@ class Policy:
 
     def async_run_method_batch(self, **dispatch: Any) -> Any:
         self.forwards += 1
+        self.forwards_in.append(self.high_precision)
         model = self.exact if self.high_precision else self.rough
         model.result = TokenValues
         return model.async_run_method_batch(**dispatch)
@@ -115,7 +117,12 @@ def test_the_gate_closes_for_the_batch_that_it_is_for_and_opens_again(
     about = (batch.mask, batch.outcome, batch.group_ids)
     wanted = made.credit.advantages(policy.twin.entropy, *about, None)
     for audited in (True, False, True, False):
+        policy.forwards_in = []
+        made.rescued = [] if audited else batch.samples()  # before the batch's own rows
         experiences = made.make_experience_batch(batch.samples())
+        if not audited:
+            assert policy.forwards_in == [True, True], "rescued rows too, whose forward comes first"
+            experiences = experiences[: len(experiences) // 2]
         assert policy.high_precision is not audited  # of the batch's own forward, which an audit compares in FP8
         torch.testing.assert_close(in_sampling_order(experiences, "advantages", width), wanted)
         log_probs = in_sampling_order(experiences, "action_log_probs", width)

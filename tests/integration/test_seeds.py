@@ -161,6 +161,33 @@ def test_a_prompt_whose_reward_or_agent_fails_is_dropped_and_counted(
     assert len(generator.generate_samples()[0]) == 12 and generator.dropped == 0
 
 
+def test_a_dropped_prompt_has_nothing_left_at_the_engine() -> None:
+    """vLLM would go on sampling for nobody, into the transfer of weights, after which it cannot empty its cache."""
+    from vllm import SamplingParams
+
+    engine, calls = Engine(), Counter()
+    engine.patience = Patience(tries=2, seconds=60)
+
+    async def generate(tokens: Any, params: Any, *_: Any) -> Any:
+        first = rollout_actor._sample_seed.get()[-1] == 0
+        calls["running"] += 1
+        try:
+            await asyncio.sleep(0 if first else 600)
+            raise ConnectionError("no reward")
+        finally:
+            calls["running"] -= 1
+
+    async def story() -> list[Any]:
+        params = SamplingParams()
+        asked = {"sampling_params": params, "max_length": 8, "hf_tokenizer": None, "num_samples": 4}
+        found = await asyncio.wait_for(engine.generate_responses("p", NumberedLabel("1", 0, (1,)), **asked), 30)
+        await asyncio.sleep(0.1)
+        return [*map(list, found), calls["running"]]
+
+    engine.generate = generate
+    assert asyncio.run(story()) == [[samples_generator.DROPPED], 0]
+
+
 def test_a_mistake_drops_nothing_and_an_engine_that_died_neither(monkeypatch: pytest.MonkeyPatch) -> None:
     for failure, raised in ((TrainingStopped, TrainingStopped), (ConnectionError, EngineDeadError)):
         generator = sampling(monkeypatch)

@@ -136,13 +136,16 @@ def test_a_preset_of_another_algorithm_is_that_one_word(preset: str) -> None:
 def test_the_environment_and_flags_of_the_trainer_win() -> None:
     args = _arguments("gtpo_colocated", "--", "--train.seed", "7", MODEL="my/model", STEPS="5", EVAL_DATA="")
     assert (args.train.seed, args.actor.model_name_or_path, args.data.max_samples) == (7, "my/model", 5 * 128)
-    assert not args.eval.dataset
+    assert not args.eval.dataset and not _arguments("gtpo_colocated", DATA="my/data").eval.dataset
+    assert _parsed("gtpo_colocated").eval.dataset == "data/dapo_math/eval.jsonl"
+    assert _arguments("gtpo_colocated", DATA="my/data", EVAL_DATA="my/eval").eval.dataset == "my/eval"
     assert fp8_of(_arguments("gtpo_32b", FP8="")) is None and fp8_of(_parsed("gtpo_32b")) is not None
 
 
 def test_what_a_cluster_runs_has_absolute_paths(tmp_path: Path) -> None:
     data = tmp_path / "train data.jsonl"
-    data.touch()
+    for file in (data, data.with_name("eval.jsonl")):
+        file.touch()
     command = resolved("train.sh", "gtpo_32b", "--submit", "http://127.0.0.1:8265", DATA=str(data), OUTPUT="runs/x")
     assert command[:6] == ["ray", "job", "submit", "--address", "http://127.0.0.1:8265", "--"]
     assert command[command.index("--data.prompt_dataset") + 1] == str(data)
@@ -171,7 +174,11 @@ def test_what_a_cluster_runs_has_absolute_paths(tmp_path: Path) -> None:
             {"DATA": "missing.jsonl"},
             "DATA=missing.jsonl is not there; bash examples/scripts/train.sh --help says how it is made.",
         ),
+        ([], {"DATA": "hub/data", "EVAL_DATA": "held_out.jsonl"}, "EVAL_DATA=held_out.jsonl is not there"),
         ([], {"DATA": "hub/data", "OUTPUT": "/proc/none"}, "OUTPUT=/proc/none cannot be made."),
+        ([], {"FP8": "hybrid", "FP8_PARAM": "0"}, "FP8_PARAM is '0'; it must be 1 or empty."),
+        ([], {"FP8_RECIPE": "delayed"}, "FP8_RECIPE and FP8_PARAM need FP8"),
+        ([], {"RESCUE_BATCH": "8"}, "and RESCUE_BATCH need GUIDE"),
     ],
 )
 def test_a_mistake_is_one_sentence(flags: list[str], environment: dict[str, str], message: str) -> None:
@@ -249,7 +256,8 @@ def test_the_quickstart_gives_a_reward_of_ones_own_the_answers(
 def test_a_cpu_run_of_a_preset_is_watched_and_its_noise_goes_to_the_log(tmp_path: Path) -> None:
     data = tmp_path / "data" / "16-prompts" / "train.jsonl"
     data.parent.mkdir(parents=True)
-    data.touch()
+    for file in (data, data.with_name("eval.jsonl")):
+        file.touch()
     done = run_script("train.sh", "gtpo_split", "--cpu", OUTPUT=str(tmp_path), STEPS="2", **ONLY_PRINTED)
     assert done.returncode == 0, done.stderr
     assert "--actor.backend megatron" in (tmp_path / "train.log").read_text()

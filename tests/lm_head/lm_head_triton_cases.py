@@ -79,6 +79,18 @@ def test_of_logits_that_exist_already_too(dtype, scale, temperature):
     assert torch.equal(logits, before)
 
 
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_no_distribution_has_no_entropy(wrong):
+    """Nor has a row of -inf alone at its beginning lost anything."""
+    logits, labels = torch.zeros(3, 300, device=DEVICE), torch.tensor([7, 107, 107], device=DEVICE)
+    logits[0, 200] = wrong
+    logits[2, :100] = -math.inf
+    for implementation in ("triton", "portable"):
+        values = log_prob_and_entropy(logits, labels, temperature=1.0, implementation=implementation)
+        assert all(of_rows.isnan().tolist() == [True, False, False] for of_rows in values)
+        torch.testing.assert_close(values[1][2], torch.tensor(math.log(200.0), device=DEVICE))
+
+
 @pytest.mark.parametrize(
     ("wanted", "dtype", "with_bias", "chunk_bytes"),
     [

@@ -153,7 +153,9 @@ def test_half_a_launch_is_refused(monkeypatch: pytest.MonkeyPatch, environment: 
         launched_world_size()
 
 
-def test_a_process_that_nobody_launched_speaks_for_itself() -> None:
+def test_a_process_that_nobody_launched_speaks_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launched_world_size() is None and is_first_process()
+    monkeypatch.setenv("RANK", "1")  # alone it is no launcher's
     assert launched_world_size() is None and is_first_process()
 
 

@@ -91,6 +91,9 @@ def test_dumps_are_found_by_step_anywhere_in_a_run(tmp_path: Path) -> None:
         write_dump(dump_file(tmp_path / "checkpoints" / "rollouts", step), SETTINGS, COLUMNS)
     assert [path.name for path in find_dumps(tmp_path)] == ["step_000009.parquet", "step_000010.parquet"]
     assert find_dumps(find_dumps(tmp_path)[0]) == find_dumps(tmp_path)[:1]
+    write_dump(dump_file(tmp_path / "other" / "rollouts", 10), SETTINGS, COLUMNS)
+    with pytest.raises(ValueError, match="a step is there twice: .*checkpoints.* and .*other/.*; name one run"):
+        find_dumps(tmp_path)
     with pytest.raises(ValueError, match="nothing does not exist"):
         find_dumps(tmp_path / "nothing")
 

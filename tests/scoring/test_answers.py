@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from vllm.logprobs import FlatLogprobs
 
+from openrlhf_gtpo import platform
 from openrlhf_gtpo.cli import evaluate, prepare
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.integration.rollout.sampler_calls import ENTROPY_TAG
@@ -94,9 +95,10 @@ def test_answers_with_other_settings_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_reward_that_fails_ends_it_with_the_question(tmp_path: Path) -> None:
-    for bad in (lambda *_: {"rewards": [1, 2]}, lambda *_: 1 / 0, lambda *_: {}):
+    for bad in ({"rewards": [1, 2]}, {"rewards": math.nan}, {"rewards": math.inf}, {}, None):
         with pytest.raises(TrainingStopped, match=r"Could not get the reward of an answer: .* 'What is 0\?'"):
-            answer(Engine(), tmp_path / "answers", bad)
+            answer(Engine(), tmp_path / "answers", lambda *_: bad)  # noqa: B023
+        assert answers.read_answers(tmp_path / "answers", SETTINGS) == []
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +134,7 @@ def command(place: Path, output: str, **changed: Any) -> list[str]:
         ({"eval.n_samples_per_prompt": 0}, "Expected --eval.n_samples_per_prompt >= 1, got 0."),
         ({"eval.temperature": 0}, "every answer is the same; give --eval.n_samples_per_prompt 1."),
         ({"rollout.top_p": 0}, "Expected 0 < --rollout.top_p <= 1, got 0."),
-        ({"model": "/nowhere"}, "/nowhere"),
+        ({"model": "/nowhere"}, "--model /nowhere is not a Hugging Face folder, and cannot be converted to one."),
         ({"eval.dataset": "/nowhere.jsonl"}, "--eval.dataset /nowhere.jsonl does not exist."),
         ({"data.label_key": "nothing"}, "has no column 'nothing'"),
         ({"reward.remote_url": "/nowhere.py"}, "--reward.remote_url /nowhere.py does not exist."),
@@ -140,10 +142,17 @@ def command(place: Path, output: str, **changed: Any) -> list[str]:
     ],
 )
 def test_wrong_input_is_one_sentence_before_an_engine_starts(
-    place: Path, changed: dict[str, Any], sentence: str, capsys: pytest.CaptureFixture
+    place: Path,
+    changed: dict[str, Any],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
+    monkeypatch.setenv(platform.PLATFORM_VARIABLE, "cpu")
+    monkeypatch.setattr(platform, "detect", lambda: "cuda")
     assert evaluate.main(command(place, "wrong", **changed)) == 2
     assert sentence in capsys.readouterr().err
+    assert platform.chosen_platform() == "cuda", "a conversion works on the CPU, an evaluation need not"
 
 
 def test_answers_that_other_weights_or_another_reward_have_scored_are_refused(
@@ -160,6 +169,9 @@ def test_answers_that_other_weights_or_another_reward_have_scored_are_refused(
     assert evaluate.main(command(tmp_path, "out", **changed, **{"eval.dataset": place / "task" / "eval.jsonl"})) == 0
     noted = json.loads((tmp_path / "out" / "scores.json").read_text())["settings"]["eval"]
     assert (noted["temperature"], noted["n"]) == (0.5, 2)
+    shutil.copy(place / "task" / "eval.jsonl", tmp_path / "other.jsonl")
+    assert evaluate.main(command(tmp_path, "out", **changed, **{"eval.dataset": tmp_path / "other.jsonl"})) == 2
+    assert "has the scores of eval too, which this evaluation would drop" in capsys.readouterr().err
     os.utime(weights, (1, 1))
     for change, sentence in (
         (lambda: None, "has answers with weights "),

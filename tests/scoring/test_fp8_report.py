@@ -12,6 +12,7 @@ from rank_pool import RankPool
 
 from openrlhf_gtpo.algorithms import GRPOSConfig, GTPOConfig
 from openrlhf_gtpo.cli.report import main
+from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.report.fp8_page import table, verdict
@@ -96,6 +97,15 @@ def test_each_recipe_is_compared_with_bf16(config: Any, monkeypatch: pytest.Monk
     if isinstance(config, GTPOConfig):  # six responses keep their order, their tokens do not
         assert found["tensorwise"]["share_rank_correlation"] < found["blockwise"]["share_rank_correlation"] < 1
     assert found["delayed"]["advantage_error_mean"] == 0 < found["blockwise"]["advantage_error_mean"]
+
+
+@pytest.mark.parametrize("outcome", [[0.5] * 6, [0.0, 0.5, 0.9, 0.1, 0.2, 0.3]])
+def test_no_verdict_without_an_advantage(outcome: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    Scores(monkeypatch, delayed=0.1)
+    credit = torch.tensor(outcome), torch.tensor([0, 1, 0, 1, 0, 1])
+    estimator = EntropyCredit("gtpo", GTPOConfig())
+    with pytest.raises(UsageError, match="No token has an advantage with gtpo, .* both sides of success_threshold 1"):
+        compare(ScoreModel("anywhere"), None, 1, {"delayed": Fp8Options("emulated", "delayed")}, estimator, *credit)  # type: ignore[arg-type]
 
 
 def test_groups_are_prompts_or_what_they_are_called(tmp_path: Path) -> None:

@@ -246,10 +246,28 @@ def test_empty_answers_and_problems_that_differ_in_blanks_alone_are_left_out(tmp
         {"problem": "b", "answer": math.nan},
         {"problem": "c", "answer": [None]},
         {"problem": "d", "answer": ["1", None]},
+        {"problem": " ", "answer": "3"},
+        {"problem": None, "answer": "3"},
+        {"problem": [], "answer": "3"},
     ]
     directory, said = write_math_files(rows, tmp_path / "out")
-    assert said.endswith("left out: 1 that were there before, 3 whose answer is not a mathematical expression")
+    assert said.endswith(
+        "left out: 1 that were there before, 6 without a problem, or whose answer is not a mathematical expression"
+    )
     assert [row["label"] for row in _rows(directory / "train.jsonl")] == ["2", "1"]
+
+
+def test_a_tables_cells_are_text(tmp_path):
+    """Whole numbers stay whole beside an empty cell, and so does a column without a name."""
+    (tmp_path / "a.csv").write_text(",problem,answer\n0,1 + 6?,007\n1,nothing,\n2,Digits of pi?,3.140\n")
+    assert main(["math", "--source", str(tmp_path / "a.csv"), "--output", str(tmp_path / "out")]) == 0
+    assert [row["label"] for row in _rows(tmp_path / "out" / "train.jsonl")] == ["007", "3.140"]
+
+
+@pytest.mark.parametrize("problem", [7, {"a": "b"}, ["text"], [{"role": "user"}]], ids=str)
+def test_a_problem_is_text_or_messages(tmp_path, problem):
+    with pytest.raises(ValueError, match="^row 1 has the problem .*; expected a text, or chat messages"):
+        write_math_files([{"problem": problem, "answer": "2"}], tmp_path / "out")
 
 
 def test_nested_columns_and_messages_are_taken_as_they_are(tmp_path):

@@ -81,6 +81,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
 
     def _make_rescued(self, rows: list[Experience]) -> list[Experience]:
         # They are in no dump, and no sampler of the policy's has values of them to audit.
+        self.audit.without_fp8(False, self.actor_model_group, list)  # after an audited batch, as the gate says
         ordinary = self.on_batch, self.audit
         self.on_batch, self.audit = None, self.audit.suspended()
         try:

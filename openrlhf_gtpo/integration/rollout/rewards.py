@@ -59,13 +59,15 @@ class Patience(NamedTuple):
         since = [time.monotonic(), 0]
         _since.set(since)
         task = asyncio.ensure_future(call())
-        while self.seconds and not task.done():
-            left = since[0] + self.seconds - time.monotonic()
-            if left <= 0:
-                task.cancel()
-                raise TimeoutError(f"no answer for {self.seconds:g} s")
-            await asyncio.wait({task}, timeout=min(left, self.seconds))
-        return await task
+        try:
+            while self.seconds and not task.done():
+                left = since[0] + self.seconds - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"no answer for {self.seconds:g} s")
+                await asyncio.wait({task}, timeout=min(left, self.seconds))
+            return await task
+        finally:
+            task.cancel()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import asyncio
 import os
 import warnings
 from collections import Counter
+from collections.abc import Awaitable
 from contextlib import suppress
 from contextvars import ContextVar
 from copy import copy
@@ -182,16 +183,16 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             except DEATHS as death:
                 how = described(getattr(death, "cause", None) or death)  # of a task's error what the task raised
                 rest = range(num_samples - guide.num_rows, num_samples)
-                return [{**one, GUIDE_DIED: how} for one in await asyncio.gather(*map(sample, rest))]
+                return [{**one, GUIDE_DIED: how} for one in await _all_or_none(*map(sample, rest))]
             return [{**one, GUIDED: True} for one in found]
 
         if self.with_log_probs and label.is_trained:
             kwargs["sampling_params"].logprobs = 1
         try:
             if label.guide is None:
-                return await asyncio.gather(*(sample(index) for index in range(num_samples)))
+                return await _all_or_none(*map(sample, range(num_samples)))
             own = (sample(index) for index in range(num_samples - label.guide.num_rows))
-            theirs, *ours = await asyncio.gather(ask_guide(label.guide), *own)
+            theirs, *ours = await _all_or_none(ask_guide(label.guide), *own)
             return [one for one in theirs if DROPPED in one] or ours + theirs
         except Exception as failure:  # a user's code
             is_mistake = isinstance(failure, TrainingStopped) and not isinstance(failure, RewardFailed)
@@ -267,6 +268,16 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         """
         if self.kwargs["enable_prefix_caching"] and not await self.llm.reset_prefix_cache():
             assert self.get_num_unfinished_requests(), "vLLM kept prefixes of the old weights without a request"
+
+
+async def _all_or_none(*calls: Awaitable[Any]) -> list[Any]:
+    """As ``asyncio.gather``; where one raises, the others end: vLLM would sample for nobody, and into a transfer."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def _fail_calls_at_death(core: Any) -> None:
