@@ -17,6 +17,7 @@ from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line import megatron_flags
 from openrlhf_gtpo.megatron.fp8.options import MODES, RECIPES
 from openrlhf_gtpo.platform.files import check_output
+from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import read_runs
 
 _FP8 = """What FP8 does to entropies, shares and advantages of given responses, without training.
@@ -136,7 +137,13 @@ def _compare(args: argparse.Namespace) -> None:
             raise ValueError(f"{text!r} is not LABEL=FILE: write it as gtpo={text.strip('=') or 'metrics.jsonl'}")
         for flag, output in (("--png", args.png), ("--markdown", args.markdown)):
             check_output(flag, output, Path(path), Path(path, "metrics.jsonl"))
-        runs.setdefault(label, []).extend(read_runs(path))
+        *earlier, last = read_runs(path)
+        # The last may still run; what ended without its last line was started anew, with the same seed.
+        whole = [rows for rows in earlier if rows[0]["kind"] != names.KIND_RUN or rows[-1].get("ended")]
+        if len(whole) < len(earlier):
+            left_out = f"{len(earlier) - len(whole)} of {len(earlier) + 1} runs, which did not come to their end"
+            print(f"{path}: left out {left_out}.", file=sys.stderr)
+        runs.setdefault(label, []).extend([*whole, last])
     if args.png and args.markdown and args.png.resolve() == args.markdown.resolve():
         raise UsageError(f"--png and --markdown are both {args.png}; name two files.")
     table = comparison_markdown(runs)

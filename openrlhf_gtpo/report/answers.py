@@ -72,19 +72,23 @@ def per_question(questions: Sequence[Mapping[str, Any]]) -> dict[str, list[float
     return {name: values for name, values in found.items() if len(values) == len(questions)}
 
 
-def summarize(found: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
-    """Each number's mean over questions and its standard error (NaN for one question)."""
+def summarize(found: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float | None]]:
+    """Each number's mean over questions and its standard error (None for one question)."""
     return {
-        name: (fmean(values), stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.nan)
+        name: (fmean(values), stdev(values) / len(values) ** 0.5 if len(values) > 1 else None)
         for name, values in found.items()
     }
 
 
-def table(summaries: Mapping[str, Mapping[str, tuple[float, float]]]) -> str:
-    """A markdown table, a row for each data set, of means ± standard errors."""
+def table(summaries: Mapping[str, Mapping[str, tuple[float, float | None]]]) -> str:
+    """A markdown table, a row for each data set, of means ± standard errors, where there are any."""
+
+    def cell(mean: float, error: float | None) -> str:
+        return f"{mean:.3f}" if error is None else f"{mean:.3f} ± {error:.3f}"
+
     columns = list(dict.fromkeys(name for summary in summaries.values() for name in summary))
     lines = ["| data set | " + " | ".join(columns) + " |", "|---" + "|---:" * len(columns) + "|"]
-    for name, summary in summaries.items():
-        cells = [f"{summary[c][0]:.3f} ± {summary[c][1]:.3f}" if c in summary else "" for c in columns]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    for data, summary in summaries.items():
+        cells = [cell(*summary[name]) if name in summary else "" for name in columns]
+        lines.append(f"| {data} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

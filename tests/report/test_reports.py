@@ -30,6 +30,7 @@ def _run(path, steps=4, evaluations=((0, 0.2), (4, 0.5)), seed=1, entropies=True
         for step, value in evaluations:
             metrics = {"eval_products_pass1": value, names.EVAL_RESPONSE_LENGTH_MEAN: 9.0}
             writer.write("eval", step, metrics | more("eval", step))
+        writer.write("run", steps, {"seed": seed, "ended": True})
     return path
 
 
@@ -91,6 +92,20 @@ def test_two_runs_in_one_file_are_two_runs_in_every_report(tmp_path, capsys):
         assert words in out
     assert main(["compare", f"gtpo={path}"]) == 0
     assert "**gtpo, mean of 2** | products | 0.200 ± 0.000 | 0.500 ± 0.566" in capsys.readouterr().out
+
+
+def test_a_run_that_died_and_was_started_anew_is_not_one_more_seed(tmp_path, capsys):
+    path = tmp_path / "m.jsonl"
+    for ends in (False, True, False):  # the last may still run
+        with closing(MetricsWriter(path)) as metrics:
+            metrics.begin(0, {"seed": 1})
+            metrics.write("train", 1, {"reward": 0.5})
+            if ends:
+                metrics.end()
+    assert main(["compare", f"gtpo={path}"]) == 0
+    said = capsys.readouterr()
+    assert said.err == f"{path}: left out 1 of 3 runs, which did not come to their end.\n"
+    assert said.out.count("gtpo, run") == 2
 
 
 def test_the_summary_repeats_warnings_in_a_line_each_and_has_standard_errors(tmp_path, capsys):

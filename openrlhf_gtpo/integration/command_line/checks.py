@@ -193,6 +193,12 @@ def check_inputs(args: SimpleNamespace) -> None:
             "credit yet; use a text model or one of OpenRLHF's own estimators."
         )
     replays = args.train.replay_rollouts  # which neither samples nor scores
+    # Transformers 5.15 renames their experts, and vLLM 0.29's loaders know the names of the checkpoints alone.
+    if config.model_type in ("mixtral", "ernie4_5_moe") and args.actor.backend != "megatron" and not replays:
+        raise UsageError(
+            f"--actor.model_name_or_path {model[0]}: vLLM cannot take the experts of '{config.model_type}' from "
+            "training, only from files; use another model."
+        )
     if not replays:
         check_reward(args)
     tokenizer = load_tokenizer(*model)

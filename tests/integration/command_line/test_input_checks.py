@@ -121,6 +121,13 @@ def test_a_vision_language_model(refused: Callable[..., str], model: Path, tmp_p
     assert "is a vision-language model" in refused({"--actor.model_name_or_path": path})
 
 
+@pytest.mark.parametrize("family", ["mixtral", "ernie4_5_moe"])
+def test_experts_that_vllm_cannot_take(refused: Callable[..., str], model: Path, tmp_path: Path, family: str) -> None:
+    path = copy_model(model, tmp_path / family)
+    (path / "config.json").write_text(json.dumps({"model_type": family}))
+    assert f"vLLM cannot take the experts of '{family}' from training" in refused({"--actor.model_name_or_path": path})
+
+
 # ── A checkpoint with code of its own ──
 
 
