@@ -80,12 +80,8 @@ def check(args: SimpleNamespace) -> None:
     model = args.actor.model_name_or_path
     vocabulary = vocabulary_digest(load_tokenizer(model, "--actor.model_name_or_path", args.actor.trust_remote_code))
     try:
-        first: dict[int, Path] = {}
         for path in find_dumps(Path(args.train.replay_rollouts)):
-            dump = read_dump(path)
-            why_not = _why_not(dump, args, vocabulary)
-            if first.setdefault(dump.step, path) != path:
-                why_not = f"is of step {dump.step}, as {first[dump.step]}; give the folder of one run"
+            why_not = _why_not(read_dump(path), args, vocabulary)
             if why_not:
                 raise ValueError(f"{path} {why_not}.")
     except ValueError as error:

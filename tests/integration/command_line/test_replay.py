@@ -79,7 +79,7 @@ def test_files_that_are_no_whole_dumps(refused: Callable[..., str], dump: Callab
     (tmp_path / "empty").mkdir()
     assert "holds no step_*.parquet" in refused({FLAG: tmp_path / "empty"})
     dump(), dump(folder="rollouts/again")
-    assert "is of step 1, as " in refused({FLAG: tmp_path / "rollouts"})
+    assert "a step is there twice: " in refused({FLAG: tmp_path / "rollouts"})
     whole = dump_file(dump(folder="cut"), 1)
     whole.write_bytes(whole.read_bytes()[:-9])
     assert "is not a whole Parquet file" in refused({FLAG: tmp_path / "cut"})
