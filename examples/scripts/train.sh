@@ -63,6 +63,7 @@ while (($# > 0)); do
 done
 
 [[ -f "$preset_file" ]] || refuse "expected the name of a preset, one of: $(cd "$presets" && echo *.sh | sed 's/\.sh//g'); got '${preset#train}'."
+audit="${FP8_AUDIT_STEPS:-0}" # what was asked for; a preset's own waits for FP8 and an ALGORITHM with entropies
 # shellcheck source=examples/scripts/presets/gtpo_colocated.sh
 source "$preset_file"
 ALGORITHM="${ALGORITHM:-gtpo}"         # gtpo, grpo_s, grpo, dapo, gspo, dr_grpo, rloo, forking_tokens, entropy_bonus
@@ -123,6 +124,9 @@ done
 [[ "$FP8_RECIPE" =~ ^(blockwise|tensorwise|delayed)$ ]] || refuse "FP8_RECIPE is '$FP8_RECIPE'; it must be blockwise, tensorwise or delayed."
 [[ "$FP8_PARAM" =~ ^1?$ ]] || refuse "FP8_PARAM is '$FP8_PARAM'; it must be 1 or empty."
 [[ -n "$FP8" || "$FP8_RECIPE$FP8_PARAM" == blockwise ]] || refuse "FP8_RECIPE and FP8_PARAM need FP8, such as FP8=hybrid."
+with_entropies='^(gtpo|grpo_s|forking_tokens|entropy_bonus)$'
+[[ "$audit" == 0 || -n "$FP8" && "$ALGORITHM" =~ $with_entropies ]] ||
+    refuse "FP8_AUDIT_STEPS=$audit compares what FP8 and BF16 make of the entropies; it needs FP8, such as FP8=hybrid, and gtpo, grpo_s, forking_tokens or entropy_bonus as ALGORITHM."
 [[ -n "$GUIDE" || "$GUIDE_FRACTION $GUIDE_STEPS $GUIDE_ENGINES $GUIDE_TENSOR_PARALLEL $RESCUE_BATCH" == '0.25 0 1 1 0' ]] ||
     refuse "GUIDE_FRACTION, GUIDE_STEPS, GUIDE_ENGINES, GUIDE_TENSOR_PARALLEL and RESCUE_BATCH need GUIDE, the model that guides."
 [[ "$RECOMPUTE" =~ ^(none|selective|full)$ ]] || refuse "RECOMPUTE is '$RECOMPUTE'; it must be none, selective or full."
@@ -239,7 +243,7 @@ train_args=(
 ((TENSOR_PARALLEL == 1)) || train_args+=(--megatron.sequence_parallel)
 if [[ -n "$FP8" ]]; then
     train_args+=(--megatron.fp8 "$FP8" --megatron.fp8_recipe "$FP8_RECIPE")
-    case "$ALGORITHM" in gtpo | grpo_s | forking_tokens | entropy_bonus) train_args+=(--megatron.fp8_audit_steps "$FP8_AUDIT_STEPS") ;; esac
+    [[ ! "$ALGORITHM" =~ $with_entropies ]] || train_args+=(--megatron.fp8_audit_steps "$FP8_AUDIT_STEPS")
 fi
 [[ -z "$FP8_PARAM" ]] || train_args+=(--megatron.fp8_param)
 # --megatron.fp8_audit_gate 0.02         old-policy forward in BF16 while FP8 changes more signs of advantages than this

@@ -178,6 +178,8 @@ def test_what_a_cluster_runs_has_absolute_paths(tmp_path: Path) -> None:
         ([], {"DATA": "hub/data", "OUTPUT": "/proc/none"}, "OUTPUT=/proc/none cannot be made."),
         ([], {"FP8": "hybrid", "FP8_PARAM": "0"}, "FP8_PARAM is '0'; it must be 1 or empty."),
         ([], {"FP8_RECIPE": "delayed"}, "FP8_RECIPE and FP8_PARAM need FP8"),
+        ([], {"FP8_AUDIT_STEPS": "8"}, "it needs FP8, such as FP8=hybrid"),
+        ([], {"FP8": "hybrid", "FP8_AUDIT_STEPS": "8", "ALGORITHM": "dapo"}, "FP8_AUDIT_STEPS=8 compares"),
         ([], {"RESCUE_BATCH": "8"}, "and RESCUE_BATCH need GUIDE"),
     ],
 )
