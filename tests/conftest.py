@@ -1,12 +1,14 @@
 """What holds for every room: a test's outcome depends neither on how busy the machine is nor on who starts pytest."""
 
-import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.startup import sitecustomize
 
 # A first example may import Megatron, and a machine that others share may stand still for seconds: no time limits. The
 # same examples every time: a rare input is found by whoever changes the test or runs it under another profile
@@ -21,9 +23,10 @@ for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "TTY_COMPATIBLE", "CO
     os.environ.pop(name, None)
 
 
-# What the tests import, a million objects, stays to the end. Python's garbage collector would visit it again and
-# again, half a second each time: a quarter of the time of short tests.
-gc.set_threshold(100_000, 50, 100)
+_STARTUP = str(Path(sitecustomize.__file__).parent)  # which is read here, and below by all that the tests start
+if _STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # a worker of pytest's has it already
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, os.environ.get("PYTHONPATH")]))
+sys.path.append(_STARTUP)  # from which some processes get their PYTHONPATH
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -21,7 +21,7 @@ def test_openrlhfs_own_tests_pass_with_our_patch_active(tmp_path: Path) -> None:
     suite = Path(spec.origin).parents[1] / "tests"
     assert (suite / "test_reward_shaping.py").exists(), "this OpenRLHF ships no tests"
     root = PLUGIN.parents[2]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(PLUGIN.parent), str(root)])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(PLUGIN.parent), str(root), *sys.path])}
     options = ["-q", "-p", PLUGIN.stem, "-p", "no:cacheprovider", f"--rootdir={tmp_path}", "-c", os.devnull]
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(suite)],
