@@ -45,7 +45,7 @@ MAY_KNOW = {
     "planner": {"lm_head", "megatron"},  # their arithmetic alone, which knows no torch either
     "integration": {"algorithms", "lm_head", "megatron", "weight_sync", "platform", "report"},
     "scoring": {"integration", "megatron", "platform"},
-    "experiment": {"report", "launch"},
+    "experiment": {"platform", "report", "launch"},
     "benchmarks": {"integration", "algorithms", "megatron", "lm_head", "weight_sync", "platform", "report"},
     "launch": set(),
     "cli": {"integration", "scoring", "benchmarks", "platform", "report", "tasks", "algorithms", "lm_head", "megatron"}

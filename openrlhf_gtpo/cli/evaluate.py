@@ -21,6 +21,7 @@ from typing import Any
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.cli import Parser, RawHelpFormatter, exit_status
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.platform.files import replace_text
 from openrlhf_gtpo.report.answers import per_question, summarize, table
 
 
@@ -141,9 +142,9 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
     used = {path.stem: settings for path, (_, settings, _) in work.items()}
     digests = {name: settings["questions"] for name, settings in used.items()}
     found = {"questions": digests, "settings": used, "scores": scores}
-    (args.output / "scores.json").write_text(json.dumps(found) + "\n")
+    replace_text(args.output / "scores.json", json.dumps(found) + "\n")
     summaries = {name: summarize(found) for name, found in scores.items()}
-    (args.output / "summary.json").write_text(json.dumps(summaries, indent=1) + "\n")
+    replace_text(args.output / "summary.json", json.dumps(summaries, indent=1) + "\n")
     text = table(summaries)
     (args.output / "table.md").write_text(text)
     print(text, end="")

@@ -6,14 +6,13 @@ NAME:FIELD=VALUE:... with other settings, such as gtpo:variant=v1:compare=respon
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from openrlhf_gtpo.cli import Parser, RawHelpFormatter, exit_status
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.platform.files import check_output
+from openrlhf_gtpo.platform.files import check_output, replace_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,14 +44,10 @@ def _view(args: argparse.Namespace) -> None:
     methods = read_methods([text for text in args.estimators.split(",") if text], dumps[-1])
     page, notes = make_page(dumps, methods, args.max_tokens)
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = args.output.with_name(f".{args.output.name}.{os.getpid()}")
     try:
-        temporary.write_text(page, encoding="utf-8")
-        os.replace(temporary, args.output)
+        replace_text(args.output, page)
     except OSError as error:
         raise UsageError(f"--output {args.output} cannot be written: {error.strerror}.") from error
-    finally:
-        temporary.unlink(missing_ok=True)
     for note in notes:
         print(note, file=sys.stderr)
     rows = sum(len(dump.columns["row"]) for dump in dumps)

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from openrlhf_gtpo.errors import STOPPED_STATUS, UsageError
 from openrlhf_gtpo.experiment.grid import Grid, Run, words
 from openrlhf_gtpo.launch.process_tree import run_and_clear
+from openrlhf_gtpo.platform.files import replace_text
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import read_runs
 from openrlhf_gtpo.report.watch import describe
@@ -31,7 +32,7 @@ _SIGNALS = range(129, 256)  # statuses of what a signal to this process, or to t
 def is_finished(run: Run, grid: Grid) -> bool:
     """Whether ``run`` came to its own end, and its model was evaluated where the grid asks for it."""
     trained = _is_trained(run)
-    return trained and (grid.evaluate is None or (run.folder / "evaluation" / "summary.json").is_file())
+    return trained and (grid.evaluate is None or (run.folder / "evaluation" / "flags.json").is_file())
 
 
 def check_folders(grid: Grid) -> None:
@@ -44,7 +45,7 @@ def check_folders(grid: Grid) -> None:
         if grid.evaluate is not None:
             _refuse_others(run.folder / "evaluation", "evaluated", grid.evaluate)
         if not (run.folder / "flags.json").exists():
-            if run.folder.exists() and any(path.name != "lock" for path in run.folder.iterdir()):
+            if any(path.name != "lock" for path in run.folder.glob("[!.]*")):
                 raise UsageError(f"{run.folder} has files that are not runs of this experiment; name another output.")
             continue
         _refuse_others(run.folder, "run", run.flags)
@@ -110,7 +111,7 @@ def _make(run: Run, grid: Grid, show: Callable[[], bool]) -> list[str]:
             for name in ("metrics.jsonl", "model", "checkpoints"):
                 path = run.folder / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        (run.folder / "flags.json").write_text(json.dumps(run.flags, indent=1) + "\n")
+        replace_text(run.folder / "flags.json", json.dumps(run.flags, indent=1) + "\n")
         status = _call("openrlhf_gtpo.cli.train_ppo_ray", [*words(run.flags), *resume], log, show)
         if status or not _is_trained(run):
             return [f"{run} ended with status {status}: {_last_line(log)} ({log})"]
@@ -119,7 +120,7 @@ def _make(run: Run, grid: Grid, show: Callable[[], bool]) -> list[str]:
         status = _call("openrlhf_gtpo.cli.evaluate", words(flags), log, show)
         if status:
             return [f"The evaluation of {run} ended with status {status}: {_last_line(log)} ({log})"]
-        (run.folder / "evaluation" / "flags.json").write_text(json.dumps(grid.evaluate, indent=1) + "\n")
+        replace_text(run.folder / "evaluation" / "flags.json", json.dumps(grid.evaluate, indent=1) + "\n")
     return []
 
 

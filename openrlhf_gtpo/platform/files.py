@@ -106,6 +106,16 @@ def _snapshot(name: str, weights: bool, fetch: bool) -> Path:
     return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=unread, local_files_only=not fetch))
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file, which is at ``path`` whole or not at all, whenever this process ends."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def check_output(flag: str, path: Path | None, *sources: Path) -> None:
     """Refuse, before any work, a file to write that cannot be written, or that is one of ``sources``, which are read.
 

@@ -218,9 +218,15 @@ def test_other_flags_are_refused_and_so_is_a_foreign_folder(file: Path) -> None:
     file.write_text(yaml.safe_dump(changed))
     with pytest.raises(UsageError, match="was run with --actor.adam.lr None, and the experiment now has 1.0"):
         runner.check_folders(read_grid(file))
-    (file.parent / "runs" / "gtpo" / "seed-1" / "flags.json").unlink()
+    folder = file.parent / "runs" / "gtpo" / "seed-1"
+    (folder / "flags.json").rename(folder / ".flags.json.1")  # as of a process that was killed while it wrote it
     with pytest.raises(UsageError, match="has files that are not runs of this experiment"):
         runner.check_folders(read_grid(file))
+    for name in ("metrics.jsonl", "log"):
+        (folder / name).unlink()
+    del changed["flags"]["actor.adam.lr"]
+    file.write_text(yaml.safe_dump(changed))
+    runner.check_folders(read_grid(file))
 
 
 def test_models_that_were_evaluated_with_other_flags_are_refused(
@@ -244,6 +250,9 @@ def test_models_that_were_evaluated_with_other_flags_are_refused(
     for _ in range(2):
         assert experiment.main([str(file)]) == 0
         assert len(asked) == 3
+    (file.parent / "runs" / "gtpo" / "seed-1" / "evaluation" / "flags.json").unlink()  # killed before it was written
+    assert experiment.main([str(file)]) == 0
+    assert len(asked) == 4
     changed["evaluate"]["eval.temperature"] = 0.5
     file.write_text(yaml.safe_dump(changed))
     assert experiment.main([str(file)]) == 2

@@ -14,7 +14,7 @@ import pytest
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.platform import files
-from openrlhf_gtpo.platform.files import INDEX, model_folder
+from openrlhf_gtpo.platform.files import INDEX, model_folder, replace_text
 
 COMMIT = "0" * 40
 SHARDS = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
@@ -154,3 +154,11 @@ def test_a_model_that_is_neither_here_nor_cached(
     monkeypatch.setattr("huggingface_hub.hf_api.ENDPOINT", "http://127.0.0.1:9", raising=False)
     with pytest.raises(UsageError, match="the Hugging Face Hub cannot be reached .*refused.*, and the cache"):
         model_folder("someone/something")
+
+
+def test_a_text_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+    replace_text(tmp_path / "flags.json", "whole")
+    with pytest.raises(UnicodeEncodeError):
+        replace_text(tmp_path / "flags.json", "half \ud800")
+    assert [path.name for path in tmp_path.iterdir()] == ["flags.json"]
+    assert (tmp_path / "flags.json").read_text() == "whole"
