@@ -1,6 +1,7 @@
 """OpenRLHF's DeepSpeed strategy: a backward pass tells if it ends an optimizer step; a CPU host compiles nothing;
 checkpoints are written whole or not at all, and read as they were written."""
 
+import copyreg
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -227,6 +228,9 @@ def _load(self: TorchCheckpointEngine, path: str, map_location: Any = None) -> A
 
 
 TorchCheckpointEngine.load = _load
+# By value, as Python itself does since 3.11.4. Before that, as in Debian 12 (3.11.2, enum.py, Enum.__reduce_ex__), it names
+# `getattr`, which no safe load takes: a checkpoint was written and could not be read.
+copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
 
 
 class _CheckpointFiles(TorchCheckpointEngine):
