@@ -207,6 +207,8 @@ class CpuStrategy(Strategy):
         # By full name: the attribute `deepspeed.comm.torch` is torch, which that package imports from its own module.
         vars(import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
         super().setup_distributed(timeout)
+        # In its deterministic mode torch fills what it allocates, such as 1 GB for gradients a step, 0.4 s here.
+        torch.utils.deterministic.fill_uninitialized_memory = False
 
     def get_ds_train_config(self, *args: Any, **kwargs: Any) -> dict:
         """As upstream's, with torch's fused Adam."""
@@ -228,8 +230,8 @@ def _load(self: TorchCheckpointEngine, path: str, map_location: Any = None) -> A
 
 
 TorchCheckpointEngine.load = _load
-# By value, as Python itself does since 3.11.4. Before that, as in Debian 12 (3.11.2, enum.py, Enum.__reduce_ex__), it names
-# `getattr`, which no safe load takes: a checkpoint was written and could not be read.
+# By value, as Python itself does since 3.11.4. Before that, as in Debian 12 (3.11.2, enum.py), it is pickled by way
+# of `getattr`, which no safe load takes: a checkpoint was written and could not be read.
 copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
 
 
