@@ -92,17 +92,24 @@ project_is_ready() {
 }
 
 # The path of a CPython of the first of $pythons that is there, outside any virtual environment: `python3.11` may be .venv's
-# own, which is to be replaced, or a version manager's shim that does not start.
+# own, which is to be replaced, or a version manager's shim that does not start. The system's comes first where it has pip
+# and headers: distributions build theirs with profile-guided optimization and pyenv, by default, does not, with which plain
+# Python takes 1.4 times as long and a run's imports 1.1 times.
 find_python() {
     local minor candidate
     for minor in "${pythons[@]}"; do
-        for candidate in "python3.$minor" python3 python; do
-            if "$candidate" -I -c "import sys; sys.exit(sys.version_info[:2] != (3, $minor))" >/dev/null 2>&1; then
-                "$candidate" -I -c 'import sys; print(sys._base_executable)'
-                return
-            fi
+        for candidate in "/usr/bin/python3.$minor" "python3.$minor" python3 python; do
+            "$candidate" -I -c "import sys; sys.exit(sys.version_info[:2] != (3, $minor))" >/dev/null 2>&1 || continue
+            [[ "$candidate" != /usr/bin/python* ]] || can_make_environments "$candidate" || continue
+            "$candidate" -I -c 'import sys; print(sys._base_executable)'
+            return
         done
     done
+}
+
+can_make_environments() {
+    "$1" -I -c 'import ensurepip, pathlib, sys, sysconfig
+sys.exit(not (pathlib.Path(sysconfig.get_paths()["include"]) / "Python.h").exists())' >/dev/null 2>&1
 }
 
 check_host() {

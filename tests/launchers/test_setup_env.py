@@ -56,6 +56,8 @@ def add_project(root: Path) -> Path:
     for name in ("setup.py", *locks, "openrlhf_gtpo/_version.py", str(SETUP_ENV)):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
+    script = root / SETUP_ENV
+    script.write_text(script.read_text().replace("/usr/bin/python", f"{root}/system/python"))  # not this machine's
     return root
 
 
@@ -330,6 +332,17 @@ def test_missing_python_is_one_sentence(bare_project):
     path = path_with_only(bare_project / "bin", "flock")
     assert_refused(run_setup_env(bare_project, PATH=path), "neither Python 3.11 nor 3.12 was found", "apt-get install")
     assert not (bare_project / ".venv").exists()
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_the_systems_python_comes_first_where_it_can_make_an_environment(bare_project, host, complete):
+    text = PYTHON.replace('case "$*" in\n', f'case "$*" in\n    *ensurepip*) exit {int(not complete)} ;;\n', 1)
+    system = bare_project / "system" / "python3.11"
+    system.parent.mkdir()
+    system.write_text(text)
+    system.chmod(0o755)
+    assert_made(run_setup_env(bare_project, **host), bare_project)
+    assert (bare_project / ".venv" / "bin" / "python").read_text() == (text if complete else PYTHON)
 
 
 @made_by_setup_env
