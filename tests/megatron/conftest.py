@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+torch.set_num_threads(1)  # models this small only have threads wait for each other
 
-from families import make_checkpoint  # noqa: E402
+from families import SHALLOW, make_checkpoint  # noqa: E402
 from rank_pool import RankPool  # noqa: E402
 
 
@@ -31,16 +33,16 @@ def one_rank() -> Iterator[RankPool]:
 def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A checkpoint with every side of every matrix a multiple of 128, at TP2 too."""
     directory = tmp_path_factory.mktemp("wide")
-    return str(make_checkpoint(directory, "llama", hidden_size=256, intermediate_size=512, head_dim=32))
+    return str(make_checkpoint(directory, "llama", hidden_size=256, intermediate_size=512, head_dim=32, **SHALLOW))
 
 
 @pytest.fixture(scope="session")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> str:
     """One of sizes that blocks do not divide."""
-    return str(make_checkpoint(tmp_path_factory.mktemp("narrow"), "qwen2"))
+    return str(make_checkpoint(tmp_path_factory.mktemp("narrow"), "qwen2", **SHALLOW))
 
 
 @pytest.fixture(scope="session")
 def other(tmp_path_factory: pytest.TempPathFactory) -> str:
     """As ``narrow``, with other weights."""
-    return str(make_checkpoint(tmp_path_factory.mktemp("other"), "qwen2", seed=1))
+    return str(make_checkpoint(tmp_path_factory.mktemp("other"), "qwen2", seed=1, **SHALLOW))

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 LAYERS, HEADS, GROUPS, HIDDEN, HEAD_DIM = 4, 8, 4, 64, 16
+SHALLOW = {"num_hidden_layers": 2}  # one a stage at PP2; most files have a model with two as well
 
 
 def make_checkpoint(directory: Path, family: str, vocab_size: int = 151, *, seed: int = 0, **fields: object) -> Path:

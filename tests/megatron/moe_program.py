@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from families import make_checkpoint
+from families import SHALLOW, make_checkpoint
 from logits_program import all_actions, on
 
 from openrlhf_gtpo.megatron.model.policy import ModelOptions, load_model
@@ -22,9 +22,10 @@ LAYOUTS = {
     "PP2xEP2": Layout(pipeline_model_parallel_size=2, expert_model_parallel_size=2),
     "TP2-SPxEP2": Layout(tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2),
 }
-# Vocabulary, other fields. The second weighs experts by the softmax over all of them, and its head is tied.
+# Vocabulary, other fields. The second weighs experts by the softmax over all of them, its head is tied, and it has two
+# layers in a stage of PP2.
 MODELS: dict[str, tuple[int, dict[str, Any]]] = {
-    "normalised": (151, {"norm_topk_prob": True}),
+    "normalised": (151, SHALLOW | {"norm_topk_prob": True}),
     "as-they-are-tied": (896, {"norm_topk_prob": False, "tie_word_embeddings": True}),
 }
 

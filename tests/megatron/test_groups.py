@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from families import make_checkpoint, ragged_rows
+from families import SHALLOW, make_checkpoint, ragged_rows
 from logits_program import sft_losses, threads
 from moe_program import make_mixture
 from rank_pool import RankPool
@@ -15,12 +15,12 @@ from openrlhf_gtpo.megatron.parallel.layout import Layout
 def test_training_at_one_layout_after_another_leaves_no_thread_behind(
     experts: bool, tmp_path: Path, ranks: RankPool
 ) -> None:
-    source = make_mixture(tmp_path, "normalised") if experts else make_checkpoint(tmp_path, "llama")
+    source = make_mixture(tmp_path, "normalised") if experts else make_checkpoint(tmp_path, "llama", **SHALLOW)
     rows = ragged_rows(151, [5, 9])
     pipeline = Layout(pipeline_model_parallel_size=2, expert_model_parallel_size=2 if experts else 1)
     counts = []
-    for layout in (Layout(), pipeline, Layout(), pipeline):
-        ranks.run(sft_losses, str(source), layout, rows, 1)
+    for _ in range(2):
+        ranks.run(sft_losses, str(source), pipeline, rows, 1)
         ranks.run(sft_losses, str(source), Layout(), rows, 1)  # begins by collecting what the first has left
         counts.append(ranks.run(threads))
-    assert counts[2:] == counts[:2]
+    assert counts[0] == counts[1]

@@ -42,8 +42,9 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("at", ["TP4", "TP2xPP2"])
 def test_there_and_back_is_bitwise(sources: dict[str, Path], at: str, tmp_path: Path, ranks: RankPool) -> None:
     layout = LAYOUTS[at]
-    jobs = [(name, dtype) for dtype in ("float32", "bfloat16") for name in sources]
-    jobs = [(name, dtype) for name, dtype in jobs if dtype == "float32" or name in IN_BFLOAT16]
+    jobs = [(name, "float32") for name in MODELS] + [(name, "bfloat16") for name in IN_BFLOAT16]
+    if at == "TP4":  # biases, norms of heads under a tied head, and the other dtype
+        jobs = [("qwen2", "float32"), ("qwen3-tied", "float32"), ("llama", "bfloat16")]
     folders = {job: tmp_path / "-".join(job) for job in jobs}
     ranks.run(
         program.round_trips, layout, [(str(sources[name]), dtype, str(folders[name, dtype])) for name, dtype in jobs]

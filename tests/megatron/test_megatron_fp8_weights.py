@@ -50,7 +50,7 @@ def test_training_is_bit_for_bit_that_of_bf16_weights(
 def test_weights_take_half_the_memory(wide: str, one_rank: RankPool) -> None:
     """A byte instead of two for every number of the decoder's matrices, and a scale for each 16384 of them."""
     ((plain, primary),) = one_rank.run(program.weight_bytes, wide, Layout(), both("blockwise"))
-    matrices = 4 * (256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 512)
+    matrices = 2 * (256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 512)
     assert abs(plain - primary - matrices * (1 - 4 / 128**2)) < 0.01 * matrices
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import make_checkpoint, ragged_rows
+from families import SHALLOW, make_checkpoint, ragged_rows
 from logits_program import full_weights, logits, logits_of_hub, several
 from rank_pool import RankPool
 from safetensors.torch import load_file
@@ -32,16 +32,16 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# The second vocabulary leaves 384 of 512 columns, as 151936 does.
+# The second vocabulary leaves 384 of 512 columns, as 151936 does. Two models have two layers in a stage of PP2.
 MODELS = {
-    "llama": ("llama", 151, {}),
-    "llama-tied": ("llama", 896, {"tie_word_embeddings": True}),
-    "llama-3-rope": ("llama", 151, {"rope_parameters": LLAMA3_ROPE}),
-    "mistral": ("mistral", 896, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "llama": ("llama", 151, SHALLOW),
+    "llama-tied": ("llama", 896, SHALLOW | {"tie_word_embeddings": True}),
+    "llama-3-rope": ("llama", 151, SHALLOW | {"rope_parameters": LLAMA3_ROPE}),
+    "mistral": ("mistral", 896, SHALLOW | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen2": ("qwen2", 896, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
-    "qwen2-tied": ("qwen2", 151, {"tie_word_embeddings": True}),
+    "qwen2-tied": ("qwen2", 151, SHALLOW | {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", 151, {}),
-    "qwen3-tied": ("qwen3", 896, {"tie_word_embeddings": True}),
+    "qwen3-tied": ("qwen3", 896, SHALLOW | {"tie_word_embeddings": True}),
 }
 MICRO_BATCHES = [[5, 1, 17, 9], [30], [3, 11]]
 BUCKETS = [1, 30_000, 2**30]  # bytes: a parameter each, some of a stage, a stage

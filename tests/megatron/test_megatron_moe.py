@@ -132,7 +132,7 @@ def test_gradients_are_those_of_transformers(
 
 @pytest.fixture(scope="module")
 def exact_training(mixtures: dict[str, Mixture]) -> dict[str, tuple]:
-    """Of each mixture (losses, norms, parameters) of three steps of AdamW."""
+    """Of each mixture (losses, norms, parameters) of two steps of AdamW."""
     found = {}
     for name, mixture in mixtures.items():
         reference = Reference(mixture.source)
@@ -141,7 +141,7 @@ def exact_training(mixtures: dict[str, Mixture]) -> dict[str, tuple]:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_three_steps_are_those_of_adamw(
+def test_two_steps_are_those_of_adamw(
     name: str, mixtures: dict[str, Mixture], exact_training: dict, ranks: RankPool
 ) -> None:
     layout = LAYOUTS[name]
@@ -169,7 +169,7 @@ def test_context_parallel_ranks_share_experts(mixtures: dict[str, Mixture], rank
                 np.testing.assert_allclose(values, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["EP4", "PP2xEP2", "TP2-SPxEP2"])
 def test_there_and_back_is_bitwise(name: str, mixtures: dict[str, Mixture], tmp_path: Path, ranks: RankPool) -> None:
     folders = {mixture: tmp_path / mixture for mixture in CASES[name]}
     models = [(str(mixtures[mixture].source), "float32", str(folder)) for mixture, folder in folders.items()]
@@ -195,7 +195,7 @@ def written(tmp_path_factory: pytest.TempPathFactory, ranks: RankPool) -> tuple[
     return str(other), folder / "now", answers
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["TP1", "EP2", "EP4", "PP2xEP2", "TP2-SPxEP2"])
 def test_training_goes_on_at_another_layout(written: tuple, name: str, ranks: RankPool) -> None:
     other, folder, before = written
     after = ranks.run(checkpoint_program.resume, other, LAYOUTS[name], [str(folder)], "float32", True)

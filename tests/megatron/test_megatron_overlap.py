@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import make_checkpoint
+from families import SHALLOW, make_checkpoint
 from moe_program import make_mixture
 from overlap_program import with_and_without
 from rank_pool import RankPool
@@ -27,7 +27,7 @@ CASES: dict[str, tuple[str, Layout, Fp8Options | None]] = {
 def sources(tmp_path_factory: pytest.TempPathFactory, wide: str) -> dict[str, str]:
     folder = tmp_path_factory.mktemp
     return {
-        "tied": str(make_checkpoint(folder("tied"), "qwen2", tie_word_embeddings=True)),
+        "tied": str(make_checkpoint(folder("tied"), "qwen2", tie_word_embeddings=True, **SHALLOW)),
         "mixture": str(make_mixture(folder("mixture"), "normalised")),
         "wide": wide,
     }
