@@ -64,13 +64,12 @@ def test_a_job_that_loses_a_node_ends_with_every_step(
     hold.after(5)
     argv = [*trainer_argv, "--algo.advantage.estimator", "gtpo", "--data.max_samples", "16"]
     argv += ["--train.num_episodes", str(EPISODES), "--reward.remote_url", str(hold.reward)]
-    # Three of the nodes' four GPUs, so some of it runs on each node.
-    argv += ["--actor.backend", "megatron", "--train.max_tokens_per_gpu", "128", "--actor.num_gpus_per_node", "2"]
-    argv += ["--megatron.tensor_model_parallel_size", "2", "--megatron.async_save", "--ckpt.save_steps", "3"]
-    argv += ["--ckpt.best_metric_key", "none", "--actor.adam.lr", "1e-4"]
+    argv += ["--actor.backend", "megatron", "--train.max_tokens_per_gpu", "128", "--megatron.async_save"]
+    argv += ["--ckpt.save_steps", "3", "--ckpt.best_metric_key", "none", "--actor.adam.lr", "1e-4"]
     launcher = tmp_path / "launcher.sh"
     launcher.write_text(LAUNCHER.format(argv=shlex.join(argv)))
-    job = submit(cluster, tmp_path, launcher, MAX_REQUEUES="1", **QUIET)
+    # A GPU on each node, so that the policy is on one and the engine on the other.
+    job = submit(cluster, tmp_path, launcher, MAX_REQUEUES="1", RAY_FLAGS="--num-gpus=1 --num-cpus=8", **QUIET)
 
     until(lambda: _steps(tmp_path)[-1:] == [5] and _latest(tmp_path) or job.ended(), 600, "steps behind a checkpoint")
     assert _latest(tmp_path) == 3, job.everything

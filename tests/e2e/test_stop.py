@@ -32,7 +32,7 @@ from tests.slurm_cluster import until
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 NOT_COMPARED = ("time", names.TIMING_PREFIX, names.TOKENS_PER_SECOND_PREFIX, names.PEAK_MEMORY_PREFIX)
-NOT_COMPARED += (names.RESTARTS_ENGINES,)
+NOT_COMPARED += (names.RESTARTS_ENGINES, names.DROPPED_PROMPTS)  # of a run that may start again
 
 
 def test_a_run_that_is_stopped_killed_and_resumed_is_the_run_that_was_not(trainer_argv, tiny_model, tmp_path) -> None:
@@ -44,7 +44,7 @@ def test_a_run_that_is_stopped_killed_and_resumed_is_the_run_that_was_not(traine
     argv += ["--algo.kl.target", "0.01", "--algo.kl.horizon", "64", "--logger.wandb.run_name", "run"]
     argv += ["--train.enable_ema", "--train.ema_beta", "0.5"]
     argv += ["--actor.entropy_coef", "0.001", "--algo.advantage.is_correction_level", "token"]
-    argv += ["--reward.overlong_buffer_len", "4", "--algo.dynamic_filtering_enable", "--train.max_restarts", "1"]
+    argv += ["--reward.overlong_buffer_len", "4", "--algo.dynamic_filtering_enable"]
     argv += ["--data.max_samples", "32", "--rollout.micro_batch_size", "4", "--ckpt.load_enable"]
     # At 1e-3 the policy may soon want to end at once, which OpenRLHF does not let the engine do: see test_megatron.py.
     argv += ["--actor.adam.lr", "3e-4"]
@@ -67,7 +67,8 @@ def test_a_run_that_is_stopped_killed_and_resumed_is_the_run_that_was_not(traine
         assert step[names.GROUPS_UNIFORM] == 0  # the filter lets none through
         assert step["vllm_kl"] != 0
 
-    argv, hold = _own_folder(argv, tmp_path / "parts")
+    replay = [*argv, "--train.replay_rollouts", str(whole.folder / "checkpoints")]
+    argv, hold = _own_folder([*argv, "--train.max_restarts", "1"], tmp_path / "parts")
     # What a run leaves that died in its first checkpoint.
     (tmp_path / "parts" / "checkpoints" / "_actor" / "global_step2").mkdir(parents=True)
     _train_until_stopped([*argv, "--vllm.num_engines", "2"], tmp_path / "parts", hold)
@@ -84,8 +85,10 @@ def test_a_run_that_is_stopped_killed_and_resumed_is_the_run_that_was_not(traine
     assert len(resumed.steps) == len(whole.steps) + 1  # the third was made twice, and once more it counts
     for one, other in zip(whole.metrics, made, strict=True):
         assert _to_compare(one) == _to_compare(other)
-    restarts = [line[names.RESTARTS_ENGINES] for line in made if line["kind"] == "train"]
-    assert restarts == [1, 1, *[0] * (len(steps) - 2)]
+    restarts = [
+        (line[names.RESTARTS_ENGINES], line[names.DROPPED_PROMPTS]) for line in made if line["kind"] == "train"
+    ]
+    assert restarts == [(1, 0), (1, 0), *[(0, 0)] * (len(steps) - 2)]
     assert _logged(whole.folder) == _logged(resumed.folder)
     before = load_file(tiny_model / "model.safetensors")
     weights, again = (load_file(run.folder / "model" / "model.safetensors") for run in (whole, resumed))
@@ -93,7 +96,6 @@ def test_a_run_that_is_stopped_killed_and_resumed_is_the_run_that_was_not(traine
     assert all(torch.equal(weights[name], again[name]) for name in weights)
     assert sum(not torch.equal(weights[name], before[name]) for name in before) > len(before) // 2
 
-    replay = [*argv, "--train.replay_rollouts", str(whole.folder / "checkpoints")]
     replayed = finish(_own_folder(replay, tmp_path / "replayed")[0], tmp_path / "replayed")
     assert replayed.code == 0 and "StrictRolloutActor" not in replayed.log, replayed.log[-4000:]
     assert [step["step"] for step in replayed.steps] == steps

@@ -123,10 +123,10 @@ def test_a_node_that_does_not_join_is_named_and_the_job_ends(
     cluster: SlurmCluster, launcher: Path, tmp_path: Path, path: str
 ) -> None:
     stuck = f"{path}; [[ $SLURMD_NODENAME != n2 ]] || sleep 600"
-    job = submit(cluster, tmp_path, launcher, SETUP=stuck, JOIN_TIMEOUT="30")
+    job = submit(cluster, tmp_path, launcher, SETUP=stuck, JOIN_TIMEOUT="15")
     until(job.ended, 300, "the job ends")
     assert job.state() == "FAILED" and not (tmp_path / "started").exists()
-    assert "After 30 s 1 of 2 nodes have not joined the Ray cluster: n2;" in job.log, job.everything
+    assert "After 15 s 1 of 2 nodes have not joined the Ray cluster: n2;" in job.log, job.everything
     until(lambda: not job.processes(), 100, "its steps end")
 
 
