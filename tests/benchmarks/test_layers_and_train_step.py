@@ -19,19 +19,31 @@ from openrlhf_gtpo.benchmarks.train_step import Step, first_fit
 from openrlhf_gtpo.cli import benchmark
 from openrlhf_gtpo.model_shape import PRESETS, ModelShape, decoder_flops
 
-# A Python that has none of these, however it is started: only its path finder knows where they are.
+# A Python that has none of these, however it is started: only its path finder knows where they are. It stands in front
+# of the tests' own, whose line on garbage it keeps.
 WITHOUT = """
+import gc
+gc.set_threshold(100_000, 50, 100)
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
 def find_spec(name, path=None, target=None):
     return None if name.split(".")[0] in {"openrlhf", "ray", "vllm", "deepspeed"} else find(name, path, target)
 PathFinder.find_spec = staticmethod(find_spec)
 """
+# The first commands are told that they are a launch of one process, and start none of their own; what takes a process
+# for each precision does.
 ALONE = """
-import sys
+import os, socket, sys
 from openrlhf_gtpo.cli import benchmark
 if __name__ == "__main__":
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    launch = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= launch
     for words in sys.argv[1:]:
+        if words.startswith("train-step"):
+            for name in launch:
+                del os.environ[name]
         assert benchmark.main(words.split()) == 0, words
         assert "weight-sync" not in words or "transformers" not in sys.modules
 """

@@ -239,6 +239,7 @@ sys.exit(9)
 def fake_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A trainer that makes as many steps as it is told, and after more than two of them goes on forever."""
     (tmp_path / "trainer.py").write_text(TRAINER)
+    monkeypatch.setattr(train_benchmark, "_POLL_SECONDS", 0.05)
     monkeypatch.setattr(train_benchmark, "COMMAND", (sys.executable, str(tmp_path / "trainer.py")))
 
 

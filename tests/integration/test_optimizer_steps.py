@@ -227,20 +227,6 @@ def test_a_resumed_actor_trains_on_bit_by_bit(
         assert slow != as_saved | {name: slow[name]}  # the first step of several has that rate too
 
 
-@pytest.mark.slow
-def test_deepspeeds_tensor_parallelism_sends_whole_weights(actor_model: str) -> None:
-    """Each parameter is sent as announced and as the checkpoint has it. The split stays on for a process's life."""
-    from transformers import AutoModelForCausalLM
-
-    whole = dict(AutoModelForCausalLM.from_pretrained(actor_model, dtype=torch.bfloat16).named_parameters())
-    with RankPool(2) as pool:
-        argv = ["--algo.advantage.estimator", "gtpo", "--algo.kl.init_coef", "0", "--ds.tensor_parallel_size", "2"]
-        for sent in pool.run(sent_weights, actor_model, argv):
-            assert set(sent) == set(whole)
-            for name, tensor in sent.items():
-                assert torch.equal(tensor, whole[name]), name
-
-
 # ── Entries that are no multiple of the replicas ──
 
 
@@ -414,7 +400,9 @@ def test_rows_are_dealt_evenly() -> None:
 
 GTPO = ["--algo.advantage.estimator", "gtpo", "--algo.kl.init_coef", "0"]
 GRPO = ["--algo.preset", "grpo", "--algo.kl.estimator", "k1"]
+MEGATRON = ["--actor.backend", "megatron"]
 TRAINS = ["--actor.adam.lr", "1e-2", "--critic.adam.lr", "1e-2", "--train.micro_batch_size", "2"]
+TRAINS += ["--train.max_bad_steps", "4"]
 
 
 def zero(stage: int, *more: str) -> list[str]:
@@ -422,48 +410,45 @@ def zero(stage: int, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "argv", "fused"),
+    ("wrongs", "argv", "fused"),
     [
-        ("gradient", [*GTPO, *zero(0)], False),
-        ("gradient", [*GTPO, *zero(0)], True),
-        ("gradient", [*GTPO, *zero(1, "--ds.grad_accum_dtype", "fp32")], False),
-        ("gradient", [*GTPO, *zero(2)], False),
-        ("gradient", [*GTPO, *zero(3)], False),
-        ("loss", [*GRPO, *zero(2)], False),
-        ("log_probs", [*GTPO, *zero(2)], False),
-        ("gradient", ["--algo.advantage.estimator", "gae"], False),
-        ("gradient", [*GTPO, "--actor.backend", "megatron"], False),
-        (
-            "gradient",
-            [*GTPO, "--actor.backend", "megatron", "--no-megatron.use_distributed_optimizer"],
-            False,
-        ),
-        ("gradient", [*GTPO, "--actor.backend", "megatron", "--megatron.tensor_model_parallel_size", "2"], False),
-        ("loss", [*GRPO, "--actor.backend", "megatron"], False),
-        ("log_probs", [*GTPO, "--actor.backend", "megatron"], False),
+        (["gradient"], [*GTPO, *zero(0)], False),
+        (["gradient"], [*GTPO, *zero(0)], True),
+        (["gradient", "log_probs"], [*GTPO, *zero(1, "--ds.grad_accum_dtype", "fp32")], False),
+        (["gradient", "loss", "log_probs"], [*GRPO, *zero(2)], False),
+        (["gradient"], [*GTPO, *zero(3)], False),
+        (["gradient"], ["--algo.advantage.estimator", "gae"], False),
+        (["gradient", "loss", "log_probs"], [*GRPO, *MEGATRON], False),
+        (["gradient", "log_probs"], [*GTPO, *MEGATRON, "--no-megatron.use_distributed_optimizer"], False),
+        (["gradient"], [*GTPO, *MEGATRON, "--megatron.tensor_model_parallel_size", "2"], False),
     ],
     ids=str,
 )
 def test_a_step_that_is_not_finite_leaves_no_trace(
-    wrong: str, argv: list[str], fused: bool, actor_model: str, pools: dict[int, RankPool]
+    wrongs: list[str], argv: list[str], fused: bool, actor_model: str, pools: dict[int, RankPool]
 ) -> None:
     """Weights, masters, moments and counts are bitwise those of a run without it, right after it and a step later; two
     ranks, of which one has the row."""
     backend = "megatron" if "megatron" in argv else "deepspeed"
     model = "critic" if "gae" in argv else "actor"
-    rounds = [None, wrong, None], [None, None]
-    with_it, without = (
-        pools[2].run(run_poisoned, backend, actor_model, [*TRAINS, *argv], one, fused) for one in rounds
+    with_them, without = (
+        pools[2].run(run_poisoned, backend, actor_model, [*TRAINS, *argv], [None, *wrong, None], fused)
+        for wrong in (wrongs, [])
     )
-    for (first, skipped, last), (_, second) in zip(with_it, without, strict=True):
-        assert math.isnan(skipped[0][f"{model}_grad_norm"]) or math.isinf(skipped[0][f"{model}_grad_norm"])
-        assert skipped[0][f"{model}_bad_steps"] == 1 and last[0][f"{model}_bad_steps"] == 0
+    for (first, *skipped, last), (_, second) in zip(with_them, without, strict=True):
+        for status, state in skipped:
+            assert not math.isfinite(status[f"{model}_grad_norm"]) and status[f"{model}_bad_steps"] == 1
+            assert_the_same(state, first[1])
+        assert len(skipped) == len(wrongs) and last[0][f"{model}_bad_steps"] == 0
         assert last[0][f"{model}_grad_norm"] == second[0][f"{model}_grad_norm"] > 0
-        for found, expected in ((skipped[1], first[1]), (last[1], second[1])):
-            assert found.keys() == expected.keys()
-            for name, tensor in expected.items():
-                assert torch.equal(found[name], tensor), name
+        assert_the_same(last[1], second[1])
         assert any(not torch.equal(first[1][name], tensor) for name, tensor in last[1].items() if "weight" in name)
+
+
+def assert_the_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
 
 
 @pytest.mark.parametrize("backend", ["deepspeed", "megatron"])
@@ -530,17 +515,22 @@ NO_KL = ["--algo.kl.init_coef", "0"]
 LEVEL = "--algo.advantage.is_correction_level"
 
 
-@pytest.mark.parametrize("backend", ["deepspeed", "megatron"])
 @pytest.mark.parametrize(
-    ("argv", "forwards"),
+    ("backend", "argv", "forwards"),
     [
-        (["gtpo", *NO_KL], 0),
-        (["grpo_s", *NO_KL, LEVEL, "seq"], 0),
-        (["gtpo", *KL_LOSS], 0),
-        (["gtpo", *KL_LOSS, "--algo.kl.unbiased_gradient", LEVEL, "token"], 0),
-        (["group_norm", *NO_KL, "--logger.entropy_enable"], 0),
-        (["gtpo", "--algo.kl.init_coef", "0.1"], 1),
-        (["gtpo", *NO_KL, "--train.batch_size", "4"], 1),
+        *itertools.product(
+            ["deepspeed", "megatron"],
+            [
+                ["gtpo", *NO_KL],
+                ["grpo_s", *NO_KL, LEVEL, "seq"],
+                ["gtpo", *KL_LOSS],
+                ["gtpo", *KL_LOSS, "--algo.kl.unbiased_gradient", LEVEL, "token"],
+                ["group_norm", *NO_KL, "--logger.entropy_enable"],
+            ],
+            [0],
+        ),
+        ("deepspeed", ["gtpo", "--algo.kl.init_coef", "0.1"], 1),
+        ("deepspeed", ["gtpo", *NO_KL, "--train.batch_size", "4"], 1),
     ],
     ids=str,
 )
@@ -554,7 +544,7 @@ def test_a_whole_step_without_an_old_policy_forward_is_the_one_with_it(
     assert asked == 1 and status["actor_grad_norm"] > 0.01
     without, found, asked = pools[1].run(run_whole_step, backend, actor_model, [*argv, *SAMPLER])[0]
     assert asked == forwards and status.items() <= without.items()
-    assert all(torch.equal(found[name], value) for name, value in state.items())
+    assert_the_same(found, state)
 
 
 @pytest.mark.parametrize("backend", ["deepspeed", "megatron"])
@@ -571,7 +561,7 @@ def test_an_engine_that_missed_an_update_shows_in_the_audit(
     assert stale["rollout/entropy_of_sampler"] == 0 and asked == 1
     status, state, _ = pools[1].run(run_whole_step, backend, actor_model, argv, 0.05)[0]
     assert status.items() <= stale.items()
-    assert all(torch.equal(found[name], value) for name, value in state.items())
+    assert_the_same(found, state)
 
 
 @pytest.mark.parametrize("backend", ["deepspeed", "megatron"])
@@ -587,3 +577,14 @@ def test_log_probs_of_the_sampler_hold_several_optimizer_steps(
     )[0]
     assert asked == 0 and free["ppo_kl"] == free["ppo_clip_ratio"] == 0
     assert abs(free["vllm_kl"] - held["vllm_kl"]) > 1e-4
+
+
+def test_deepspeeds_tensor_parallelism_sends_whole_weights(actor_model: str, pools: dict[int, RankPool]) -> None:
+    """Each parameter is sent as announced and as the checkpoint has it. The last test of a pool: the split stays on
+    for a process's life."""
+    from transformers import AutoModelForCausalLM
+
+    whole = dict(AutoModelForCausalLM.from_pretrained(actor_model, dtype=torch.bfloat16).named_parameters())
+    argv = [*GTPO, "--ds.tensor_parallel_size", "2"]
+    for sent in pools[2].run(sent_weights, actor_model, argv):
+        assert_the_same(sent, whole)

@@ -174,15 +174,15 @@ def test_what_is_no_reward_is_a_mistake_and_not_tried_again(tmp_path: Path) -> N
 
 
 class Agent:
-    """Asks the engine, which takes ``seconds``; its first ``failures`` episodes fail after that."""
+    """Asks the engine; its first ``failures`` episodes fail after that."""
 
-    def __init__(self, failures: int, fail: Callable[[], Awaitable[None]], seconds: float = 0.0) -> None:
-        self.episodes, self._failures, self._fail, self._seconds = 0, failures, fail, seconds
+    def __init__(self, failures: int, fail: Callable[[], Awaitable[None]]) -> None:
+        self.episodes, self._failures, self._fail = 0, failures, fail
 
     async def episode(self) -> str:
         self.episodes += 1
         with engine_works():
-            await asyncio.sleep(self._seconds)
+            await asyncio.sleep(0)
         if self.episodes <= self._failures:
             await self._fail()
         return "done"
@@ -200,18 +200,20 @@ async def hangs() -> None:
     ("patience", "fail", "failure"), [(PATIENT, raises, ConnectionError), (IN_TIME, hangs, TimeoutError)]
 )
 def test_an_agent_that_raises_or_hangs_begins_anew(patience: Patience, fail: Any, failure: type[Exception]) -> None:
-    for failures in (patience.tries - 1, patience.tries):
-        agent = Agent(failures, fail)
-        outcome = patience.ask(agent.episode, "the agent")
-        if failures < patience.tries:
-            assert asyncio.run(outcome) == "done"
-        else:
-            with pytest.raises(failure):
-                asyncio.run(outcome)
-        assert agent.episodes == patience.tries
+    agents = [Agent(patience.tries - 1, fail), Agent(patience.tries, fail)]
+
+    async def ask() -> list[Any]:
+        asked = (patience.ask(agent.episode, "the agent") for agent in agents)
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    done, failed = asyncio.run(ask())
+    assert done == "done" and isinstance(failed, failure)
+    assert [agent.episodes for agent in agents] == [patience.tries] * 2
 
 
-def test_an_agent_that_asks_the_engine_twice_at_once_waits_for_both() -> None:
+def test_the_engines_time_is_not_the_agents() -> None:
+    """Also of an agent that asks twice at once, and waits for both."""
+
     async def call(seconds: float) -> float:
         with engine_works():
             await asyncio.sleep(seconds)
@@ -221,8 +223,3 @@ def test_an_agent_that_asks_the_engine_twice_at_once_waits_for_both() -> None:
         return await asyncio.gather(call(0.0), call(1.2))
 
     assert asyncio.run(IN_TIME.ask(episode, "the agent")) == [0.0, 1.2]
-
-
-def test_the_engines_time_is_not_the_agents() -> None:
-    agent = Agent(0, raises, seconds=1.2)
-    assert asyncio.run(IN_TIME.ask(agent.episode, "the agent")) == "done" and agent.episodes == 1

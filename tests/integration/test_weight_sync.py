@@ -225,6 +225,7 @@ def test_an_engine_that_does_not_start_is_named_with_the_end_of_its_log(monkeypa
 def test_no_group_is_joined_before_every_engine_is_there(
     policy: torch.nn.Module, actors: list[Actor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ray.util.state, "get_log", None)
     died = RuntimeError("out of memory")
     with pytest.raises(TrainingStopped, match="out of memory"):
         trainer_of(policy, [actors[0], Starting(0.0, died)])  # type: ignore[list-item]

@@ -88,11 +88,13 @@ def unpicklable() -> Any:
     return lambda: None
 
 
-def rank_0_ends_first() -> None:
-    """Ranks that go on without rank 0 and make a group."""
+def rank_0_ends_first(addend: int, module: Any) -> dict[str, Any]:
+    """What :func:`describe` says; the other ranks go on without rank 0 and make a group."""
+    seen = describe(addend, module)
     if torch.distributed.get_rank() > 0:
         time.sleep(1.5)
         torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True)
+    return seen
 
 
 def sleep() -> None:

@@ -7,10 +7,33 @@ from collections.abc import Callable
 
 Fresh = Callable[..., str]  # see conftest.py
 
-CPU, CUDA = {"OPENRLHF_GTPO_PLATFORM": "cpu"}, {"OPENRLHF_GTPO_PLATFORM": "cuda"}
+CPU = {"OPENRLHF_GTPO_PLATFORM": "cpu"}
 
-STATE = """
+
+def test_a_process_of_a_cpu_run_answers_what_openrlhf_asks(fresh: Fresh) -> None:
+    """Also where it is activated twice; what the user has set stays."""
+    program = """
+import importlib.util, os, sys, torch
+from openrlhf_gtpo import platform
+platform.activate()
+modules, flash_attn = set(sys.modules), sys.modules["flash_attn"]
+platform.activate()
+assert set(sys.modules) == modules and sys.modules["flash_attn"] is flash_attn
+device = torch.cuda.current_device()
+print(torch.ones(2).to(device).device, torch.zeros(1, device=device).device, torch.device(device), f"cuda:{device}")
+torch.cuda.synchronize(); torch.cuda.empty_cache(); torch.cuda.set_device(0); torch.cuda.synchronize(device)
+import flash_attn.bert_padding, flash_attn.utils.distributed
+assert importlib.util.find_spec("flash_attn") is not None
+print(*(os.environ[name] for name in ("DS_ACCELERATOR", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE")))
+"""
+    answers = fresh(program, VLLM_CPU_KVCACHE_SPACE="7", **CPU)
+    assert answers.splitlines() == ["cpu cpu cpu cuda:0", "cpu nobind 7"]
+
+
+def test_nothing_of_it_is_active_on_a_cuda_host_or_where_nobody_chose_a_platform(fresh: Fresh) -> None:
+    program = """
 import os, sys, torch, torch.cuda
+import openrlhf_gtpo.platform as platform
 
 def state():
     return (
@@ -18,68 +41,14 @@ def state():
         {name: id(value) for name, value in sys.modules.items() if not name.startswith("openrlhf_gtpo")},
         dict(os.environ),
     )
-"""
 
-
-def test_a_process_of_a_cpu_run_answers_what_openrlhf_asks(fresh: Fresh) -> None:
-    answers = fresh(
-        """
-import torch
-from openrlhf_gtpo import platform
-platform.activate()
-device = torch.cuda.current_device()
-print(torch.ones(2).to(device).device, torch.zeros(1, device=device).device, torch.device(device), f"cuda:{device}")
-torch.cuda.synchronize(); torch.cuda.empty_cache(); torch.cuda.set_device(0); torch.cuda.synchronize(device)
-import flash_attn.bert_padding, flash_attn.utils.distributed, importlib.util, os
-assert importlib.util.find_spec("flash_attn") is not None
-print(os.environ["DS_ACCELERATOR"], os.environ["VLLM_CPU_OMP_THREADS_BIND"])
-""",
-        **CPU,
-    )
-    assert answers.splitlines() == ["cpu cpu cpu cuda:0", "cpu nobind"]
-
-
-def test_it_may_be_activated_twice(fresh: Fresh) -> None:
-    program = f"""{STATE}
-from openrlhf_gtpo import platform
-platform.activate()
-modules = set(sys.modules)
-flash_attn = sys.modules["flash_attn"]
-platform.activate()
-assert set(sys.modules) == modules and sys.modules["flash_attn"] is flash_attn
-assert str(torch.cuda.current_device()) == "cpu"
-"""
-    fresh(program, **CPU)
-
-
-def test_what_the_user_has_set_wins(fresh: Fresh) -> None:
-    program = """
-import os
-from openrlhf_gtpo import platform
-platform.activate()
-print(os.environ["VLLM_CPU_KVCACHE_SPACE"], os.environ["VLLM_CPU_OMP_THREADS_BIND"])
-"""
-    assert fresh(program, VLLM_CPU_KVCACHE_SPACE="7", **CPU) == "7 nobind"
-
-
-def test_nothing_of_it_is_active_on_a_cuda_host(fresh: Fresh) -> None:
-    program = f"""{STATE}
-import openrlhf_gtpo.platform as platform
-before = state()
-platform.activate()
-assert state() == before
-assert "openrlhf_gtpo.platform.cpu" not in sys.modules
-assert "openrlhf_gtpo.platform.flash_attn_stand_in" not in sys.modules
-"""
-    fresh(program, **CUDA)
-
-
-def test_a_process_that_nobody_chose_a_platform_for_is_left_alone(fresh: Fresh) -> None:
-    program = f"""{STATE}
-import openrlhf_gtpo.platform as platform
-before = state()
-platform.activate()
-assert state() == before
+for chosen in ({}, {"OPENRLHF_GTPO_PLATFORM": "cuda"}):
+    os.environ.update(chosen)
+    before = state()
+    platform.activate()
+    assert state() == before
+    assert "openrlhf_gtpo.platform.cpu" not in sys.modules
+    assert "openrlhf_gtpo.platform.flash_attn_stand_in" not in sys.modules
 """
     fresh(program)
 

@@ -44,10 +44,13 @@ def no_rank_is_left(host_without_cuda: None) -> Iterator[None]:
 
 
 def test_ranks_are_joined_and_share_the_cores() -> None:
-    """A module given as an argument was imported after the platform was prepared; ranks listen on loopback only."""
+    """A module given as an argument was imported after the platform was prepared; ranks listen on loopback only; and
+    rank 0 may end before the others."""
     before = dict(os.environ)
     listening = process_functions.listeners(psutil.Process())  # of other tests
-    seen = run_processes(process_functions.describe, 2, 10, process_functions.Importing("flash_attn.bert_padding"))
+    seen = run_processes(
+        process_functions.rank_0_ends_first, 2, 10, process_functions.Importing("flash_attn.bert_padding")
+    )
     cores = str(max(1, len(os.sched_getaffinity(0)) // 2))
     assert seen.pop("pid") != os.getpid()
     addresses = {address for address, _ in seen.pop("listening") - listening}
@@ -71,10 +74,6 @@ def test_ranks_are_joined_and_share_the_cores() -> None:
 def test_threads_that_the_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert _shared_environment("cpu", 2, 1234)["OMP_NUM_THREADS"] == "7"
-
-
-def test_rank_0_may_end_before_the_others() -> None:
-    run_processes(process_functions.rank_0_ends_first, 2)
 
 
 def test_a_users_mistake_comes_out_as_it_was_raised() -> None:

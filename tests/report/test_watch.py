@@ -26,6 +26,11 @@ TRAIN = {
 }
 
 
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("openrlhf_gtpo.report.watch._POLL_SECONDS", 0.05)
+
+
 def test_describe_names_the_held_out_task_and_leaves_out_what_is_absent() -> None:
     assert describe({"kind": names.KIND_EVAL, "step": 0, "eval_gcd_pass1": 0.125}) == "held-out reward gcd 0.125"
     assert describe(TRAIN) == "reward 0.25  entropy 1.50  length 12  seconds 20.4"
@@ -36,7 +41,7 @@ def test_watch_prints_every_line_and_ends_with_the_process(tmp_path: Path) -> No
     path = tmp_path / "metrics.jsonl"
     sampled = TRAIN | {names.SAMPLE: f"{'long ' * 40}What is\n[3 * 4]? 12", names.SAMPLE_REWARD: 1.0}
     lines = [json.dumps({"kind": "eval", "step": 0, "eval_gcd_pass1": 0.1}), json.dumps(sampled)]
-    script = f"import time; time.sleep(1); open({str(path)!r}, 'w').write({chr(10).join(lines)!r} + chr(10))"
+    script = f"import time; time.sleep(0.3); open({str(path)!r}, 'w').write({chr(10).join(lines)!r} + chr(10))"
     trainer = subprocess.Popen([sys.executable, "-c", script])
     output = io.StringIO()
     started = time.monotonic()
@@ -61,8 +66,8 @@ def test_watch_prints_steps_that_the_file_has_already(tmp_path: Path, after: int
     steps = [after + 1, after + 2, after + 3]
     script = (
         "import time; from openrlhf_gtpo.report.metrics import MetricsWriter\n"
-        f"time.sleep(2); writer = MetricsWriter({str(path)!r}); writer.begin({after}, {{}})\n"
-        f"for step in {steps}: time.sleep(0.7); writer.write('train', step, {{{names.REWARD_MEAN!r}: 0.25}})"
+        f"time.sleep(0.5); writer = MetricsWriter({str(path)!r}); writer.begin({after}, {{}})\n"
+        f"for step in {steps}: time.sleep(0.2); writer.write('train', step, {{{names.REWARD_MEAN!r}: 0.25}})"
     )
     trainer = subprocess.Popen([sys.executable, "-c", script])
     output = io.StringIO()
@@ -82,7 +87,6 @@ def test_watch_of_a_run_that_dies_before_its_first_line_ends_quietly(tmp_path: P
 def test_on_a_terminal_the_bar_says_the_phase_and_the_time_left_inside_a_step(tmp_path: Path) -> None:
     """The second of four steps of 30 s; what an earlier start said of its phase is not repeated."""
     path = tmp_path / "metrics.jsonl"
-    trainer = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(2)"])
     shown: list[str] = []
     for said_before_the_start in (True, False):
         writer = MetricsWriter(path)
@@ -91,11 +95,10 @@ def test_on_a_terminal_the_bar_says_the_phase_and_the_time_left_inside_a_step(tm
         writer.phase(names.PPO_TRAIN)
         output = io.StringIO()
         os.utime(tmp_path / "metrics.jsonl.phase", (time.time() + (-60 if said_before_the_start else 5),) * 2)
+        trainer = subprocess.Popen(["sleep", "1.2"])
         watch(path, 4, trainer.pid, Console(file=output, force_terminal=True, width=160))
         shown.append(output.getvalue())
         trainer.wait()
-        trainer = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(2)"])
-    trainer.wait()
     stale, bar = shown
     assert "starting Ray, vLLM and the trainer" in stale and "training" not in stale and "left" not in stale
     assert "reward 0.25; training" in bar and "1/4" in bar

@@ -17,7 +17,7 @@ from openrlhf_gtpo.cli import evaluate, prepare
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.integration.rollout.sampler_calls import ENTROPY_TAG
 from openrlhf_gtpo.scoring import answers
-from openrlhf_gtpo.tasks import reasoning_gym_reward
+from openrlhf_gtpo.tasks import reasoning_gym_reward, tiny_model
 
 SETTINGS = {"n": 2, "temperature": 1.0, "top_p": 1.0, "max_tokens": 4, "seed": 1}
 QUESTIONS = [(f"What is {number}?", str(number)) for number in range(5)]
@@ -104,7 +104,9 @@ def test_a_reward_that_fails_ends_it_with_the_question(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluate")
-    assert prepare.main(["tiny-model", "--output", str(folder / "model")]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_model, "STEPS", 3)  # no answer has to be right
+        assert prepare.main(["tiny-model", "--output", str(folder / "model")]) == 0
     words = ["--task", "products", "--train-size", "4", "--eval-size", "4", "--instruction", "What is it? " * 3]
     assert prepare.main(["task", *words, "--output", str(folder / "task")]) == 0
     return folder

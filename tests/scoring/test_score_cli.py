@@ -52,27 +52,21 @@ def test_text_is_tokenized_as_it_is_and_only_the_response_is_scored(model: Path,
 
 
 @pytest.mark.slow
-def test_both_backends_from_the_command_line(model: Path, tmp_path: Path) -> None:
+def test_both_backends_from_the_command_line(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron in processes of its own; Transformers in those of torchrun."""
     source = tmp_path / "in.jsonl"
     tokens, text = {"tokens": [1, 3, 2, 4, 5, 7]}, {"id": 7, "prompt": "two times three is", "response": "six ."}
     source.write_text("".join(json.dumps(entry) + "\n" for entry in (tokens, {"tokens": [4]}, text)))
     flags = {"--model": model, "--input": source, "--dtype": "float32", "--temperature": 0.5, "--max-tokens": 7}
     megatron = {"--actor.backend": "megatron", "--megatron.tensor_model_parallel_size": 2}
-    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "-m"]
-    results = []
-    for launcher, options in (([], megatron), (torchrun, {})):
-        output = tmp_path / f"{len(results)}.jsonl"
-        command = [sys.executable, "-m", *launcher, "openrlhf_gtpo.cli.score"]
-        ended = subprocess.run(
-            [*command, *argv({**flags, **options, "--output": output})],
-            capture_output=True,
-            text=True,
-            timeout=400,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        assert ended.returncode == 0, ended.stderr
-        results.append(read(output))
+    outputs = [tmp_path / "0.jsonl", tmp_path / "1.jsonl"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert cli.main(argv({**flags, **megatron, "--output": outputs[0]})) == 0
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "-m", "openrlhf_gtpo.cli.score"]
+    command = [sys.executable, "-m", *torchrun, *argv({**flags, "--output": outputs[1]})]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert ended.returncode == 0, ended.stderr
+    results = [read(output) for output in outputs]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.jsonl", "1.jsonl", "in.jsonl"]
     for whole, single, response in results:
         assert single == {"log_probs": [], "entropies": []}

@@ -69,15 +69,14 @@ import ray
 from openrlhf_gtpo.integration.controller.failures import raised_on
 
 @ray.remote
-def wait():
-    import time
-    time.sleep(300)
+def wait():  # for a CPU, of which there is none
+    raise AssertionError
 
-ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+ray.init(num_cpus=0, include_dashboard=False, log_to_driver=False)
 for error in (ValueError("a rank died"), SystemExit(143)):
-    threading.Timer(3, os.kill, (os.getpid(), signal.SIGTERM)).start()
     try:
         with raised_on(signal.SIGTERM, lambda: error):
+            threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
             ray.get(wait.remote())
     except (ValueError, SystemError) as raised:
         assert raised is error, raised
