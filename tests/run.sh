@@ -76,4 +76,5 @@ if ((${#failed[@]} > 0)); then
 fi
 
 printf '== pytest\n'
-exec python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations=20 "${quick[@]}" "$@"
+# Three workers on two cores, as some tests wait for SLURM or an engine; up to 13 GB of memory.
+exec python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations=20 "${quick[@]}" "$@"
