@@ -126,7 +126,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any) -> "ModelShape":
-        """From a Hugging Face configuration, or any object with the fields of its ``config.json``.
+        """The shape of a Hugging Face configuration, or any object with the fields of its ``config.json``.
 
         Raises:
             UsageError: a size is missing, no whole number, or none that a model has.
@@ -170,7 +170,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Of the checkpoint: the vocabulary is not padded, a tied head counts once."""
+        """Parameters in the checkpoint: the vocabulary is not padded, a tied head counts once."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
         return self.num_layers * sum(self.layer_parameters().values()) + embeddings + self.hidden_size
 
@@ -195,7 +195,7 @@ class ModelShape:
         return -(-self.vocab_size // multiple) * multiple
 
     def embedding_parameters(self, tensor: int = 1) -> int:
-        """Of the embedding on one rank, and as many of the head."""
+        """Parameters of the embedding on one rank; the head has as many."""
         return self.padded_vocab_size(tensor) // tensor * self.hidden_size
 
     def stage_parameters(self, stage: int, *, tensor: int = 1, pipeline: int = 1, expert: int = 1) -> dict[str, int]:
@@ -231,11 +231,12 @@ def decoder_flops(shape: ModelShape, lengths: Iterable[int]) -> int:
 
 
 def head_flops(shape: ModelShape, tokens: int) -> int:
-    """Of the LM head's product in a forward pass over the tokens it is applied to; padded columns do not count."""
+    """FLOPs of the LM head's product in a forward pass over the tokens it is applied to; padded columns do not
+    count."""
     return 2 * tokens * shape.hidden_size * shape.vocab_size
 
 
 def forward_flops(shape: ModelShape, lengths: Iterable[int], response_tokens: int) -> int:
-    """Of the whole model: :func:`decoder_flops` over all tokens and :func:`head_flops` over those of responses, since
-    the actor applies its head to the places that predict an action alone."""
+    """FLOPs of the whole model: :func:`decoder_flops` over all tokens and :func:`head_flops` over those of responses,
+    since the actor applies its head to the places that predict an action alone."""
     return decoder_flops(shape, lengths) + head_flops(shape, response_tokens)

@@ -38,7 +38,7 @@ class Rows:
 
 
 def success(outcome: Tensor, threshold: float = 1.0) -> Tensor:
-    """Rows that belong to O+.
+    """Which rows belong to O+.
 
     Args:
         outcome: (B,) outcome rewards before any length penalty.

@@ -173,7 +173,8 @@ class TokenShares:
         return torch.where(self.rows.success[chunk, None], entropy, entropy.reciprocal())
 
     def _key(self, chunk: slice) -> Tensor:
-        """Where ``self.mean`` has what a token is compared with: (R, T) its place in the table, or (R, 1) its row."""
+        """The place in ``self.mean`` of what a token is compared with: (R, T) its place in the table, or (R, 1) its
+        row."""
         if self.config.compare != "position":
             return torch.arange(chunk.start, chunk.stop, device=self.mask.device)[:, None]
         key = self.mask[chunk].cumsum(-1)

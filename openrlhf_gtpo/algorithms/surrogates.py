@@ -268,7 +268,8 @@ def token_covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Ten
 
 
 def _num_marked(fraction: float, mask: Tensor) -> int:
-    """Of the micro-batch's action tokens: ``fraction`` of them rounded down, one at least, where there are any."""
+    """The number of action tokens to mark: ``fraction`` of the micro-batch's, rounded down, at least one where there
+    are any."""
     count = int(mask.sum())
     return min(count, max(1, int(fraction * count)))
 

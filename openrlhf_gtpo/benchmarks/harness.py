@@ -118,7 +118,7 @@ class SquareProduct:
 
 
 def ratios(values: Iterable[float], base: Iterable[float]) -> list[float]:
-    """One over the other, repetition by repetition."""
+    """The ratio of one to the other, repetition by repetition."""
     return [a / b for a, b in zip(values, base, strict=True)]
 
 

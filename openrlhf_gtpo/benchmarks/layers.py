@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def case_of(args: argparse.Namespace, config: Any, chosen: dict[str, Fp8Options | None]) -> dict[str, Any]:
-    """In the one rank of the default group: what every precision took, and how fast the device multiplies.
+    """Measure what every precision takes and how fast the device multiplies, in the one rank of the default group.
 
     A first round, in which memory is measured, is not timed.
 

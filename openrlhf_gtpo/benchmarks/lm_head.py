@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure_ways(shape: dict[str, Any], repeat: int, seed: int) -> tuple[dict[str, Measured], dict[str, str]]:
-    """In every rank of the default group, which shards the vocabulary: measurements by name; why others are absent.
+    """Measurements by name, and why others are absent; in every rank of the default group, which shards the
+    vocabulary.
 
     A first round, in which memory and errors are measured, is not timed. What is known of a way beside its seconds:
     ``extra_bytes``: phase to the peak beyond inputs, outputs and gradients, None where it cannot be told;

@@ -176,7 +176,7 @@ def measured_rate(gpus: int, side: int, dtype: str) -> float:
 
 
 def _rate_of_all(side: int, dtype: str) -> float:
-    """In each rank of the default group: the sum of the ranks' rates, measured at the same time."""
+    """The sum of the ranks' rates, measured at the same time in each rank of the default group."""
     product = SquareProduct(side, DTYPES[dtype])
     torch.distributed.barrier()
     rates: list[Any] = [None] * torch.distributed.get_world_size()

@@ -72,8 +72,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure_precision(args: argparse.Namespace, config: Any, fp8: Fp8Options | None) -> Measured:
-    """In the one rank of the default group: steps after one that is not counted. The same seed gives every precision
-    the same weights and batches.
+    """Measure steps after one that is not counted, in the one rank of the default group. The same seed gives every
+    precision the same weights and batches.
 
     What is known beside the seconds: ``tokens`` (real ones of each step, prompts included), ``grad_norms``, and
     ``peak_bytes`` of parameters, gradients, optimizer states and activations, None where it cannot be told.
@@ -185,7 +185,7 @@ def _deepspeed(args: argparse.Namespace, shape: Any) -> dict[str, Any]:
 
 
 def _derived(measured: dict[str, Any]) -> dict[str, Any]:
-    """Of each precision and phase, and of the whole ``step``: tokens/s of each step, and how many times as fast as
+    """Tokens/s of each step, for each precision and phase and for the whole ``step``, and how many times as fast as
     bfloat16 on Megatron."""
     found: dict[str, Any] = {}
     for name, one in measured.items():  # BF16 is the first

@@ -28,7 +28,7 @@ _SYNC = "sync"
 
 
 class Case(NamedTuple):
-    """One way to sync.
+    """A way to sync weights that is measured.
 
     Fields:
         bucket_mb: MiB; 0 makes every parameter a bucket of its own.
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
 def measure_syncs(
     parameters: Sequence[ParameterMeta], engine: Engine, workers: int, cases: list[Case], repeat: int
 ) -> dict[str, Measured]:
-    """Of the device copy, and of every case by its words.
+    """Measure the device copy, and every case by its words.
 
     On GPUs all cases have one transport: a colocated trainer is on the engine's GPU, another on the last.
     """

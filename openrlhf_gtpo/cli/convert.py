@@ -91,7 +91,8 @@ def _megatron_to_hf(args: argparse.Namespace) -> None:
 
 
 def hf_to_megatron(source: str, destination: str, layout: Layout, dtype: str) -> None:
-    """In each process, which alone imports megatron: load ``source`` at ``layout``, write a checkpoint of weights."""
+    """Load ``source`` at ``layout`` and write a checkpoint of weights, in each process, which alone imports
+    megatron."""
     import torch
 
     from openrlhf_gtpo.megatron.checkpoint.checkpoints import save_checkpoint

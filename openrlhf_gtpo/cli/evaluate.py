@@ -74,7 +74,7 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 
 def checked_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """Those of ``args`` that are also training's; UsageError where one is out of its range."""
+    """The flags of ``args`` that training has too; UsageError where one is out of its range."""
     from openrlhf_gtpo.integration.command_line.checks import check_ranges
 
     flags = {name: value for name, value in vars(args).items() if "." in name}

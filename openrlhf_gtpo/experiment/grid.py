@@ -79,7 +79,7 @@ def read_grid(path: Path) -> Grid:
     import yaml
 
     class KeysOnce(yaml.SafeLoader):
-        """Of a key that comes twice SafeLoader takes the last."""
+        """Refuses a key that comes twice, of which SafeLoader takes the last."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             keys = Counter(str(key.value) for key, _ in node.value)

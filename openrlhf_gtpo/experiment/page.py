@@ -182,7 +182,7 @@ def _compared(runs: Runs, baseline: str) -> list[tuple[str, str]]:
 def _differences(
     label: str, group: Sequence[FoundRun], base: str, others: Sequence[FoundRun]
 ) -> dict[tuple[str, str], Difference]:
-    """By data set and measure; of the seeds that both have."""
+    """Differences by data set and measure, over the seeds that both have."""
     by_seed = {run.seed: run for run in others if run.seed is not None}
     pairs = [(run, by_seed[run.seed]) for run in group if run.seed in by_seed]
     if not pairs:

@@ -34,7 +34,8 @@ class TileWork(Protocol):
 
     @staticmethod
     def bytes_per_logit(item: int, wide: int, second: bool) -> int:
-        """That this memory takes; `item` and `wide` are the sizes of an input's and an accumulator's element."""
+        """Bytes that this memory takes for a logit; `item` and `wide` are the sizes of an input's and an accumulator's
+        element."""
 
     def product(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """hidden (t, H) x weight (v, H), in the dtype of the inputs; what is there before is lost."""
@@ -154,7 +155,7 @@ def token_statistics(
 
 @dataclass
 class Gradients:
-    """Where a sweep puts its results, each None where it is not wanted.
+    """The tensors that a sweep puts its results into, each None where it is not wanted.
 
     `hidden` (T, H) in the accumulation dtype and `bias` (V,) likewise are added to. `weight` (V, H) of any dtype is
     added to, or written where `weight_is_fresh` (its contents are then undefined before).

@@ -136,7 +136,7 @@ class LogitGradient:
         normalizer: Tensor,
         temperature: float,
     ) -> "LogitGradient":
-        """From the gradients of the two outputs; None is zero."""
+        """The logits' gradient from those of the two outputs; None is zero."""
         label_grad = torch.zeros_like(normalizer) if grad_log_prob is None else grad_log_prob.to(normalizer.dtype)
         label_grad = label_grad / temperature
         level, slope = label_grad, None
@@ -147,7 +147,7 @@ class LogitGradient:
         return cls(normalizer, label_grad, level, slope, bits_per_logit=1 / (math.log(2) * temperature))
 
     def rows(self, tokens: slice) -> "LogitGradient":
-        """That of some of the tokens."""
+        """The gradient of some of the tokens."""
         slope = None if self.slope is None else self.slope[tokens]
         return replace(
             self,

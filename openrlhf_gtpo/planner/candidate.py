@@ -23,7 +23,7 @@ PLACEMENTS = ("colocated", "split")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run.
+    """A way to run: layout, placement and precision.
 
     Fields:
         training: layout, precision and recompute of the actor.
@@ -40,7 +40,7 @@ class Candidate:
 
     @property
     def gpus(self) -> int:
-        """In all."""
+        """GPUs in all."""
         return self.cluster.gpus if self.colocated else self.cluster.gpus + self.engines.gpus
 
     @cached_property
@@ -105,7 +105,7 @@ class Candidate:
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """Of a whole step, by phase."""
+        """Seconds of a whole step, by phase."""
         work = self.engines.workload
         return {
             "rollout": self.engines.seconds,
@@ -126,7 +126,7 @@ class Candidate:
 
     @property
     def mfu(self) -> float:
-        """Of the train phase: the model's operations over the BF16 peak (FP8's where FP8 is used)."""
+        """MFU of the train phase: the model's operations over the BF16 peak (FP8's where FP8 is used)."""
         gpu = self.cluster.gpu
         peak = gpu.fp8 if self.training.fp8 is not None else gpu.bf16
         assert peak is not None
@@ -148,8 +148,8 @@ class Candidate:
 
     @property
     def host_bytes(self) -> float:
-        """Of host memory for each GPU that offloading keeps and moves to and fro in a step: weights and optimizer of
-        the trainer, weights of the reference and of the engines."""
+        """Bytes of host memory for each GPU that offloading keeps and moves to and fro in a step: weights and
+        optimizer of the trainer, weights of the reference and of the engines."""
         if not (self.colocated and self.offload):
             return 0.0
         held = held_bytes(self.training, 0)

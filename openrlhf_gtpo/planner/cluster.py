@@ -67,7 +67,7 @@ class Cluster:
         return self.gpus // self.nodes
 
     def of(self, gpus: int) -> "Cluster":
-        """The same kind of nodes, with ``gpus`` GPUs in all: parts of one node, or whole ones."""
+        """A cluster of the same kind of nodes with ``gpus`` GPUs in all: parts of one node, or whole ones."""
         return replace(self, gpus=gpus, nodes=max(1, -(-gpus // self.gpus_per_node)))
 
 

@@ -184,7 +184,7 @@ def _engines(request: Request, gpus: int) -> Engines:
 
 
 def _layouts(request: Request, cluster: Cluster) -> list[Layout]:
-    """All that the model, the GPUs and the batch allow, sequence parallelism on wherever TP is above 1.
+    """All layouts that the model, the GPUs and the batch allow, sequence parallelism on wherever TP is above 1.
 
     TP stays within a node: its collectives run in every layer.
 

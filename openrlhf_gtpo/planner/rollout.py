@@ -37,7 +37,8 @@ class Engines:
         return self.gpus // self.tensor
 
     def memory(self) -> dict[str, float]:
-        """On one GPU: ``vllm_weights``, ``vllm_working`` and ``kv_cache``, which is the rest and may be below zero."""
+        """Bytes on one GPU: ``vllm_weights``, ``vllm_working`` and ``kv_cache``, which is the rest and may be below
+        zero."""
         weights = self.item * self.shape.parameters / self.tensor
         working = self.assumptions.engine_bytes
         cache = self.memory_share * self.cluster.gpu.memory - weights - working
@@ -45,13 +46,13 @@ class Engines:
 
     @property
     def token_bytes(self) -> float:
-        """Of one token's keys and values on one GPU; where GPUs outnumber key-value heads, they hold copies."""
+        """Bytes of one token's keys and values on one GPU; where GPUs outnumber key-value heads, they hold copies."""
         shares = min(self.tensor, self.shape.num_key_value_heads)
         return 2 * self.item * self.shape.num_layers * self.shape.key_value_width / shares
 
     @property
     def cache_tokens(self) -> float:
-        """Of all sequences together that one engine has room for."""
+        """Tokens of all sequences together that one engine has room for."""
         return max(0.0, self.memory()["kv_cache"]) / self.token_bytes
 
     @property
@@ -61,12 +62,12 @@ class Engines:
 
     @property
     def rows(self) -> int:
-        """Of a rollout on the engine with the most."""
+        """Rows of a rollout on the engine with the most."""
         return -(-self.workload.rows // self.count)
 
     @cached_property
     def stretches(self) -> tuple[Stretch, ...]:
-        """Of the rollout on the engine with the most rows: what decodes when."""
+        """What decodes when in the rollout, on the engine with the most rows."""
         work, rows = self.workload, self.rows
         lengths = work.lengths(rows)
         # How long a response gets does not follow from when it came: multiples of the golden ratio mix them evenly.
@@ -76,7 +77,7 @@ class Engines:
 
     @property
     def most_rows(self) -> int:
-        """That decode at once."""
+        """The most rows that decode at once."""
         return max(stretch.rows for stretch in self.stretches)
 
     @property
@@ -86,8 +87,8 @@ class Engines:
 
     @cached_property
     def seconds(self) -> float:
-        """Of a rollout: prefill of each prompt once per engine (its samples share the cache), and decode steps until
-        the last row has ended."""
+        """Seconds of a rollout: prefill of each prompt once per engine (its samples share the cache), and decode steps
+        until the last row has ended."""
         prompts = max(1.0, self.rows / self.workload.samples_per_prompt)
         seconds = prompts * self._prefill_seconds(self.workload.prompt)
         for stretch in self.stretches:
@@ -104,7 +105,7 @@ class Engines:
         return rows / (self._step(rows, context) + prompts * self._prefill_seconds(work.prompt)) / self.tensor
 
     def _prefill_seconds(self, tokens: float) -> float:
-        """Of one row's."""
+        """Seconds of one row's prefill."""
         return decoder_flops(self.shape, [int(tokens)]) / self.tensor / self._multiply_rate()
 
     def _multiply_rate(self) -> float:

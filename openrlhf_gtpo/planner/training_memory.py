@@ -73,14 +73,15 @@ class Training:
 
     @property
     def input_bytes(self) -> float:
-        """Of one kept element of a product's input: with a float32 scale for each 128 where scales are of blocks."""
+        """Bytes of one kept element of a product's input: with a float32 scale for each 128 where scales are of
+        blocks."""
         if self.fp8 is None or self.fp8.emulated:
             return 2.0
         return 1 + 4 / 128 if self.fp8.recipe == "blockwise" else 1.0
 
     @property
     def rank_tokens(self) -> float:
-        """Of a micro-batch on one rank; tensor-parallel ranks share them under sequence parallelism alone."""
+        """Tokens of a micro-batch on one rank; tensor-parallel ranks share them under sequence parallelism alone."""
         return self.tokens / self.layout.context_parallel_size
 
     @property
@@ -233,7 +234,8 @@ def temporary_bytes(training: Training, stage: int) -> dict[str, float]:
 
 
 def _host_moments(training: Training, stage: int) -> dict[str, float]:
-    """Those after the backward pass on a host without CUDA; elsewhere NCCL and fused kernels need next to nothing."""
+    """Memory at the moments after the backward pass on a host without CUDA; elsewhere NCCL and fused kernels need next
+    to nothing."""
     shape, gone = training.shape, activation_bytes(training, stage)
     largest: float = 2 * shape.hidden_size * shape.intermediate_size / training.tensor
     if stage in training.ends:

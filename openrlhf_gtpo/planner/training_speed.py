@@ -17,7 +17,7 @@ from openrlhf_gtpo.planner.workload import Workload
 
 @dataclass(frozen=True)
 class TrainingSpeed:
-    """Of ``training``'s layout on ``cluster`` at a workload; the tokens of a micro-batch are averages.
+    """The speed of ``training``'s layout on ``cluster`` at a workload; the tokens of a micro-batch are averages.
 
     Fields:
         interleaved: parts of each pipeline stage that take turns. The actor has one; published rows have more.
@@ -31,12 +31,12 @@ class TrainingSpeed:
 
     @cached_property
     def micro_batches(self) -> int:
-        """Of a replica in an optimizer step."""
+        """Micro-batches of a replica in an optimizer step."""
         return self.workload.micro_batches(self.training.data_parallel)[0]
 
     @cached_property
     def _tokens(self) -> float:
-        """Of a micro-batch."""
+        """Tokens of a micro-batch."""
         return self.workload.micro_batches(self.training.data_parallel)[1]
 
     @cached_property
@@ -84,11 +84,12 @@ class TrainingSpeed:
         return slots * self._micro_batch()[0] * self.stragglers
 
     def flops(self) -> float:
-        """Of the model, in one optimizer step's forward and backward passes over all replicas; recompute adds none."""
+        """FLOPs of the model in one optimizer step's forward and backward passes over all replicas; recompute adds
+        none."""
         return 3 * self.workload.batch * sum(self._row_flops())
 
     def _row_flops(self) -> tuple[float, float]:
-        """Of one row on average, in a forward pass: decoder and head."""
+        """FLOPs of one row on average, in a forward pass: decoder and head."""
         shape = self.training.shape
         decoder = decoder_flops(shape, self._lengths) / len(self._lengths)
         return decoder, head_flops(shape, 1) * self.workload.response

@@ -112,7 +112,7 @@ class Workload:
         return self.rows * (self.prompt + self.response)
 
     def lengths(self, rows: int) -> list[float]:
-        """Of ``rows`` responses, at evenly spaced ranks, ascending."""
+        """Lengths of ``rows`` responses, at evenly spaced ranks, ascending."""
         return [self.responses[(2 * i + 1) * _POINTS // (2 * rows)] for i in range(rows)]
 
     def micro_batches(self, replicas: int) -> tuple[int, float]:

@@ -8,7 +8,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """Of Python's, NumPy's and torch's generators, and of the current CUDA device's."""
+    """The state of Python's, NumPy's and torch's generators, and of the current CUDA device's."""
     legacy: Any = numpy.random.get_state()  # ("MT19937", (624,) keys, position, ...)
     numbers = (legacy[0], legacy[1].tolist(), *legacy[2:])
     state = {"python": random.getstate(), "numpy": numbers, "torch": torch.get_rng_state()}

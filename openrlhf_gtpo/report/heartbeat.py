@@ -14,7 +14,8 @@ _EVERY = 1.0  # seconds
 
 
 class Heartbeat:
-    """Of the run with the checkpoints in ``folder``, for its controller and for whoever watches it."""
+    """The sign of life of the run with the checkpoints in ``folder``, for its controller and for whoever watches
+    it."""
 
     def __init__(self, folder: str | Path) -> None:
         self._path = Path(folder) / "heartbeat"

@@ -97,7 +97,7 @@ class MetricsWriter:
 
 
 def phase_file(path: Path) -> Path:
-    """Where a run with the metrics file `path` says what it is doing."""
+    """The file in which a run with the metrics file `path` says what it is doing."""
     return path.with_name(f"{path.name}.phase")
 
 

@@ -84,7 +84,7 @@ def measured_steps(rows: Rows, warmup: int, steps: int) -> list[Mapping[str, Any
 
 
 def of_run(rows: Rows, setup: Setup) -> dict[str, Any]:
-    """Of the steps that one run measured (see :func:`measured_steps`).
+    """The phases of the steps that one run measured (see :func:`measured_steps`).
 
     Returns:
         ``phases``: for each phase and the whole ``step``, ``seconds`` and ``tokens`` of a step (means), ``share`` of

@@ -85,7 +85,7 @@ def _table(title: str, first: str, *others: str) -> Table:
 
 
 def _cells(before: float | None, after: float | None) -> list[str]:
-    """Before, after and change with three digits, "-" for what is not known."""
+    """The cells before, after and change with three digits, "-" for what is not known."""
     change = None if before is None or after is None else after - before
     values = ((before, ".3f"), (after, ".3f"), (change, "+.3f"))
     return ["-" if value is None else f"{value:{form}}" for value, form in values]

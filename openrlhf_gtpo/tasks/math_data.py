@@ -20,7 +20,7 @@ _FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Where a set of questions is on the Hugging Face hub, in which columns, and how many there are."""
+    """A set of questions: its place on the Hugging Face hub, its columns, and how many questions there are."""
 
     source: str
     split: str

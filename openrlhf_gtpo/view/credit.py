@@ -24,7 +24,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Credit:
-    """Of a dump's B rows with up to T tokens.
+    """The credit of a dump's B rows with up to T tokens.
 
     Attributes:
         success: (B,) bool.

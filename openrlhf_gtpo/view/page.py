@@ -39,7 +39,7 @@ class Packed:
         self.prompts: dict[str, int] = {}
 
     def array(self, values: np.ndarray) -> int:
-        """Its place: the bytes of equal significance together, deflated, base64."""
+        """An array as text: the bytes of equal significance together, deflated, base64."""
         planes = values.view(np.uint8).reshape(len(values), values.itemsize).T.tobytes()
         self.arrays.append(base64.b64encode(zlib.compress(planes, 7)).decode())
         return len(self.arrays) - 1

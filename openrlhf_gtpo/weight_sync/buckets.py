@@ -29,7 +29,7 @@ class Weights(Protocol):
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """All of the model's, in the order in which they are filled."""
+        """All buckets of the model, in the order in which they are filled."""
 
     def fill(self, index: int, buffer: torch.Tensor) -> None:
         """Write bucket ``index`` into the beginning of the flat ``buffer``, in the wire's dtype.

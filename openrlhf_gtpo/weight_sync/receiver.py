@@ -90,7 +90,8 @@ class WeightReceiver:
         return sync.arrivals.receipt() if sync.arrivals else None
 
     def _is_news(self, record: logging.LogRecord) -> bool:
-        """Not that nothing came for what has no weight of its own: rotary tables, and a head tied to the embedding."""
+        """Whether a record says more than that nothing came for what has no weight of its own: rotary tables, and a
+        head tied to the embedding."""
         if record.msg != "%s: Failed to load weights" or not isinstance(record.args, tuple):
             return True
         tied = getattr(self.model_runner.model_config.hf_config, "tie_word_embeddings", False)

@@ -107,7 +107,7 @@ class ActorGroup(RayActorGroup):
 
 
 def _forward(actor: Any, columns: dict[str, list[Any]], entries: int, own: int) -> list[Any]:
-    """In a rank's process: the results of the first ``own`` entries."""
+    """The results of the first ``own`` entries; called in a rank's process."""
     return actor.execute_batch("forward", columns, 0, entries)[:own]
 
 
@@ -135,7 +135,7 @@ def check_on_one_node(pg: PlacementGroup, bundles: list[int], size: int, whose: 
 
 
 def open_store(actor: Any) -> tuple[str, int]:
-    """In rank 0's process: open the store at which the ranks meet; returns its address and port.
+    """Open the store at which the ranks meet, in rank 0's process; returns its address and port.
 
     Upstream picks a port that is free, and binds it minutes later, while engines start and take ports. torch's
     rendezvous shares a store that its process has open at the port (torch 2.13.0, distributed/rendezvous.py,

@@ -75,7 +75,7 @@ class MegatronActorTrainer(ActorTrainer):
         return status
 
     def row_order(self) -> RowOrder:
-        """Of the next training: the same on every rank of a replica, and again after a resume."""
+        """The order of rows in the next training: the same on every rank of a replica, and again after a resume."""
         return RowOrder(self.args.train.batch_size, [self.args.train.seed, self.megatron.steps])
 
     def _data_group(self) -> torch.distributed.ProcessGroup:

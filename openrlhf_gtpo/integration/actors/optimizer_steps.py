@@ -106,7 +106,7 @@ class StepMetrics:
         self.not_finite: set[str] = set()  # names of what was not, since the last look of ``BadSteps``
 
     def add(self, values: Mapping[str, Tensor], experience: Experience) -> None:
-        """Those of one micro-batch, scalars or (rows,) each."""
+        """Add one micro-batch's metrics, scalars or (rows,) each."""
         mask, guided = experience.action_mask, guide_rows(experience)
         own = mask if guided is None else mask[~guided.to(mask.device)]
         tokens, rows = float(mask.sum()), len(mask)
@@ -232,8 +232,8 @@ class WholeSteps:
         return metrics.averages(sum(self.replay_buffer.dynamic_optimizer_step), reports) | last
 
     def row_order(self, engine: Any) -> RowOrder | None:
-        """Of the next training on ``engine``: the same on every rank of a replica, and after a resume. None for the
-        rows' own order, in which dynamic batches come sorted for balance."""
+        """The order of rows in the next training on ``engine``: the same on every rank of a replica, and after a
+        resume. None for the rows' own order, in which dynamic batches come sorted for balance."""
         train = self.strategy.args.train
         if train.dynamic_batch_enable:
             return None

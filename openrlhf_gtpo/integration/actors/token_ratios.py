@@ -25,7 +25,7 @@ class TokenRatios:
         loss.register_forward_hook(self._see, with_kwargs=True)
 
     def take(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """By row what was seen since the last call, of the last epoch: (T,) ratios pi / pi_old, 1 outside the action
+        """What was seen since the last call, by row, of the last epoch: (T,) ratios pi / pi_old, 1 outside the action
         mask, and (T,) bool, where the clip decided; at sequence level it decides for all tokens of a row."""
         seen, self._seen = self._seen, {}
         return {row: (ratio.cpu().numpy(), clipped.cpu().numpy()) for row, (ratio, clipped) in seen.items()}
@@ -54,5 +54,5 @@ class TokenRatios:
 
 
 def take_ratios(actor: Any) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """In an actor's process: :meth:`TokenRatios.take` of its trainer."""
+    """Call :meth:`TokenRatios.take` of an actor's trainer, in the actor's process."""
     return actor.trainer.ratios.take()

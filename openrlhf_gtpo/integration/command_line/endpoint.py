@@ -93,7 +93,7 @@ def check_endpoint(args: SimpleNamespace) -> None:
 
 
 def _highest_log_prob(client: openai.OpenAI, model: str, token: int, temperature: float) -> float:
-    """Of the likeliest token after a prompt of one."""
+    """The log-prob of the likeliest token after a prompt of one token."""
     asked = request(model, [token], {"temperature": temperature, "max_tokens": 1})
     [choice] = client.completions.create(**asked).choices
     sampled(choice)

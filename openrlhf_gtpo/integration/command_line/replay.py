@@ -60,7 +60,7 @@ def adjust(values: dict[str, Any], given: frozenset[str]) -> None:
 
 
 def leave_out_engines(args: SimpleNamespace) -> None:
-    """After OpenRLHF's own checks: no engines, and no actor for a reward."""
+    """Take engines and the actor for a reward out of the run, after OpenRLHF's own checks."""
     args.vllm.num_engines = 0
     args.reward.remote_url = [_ABSENT]
 

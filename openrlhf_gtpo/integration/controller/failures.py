@@ -153,7 +153,7 @@ def answering(actors: list[Any]) -> Callable[[], bool]:
 
 
 def raise_if_lost(error: BaseException) -> None:
-    """Where a process or a node of the run died, say which nodes are left.
+    """Say which nodes are left, where a process or a node of the run died.
 
     Raises:
         Restartable: one did.

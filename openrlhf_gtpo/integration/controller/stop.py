@@ -15,7 +15,7 @@ from openrlhf_gtpo.errors import UsageError
 
 
 def stop_file(args: SimpleNamespace) -> Path:
-    """Where a request to stop is looked for."""
+    """The file whose presence is a request to stop."""
     return Path(args.ckpt.stop_file or Path(args.ckpt.path) / "stop")
 
 

@@ -222,7 +222,8 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             self.save_best_checkpoint({name: x for name, x in logs.items() if x is not None}, step, states)
 
     def _recover(self, error: Exception) -> None:
-        """Of a rollout: see ``OrderedSamplesGenerator``. Without an engine left it waits for one."""
+        """Recover from an error of a rollout (see ``OrderedSamplesGenerator``); without an engine left, wait for
+        one."""
         self.engines.recover(error)
         if not self.vllm_engines:
             self.broadcast_to_vllm()
@@ -316,8 +317,9 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         ray.get(self.actor_model_group.async_run_method(method_name="finish_checkpoint", wait=wait))
 
     def _completed(self, client_states: dict[str, Any] | None) -> dict[str, Any]:
-        """With what upstream leaves out. It also leaves a resumed run in the episode that the step ended, of which the
-        loader then draws every prompt again (torchdata 0.11.0, StatefulDataLoader.__iter__)."""
+        """A checkpoint's states with what upstream leaves out. It also leaves a resumed run in the episode that the
+        step ended, of which the loader then draws every prompt again (torchdata 0.11.0,
+        StatefulDataLoader.__iter__)."""
         states, audit = dict(client_states or {}), self.experience_maker.audit
         if self.samples_generator.at_end_of_episode:
             states["episode"] += 1

@@ -95,7 +95,7 @@ class Audit:
         return (self.batches - 1) % self._every == 0
 
     def suspended(self) -> "Audit":
-        """One for batches that are no part of the audits."""
+        """An audit for batches that are no part of the audited ones."""
         other = copy(self)
         other._every = 0
         return other

@@ -42,8 +42,8 @@ class GuideRatios:
         loss.register_forward_pre_hook(self._compare, with_kwargs=True)
 
     def metrics(self) -> dict[str, Tensor]:
-        """Of the last micro-batch: the part of its action tokens whose ratio was truncated, and the policy's drift
-        from its old self, where these rows count as 0 (``StepMetrics``)."""
+        """Metrics of the last micro-batch: the part of its action tokens whose ratio was truncated, and the policy's
+        drift from its old self, where these rows count as 0 (``StepMetrics``)."""
         return {} if self.rows is None else self._metrics
 
     def _compare(

@@ -57,7 +57,8 @@ class Guide:
 
     @property
     def share(self) -> float:
-        """Of a step's rows: linearly from ``--algo.guide.fraction`` to 0 over ``--algo.guide.steps``, or constant."""
+        """The guide's share of a step's rows: linearly from ``--algo.guide.fraction`` to 0 over
+        ``--algo.guide.steps``, or constant."""
         guide = self._args.algo.guide
         left = max(0.0, 1 - self.step / guide.steps) if guide.steps else 1.0
         return 0.0 if self._is_dead else guide.fraction * left
@@ -115,7 +116,7 @@ class Guide:
             self._call("sleep")
 
     def _call(self, method: str) -> None:
-        """Of every engine, also where another has died: one that lives is not to stay awake."""
+        """Call every engine, also where another has died: one that lives is not to stay awake."""
         for ref in [getattr(engine, method).remote() for engine in self.engines]:
             try:
                 ray.get(ref)

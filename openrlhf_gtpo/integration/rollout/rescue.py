@@ -41,7 +41,8 @@ class RescueQueue:
         return [self._failures.pop(prompt) for prompt in list(self._failures)[:whole]]
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, whose states upstream prints whole on a resume: of a tensor the beginning alone."""
+        """The queue for a checkpoint, as a tensor: upstream prints a checkpoint's states whole, of a tensor the
+        beginning alone."""
         text = bytearray(json.dumps(list(self._failures.values())).encode())
         return {"failures": torch.frombuffer(text, dtype=torch.uint8), "counts": (self.rescued, self.given_up)}
 

@@ -85,7 +85,7 @@ def engine_works() -> Iterator[None]:
 
 
 def described(failure: BaseException) -> str:
-    """Its type and the beginning of its text, in one line."""
+    """A value's type and the beginning of its text, in one line."""
     return f"{type(failure).__name__}: {' '.join(str(failure).split())[:500]}"
 
 

@@ -32,7 +32,7 @@ def sampled_logprobs(logits: Tensor, sampled: Tensor, temperature: float) -> Log
 
 
 class EntropySampler(Sampler):
-    """That of vLLM's V1 model runner, on CPU and CUDA."""
+    """The sampler of vLLM's V1 model runner, on CPU and CUDA, that gives entropies."""
 
     temperature: float
 
@@ -47,7 +47,8 @@ class EntropySampler(Sampler):
 
 
 class EntropySamplerV2(SamplerV2):
-    """That of vLLM's V2 model runner, which works on a copy of the logits wherever it changes them."""
+    """The sampler of vLLM's V2 model runner that gives entropies; the runner works on a copy of the logits wherever it
+    changes them."""
 
     temperature: float
 

@@ -221,7 +221,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
         return experience
 
     def _queue_failures(self, group: list[tuple[dict[str, Any], Experience]]) -> None:
-        """Of a group that the filter has dropped, where no row of it is right, the policy's rows."""
+        """Queue the policy's rows of a group that the filter has dropped and of which no row is right."""
         assert self._guide is not None
         if not any(self._guide.is_success(experience) for _, experience in group):
             self.rescue.add([response for response, _ in group if GUIDED not in response])

@@ -11,7 +11,7 @@ from openrlhf_gtpo.weight_sync.receiver import WeightReceiver
 
 
 class WorkerExtension(WeightReceiver, WorkerWrap, ReportsPeakMemory):
-    """The methods of all three, whose names differ, and its own."""
+    """Adds to vLLM's worker the methods of all three classes, whose names differ, and its own."""
 
     def capture_entropy(self, temperature: float) -> str | None:
         """See ``sampler_entropy.capture``."""

@@ -331,7 +331,7 @@ def _worth(path: Path) -> tuple[bool, float, float]:
 
 
 def _written(path: Path) -> float:
-    """When it was written, in seconds; other folders' times change as they are copied."""
+    """The time a checkpoint was written, in seconds; other folders' times change as they are copied."""
     try:
         return float(read_manifest(path)["written"])
     except (CheckpointError, KeyError, TypeError, ValueError):
@@ -339,7 +339,8 @@ def _written(path: Path) -> float:
 
 
 def _checkpoints(first: str | Path, *others: str | Path) -> list[Path]:
-    """Those of the first folder whose tag the others have too, the last written first; nothing else is looked at."""
+    """The checkpoints of the first folder whose tag the others have too, the last written first; nothing else is
+    looked at."""
     found = [path for path in _folders(Path(first)) if _is_checkpoint(path) and not path.name.endswith(_DAMAGED)]
     shared = [path for path in found if all(_is_checkpoint(Path(other, path.name)) for other in others)]
     return sorted(shared, key=_written, reverse=True)

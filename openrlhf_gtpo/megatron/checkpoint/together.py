@@ -104,7 +104,7 @@ def publish(temporary: Path, target: Path, contents: dict[str, Any], written: di
 
 
 def put_in_order(target: Path, others: Sequence[Path], *, max_num: int, max_mem_gb: float) -> None:
-    """After ``target`` is published: what is too much goes, and ``latest`` names it. Arguments as of ``rotate``.
+    """Remove what is too much once ``target`` is published, and have ``latest`` name it. Arguments as of ``rotate``.
 
     Raises:
         CheckpointWriteError: the folder could not be written.

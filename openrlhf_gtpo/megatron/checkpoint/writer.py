@@ -124,5 +124,5 @@ class RankWrite:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """With a storage of its own, as torch.save writes whole ones."""
+    """The tensor with a storage of its own, as torch.save writes whole ones."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

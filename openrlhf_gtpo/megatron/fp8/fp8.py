@@ -223,7 +223,7 @@ class EmulatedLinear(torch.nn.Module):
         return self._weight
 
     def keep_weight(self, keeps: bool) -> None:
-        """From now on the weight is quantized once, or (dropping what is held) for each product."""
+        """Quantize the weight once from now on or, dropping what is held, for each product."""
         self.keeps_weight, self._weight = keeps, None
 
     def by_rows(self, which: int, matrix: Tensor) -> Quantized:

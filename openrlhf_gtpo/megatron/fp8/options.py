@@ -45,7 +45,7 @@ class Fp8Options:
 
     @property
     def emulated(self) -> bool:
-        """Without Transformer Engine."""
+        """Whether FP8 is emulated, without Transformer Engine."""
         return self.mode == "emulated"
 
     @property
@@ -185,7 +185,7 @@ def _check_bf16_layers(options: Fp8Options, layers: int, layout: Layout) -> None
 
 
 def _check_widths(options: Fp8Options, hf_config: Any, layout: Layout) -> None:
-    """Both sides of every sharded matrix come in multiples of the alignment."""
+    """Refuse a sharded matrix with a side that is no multiple of the alignment."""
     shape = ModelShape.of(hf_config)
 
     def unfit(size: int) -> list[tuple[str, int]]:

@@ -106,7 +106,7 @@ class EmulatedWeight(torch.Tensor):
 
     @classmethod
     def empty_like(cls, weight: Tensor, recipe: str) -> "EmulatedWeight":
-        """Of the shape of ``weight``, whose values it does not take."""
+        """An empty tensor of the shape of ``weight``, whose values it does not take."""
         _teach_megatron()
         shape = grid(weight.shape, SQUARES) if recipe == "blockwise" else []
         codes = torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device)

@@ -100,7 +100,7 @@ class FullWeights:
                 yield name, piece.view(shape)
 
     def _plan(self) -> list[_Parameter]:
-        """All stages' parameters, the first stage's first."""
+        """The parameters of all stages, the first stage's first."""
         names = self._model.bridge._weight_name_mapping_mcore_local_to_global(self._model.stage, consider_ep=False)
         mine = [self._describe(name, names[name], parameter) for name, parameter in self._parameters.items()]
         stages: list[Any] = [None] * self._pp.size()
@@ -172,7 +172,7 @@ class FullWeights:
     def _all_gather(
         self, parameters: list[_Parameter], group: torch.distributed.ProcessGroup
     ) -> Iterator[list[Tensor]]:
-        """Of each parameter what every rank of ``group`` has, in one collective."""
+        """Gather what every rank of ``group`` has of each parameter, in one collective."""
         if not parameters:
             return
         mine = (self._read(self._parameters[parameter.local_name]) for parameter in parameters)

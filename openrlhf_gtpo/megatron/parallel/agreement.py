@@ -18,7 +18,7 @@ def failure_of(action: Callable[[], None]) -> str | None:
 
 
 def message_of(error: Exception) -> str:
-    """Its text, which begins with its kind where the text was not made for users."""
+    """An error's text, which begins with its kind where the text was not made for users."""
     return str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
 
 

@@ -48,7 +48,7 @@ class _NoStates:
         return {}
 
     def set_states(self, states: dict) -> None:
-        """There is nothing to set."""
+        """Do nothing: there are no states to set."""
 
     def fork(self, name: str = "") -> contextlib.AbstractContextManager:
         """Nothing switches; dropout draws from the CPU's own generator."""

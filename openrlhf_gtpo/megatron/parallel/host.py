@@ -32,7 +32,7 @@ def megatron_calls() -> contextlib.AbstractContextManager:
 
 
 class HostMemory:
-    """Where copies of a device's memory lie, kept from one use to the next, and pinned on CUDA hosts.
+    """Host memory for copies of a device's, kept from one use to the next, and pinned on CUDA hosts.
 
     Not by ``pin_memory=True``, whose allocator rounds up to a power of two. With pinned_max_round_threshold_mb it does
     not, but torch 2.13 may then hand out less than it was asked for (https://github.com/pytorch/pytorch/pull/192722).

@@ -64,8 +64,8 @@ def forward_backward(
 
 
 def _calibrate(model: LoadedModel, micro_batches: Sequence[MicroBatch]) -> None:
-    """Where it is needed, a forward whose results are dropped: delayed scales follow training passes alone, and have
-    seen none."""
+    """Make a forward whose results are dropped, where it is needed: delayed scales follow training passes alone, and
+    have seen none."""
     if model.fp8 is None or model.fp8.calibrated:
         return
 

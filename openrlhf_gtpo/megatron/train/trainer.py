@@ -43,7 +43,7 @@ class OptimizerOptions:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Of one optimizer step.
+    """What one optimizer step reports.
 
     Fields:
         grad_norm: L2 norm of the whole gradient, before scaling; not finite where the step was skipped.
@@ -188,7 +188,7 @@ class Trainer:
         raise AssertionError("an FP8 weight that no optimizer trains")
 
     def schedule_state(self) -> dict[str, Any]:
-        """Where the learning-rate schedule and FP8's scales stand, for :meth:`load_schedule_state`."""
+        """The state of the learning-rate schedule and of FP8's scales, for :meth:`load_schedule_state`."""
         fp8 = self.model.fp8
         return {
             "fp8_calibrated": fp8.options.recipe if fp8 is not None and fp8.calibrated else None,
