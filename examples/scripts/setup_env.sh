@@ -100,16 +100,17 @@ find_python() {
     for minor in "${pythons[@]}"; do
         for candidate in "/usr/bin/python3.$minor" "python3.$minor" python3 python; do
             "$candidate" -I -c "import sys; sys.exit(sys.version_info[:2] != (3, $minor))" >/dev/null 2>&1 || continue
-            [[ "$candidate" != /usr/bin/python* ]] || can_make_environments "$candidate" || continue
+            [[ "$candidate" != /usr/bin/python* ]] ||
+                { "$candidate" -I -c 'import ensurepip' 2>/dev/null && has_headers "$candidate"; } || continue
             "$candidate" -I -c 'import sys; print(sys._base_executable)'
             return
         done
     done
 }
 
-can_make_environments() {
-    "$1" -I -c 'import ensurepip, pathlib, sys, sysconfig
-sys.exit(not (pathlib.Path(sysconfig.get_paths()["include"]) / "Python.h").exists())' >/dev/null 2>&1
+has_headers() {
+    "$1" -I -c 'import pathlib, sys, sysconfig
+sys.exit(not (pathlib.Path(sysconfig.get_paths()["include"]) / "Python.h").exists())'
 }
 
 check_host() {
@@ -124,8 +125,7 @@ check_host() {
     # DeepSpeed compiles its CPU optimizer on first use, and pycosat comes as source.
     command -v g++ >/dev/null ||
         refuse "g++ was not found, and DeepSpeed compiles its CPU optimizer with it: install it (Debian: apt-get install g++; a cluster: module load gcc)."
-    "$python" -I -c 'import pathlib, sys, sysconfig
-sys.exit(not (pathlib.Path(sysconfig.get_paths()["include"]) / "Python.h").exists())' ||
+    has_headers "$python" ||
         refuse "$python has no header Python.h, which DeepSpeed's CPU optimizer is compiled against: install it" \
             "(Debian: apt-get install python3-dev)."
     if $cuda; then

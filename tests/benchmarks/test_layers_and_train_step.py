@@ -18,12 +18,11 @@ from openrlhf_gtpo.benchmarks.synthetic import BF16, fp8_options, precisions, re
 from openrlhf_gtpo.benchmarks.train_step import Step, first_fit
 from openrlhf_gtpo.cli import benchmark
 from openrlhf_gtpo.model_shape import PRESETS, ModelShape, decoder_flops
+from tests.startup import sitecustomize
 
 # A Python that has none of these, however it is started: only its path finder knows where they are. It stands in front
-# of the tests' own, whose line on garbage it keeps.
-WITHOUT = """
-import gc
-gc.set_threshold(100_000, 50, 100)
+# of the tests' own sitecustomize, which it keeps.
+WITHOUT = Path(sitecustomize.__file__).read_text() + """
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
 def find_spec(name, path=None, target=None):

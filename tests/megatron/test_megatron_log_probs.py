@@ -28,7 +28,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def rows_of(vocab_size: int) -> list[list[list[int]]]:
-    """Of each micro-batch."""
+    """The rows of each micro-batch."""
     return [ragged_rows(vocab_size, lengths, seed=i) for i, lengths in enumerate(MICRO_BATCHES)]
 
 
