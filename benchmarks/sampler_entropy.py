@@ -30,10 +30,11 @@ def main() -> None:
     from vllm import LLM, SamplingParams, TokensPrompt
 
     from openrlhf_gtpo.benchmarks.harness import measure, median_and_range, print_table, write_results
-    from openrlhf_gtpo.integration.rollout.rollout_actor import WORKER_EXTENSION
+    from openrlhf_gtpo.integration.rollout.rollout_actor import IN_ENGINE, WORKER_EXTENSION
 
     load = os.getloadavg()
     options: dict[str, Any] = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 4 * args.tokens}
+    options |= {"distributed_executor_backend": IN_ENGINE}  # as in a run
     options |= {"max_num_seqs": args.rows, "gpu_memory_utilization": 0.1, "enable_prefix_caching": False}
     engine = LLM(args.model, worker_extension_cls=WORKER_EXTENSION, **options)
     vocab_size = engine.model_config.get_vocab_size()

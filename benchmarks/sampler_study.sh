@@ -14,15 +14,14 @@ source examples/scripts/setup_env.sh
 results=docs/results/sampler
 model=.cache/quickstart/smollm2-135m-instruct
 mkdir -p "$results"
-sampler=(--rollout.entropy sampler --rollout.entropy_audit_steps 5)
 
 for seed in {1..6}; do
     for entropy in actor sampler; do # in turns, so that other work on the machine meets both
         kept="$results/$entropy-seed$seed.jsonl" output="runs/sampler-study-$entropy-seed$seed"
         [[ ! -e "$kept" ]] || continue
         rm -rf "$output"
-        flags=()
-        [[ $entropy == actor ]] || flags=("${sampler[@]}")
+        flags=(--rollout.entropy "$entropy")
+        [[ $entropy == actor ]] || flags+=(--rollout.entropy_audit_steps 5)
         bash examples/scripts/quickstart.sh --seed "$seed" --output "$output" -- "${flags[@]}"
         cp "$output/metrics.jsonl" "$kept"
         rm -rf "$output/model"

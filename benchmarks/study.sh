@@ -20,9 +20,9 @@ cp -rn "$results/runs/." "$runs"
 
 status=0
 python3 -m openrlhf_gtpo.cli.experiment examples/experiments/study.yaml || status=$?
-for summary in "$runs"/*/seed-*/evaluation/summary.json; do
-    [[ -e $summary ]] || exit "$status" # none is finished
-    run="${summary%/evaluation/*}"
+for evaluated in "$runs"/*/seed-*/evaluation/flags.json; do # written last
+    [[ -e $evaluated ]] || exit "$status" # none is finished
+    run="${evaluated%/evaluation/*}"
     kept="$results/runs/${run#"$runs"/}"
     mkdir -p "$kept/evaluation"
     cp "$run"/{flags.json,metrics.jsonl} "$kept"

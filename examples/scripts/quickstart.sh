@@ -119,6 +119,7 @@ rollout_args=(
     --rollout.n_samples_per_prompt "$samples"
     --rollout.max_new_tokens "$max_new_tokens"
     --rollout.micro_batch_size 32
+    --rollout.entropy auto
     --vllm.num_engines 1
     --vllm.tensor_parallel_size 1
 )

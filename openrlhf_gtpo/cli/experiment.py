@@ -17,7 +17,7 @@ from typing import Any
 from openrlhf_gtpo.cli import Parser, RawHelpFormatter, evaluate, exit_status
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.experiment.grid import Grid, read_grid, words
-from openrlhf_gtpo.experiment.runner import check_folders, is_finished, run_all
+from openrlhf_gtpo.experiment.runner import check_folders, is_finished, is_trained, run_all
 from openrlhf_gtpo.report.metrics import Rows, read_runs
 
 
@@ -57,7 +57,7 @@ def _check(grid: Grid) -> None:
     """Refuse a combination that cannot work; of its seeds, which decide nothing here, the first left."""
     from openrlhf_gtpo.integration.run import check, parse
 
-    left = {run.label: run for run in reversed(grid.runs) if not is_finished(run, grid)}
+    left = {run.label: run for run in reversed(grid.runs) if not is_trained(run)}
     parsed = {}
     for label, run in reversed(left.items()):
         resume = ["--ckpt.load_enable"] if (run.folder / "checkpoints").exists() else []

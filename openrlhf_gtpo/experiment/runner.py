@@ -31,8 +31,7 @@ _SIGNALS = range(129, 256)  # statuses of what a signal to this process, or to t
 
 def is_finished(run: Run, grid: Grid) -> bool:
     """Whether ``run`` came to its own end, and its model was evaluated where the grid asks for it."""
-    trained = _is_trained(run)
-    return trained and (grid.evaluate is None or (run.folder / "evaluation" / "flags.json").is_file())
+    return is_trained(run) and (grid.evaluate is None or (run.folder / "evaluation" / "flags.json").is_file())
 
 
 def check_folders(grid: Grid) -> None:
@@ -103,7 +102,7 @@ def run_all(grid: Grid) -> list[str]:
 
 def _make(run: Run, grid: Grid, show: Callable[[], bool]) -> list[str]:
     log = run.folder / "log"
-    if not _is_trained(run):
+    if not is_trained(run):
         resume = []
         if any((run.folder / "checkpoints" / "_actor").glob("*")):
             resume = ["--ckpt.load_enable"]
@@ -113,7 +112,7 @@ def _make(run: Run, grid: Grid, show: Callable[[], bool]) -> list[str]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         replace_text(run.folder / "flags.json", json.dumps(run.flags, indent=1) + "\n")
         status = _call("openrlhf_gtpo.cli.train_ppo_ray", [*words(run.flags), *resume], log, show)
-        if status or not _is_trained(run):
+        if status or not is_trained(run):
             return [f"{run} ended with status {status}: {_last_line(log)} ({log})"]
     if grid.evaluate is not None:
         flags = grid.evaluate | {"model": run.folder / "model", "output": run.folder / "evaluation"}
@@ -135,7 +134,8 @@ def _call(module: str, argv: Sequence[str], log: Path, show: Callable[[], bool])
     return status
 
 
-def _is_trained(run: Run) -> bool:
+def is_trained(run: Run) -> bool:
+    """Whether the training of ``run`` came to its own end; its evaluation may be missing."""
     with suppress(ValueError):
         return any(row.get("ended") for row in read_runs(run.folder)[-1])
     return False

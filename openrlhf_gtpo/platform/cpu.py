@@ -20,6 +20,9 @@ _ENVIRONMENT = {
     # Threads that spin while they wait for each other waste most of a small machine that several processes share: a
     # training step of a 135M-parameter model took 17 s of processor time on two busy cores, and 3 s without spinning.
     "OMP_WAIT_POLICY": "PASSIVE",
+    # For a tenth of a millisecond they do: waking them takes as long, and that is most of the time between the short
+    # operations of a layer. vLLM decodes 64 rows of the same model in 114 ms instead of 165.
+    "GOMP_SPINCOUNT": "2000",
     # Ray would start one idle Python worker for every logical CPU: https://github.com/ray-project/ray/pull/33623.
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",

@@ -18,16 +18,17 @@ SPLIT = Setup(
 )
 
 
-def check_phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def check_phases(rows: Sequence[Mapping[str, Any]], setup: Setup = SPLIT) -> dict[str, Any]:
     """Phases neither overlap nor leave the step, tokens are those of the phase, and every process reports its memory.
 
     Args:
-        rows: metrics of steps; the arithmetic is that of :data:`SPLIT`, whatever their placement.
+        rows: metrics of steps.
+        setup: what their numbers depend on; its arithmetic is checked whatever their placement.
 
     Returns:
         What ``of_run`` makes of them.
     """
-    run = of_run(rows, SPLIT)
+    run = of_run(rows, setup)
     phases = run["phases"]
     step = phases[STEP]
     parts = {phase: phases[phase]["seconds"] for phase in PHASES}
@@ -38,12 +39,12 @@ def check_phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         assert row[names.TIMING_OLD_LOG_PROBS] + row[names.TIMING_ADVANTAGES] <= row[names.TIMING_MAKE_EXPERIENCE]
     for one in phases.values():
         assert one["tokens"] > 0
-        assert one["tokens_per_second_per_gpu"] * one["seconds"] * 2 == pytest.approx(one["tokens"])
+        assert one["tokens_per_second_per_gpu"] * one["seconds"] * setup.gpus == pytest.approx(one["tokens"])
     assert phases["train"]["tokens"] == phases["old_log_probs"]["tokens"] == step["tokens"]
     assert phases["rollout"]["tokens"] < step["tokens"]
     assert phases["train"]["flops"] == 3 * phases["rollout"]["flops"] > 0
-    working = sum(parts[phase] for phase in ("rollout", "old_log_probs", "train")) + 2 * parts["weight_sync"]
-    assert run["idle"]["gpu_share"] == pytest.approx(1 - working / (2 * step["seconds"]))
+    working = sum(seconds * setup.busy[phase] for phase, seconds in parts.items())
+    assert run["idle"]["gpu_share"] == pytest.approx(1 - working / (setup.gpus * step["seconds"]))
     for process in ("actor/old_log_probs", "actor/ppo_train", "actor/broadcast", "engine/generation"):
         assert 0.01 < run["peak_memory_gib"][process] < 24, process
     return run

@@ -1,4 +1,7 @@
-"""A preset in its CPU version, as written: settings that parse also run."""
+"""A preset in its CPU version, as written: settings that parse also run. ``benchmark train`` measures it: phases add
+up to the step, tokens are the phase's, and neither trainer nor engine outlives the measurement. The DeepSpeed actor's
+phases are checked in ``test_quickstart.py``, checkpoints and models of FP8 primary weights in ``tests/megatron``.
+"""
 
 import json
 import math
@@ -6,32 +9,36 @@ import os
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.step_phases import Setup
 from tests.e2e.conftest import ROOT
+from tests.e2e.phases import check_phases
 
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_the_cpu_version_runs(tmp_path: Path) -> None:
+@pytest.mark.timeout(1800)
+def test_the_cpu_version_runs_and_is_measured(tmp_path: Path) -> None:
     """The most demanding preset: two logical nodes, tensor parallelism across them, colocated engines, emulated FP8,
-    with FP8 primary weights, which go to the host and back, to the engines, and into a checkpoint and a model.
+    with FP8 primary weights, which go to the host and back and to the engines.
 
     At an audit gate of 0 the old-policy forward falls back to BF16 as soon as a sign flips.
     """
-    output = tmp_path / "run"
-    command = ["bash", str(ROOT / "examples/scripts/train.sh"), "gtpo_32b", "--cpu", "--", "--train.seed", "2"]
+    command = ["bash", str(ROOT / "examples/scripts/benchmark_train.sh"), "--cpu", "--", "--train.seed", "2"]
     command += ["--vllm.sync_checksum", "--algo.advantage.is_correction_level", "token"]
     command += ["--megatron.fp8_audit_gate", "0", "--algo.gtpo.alpha2", "2"]
     # A reference model on the policy's GPUs, which offloads to make room.
     command += ["--ref.num_nodes", "2", "--ref.num_gpus_per_node", "1", "--algo.kl.init_coef", "0.01"]
     command += ["--algo.kl.estimator", "k3"]  # which no sample makes negative
-    environment = os.environ | {"OUTPUT": str(output), "STEPS": "2", "SAVE_STEPS": "2", "FP8_PARAM": "1"}
-    environment |= {"FP8_AUDIT_STEPS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=800)
+    environment = os.environ | {"MEASURE": "gtpo_32b", "OUTPUT": str(tmp_path / "run"), "FP8_PARAM": "1"}
+    environment |= {"FP8_AUDIT_STEPS": "1", "WARMUP": "1", "STEPS": "1", "REPEAT": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1500)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    entries = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    (place,) = (tmp_path / "run").glob("runs-*/*")
+    entries = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     steps = [entry for entry in entries if entry["kind"] == names.KIND_TRAIN]
     assert [entry["step"] for entry in steps] == [1, 2]
     assert all(0 <= entry["reward/mean"] <= 1 and entry["grading_timed_out"] == 0 for entry in steps)
@@ -45,5 +52,17 @@ def test_the_cpu_version_runs(tmp_path: Path) -> None:
         assert entry["fp8/share_rank_correlation"] > 0.5
         assert entry["fp8/old_policy_in_fp8"] == float(entry["fp8/sign_flips"] == 0)
         assert math.isfinite(entry["policy_loss"]) and entry[names.ENTROPY_ALL] > 0
-    assert (output / "model" / "model.safetensors").exists()
-    assert (output / "checkpoints" / "_actor").is_dir()
+
+    written = json.loads((tmp_path / "run" / "train.json").read_text())
+    ((name, measured),) = written["configurations"].items()
+    (run,) = measured["runs"]
+    assert run["rows"] == steps[1:] and not written["ratios"]
+    assert run == {"rows": run["rows"], **check_phases(run["rows"], Setup(**measured["setup"]))}
+    response, prompt = steps[1][names.TOKENS_RESPONSE], steps[1][names.TOKENS_PROMPT]
+    assert response == round(steps[1]["rollout/num_samples"] * steps[1][names.RESPONSE_LENGTH_MEAN])
+    assert run["phases"]["step"]["tokens"] == response + prompt
+    assert 0 < written["summary"][name]["phases"]["train"]["mfu"] < 1
+    assert {path.name for path in place.iterdir()} == {"metrics.jsonl", "train.log"}, "no weights are kept"
+    assert (tmp_path / "run" / "train.png").exists() and "weight sync" in done.stdout
+    left = [process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(process.info["cmdline"])]
+    assert not left, "a trainer or engine outlives the measurement"

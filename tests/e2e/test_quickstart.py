@@ -101,7 +101,11 @@ def test_a_smoke_run_is_stopped_resumed_and_ends_with_a_table_curves_and_a_model
         assert step[names.tokens_per_second("generation")] > 0
         assert "assistant" in step[names.SAMPLE] and 0 <= step[names.SAMPLE_REWARD] <= 1
         assert abs(step["vllm_kl"]) < 0.05  # vLLM and the trainer agree on what was sampled
-    check_phases(metrics[3:5])
+    # Entropies come from the sampler, held against the actor's forward in the first step alone.
+    assert [step.get(names.SAMPLER_IN_USE) for step in metrics[1:5]] == [1, None, None, None]
+    forward, *left_out = (step[names.TIMING_OLD_LOG_PROBS] for step in metrics[1:5])
+    assert max(left_out) < 0.1 * forward
+    check_phases([metrics[1], *metrics[3:5]])
     assert "openrlhf_gtpo.cli.view" in printed
     assert view.main([str(output), "--output", str(output / "view.html")]) == 0
     (data,) = re.findall(r'id="data">(.*)</script>', (output / "view.html").read_text())

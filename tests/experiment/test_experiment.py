@@ -283,6 +283,16 @@ def test_a_combination_that_cannot_work_is_named_before_the_first_run(tmp_path: 
     assert error.startswith("experiment: gtpo: ") and "/no/" in error
 
 
+def test_a_run_whose_evaluation_was_interrupted_is_not_held_to_a_new_ones_checks(tmp_path: Path) -> None:
+    """Of its own metrics training would say that they are an earlier run's."""
+    file = write(tmp_path, methods={"gtpo": None}, settings={}, seeds=[1], baseline="gtpo")
+    for run in read_grid(file).runs:
+        run.folder.mkdir(parents=True)
+        (run.folder / "flags.json").write_text(json.dumps(run.flags))
+        (run.folder / "metrics.jsonl").write_text('{"kind": "run", "step": 1, "run": "x", "ended": true}\n')
+    assert experiment.main([str(file), "--dry-run"]) == 0
+
+
 def test_what_is_evaluated_is_looked_at_before_the_first_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

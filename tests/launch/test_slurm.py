@@ -4,6 +4,7 @@ Without training: the launcher is a stand-in, and so is Ray where a job ends bef
 """
 
 import os
+import shlex
 import sys
 import urllib.error
 import urllib.request
@@ -21,7 +22,22 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 # A job with a process that has left its parents, and its session.
 DETACHED = """
 while [[ "$1" != --submit ]]; do shift; done
-exec ray job submit --address "$2" -- bash -c 'touch {started}; setsid bash -c "sleep 4321 & sleep 4322" & sleep 4323'
+exec ray job submit --address "$2" -- \
+    bash -c 'python3 {look} >{said}; touch {started}; setsid bash -c "sleep 4321 & sleep 4322" & sleep 4323'
+"""
+
+# What the trainer does first: it has each node of the cluster look for its files.
+LOOK = """
+import ray
+from openrlhf_gtpo.integration.controller.cluster_checks import check_shared_folder
+
+ray.init(address="auto", log_to_driver=False)
+for folder in {folders!r}:
+    try:
+        check_shared_folder(folder, ray.nodes())
+        print("shared by all:", folder)
+    except ValueError as error:
+        print(error)
 """
 
 # A training that makes a step a second, follows a request to stop, and once requeued comes to its end.
@@ -76,15 +92,28 @@ def _is_zombie(process: psutil.Process) -> bool:
 @pytest.fixture
 def launcher(tmp_path: Path) -> Path:
     path = tmp_path / "launcher.sh"
-    path.write_text(DETACHED.format(started=tmp_path / "started"))
+    path.write_text(DETACHED.format(started=tmp_path / "started", look=tmp_path / "look.py", said=tmp_path / "said"))
+    for name in ("shared", "alone"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "look.py").write_text(LOOK.format(folders=[str(tmp_path / name) for name in ("shared", "alone")]))
     return path
 
 
-def test_a_cancelled_job_leaves_no_process_behind(cluster: SlurmCluster, launcher: Path, tmp_path: Path) -> None:
-    job = submit(cluster, tmp_path, launcher)
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives one node a file system of its own, which only root may")
+def test_a_cancelled_job_leaves_no_process_and_a_folder_of_one_node_is_refused(
+    cluster: SlurmCluster, launcher: Path, tmp_path: Path
+) -> None:
+    alone = f"mount -t tmpfs none {shlex.quote(str(tmp_path / 'alone'))}"
+    setup = f"export PATH={Path(sys.executable).parent}:$PATH; "
+    setup += f"""[[ $SLURMD_NODENAME != n2 ]] || exec unshare --mount bash -c '{alone}; exec "$@"' step "$@" """
+    job = submit(cluster, tmp_path, launcher, SETUP=setup)
     until(lambda: (tmp_path / "started").exists() or job.ended(), 300, "training starts")
     assert (tmp_path / "started").exists(), job.everything
     assert "2 nodes joined" in job.log
+    shared, refused = (tmp_path / "said").read_text().splitlines()
+    assert shared == f"shared by all: {tmp_path}/shared"
+    assert refused.startswith(f"--ckpt.path {tmp_path}/alone is another folder on node n2, and all 2 nodes must")
+    assert not [*(tmp_path / "shared").iterdir(), *(tmp_path / "alone").iterdir()]
     before = job.processes()
     names = [process.info["name"] for process in before]
     assert names.count("raylet") >= 2 and "gcs_server" in names  # a program that one starts has its name at first

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_head_reference import VOCABULARIES, log_prob_and_entropy, make_case, make_logits, naive
+from torch._dynamo.utils import counters
 
 import openrlhf_gtpo.lm_head
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy, portable
@@ -150,9 +151,8 @@ def test_invariants(tokens, columns, padding, exponent, temperature, dtype, chun
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [FLAT, ORDINARY, PEAKED])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_of_logits_that_exist_already_too(dtype, scale, temperature, monkeypatch):
-    """Tiles divide neither rows nor columns, columns have padding behind them, and some are removed, a tile whole."""
-    monkeypatch.setattr(portable, "_LOGITS_TILE", portable.Tile(16, 500))
+def test_of_logits_that_exist_already_too(dtype, scale, temperature):
+    """Columns have padding behind them, and some are removed."""
     logits, labels, *exact = make_logits(37, 5001, dtype=dtype, scale=scale, temperature=temperature)
     before = logits.clone()
     found = openrlhf_gtpo.lm_head.log_prob_and_entropy(logits, labels, temperature=temperature)
@@ -160,6 +160,24 @@ def test_of_logits_that_exist_already_too(dtype, scale, temperature, monkeypatch
         assert mine.dtype == torch.float32
         torch.testing.assert_close(mine.double(), truth, rtol=0, atol=2e-5)
     assert torch.equal(logits, before)
+
+
+@pytest.mark.slow
+def test_compiled_they_are_as_near_at_the_largest_vocabulary(monkeypatch):
+    """As vLLM's workers run it; in float32, sums of so many are off by more. One row is compiled with many."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    portable._compiled_whole_rows.cache_clear()
+    counters.clear()
+    with torch._dynamo.config.patch(disable=False):
+        for rows in (6, 1):
+            logits, labels, *exact = make_logits(rows, 262144, dtype=torch.float32, scale=3.0, temperature=0.7)
+            found = openrlhf_gtpo.lm_head.log_prob_and_entropy(
+                logits.clone(memory_format=torch.contiguous_format), labels, temperature=0.7
+            )
+            for mine, truth in zip(found, exact, strict=True):
+                torch.testing.assert_close(mine.double(), truth, rtol=0, atol=5e-6)
+    portable._compiled_whole_rows.cache_clear()
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
