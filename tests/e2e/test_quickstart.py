@@ -103,8 +103,8 @@ def test_a_smoke_run_is_stopped_resumed_and_ends_with_a_table_curves_and_a_model
         assert abs(step["vllm_kl"]) < 0.05  # vLLM and the trainer agree on what was sampled
     # Entropies come from the sampler, held against the actor's forward in the first step alone.
     assert [step.get(names.SAMPLER_IN_USE) for step in metrics[1:5]] == [1, None, None, None]
-    forward, *left_out = (step[names.TIMING_OLD_LOG_PROBS] for step in metrics[1:5])
-    assert max(left_out) < 0.1 * forward
+    forward = f"{names.PEAK_MEMORY_PREFIX}actor/old_log_probs"  # of a process that worked in the phase
+    assert [forward in step for step in metrics[1:5]] == [True, False, False, False]
     check_phases([metrics[1], *metrics[3:5]])
     assert "openrlhf_gtpo.cli.view" in printed
     assert view.main([str(output), "--output", str(output / "view.html")]) == 0
