@@ -103,7 +103,7 @@ def test_a_smoke_run_is_stopped_resumed_and_ends_with_a_table_curves_and_a_model
         assert abs(step["vllm_kl"]) < 0.05  # vLLM and the trainer agree on what was sampled
     # Entropies come from the sampler, held against the actor's forward in the first step alone.
     assert [step.get(names.SAMPLER_IN_USE) for step in metrics[1:5]] == [1, None, None, None]
-    forward = f"{names.PEAK_MEMORY_PREFIX}actor/old_log_probs"  # of a process that worked in the phase
+    forward = names.peak_memory("actor", "old_log_probs")  # of a process that worked in the phase
     assert [forward in step for step in metrics[1:5]] == [True, False, False, False]
     check_phases([metrics[1], *metrics[3:5]])
     assert "openrlhf_gtpo.cli.view" in printed
