@@ -79,7 +79,8 @@ def _check(grid: Grid) -> None:
         given = evaluate.build_parser().parse_args([*words(grid.evaluate), "--model", "MODEL", "--output", "OUTPUT"])
         with _named("evaluate"):
             flags = evaluate.checked_flags(given)
-            for model in {args.actor.model_name_or_path for args in parsed.values()}:
+            trained = (run.folder / "model" for run in grid.runs if is_trained(run) and not is_finished(run, grid))
+            for model in {args.actor.model_name_or_path for args in parsed.values()} | {*map(str, trained)}:
                 evaluate.checked_inputs(flags, model)
 
 

@@ -94,8 +94,9 @@ def _whole_rows(logits: Tensor, bits_per_logit: float) -> tuple[Tensor, Tensor, 
     z = (x - maximum.unsqueeze(1)) * bits_per_logit
     p = torch.exp2(z)
     # Compiled loops add one number after the other: in float32 that is off by 1e-5 at 150,000 columns.
-    sums = p.sum(1, dtype=torch.float64), (p * z).sum(1, dtype=torch.float64)
-    return maximum, sums[0].to(x.dtype), sums[1].to(x.dtype)
+    sum_exp = p.sum(1, dtype=torch.float64)
+    weighted_exponents = (p * z).sum(1, dtype=torch.float64)
+    return maximum, sum_exp.to(x.dtype), weighted_exponents.to(x.dtype)
 
 
 def _part(memory: Tensor, shape: tuple[int, ...]) -> Tensor:

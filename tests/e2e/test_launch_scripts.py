@@ -7,6 +7,7 @@ import json
 import math
 import os
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,15 @@ from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.step_phases import Setup
 from tests.e2e.conftest import ROOT
 from tests.e2e.phases import check_phases
+
+# Policy, reference model and engines take turns on both GPUs; old log-probs are those of policy and reference.
+EVERYWHERE = Setup(
+    gpus=2,
+    busy={"rollout": 2, "old_log_probs": 2, "shaping": 0, "train": 2, "weight_sync": 2},
+    passes={"rollout": 1, "old_log_probs": 2, "train": 3},
+    epochs=1,
+    precision={"rollout": "bf16"} | dict.fromkeys(("old_log_probs", "train"), "fp8 (emulated, blockwise)"),
+)
 
 
 @pytest.mark.e2e
@@ -55,10 +65,11 @@ def test_the_cpu_version_runs_and_is_measured(tmp_path: Path) -> None:
 
     written = json.loads((tmp_path / "run" / "train.json").read_text())
     ((name, measured),) = written["configurations"].items()
+    assert name == "this" and measured["setup"] == asdict(EVERYWHERE) and not written["ratios"]
     (run,) = measured["runs"]
-    assert run["rows"] == steps[1:] and not written["ratios"]
-    assert run == {"rows": run["rows"], **check_phases(run["rows"], Setup(**measured["setup"]))}
+    assert run == {"rows": steps[1:], **check_phases(steps[1:], EVERYWHERE)}
     response, prompt = steps[1][names.TOKENS_RESPONSE], steps[1][names.TOKENS_PROMPT]
+    assert response == run["phases"]["rollout"]["tokens"]
     assert response == round(steps[1]["rollout/num_samples"] * steps[1][names.RESPONSE_LENGTH_MEAN])
     assert run["phases"]["step"]["tokens"] == response + prompt
     assert 0 < written["summary"][name]["phases"]["train"]["mfu"] < 1

@@ -283,7 +283,9 @@ def test_a_combination_that_cannot_work_is_named_before_the_first_run(tmp_path: 
     assert error.startswith("experiment: gtpo: ") and "/no/" in error
 
 
-def test_a_run_whose_evaluation_was_interrupted_is_not_held_to_a_new_ones_checks(tmp_path: Path) -> None:
+def test_a_run_whose_evaluation_was_interrupted_is_held_to_that_ones_checks_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     """Of its own metrics training would say that they are an earlier run's."""
     file = write(tmp_path, methods={"gtpo": None}, settings={}, seeds=[1], baseline="gtpo")
     for run in read_grid(file).runs:
@@ -291,6 +293,15 @@ def test_a_run_whose_evaluation_was_interrupted_is_not_held_to_a_new_ones_checks
         (run.folder / "flags.json").write_text(json.dumps(run.flags))
         (run.folder / "metrics.jsonl").write_text('{"kind": "run", "step": 1, "run": "x", "ended": true}\n')
     assert experiment.main([str(file), "--dry-run"]) == 0
+    asked = []
+    loads = "openrlhf_gtpo.integration.command_line.input_checks.load_tokenizer"
+    monkeypatch.setattr(loads, lambda model, flag: asked.append(model))
+    evaluate = {"eval.dataset": str(tmp_path / "none.jsonl"), "reward.remote_url": "reward.py"}
+    evaluate |= {"data.max_len": 64, "rollout.max_new_tokens": 8}
+    write(tmp_path, methods={"gtpo": None}, settings={}, seeds=[1], baseline="gtpo", evaluate=evaluate)
+    assert experiment.main([str(file), "--dry-run"]) == 2
+    assert capsys.readouterr().err.endswith(f"--eval.dataset {tmp_path}/none.jsonl does not exist.\n")
+    assert asked == [str(run.folder / "model")]
 
 
 def test_what_is_evaluated_is_looked_at_before_the_first_run(
