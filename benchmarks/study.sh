@@ -3,8 +3,8 @@
 #
 #   bash benchmarks/study.sh
 #
-# Some 10 minutes a run on two cores, 13 where they are busy. Start it again to go on after an interruption, also in a fresh clone: the raw files of
-# finished runs are kept in docs/results/study/runs, and a run that has them is not made again.
+# Some 10 minutes a run on two cores, 13 where they are busy. Start it again to go on after an interruption, also in a
+# fresh clone: the raw files of finished runs are kept in docs/results/study/runs, and a run that has them is not made again.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
