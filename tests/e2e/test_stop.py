@@ -1,7 +1,7 @@
 """A run that loses an engine, is asked to stop, is resumed by the same command, and loses a trainer is the run that
 nobody disturbed: bit by bit, under ``--train.full_determinism_enable`` on a host without CUDA, with two DeepSpeed
-actors, a multi-turn agent and every OpenRLHF option that changes a step. tests/e2e/test_slurm_training.py stops
-Megatron, and benchmarks/reliability/resume_exact.py kills it.
+actors, a multi-turn agent and every OpenRLHF option that changes a step. benchmarks/reliability/resume_exact.py kills
+Megatron.
 """
 
 import math
@@ -46,7 +46,7 @@ def test_a_run_that_is_stopped_killed_and_resumed_is_the_run_that_was_not(traine
     argv += ["--actor.entropy_coef", "0.001", "--algo.advantage.is_correction_level", "token"]
     argv += ["--reward.overlong_buffer_len", "4", "--algo.dynamic_filtering_enable"]
     argv += ["--data.max_samples", "32", "--rollout.micro_batch_size", "4", "--ckpt.load_enable"]
-    # At 1e-3 the policy may soon want to end at once, which OpenRLHF does not let the engine do: see test_megatron.py.
+    # See test_slurm_training.py: at 1e-3 the policy may soon want to end at once, which OpenRLHF does not let it do.
     argv += ["--actor.adam.lr", "3e-4"]
     argv += ["--train.batch_size", "12"]  # a rollout of 16 rows is a step, and a filtered one as well
     argv += ["--ckpt.best_metric_key", "none"]  # and --ckpt.save_steps -1: no checkpoint but that of the stop

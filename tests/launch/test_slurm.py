@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launch.conftest import submit
+from tests.launch.conftest import Job, submit
 from tests.slurm_cluster import SlurmCluster, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -96,22 +96,24 @@ def launcher(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_cancelled_job_leaves_no_process_and_a_folder_of_one_node_is_refused(
+def test_a_job_that_loses_a_node_leaves_no_process_and_a_folder_of_one_node_is_refused(
     cluster: SlurmCluster, launcher: Path, tmp_path: Path
 ) -> None:
     """The folder only where root runs the tests, who may give a node a file system of its own."""
     folders = [tmp_path / "shared", tmp_path / "alone"]
     for folder in folders:
         folder.mkdir()
-    look, said, started = (tmp_path / name for name in ("look.py", "said", "started"))
+    look, said, started, die = (tmp_path / name for name in ("look.py", "said", "started", "die"))
     look.write_text(LOOK.format(folders=[*map(str, folders)]))
     launcher.write_text(DETACHED.format(first=f"python3 {look} >{said}", started=started))
+    # As when memory runs out: the raylet, a child of `ray start`, which is one of the process that this shell becomes.
+    raylet = "for child in $(pgrep -P $$); do pgrep -P $child raylet; done"
+    dies = f"(until [[ -e {die} ]]; do sleep 0.2; done; kill -9 $({raylet})) &"
     is_root = os.geteuid() == 0
     alone = f"mount -t tmpfs none {shlex.quote(str(folders[1]))}"
-    setup = f"export PATH={Path(sys.executable).parent}:$PATH; "
-    if is_root:
-        setup += f"""[[ $SLURMD_NODENAME != n2 ]] || exec unshare --mount bash -c '{alone}; exec "$@"' step "$@" """
-    job = submit(cluster, tmp_path, launcher, SETUP=setup)
+    own = f"""exec unshare --mount bash -c '{alone}; exec "$@"' step "$@";""" if is_root else ""
+    setup = f"export PATH={Path(sys.executable).parent}:$PATH; [[ $SLURMD_NODENAME != n2 ]] || {{ {dies} {own} }}"
+    job = submit(cluster, tmp_path, launcher, SETUP=setup, MAX_REQUEUES="0")
     until(lambda: started.exists() or job.ended(), 300, "training starts")
     assert started.exists(), job.everything
     assert "2 nodes joined" in job.log
@@ -135,12 +137,18 @@ def test_a_cancelled_job_leaves_no_process_and_a_folder_of_one_node_is_refused(
     token = next((tmp_path / "run" / "slurm").glob("*/ray_token"))
     assert os.stat(token).st_mode & 0o077 == 0
 
-    cluster.run("scancel", job.number)
-    until(lambda: job.state() == "CANCELLED", 200, "the job ends")
+    die.touch()
+    until(job.ended, 300, "the job ends")
+    assert job.state() == "FAILED" and cluster.restarts(job.number) == 0
+    assert "Ray on the node n2 has ended" in job.log, job.everything
+    assert "the job has lost nodes (n2), and MAX_REQUEUES is 0: look at n2" in job.log
+    _all_end(job, before)
+    assert not token.exists()
+
+
+def _all_end(job: Job, before: list[psutil.Process]) -> None:
     until(lambda: not job.processes(), 100, "its steps end")
-    left = [process for process in before if process.is_running() and not _is_zombie(process)]
-    assert not left
-    assert "cancelled" in job.log and not token.exists()
+    assert not [process for process in before if process.is_running() and not _is_zombie(process)]
 
 
 @pytest.fixture
@@ -175,19 +183,17 @@ def test_a_node_that_ends_before_the_training_ends_the_job(
     assert "Ray on the node n2 has ended" in job.log and "no training without all nodes: look at n2" in job.log
 
 
-def test_a_node_that_is_lost_requeues_no_more_than_it_may(
-    cluster: SlurmCluster, launcher: Path, tmp_path: Path
-) -> None:
-    started = tmp_path / "started"
-    # As when memory runs out: the raylet, a child of `ray start`, which is one of the process that this shell becomes.
-    raylet = "for child in $(pgrep -P $$); do pgrep -P $child raylet; done"
-    dies = f"rm -f {started}; (until [[ -e {started} ]]; do sleep 0.2; done; kill -9 $({raylet})) &"
-    setup = f"export PATH={Path(sys.executable).parent}:$PATH; [[ $SLURMD_NODENAME != n2 ]] || {{ {dies} }}"
-    job = submit(cluster, tmp_path, launcher, SETUP=setup, MAX_REQUEUES="0")
-    until(job.ended, 300, "the job ends")
-    assert job.state() == "FAILED" and cluster.restarts(job.number) == 0
-    assert "Ray on the node n2 has ended" in job.log, job.everything
-    assert "the job has lost nodes (n2), and MAX_REQUEUES is 0: look at n2" in job.log
+def test_a_cancelled_job_leaves_no_process(cluster: SlurmCluster, tmp_path: Path, path: str) -> None:
+    launcher, started = tmp_path / "launcher.sh", tmp_path / "started"
+    launcher.write_text(f'touch {started}; setsid bash -c "sleep 4321 & sleep 4322" & sleep 4323')
+    job = submit(cluster, tmp_path, launcher, SETUP=path)
+    until(lambda: started.exists() or job.ended(), 300, "training starts")
+    before = job.processes()
+    assert len(before) > 5, job.everything
+    cluster.run("scancel", job.number)
+    until(lambda: job.state() == "CANCELLED", 200, "the job ends")
+    _all_end(job, before)
+    assert "cancelled" in job.log and not [*tmp_path.glob("run/slurm/*/ray_token")]
 
 
 def test_a_request_to_stop_is_handed_on_and_requeues_whatever_the_limit(
