@@ -1,5 +1,6 @@
 """What holds for every room: a test's outcome depends neither on how busy the machine is nor on who starts pytest."""
 
+import fcntl
 import os
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "TTY_COMPATIBLE", "CO
     os.environ.pop(name, None)
 
 
+# Models this small only have threads wait for each other, and there are more processes than cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 _STARTUP = str(Path(sitecustomize.__file__).parent)  # which is read here, and below by all that the tests start
 if _STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # a worker of pytest's has it already
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, os.environ.get("PYTHONPATH")]))
@@ -37,6 +41,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if {"ranks", "one_rank", "four_ranks", "pools", "fresh"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
     items.sort(key=lambda item: item.path not in whole_runs)
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    """The smoke run's model, from the project's cache where a smoke run has made this version of it."""
+    from openrlhf_gtpo.cli import prepare
+
+    folder = Path(__file__).resolve().parents[1] / ".cache" / "quickstart" / "tiny-model"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / "tiny-model.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one of pytest's workers makes it, which takes 20 s
+        assert prepare.main(["tiny-model", "--output", str(folder)]) == 0
+    return folder
 
 
 @pytest.fixture(scope="module", autouse=True)

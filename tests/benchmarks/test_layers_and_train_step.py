@@ -65,7 +65,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     outputs = {words.split()[0]: folder / "made" / f"{words.split()[0]}.json" for words in COMMANDS}
     commands = [f"{words} --output {outputs[words.split()[0]]}" for words in COMMANDS]
     path = os.pathsep.join([str(folder), *(p for p in sys.path if p)])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": path}
     program = [sys.executable, str(folder / "alone.py"), *commands]
     ended = subprocess.run(program, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

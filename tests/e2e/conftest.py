@@ -1,6 +1,5 @@
 """Runs the trainer through the real stack on a tiny model; what a run leaves behind is what the tests look at."""
 
-import fcntl
 import json
 import os
 import subprocess
@@ -34,17 +33,6 @@ class Finished:
     @property
     def steps(self) -> list[dict[str, Any]]:
         return [entry for entry in self.metrics if entry["kind"] == "train"]
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The smoke run's model, from the project's cache where a smoke run has made it."""
-    folder = ROOT / ".cache" / "quickstart" / "tiny-model"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / "tiny-model.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one of pytest's workers makes it, which takes 20 s
-        assert prepare.main(["tiny-model", "--output", str(folder)]) == 0
-    return folder
 
 
 @pytest.fixture(scope="session")

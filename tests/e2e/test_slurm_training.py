@@ -23,14 +23,14 @@ from tests.slurm_cluster import SlurmCluster, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-# What the train_*.sh scripts do with --submit: a job of Ray's, with the flags behind -- at the end. Once requeued, with
-# others than before.
+# What the train_*.sh scripts do with --submit: a job of Ray's, with the flags behind -- at the end; and with some of its
+# own, which differ once it is requeued.
 LAUNCHER = """
 while [[ "$1" != --submit ]]; do shift; done
 if ((SLURM_RESTART_COUNT == 0)); then own=({first}); else own=({requeued}); fi
 exec ray job submit --address "$2" -- python3 -m openrlhf_gtpo.cli.train_ppo_ray {argv} "${{own[@]}}" "${{@:4}}"
 """
-QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 STEPS = 6
 TP2 = ["--megatron.tensor_model_parallel_size", "2", "--megatron.sequence_parallel"]
 PP2 = ["--megatron.pipeline_model_parallel_size", "2"]

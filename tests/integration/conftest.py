@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from openrlhf_gtpo import platform
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1] / "megatron")]
-torch.set_num_threads(1)
 os.environ.setdefault(platform.PLATFORM_VARIABLE, platform.detect())
 platform.activate()
 

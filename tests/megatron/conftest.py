@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-torch.set_num_threads(1)  # models this small only have threads wait for each other
 
 from families import SHALLOW, make_checkpoint  # noqa: E402
 from rank_pool import RankPool  # noqa: E402

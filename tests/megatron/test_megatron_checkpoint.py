@@ -165,7 +165,6 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_previous_one(
         capture_output=True,
         text=True,
         timeout=400,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert newest_whole(tmp_path) == tmp_path / "step1"

@@ -36,7 +36,7 @@ ROLLOUTS = [
 
 @pytest.mark.slow
 def test_rows_of_every_step_are_those_of_vllm() -> None:
-    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
     words = [sys.executable, "-W", "ignore", str(PROGRAM), json.dumps(ROLLOUTS)]
     done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

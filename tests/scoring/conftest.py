@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from openrlhf_gtpo import platform
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "megatron"))
-torch.set_num_threads(1)
 os.environ.setdefault(platform.PLATFORM_VARIABLE, platform.detect())
 platform.activate()
 

@@ -52,7 +52,7 @@ def test_text_is_tokenized_as_it_is_and_only_the_response_is_scored(model: Path,
 
 
 @pytest.mark.slow
-def test_both_backends_from_the_command_line(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_backends_from_the_command_line(model: Path, tmp_path: Path) -> None:
     """Megatron in processes of its own; Transformers in those of torchrun."""
     source = tmp_path / "in.jsonl"
     tokens, text = {"tokens": [1, 3, 2, 4, 5, 7]}, {"id": 7, "prompt": "two times three is", "response": "six ."}
@@ -60,7 +60,6 @@ def test_both_backends_from_the_command_line(model: Path, tmp_path: Path, monkey
     flags = {"--model": model, "--input": source, "--dtype": "float32", "--temperature": 0.5, "--max-tokens": 7}
     megatron = {"--actor.backend": "megatron", "--megatron.tensor_model_parallel_size": 2}
     outputs = [tmp_path / "0.jsonl", tmp_path / "1.jsonl"]
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert cli.main(argv({**flags, **megatron, "--output": outputs[0]})) == 0
     torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "-m", "openrlhf_gtpo.cli.score"]
     command = [sys.executable, "-m", *torchrun, *argv({**flags, "--output": outputs[1]})]

@@ -5,28 +5,23 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from openrlhf_gtpo.tasks import tiny_model  # noqa: E402
+from openrlhf_gtpo.tasks import tiny_model as maker  # noqa: E402
 from openrlhf_gtpo.tasks.reasoning_gym_data import SMALL_CONFIGS, PromptForm, draw_entries  # noqa: E402
 from openrlhf_gtpo.tasks.reasoning_gym_reward import extract_answer  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_model.make_tiny_model(tmp_path_factory.mktemp("tiny") / "checkpoint", seed=1)
-
-
-def test_shape_fits_vllms_cpu_attention_and_tensor_parallelism(checkpoint):
-    config = transformers.AutoConfig.from_pretrained(checkpoint)
+def test_shape_fits_vllms_cpu_attention_and_tensor_parallelism(tiny_model):
+    config = transformers.AutoConfig.from_pretrained(tiny_model)
     assert (config.num_hidden_layers, config.hidden_size, config.head_dim) == (2, 128, 32)
     assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
     assert config.architectures == ["LlamaForCausalLM"]
 
 
-def test_tokenizer_has_a_template_and_its_tokens(checkpoint):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
-    config = transformers.AutoConfig.from_pretrained(checkpoint)
+def test_tokenizer_has_a_template_and_its_tokens(tiny_model):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+    config = transformers.AutoConfig.from_pretrained(tiny_model)
     assert len(tokenizer) <= config.vocab_size
     assert len({tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id}) == 3
     assert config.eos_token_id == tokenizer.eos_token_id and config.pad_token_id == tokenizer.pad_token_id
@@ -37,9 +32,9 @@ def test_tokenizer_has_a_template_and_its_tokens(checkpoint):
     assert tokenizer.decode(tokenizer(prompt, add_special_tokens=False)["input_ids"]) == prompt
 
 
-def test_sampled_answers_are_right_often_and_wrong_often(checkpoint):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
-    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+def test_sampled_answers_are_right_often_and_wrong_often(tiny_model):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model, padding_side="left")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model)
     entries = draw_entries("products", 100, 1, SMALL_CONFIGS["products"])
     chats = [[{"role": "user", "content": PromptForm().user_text(entry)}] for entry in entries]
     prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
@@ -57,11 +52,11 @@ def test_sampled_answers_are_right_often_and_wrong_often(checkpoint):
 
 
 def test_the_same_seed_gives_the_same_weights(tmp_path, monkeypatch):
-    monkeypatch.setattr(tiny_model, "STEPS", 3)
+    monkeypatch.setattr(maker, "STEPS", 3)
     random.seed(0)
     state = torch.get_rng_state()
     a, b, c = (
-        tiny_model.make_tiny_model(tmp_path / name, seed) / "model.safetensors" for name, seed in zip("abc", (1, 1, 2))
+        maker.make_tiny_model(tmp_path / name, seed) / "model.safetensors" for name, seed in zip("abc", (1, 1, 2))
     )
     assert a.read_bytes() == b.read_bytes() != c.read_bytes()
     assert torch.equal(state, torch.get_rng_state())  # the caller's random numbers are not touched

@@ -12,6 +12,5 @@ from openrlhf_gtpo.platform.processes import run_processes
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def test_two_ranks_and_their_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_two_ranks_and_their_engines() -> None:
     run_processes(story, 2)
