@@ -23,8 +23,8 @@ from tests.slurm_cluster import SlurmCluster, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-# What the train_*.sh scripts do with --submit: a job of Ray's, with the flags behind -- at the end; and with some of its
-# own, which differ once it is requeued.
+# What the train_*.sh scripts do with --submit: a job of Ray's, with the flags behind -- at the end; here with some
+# that differ once it is requeued.
 LAUNCHER = """
 while [[ "$1" != --submit ]]; do shift; done
 if ((SLURM_RESTART_COUNT == 0)); then own=({first}); else own=({requeued}); fi
