@@ -15,7 +15,7 @@ if [[ "${1:-}" == --quick ]]; then
 fi
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-export PIP_NO_COMPILE=1 # of a new environment's modules the tests import a third
+export PIP_COMPILE=0 # of a new environment's modules the tests import a third
 # shellcheck source=examples/scripts/setup_env.sh
 source examples/scripts/setup_env.sh
 

@@ -158,9 +158,16 @@ show_progress() {
     done
 }
 
+pip_flags=(--no-deps --no-build-isolation --progress-bar off)
+
 # run_pip TOTAL SUBCOMMAND ARGUMENTS…
-run_pip() {
-    "$target/bin/python" -I -m pip "$2" --no-deps --no-build-isolation --progress-bar off "${@:3}" 2>&1 | show_progress "$1"
+run_pip() { "$target/bin/python" -I -m pip "$2" "${pip_flags[@]}" "${@:3}" 2>&1 | show_progress "$1"; }
+
+# Installs the packages of file $1, half of them in a process each: pip unpacks with one core.
+install_pins() {
+    split --number=r/2 "$1" "$1."
+    printf '%s\n' "$1.aa" "$1.ab" |
+        xargs -P 2 -n 1 "$target/bin/python" -I -m pip install "${pip_flags[@]}" -r 2>&1 | show_progress "$(wc -l <"$1")"
 }
 
 fail() {
@@ -182,7 +189,7 @@ install_cpu_packages() {
         run_pip 1 download -d "$TMPDIR/torch" --extra-index-url "$torch_index" "$torch" || fail "pip could not fetch $torch"
     fi
     install_tools
-    run_pip "$(wc -l <"$pins")" install -r "$pins" || fail "pip could not install the packages of requirements/cpu.lock"
+    install_pins "$pins" || fail "pip could not install the packages of requirements/cpu.lock"
     run_pip 1 install --no-index --find-links "$TMPDIR/torch" "$torch" || fail "pip could not install $torch"
 }
 
@@ -192,7 +199,7 @@ install_cuda_packages() {
     local pins="$TMPDIR/pins.txt" nvidia
     grep -Ev '^(#|flash-attn==|transformer-engine-torch==|deepspeed==|setuptools==|wheel==|$)' "$lock" >"$pins"
     install_tools
-    run_pip "$(wc -l <"$pins")" install -r "$pins" || fail "pip could not install the packages of requirements/cuda.lock"
+    install_pins "$pins" || fail "pip could not install the packages of requirements/cuda.lock"
 
     nvidia="$(echo "$target"/lib/python3*/site-packages/nvidia)"
     export CUDA_HOME="$nvidia/cu13" PATH="$target/bin:$PATH" # ninja

@@ -37,8 +37,8 @@ case "$*" in
         ;;
     *"-m pip "*)
         [[ "$*" != *"$PIP_FAILS_AT"* ]] || { echo "ERROR: no such package" && exit 1; }
-        if [[ "$*" == *pins.txt ]]; then
-            cat "$last" >"${0%/*}/../pins"
+        if [[ "$*" == *pins.txt.a? ]]; then # in two parts, at once
+            cat "$last" >>"${0%/*}/../pins"
             mkdir -p "${0%/*}/../lib/python3.12/site-packages/nvidia/cu13/lib" # what NVIDIA's wheels make
         fi
         [[ "$*" != *"$PIP_STOPS_AT"* ]] || { touch "${0%/*}/stopped" && sleep 600; }
