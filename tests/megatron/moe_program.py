@@ -13,7 +13,7 @@ from openrlhf_gtpo.megatron.model.policy import ModelOptions, load_model
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.megatron.train import schedule
 
-EXPERTS, CHOSEN, WIDTH = 8, 2, 48
+EXPERTS, CHOSEN, WIDTH = 4, 2, 48
 LAYOUTS = {
     "TP1": Layout(),
     "TP2-SP": Layout(tensor_model_parallel_size=2, sequence_parallel=True),
