@@ -35,12 +35,13 @@ sys.path.append(_STARTUP)  # from which some processes get their PYTHONPATH
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What runs on a pool of ranks, or in a process of its own that imports torch, is slow. Files with whole runs come
-    first: no worker is left with one at the end."""
+    first, the two longest before others: no worker is left with one at the end."""
     whole_runs = {item.path for item in items if item.get_closest_marker("e2e")}
     for item in items:
         if {"ranks", "one_rank", "four_ranks", "pools", "fresh"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
-    items.sort(key=lambda item: item.path not in whole_runs)
+    longest = ("test_slurm_training.py", "test_stop.py")
+    items.sort(key=lambda item: (item.path not in whole_runs, item.path.name not in longest))
 
 
 @pytest.fixture(scope="session")
