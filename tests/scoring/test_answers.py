@@ -187,6 +187,7 @@ def test_answers_that_other_weights_or_another_reward_have_scored_are_refused(
         assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_is_evaluated_once(place: Path, capsys: pytest.CaptureFixture) -> None:
     """On a real engine, with more tokens of prompts than one of its batches takes; the same command again reads what
     there is."""

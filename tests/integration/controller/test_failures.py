@@ -61,6 +61,7 @@ def test_a_dead_rank_ends_the_wait(interrupt: Any) -> None:
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 def test_what_a_signal_raises_comes_out_of_rays_get_as_it_is() -> None:
     """With a real Ray, whose ``get`` lets nothing but KeyboardInterrupt out of a signal's handler."""
     program = """
