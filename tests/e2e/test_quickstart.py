@@ -53,7 +53,7 @@ def own_seconds(run: psutil.Popen, timeout: float) -> float:
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_a_smoke_run_ends_with_a_table_curves_and_a_model(tmp_path: Path) -> None:
-    """Stopped while it starts, it leaves nothing; what its steps leave is shown in test_launch_scripts.py."""
+    """Stopped while it starts it leaves no process; that it leaves none later, test_launch_scripts.py shows."""
     output = tmp_path / "run"
     command = ["bash", str(SCRIPT), "--smoke", "--steps", "4", "--output", str(output), "--reward", str(REWARD)]
     command += ["--", "--algo.advantage.is_correction_level", "token", "--train.colocate_all"]
