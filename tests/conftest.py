@@ -25,7 +25,7 @@ for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "TTY_COMPATIBLE", "CO
 
 
 # Models this small only have threads wait for each other, and there are more processes than cores.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 
 _STARTUP = str(Path(sitecustomize.__file__).parent)  # which is read here, and below by all that the tests start
 if _STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # a worker of pytest's has it already

@@ -163,13 +163,6 @@ pip_flags=(--no-deps --no-build-isolation --progress-bar off)
 # run_pip TOTAL SUBCOMMAND ARGUMENTS…
 run_pip() { "$target/bin/python" -I -m pip "$2" "${pip_flags[@]}" "${@:3}" 2>&1 | show_progress "$1"; }
 
-# Installs the packages of file $1, half of them in a process each: pip unpacks with one core.
-install_pins() {
-    split --number=r/2 "$1" "$1."
-    printf '%s\n' "$1.aa" "$1.ab" |
-        xargs -P 2 -n 1 "$target/bin/python" -I -m pip install "${pip_flags[@]}" -r 2>&1 | show_progress "$(wc -l <"$1")"
-}
-
 fail() {
     grep -E '^ *(ERROR|error)' "$target/pip.log" | tail -n 2 >&2 || tail -n 10 "$target/pip.log" >&2
     say "$* (all of its output: $target/pip.log); put that right and start again."
@@ -189,7 +182,9 @@ install_cpu_packages() {
         run_pip 1 download -d "$TMPDIR/torch" --extra-index-url "$torch_index" "$torch" || fail "pip could not fetch $torch"
     fi
     install_tools
-    install_pins "$pins" || fail "pip could not install the packages of requirements/cpu.lock"
+    split --number=r/2 "$pins" "$pins." # for two processes, as pip unpacks with one core
+    printf '%s\n' "$pins".?? | xargs -P 2 -n 1 "$target/bin/python" -I -m pip install "${pip_flags[@]}" -r 2>&1 |
+        show_progress "$(wc -l <"$pins")" || fail "pip could not install the packages of requirements/cpu.lock"
     run_pip 1 install --no-index --find-links "$TMPDIR/torch" "$torch" || fail "pip could not install $torch"
 }
 
@@ -199,7 +194,7 @@ install_cuda_packages() {
     local pins="$TMPDIR/pins.txt" nvidia
     grep -Ev '^(#|flash-attn==|transformer-engine-torch==|deepspeed==|setuptools==|wheel==|$)' "$lock" >"$pins"
     install_tools
-    install_pins "$pins" || fail "pip could not install the packages of requirements/cuda.lock"
+    run_pip "$(wc -l <"$pins")" install -r "$pins" || fail "pip could not install the packages of requirements/cuda.lock"
 
     nvidia="$(echo "$target"/lib/python3*/site-packages/nvidia)"
     export CUDA_HOME="$nvidia/cu13" PATH="$target/bin:$PATH" # ninja

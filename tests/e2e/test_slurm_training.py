@@ -31,7 +31,6 @@ if ((SLURM_RESTART_COUNT == 0)); then own=({first}); else own=({requeued}); fi
 exec ray job submit --address "$2" -- python3 -m openrlhf_gtpo.cli.train_ppo_ray {argv} "${{own[@]}}" "${{@:4}}"
 """
 QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-STEPS = 6
 TP2 = ["--megatron.tensor_model_parallel_size", "2", "--megatron.sequence_parallel"]
 PP2 = ["--megatron.pipeline_model_parallel_size", "2"]
 
@@ -99,7 +98,7 @@ def test_a_job_that_loses_a_node_goes_on_at_another_layout(
     until(lambda: job.ended(), 600, "the end of the job")
     assert job.state() == "COMPLETED", job.everything
     assert f"Loading the checkpoint {tmp_path}/checkpoints/_actor/global_step3" in _train_log(job, 1)
-    assert steps() == [1, 2, 3, 4, 5, *range(4, STEPS + 1)]
+    assert steps() == [1, 2, 3, 4, 5, 4, 5, 6]
     assert (tmp_path / "model" / "model.safetensors").exists()
     n2 = tmp_path / "run" / "slurm" / f"{job.number}-1" / "n2-ray"
     assert any("actor_name:" in path.read_text(errors="replace") for path in n2.glob("worker-*.out")), job.everything

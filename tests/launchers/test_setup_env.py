@@ -37,7 +37,7 @@ case "$*" in
         ;;
     *"-m pip "*)
         [[ "$*" != *"$PIP_FAILS_AT"* ]] || { echo "ERROR: no such package" && exit 1; }
-        if [[ "$*" == *pins.txt.a? ]]; then # in two parts, at once
+        if [[ "$*" == *pins.txt* ]]; then # whole, or in two parts at once
             cat "$last" >>"${0%/*}/../pins"
             mkdir -p "${0%/*}/../lib/python3.12/site-packages/nvidia/cu13/lib" # what NVIDIA's wheels make
         fi

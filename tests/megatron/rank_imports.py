@@ -1,4 +1,4 @@
-"""What every rank process has imported. The fork server of :mod:`rank_pool` imports it once, then forks the ranks."""
+"""What every rank process, an actor too, has imported. The fork server of :mod:`rank_pool` imports it, then forks."""
 
 import gc
 

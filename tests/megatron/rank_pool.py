@@ -78,7 +78,7 @@ class RankPool:
         self._store = TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", platform.PLATFORM_VARIABLE: "cpu"}
+        environment = {platform.PLATFORM_VARIABLE: "cpu"}
         environment["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server's, which Python 3.11 gives no other path
         before = {name: os.environ.get(name) for name in environment}
         os.environ.update(environment)
@@ -116,7 +116,6 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
 
     # Megatron collects garbage at every layout and every checkpoint; what is imported for good need not be visited.
     gc.freeze()
-    torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
