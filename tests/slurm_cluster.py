@@ -6,6 +6,7 @@ the numbers of their jobs, by which a job's processes are found.
 """
 
 import getpass
+import itertools
 import os
 import shutil
 import socket
@@ -47,8 +48,8 @@ JobRequeue=1
 SlurmctldTimeout=300
 SlurmdTimeout=300
 KillWait=60
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.2 Port={n1} CPUs=4 State=UNKNOWN
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.3 Port={n2} CPUs=4 State=UNKNOWN
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.2 Port={n1} CPUs=8 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.3 Port={n2} CPUs=8 State=UNKNOWN
 PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
 """
 
@@ -58,12 +59,14 @@ def missing_daemons() -> list[str]:
     return [name for name in DAEMONS if _program(name) is None]
 
 
-def free_ports(count: int) -> list[int]:
-    """In a row, ones that nobody listens on at the moment, below those that the system hands out."""
-    first = 15000 + os.getpid() % 500 * 10
+_ports = itertools.count(15000 + os.getpid() % 400 * 30, 3)  # of each process that tests, 30
+
+
+def three_free_ports() -> list[int]:
+    """In a row, ones that nobody listens on at the moment, below those that the system hands out; others each time."""
     while True:
-        ports = list(range(first, first + count))
-        first += count
+        first = next(_ports)
+        ports = [first, first + 1, first + 2]
         with ExitStack() as stack:
             try:
                 for port in ports:
@@ -91,7 +94,7 @@ class SlurmCluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        controller, n1, n2 = free_ports(3)
+        controller, n1, n2 = three_free_ports()
         host, user = socket.gethostname().partition(".")[0], getpass.getuser()
         text = _CONFIGURATION.format(folder=folder, host=host, user=user, controller=controller, n1=n1, n2=n2)
         (folder / "slurm.conf").write_text(text)

@@ -1,4 +1,4 @@
-"""A run that loses an engine, is asked to stop, is resumed by the same command, and loses a trainer is the run that
+"""A run that loses an engine and a trainer, is asked to stop, and is resumed by the same command makes the steps that
 nobody disturbed: bit by bit, under ``--train.full_determinism_enable`` on a host without CUDA, with two DeepSpeed
 actors, a multi-turn agent and every OpenRLHF option that changes a step. benchmarks/reliability/resume_exact.py kills
 Megatron.
@@ -33,9 +33,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 NOT_COMPARED = ("time", names.TIMING_PREFIX, names.TOKENS_PER_SECOND_PREFIX, names.PEAK_MEMORY_PREFIX)
 NOT_COMPARED += (names.RESTARTS_ENGINES, names.DROPPED_PROMPTS)  # of a run that may start again
+OF_SAMPLING = ("score", "dynamic_filtering_pass_rate", names.TOKENS_SAMPLED)  # which a replay has not
 
 
-def test_a_run_that_is_stopped_killed_and_resumed_is_the_run_that_was_not(trainer_argv, tiny_model, tmp_path) -> None:
+def test_a_run_that_is_killed_stopped_and_resumed_makes_the_steps_of_one_that_is_not(
+    trainer_argv: list[str], tiny_model: Path, tmp_path: Path
+) -> None:
+    """Step 3 is made twice, by the run that goes on over its checkpoint of step 2 and loses an engine, and by the one
+    that starts again from there. One run more trains on the rollouts of all steps, without an interruption."""
     argv = [*trainer_argv, "--algo.advantage.estimator", "grpo_s", "--train.agent_func_path", "agent.py"]
     argv += ["--train.full_determinism_enable", "--train.seed", "7"]
     argv += ["--train.dynamic_batch_enable", "--train.max_tokens_per_gpu", "256", "--actor.dual_clip", "3"]
@@ -45,62 +50,50 @@ def test_a_run_that_is_stopped_killed_and_resumed_is_the_run_that_was_not(traine
     argv += ["--train.enable_ema", "--train.ema_beta", "0.5"]
     argv += ["--actor.entropy_coef", "0.001", "--algo.advantage.is_correction_level", "token"]
     argv += ["--reward.overlong_buffer_len", "4", "--algo.dynamic_filtering_enable"]
-    argv += ["--data.max_samples", "32", "--rollout.micro_batch_size", "4", "--ckpt.load_enable"]
+    argv += ["--data.max_samples", "32", "--train.num_episodes", "3", "--rollout.micro_batch_size", "4"]
     # See test_slurm_training.py: at 1e-3 the policy may soon want to end at once, which OpenRLHF does not let it do.
     argv += ["--actor.adam.lr", "3e-4"]
     argv += ["--train.batch_size", "12"]  # a rollout of 16 rows is a step, and a filtered one as well
-    argv += ["--ckpt.best_metric_key", "none"]  # and --ckpt.save_steps -1: no checkpoint but that of the stop
+    argv += ["--ckpt.save_steps", "2", "--ckpt.best_metric_key", "none", "--ckpt.load_enable"]
+    replay = [*argv, "--train.replay_rollouts", str(tmp_path / "run" / "checkpoints")]
 
-    whole_argv, _ = _own_folder([*argv, "--logger.dump_rollouts", "1"], tmp_path / "whole")
-    whole = finish(whole_argv, tmp_path / "whole")
-    assert whole.code == 0, whole.log[-4000:]
-    assert not (whole.folder / "checkpoints" / "_actor").exists()
-    steps = [step["step"] for step in whole.steps]  # how many, the filter decides
-    planned = {read_settings(dump)["max_steps"] for dump in find_dumps(whole.folder / "checkpoints")}
-    assert planned == {8}, "of the learning rate's schedule: rollouts of 4 of 32 prompts"
-    assert len(steps) >= 3 and steps == [*range(1, len(steps) + 1)]
-    for step in whole.steps:  # a rollout that the data set's end leaves short is trained on too
+    argv, hold = _own_folder([*argv, "--logger.dump_rollouts", "1", "--train.max_restarts", "1"], tmp_path / "run")
+    actor = tmp_path / "run" / "checkpoints" / "_actor"
+    (actor / "global_step2").mkdir(parents=True)  # what a run leaves that died in its first checkpoint
+    _train_until_stopped([*argv, "--vllm.num_engines", "2"], tmp_path / "run", hold)
+    size = sum(path.stat().st_size for path in (actor / "global_step5").rglob("*") if path.is_file())
+    estimate = checkpoint_bytes(parameters_of(str(tiny_model)))  # from below, and not by much
+    assert estimate <= size < 1.5 * estimate
+    (tmp_path / "run" / "checkpoints" / "stop").touch()  # one that came too late for the first run
+    run = finish(argv, tmp_path / "run")
+    assert run.code == 0, run.log[-4000:]
+
+    steps = [step["step"] for step in run.steps]  # how many, the filter decides
+    assert steps == [1, 2, 3, *range(3, steps[-1] + 1)] and steps[-1] >= 6
+    planned = {read_settings(dump)["max_steps"] for dump in find_dumps(tmp_path / "run" / "checkpoints")}
+    assert planned == {24}, "of the learning rate's schedule: rollouts of 4 of 32 prompts, three times"
+    for step in run.steps:  # a rollout that the data set's end leaves short is trained on too
         assert math.isfinite(step["policy_loss"]) and math.isfinite(step["kl"]) and step[names.ENTROPY_ALL] > 0
         # Two turns with an observation between them: fewer action tokens than the span from first to last.
         assert step[names.RESPONSE_LENGTH_MEAN] < step["response_length"]
         assert 0 < step["dynamic_filtering_pass_rate"] <= 100
         assert step[names.GROUPS_UNIFORM] == 0  # the filter lets none through
         assert step["vllm_kl"] != 0
-
-    replay = [*argv, "--train.replay_rollouts", str(whole.folder / "checkpoints")]
-    argv, hold = _own_folder([*argv, "--train.max_restarts", "1"], tmp_path / "parts")
-    # What a run leaves that died in its first checkpoint.
-    (tmp_path / "parts" / "checkpoints" / "_actor" / "global_step2").mkdir(parents=True)
-    _train_until_stopped([*argv, "--vllm.num_engines", "2"], tmp_path / "parts", hold)
-    saved = tmp_path / "parts" / "checkpoints" / "_actor" / "global_step2"
-    size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
-    estimate = checkpoint_bytes(parameters_of(str(tiny_model)))  # from below, and not by much
-    assert estimate <= size < 1.5 * estimate
-    (tmp_path / "parts" / "checkpoints" / "stop").touch()  # one that came too late for the first run
-    resumed = _lose_a_trainer(argv, tmp_path / "parts", hold)
-    assert resumed.code == 0, resumed.log[-4000:]
-
-    [parts] = read_runs(tmp_path / "parts" / "metrics.jsonl")
-    made = [line for line in parts if line["kind"] != "run"]
-    assert len(resumed.steps) == len(whole.steps) + 1  # the third was made twice, and once more it counts
-    for one, other in zip(whole.metrics, made, strict=True):
-        assert _to_compare(one) == _to_compare(other)
-    restarts = [
-        (line[names.RESTARTS_ENGINES], line[names.DROPPED_PROMPTS]) for line in made if line["kind"] == "train"
-    ]
-    assert restarts == [(1, 0), (1, 0), *[(0, 0)] * (len(steps) - 2)]
-    assert _logged(whole.folder) == _logged(resumed.folder)
-    before = load_file(tiny_model / "model.safetensors")
-    weights, again = (load_file(run.folder / "model" / "model.safetensors") for run in (whole, resumed))
-    assert weights.keys() == again.keys() >= before.keys()  # DeepSpeed's writes a tied head too
-    assert all(torch.equal(weights[name], again[name]) for name in weights)
-    assert sum(not torch.equal(weights[name], before[name]) for name in before) > len(before) // 2
+    assert _to_compare(run.steps[2]) == _to_compare(run.steps[3])
+    restarts = [(step[names.RESTARTS_ENGINES], step[names.DROPPED_PROMPTS]) for step in run.steps]
+    assert restarts == [(0, 0), (0, 0), (1, 0), *[(0, 0)] * (len(steps) - 3)]
 
     replayed = finish(_own_folder(replay, tmp_path / "replayed")[0], tmp_path / "replayed")
     assert replayed.code == 0 and "StrictRolloutActor" not in replayed.log, replayed.log[-4000:]
-    assert [step["step"] for step in replayed.steps] == steps
-    again = load_file(replayed.folder / "model" / "model.safetensors")
+    [made] = read_runs(tmp_path / "run" / "metrics.jsonl")
+    for one, other in zip(replayed.steps, [line for line in made if line["kind"] == "train"], strict=True):
+        assert _to_compare(one) == _to_compare(other, *OF_SAMPLING)
+    assert _logged(replayed.folder) == _logged(run.folder, *(f"train/{name}" for name in OF_SAMPLING))
+    before = load_file(tiny_model / "model.safetensors")
+    weights, again = (load_file(one.folder / "model" / "model.safetensors") for one in (run, replayed))
+    assert weights.keys() == again.keys() >= before.keys()  # DeepSpeed's writes a tied head too
     assert all(torch.equal(weights[name], again[name]) for name in weights)
+    assert sum(not torch.equal(weights[name], before[name]) for name in before) > len(before) // 2
 
 
 def _own_folder(argv: list[str], folder: Path) -> tuple[list[str], Hold]:
@@ -127,40 +120,32 @@ def _running(argv: list[str], folder: Path) -> Iterator[subprocess.Popen]:
 
 
 def _train_until_stopped(argv: list[str], folder: Path, hold: Hold) -> None:
-    """In the rollout of step 1 one of two engines is killed: the other answers its prompts, and it comes back with the
-    weights of that step. SIGUSR1 in the rollout of step 2: the run makes it, saves it and ends with status 75."""
-    hold.after(0)
+    """In the rollout of step 3 one of two engines is killed: the other answers its prompts, and it comes back with the
+    weights of that step. SIGKILL to one of the trainer's ranks in the rollout of step 4, when nobody waits for it; the
+    run is started again from step 2. SIGUSR1 in the rollout of step 5: the run makes it, saves it and ends with status
+    75."""
+    hold.after(2)
     with _running(argv, folder) as run:
         until(lambda: len(hold.held()) == 2 or run.poll() is not None, 600, "both engines are asked")
         os.kill(hold.held()[0], signal.SIGKILL)
-        hold.after(1)
-        _wait_for_step(1, run, folder)
+        hold.after(3)
+        _wait_for_step(3, run, folder)
+        ranks = [one for one in psutil.Process(run.pid).children(recursive=True) if _is_trainer(one)]
+        assert len(ranks) == 2, (folder / "log").read_text()[-4000:]
+        ranks[1].kill()
+        hold.after(4)
+        _wait_for_step(4, run, folder)
         run.send_signal(signal.SIGUSR1)
         until(lambda: (folder / "checkpoints" / "stop").exists() or run.poll() is not None, 100, "the request")
         hold.release()
         code = run.wait(timeout=300)
     text = (folder / "log").read_text()
     assert code == 75, text[-4000:]
-    assert [step["step"] for step in Finished(code, text, folder).steps] == [1, 2]  # 2 was in progress
+    assert [step["step"] for step in Finished(code, text, folder).steps] == [1, 2, 3, 3, 4, 5]  # 5 was in progress
     assert "of 2 (counted from 0) died: " in text and "is started again" in text
-    assert "train_ppo_ray stopped: asked to, after step 2, which is saved" in text.strip().splitlines()[-1]
-
-
-def _lose_a_trainer(argv: list[str], folder: Path, hold: Hold) -> Finished:
-    """SIGKILL to one of the trainer's ranks, in the rollout of step 4, when nobody waits for it; step 3 is not saved.
-    The run is started again from step 2, and makes all."""
-    hold.after(3)
-    with _running(argv, folder) as run:
-        _wait_for_step(3, run, folder)
-        ranks = [one for one in psutil.Process(run.pid).children(recursive=True) if _is_trainer(one)]
-        assert len(ranks) == 2, (folder / "log").read_text()[-4000:]
-        ranks[1].kill()
-        hold.release()
-        code = run.wait(timeout=800)
-    text = (folder / "log").read_text()
     assert "train_ppo_ray stopped: a process of the run died" in text
     assert "restart 1 of 1 goes on from its last checkpoint" in text
-    return Finished(code, text, folder)
+    assert "train_ppo_ray stopped: asked to, after step 5, which is saved" in text.strip().splitlines()[-1]
 
 
 def _is_trainer(process: psutil.Process) -> bool:
@@ -176,15 +161,15 @@ def _wait_for_step(step: int, run: subprocess.Popen, folder: Path) -> None:
     until(lambda: metrics.exists() and line in metrics.read_text() or run.poll() is not None, 600, f"step {step}")
 
 
-def _logged(folder: Path) -> dict[str, list[tuple[int, float]]]:
+def _logged(folder: Path, *but: str) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard shows of a run, but for its times."""
     events = EventAccumulator(str(folder / "tensorboard" / "run")).Reload()
     tags = [tag for tag in events.Tags()["scalars"] if not tag.removeprefix("train/").startswith(NOT_COMPARED)]
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags if tag not in but}
 
 
-def _to_compare(entry: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if not name.startswith(NOT_COMPARED)}
+def _to_compare(entry: dict[str, Any], *but: str) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if not name.startswith(NOT_COMPARED) and name not in but}
 
 
 AGENT = """

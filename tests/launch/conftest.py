@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.slurm_cluster import SlurmCluster, free_ports, missing_daemons
+from tests.slurm_cluster import SlurmCluster, missing_daemons, three_free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "scripts" / "train_gtpo_slurm.sh"
@@ -76,9 +76,8 @@ class Job:
 
 def submit(cluster: SlurmCluster, folder: Path, launcher: Path, *trainer_flags: str, **environment: str) -> Job:
     """``sbatch`` with what a user would change in the header for these two nodes."""
-    cluster.end_jobs()
     logical = "--num-gpus=2 --num-cpus=8"  # a host without GPUs counts them
-    port = free_ports(3)[0]
+    port = three_free_ports()[0]
     settings = {
         "LAUNCHER": str(launcher),
         "OUTPUT": str(folder / "run"),
@@ -88,6 +87,7 @@ def submit(cluster: SlurmCluster, folder: Path, launcher: Path, *trainer_flags: 
         "ROOT": str(ROOT),
         "NODE_TMP": str(cluster.folder),  # where a node that is killed leaves its files
     }
-    sbatch = ["sbatch", "--parsable", "--nodes=2", "--gpus-per-node=0", f"--output={folder}/job.log"]
-    number = cluster.run(*sbatch, str(SCRIPT), "--", *trainer_flags, **(settings | environment)).strip()
+    sbatch = ["sbatch", "--parsable", "--nodes=2", "--gpus-per-node=0", "--exclusive=user"]
+    sbatch += [f"--output={folder}/job.log", str(SCRIPT), "--", *trainer_flags]
+    number = cluster.run(*sbatch, **(settings | environment)).strip()
     return Job(cluster, number, folder, port)

@@ -89,39 +89,107 @@ def _is_zombie(process: psutil.Process) -> bool:
         return True
 
 
-@pytest.fixture
-def launcher(tmp_path: Path) -> Path:
-    path = tmp_path / "launcher.sh"
-    path.write_text(DETACHED.format(first="true", started=tmp_path / "started"))
-    return path
-
-
-def test_a_job_that_loses_a_node_leaves_no_process_and_a_folder_of_one_node_is_refused(
-    cluster: SlurmCluster, launcher: Path, tmp_path: Path
-) -> None:
-    """The folder only where root runs the tests, who may give a node a file system of its own."""
-    folders = [tmp_path / "shared", tmp_path / "alone"]
-    for folder in folders:
-        folder.mkdir()
-    look, said, started, die = (tmp_path / name for name in ("look.py", "said", "started", "die"))
-    look.write_text(LOOK.format(folders=[*map(str, folders)]))
-    launcher.write_text(DETACHED.format(first=f"python3 {look} >{said}", started=started))
+@pytest.fixture(scope="module", autouse=True)
+def lost(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """On a real Ray, beside the others: it loses the node n2 as soon as there is a file ``die``. The folder ``alone``
+    is another on each node where root runs the tests, who may give a node a file system of its own."""
+    folder = tmp_path_factory.mktemp("lost")
+    shared, alone, launcher, look, die = (
+        folder / name for name in ("shared", "alone", "launcher.sh", "look.py", "die")
+    )
+    shared.mkdir()
+    alone.mkdir()
+    look.write_text(LOOK.format(folders=[str(shared), str(alone)]))
+    launcher.write_text(DETACHED.format(first=f"python3 {look} >{folder}/said", started=folder / "started"))
     # As when memory runs out: the raylet, a child of `ray start`, which is one of the process that this shell becomes.
     raylet = "for child in $(pgrep -P $$); do pgrep -P $child raylet; done"
     dies = f"(until [[ -e {die} ]]; do sleep 0.2; done; kill -9 $({raylet})) &"
-    is_root = os.geteuid() == 0
-    alone = f"mount -t tmpfs none {shlex.quote(str(folders[1]))}"
-    own = f"""exec unshare --mount bash -c '{alone}; exec "$@"' step "$@";""" if is_root else ""
+    mount = f"mount -t tmpfs none {shlex.quote(str(alone))}"
+    own = f"""exec unshare --mount bash -c '{mount}; exec "$@"' step "$@";""" if os.geteuid() == 0 else ""
     setup = f"export PATH={Path(sys.executable).parent}:$PATH; [[ $SLURMD_NODENAME != n2 ]] || {{ {dies} {own} }}"
-    job = submit(cluster, tmp_path, launcher, SETUP=setup, MAX_REQUEUES="0")
-    until(lambda: started.exists() or job.ended(), 300, "training starts")
-    assert started.exists(), job.everything
+    return submit(cluster, folder, launcher, SETUP=setup, MAX_REQUEUES="0")
+
+
+@pytest.fixture(scope="module")
+def jobs(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+    """On the stand-in for Ray, all at once, as each mostly waits."""
+    on_n2 = {"stuck": "sleep 600", "broken": "exit 3"}
+    trainings = {
+        "stuck": "touch {started}",
+        "broken": "touch {started}",
+        "cancelled": 'setsid bash -c "sleep 4321 & sleep 4322" & sleep 4323',
+        "stopped": STOPPABLE,
+    }
+    submitted = {}
+    for name, training in trainings.items():
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "bin").mkdir()
+        (folder / "joined").mkdir()
+        ray, launcher = folder / "bin" / "ray", folder / "launcher.sh"
+        ray.write_text(STAND_IN.format(python=sys.executable, folder=str(folder / "joined")))
+        ray.chmod(0o755)
+        launcher.write_text(training.format(started=folder / "started"))
+        path = f"export PATH={ray.parent}:{Path(sys.executable).parent}:$PATH"
+        setup = f"{path}; [[ $SLURMD_NODENAME != n2 ]] || {on_n2.get(name, 'true')}"
+        limits = {"JOIN_TIMEOUT": "30", "MAX_REQUEUES": "0" if name == "stopped" else "5"}
+        submitted[name] = submit(cluster, folder, launcher, SETUP=setup, **limits)
+    return submitted
+
+
+def test_a_request_to_stop_is_handed_on_and_requeues_whatever_the_limit(
+    cluster: SlurmCluster, jobs: dict[str, Job]
+) -> None:
+    job = jobs["stopped"]
+    until(lambda: (job.folder / "started").exists() or job.ended(), 300, "training starts")
+    cluster.run("scancel", "--signal=USR1", "--batch", job.number)
+    until(lambda: cluster.restarts(job.number) == 1 or job.ended(), 300, "a requeue")
+    until(job.ended, 300, "the job ends")
+    assert job.state() == "COMPLETED" and cluster.restarts(job.number) == 1, job.everything
+    assert not [*job.folder.glob("run/slurm/*/stop")] and len([*job.folder.glob("run/slurm/*-[01]")]) == 2
+
+
+def test_a_node_that_does_not_join_is_named_and_the_job_ends(jobs: dict[str, Job]) -> None:
+    job = jobs["stuck"]
+    until(job.ended, 300, "the job ends")
+    assert job.state() == "FAILED" and not (job.folder / "started").exists()
+    assert "After 30 s 1 of 2 nodes have not joined the Ray cluster: n2;" in job.log, job.everything
+    until(lambda: not job.processes(), 100, "its steps end")
+
+
+def test_a_node_that_ends_before_the_training_ends_the_job(cluster: SlurmCluster, jobs: dict[str, Job]) -> None:
+    job = jobs["broken"]
+    until(job.ended, 300, "the job ends")
+    assert job.state() == "FAILED" and cluster.restarts(job.number) == 0
+    assert "Ray on the node n2 has ended" in job.log and "no training without all nodes: look at n2" in job.log
+
+
+def test_a_cancelled_job_leaves_no_process(cluster: SlurmCluster, jobs: dict[str, Job]) -> None:
+    job = jobs["cancelled"]
+    started = [["sleep", seconds] for seconds in ("4321", "4322", "4323")]
+    until(
+        lambda: sum(p.info["cmdline"] in started for p in job.processes()) == 3 or job.ended(), 300, "training starts"
+    )
+    before = job.processes()
+    assert before, job.everything
+    token = next((job.folder / "run" / "slurm").glob("*/ray_token"))
+    cluster.run("scancel", job.number)
+    until(lambda: job.state() == "CANCELLED", 200, "the job ends")
+    _all_end(job, before)
+    assert "cancelled" in job.log and not token.exists()
+
+
+def test_a_job_that_loses_a_node_leaves_no_process_and_a_folder_of_one_node_is_refused(
+    cluster: SlurmCluster, lost: Job
+) -> None:
+    job = lost
+    until(lambda: (job.folder / "started").exists() or job.ended(), 300, "training starts")
+    assert (job.folder / "started").exists(), job.everything
     assert "2 nodes joined" in job.log
-    shared, refused = said.read_text().splitlines()
-    assert shared == f"shared by all: {tmp_path}/shared"
-    is_another = f"--ckpt.path {tmp_path}/alone is another folder on node n2, and all 2 nodes must"
-    assert refused.startswith(is_another if is_root else "shared by all: ")
-    assert not [name for folder in folders for name in folder.iterdir()]
+    shared, refused = (job.folder / "said").read_text().splitlines()
+    assert shared == f"shared by all: {job.folder}/shared"
+    is_another = f"--ckpt.path {job.folder}/alone is another folder on node n2, and all 2 nodes must"
+    assert refused.startswith(is_another if os.geteuid() == 0 else "shared by all: ")
+    assert not [name for folder in ("shared", "alone") for name in (job.folder / folder).iterdir()]
     before = job.processes()
     names = [process.info["name"] for process in before]
     assert names.count("raylet") >= 2 and "gcs_server" in names  # a program that one starts has its name at first
@@ -134,10 +202,10 @@ def test_a_job_that_loses_a_node_leaves_no_process_and_a_folder_of_one_node_is_r
     ), listening
     with pytest.raises(urllib.error.HTTPError, match="401"):
         urllib.request.urlopen(f"http://127.0.0.1:{job.port + 1}/api/jobs/", timeout=60)
-    token = next((tmp_path / "run" / "slurm").glob("*/ray_token"))
+    token = next((job.folder / "run" / "slurm").glob("*/ray_token"))
     assert os.stat(token).st_mode & 0o077 == 0
 
-    die.touch()
+    (job.folder / "die").touch()
     until(job.ended, 300, "the job ends")
     assert job.state() == "FAILED" and cluster.restarts(job.number) == 0
     assert "Ray on the node n2 has ended" in job.log, job.everything
@@ -149,66 +217,3 @@ def test_a_job_that_loses_a_node_leaves_no_process_and_a_folder_of_one_node_is_r
 def _all_end(job: Job, before: list[psutil.Process]) -> None:
     until(lambda: not job.processes(), 100, "its steps end")
     assert not [process for process in before if process.is_running() and not _is_zombie(process)]
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    """A node's PATH, on which Ray is the stand-in."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "joined").mkdir()
-    ray = tmp_path / "bin" / "ray"
-    ray.write_text(STAND_IN.format(python=sys.executable, folder=str(tmp_path / "joined")))
-    ray.chmod(0o755)
-    return f"export PATH={ray.parent}:{Path(sys.executable).parent}:$PATH"
-
-
-def test_a_node_that_does_not_join_is_named_and_the_job_ends(
-    cluster: SlurmCluster, launcher: Path, tmp_path: Path, path: str
-) -> None:
-    stuck = f"{path}; [[ $SLURMD_NODENAME != n2 ]] || sleep 600"
-    job = submit(cluster, tmp_path, launcher, SETUP=stuck, JOIN_TIMEOUT="15")
-    until(job.ended, 300, "the job ends")
-    assert job.state() == "FAILED" and not (tmp_path / "started").exists()
-    assert "After 15 s 1 of 2 nodes have not joined the Ray cluster: n2;" in job.log, job.everything
-    until(lambda: not job.processes(), 100, "its steps end")
-
-
-def test_a_node_that_ends_before_the_training_ends_the_job(
-    cluster: SlurmCluster, launcher: Path, tmp_path: Path, path: str
-) -> None:
-    broken = f"{path}; [[ $SLURMD_NODENAME != n2 ]] || exit 3"
-    job = submit(cluster, tmp_path, launcher, SETUP=broken)
-    until(job.ended, 300, "the job ends")
-    assert job.state() == "FAILED" and cluster.restarts(job.number) == 0
-    assert "Ray on the node n2 has ended" in job.log and "no training without all nodes: look at n2" in job.log
-
-
-def test_a_cancelled_job_leaves_no_process(cluster: SlurmCluster, tmp_path: Path, path: str) -> None:
-    launcher = tmp_path / "launcher.sh"
-    launcher.write_text('setsid bash -c "sleep 4321 & sleep 4322" & sleep 4323')
-    job = submit(cluster, tmp_path, launcher, SETUP=path)
-    started = [["sleep", seconds] for seconds in ("4321", "4322", "4323")]
-    until(
-        lambda: sum(p.info["cmdline"] in started for p in job.processes()) == 3 or job.ended(), 300, "training starts"
-    )
-    before = job.processes()
-    assert before, job.everything
-    token = next((tmp_path / "run" / "slurm").glob("*/ray_token"))
-    cluster.run("scancel", job.number)
-    until(lambda: job.state() == "CANCELLED", 200, "the job ends")
-    _all_end(job, before)
-    assert "cancelled" in job.log and not token.exists()
-
-
-def test_a_request_to_stop_is_handed_on_and_requeues_whatever_the_limit(
-    cluster: SlurmCluster, tmp_path: Path, path: str
-) -> None:
-    launcher = tmp_path / "launcher.sh"
-    launcher.write_text(STOPPABLE.format(started=tmp_path / "started"))
-    job = submit(cluster, tmp_path, launcher, SETUP=path, MAX_REQUEUES="0")
-    until(lambda: (tmp_path / "started").exists() or job.ended(), 300, "training starts")
-    cluster.run("scancel", "--signal=USR1", "--batch", job.number)
-    until(lambda: cluster.restarts(job.number) == 1 or job.ended(), 300, "a requeue")
-    until(job.ended, 300, "the job ends")
-    assert job.state() == "COMPLETED" and cluster.restarts(job.number) == 1, job.everything
-    assert not [*tmp_path.glob("run/slurm/*/stop")] and len([*tmp_path.glob("run/slurm/*-[01]")]) == 2

@@ -6,16 +6,18 @@ They are held against the engine that they came from, which said the log-probs o
 """
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from openrlhf.trainer.ppo_utils.experience import Experience
 from torch import Tensor, nn
 
 from openrlhf_gtpo.report import names
 
+if TYPE_CHECKING:  # see old_policy.py
+    from openrlhf.trainer.ppo_utils.experience import Experience
 
-def guide_rows(experience: Experience) -> Tensor | None:
+
+def guide_rows(experience: "Experience") -> Tensor | None:
     """(B,) bool, True where the guide sampled the row or rescued its group; None in a run without a guide."""
     found = [experience.info[name] for name in (names.GUIDE_ROWS, names.RESCUE_ROWS) if name in experience.info]
     if not found:

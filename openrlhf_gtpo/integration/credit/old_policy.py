@@ -7,13 +7,16 @@ training forward's own log-probs, detached, are exactly these.
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
-from openrlhf.trainer.ppo_utils.experience import Experience
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.credit.guide_rows import guide_rows
 from openrlhf_gtpo.token_values import TokenValues
+
+if TYPE_CHECKING:  # OpenRLHF takes seconds to import, and a command line that is refused need not wait for it
+    from openrlhf.trainer.ppo_utils.experience import Experience
 
 _MAY_MISS = 0.01  # of a rollout's action tokens
 
@@ -51,7 +54,7 @@ def always_forwards(args: SimpleNamespace, rows: int) -> bool:
     return kl_reward or trains_on_old_log_probs(args, rows)
 
 
-def count_missing(samples: Sequence[Experience], sampled: Sequence[TokenValues]) -> int:
+def count_missing(samples: "Sequence[Experience]", sampled: Sequence[TokenValues]) -> int:
     """Action tokens without a value (NaN) of the policy's sampler, such as an agent has written itself; not those of
     the guide, which have none.
 
