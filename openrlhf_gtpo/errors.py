@@ -1,12 +1,12 @@
-"""The three ways in which a run ends on purpose; a command line prints their message alone, without a stack trace. And
-what lower rooms, which know no command line, raise for settings that cannot work."""
+"""The three ways in which a run ends on purpose; a command line prints only their message, without a stack trace. Also
+the error that lower rooms, which know nothing of command lines, raise for settings that cannot work."""
 
 import re
 from collections.abc import Callable
 
 _SETTING = r"\$([a-z]\w*)"
 
-STOPPED_STATUS = 75  # of a run that stopped on request: sysexits.h, EX_TEMPFAIL, nothing is wrong, try again later
+STOPPED_STATUS = 75  # exit status after a stop on request; sysexits.h, EX_TEMPFAIL: nothing is wrong, try again later
 
 
 class UsageError(ValueError):
@@ -14,21 +14,21 @@ class UsageError(ValueError):
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot go on: data that it must not learn from (a NaN, a failed reward; raised before weights change),
-    a checkpoint that cannot be written."""
+    """Training cannot go on: it must not learn from its data (a NaN, a failed reward; raised before weights change),
+    or a checkpoint cannot be written."""
 
 
 class Restartable(TrainingStopped):
-    """Training stopped at what need not happen again, such as the death of a node or process: a supervised run
-    (``--train.max_restarts``) goes on from its last checkpoint."""
+    """Training stopped for a reason that need not recur, such as the death of a node or process: a supervised run
+    (``--train.max_restarts``) resumes from its last checkpoint."""
 
 
 class StoppedOnRequest(RuntimeError):
-    """Training was asked to stop, and did so after a whole step, whose checkpoint is written."""
+    """Training was asked to stop, and did so after a complete step, whose checkpoint has been written."""
 
 
 class SettingError(ValueError):
-    """Settings that cannot work, alone or together. A command line prints it with its own flags.
+    """Settings that cannot work, alone or together. A command line prints the sentence with its own flag names.
 
     Args:
         sentence: field, value and rule, with ``$name`` for the setting ``name``: "$tensor_model_parallel_size 3 does
@@ -40,5 +40,5 @@ class SettingError(ValueError):
         self.sentence = sentence
 
     def with_flags(self, flag: Callable[[str], str]) -> str:
-        """The sentence with ``flag(name)`` for each setting."""
+        """The sentence with ``flag(name)`` in place of each ``$name``."""
         return re.sub(_SETTING, lambda found: flag(found[1]), self.sentence)

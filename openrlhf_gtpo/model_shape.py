@@ -1,7 +1,8 @@
 """A decoder-only model as numbers: its ``config.json``, its parameters by part and rank, and the arithmetic it does.
 
-Owns the one reader of ``config.json``, the one formula for floating-point operations and the one count of parameters;
-both are of the model the Megatron actor builds (``megatron/model/policy.py`` and ``bridge.py``), not an ideal one.
+Owns the one reader of ``config.json``, the one formula for floating-point operations and the one count of parameters.
+The latter two describe the model that the Megatron actor builds (``megatron/model/policy.py`` and ``bridge.py``), not
+an ideal one.
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import Any
 
 from openrlhf_gtpo.errors import UsageError
 
-# What a config.json's fields are where they are not null, beside the sizes that ``ModelShape.of`` looks at.
+# Types of a config.json's fields, unless they are null, besides the sizes that ``ModelShape.of`` checks.
 _KINDS: dict[str, type] = {
     "model_type": str,
     "max_position_embeddings": int,
@@ -22,9 +23,9 @@ _KINDS: dict[str, type] = {
     "layer_types": list,
 }
 
-_LARGEST = 2**24  # of all sizes
+_LARGEST = 2**24  # upper limit of every size
 
-VOCABULARY_MULTIPLE = 128  # rows of embedding and head on each rank come in multiples of it, as Megatron pads them
+VOCABULARY_MULTIPLE = 128  # each rank's rows of embedding and head are padded to a multiple of it, as in Megatron
 
 
 def _qwen2_5(
@@ -48,14 +49,14 @@ def _qwen2_5(
     }
 
 
-# Qwen2.5's published configurations; every width of ``tiny`` is a multiple of 128 too, so that FP8 takes it.
+# Qwen2.5's published configurations; every width of ``tiny`` is a multiple of 128 too, so that it can run in FP8.
 PRESETS = {
     "tiny": _qwen2_5(256, 512, 2, 4, 2, 512, False),
     "3b": _qwen2_5(2048, 11008, 36, 16, 2, 151936, True),
     "7b": _qwen2_5(3584, 18944, 28, 28, 4, 152064, False),
     "32b": _qwen2_5(5120, 27648, 64, 40, 8, 152064, False),
 }
-# Of transformers' configuration classes, where a published config.json may leave a field out and it matters here.
+# Defaults of transformers' configuration classes for fields that matter here and that a config.json may omit.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {"use_sliding_window": False},
@@ -65,13 +66,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def read_config(source: str | Path) -> dict[str, Any]:
-    """Fields of a model's ``config.json``, without transformers but with the defaults of its configuration class.
+    """Read the fields of a model's ``config.json``, with its configuration class's defaults but without transformers.
 
     Args:
         source: a name in :data:`PRESETS`, a ``config.json``, or a folder with one.
 
     Raises:
-        UsageError: it is none of them.
+        UsageError: ``source`` is none of these.
     """
     if source in PRESETS:
         return dict(PRESETS[str(source)])
@@ -101,9 +102,9 @@ class ModelShape:
 
     Fields:
         hidden_size: H.
-        intermediate_size: columns of the MLP, of one expert where there are experts.
-        num_attention_heads, num_key_value_heads, head_dim: of attention.
-        vocab_size: real entries.
+        intermediate_size: columns of the MLP, or of one expert if there are experts.
+        num_attention_heads, num_key_value_heads, head_dim: sizes of the attention.
+        vocab_size: entries of the vocabulary, without padding.
         tied: the head's matrix is the embedding's.
         qkv_bias: query, key and value have biases.
         qk_norm: query and key are normalized head by head.
@@ -129,7 +130,7 @@ class ModelShape:
         """The shape of a Hugging Face configuration, or any object with the fields of its ``config.json``.
 
         Raises:
-            UsageError: a size is missing, no whole number, or none that a model has.
+            UsageError: a size is missing, not a whole number, or not from 1 to 2**24.
         """
 
         def size(*names: str, default: int | None = None) -> int:
@@ -178,7 +179,7 @@ class ModelShape:
         """Parameters of one decoder layer on one rank, by part.
 
         Args:
-            tensor, expert: parallel sizes. Experts are shards over TP too.
+            tensor, expert: parallel sizes. Experts are sharded over TP too.
         """
         hidden, query, key_value = self.hidden_size, self.query_width, self.key_value_width
         attention = hidden * (query + 2 * key_value) + query * hidden
@@ -201,7 +202,7 @@ class ModelShape:
     def stage_parameters(self, stage: int, *, tensor: int = 1, pipeline: int = 1, expert: int = 1) -> dict[str, int]:
         """Parameters on one rank of pipeline stage ``stage`` (from 0), by part.
 
-        A tied head is the embedding itself where both are on one stage, and a copy where they are not.
+        A tied head is the embedding itself if both are on one stage, and a copy otherwise.
         """
         layers = self.num_layers // pipeline
         parts = {name: layers * count for name, count in self.layer_parameters(tensor, expert).items()}
@@ -215,10 +216,10 @@ class ModelShape:
 def decoder_flops(shape: ModelShape, lengths: Iterable[int]) -> int:
     """Floating-point operations of the decoder layers' products in one forward pass over sequences of these lengths.
 
-    A multiplication and an addition are two. Of attention's products only what the causal mask keeps counts; norms,
-    biases, rotary embedding, softmax and activation functions do not count, nor embedding and head. Of experts, those
-    that a token is given to count, and so does the router. A backward pass has twice as many; activations that are
-    computed again add nothing.
+    A multiplication and an addition are two. Of attention's products, only what the causal mask keeps counts; norms,
+    biases, rotary embedding, softmax and activation functions do not count, nor do embedding and head. Among experts,
+    those that a token is routed to count, and so does the router. A backward pass has twice as many operations;
+    recomputed activations add nothing.
     """
     lengths = list(lengths)
     hidden, query = shape.hidden_size, shape.query_width
@@ -238,5 +239,5 @@ def head_flops(shape: ModelShape, tokens: int) -> int:
 
 def forward_flops(shape: ModelShape, lengths: Iterable[int], response_tokens: int) -> int:
     """FLOPs of the whole model: :func:`decoder_flops` over all tokens and :func:`head_flops` over those of responses,
-    since the actor applies its head to the places that predict an action alone."""
+    since the actor applies its head only at the positions that predict an action."""
     return decoder_flops(shape, lengths) + head_flops(shape, response_tokens)

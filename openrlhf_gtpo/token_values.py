@@ -1,6 +1,6 @@
-"""What a forward pass is asked about tokens, and what it, or a sampler, says of them all the way to their advantages.
+"""The tokens that a forward pass is given, and the values that it, or a sampler, returns for computing advantages.
 
-Knows torch alone.
+Depends only on torch.
 """
 
 from typing import NamedTuple
@@ -20,5 +20,5 @@ class TokenValues(NamedTuple):
 
 
 def place(values: Tensor, action_mask: Tensor) -> Tensor:
-    """(N,) values of actions, row by row, where ``action_mask`` (B, A) bool is True, 0 elsewhere; differentiable."""
+    """Put (N,) values of actions, row by row, where ``action_mask`` (B, A) bool is True, else 0; differentiable."""
     return values.new_zeros(action_mask.shape).masked_scatter(action_mask, values)

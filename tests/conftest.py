@@ -5,9 +5,11 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 from tests.startup import sitecustomize
 
@@ -33,15 +35,35 @@ if _STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # a work
 sys.path.append(_STARTUP)  # from which some processes get their PYTHONPATH
 
 
+# Files with whole runs, each of which takes some 4 GB of memory and often waits, in two queues: of the three
+# workers, two are at one of these at a time.
+_WHOLE_RUNS = (
+    ("e2e/test_slurm_training.py", "e2e/test_launch_scripts.py", "launch/test_slurm.py"),
+    ("e2e/test_stop.py", "e2e/test_quickstart.py", "weight_sync/test_vllm_sync.py", "benchmarks/test_actor.py"),
+)
+
+
+class _InQueues(LoadFileScheduling):
+    """A worker gets a file, or a queue of them."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return next((f"queue {i}" for i, queue in enumerate(_WHOLE_RUNS) if file.endswith(queue)), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _InQueues | None:
+    return _InQueues(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What runs on a pool of ranks, or in a process of its own that imports torch, is slow. Files with whole runs come
-    first, the two longest before others: no worker is left with one at the end."""
-    whole_runs = {item.path for item in items if item.get_closest_marker("e2e")}
+    first, in the order of their queues."""
+    order = {file: place for queue in _WHOLE_RUNS for place, file in enumerate(queue)}
     for item in items:
         if {"ranks", "one_rank", "four_ranks", "pools", "fresh"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
-    longest = ("test_slurm_training.py", "test_stop.py")
-    items.sort(key=lambda item: (item.path not in whole_runs, item.path.name not in longest))
+    items.sort(key=lambda item: order.get("/".join(item.path.parts[-2:]), len(order)))
 
 
 @pytest.fixture(scope="session")

@@ -76,5 +76,5 @@ if ((${#failed[@]} > 0)); then
 fi
 
 printf '== pytest\n'
-# A third worker on two cores is no faster, and takes 4 GB more; with two it is up to 14 GB of memory.
-exec python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations=20 "${quick[@]}" "$@"
+# Three workers on two cores: two wait for whole runs (tests/conftest.py). Up to 14 GB of memory.
+exec python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations=20 "${quick[@]}" "$@"

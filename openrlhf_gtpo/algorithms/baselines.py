@@ -1,6 +1,6 @@
-"""Two uses of entropy in the literature that GTPO is compared with: forking tokens and the entropy advantage bonus.
+"""Two uses of entropy from the literature to compare GTPO with: forking tokens and the entropy advantage bonus.
 
-Both change GRPO's advantages token by token, so that any token-level surrogate carries them.
+Both change GRPO's advantages token by token, so they work with any token-level surrogate.
 """
 
 import math
@@ -18,12 +18,12 @@ from .groups import STD_EPS, RowMoments, mean_and_std, output_dtype, split_rows
 def grpo_advantages(
     entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, length_penalty: Tensor | None = None
 ) -> Tensor:
-    """GRPO's (arXiv 2402.03300, section 4.1.2): (r - mean) / std over the rows of a group, one number for a row.
+    """GRPO's advantages (arXiv 2402.03300, section 4.1.2): (r - mean) / std over the rows of a group, one per row.
 
-    As OpenRLHF's ``group_norm``: the std is the unbiased one, plus ``STD_EPS``. Takes, raises and returns what
-    :func:`gtpo_advantages` does; ``entropy`` gives shape and dtype alone.
+    As in OpenRLHF's ``group_norm``, the std is the unbiased one plus ``STD_EPS``. Arguments, errors and return value
+    are those of :func:`gtpo_advantages`, except that only the shape and dtype of ``entropy`` are used.
     """
-    rows = split_rows(entropy, mask, outcome, group_ids, threshold=0.0)  # which no formula here reads
+    rows = split_rows(entropy, mask, outcome, group_ids, threshold=0.0)  # no formula here reads the split
     reward = rows.outcome
     if length_penalty is not None:
         check_rows("length_penalty", length_penalty, len(entropy))
@@ -36,10 +36,10 @@ def grpo_advantages(
 
 @dataclass(frozen=True)
 class ForkingTokensConfig(Settings):
-    """Forking tokens (arXiv 2506.01939): the most uncertain tokens alone are trained on.
+    """Forking tokens (arXiv 2506.01939): train only on the most uncertain tokens.
 
     Fields:
-        top_fraction: share of the rollout batch's action tokens that are, those of the highest entropy.
+        top_fraction: share of the rollout batch's action tokens to train on, those with the highest entropy.
         success_threshold: as in :class:`GTPOConfig`.
 
     Raises:
@@ -58,11 +58,11 @@ def forking_tokens_advantages(
     config: ForkingTokensConfig,
     length_penalty: Tensor | None = None,
 ) -> Tensor:
-    """GRPO's advantages at the tokens of :func:`forking_token_mask`, 0 at the others, which leaves those without a
-    policy loss. They still count where a mean over tokens is taken. The entropies are the old policy's and their batch
-    is the whole rollout, whatever optimizer steps are made of it; metrics alone read ``success_threshold``.
+    """GRPO's advantages at the tokens of :func:`forking_token_mask` and 0 at the others, which get no policy loss but
+    still count where a mean over tokens is taken. The entropies are the old policy's and their batch is the whole
+    rollout, however it is split into optimizer steps; only metrics read ``success_threshold``.
 
-    Takes, raises and returns what :func:`gtpo_advantages` does.
+    Same arguments, errors and return value as :func:`gtpo_advantages`.
     """
     kept = forking_token_mask(entropy, mask, config.top_fraction)
     return grpo_advantages(entropy, mask, outcome, group_ids, length_penalty).where(kept, 0)
@@ -71,7 +71,7 @@ def forking_tokens_advantages(
 def forking_tokens_shares(
     entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, config: ForkingTokensConfig
 ) -> Tensor:
-    """(N,) 1 for each action token that is trained on, 0 for the others."""
+    """(N,) values: 1 for each action token that is trained on, 0 for the others."""
     return forking_token_mask(entropy, mask, config.top_fraction)[mask].double()
 
 
@@ -81,7 +81,7 @@ class EntropyBonusConfig(Settings):
 
     Fields:
         alpha: weight of a token's entropy.
-        kappa: the bonus is at most |A| / kappa, so that above 1 no advantage changes its sign.
+        kappa: the bonus is at most |A| / kappa; > 1, so that no advantage changes sign.
         success_threshold: as in :class:`GTPOConfig`.
 
     Raises:
@@ -101,10 +101,10 @@ def entropy_bonus_advantages(
     config: EntropyBonusConfig,
     length_penalty: Tensor | None = None,
 ) -> Tensor:
-    """GRPO's advantages with :func:`entropy_advantage_bonus` added. The entropies are the old policy's, whatever
-    optimizer steps are made of the rollout; metrics alone read ``success_threshold``.
+    """GRPO's advantages with :func:`entropy_advantage_bonus` added. The entropies are the old policy's, however the
+    rollout is split into optimizer steps; only metrics read ``success_threshold``.
 
-    Takes, raises and returns what :func:`gtpo_advantages` does.
+    Same arguments, errors and return value as :func:`gtpo_advantages`.
     """
     advantages = grpo_advantages(entropy, mask, outcome, group_ids, length_penalty)
     return entropy_advantage_bonus(advantages, entropy, mask, config.alpha, config.kappa)
@@ -113,17 +113,17 @@ def entropy_bonus_advantages(
 def entropy_bonus_shares(
     entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, config: EntropyBonusConfig
 ) -> Tensor:
-    """(N,) the bonus of each action token."""
+    """The bonus of each action token, (N,)."""
     advantages = grpo_advantages(entropy, mask, outcome, group_ids).double()
     return (entropy_advantage_bonus(advantages, entropy, mask, config.alpha, config.kappa) - advantages)[mask]
 
 
 @torch.no_grad()
 def forking_token_mask(entropy: Tensor, mask: Tensor, top_fraction: float = 0.2) -> Tensor:
-    """Action tokens that keep their policy loss: the top ``top_fraction`` (rho) of entropies (arXiv 2506.01939).
+    """Action tokens that keep their policy loss: the top ``top_fraction`` (rho) by entropy (arXiv 2506.01939).
 
-    The paper keeps tokens with H >= tau_rho; here tau_rho is the ceil(rho N)-th largest of the batch's N entropies;
-    tokens tied with it are kept, so more than rho may remain where entropies are equal. Multiply the loss mask by it.
+    The paper keeps tokens with H >= tau_rho; here tau_rho is the ceil(rho N)-th largest of the batch's N entropies.
+    Tokens tied with it are kept, so more than rho may remain if entropies are equal. Multiply the loss mask by it.
 
     Args:
         entropy: (B, T) nats. mask: (B, T) bool.
@@ -132,7 +132,8 @@ def forking_token_mask(entropy: Tensor, mask: Tensor, top_fraction: float = 0.2)
         (B, T) bool, False outside ``mask``.
 
     Raises:
-        ValueError: shapes that do not fit, a NaN or infinity (with the row), or not 0 < top_fraction <= 1.
+        ValueError: shapes that do not fit, a NaN or infinity (the message names the row), or a top_fraction outside
+            (0, 1].
     """
     check_number("top_fraction", top_fraction, above=0, at_most=1)
     check_tokens(mask, entropy=entropy)
@@ -158,7 +159,7 @@ def entropy_advantage_bonus(advantages: Tensor, entropy: Tensor, mask: Tensor, a
         (B, T) in the dtype of ``advantages``, 0 where the mask is False.
 
     Raises:
-        ValueError: shapes that do not fit, a NaN or infinity (with the row), alpha < 0 or kappa <= 1.
+        ValueError: shapes that do not fit, a NaN or infinity (the message names the row), alpha < 0 or kappa <= 1.
     """
     check_number("alpha", alpha, at_least=0)
     check_number("kappa", kappa, above=1)

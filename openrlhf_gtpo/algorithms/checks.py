@@ -1,4 +1,4 @@
-"""What is refused about tensors: shapes, dtypes and non-finite values, each with a message that names the row."""
+"""Checks that refuse tensors of a wrong shape or dtype, and non-finite values with a message that names the row."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ def check_batch(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tenso
 
 
 def check_tokens(mask: Tensor, **tensors: Tensor) -> None:
-    """Refuse tensors by name that are not (B, T) of a floating dtype, or a mask that is not bool of their shape."""
+    """Refuse named tensors that are not (B, T) and floating-point, or a mask that is not bool of the same shape."""
     for name, values in tensors.items():
         if values.dim() != 2:
             raise ValueError(f"{name} has shape {tuple(values.shape)}, but it must be (B, T): rows by columns.")
@@ -48,7 +48,7 @@ def check_rows(name: str, values: Tensor, num_rows: int) -> None:
 
 
 def check_finite(name: str, values: Tensor, mask: Tensor, first_row: int = 0) -> None:
-    """Refuse a NaN or infinity at an action token of (B, T) ``values``; what lies outside the mask is never read.
+    """Refuse a NaN or infinity at an action token of (B, T) ``values``; values outside the mask are ignored.
 
     ``first_row`` is the batch row of ``values[0]`` when ``values`` is a slice of the batch.
     """

@@ -1,4 +1,4 @@
-"""What the settings of estimators share: types, and checks that refuse what contradicts them. Knows no tensors."""
+"""Types that settings of estimators share, and checks that refuse invalid values. Knows nothing about tensors."""
 
 import dataclasses
 import math
@@ -39,10 +39,10 @@ def number(default: float, **bounds: float) -> Any:
 
 
 class Settings:
-    """A base of dataclasses, which are then refused where a field is out of range.
+    """Base class for dataclasses of settings, which refuses a field that is out of range.
 
     Raises:
-        ValueError: a ``float`` that is not finite or breaks its bounds, a ``Literal`` or ``bool`` that is none.
+        ValueError: a ``float`` that is out of bounds or not finite, or an invalid value of a ``Literal`` or ``bool``.
     """
 
     def __post_init__(self: Any) -> None:

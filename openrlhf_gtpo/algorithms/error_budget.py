@@ -1,4 +1,4 @@
-"""What a forward pass of lower precision does to entropy credit: two passes over one batch, compared."""
+"""The effect of a lower-precision forward pass on entropy credit, from a comparison of two passes over one batch."""
 
 import math
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from openrlhf_gtpo.token_values import TokenValues
 
 @dataclass(frozen=True)
 class ErrorBudget:
-    """Differences over action tokens.
+    """Differences between two forward passes, over action tokens.
 
     Fields:
         entropy_error_mean, entropy_error_p99: |ΔH| in nats.
         log_prob_error_mean, log_prob_error_p99: |Δ log π|.
-        ratio_error: the mean of exp(|Δ log π|), 1 for none: how far an importance ratio is off.
-        share_rank_correlation: Spearman's, of the entropy shares; 1 for the same order.
-        advantage_error_mean: the mean of |ΔA|, over the standard deviation of the exact advantages.
-        sign_flips: the fraction of the tokens with an advantage in either pass whose advantage has another sign.
+        ratio_error: the mean of exp(|Δ log π|), the factor by which an importance ratio is off; 1 for no error.
+        share_rank_correlation: Spearman's coefficient for the entropy shares; 1 if their order is the same.
+        advantage_error_mean: the mean of |ΔA| divided by the standard deviation of the exact advantages.
+        sign_flips: of tokens with a nonzero advantage in either pass, the fraction whose advantages differ in sign.
     """
 
     entropy_error_mean: float
@@ -44,10 +44,10 @@ def error_budget(
     """Compare ``rough`` with ``exact``.
 
     Args:
-        exact, rough: of the same batch.
+        exact, rough: values of the same batch.
         mask: (B, T) bool, True at action tokens.
-        shares: (B, T) entropies to their shares, any shape, the same for both passes.
-        advantages: (B, T) entropies to (B, T) advantages.
+        shares: maps (B, T) entropies to their shares, of any shape that is the same for both passes.
+        advantages: maps (B, T) entropies to (B, T) advantages.
 
     Raises:
         ValueError: there is no action token.
@@ -73,8 +73,7 @@ def error_budget(
 
 
 def rank_correlation(x: Tensor, y: Tensor) -> float:
-    """Spearman's coefficient of (N,) values, equal values sharing their mean rank; 1 where neither varies, 0 where one
-    alone does."""
+    """Spearman's coefficient of (N,) values, with ties at their mean rank; 1 if neither varies, 0 if only one does."""
     x_ranks, y_ranks = _ranks(x), _ranks(y)
     x_spread, y_spread = x_ranks.std(correction=0).item(), y_ranks.std(correction=0).item()
     if x_spread == 0 or y_spread == 0:
@@ -83,7 +82,7 @@ def rank_correlation(x: Tensor, y: Tensor) -> float:
 
 
 def _ranks(values: Tensor) -> Tensor:
-    """(N,) float64 ranks around a mean of 0, equal values sharing theirs."""
+    """(N,) float64 ranks with a mean of 0; equal values share their mean rank."""
     _, place, count = values.unique(return_inverse=True, return_counts=True)
     last = count.cumsum(0)
     ranks = (last - (count - 1) / 2.0).double()[place]
@@ -91,6 +90,6 @@ def _ranks(values: Tensor) -> Tensor:
 
 
 def _quantile(values: Tensor, q: float) -> float:
-    """The q-quantile of (N,) values, one of them; ``torch.quantile`` stops at 16 million. Can go once
-    https://github.com/pytorch/pytorch/issues/64947 is solved."""
+    """The q-quantile of (N,) values, always one of them. ``torch.quantile`` is limited to 16 million values; this can
+    go once https://github.com/pytorch/pytorch/issues/64947 is solved."""
     return values.kthvalue(max(1, math.ceil(q * values.numel()))).values.item()

@@ -1,4 +1,4 @@
-"""The estimators by name: a new one is a file with its settings and mathematics, and its line in ``ESTIMATORS``."""
+"""The estimators by name. To add one, write a file with its settings and mathematics and list it in ``ESTIMATORS``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ from .rewards import CreditParts
 
 @dataclass(frozen=True)
 class Estimator:
-    """What a training step asks of an estimator; shapes and errors are those of its functions.
+    """What a training step needs from an estimator; shapes and errors are those of its functions.
 
     Fields:
-        summary: who is paid, for a command line's help.
-        config: a dataclass of settings that checks itself; each field is a flag ``--algo.NAME.FIELD``. It has a
-            ``success_threshold``; a ``ratio_mean``, where it has one, is the sequence-level loss's.
-        level: of the loss that its advantages go with.
-        advantages: of entropy, mask, outcome, group_ids, config and length_penalty; (B, T).
-        shares: of entropy, mask, outcome, group_ids and config; (N,), one for each action token or each response.
-        parts: of what ``advantages`` takes; what they are made of, (B, T) at token level, (B,) at sequence level. None
-            where A = (reward - mean) / std is not all of it.
-        formula: of a config and whether a row succeeded; its reward as text, with {outcome} and {share} for a page to
-            fill in. Only with ``parts``.
+        summary: what gets the credit, for command-line help.
+        config: a dataclass of settings that validates itself; each field is a flag ``--algo.NAME.FIELD``. It has a
+            ``success_threshold``; its ``ratio_mean``, if it has one, is for the sequence-level loss.
+        level: the level of the loss that its advantages go with.
+        advantages: takes entropy, mask, outcome, group_ids, config and length_penalty; returns (B, T).
+        shares: takes entropy, mask, outcome, group_ids and config; returns (N,), one per action token or per response.
+        parts: takes the arguments of ``advantages``; returns what the advantages are computed from, (B, T) at token
+            level and (B,) at sequence level. None if there is more to them than A = (reward - mean) / std.
+        formula: takes a config and whether a row succeeded; returns the row's reward as text, with {outcome} and
+            {share} for a page to fill in. Only with ``parts``.
     """
 
     summary: str
@@ -73,7 +73,7 @@ ESTIMATORS = {
     ),
 }
 
-# The two levels are never mixed: which loss goes with which advantage.
+# Which level of loss goes with which advantages; the two levels are never mixed.
 LOSS_LEVEL: dict[str, Level] = {name: estimator.level for name, estimator in ESTIMATORS.items()}
 
 

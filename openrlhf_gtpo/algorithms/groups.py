@@ -1,7 +1,7 @@
 """Rows, the groups that they form, and the mean and std that a row's rewards are normalized with.
 
-Owns everything that is known per row: the split of a group into O+ and O-, and over which rows statistics are taken.
-Rows of a group need not be adjacent, groups may differ in size, and group ids are any integers. Knows no entropies.
+Owns everything that is known per row: the split of a group into O+ and O-, and which rows statistics are taken over.
+Rows of a group need not be adjacent, groups may differ in size, and group ids are any integers. Uses no entropies.
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from .checks import check_batch
 from .config import NormaliseOver, Scope
 
 # Work on a (B, T) batch runs over slices of whole rows of about this many elements, so that its float64 and int64
-# temporaries are small and stay in cache. Below 2**15 elements torch runs an operation on the calling thread: no
-# barrier per operation, which on a machine whose cores are busy (rollout engines, other ranks) cost a hundred times
+# temporaries are small and stay in cache. Below 2**15 elements torch runs an operation on the calling thread, without
+# a barrier per operation. Where the cores are busy (rollout engines, other ranks), that barrier cost a hundred times
 # more than the second core gained.
 CHUNK_ELEMENTS = 2**15 - 1
 
@@ -30,20 +30,20 @@ class Rows:
     outcome: Tensor  # (B,) float64
     success: Tensor  # (B,) bool, True for O+
     length: Tensor  # (B,) int64, number of action tokens
-    group: Tensor  # (B,) int64, from 0 without a gap
+    group: Tensor  # (B,) int64, numbered from 0 without gaps
     polar_group: Tensor  # (B,) int64 in [0, num_polar_groups): the O+ or the O- of a group
-    uniform: Tensor  # (B,) bool, True where all rows of the group succeed or all fail
-    group_ids: Tensor  # (B,) int64, as they were given
+    uniform: Tensor  # (B,) bool, True if all rows of the group succeed or all fail
+    group_ids: Tensor  # (B,) int64, as given
     num_polar_groups: int
 
 
 def success(outcome: Tensor, threshold: float = 1.0) -> Tensor:
-    """Which rows belong to O+.
+    """True for each row that belongs to O+.
 
     Args:
         outcome: (B,) outcome rewards before any length penalty.
-        threshold: O+ has the rows with outcome >= threshold, in the outcome's precision: a float32 reward of 0.9 is
-            not below 0.9, though it is when both are read as float64.
+        threshold: rows with outcome >= threshold belong to O+, compared in the outcome's precision: a float32 reward
+            of 0.9 is not below 0.9, though it would be if both were read as float64.
 
     Returns:
         (B,) bool.
@@ -55,7 +55,7 @@ def split_rows(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor
     """Sort the rows of a (B, T) batch into groups and polarities.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or an outcome that is not finite, with the row.
+        ValueError: shapes or dtypes that do not fit, or a non-finite outcome (the message names the row).
     """
     check_batch(entropy, mask, outcome, group_ids)
     outcome, group_ids = outcome.detach().to(mask.device), group_ids.to(mask.device, torch.int64)
@@ -77,24 +77,24 @@ def split_rows(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor
 
 
 def row_chunks(num_rows: int, num_columns: int) -> Iterator[slice]:
-    """Slices of rows of about ``CHUNK_ELEMENTS`` elements that cover the batch once."""
+    """Slices of rows, about ``CHUNK_ELEMENTS`` elements each, that cover the batch once."""
     step = max(1, CHUNK_ELEMENTS // max(1, num_columns))
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))
 
 
 def sum_by(values: Tensor, key: Tensor, num_keys: int) -> Tensor:
-    """(B,) sums of ``values`` over the rows with the same key, given back to each of those rows."""
+    """(B,) for each row, the sum of ``values`` over all rows with the same key."""
     return values.new_zeros(num_keys).scatter_add_(0, key, values)[key]
 
 
 def output_dtype(entropy: Tensor) -> torch.dtype:
-    """float32, or float64 where the entropies are."""
+    """float32, or float64 if the entropies are float64."""
     return torch.promote_types(entropy.dtype, torch.float32)
 
 
 class RowMoments(NamedTuple):
-    """(B,) float64 each: number of values in the row, their mean, their sum of squared deviations from it."""
+    """(B,) float64 each: number of values in a row, their mean, and their sum of squared deviations from that mean."""
 
     num_values: Tensor
     mean: Tensor
@@ -106,14 +106,14 @@ def mean_and_std(
 ) -> tuple[Tensor, Tensor]:
     """The mean and std that each row's rewards are normalized with (Eq. 3, 8, 14, 15, 19; rev. Eq. 6).
 
-    Moments of rows are merged as Chan et al. do, so that groups of any number of tokens keep their digits. The std is
-    the unbiased one; a set with fewer than two values has std 0. Uniform groups count too, in the batch as well.
+    Moments of rows are merged as in Chan et al., so that groups with any number of tokens keep their precision. The
+    std is the unbiased one; a set with fewer than two values has std 0. Uniform groups count under both scopes.
 
     Args:
-        moments: of a row's reward in its own set: r+ for rows of O+, r- for rows of O-, or the only reward of a row.
+        moments: those of a row's reward in its own set: r+ for a row of O+, r- for a row of O-, or its only reward.
         two_sets: whether O+ and O- are normalized as two sets (Eq. 14, 15, 19) instead of one (Eq. 3, 8).
-        scope: rows that make a set: those of the group, or of the batch.
-        over: whether each of the two sets has zeros for the rows of the other polarity, or is of one polarity alone.
+        scope: the rows that form a set: those of the group or those of the batch.
+        over: whether each of the two sets has zeros for the rows of the other polarity, or only rows of one polarity.
 
     Returns:
         mean and std, (B,) float64 each, without ``STD_EPS``.
@@ -134,7 +134,7 @@ def mean_and_std(
         return _merge(moments, everyone)
     if over == "polarity":
         return _merge(moments, rows.polar_group if scope == "group" else rows.success.long())
-    # A row of O- is all zeros in the set of r+, and a row of O+ in that of r-; those zeros count.
+    # A row of O- is all zeros in the set of r+, as is a row of O+ in the set of r-; those zeros count.
     positive, negative = (
         _merge(RowMoments(moments.num_values, moments.mean * own, moments.squares * own), everyone)
         for own in (rows.success, ~rows.success)
@@ -144,8 +144,8 @@ def mean_and_std(
 
 
 def _merge(moments: RowMoments, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased std over all values of the rows that share a key, given back to each row."""
-    num_keys = key.numel() + 1  # keys are below the number of rows, but for the two polarities of a batch of one row
+    """For each row, the mean and unbiased std over all values of the rows that share its key."""
+    num_keys = key.numel() + 1  # keys are below the number of rows, except for the two polarities of a one-row batch
     count = sum_by(moments.num_values, key, num_keys)
     mean = sum_by(moments.num_values * moments.mean, key, num_keys) / count.clamp_min(1)
     squares = sum_by(moments.squares + moments.num_values * (moments.mean - mean).square(), key, num_keys)

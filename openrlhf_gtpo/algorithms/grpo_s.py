@@ -24,8 +24,8 @@ class GRPOSConfig(Settings):
         variant: ``v1`` (Eq. 5; GRPO itself when ``beta`` is 0), ``v2`` (Eq. 17) or ``v3`` (rev. Eq. 9).
         beta: weight of the entropy share on O+ in ``v1`` and ``v2``.
         beta1, beta2: weights of outcome and entropy share in ``v3``.
-        entropy_mean: the mean over a response's tokens that makes its entropy.
-        ratio_mean: the mean over a response's tokens that makes its importance ratio (geometric is GSPO's).
+        entropy_mean: how token entropies are averaged into a response's entropy.
+        ratio_mean: how token importance ratios are averaged into a response's ratio (geometric is GSPO's).
         success_threshold, normalise_over, scope, shape_uniform_groups, entropy_eps: as in :class:`GTPOConfig`.
 
     Raises:
@@ -46,7 +46,7 @@ class GRPOSConfig(Settings):
 
     @property
     def two_sets(self) -> bool:
-        """Whether O+ and O- are normalized as two sets (Eq. 19) instead of one (Eq. 8)."""
+        """True if O+ and O- are normalized as two sets (Eq. 19) instead of one (Eq. 8)."""
         return self.variant in ("v2", "v3")
 
 
@@ -67,7 +67,7 @@ def negative_sequence_reward(share: Tensor, config: GRPOSConfig) -> Tensor:
 
 
 def sequence_reward_formula(config: GRPOSConfig, succeeded: bool) -> str:
-    """The two rewards above as text, with {outcome} and {share} to be filled in."""
+    """The two rewards above as text, with {outcome} and {share} as placeholders."""
     outcome, share = config.beta1, config.beta2
     if not succeeded:
         return {"v2": "−{share}", "v3": f"−{outcome:g} − {share:g}·{{share}}"}.get(config.variant, "0")
@@ -102,9 +102,9 @@ def sequence_entropy(entropy: Tensor, mask: Tensor, mean: Mean = "arithmetic", e
 
 
 def _shares(entropy: Tensor, mask: Tensor, rows: Rows, config: GRPOSConfig) -> tuple[Tensor, Tensor]:
-    """(B,) float64: H-hat over its mean in O+, 1 / H-hat over its mean in O- (Eq. 5, 17); and H-hat.
+    """(B,) float64 each: H-hat over its mean in O+ or 1 / H-hat over its mean in O- (Eq. 5, 17), and H-hat itself.
 
-    A row without action tokens has no entropy: it is left out of the means and gets the neutral share 1. (Read as
+    A row without action tokens has no entropy: it is left out of the means and gets the neutral share 1. (With
     H-hat = entropy_eps it would take the whole share of its O-.)
     """
     per_row = sequence_entropy(entropy.detach(), mask, config.entropy_mean, config.entropy_eps)
@@ -117,12 +117,12 @@ def _shares(entropy: Tensor, mask: Tensor, rows: Rows, config: GRPOSConfig) -> t
 
 @torch.no_grad()
 def grpo_s_shares(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, config: GRPOSConfig) -> Tensor:
-    """The entropy shares that GRPO-S's rewards are made of (Eq. 5, 17).
+    """The entropy shares that enter GRPO-S's rewards (Eq. 5, 17).
 
-    Takes and raises what :func:`grpo_s_rewards` does.
+    Same arguments and errors as :func:`grpo_s_rewards`.
 
     Returns:
-        (B,) float64; over the rows of an O+ or O- their mean is 1.
+        (B,) float64, with a mean of 1 over the rows of an O+ or O-.
     """
     rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold)
     return _shares(entropy, mask, rows, config)[0]
@@ -135,7 +135,7 @@ def grpo_s_rewards(
     """Sequence rewards before normalization.
 
     Args:
-        entropy: (B, T) entropy of the old policy at each token, in nats; never backpropagated, read only in the mask.
+        entropy: (B, T) entropy of the old policy at each token, in nats; detached, and read only inside the mask.
         mask: (B, T) bool, True at action tokens; holes allowed.
         outcome: (B,) outcome rewards before any length penalty.
         group_ids: (B,) int, equal for the responses to one prompt; rows of a group need not be adjacent.
@@ -143,14 +143,14 @@ def grpo_s_rewards(
 
     Returns:
         (B,) ``positive`` and ``negative``; float32, or float64 if ``entropy`` is. A row without action tokens has no
-        entropy: its share is the neutral 1, and the other rows' shares do not see it.
+        entropy: its share is the neutral 1, and it does not affect the shares of other rows.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or a NaN or infinity, with the row.
+        ValueError: shapes or dtypes that do not fit, or a NaN or infinity (the message names the row).
     """
     rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold)
     reward = _own_reward(_shares(entropy, mask, rows, config)[0], rows, config).to(output_dtype(entropy))
-    # The reward of a one-set variant is 0 on O- already.
+    # The reward of a one-set variant is already 0 on O-.
     return ShapedRewards(reward * rows.success, reward * ~rows.success)
 
 
@@ -163,19 +163,19 @@ def grpo_s_advantages(
     config: GRPOSConfig,
     length_penalty: Tensor | None = None,
 ) -> Tensor:
-    """Sequence advantages, the same for all action tokens of a row (Eq. 8, 19). A row counts once, however long.
+    """Sequence advantages, the same for all action tokens of a row (Eq. 8, 19). A row counts once, however long it is.
 
     Args:
         entropy, mask, outcome, group_ids, config: as for :func:`grpo_s_rewards`.
         length_penalty: (B,) R(i), usually from :func:`length_penalty`, or None. Added after shaping to a row's reward
-            in its own set; it never decides success.
+            in its own set; it never affects success.
 
     Returns:
         (B, T), 0 where the mask is False and in uniform groups (unless ``shape_uniform_groups``); float32, or float64
         if ``entropy`` is. A row without action tokens counts in its group's statistics, as it does in GRPO.
 
     Raises:
-        ValueError: as :func:`grpo_s_rewards`, and a group of one row under ``scope="group"``.
+        ValueError: as for :func:`grpo_s_rewards`, or a group of one row under ``scope="group"``.
     """
     rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold)
     _, reward, mean, std, _ = _parts(entropy, mask, rows, config, length_penalty)
@@ -198,7 +198,7 @@ def grpo_s_parts(
     config: GRPOSConfig,
     length_penalty: Tensor | None = None,
 ) -> CreditParts:
-    """What :func:`grpo_s_advantages`, which takes and raises the same, makes its advantages of; (B,) float64 each."""
+    """The parts that :func:`grpo_s_advantages` combines, (B,) float64 each. Same arguments and errors."""
     rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold)
     return _parts(entropy, mask, rows, config, length_penalty)
 

@@ -3,7 +3,7 @@
 From the top: settings, reward formulas, entropy shares, rewards, advantages. To try another token reward, change
 :func:`positive_token_reward` or :func:`negative_token_reward`. The loss must be the token-level one.
 
-Where the paper leaves it open, zeros of the other polarity count in the mean and std (``normalise_over``).
+Zeros of the other polarity count in the mean and std by default (``normalise_over``); the paper leaves this open.
 """
 
 import math
@@ -28,21 +28,21 @@ class GTPOConfig(Settings):
         variant: ``v1`` (Eq. 2), ``v1_clipped`` (Eq. 11, 12), ``v2`` (Eq. 13) or ``v3`` (rev. Eq. 3, 5).
         alpha: weight of the entropy share in ``v1``.
         alpha1: weight of the outcome in the other variants (default: 1 in ``v3``; 0.9 in ``v1_clipped`` and ``v2``,
-            where Eq. 11 wants alpha1 + alpha2 = 1, so that giving one of them sets the other).
+            where Eq. 11 requires alpha1 + alpha2 = 1, so giving one of them sets the other).
         alpha2: weight of the entropy share in the other variants (default: 0.1).
-        kappa: ``v1_clipped`` and ``v2`` clip the token reward to [1, alpha1 + alpha1 / kappa]; > 1.
+        kappa: ``v1_clipped`` and ``v2`` clip the token reward to [1, alpha1 + alpha1 / kappa]; must be > 1.
         success_threshold: rows with outcome >= this form O+, the others O-.
         compare: what a token's entropy is compared with: the tokens at the same ``position`` of the other
             responses, the same ``response``, or the whole ``group``.
         entropy_mean: the mean in the share's denominator.
-        normalise_over: for the two-set variants ``v2`` and ``v3``: over all rows with the other polarity as zeros
-            (``zero_filled``) or over the rows of one ``polarity`` alone. No effect on the other variants.
+        normalise_over: in the two-set variants ``v2`` and ``v3``, normalize over all rows, with the other polarity as
+            zeros (``zero_filled``), or only over the rows of one ``polarity``. No effect on the other variants.
         scope: rows over which mean and std are taken: the ``group`` or the ``batch``.
-        shape_uniform_groups: keep advantages of groups whose rows all succeed or all fail (else they are 0).
+        shape_uniform_groups: keep advantages of groups whose rows all succeed or all fail (otherwise they are 0).
         entropy_eps: entropies are clamped from below at this many nats before anything is computed from them.
 
     Raises:
-        ValueError: a setting out of range, or alpha1 + alpha2 != 1, or alpha1 + alpha1 / kappa < 1 where it matters.
+        ValueError: a setting out of range; in variants that clip, alpha1 + alpha2 != 1 or alpha1 + alpha1 / kappa < 1.
     """
 
     variant: Literal["v1", "v1_clipped", "v2", "v3"] = "v3"
@@ -74,7 +74,7 @@ class GTPOConfig(Settings):
 
     @property
     def two_sets(self) -> bool:
-        """Whether O+ and O- are normalized as two sets (Eq. 14, 15) instead of one (Eq. 3)."""
+        """True if O+ and O- are normalized as two sets (Eq. 14, 15) instead of one (Eq. 3)."""
         return self.variant in ("v2", "v3")
 
     def _check_clip(self) -> None:
@@ -112,7 +112,7 @@ def negative_token_reward(share: Tensor, config: GTPOConfig) -> Tensor:
 
 
 def token_reward_formula(config: GTPOConfig, succeeded: bool) -> str:
-    """The two rewards above as text, with {outcome} and {share} to be filled in."""
+    """The two rewards above as text, with {outcome} and {share} as placeholders."""
     outcome, share = config.alpha1, config.alpha2
     if not succeeded:
         return {"v2": "−{share}", "v3": f"−{outcome:g} − {share:g}·{{share}}"}.get(config.variant, "0")
@@ -125,12 +125,12 @@ def token_reward_formula(config: GTPOConfig, succeeded: bool) -> str:
 
 
 class TokenShares:
-    """share_{i,t} of a batch (Eq. 2, 13): how uncertain a token was beside others of its polarity, by slices of rows.
+    """share_{i,t} of a batch (Eq. 2, 13): a token's uncertainty relative to others of its polarity, by slices of rows.
 
-    A token of O+ has weight H, one of O- 1/H, in float64, with H detached and clamped from below at ``entropy_eps``;
-    its share is its weight over the mean weight of what it is compared with. Position t counts action tokens, not
-    columns. Where tokens are compared at the same position the mean weights are kept in a table of (O+ and O- of every
-    group, positions), so that no (B, T) float64 tensor is ever held.
+    A token of O+ has weight H and a token of O- has weight 1/H, in float64, with H detached and clamped from below at
+    ``entropy_eps``; a token's share is its weight over the mean weight of what it is compared with. Position t counts
+    action tokens, not columns. When tokens are compared at the same position, the mean weights are kept in a table of
+    (O+ and O- of every group, positions), so that no (B, T) float64 tensor is ever held.
     """
 
     def __init__(self, entropy: Tensor, mask: Tensor, rows: Rows, config: GTPOConfig) -> None:
@@ -173,8 +173,7 @@ class TokenShares:
         return torch.where(self.rows.success[chunk, None], entropy, entropy.reciprocal())
 
     def _key(self, chunk: slice) -> Tensor:
-        """The place in ``self.mean`` of what a token is compared with: (R, T) its place in the table, or (R, 1) its
-        row."""
+        """Indices into ``self.mean`` of what tokens are compared with: (R, T) into the table, or (R, 1) by row."""
         if self.config.compare != "position":
             return torch.arange(chunk.start, chunk.stop, device=self.mask.device)[:, None]
         key = self.mask[chunk].cumsum(-1)
@@ -186,20 +185,20 @@ class TokenShares:
 def gtpo_shares(
     entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, config: GTPOConfig
 ) -> tuple[Tensor, Tensor]:
-    """The entropy shares that GTPO's rewards are made of, for metrics and plots.
+    """The entropy shares that enter GTPO's rewards, for metrics and plots.
 
-    Takes and raises what :func:`gtpo_rewards` does.
+    Same arguments and errors as :func:`gtpo_rewards`.
 
     Returns:
-        share+ and share- (Eq. 2, 13), (B, T) each: share+ is 0 on rows of O-, share- on rows of O+, both outside the
-        mask. With the arithmetic mean their mean over what is compared is 1.
+        share+ and share- (Eq. 2, 13), (B, T) each: share+ is 0 on rows of O-, share- is 0 on rows of O+, and both are
+        0 outside the mask. With the arithmetic mean, their mean over the tokens that are compared is 1.
     """
     rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold)
     return _by_polarity(TokenShares(entropy, mask, rows, config), rows, entropy)
 
 
 def shares_of_tokens(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, config: GTPOConfig) -> Tensor:
-    """(N,) the shares of all action tokens, row by row; see :func:`gtpo_shares`."""
+    """The shares of all action tokens, (N,), row by row; see :func:`gtpo_shares`."""
     positive, negative = gtpo_shares(entropy, mask, outcome, group_ids, config)
     return (positive + negative)[mask]
 
@@ -211,7 +210,7 @@ def gtpo_rewards(
     """Token rewards before normalization.
 
     Args:
-        entropy: (B, T) entropy of the old policy at each token, in nats; never backpropagated, read only in the mask.
+        entropy: (B, T) entropy of the old policy at each token, in nats; detached, and read only inside the mask.
         mask: (B, T) bool, True at action tokens; holes allowed.
         outcome: (B,) outcome rewards before any length penalty.
         group_ids: (B,) int, equal for the responses to one prompt; rows of a group need not be adjacent.
@@ -221,11 +220,11 @@ def gtpo_rewards(
         (B, T) ``positive`` and ``negative``, 0 where the mask is False; float32, or float64 if ``entropy`` is.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or a NaN or infinity, with the row.
+        ValueError: shapes or dtypes that do not fit, or a NaN or infinity (the message names the row).
     """
     rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold)
     shares = TokenShares(entropy, mask, rows, config)
-    # The reward of a one-set variant is 0 on O- already.
+    # The reward of a one-set variant is already 0 on O-.
     return ShapedRewards(*_by_polarity(lambda chunk: _own_reward(shares, chunk), rows, entropy))
 
 
@@ -244,14 +243,14 @@ def gtpo_advantages(
         entropy, mask, outcome, group_ids, config: as for :func:`gtpo_rewards`.
         length_penalty: (B,) R(i), usually from :func:`length_penalty`, or None. Added after shaping to a row's reward
             in its own set: to r in one-set variants (Eq. 12), to r+ on O+ and to r- on O- in two-set ones. It never
-            decides success.
+            affects success.
 
     Returns:
         (B, T), 0 where the mask is False and in uniform groups (unless ``shape_uniform_groups``); float32, or float64
-        if ``entropy`` is. A row without action tokens adds nothing to any statistic of tokens.
+        if ``entropy`` is. A row without action tokens adds nothing to the token statistics.
 
     Raises:
-        ValueError: as :func:`gtpo_rewards`, and a group of one row under ``scope="group"``.
+        ValueError: as for :func:`gtpo_rewards`, or a group of one row under ``scope="group"``.
     """
     shares, length_penalty = _shares_and_penalty(entropy, mask, outcome, group_ids, config, length_penalty)
     rows = shares.rows
@@ -278,10 +277,12 @@ def gtpo_parts(
     config: GTPOConfig,
     length_penalty: Tensor | None = None,
 ) -> CreditParts:
-    """What :func:`gtpo_advantages`, which takes and raises the same, makes its advantages of; for who shows them.
+    """The shares, rewards and statistics that :func:`gtpo_advantages` combines, for tools that display them.
+
+    Same arguments and errors.
 
     Returns:
-        share and reward (B, T), 0 where the mask is False, mean and std (B,); float64.
+        share and reward, (B, T), 0 where the mask is False; mean and std, (B,); all float64.
     """
     shares, length_penalty = _shares_and_penalty(entropy, mask, outcome, group_ids, config, length_penalty)
     share, reward = (torch.empty_like(entropy, dtype=torch.float64) for _ in range(2))
@@ -306,7 +307,7 @@ def _shares_and_penalty(
 
 
 def _mean_and_std(shares: TokenShares, length_penalty: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(B,) float64 each: what the tokens' rewards of a row are normalized with."""
+    """The mean and std that a row's token rewards are normalized with, (B,) float64 each."""
     rows, mask, config = shares.rows, shares.mask, shares.config
     per_row = torch.zeros(3, len(mask), dtype=torch.float64, device=mask.device)
     for chunk in row_chunks(*mask.shape):
@@ -320,7 +321,7 @@ def _mean_and_std(shares: TokenShares, length_penalty: Tensor | None) -> tuple[T
 
 
 def _own_reward(shares: TokenShares, chunk: slice, length_penalty: Tensor | None = None) -> Tensor:
-    """A row's reward in its own set, (R, T) float64, 0 where the mask is False."""
+    """Token rewards of the rows of ``chunk``, each in its own set, (R, T) float64, 0 where the mask is False."""
     share, rows, config = shares(chunk), shares.rows, shares.config
     reward = torch.where(
         rows.success[chunk, None],
@@ -333,7 +334,7 @@ def _own_reward(shares: TokenShares, chunk: slice, length_penalty: Tensor | None
 
 
 def _by_polarity(values: Callable[[slice], Tensor], rows: Rows, entropy: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, T) ``values`` of the rows of O+, and of the rows of O-, 0 elsewhere, in the output's dtype."""
+    """(B, T) ``values`` on the rows of O+, and those on the rows of O-, 0 elsewhere, in the output's dtype."""
     positive = torch.zeros_like(entropy, dtype=output_dtype(entropy))
     negative = torch.zeros_like(positive)
     for chunk in row_chunks(*entropy.shape):

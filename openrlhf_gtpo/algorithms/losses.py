@@ -1,7 +1,7 @@
 """The clipped policy losses: one term per token for GTPO, one per response for GRPO-S (Eq. 4, 7, 16, 18).
 
 :func:`policy_surrogate` is unreduced, so that a trainer can weight it and divide by the counts of its whole optimizer
-step; :func:`policy_loss` is its plain mean over one batch. Knows no entropies and no rewards.
+step; :func:`policy_loss` is its plain mean over one batch. Knows nothing about entropies or rewards.
 """
 
 from typing import Any, Literal, NamedTuple, get_args
@@ -14,7 +14,7 @@ from .config import Mean, check_choice, check_number
 
 Level = Literal["token", "sequence"]
 
-# OpenRLHF bounds the log ratio like this before exp: far off-policy tokens give a huge but finite ratio, where an
+# As in OpenRLHF, the log ratio is bounded before exp, so that far off-policy tokens give a huge but finite ratio; an
 # infinite one would turn into NaN (inf * 0) in the loss or its gradient.
 MAX_LOG_RATIO = 20.0
 
@@ -23,14 +23,14 @@ class Surrogate(NamedTuple):
     """The unreduced loss. A unit is an action token (token level) or a row with action tokens (sequence level)."""
 
     loss: Tensor  # (B, T) or (B,), 0 where there is no unit; differentiable in log_probs
-    unit_mask: Tensor  # (B, T) or (B,) bool; its sum over the optimizer step is what loss is to be divided by
-    clipped: Tensor  # (B, T) or (B,) bool, where the clipped surrogate was strictly the smaller one
+    unit_mask: Tensor  # (B, T) or (B,) bool; divide loss by its sum over the optimizer step
+    clipped: Tensor  # (B, T) or (B,) bool, True where the clipped surrogate was strictly smaller
     ratio: Tensor  # (B, T) or (B,) importance ratio before clipping, detached; 1 where there is no unit
     approx_kl: Tensor  # (B, T) -(log_probs - old_log_probs), detached, 0 outside the mask
 
 
 class PolicyLossOutput(NamedTuple):
-    """Scalars."""
+    """The loss of one batch and its metrics, all scalars."""
 
     loss: Tensor
     clip_fraction: Tensor
@@ -52,19 +52,19 @@ def policy_surrogate(
     """-min(w A, clip(w, 1 - clip_low, 1 + clip_high) A) for every unit.
 
     Args:
-        log_probs, old_log_probs: (B, T) of the sampled tokens under the policy and the old policy; read only in the
-            mask. Gradients flow into ``log_probs`` alone.
+        log_probs, old_log_probs: (B, T), of the sampled tokens under the policy and the old policy; read only inside
+            the mask. Gradients flow only into ``log_probs``.
         advantages: (B, T); at sequence level the same at all action tokens of a row.
         mask: (B, T) bool.
         level: ``token`` (Eq. 4, 16) or ``sequence`` (Eq. 7, 18).
         clip_low, clip_high: the defaults are DAPO's clip-higher.
-        ratio_mean: how a response's ratio is made of its tokens' at sequence level: ``arithmetic`` (Eq. 6) or
-            ``geometric`` (GSPO's).
-        dual_clip: c > 1 bounds the loss of units with A < 0 by -c A (arXiv 1912.09729); None leaves it out.
+        ratio_mean: how token ratios are averaged into a response's ratio at sequence level: ``arithmetic`` (Eq. 6)
+            or ``geometric`` (GSPO's).
+        dual_clip: c > 1 bounds the loss of units with A < 0 by -c A (arXiv 1912.09729); None turns this off.
 
     Raises:
-        ValueError: shapes, dtypes or settings that do not fit, a NaN or infinity (with the row), or sequence level
-            with advantages that differ within a row.
+        ValueError: shapes, dtypes or settings that do not fit, a NaN or infinity (the message names the row), or
+            advantages that differ within a row at sequence level.
     """
     check_choice("level", level, get_args(Level))
     check_choice("ratio_mean", ratio_mean, get_args(Mean))
@@ -95,15 +95,15 @@ def clipped_objective(
 
 
 def check_terms(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, T) log w, differentiable in ``log_probs``, and advantages; in at least float32, 0 outside the mask.
+    """(B, T) log w, differentiable in ``log_probs``, and advantages; both in at least float32, 0 outside the mask.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or a NaN or infinity (with the row).
+        ValueError: shapes or dtypes that do not fit, or a NaN or infinity (the message names the row).
     """
     tensors = {"log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages}
     check_tokens(mask, **tensors)
     finite = torch.stack([values.detach().isfinite().where(mask, True).all() for values in tensors.values()])
-    if not finite.all():  # the one number that the host waits for
+    if not finite.all():  # the only value that the host waits for
         for name, values in tensors.items():
             check_finite(name, values.detach(), mask)
     log_ratio = _log_ratio(log_probs, old_log_probs, mask)
@@ -124,13 +124,13 @@ def policy_loss(
 ) -> PolicyLossOutput:
     """The loss of one batch: the sum over its units divided by their number (0 if there are none).
 
-    Takes and raises what :func:`policy_surrogate` does; a trainer that splits an optimizer step over micro-batches or
-    ranks divides by the step's counts instead and calls that one.
+    Same arguments and errors as :func:`policy_surrogate`. A trainer that splits an optimizer step over micro-batches
+    or ranks calls that function instead and divides by the step's counts.
 
     Returns:
         ``loss``, differentiable in ``log_probs``; ``clip_fraction``, the share of action tokens (or rows) where the
-        clipped surrogate was strictly the smaller one; ``approx_kl``, the mean of -(log_probs - old_log_probs) over
-        action tokens.
+        clipped surrogate was strictly smaller; ``approx_kl``, the mean of -(log_probs - old_log_probs) over action
+        tokens.
     """
     settings: dict[str, Any] = {
         "clip_low": clip_low,
@@ -148,10 +148,10 @@ def policy_loss(
 
 
 def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, ratio_mean: Mean = "arithmetic") -> Tensor:
-    """(B,) importance ratio of each response (Eq. 6): the mean of its tokens', 1 for a row without action tokens.
+    """(B,) importance ratio per response (Eq. 6): the mean of its tokens' ratios, 1 for a row without action tokens.
 
     Args:
-        log_probs, old_log_probs: (B, T); gradients flow into ``log_probs`` alone.
+        log_probs, old_log_probs: (B, T); gradients flow only into ``log_probs``.
         mask: (B, T) bool.
         ratio_mean: ``arithmetic``, or ``geometric`` (GSPO's).
 
@@ -174,7 +174,7 @@ def _log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor
 
 
 def sequence_advantage(advantages: Tensor, mask: Tensor) -> Tensor:
-    """(B,) the one advantage of each row's action tokens, 0 for a row without."""
+    """The one advantage that all action tokens of a row share, (B,); 0 for a row without action tokens."""
     if advantages.shape[1] == 0:
         return advantages.new_zeros(advantages.shape[0])
     highest = advantages.masked_fill(~mask, -torch.inf).amax(-1)

@@ -22,9 +22,9 @@ class ShapedRewards(NamedTuple):
 
 
 class CreditParts(NamedTuple):
-    """What an advantage is made of, A = (reward - mean) / std: share and reward are (B, T) for GTPO, (B,) for GRPO-S,
-    a row's reward in its own set with its length penalty; mean and std are (B,), of the set it is normalized in.
-    ``row_entropy`` is (B,) what a sequence-level share compares, None at token level."""
+    """The parts of an advantage, A = (reward - mean) / std. ``share`` and ``reward`` are (B, T) for GTPO, (B,) for
+    GRPO-S; the reward is the row's in its own set, with its length penalty. ``mean`` and ``std`` are (B,), of the
+    set it is normalized in. ``row_entropy``, (B,), is what a sequence-level share compares; None at token level."""
 
     share: Tensor
     reward: Tensor

@@ -1,9 +1,9 @@
-"""The surrogates by name: how a step is clipped, whoever is paid. A new one is its settings, its function and its line
-in ``SURROGATES``.
+"""The surrogates by name: how a step is clipped, whichever tokens get the credit. To add one, write its settings and
+its function, and list it in ``SURROGATES``.
 
-PPO's clip is ``policy_surrogate`` of ``losses.py``. What is here is each paper's own objective, unreduced like that
-one. The papers' texts were not at hand: each formula was checked against the implementation that its docstring names,
-and none has equation numbers. A log ratio is bounded by +-20 everywhere, which keeps far off-policy tokens finite.
+PPO's clip is ``policy_surrogate`` in ``losses.py``. Here is each paper's own objective, unreduced like that one. The
+papers' texts were not available: each formula was checked against the implementation that its docstring names, and
+none has equation numbers. Log ratios are bounded by +-20 everywhere, which keeps far off-policy tokens finite.
 """
 
 import math
@@ -62,8 +62,8 @@ def gspo_token_surrogate(
 
 @dataclass(frozen=True)
 class CISPOConfig(ClipConfig):
-    """CISPO (arXiv 2506.13585): as in the paper no lower bound but 0. The upper one, 5, is a choice: the paper tunes
-    its own."""
+    """CISPO (arXiv 2506.13585). As in the paper, there is no lower bound but 0. The upper bound, 5, is our choice; the
+    paper tunes its own."""
 
     clip_low: float = 1.0
     clip_high: float = 4.0
@@ -100,7 +100,7 @@ class SAPOConfig(Settings):
 def sapo_surrogate(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: SAPOConfig
 ) -> Surrogate:
-    """-f(w_t) A_t with the gate f(x) = sigmoid(tau (x - 1)) 4 / tau, whose slope at 1 is 1, in the place of a clip
+    """-f(w_t) A_t with the gate f(x) = sigmoid(tau (x - 1)) 4 / tau, whose slope at 1 is 1, instead of a clip
     (arXiv 2511.20347; verl 0.8.0.dev, ``compute_policy_loss_sapo``). ``clipped`` is False everywhere."""
     log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -111,8 +111,8 @@ def sapo_surrogate(
 
 @dataclass(frozen=True)
 class GMPOConfig(ClipConfig):
-    """GMPO (arXiv 2507.20673). The paper's range (e^-0.4, e^0.4) as bounds of the ratio, like every clip range here;
-    verl and TRL give it in log space."""
+    """GMPO (arXiv 2507.20673), with the paper's range (e^-0.4, e^0.4) as bounds of the ratio, like every clip range
+    here; verl and TRL give it in log space."""
 
     clip_low: float = 1 - math.exp(-0.4)
     clip_high: float = math.exp(0.4) - 1
@@ -124,8 +124,8 @@ def gmpo_surrogate(
     """-A times the geometric mean of a response's ratios, each of them clipped on the side that A pushes it to
     (arXiv 2507.20673; verl 0.8.0.dev, ``compute_policy_loss_geo_mean``; TRL 1.7, docs/source/gmpo.md).
 
-    A unit is a row; ``clipped`` says that one of its tokens is. Raises ValueError too for advantages that differ
-    within a row.
+    A unit is a row, ``clipped`` if any of its tokens is. Also raises ValueError for advantages that differ within a
+    row.
     """
     log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
     low = math.log(1 - config.clip_low) if config.clip_low < 1 else -math.inf
@@ -143,7 +143,7 @@ class ClipCovConfig(ClipConfig):
 
     Fields:
         fraction: share of a micro-batch's tokens that lose their gradient, at least one token.
-        cov_low, cov_high: bounds of the covariance of the tokens that are drawn from.
+        cov_low, cov_high: tokens are drawn from those whose covariance lies between these bounds.
 
     Raises:
         ValueError: a setting out of range.
@@ -162,11 +162,11 @@ class ClipCovConfig(ClipConfig):
 def clip_cov_surrogate(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: ClipCovConfig
 ) -> Surrogate:
-    """PPO's clip, and no gradient for a few tokens drawn from those of high covariance (arXiv 2505.22617; verl
+    """PPO's clip, with no gradient for a few tokens drawn from those of high covariance (arXiv 2505.22617; verl
     0.8.0.dev, ``compute_policy_loss_clip_cov``).
 
-    Departs: the N tokens of a covariance are a micro-batch's, as in verl, where the paper has a batch; so the choice
-    depends on how a step is split. The loss of a drawn token is 0.
+    Departure: the N tokens of a covariance are those of a micro-batch, as in verl, where the paper uses a batch, so
+    the choice depends on how a step is split. The loss of a drawn token is 0.
     """
     log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -200,11 +200,11 @@ class KLCovConfig(Settings):
 def kl_cov_surrogate(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: KLCovConfig
 ) -> Surrogate:
-    """-w_t A_t, unclipped, and coef |log w_t| more for the tokens of the highest covariance (arXiv 2505.22617; verl
-    0.8.0.dev, ``compute_policy_loss_kl_cov``). ``clipped`` says which.
+    """-w_t A_t, unclipped, plus coef |log w_t| for the tokens of the highest covariance (arXiv 2505.22617; verl
+    0.8.0.dev, ``compute_policy_loss_kl_cov``). ``clipped`` marks those tokens.
 
-    Departs: the N tokens are a micro-batch's, as for :func:`clip_cov_surrogate`; the KL divergence is estimated by
-    |log w|, as in verl.
+    Departures: the N tokens are those of a micro-batch, as in :func:`clip_cov_surrogate`; the KL divergence is
+    estimated by |log w|, as in verl.
     """
     log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
     bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -220,11 +220,11 @@ class STAREConfig(ClipConfig):
     """STARE (arXiv 2606.19236).
 
     Fields:
-        fraction: share of the tokens with advantage > 0, and of those with advantage < 0, that are weighted: those of
-            the highest surprisal, at least one token of each.
-        weight_positive: of those with advantage > 0; the authors recommend 1.05 from 14B on.
-        weight_negative: of those with advantage < 0; 1 is their variant O1, and C2 has 0.9.
-        target_entropy: in nats; at or above it nothing is weighted.
+        fraction: share of the tokens with advantage > 0, and of those with advantage < 0, that are weighted: those
+            with the highest surprisal, at least one token of each.
+        weight_positive: weight of those with advantage > 0; the authors recommend 1.05 for models from 14B up.
+        weight_negative: weight of those with advantage < 0; 1 is the authors' variant O1, and C2 uses 0.9.
+        target_entropy: entropy, in nats, at or above which nothing is weighted.
 
     Raises:
         ValueError: a setting out of range.
@@ -240,11 +240,11 @@ class STAREConfig(ClipConfig):
 def stare_surrogate(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, config: STAREConfig
 ) -> Surrogate:
-    """PPO's clip, with a weight for the tokens of the highest surprisal -log pi while entropy is low (arXiv
+    """PPO's clip, with a weight for the tokens with the highest surprisal -log pi while entropy is low (arXiv
     2606.19236; the authors' github.com/hp-luo/STARE, ``compute_policy_loss_stare``).
 
-    Departs: entropy is estimated by the mean surprisal of a micro-batch's tokens, where the authors take the batch's;
-    their weights that adapt, which are off by default, are left out. The tokens ranked are a micro-batch's, as theirs.
+    Departures: entropy is estimated by the mean surprisal of a micro-batch's tokens, where the authors take the
+    batch's; their adaptive weights, off by default, are left out. As in their code, a micro-batch's tokens are ranked.
     """
     log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -260,7 +260,7 @@ def stare_surrogate(
 
 
 def token_covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) what each action token adds to the covariance of log-prob and advantage over all of them, detached:
+    """(B, T) contribution of each action token to the covariance of log-prob and advantage over all of them, detached:
     (log pi - its mean) (A - its mean), as arXiv 2505.22617 defines it; junk outside the mask."""
     count = mask.sum().clamp_min(1)
     x, y = log_probs.detach().to(advantages.dtype).where(mask, 0), advantages.where(mask, 0)
@@ -268,24 +268,23 @@ def token_covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Ten
 
 
 def _num_marked(fraction: float, mask: Tensor) -> int:
-    """The number of action tokens to mark: ``fraction`` of the micro-batch's, rounded down, at least one where there
-    are any."""
+    """How many action tokens to mark: ``fraction`` of the micro-batch, rounded down, at least one if there are any."""
     count = int(mask.sum())
     return min(count, max(1, int(fraction * count)))
 
 
 @dataclass(frozen=True)
 class SurrogateType:
-    """What a training step asks of a surrogate.
+    """What a training step needs from a surrogate.
 
     Fields:
-        summary: how the step is clipped, for a command line's help.
-        config: a dataclass of settings that checks itself. ``clip_low``, ``clip_high`` and ``dual_clip``, where it has
-            them, are OpenRLHF's flags, with the paper's clip range as their default; any other field is a flag
+        summary: how the step is clipped, for command-line help.
+        config: a dataclass of settings that validates itself. ``clip_low``, ``clip_high`` and ``dual_clip``, if it has
+            them, are set by OpenRLHF's flags, with the paper's clip range as the default; any other field is a flag
             ``--actor.NAME.FIELD``.
-        level: of its units. "token" carries any advantages, "sequence" those that are one number per row.
-        aggregation: what the paper takes the mean over: all tokens, or every response's own mean.
-        loss: of log_probs, old_log_probs, advantages, mask ((B, T) each) and config; raises ValueError for tensors
+        level: the level of its units. "token" works with any advantages, "sequence" with those of one number per row.
+        aggregation: what the paper takes the mean over: all tokens, or the means of the responses.
+        loss: takes log_probs, old_log_probs, advantages, mask ((B, T) each) and config; raises ValueError for tensors
             that do not fit or are not finite.
     """
 
@@ -303,7 +302,7 @@ SURROGATES = {
     "cispo": SurrogateType(
         "REINFORCE with clipped importance weights", CISPOConfig, "token", "token", cispo_surrogate
     ),
-    "sapo": SurrogateType("a soft gate for the clip", SAPOConfig, "token", "sequence", sapo_surrogate),
+    "sapo": SurrogateType("a soft gate instead of a clip", SAPOConfig, "token", "sequence", sapo_surrogate),
     "gmpo": SurrogateType("geometric mean of clipped ratios", GMPOConfig, "sequence", "sequence", gmpo_surrogate),
     "clip_cov": SurrogateType(
         "no gradient for some tokens of high covariance", ClipCovConfig, "token", "token", clip_cov_surrogate

@@ -1,1 +1,1 @@
-"""What measures: one harness, and one file a question. Only the command line imports it."""
+"""Benchmarks: one harness, and one file per question. Only the command line imports this package."""

@@ -1,6 +1,6 @@
 """The DeepSpeed actor against the Megatron actor, on the same ragged batches.
 
-Both are real Ray actors of one process. Real tokens are counted, prompts included; padding never is.
+Each is a real Ray actor of one process. Counts of tokens include prompts, but never padding.
 """
 
 import argparse
@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> None:
 def measure_actors(
     args: argparse.Namespace, backends: Mapping[str, Any], trainer_flags: Sequence[str] = ()
 ) -> dict[str, Measured]:
-    """Seconds of ``forward`` and ``train``; known beside them: ``tokens`` (real ones of each repetition's batch),
-    ``loaded_bytes`` and ``peak_bytes`` (memory of the process after loading, and at most).
+    """Time ``forward`` and ``train``, in seconds, and record ``tokens`` (the real ones of each repetition's batch),
+    ``loaded_bytes`` and ``peak_bytes`` (memory of the process after loading, and at its peak).
 
     Args:
         args: the sizes of a step, and ``repeat`` and ``seed``.
@@ -67,7 +67,7 @@ def measure_actors(
     rows = args.prompts * args.samples
     tokens: list[int] = []
     parsed = trainer.parse(argv)
-    patch.apply(parsed)  # its DeepSpeed strategy, which divides no loss
+    patch.apply(parsed)  # for its DeepSpeed strategy, which does not divide the loss
     start_ray(parsed, gpus=len(backends))
     try:
         policies = {
@@ -88,7 +88,7 @@ def measure_actors(
         }
         measured = measure(phases, args.repeat, new_round=new_round)
         for name, one in measured.items():
-            del one.seconds["between"]  # a forward again, as training needs its results
+            del one.seconds["between"]  # another forward, because training needs its results
             peak = max(loaded[name], policies[name].peak_bytes())
             one.about = {"tokens": tokens[1:], "loaded_bytes": loaded[name], "peak_bytes": peak}
         return measured
@@ -97,7 +97,7 @@ def measure_actors(
 
 
 def trainer_argv(args: argparse.Namespace, further: Mapping[str, Any]) -> list[str]:
-    """Flags of a trainer of ``args.model`` whose step has ``args.prompts`` x ``args.samples`` rows."""
+    """Flags for training ``args.model`` in steps of ``args.prompts`` x ``args.samples`` rows."""
     flags = {
         "--actor.model_name_or_path": args.model,
         "--actor.num_gpus_per_node": 1,
@@ -116,7 +116,7 @@ def trainer_argv(args: argparse.Namespace, further: Mapping[str, Any]) -> list[s
 
 
 class Policy:
-    """A policy as a group of one Ray actor, with the experience maker that goes with it, and the rows it is given."""
+    """A policy: a group of one Ray actor, the experience maker that goes with it, and the rows that it is given."""
 
     samples: list[Experience]
 
@@ -149,7 +149,7 @@ class Policy:
         ray.get(self._group.async_run_method(method_name="fit", kl_ctl=0.0))
 
     def peak_bytes(self) -> int:
-        """Most memory that its process has held since the last call: on its GPU, or resident in all on a CPU host."""
+        """Peak memory of its process since the last call, in bytes: on its GPU, or resident in total on a CPU host."""
         (peaks,) = ray.get(self._group.async_run_method(method_name="take_peak_memory", until_now="between"))
         return max(peaks.values(), default=0)
 

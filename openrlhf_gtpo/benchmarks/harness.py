@@ -1,8 +1,8 @@
-"""The harness of all benchmarks: sides take turns, and what they took becomes one kind of table and of JSON file.
+"""The harness of all benchmarks: times sides in turn, and reports them in one kind of table and of JSON file.
 
 A side is one of the things compared (a backend, a precision, a kernel): its phases by name, each a function. In each
-repetition every phase is called on all sides before the next phase is, and another side begins each time, so a machine
-that slows down slows all of them. Ratios are taken within a repetition.
+repetition, every phase is called on all sides before the next phase is, and a different side goes first each time, so
+a machine that slows down slows all of them. Ratios are taken within a repetition.
 """
 
 import argparse
@@ -27,11 +27,11 @@ Side = Mapping[str, Callable[[], Any]]
 
 @dataclass
 class Measured:
-    """What one side took.
+    """The measurements of one side.
 
     Fields:
         seconds: phase to the seconds of each counted repetition.
-        about: what else is known of the side, by its name in the JSON file.
+        about: what else is known about the side, by name as in the JSON file.
     """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Measured:
         return {"seconds": self.seconds, **self.about}
 
     def over(self, base: "Measured", phase: str) -> list[float]:
-        """Seconds of ``phase`` over ``base``'s, repetition by repetition; empty where one of the two has none."""
+        """Ratios of its seconds to ``base``'s in ``phase``, repetition by repetition; empty if either has none."""
         pairs = [one.seconds.get(phase, []) for one in (self, base)]
         return ratios(*pairs) if all(pairs) else []
 
@@ -53,13 +53,13 @@ def measure(
     new_round: Callable[[int], Any] = lambda repetition: None,
     before_each: Callable[[], Any] = lambda: None,
 ) -> dict[str, Measured]:
-    """Time ``repeat`` calls of every phase of every side, after ``warm_up`` ones that are not counted.
+    """Time ``repeat`` calls of every phase of every side, after ``warm_up`` uncounted ones.
 
-    In several ranks of a default process group a phase begins at the same time in all of them.
+    If there is a default process group, a phase begins at the same time in all of its ranks.
 
     Args:
-        new_round: called with 0, 1, … at the beginning of a repetition, such as to make its batch.
-        before_each: called before each call of a phase. Neither is timed.
+        new_round: called with 0, 1, … at the beginning of each repetition, for example to make its batch; not timed.
+        before_each: called before each call of a phase; not timed.
     """
     measured = {name: Measured({phase: [] for phase in side}) for name, side in sides.items()}
     phases = list(dict.fromkeys(phase for side in sides.values() for phase in side))
@@ -79,7 +79,7 @@ def measure(
 
 
 def seconds_of(run: Callable[[], Any]) -> float:
-    """Wall-clock seconds of ``run()``, what it has queued on a CUDA device included and nothing queued before it."""
+    """Wall-clock seconds of ``run()``, including what it queues on a CUDA device but nothing queued before it."""
 
     def now() -> float:
         if torch.cuda.is_initialized():
@@ -92,7 +92,7 @@ def seconds_of(run: Callable[[], Any]) -> float:
 
 
 class SquareProduct:
-    """A product of two random (n, n) matrices, whose rate MFU is a share of; computed once, so that the next are warm.
+    """A product of two random (n, n) matrices, whose rate MFU is relative to. Computed once on creation, as a warm-up.
 
     Args:
         side: n.
@@ -106,7 +106,7 @@ class SquareProduct:
             torch.randn(side, side, generator=generator, device=device, dtype=dtype) for _ in range(2)
         )
         self._out = torch.mm(self._left, self._right)
-        self.flops = _PRODUCTS * 2 * side**3  # of a call; a multiplication and an addition are two
+        self.flops = _PRODUCTS * 2 * side**3  # of a call; a multiplication and an addition count as two
 
     def __call__(self) -> None:
         for _ in range(_PRODUCTS):
@@ -118,18 +118,18 @@ class SquareProduct:
 
 
 def ratios(values: Iterable[float], base: Iterable[float]) -> list[float]:
-    """The ratio of one to the other, repetition by repetition."""
+    """Ratios of ``values`` to ``base``, repetition by repetition."""
     return [a / b for a, b in zip(values, base, strict=True)]
 
 
 def spread(values: Iterable[float]) -> tuple[float, float, float]:
-    """Lowest, median and highest."""
+    """The lowest, median and highest value."""
     values = sorted(values)
     return values[0], statistics.median(values), values[-1]
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str] = ()) -> None:
-    """Print a table with its title above and its notes below; all columns but the first are aligned to the right."""
+    """Print a table with its title above and its notes below; all columns but the first are right-aligned."""
     lines = [columns, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     print(f"\n{title}")
@@ -141,14 +141,14 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def median_and_range(values: Iterable[float], digits: int = 2) -> str:
-    """As tables show ratios."""
+    """The median and range of ``values``, as tables show ratios."""
     low, median, high = spread(values)
     return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def write_results(path: Path | None, args: argparse.Namespace, results: Mapping[str, Any]) -> None:
-    """Write ``results`` as JSON beside the settings in ``args`` and the machine; parents of ``path`` are created, and
-    None writes nothing."""
+    """Write ``results`` as JSON, with the settings in ``args`` and the machine. Parents of ``path`` are created; None
+    writes nothing."""
     if path is None:
         return
     settings = {name: str(value) for name, value in vars(args).items() if name not in ("run", "output")}

@@ -1,7 +1,7 @@
 """Decoder layers of one shape in bfloat16 and in FP8, side by side on the same batches.
 
-It times the Megatron actor's own code around a model with few layers and a vocabulary so small that embedding and
-head hardly count: ``schedule.forward``, ``schedule.forward_backward`` into float32 gradients, and ``Trainer.step``.
+It times the Megatron actor's own code on a model with few layers and a vocabulary so small that embedding and head
+hardly count: ``schedule.forward``, ``schedule.forward_backward`` into float32 gradients, and ``Trainer.step``.
 """
 
 import argparse
@@ -34,9 +34,9 @@ from openrlhf_gtpo.platform.memory import PeakMemory
 from openrlhf_gtpo.platform.processes import run_processes
 from openrlhf_gtpo.token_values import MicroBatch
 
-PHASES = {"forward": 1, "forward_backward": 3, "train_step": 3}  # and their products, forward passes' as the unit
+PHASES = {"forward": 1, "forward_backward": 3, "train_step": 3}  # and their products, in units of a forward pass
 VOCABULARY = 1024
-# Of a preset: weights, gradients and optimizer states of four precisions, 18 bytes a parameter, take at most 70 GB.
+# By preset. Weights, gradients and optimizer states of four precisions (18 bytes a parameter) take at most 70 GB.
 _LAYERS = {"tiny": 2, "32b": 2}
 _PRODUCT = "product"
 
@@ -57,9 +57,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def case_of(args: argparse.Namespace, config: Any, chosen: dict[str, Fp8Options | None]) -> dict[str, Any]:
-    """Measure what every precision takes and how fast the device multiplies, in the one rank of the default group.
+    """Measure every precision, and how fast the device multiplies, in the one rank of the default group.
 
-    A first round, in which memory is measured, is not timed.
+    The first round, in which memory is measured, is not timed.
 
     Raises:
         UsageError: the precisions do not fit into the device's memory together.
@@ -120,7 +120,7 @@ def derived(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _phases(trainer: Trainer, batches: list[MicroBatch]) -> dict[str, Any]:
-    """What is timed of one precision's model and optimizer."""
+    """The timed phases of one precision's model and optimizer."""
     tokens = sum(len(row) for batch in batches for row, _ in batch)
 
     def loss(index: int, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, None]:
@@ -139,7 +139,7 @@ def _phases(trainer: Trainer, batches: list[MicroBatch]) -> dict[str, Any]:
 
 
 def _batches(args: argparse.Namespace) -> list[MicroBatch]:
-    """Random tokens, all but each row's first an action."""
+    """Random tokens; all but the first of each row are actions."""
     generator = torch.Generator().manual_seed(args.seed)
     shape = args.tokens // args.sequence_length, args.sequence_length
     batches = []

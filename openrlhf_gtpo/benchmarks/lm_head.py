@@ -17,7 +17,7 @@ from openrlhf_gtpo.platform.memory import PeakMemory
 from openrlhf_gtpo.platform.processes import run_processes
 
 TEMPERATURE = 0.8
-COMPARED_TOKENS = 64  # with float64
+COMPARED_TOKENS = 64  # those compared with float64
 LOGIT_SCALE = 3.0  # standard deviation of the logits: entropies like those of a language model
 PHASES = ("forward", "forward_backward")
 
@@ -55,12 +55,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure_ways(shape: dict[str, Any], repeat: int, seed: int) -> tuple[dict[str, Measured], dict[str, str]]:
-    """Measurements by name, and why others are absent; in every rank of the default group, which shards the
-    vocabulary.
+    """Measure every way, in every rank of the default group, which shards the vocabulary; return the measurements by
+    name, and why other ways are absent.
 
-    A first round, in which memory and errors are measured, is not timed. What is known of a way beside its seconds:
-    ``extra_bytes``: phase to the peak beyond inputs, outputs and gradients, None where it cannot be told;
-    ``log_prob_error``, ``entropy_error``: greatest difference from float64, in nats, None where there is nothing to
+    The first round, in which memory and errors are measured, is not timed. Recorded with the seconds of each way:
+    ``extra_bytes``: phase to the peak beyond inputs, outputs and gradients, None if it cannot be measured;
+    ``log_prob_error``, ``entropy_error``: greatest difference from float64, in nats, None if there is nothing to
     compare; ``failure``: phase to why there is no number.
 
     Args:
@@ -86,7 +86,7 @@ def measure_ways(shape: dict[str, Any], repeat: int, seed: int) -> tuple[dict[st
 
 
 def _problem(shape: dict[str, Any], seed: int, ranks: int, rank: int) -> tuple[Problem, Tensor]:
-    """This rank's share, and the whole weight."""
+    """This rank's share of the problem, and the whole weight."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     generator = torch.Generator(device).manual_seed(seed)
     tokens, width, vocabulary, dtype = shape["tokens"], shape["width"], shape["vocabulary"], shape["dtype"]
@@ -104,7 +104,7 @@ def _problem(shape: dict[str, Any], seed: int, ranks: int, rank: int) -> tuple[P
 
 @torch.no_grad()
 def _exact(hidden: Tensor, weight: Tensor, labels: Tensor) -> Outputs:
-    """float64 log-probs and entropies of the first tokens, of logits that are exact too."""
+    """Log-probs and entropies of the first tokens in float64, from logits that are also in float64."""
     some = hidden[:COMPARED_TOKENS].double()
     logits = torch.cat([some @ part.double().t() for part in weight.split(8192)], dim=1) / TEMPERATURE
     log_p = logits.log_softmax(1)
@@ -112,7 +112,7 @@ def _exact(hidden: Tensor, weight: Tensor, labels: Tensor) -> Outputs:
 
 
 def _probe(phase: str, call: Phase, problem: Problem, exact: Outputs, about: dict[str, Any]) -> None:
-    """Memory and errors of one call, which also warms up."""
+    """Record memory and errors of one call, which also warms up."""
     problem.drop_gradients()
     call(problem.first_tokens(8))  # what a process allocates once: compiled kernels, workspaces
     problem.drop_gradients()

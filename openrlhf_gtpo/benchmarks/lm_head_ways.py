@@ -1,5 +1,5 @@
-"""Ways from hidden states to log-probs and entropies: the bare product, upstream's, other libraries' where they are
-installed, and this package's."""
+"""Ways from hidden states to log-probs and entropies: the bare product, upstream's, those of other libraries if they
+are installed, and this package's."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ _PRODUCT_BYTES = 2**30  # of logits at a time
 
 @dataclass(frozen=True)
 class Problem:
-    """What every way is given: hidden (T, H), this rank's weight (V / TP, H), labels (T,) of the whole vocabulary."""
+    """The input of every way: hidden (T, H), this rank's weight (V / TP, H), labels (T,) over the whole vocabulary."""
 
     hidden: Tensor
     weight: Tensor
@@ -36,18 +36,18 @@ class Problem:
 
 Outputs = tuple[Tensor, Tensor | None]  # log-probs (T,) and entropies (T,)
 Run = Callable[[Problem], Outputs]
-Phase = Callable[[Problem], Outputs | None]  # None of the bare product, which gives neither
+Phase = Callable[[Problem], Outputs | None]  # None for the bare product, which gives neither
 # A forward pass, and a forward and backward pass that leaves gradients of the log-probs' sum in ``hidden.grad`` and
 # ``weight.grad``.
 Way = tuple[Phase, Phase]
 
 
 def ways(*, cuda: bool, sharded: bool) -> tuple[dict[str, Way], dict[str, str]]:
-    """The ways that can run here by name, the bare product first, and why others cannot.
+    """The ways that can run here, by name, with the bare product first; and why the others cannot.
 
     Args:
-        cuda: whether the problems are on a CUDA device.
-        sharded: whether the vocabulary is.
+        cuda: True if the problems are on a CUDA device.
+        sharded: True if the vocabulary is sharded.
     """
     product = _Product()
     found: dict[str, Way] = {PRODUCT: (product.one, product.four)}
@@ -87,9 +87,9 @@ def _ours(*, with_entropy: bool) -> Run:
 
 
 def _openrlhf(cuda: bool, sharded: bool) -> Run:
-    """What upstream's ``Actor.forward`` does with logits. Its entropy needs no gradient here, which saves memory."""
+    """Upstream's ``Actor.forward`` from the logits on. Its entropy needs no gradient here, which saves memory."""
     if sharded:
-        raise NotImplementedError("knows no tensor parallelism")
+        raise NotImplementedError("does not support tensor parallelism")
     from openrlhf.models.utils import compute_entropy, log_probs_from_logits
 
     def run(problem: Problem) -> Outputs:
@@ -125,7 +125,7 @@ def _verl(cuda: bool, sharded: bool) -> Run:
 
         return lambda p: linear_cross_entropy(p.hidden, p.weight, p.labels, p.temperature, "none", p.group)
     if sharded:
-        raise NotImplementedError("its kernels need CUDA, and the rest knows no tensor parallelism")
+        raise NotImplementedError("its kernels need CUDA, and the rest does not support tensor parallelism")
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
     module = FusedLinearForPPO()
@@ -133,7 +133,7 @@ def _verl(cuda: bool, sharded: bool) -> Run:
 
 
 class _Product:
-    """The products alone, into memory that is there before: fresh pages would cost as much as a fourth of the time."""
+    """The products alone, into preallocated memory: fresh pages would cost as much as a fourth of the time."""
 
     def __init__(self) -> None:
         self._memory: dict[str, Tensor] = {}
@@ -146,7 +146,7 @@ class _Product:
 
     @torch.no_grad()
     def four(self, problem: Problem) -> None:
-        """The logits twice, and the two products with their gradient: what no way that keeps no logits can avoid."""
+        """The logits twice, and the two products with their gradient: the minimum for a way that keeps no logits."""
         d_hidden = self._place("hidden", problem.hidden, problem.hidden.shape)
         d_weight = self._place("weight", problem.weight, problem.weight.shape)
         start = 0
@@ -161,7 +161,7 @@ class _Product:
             start += len(hidden)
 
     def _parts(self, problem: Problem) -> list[tuple[Tensor, Tensor]]:
-        """Consecutive tokens, and memory for their logits."""
+        """The hidden states in chunks of consecutive tokens, each with memory for its logits."""
         columns = problem.weight.size(0)
         parts = problem.hidden.split(max(1, _PRODUCT_BYTES // (columns * problem.weight.element_size())))
         memory = self._place("logits", problem.hidden, (len(parts[0]), columns))

@@ -1,4 +1,4 @@
-"""What entropy credit costs: the same batches through upstream's group_norm and through GTPO.
+"""The cost of entropy credit: the same batches through upstream's group_norm and through GTPO.
 
 A step is what the algorithm touches: old-policy forward, shaping and training. Sampling and weight sync are the same
 for all and would only dilute the ratio. Three policies live side by side as real Ray actors with real DeepSpeed:
@@ -18,7 +18,7 @@ from typing import Any
 import ray
 import torch
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
-from openrlhf.trainer.ray.ppo_actor import PolicyModelActor  # which `patch.apply` leaves as it is
+from openrlhf.trainer.ray.ppo_actor import PolicyModelActor  # which `patch.apply` leaves unchanged
 
 from openrlhf_gtpo.benchmarks.actor import Policy, rollout, trainer_argv
 from openrlhf_gtpo.benchmarks.harness import Side, measure, print_table, ratios, spread, write_results

@@ -1,4 +1,4 @@
-"""What benchmarks make up: models with random weights, the precisions they are measured in, and response lengths."""
+"""Synthetic inputs of benchmarks: random-weight models, the precisions to measure them in, and response lengths."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from openrlhf_gtpo.megatron.parallel.layout import Layout, LayoutError, check_ar
 from openrlhf_gtpo.model_shape import read_config
 
 BF16 = "bf16"
-# Standard deviation of log-lengths: the longest of some hundred responses is about ten times the median, as in runs
+# Standard deviation of log-lengths: the longest of about a hundred responses is about ten times the median, as in runs
 # of reasoning models.
 _TAIL = 0.9
 
@@ -23,7 +23,7 @@ def read_shape(name: str, layers: int | None = None) -> Any:
     """Transformers' configuration of the model ``name``: a preset, a ``config.json``, or a folder with one.
 
     Args:
-        layers: how many decoder layers it gets; None for its own number.
+        layers: number of decoder layers to give it; None keeps its own.
 
     Raises:
         UsageError: no such preset or file, or an architecture whose layers the Megatron actor or
@@ -34,7 +34,7 @@ def read_shape(name: str, layers: int | None = None) -> Any:
     fields = read_config(name)
     if layers is not None:
         fields["num_hidden_layers"] = layers
-        fields.pop("layer_types", None)  # one entry a layer; Transformers fills it in again
+        fields.pop("layer_types", None)  # one entry per layer; Transformers fills it in again
     try:
         config = AutoConfig.for_model(**fields)
         check_architecture(config)
@@ -57,8 +57,8 @@ def write_random_checkpoint(config: Any, folder: Path, seed: int) -> None:
 
 
 def fp8_options(recipe: str, *, cuda: bool) -> Fp8Options:
-    """Transformer Engine's on a CUDA host: E4M3 throughout for ``blockwise``, as is its default, and hybrid for the
-    others; elsewhere their emulation, which has the same formats."""
+    """Transformer Engine's options on a CUDA host: E4M3 throughout for ``blockwise``, which is its default, and hybrid
+    for the others; elsewhere those of the emulation, which has the same formats."""
     if not cuda:
         return Fp8Options("emulated", recipe)
     return Fp8Options("e4m3" if recipe == "blockwise" else "hybrid", recipe)
@@ -67,11 +67,11 @@ def fp8_options(recipe: str, *, cuda: bool) -> Fp8Options:
 def precisions(
     recipes: Sequence[str], config: Any, *, cuda: bool, primary_weights: bool = False
 ) -> tuple[dict[str, Fp8Options | None], dict[str, str]]:
-    """Name to options, :data:`BF16` first, and why recipes that the model's widths rule out are absent.
+    """Options by name, with :data:`BF16` first; and why recipes that the model's widths rule out are absent.
 
     Args:
-        config: the model's configuration, as Transformers has it.
-        primary_weights: each recipe with FP8 primary weights too, where it can have them.
+        config: the model's Transformers configuration.
+        primary_weights: adds each recipe with FP8 primary weights, if it can have them.
     """
     found: dict[str, Fp8Options | None] = {BF16: None}
     absent = {}

@@ -1,4 +1,4 @@
-"""Real training steps by phase: the trainer itself, one process a run, of one configuration or of several in turns."""
+"""Real training steps by phase: the trainer itself, one process per run, with one configuration or several in turn."""
 
 import argparse
 import os
@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> None:
     """Check every configuration, run them, and print, write and draw the results.
 
     Raises:
-        UsageError: a configuration that cannot work, or that has other work than the first; before any run.
-        TrainingStopped: a run did not make its steps.
+        UsageError: a configuration cannot work, or has different work from the first; raised before any run.
+        TrainingStopped: a run did not complete its steps.
     """
     if len(args.compare) == 1:
         raise UsageError(f"--compare {args.compare[0]!r} is alone; give a second one, or put its flags behind --.")
@@ -68,12 +68,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure_runs(chosen: Sequence[Configuration], args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run every configuration ``args.repeat`` times, another one first each time.
+    """Run every configuration ``args.repeat`` times, with a different one first each time.
 
     Returns:
-        ``configurations``: name to ``flags``, ``setup``, and ``runs`` with the ``rows`` of metrics and what
-        ``step_phases.of_run`` made of them; ``matrix``: ``side``, ``dtype``, and ``flops_per_second`` of the product
-        that MFU is over, measured after every round, by number of GPUs; ``summary`` and ``ratios`` of the runs.
+        ``configurations``: name to ``flags``, ``setup``, and ``runs`` with the ``rows`` of metrics and the result of
+        ``step_phases.of_run``; ``matrix``: ``side``, ``dtype`` and, by number of GPUs, ``flops_per_second`` of the
+        product that MFU is relative to, measured after every round; ``summary`` and ``ratios`` of the runs.
     """
     side, dtype = args.matrix or _MATRIX[platform.detect()], chosen[0].dtype
     rates: dict[int, list[float]] = {one.setup.gpus: [] for one in chosen}
@@ -108,16 +108,16 @@ def measure_runs(chosen: Sequence[Configuration], args: argparse.Namespace, fold
 
 
 def run_trainer(name: str, argv: Sequence[str], folder: Path, steps: int) -> list[dict[str, Any]]:
-    """Train with ``argv`` for ``steps`` steps, without evaluating or saving anything, and return the metrics' lines.
+    """Train with ``argv`` for ``steps`` steps, without evaluating or saving anything; return the lines of metrics.
 
     Args:
         name: of the run, for messages.
         argv: the trainer's flags.
-        folder: for ``metrics.jsonl`` and ``train.log``, new; every node of a cluster must see it.
-        steps: after which the trainer is ended; no model or checkpoint is left behind.
+        folder: a new one, for ``metrics.jsonl`` and ``train.log``; every node of a cluster must see it.
+        steps: the number after which the trainer is ended; no model or checkpoint is left behind.
 
     Raises:
-        TrainingStopped: it ended by itself, with fewer steps; the message has its last words and where the log is.
+        TrainingStopped: it ended by itself, after fewer steps; the message has its last words and the path of its log.
     """
     folder.mkdir(parents=True)
     metrics, log = folder / "metrics.jsonl", folder / "train.log"
@@ -125,7 +125,7 @@ def run_trainer(name: str, argv: Sequence[str], folder: Path, steps: int) -> lis
     own = {"--logger.metrics_path": metrics, **weights, "--ckpt.save_steps": -1, "--eval.steps": -1}
     command = [*COMMAND, *(word for word in argv if word != "--eval.before_training")]
     command += [str(word) for pair in own.items() for word in pair]
-    # This package, wherever the benchmark was started from.
+    # The trainer must find this package, wherever the benchmark was started from.
     paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with log.open("wb") as output:
@@ -135,7 +135,7 @@ def run_trainer(name: str, argv: Sequence[str], folder: Path, steps: int) -> lis
                 ended = process.poll() is not None  # before reading, so that the last line is read too
                 try:
                     rows = read_runs(metrics)[-1]
-                except ValueError:  # not there yet, or nothing whole in it yet
+                except ValueError:  # missing, or without a complete line yet
                     rows = []
                 made = sum(row["kind"] == names.KIND_TRAIN for row in rows)
                 if made >= steps:
@@ -157,15 +157,15 @@ def run_trainer(name: str, argv: Sequence[str], folder: Path, steps: int) -> lis
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            for place in weights.values():  # of a run that came to its own end, or was asked to stop
+            for place in weights.values():  # left by a run that reached its own end, or was asked to stop
                 shutil.rmtree(place, ignore_errors=True)
 
 
 def measured_rate(gpus: int, side: int, dtype: str) -> float:
     """FLOP/s of all ``gpus`` together, each multiplying (side, side) matrices of ``dtype`` ("bf16" or "fp16").
 
-    GPUs are taken to be alike, so one is measured; the processes that stand for GPUs on a CPU host share its cores,
-    and are measured together. Nothing else may use them. With RAY_ADDRESS the cluster measures, elsewhere this host.
+    GPUs are assumed to be alike, so one is measured; the processes that stand for GPUs on a CPU host share its cores,
+    and are measured together. Nothing else may use them. With RAY_ADDRESS the cluster measures, otherwise this host.
     """
     measured = 1 if platform.detect() == "cuda" else gpus
     if os.environ.get("RAY_ADDRESS"):
@@ -208,7 +208,7 @@ def _new_folder(path: Path) -> Path:
 
 
 def print_phases(results: Mapping[str, Any]) -> None:
-    """Print ``results``, what ``--output`` writes: a table of each configuration, and of the ratios."""
+    """Print ``results``, which ``--output`` writes: a table for each configuration, and one of the ratios."""
     for name, measured in results["configurations"].items():
         setup, runs, medians = measured["setup"], measured["runs"], results["summary"][name]
         peaks = (f"{k.replace('/', ' in ').replace('_', ' ')} {v:.2f}" for k, v in medians["peak_memory_gib"].items())

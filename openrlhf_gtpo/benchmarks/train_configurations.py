@@ -1,4 +1,4 @@
-"""The configurations that ``benchmark train`` runs: each parsed and checked as the trainer does, before any starts."""
+"""The configurations that ``benchmark train`` runs: each parsed and checked as by the trainer, before any starts."""
 
 import re
 import shlex
@@ -15,7 +15,7 @@ from openrlhf_gtpo.integration.command_line.megatron_flags import fp8_of
 from openrlhf_gtpo.integration.credit.old_policy import always_forwards
 from openrlhf_gtpo.report.step_phases import Setup
 
-# What all configurations have to share, so that they are given the same work.
+# Flags that all configurations must share, so that they are given the same work.
 _SAME = (
     *("train.seed", "data.prompt_dataset", "data.prompt_split", "data.prompt_probs", "data.input_key", "data.max_len"),
     *("data.max_samples", "data.input_template", "data.apply_chat_template", "rollout.batch_size"),
@@ -25,13 +25,13 @@ _SAME = (
 
 @dataclass(frozen=True)
 class Configuration:
-    """A command line of the trainer that has been checked.
+    """A checked command line of the trainer.
 
     Fields:
         name: as the user gave it.
         argv: the trainer's flags.
         setup: for the arithmetic of its phases.
-        dtype: "bf16" or "fp16", of the matrix product that MFU is over.
+        dtype: "bf16" or "fp16", of the matrix product that MFU is relative to.
     """
 
     name: str
@@ -41,10 +41,10 @@ class Configuration:
 
 
 def split_compare(words: Sequence[str]) -> dict[str, list[str]]:
-    """``NAME=FLAGS`` of each ``--compare`` to the name's flags, as a shell would split them.
+    """Map the name in each ``--compare NAME=FLAGS`` to its flags, split as by a shell.
 
     Raises:
-        UsageError: no name, a name twice, or quotes that do not close.
+        UsageError: a missing name, a repeated name, or quotes that do not close.
     """
     found: dict[str, list[str]] = {}
     for word in words:
@@ -68,11 +68,11 @@ def configurations(common: Sequence[str], compare: Mapping[str, Sequence[str]], 
 
     Args:
         common: the trainer's flags for all of them.
-        compare: name to the flags that this one adds; a later flag wins over an earlier one.
-        steps: that each run will make.
+        compare: name to the flags that this configuration adds; a later flag wins over an earlier one.
+        steps: number of steps that each run will make.
 
     Raises:
-        UsageError: what the trainer refuses, named by its configuration; work that cannot be compared; too few data.
+        UsageError: the trainer refuses a configuration, which is named; work that cannot be compared; too little data.
     """
     found: list[Configuration] = []
     first: SimpleNamespace | None = None
@@ -118,7 +118,7 @@ def setup_of(args: SimpleNamespace) -> Setup:
             "train": gpus.actor + gpus.critic,
             "weight_sync": gpus.actor + gpus.engines,
         },
-        # Audits not counted. Training: forward, and the gradients of inputs and of weights.
+        # Audits are not counted. Training: forward, and the gradients of inputs and of weights.
         passes={"rollout": 1, "old_log_probs": forwards + has_reference, "train": 3 * epochs},
         epochs=epochs,
         precision={"rollout": "bf16", "old_log_probs": trained, "train": trained},

@@ -72,14 +72,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def measure_precision(args: argparse.Namespace, config: Any, fp8: Fp8Options | None) -> Measured:
-    """Measure steps after one that is not counted, in the one rank of the default group. The same seed gives every
-    precision the same weights and batches.
+    """Measure steps after an uncounted one, in the one rank of the default group. The same seed gives every precision
+    the same weights and batches.
 
-    What is known beside the seconds: ``tokens`` (real ones of each step, prompts included), ``grad_norms``, and
-    ``peak_bytes`` of parameters, gradients, optimizer states and activations, None where it cannot be told.
+    Recorded with the seconds: ``tokens`` (real ones of each step, prompts included), ``grad_norms``, and
+    ``peak_bytes`` of parameters, gradients, optimizer states and activations, None if it cannot be measured.
 
     Raises:
-        LayoutError: this process's device cannot do the FP8 that is asked for.
+        LayoutError: this process's device does not support the requested FP8.
         UsageError: the model does not fit into the device's memory.
     """
     groups.initialize(Layout(), args.seed)
@@ -99,7 +99,7 @@ class Step:
     """One step on Megatron; its phases are called in the order ``old_policy``, ``advantages``, ``train``.
 
     Fields:
-        micro_batches: of at most ``args.max_tokens`` tokens, a longer row alone.
+        micro_batches: each of at most ``args.max_tokens`` tokens; a longer row has its own.
         outcome: (B,) 1 or 0, half of each in every group; rows in the order of the micro-batches.
         group_ids: (B,).
         tokens, grad_norms: of each step; tokens are real ones, prompts included.
@@ -111,7 +111,7 @@ class Step:
         self.grad_norms: list[float] = []
 
     def new_batch(self, repetition: int) -> None:
-        """``prompts`` groups of ``samples`` responses, whose median length is a sixth of ``response_tokens``."""
+        """Make ``prompts`` groups of ``samples`` responses, whose median length is a sixth of ``response_tokens``."""
         args, seed = self._args, self._args.seed + repetition
         generator = torch.Generator().manual_seed(seed)
         rows = []
@@ -148,9 +148,9 @@ class Step:
 
 
 def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices into ``lengths``, the longest first, each in the first micro-batch with room; a longer row alone.
+    """Micro-batches of indices into ``lengths``: longest first, each in the first with room; a longer row has its own.
 
-    The trainer's own ``fill_micro_batches`` balances with OpenRLHF's code, which this benchmark has to do without.
+    The trainer's own ``fill_micro_batches`` balances with OpenRLHF's code, which this benchmark must do without.
     """
     parts: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -164,7 +164,7 @@ def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def _deepspeed(args: argparse.Namespace, shape: Any) -> dict[str, Any]:
-    """As of a precision; the advantages are computed elsewhere, and are no phase of this actor."""
+    """Measurements as for a precision, but without the advantages, which are computed outside this actor."""
     from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
 
     check_openrlhf()
@@ -185,8 +185,8 @@ def _deepspeed(args: argparse.Namespace, shape: Any) -> dict[str, Any]:
 
 
 def _derived(measured: dict[str, Any]) -> dict[str, Any]:
-    """Tokens/s of each step, for each precision and phase and for the whole ``step``, and how many times as fast as
-    bfloat16 on Megatron."""
+    """For each precision, each phase and the whole ``step``: tokens/s of each step, and how many times as fast as
+    bfloat16 on Megatron it was."""
     found: dict[str, Any] = {}
     for name, one in measured.items():  # BF16 is the first
         found[name] = {}

@@ -1,6 +1,6 @@
-"""Whole weight syncs into one engine, every way in turn, beside a device copy of the same bytes.
+"""Whole weight syncs into one engine, in every way in turn, compared with a device copy of the same bytes.
 
-The engine is vLLM's, or a process with a plain model where neither vLLM nor Ray is installed.
+The engine is vLLM's, or a process with a plain model, which needs neither vLLM nor Ray for the colocated transport.
 """
 
 import argparse
@@ -28,7 +28,7 @@ _SYNC = "sync"
 
 
 class Case(NamedTuple):
-    """A way to sync weights that is measured.
+    """A measured way to sync weights.
 
     Fields:
         bucket_mb: MiB; 0 makes every parameter a bucket of its own.
@@ -89,9 +89,9 @@ def run(args: argparse.Namespace) -> None:
 def measure_syncs(
     parameters: Sequence[ParameterMeta], engine: Engine, workers: int, cases: list[Case], repeat: int
 ) -> dict[str, Measured]:
-    """Measure the device copy, and every case by its words.
+    """Measure the device copy and every case; the results are keyed by :data:`COPY` and each case's ``str``.
 
-    On GPUs all cases have one transport: a colocated trainer is on the engine's GPU, another on the last.
+    On GPUs all cases have the same transport: the trainer is on the engine's GPU if colocated, else on the last one.
     """
     transports = {case.transport for case in cases}
     device = torch.device("cpu")
@@ -100,7 +100,7 @@ def measure_syncs(
         device = torch.device("cuda", 0 if "colocated" in transports else torch.cuda.device_count() - 1)
         torch.cuda.set_device(device)
     senders: dict[str, Any] = {}
-    if "colocated" in transports:  # of one trainer process: what it gathers from all is its own
+    if "colocated" in transports:  # one trainer process: what it gathers from all is its own
         senders["colocated"] = ColocatedSender([engine], lambda mine: [mine], device, False)
     if "broadcast" in transports:
         senders["broadcast"] = WeightSender([engine], workers, "127.0.0.1", device, False)
@@ -124,10 +124,10 @@ def _check_gpus(args: argparse.Namespace) -> None:
             f"has {gpus}; give --transport colocated."
         )
     if gpus and len(args.transport) > 1:
-        raise UsageError("On GPUs the transports need the trainer on different ones; give one --transport at a time.")
+        raise UsageError("The transports need the trainer on different GPUs; give one --transport at a time.")
     if gpus and "colocated" in args.transport and args.workers > 1:
         raise UsageError(
-            f"--transport colocated has one trainer process, on one GPU; --workers {args.workers} need more."
+            f"--transport colocated has one trainer process, on one GPU; --workers {args.workers} needs more."
         )
 
 
@@ -135,7 +135,7 @@ def parameters_of(model: Path) -> list[ParameterMeta]:
     """Names and shapes of a Hugging Face checkpoint, from the headers of its safetensors.
 
     Raises:
-        UsageError: a file that is cut off.
+        UsageError: a file is truncated.
     """
     try:
         return [ParameterMeta(name, shape) for name, shape in weight_shapes(model).items()]
@@ -159,7 +159,7 @@ def llama_parameters(layers: int, hidden: int, intermediate: int, vocabulary: in
 
 @contextmanager
 def vllm_engine(model: Path, workers: int) -> Iterator[Engine]:
-    """vLLM as a run starts it, in a Ray of its own."""
+    """A vLLM engine as a run starts it, in its own Ray."""
     from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
 
     check_openrlhf()
@@ -189,7 +189,7 @@ def vllm_engine(model: Path, workers: int) -> Iterator[Engine]:
             shared_pg=group,
             gpu_memory_utilization=0.2,
         )
-        ray.get(actor.reset_prefix_cache.remote())  # it has started
+        ray.get(actor.reset_prefix_cache.remote())  # answers once it has started
         yield ray_engine(actor)
     finally:
         ray.shutdown()

@@ -1,4 +1,4 @@
-"""Command lines: parse, check, call, print. Here is what they share."""
+"""Command lines: parse, check, call, print. This file holds what they share."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ _KEY = "WANDB_API_KEY"
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Adds its default to a flag's help, but for switches and where the help already says it."""
+    """Adds a flag's default to its help, except for switches that are off and where the help already states it."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
@@ -23,11 +23,11 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class RawHelpFormatter(HelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """The same, with the description as it is written."""
+    """A :class:`HelpFormatter` that prints the description as it is written."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose commands' helps have defaults too."""
+    """An argument parser that shows defaults in its help, and in that of its subcommands."""
 
     def __init__(self, *, formatter_class: Any = HelpFormatter, **options: Any) -> None:
         super().__init__(formatter_class=formatter_class, **options)
@@ -42,11 +42,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def exit_status(command: str, run: Callable[[], Any], *mistakes: type[Exception]) -> int:
-    """Run; 0, or after one sentence on stderr 2 for what the user got wrong and 1 where a process failed.
+    """Call ``run``. Return 0, or after one sentence on stderr 2 for a user error or 1 if training or a process failed.
 
     Args:
-        command: its name before the sentence.
-        mistakes: exceptions of ``run`` that are the user's, beside :class:`UsageError` and :class:`LaunchError`.
+        command: name to print before the sentence.
+        mistakes: exceptions that are the user's error, besides :class:`UsageError` and :class:`LaunchError`.
     """
     said: tuple[type[Exception], ...] = (UsageError, LaunchError, TrainingStopped, ProcessFailed, *mistakes)
     try:
@@ -59,10 +59,11 @@ def exit_status(command: str, run: Callable[[], Any], *mistakes: type[Exception]
 
 
 def hide_key(argv: Sequence[str]) -> list[str]:
-    """``argv`` with W&B's key moved to WANDB_API_KEY, its name in its place; before anything prints it or starts.
+    """Move W&B's key from ``argv`` to WANDB_API_KEY, leave that name in its place, and return the new ``argv``. To be
+    called before anything prints the arguments or starts a process.
 
-    A command line is in every user's ``ps``, in Ray's record of the job and in a benchmark's results; an environment
-    is its user's own. This process's own title loses the key too.
+    A command line is visible in every user's ``ps``, in Ray's record of the job and in a benchmark's results; an
+    environment, only to its own user. The key is removed from this process's title too.
     """
     from setproctitle import getproctitle, setproctitle  # vLLM depends on it
 

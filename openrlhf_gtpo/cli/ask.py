@@ -1,6 +1,6 @@
-"""`python3 -m openrlhf_gtpo.cli.ask MODEL QUESTION`: what a model answers, such as one that was just trained.
+"""`python3 -m openrlhf_gtpo.cli.ask MODEL QUESTION`: asks a model, such as one that was just trained, a question.
 
-The question goes through the model's chat template, where it has one. The answer is the likeliest, token by token.
+The question goes through the model's chat template, if it has one. The answer takes the likeliest token at each step.
 """
 
 import sys
@@ -11,20 +11,20 @@ from openrlhf_gtpo.errors import UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the answer; 0, or 2 after one sentence on stderr for what the user got wrong."""
+    """Print the answer. Return 0, or 2 after one sentence on stderr for a user error."""
     parser = Parser(prog="python3 -m openrlhf_gtpo.cli.ask", description=__doc__)
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face checkpoint: a folder, or a name on the hub")
     parser.add_argument("question", metavar="QUESTION")
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="of the answer")
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="maximum tokens of the answer")
     args = parser.parse_args(argv)
     return exit_status("ask", lambda: print(answer(args.model, args.question, args.max_tokens)))
 
 
 def answer(model: str, question: str, max_tokens: int) -> str:
-    """The text that the checkpoint ``model`` answers ``question`` with, by greedy decoding.
+    """The answer of the checkpoint ``model`` to ``question``, by greedy decoding.
 
     Raises:
-        UsageError: no checkpoint that can be read, an empty question, or no room for an answer.
+        UsageError: the checkpoint cannot be read, the question is empty, or there is no room for an answer.
     """
     from transformers import AutoModelForCausalLM, pipeline
     from transformers.utils import logging

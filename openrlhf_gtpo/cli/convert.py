@@ -1,7 +1,7 @@
 """`python3 -m openrlhf_gtpo.cli.convert {hf-to-megatron,megatron-to-hf} SRC DST`: one model in either format.
 
 A Megatron checkpoint can be read at any TP × PP × DP, whatever it was written at. Conversion runs on the CPU, in host
-memory, on hosts with GPUs too. Parse, check, call; nothing else.
+memory, even on hosts with GPUs. Parse, check, call; nothing else.
 """
 
 import argparse
@@ -23,10 +23,10 @@ FLAGS = {"tensor_model_parallel_size": "--tensor-parallel", "pipeline_model_para
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0, 2 after one sentence on stderr where the user's input cannot be used, or 1 if a process
+    """Run one command. Return 0, 2 after one sentence on stderr if the user's input cannot be used, or 1 if a process
     failed otherwise."""
     args = build_parser().parse_args(argv)
-    # Before anything asks: a model that fits no single device fits the host's memory.
+    # Before anything detects the platform: a model too large for any single device fits in the host's memory.
     os.environ[PLATFORM_VARIABLE] = "cpu"
     return exit_status(f"convert {args.command}", lambda: _convert(args), ValueError, OSError)
 
@@ -46,14 +46,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python3 -m openrlhf_gtpo.cli.convert", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    to_megatron = commands.add_parser("hf-to-megatron", help="a Hugging Face folder to a checkpoint of weights")
-    for kind, meaning in (("tensor", "TP of the writers"), ("pipeline", "their PP")):
+    to_megatron = commands.add_parser("hf-to-megatron", help="convert a Hugging Face folder to a weights checkpoint")
+    for kind, meaning in (("tensor", "TP of the writing processes"), ("pipeline", "PP of the writing processes")):
         to_megatron.add_argument(
             f"--{kind}-parallel", f"--{kind}-model-parallel-size", type=int, default=1, metavar="N", help=meaning
         )
-    to_megatron.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as in SRC)")
+    to_megatron.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as in SRC)")
     to_hf = commands.add_parser(
-        "megatron-to-hf", help="a checkpoint, of weights or of a training run, to Hugging Face"
+        "megatron-to-hf", help="convert a checkpoint, of weights or of a training run, to Hugging Face"
     )
     for command, run in ((to_megatron, _hf_to_megatron), (to_hf, _megatron_to_hf)):
         command.set_defaults(run=run)
@@ -77,7 +77,7 @@ def _hf_to_megatron(args: argparse.Namespace) -> None:
     dtype = args.dtype or str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
         choices = " or ".join(DTYPES)
-        raise ValueError(f"{args.source} is in {dtype}, in which no model is trained; choose --dtype {choices}.")
+        raise ValueError(f"{args.source} is in {dtype}, which is not a dtype for training; choose --dtype {choices}.")
     work = str(args.source), str(args.destination.resolve()), layout, dtype
     run_processes(hf_to_megatron, layout.model_parallel_size, *work)
 
@@ -86,13 +86,13 @@ def _megatron_to_hf(args: argparse.Namespace) -> None:
     source = resolve(args.source)
     dtype = check_checkpoint(source)["dtype"]
     if not (source / SIDE_FILES / "config.json").is_file():
-        raise ValueError(f"{source} carries no configuration and tokenizer ({SIDE_FILES}/), which a model needs.")
+        raise ValueError(f"{source} has no configuration and tokenizer ({SIDE_FILES}/), which a model needs.")
     run_processes(megatron_to_hf, 1, str(source.resolve()), str(args.destination.resolve()), dtype)
 
 
 def hf_to_megatron(source: str, destination: str, layout: Layout, dtype: str) -> None:
-    """Load ``source`` at ``layout`` and write a checkpoint of weights, in each process, which alone imports
-    megatron."""
+    """Load ``source`` at ``layout`` and write a checkpoint of weights. Runs in each of the processes started for it;
+    only these import megatron."""
     import torch
 
     from openrlhf_gtpo.megatron.checkpoint.checkpoints import save_checkpoint
@@ -124,7 +124,7 @@ def megatron_to_hf(source: str, destination: str, dtype: str) -> None:
 
 @contextmanager
 def _write_errors() -> Iterator[None]:
-    """What a process cannot write as a ValueError, which :func:`run_processes` hands on without a stack trace."""
+    """Turn a write error into a ValueError, which :func:`run_processes` passes on without a stack trace."""
     try:
         yield
     except CheckpointWriteError as error:

@@ -1,8 +1,8 @@
-"""`python3 -m openrlhf_gtpo.cli.doctor`: is this node fit for a run? A line for each thing that is looked at.
+"""`python3 -m openrlhf_gtpo.cli.doctor`: is this node fit for a run? Prints a line for each check.
 
-`ok`; `warning`: a run starts, and may be slow or fail later; `wrong`: it would fail; `skipped`: this host cannot show
-it. Exit status 1 where anything is wrong, else 0. On a node with GPUs torch computes on each of them and the Megatron
-actor is imported; elsewhere versions are read and nothing heavy is imported.
+`ok`; `warning`: a run starts, but may be slow or fail later; `wrong`: a run would fail; `skipped`: this host cannot
+tell. The exit status is 1 if anything is wrong, else 0. On a node with GPUs, torch computes on each of them and the
+Megatron actor is imported; elsewhere only what a check needs is (Ray for ``--shared``, Transformers for ``--model``).
 """
 
 import argparse
@@ -30,8 +30,8 @@ from openrlhf_gtpo.platform.files import model_folder
 _ADAPTERS = Path("/sys/class/infiniband")
 _SHARED_MEMORY = Path("/dev/shm")
 _OLDEST_DRIVER = {12: 525, 13: 580}  # by CUDA: NVIDIA's CUDA compatibility, "minor version compatibility"
-_OBJECT_STORE = 0.3, 200e9  # share of the memory, and bytes at most (ray 2.55.0, _private/ray_constants.py)
-_FULL_DISK = 0.95  # from where on Ray writes no object there (local_fs_capacity_threshold)
+_OBJECT_STORE = 0.3, 200e9  # share of the memory, and maximum in bytes (ray 2.55.0, _private/ray_constants.py)
+_FULL_DISK = 0.95  # above this, Ray writes no objects there (local_fs_capacity_threshold)
 _FILES = 65536
 _CAP_IPC_LOCK = 1 << 14  # linux/capability.h
 
@@ -47,12 +47,12 @@ ok, warning, wrong, skipped = (partial(Line, status) for status in ("ok", "warni
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a line for each check; 1 where one is wrong, else 0."""
+    """Print a line for each check. Return 1 if any is wrong, else 0."""
     parser = Parser(prog="python3 -m openrlhf_gtpo.cli.doctor", description=__doc__)
-    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="that this node must have (default: any)")
+    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs this node must have (default: any)")
     parser.add_argument("--model", metavar="MODEL", help="a Hugging Face checkpoint: a folder, or a name on the hub")
-    parser.add_argument("--port", type=int, metavar="N", help="first of the three ports of Ray's head, on its node")
-    parser.add_argument("--shared", metavar="FILE", help="written by another node, in a folder that all must share")
+    parser.add_argument("--port", type=int, metavar="N", help="on the head's node, the first of Ray's three ports")
+    parser.add_argument("--shared", metavar="FILE", help="a file that another node wrote to a folder that all share")
     parser.add_argument("--temporary", default="/tmp", metavar="DIR", help="this node's folder for Ray's files")
     args = parser.parse_args(argv)
     fit = True
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             line = check(args)
         except UsageError as error:
             line = wrong(str(error))
-        except Exception as error:  # whatever an import or a file system of a broken node may raise
+        except Exception as error:  # whatever an import or a file system may raise on a broken node
             line = wrong(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
         fit &= line.status != "wrong"
         print(f"{line.status:<8} {name}: {line.text}", flush=True)
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def gpus(args: argparse.Namespace) -> Line:
-    """Whether the driver answers, with enough GPUs, which nobody else is using."""
+    """Check that the driver answers and reports enough GPUs, and that nobody else is using them."""
     ended = _nvidia_smi()
     found = [] if ended is None or ended.returncode else [row.split(", ") for row in ended.stdout.splitlines()]
     if ended is not None and not found:
@@ -81,21 +81,21 @@ def gpus(args: argparse.Namespace) -> Line:
             "in the job's header (in apptainer: --nv)."
         )
     if not found:
-        return skipped("no nvidia-smi here, so nothing of a GPU can be checked.")
+        return skipped("no nvidia-smi here, so GPUs cannot be checked.")
     busy = [
         f"{index} ({int(used) // 1024} GiB)"
         for index, (*_, used, _) in enumerate(found)
         if used.isdigit() and int(used) > 2048
     ]
     if busy:
-        return warning(f"memory of GPU {', '.join(busy)} is in use already: end what holds it (nvidia-smi).")
+        return warning(f"memory of GPU {', '.join(busy)} is already in use: end the processes on it (nvidia-smi).")
     if any(mode.startswith("Exclusive") for *_, mode in found):
         return warning("compute mode Exclusive_Process: a colocated run needs nvidia-smi -c DEFAULT (root).")
     return ok(f"driver {found[0][0]}, {len(found)} × {found[0][1]}")
 
 
 def torch_and_driver(args: argparse.Namespace) -> Line:
-    """Whether torch is there, is built for what this node has, and computes on each GPU."""
+    """Check that torch is installed, is built for what this node has, and computes on each GPU."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return wrong(f"torch is not installed for {sys.executable}: activate the run's environment (SETUP).")
@@ -116,12 +116,12 @@ def torch_and_driver(args: argparse.Namespace) -> Line:
         assert count, "torch sees no GPU"
     except Exception as error:
         said = " ".join(str(error).split())[:200]
-        return wrong(f"{version}: {said}; CUDA {cuda} needs driver {oldest} or newer, see CUDA_VISIBLE_DEVICES.")
+        return wrong(f"{version}: {said}; CUDA {cuda} needs driver {oldest} or newer; see also CUDA_VISIBLE_DEVICES.")
     return ok(f"{version} for CUDA {cuda} computes on {count} GPUs")
 
 
 def nccl(args: argparse.Namespace) -> Line:
-    """Torch's NCCL, and the InfiniBand or RoCE adapters that it may take."""
+    """Report torch's NCCL, and check the InfiniBand or RoCE adapters that it may use."""
     if _nvidia_smi() is None:
         return skipped("no GPU here.")
     import torch
@@ -137,7 +137,7 @@ def nccl(args: argparse.Namespace) -> Line:
 
 
 def network(args: argparse.Namespace) -> Line:
-    """Whether gloo finds an address of this node that the others reach."""
+    """Check that gloo finds an address of this node that the other nodes can reach."""
     interface, host = os.environ.get("GLOO_SOCKET_IFNAME"), socket.gethostname()
     if interface:
         there = [name for _, name in socket.if_nameindex()]
@@ -150,18 +150,18 @@ def network(args: argparse.Namespace) -> Line:
     except OSError:
         address = "nothing"
     if address == "nothing" or address.startswith("127."):
-        return warning(f"{host} resolves to {address} here, which no other node reaches: set INTERFACE.")
+        return warning(f"{host} resolves to {address} here, which no other node can reach: set INTERFACE.")
     return ok(f"{host} is {address}")
 
 
 def transformer_engine(args: argparse.Namespace) -> Line:
-    """Whether the Megatron actor imports, and leaves Transformer Engine's blocks the scales that FP8 counts on."""
+    """Check that the Megatron actor imports, and leaves Transformer Engine's blocks the scales that FP8 needs."""
     version = _version_of("transformer-engine")
     if _nvidia_smi() is None:
         return skipped(f"{version or 'not installed'}; no GPU here to use it.")
     if version is None or find_spec("mbridge") is None:
-        return warning("not installed, or no mbridge: no FP8 on Megatron; setup_env.sh --cuda brings both.")
-    # In a worker's order: openrlhf imports peft, and that Transformer Engine, before anything else here can.
+        return warning("not installed, or no mbridge: no FP8 on Megatron; setup_env.sh --cuda installs both.")
+    # In a worker's order: openrlhf imports peft, which imports Transformer Engine, before anything else here can.
     import openrlhf_gtpo.integration.actors.megatron_actor  # noqa: F401, isort: skip
     from openrlhf_gtpo.integration.command_line.megatron_flags import refusals_name_flags
     from openrlhf_gtpo.megatron.fp8.options import check_transformer_engine
@@ -172,13 +172,13 @@ def transformer_engine(args: argparse.Namespace) -> Line:
 
 
 def openrlhf(args: argparse.Namespace) -> Line:
-    """Whether OpenRLHF is the one that is extended."""
+    """Check that the installed OpenRLHF is the version that this package extends."""
     check_openrlhf()
     return ok(metadata.version("openrlhf"))
 
 
 def packages(args: argparse.Namespace) -> Line:
-    """Whether what OpenRLHF pins, vLLM among it, and what the Megatron actor needs is installed."""
+    """Check that the packages OpenRLHF pins, including vLLM, and those the Megatron actor needs are installed."""
     from packaging.requirements import Requirement
 
     pins = [Requirement(text) for text in metadata.requires("openrlhf") or []]
@@ -190,7 +190,7 @@ def packages(args: argparse.Namespace) -> Line:
     found = {name: _version_of(name) for name in (*wanted, "megatron-core", "mbridge")}
     missing = [name for name, version in found.items() if version is None]
     if missing:
-        line = wrong if wanted.keys() & set(missing) else warning  # DeepSpeed's actor needs no Megatron
+        line = wrong if wanted.keys() & set(missing) else warning  # the DeepSpeed actor does not need Megatron
         return line(f"{', '.join(missing)} not installed for {sys.executable}: see requirements/README.md.")
     other = [f"{name}{pin}, got {found[name]}" for name, pin in wanted.items() if pin != f"=={found[name]}"]
     if other:
@@ -199,25 +199,25 @@ def packages(args: argparse.Namespace) -> Line:
 
 
 def ports(args: argparse.Namespace) -> Line:
-    """Whether the ports of Ray's head are free, and not ones that the system hands to others."""
+    """Check that the ports of Ray's head are free, and not among those that the system hands out."""
     if args.port is None:
         return skipped("no --port: this is not Ray's head.")
     wanted = range(args.port, args.port + 3)
     for port in wanted:
         with socket.socket() as server:
-            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was just closed does not count
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed counts as free
             try:
                 server.bind(("", port))
             except OSError as error:
                 return wrong(f"{port} of {wanted[0]} to {wanted[-1]}: {error.strerror}; set another PORT.")
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     if first <= wanted[-1] and wanted[0] <= last:
-        return warning(f"{args.port} is one that the system hands out ({first} to {last}): set another PORT.")
+        return warning(f"{args.port} is among those that the system hands out ({first} to {last}): set another PORT.")
     return ok(f"{wanted[0]} to {wanted[-1]} are free")
 
 
 def shared_memory(args: argparse.Namespace) -> Line:
-    """Whether Ray's object store and NCCL have room."""
+    """Check that Ray's object store and NCCL have room."""
     share, most = _OBJECT_STORE
     free = shutil.disk_usage(_SHARED_MEMORY).free
     wanted = min(share * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), most)
@@ -230,8 +230,8 @@ def shared_memory(args: argparse.Namespace) -> Line:
 
 
 def limits(args: argparse.Namespace) -> Line:
-    """Whether Ray may open its files, and NCCL pin its memory."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a node of Ray's raises its own (launch/ray_node.py)
+    """Check that Ray may open its files, and NCCL pin its memory."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a Ray node raises its own soft limit (launch/ray_node.py)
     memory = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     capabilities = re.search(r"^CapEff:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
     may_pin = memory == resource.RLIM_INFINITY or (capabilities and int(capabilities[1], 16) & _CAP_IPC_LOCK)
@@ -248,30 +248,30 @@ def limits(args: argparse.Namespace) -> Line:
 
 
 def shared_folder(args: argparse.Namespace) -> Line:
-    """Whether this node sees, and may write, the folder where another one wrote a file."""
+    """Check that this node sees, and may write to, the folder where another node wrote a file."""
     if args.shared is None:
         return skipped("no --shared FILE of another node.")
     from openrlhf_gtpo.integration.controller.cluster_checks import look_for  # imports Ray
 
     folder = Path(args.shared).absolute().parent
-    complaint = look_for(args.shared, 10.0)  # seconds that a network file system may take to show it
+    complaint = look_for(args.shared, 10.0)  # seconds that a network file system may take to show the file
     if complaint:
         return wrong(f"{folder} {complaint} here: OUTPUT must be one that all nodes share (NFS, Lustre, …).")
     return ok(f"{folder}, {gigabytes(free_bytes(folder) or 0)} free")
 
 
 def disk(args: argparse.Namespace) -> Line:
-    """Whether Ray may write its files and objects."""
+    """Check that Ray may write its files and objects."""
     if not os.access(args.temporary, os.W_OK | os.X_OK):
-        return wrong(f"{args.temporary} is not a folder that can be written; set NODE_TMP.")
+        return wrong(f"{args.temporary} is not a writable folder; set NODE_TMP.")
     usage = shutil.disk_usage(args.temporary)
     if usage.used > _FULL_DISK * usage.total:
-        return warning(f"{args.temporary} is over 95 % full, where Ray stops writing; free some, or NODE_TMP.")
+        return warning(f"{args.temporary} is over 95 % full, and Ray stops writing there; free some, or set NODE_TMP.")
     return ok(f"{args.temporary}, {gigabytes(usage.free)} free")
 
 
 def model(args: argparse.Namespace) -> Line:
-    """Whether the model's configuration and all of its weights are here."""
+    """Check that the model's configuration and all of its weights are here."""
     if args.model is None:
         return skipped("no --model.")
     from openrlhf_gtpo.integration.command_line.input_checks import check_model, check_weights_fit
@@ -282,9 +282,9 @@ def model(args: argparse.Namespace) -> Line:
 
         try:
             folder = str(model_folder(folder, fetch=False))
-        except UsageError:  # nothing of it is there, or not all
+        except UsageError:  # some or all of it is missing
             return (wrong if HF_HUB_OFFLINE else warning)(
-                f"{args.model} is neither a folder here nor whole in the cache {HF_HUB_CACHE}: "
+                f"{args.model} is neither a folder here nor fully in the cache {HF_HUB_CACHE}: "
                 f"hf download {args.model} where there is a network, with HF_HOME on a disk that this node sees."
             )
     check_model(folder, "--model")
@@ -302,7 +302,7 @@ def _version_of(package: str) -> str | None:
 
 @cache
 def _nvidia_smi() -> subprocess.CompletedProcess[str] | None:
-    """Driver, name, used MiB and compute mode of each GPU, a line each; None where there is no such program."""
+    """Driver, name, used MiB and compute mode of each GPU, a line each; None if there is no nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return None
     fields = "--query-gpu=driver_version,name,memory.used,compute_mode"

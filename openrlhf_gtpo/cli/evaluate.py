@@ -2,10 +2,10 @@
 
 Asks a model each question of some data sets several times, through vLLM, and prints mean@k, pass@k (unbiased), best@k,
 majority@k, lengths and how many answers were cut off, each with its standard error over questions. Flags that training
-has too mean the same. DIR gets a file of answers for each data set, what each question scored as scores.json, and the
-table, as table.md and summary.json; the same command goes on where an interruption has ended it. A majority needs a
-reward file that has, beside `reward_func`, `answer_of` with the same arguments, which returns an answer as text or
-None; those of `openrlhf_gtpo.tasks` do.
+has too mean the same here. DIR gets a file of answers for each data set, each question's scores as scores.json, and
+the table as table.md and summary.json; after an interruption, the same command resumes. majority@k needs a reward file
+that has, besides `reward_func`, `answer_of` with the same arguments, which returns an answer as text or None; those of
+`openrlhf_gtpo.tasks` have it.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from openrlhf_gtpo.report.answers import per_question, summarize, table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate; 0, 2 after a sentence on stderr where the input cannot be used, 1 where a process or reward failed."""
+    """Evaluate. Return 0, 2 after a sentence on stderr if the input is unusable, 1 if a process or reward failed."""
     args = build_parser().parse_args(argv)
     return exit_status("evaluate", lambda: _evaluate(args), ValueError, OSError)
 
@@ -38,21 +38,21 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", required=True, metavar="DIR", help="a Hugging Face folder, or a Megatron checkpoint")
     add("--output", required=True, type=Path, metavar="DIR", help="gets answers and table")
     add("--eval.dataset", required=True, metavar="A,B", help="files, folders or names on the Hub")
-    add("--eval.split", default="test", help="of each")
+    add("--eval.split", default="test", help="split of each data set")
     add("--eval.n_samples_per_prompt", type=int, default=32, metavar="K", help="answers to each question")
-    add("--eval.temperature", type=float, default=1.0, help="of sampling; with 0 every answer is the same")
+    add("--eval.temperature", type=float, default=1.0, help="sampling temperature; with 0 every answer is the same")
     add("--reward.remote_url", required=True, metavar="FILE", help="a Python file with OpenRLHF's reward_func")
     add("--data.input_key", default="input", help="column of the questions")
     add("--data.label_key", help="column of the labels that the reward gets")
-    add("--data.input_template", help="text with {} for the question, without a chat template")
-    add("--data.apply_chat_template", action="store_true", help="give the question as the user's turn")
-    add("--data.max_len", type=int, default=4096, help="most tokens of a question with an answer")
-    add("--data.max_samples", type=int, default=10**8, help="questions of each data set, from its beginning")
-    add("--rollout.max_new_tokens", type=int, default=1024, help="most tokens of an answer")
-    add("--rollout.top_p", type=float, default=1.0, help="of sampling")
+    add("--data.input_template", help="text with {} for the question, used without a chat template")
+    add("--data.apply_chat_template", action="store_true", help="pass the question as the user's turn")
+    add("--data.max_len", type=int, default=4096, help="maximum tokens of a question and an answer together")
+    add("--data.max_samples", type=int, default=10**8, help="maximum questions of each data set, from its start")
+    add("--rollout.max_new_tokens", type=int, default=1024, help="maximum tokens of an answer")
+    add("--rollout.top_p", type=float, default=1.0, help="top-p of sampling")
     add("--vllm.tensor_parallel_size", type=int, default=1, metavar="TP", help="GPUs of the engine")
     add("--vllm.gpu_memory_utilization", type=float, default=0.9, help="share of each GPU's memory")
-    add("--train.seed", type=int, default=1, help="of the answers")
+    add("--train.seed", type=int, default=1, help="seed of the answers")
     return parser
 
 
@@ -68,25 +68,25 @@ def _evaluate(args: argparse.Namespace) -> None:
         if not Path(model, "config.json").is_file():
             model = str(Path(folder) / "model")
             command = [sys.executable, "-m", "openrlhf_gtpo.cli.convert", "megatron-to-hf", args.model, model]
-            if subprocess.run(command).returncode:  # a process of its own, as it works on the CPU from then on
+            if subprocess.run(command).returncode:  # its own process, as it uses only the CPU from then on
                 raise UsageError(f"--model {args.model} is not a Hugging Face folder, and cannot be converted to one.")
         _answer_all(args, flags, model)
 
 
 def checked_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags of ``args`` that training has too; UsageError where one is out of its range."""
+    """Return the flags of ``args`` that training has too; UsageError if one is out of range."""
     from openrlhf_gtpo.integration.command_line.checks import check_ranges
 
     flags = {name: value for name, value in vars(args).items() if "." in name}
     check_ranges(flags)
-    if not flags["eval.temperature"] and flags["eval.n_samples_per_prompt"] > 1:  # which vLLM refuses
+    if not flags["eval.temperature"] and flags["eval.n_samples_per_prompt"] > 1:  # vLLM refuses this
         raise UsageError("With --eval.temperature 0 every answer is the same; give --eval.n_samples_per_prompt 1.")
     return flags
 
 
 def checked_inputs(flags: dict[str, Any], model: str) -> tuple[Any, Any, Callable[..., Any]]:
-    """``flags`` as OpenRLHF's nested arguments, the tokenizer of ``model``, and the reward function; UsageError where
-    questions or reward cannot be used."""
+    """Return ``flags`` as OpenRLHF's nested arguments, the tokenizer of ``model``, and the reward function; UsageError
+    if questions or reward cannot be used."""
     from openrlhf.utils.config import hierarchize
 
     from openrlhf_gtpo.integration.command_line.input_checks import check_dataset, import_file, load_tokenizer
@@ -151,7 +151,7 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
 
 
 def _weights(folder: Path) -> list[str]:
-    """What tells that a folder's weights are others: their files' names, sizes and times."""
+    """Names, sizes and times of a folder's weight files, which show if the weights are different ones."""
     files = sorted(path for path in folder.rglob("*") if path.suffix in (".safetensors", ".bin", ".distcp"))
     return [f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
 

@@ -1,10 +1,10 @@
 """`python3 -m openrlhf_gtpo.cli.experiment FILE.yaml`: methods × settings × seeds, trained one after another.
 
 Everything is checked before the first run. Each run has a folder, OUTPUT/METHOD/SETTING.../seed-N, with its metrics,
-log, model, checkpoints and, where the file asks for it, evaluation. The same command goes on where it was interrupted:
-what is finished is kept, a half run goes on from its last checkpoint (flag ckpt.save_steps) or begins anew. Started on
-several hosts that share OUTPUT, it divides the runs among them. At the end OUTPUT has table.md, curves.png and
-report/index.html of what is finished.
+log, model, checkpoints and, if the file asks for it, evaluation. After an interruption, the same command continues:
+finished runs are kept, and an unfinished one resumes from its last checkpoint (flag ckpt.save_steps) or starts anew.
+Started on several hosts that share OUTPUT, it divides the runs among them. At the end, OUTPUT has table.md, curves.png
+and report/index.html, which cover the finished runs.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from openrlhf_gtpo.report.metrics import Rows, read_runs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run an experiment; 0, 2 after a sentence on stderr where it cannot be made, 1 where a run failed, 130 where a
+    """Run an experiment. Return 0, 2 after a sentence on stderr if it cannot be run, 1 if a run failed, or 130 if a
     signal or a request to stop ended it."""
     parser = Parser(
         prog="python3 -m openrlhf_gtpo.cli.experiment", description=__doc__, formatter_class=RawHelpFormatter
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return exit_status("experiment", lambda: _experiment(args), OSError)
     except KeyboardInterrupt:
-        print("experiment: interrupted; the same command goes on.", file=sys.stderr)
+        print("experiment: interrupted; the same command resumes it.", file=sys.stderr)
         return 130
 
 
@@ -54,7 +54,7 @@ def _experiment(args: argparse.Namespace) -> None:
 
 
 def _check(grid: Grid) -> None:
-    """Refuse a combination that cannot work; of its seeds, which decide nothing here, the first left."""
+    """Refuse combinations that cannot work. Seeds do not matter, so the first untrained run of each is checked."""
     from openrlhf_gtpo.integration.run import check, parse
 
     left = {run.label: run for run in reversed(grid.runs) if not is_trained(run)}

@@ -1,7 +1,7 @@
-"""`python3 -m openrlhf_gtpo.cli.plan --model DIR --gpus 32 --gpu h100-80g --nodes 4`: whether it fits, and how fast.
+"""`python3 -m openrlhf_gtpo.cli.plan --model DIR --gpus 32 --gpu h100-80g --nodes 4`: does it fit, and how fast is it?
 
-Plans a model's training on a cluster that need not be at hand: for every legal layout and precision the memory of a
-GPU by part and a step's time by phase, what breaks first, and the best, whose launch script --emit writes. Needs no
+Plans a model's training on a cluster that need not be at hand: for every legal layout and precision, the memory of a
+GPU by part, a step's time by phase and what breaks first. --emit writes the launch script of the best one. Needs no
 GPU, no network and none of the libraries that train. docs/results/planner.md says how far its numbers can be trusted.
 """
 
@@ -29,12 +29,12 @@ from openrlhf_gtpo.planner.plan import Request, candidates, planned_config, smal
 from openrlhf_gtpo.planner.workload import Workload
 from openrlhf_gtpo.platform.files import check_output
 
-TRAIN_BATCH = 128  # the launch scripts'
+TRAIN_BATCH = 128  # as in the launch scripts
 _HUB = {"3b": "Qwen/Qwen2.5-3B", "7b": "Qwen/Qwen2.5-7B", "32b": "Qwen/Qwen2.5-32B"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plan; 0, or 2 after one sentence on stderr for what cannot be planned, a model that fits nowhere among it."""
+    """Plan. Return 0, or 2 after one sentence on stderr if there is no plan, for example if the model fits nowhere."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         _plan(build_parser().parse_args(words), words)
@@ -55,26 +55,26 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     add = parser.add_argument_group("cluster").add_argument
-    add("--gpus", required=True, help="in all nodes together", **count)
+    add("--gpus", required=True, help="GPUs of all nodes together", **count)
     add("--gpu", default="h100-80g", help=f"one of {', '.join(GPUS)}")
-    add("--nodes", help="equal ones (default: of 8 GPUs)", **count)
-    add("--network-gbit", default=400, help="Gbit/s of each GPU to other nodes", **number)
+    add("--nodes", help="nodes, all alike (default: nodes of 8 GPUs)", **count)
+    add("--network-gbit", default=400, help="Gbit/s from each GPU to other nodes", **number)
 
     add = parser.add_argument_group("workload", "the defaults are the paper's settings").add_argument
     work = Workload()
-    add("--prompt-length", default=work.prompt_length, help="most tokens", **count)
-    add("--response-length", default=work.response_length, help="most tokens", **count)
-    add("--mean-prompt", help="tokens (default: half of the most)", **number)
-    add("--mean-response", help="tokens (default: of a log-normal with a median of a sixth of the most)", **number)
+    add("--prompt-length", default=work.prompt_length, help="maximum tokens of a prompt", **count)
+    add("--response-length", default=work.response_length, help="maximum tokens of a response", **count)
+    add("--mean-prompt", help="mean tokens (default: half of the maximum)", **number)
+    add("--mean-response", help="mean tokens (default: log-normal, its median a sixth of the maximum)", **number)
     add("--samples-per-prompt", default=work.samples_per_prompt, help="responses to a prompt", **count)
     add("--prompts-per-step", default=work.prompts_per_step, help="prompts of a rollout", **count)
-    smaller = f"(default: {TRAIN_BATCH}, or all of a smaller step)"
+    smaller = f"(default: {TRAIN_BATCH}, or all if a step has fewer)"
     add("--train-batch", help=f"responses in an optimizer step {smaller}", **count)
     tokens = work.max_tokens_per_gpu
     add(
         "--max-tokens-per-gpu",
         default=tokens,
-        help=f"of a micro-batch (default: {tokens}, or one longest row)",
+        help=f"maximum tokens of a micro-batch (default: {tokens}, or one longest row)",
         **count,
     )
     add("--kl", action="store_true", help="a reference model scores the responses too")
@@ -82,20 +82,20 @@ def build_parser() -> argparse.ArgumentParser:
     add("--entropy", help="the trainer's --rollout.entropy (default: actor)", **source)
     add("--log-probs", help="the trainer's --rollout.log_probs (default: actor)", **source)
 
-    add = parser.add_argument_group("choices", "what is left out is searched").add_argument
+    add = parser.add_argument_group("choices", "those left out are searched").add_argument
     for name in ("tensor", "pipeline", "context", "expert"):
         add(f"--{name}-parallel", help=searched, **count)
-    add("--fp8", choices=("off", "hybrid", "e4m3"), help=f"of the actor's products {searched}")
+    add("--fp8", choices=("off", "hybrid", "e4m3"), help=f"FP8 mode of the actor's products {searched}")
     add("--fp8-recipe", choices=RECIPES, help=searched)
     add("--fp8-param", action="store_true", help="FP8 primary weights")
     add("--recompute", choices=RECOMPUTE, help=searched)
-    add("--placement", choices=PLACEMENTS, default=PLACEMENTS[0], help="of engines and training")
+    add("--placement", choices=PLACEMENTS, default=PLACEMENTS[0], help="placement of engines and training")
     add("--rollout-gpus", help=f"GPUs of the engines with --placement split {searched}", **count)
     add("--vllm-tensor-parallel", help=searched, **count)
     add("--vllm-gpu-memory", help="share of each GPU's memory (default: 0.6; split 0.85)", **number)
     moved = "move the trainer's memory to the host during rollouts, and put engines to sleep"
-    add("--offload", help=f"{moved} (default: yes; colocated alone)", **switch)
-    add("--distributed-optimizer", help="shard its states (default: yes)", **switch)
+    add("--offload", help=f"{moved} (default: yes; only if colocated)", **switch)
+    add("--distributed-optimizer", help="shard the optimizer's states (default: yes)", **switch)
 
     add = parser.add_argument_group("output").add_argument
     add("--top", default=8, help="candidates to list", **count)
@@ -106,10 +106,10 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="another value for one of these, such as one that was measured, or overlap=0; may be repeated",
+        help="another value for an assumption, such as a measured one, or overlap=0; may be repeated",
     )
     add("--emit", type=Path, metavar="FILE", help="write the launch script of the best candidate")
-    add("--algorithm", choices=output.ALGORITHMS, default="gtpo", help="of that script")
+    add("--algorithm", choices=output.ALGORITHMS, default="gtpo", help="algorithm of that script")
     return parser
 
 
@@ -177,7 +177,7 @@ def _assumptions(words: list[str]) -> Assumptions:
     for word in words:
         name, _, text = word.partition("=")
         if name not in SOURCES:
-            raise UsageError(f"--assume {word}: nothing of that name is assumed; --assumptions lists what is.")
+            raise UsageError(f"--assume {word}: there is no assumption of that name; --assumptions lists them.")
         try:
             value = float(text)
         except ValueError:
@@ -186,12 +186,12 @@ def _assumptions(words: list[str]) -> Assumptions:
             raise UsageError(f"--assume {word}: expected {name}=NUMBER, above 0 (overlap=0 or 1).")
         values[name] = type(getattr(Assumptions, name))(value)
         if values[name] != value:
-            raise UsageError(f"--assume {word}: expected {name}=NUMBER, a whole one (overlap=0 or 1).")
+            raise UsageError(f"--assume {word}: expected {name}=NUMBER, an integer (overlap=0 or 1).")
     return Assumptions(**values)
 
 
 def _model(name: str) -> str:
-    """What the launcher, which runs from the project's root, is given for ``--model``."""
+    """The value of ``--model`` for the launcher, which runs from the project's root."""
     path = Path(name).resolve()
     return _HUB.get(name) or (name if name in PRESETS else str(path.parent if path.is_file() else path))
 

@@ -17,7 +17,7 @@ from openrlhf_gtpo.tasks.tiny_model import make_tiny_model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; 0, or 2 after one sentence on stderr where the user's settings cannot be met."""
+    """Run one command. Return 0, or 2 after one sentence on stderr if the user's settings cannot be met."""
     args = build_parser().parse_args(argv)
     return exit_status(f"prepare {args.command}", lambda: print(args.run(args)), ValueError, OSError)
 
@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     smollm2.set_defaults(run=lambda args: convert_smollm2(args.output))
 
     tiny = commands.add_parser("tiny-model", help="a 2-layer Llama for smoke tests, warm-started on `products` (20 s)")
-    tiny.add_argument("--seed", type=int, default=1, help="of the weights and of the warm start")
+    tiny.add_argument("--seed", type=int, default=1, help="seed of the weights and of the warm start")
     tiny.set_defaults(run=lambda args: make_tiny_model(args.output, args.seed))
 
     task = commands.add_parser("task", help="train.jsonl and eval.jsonl of a reasoning-gym task")
@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--train-size", type=int, default=75, help="training questions")
     add("--train-rows", type=int, help="repeat the training questions to this many rows (default: each once)")
     add("--eval-size", type=int, default=24, help="held-out questions")
-    add("--seed", type=int, default=1, help="of the questions")
+    add("--seed", type=int, default=1, help="seed of the questions")
     add(
         "--task-config",
         metavar="JSON",
@@ -67,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar=("QUESTION", "ANSWER"),
         help="a worked turn before the question; may be repeated",
     )
-    add("--label", choices=["answer"], help=argparse.SUPPRESS)  # what labels were made of in 0.1
+    add("--label", choices=["answer"], help=argparse.SUPPRESS)  # what labels were made from in 0.1
     task.set_defaults(run=_task)
 
     math = commands.add_parser("math", help="a data set of problems and answers, for math_verify_reward.py")
@@ -78,20 +78,20 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--problem-key",
         default="problem",
-        help="column with the problem, a text or chat messages (default: %(default)s); a.b is field b of column a",
+        help="column with the problem, as text or chat messages (default: %(default)s); a.b is field b of column a",
     )
     add("--answer-key", default="answer", help="column with the answer")
     add("--answer-after", metavar="TEXT", help="the answer is what follows the last TEXT, such as '####'")
-    add("--instruction", default=INSTRUCTION, metavar="TEXT", help="appended to each problem that is a text")
+    add("--instruction", default=INSTRUCTION, metavar="TEXT", help="appended to each problem that is text")
     add("--system", default="", metavar="TEXT", help="system message (default: the template's own)")
     add("--eval-size", type=int, default=0, help="problems to hold out as eval.jsonl")
-    add("--seed", type=int, default=1, help="of the choice of those")
+    add("--seed", type=int, default=1, help="seed that chooses the held-out problems")
     math.set_defaults(run=_math)
 
-    benchmarks = commands.add_parser("benchmarks", help="questions that models are compared with, for cli.evaluate")
+    benchmarks = commands.add_parser("benchmarks", help="questions for comparing models, for cli.evaluate")
     add = benchmarks.add_argument
     add("--names", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), help="(default: all of them)")
-    add("--from", dest="source", type=Path, metavar="DIR", help="read NAME.jsonl, … there, not the Hugging Face hub")
+    add("--from", dest="source", type=Path, metavar="DIR", help="read NAME.jsonl, … from it, not the Hugging Face hub")
     add("--instruction", default=INSTRUCTION, metavar="TEXT", help="appended to each question")
     benchmarks.set_defaults(run=_benchmarks)
 

@@ -1,10 +1,10 @@
-"""``python3 -m openrlhf_gtpo.cli.ray_cluster``: the nodes of a Ray cluster over several hosts, and waiting for them.
+"""``python3 -m openrlhf_gtpo.cli.ray_cluster``: runs the nodes of a Ray cluster on several hosts, and waits for them.
 
-    head   --address IP --token FILE                this host as the head, until it is ended
-    worker --address IP --token FILE --head IP:PORT this host as another node, until it is ended
-    wait   --token FILE --nodes n1 n2 n3            until all have joined and the cluster takes jobs
+    head   --address IP --token FILE                run the head on this host, until it is ended
+    worker --address IP --token FILE --head IP:PORT run another node on this host, until it is ended
+    wait   --token FILE --nodes n1 n2 n3            wait until all have joined and the cluster takes jobs
 
-FILE is a secret that all hosts read; `head` makes it. What follows -- goes to `ray start`.
+FILE is a secret that all hosts read; `head` creates it. What follows -- goes to `ray start`.
 """
 
 import argparse
@@ -21,7 +21,7 @@ _PORT = 6379
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: of Ray, or 1 where the cluster is not complete in time, 2 for a mistake in the command line."""
+    """Return the exit status: Ray's, 1 if the cluster is not complete in time, or 2 for a usage error."""
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     args, more = _parser().parse_args(words[:end]), words[end + 1 :]
@@ -32,14 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.token is not None and args.command == "head":
             make_token(args.token)
         elif args.token is not None and not args.token.is_file():
-            return _say(f"--token {args.token} is not there; the head makes it, on a shared disk.", 2)
+            return _say(f"--token {args.token} does not exist; the head creates it, on a shared disk.", 2)
         node = Node(args.name, args.address, args.head, args.port, args.temporary, more)
         return run_node(node, args.token, args.logs)
     except NotJoined as error:
         return _say(str(error), 1)
     except FileNotFoundError as error:
-        hint = "activate the environment that has Ray" if error.filename == "ray" else "make it, or name another"
-        return _say(f"{error.filename} is not there; {hint}.", 2)
+        hint = "activate the environment that has Ray" if error.filename == "ray" else "create it, or name another"
+        return _say(f"{error.filename} was not found; {hint}.", 2)
 
 
 def _say(sentence: str, status: int) -> int:
@@ -50,24 +50,24 @@ def _say(sentence: str, status: int) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="ray_cluster", description=__doc__, formatter_class=RawHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    head = commands.add_parser("head", help="this host as the head")
+    head = commands.add_parser("head", help="run the head on this host")
     head.set_defaults(head=None)
-    head.add_argument("--port", type=int, default=_PORT, help="for the other nodes; the dashboard has the next one")
-    worker = commands.add_parser("worker", help="this host as another node")
+    head.add_argument("--port", type=int, default=_PORT, help="port for other nodes; the dashboard gets the next one")
+    worker = commands.add_parser("worker", help="run another node on this host")
     worker.set_defaults(port=_PORT)
     worker.add_argument("--head", required=True, help="IP:PORT of the head")
     for node in (head, worker):
         add = node.add_argument
-        add("--address", required=True, help="of this host, as the other hosts reach it")
-        add("--name", default=socket.gethostname(), help="of this node in messages (the host's name)")
-        add("--logs", type=Path, help="where Ray's logs of this node are copied in the end")
-        add("--temporary", type=Path, default=Path("/tmp"), help="a folder of this host's for Ray's files")
-    wait = commands.add_parser("wait", help="until all nodes have joined")
-    wait.add_argument("--dashboard", default=f"http://127.0.0.1:{_PORT + 1}", help="of the head")
-    wait.add_argument("--nodes", nargs="+", required=True, help="their names")
-    wait.add_argument("--timeout", type=float, default=600.0, help="in seconds")
+        add("--address", required=True, help="address at which the other hosts reach this one")
+        add("--name", default=socket.gethostname(), help="name of this node in messages (default: the host's)")
+        add("--logs", type=Path, help="where Ray's logs of this node are copied at the end")
+        add("--temporary", type=Path, default=Path("/tmp"), help="folder on this host for Ray's files")
+    wait = commands.add_parser("wait", help="wait until all nodes have joined")
+    wait.add_argument("--dashboard", default=f"http://127.0.0.1:{_PORT + 1}", help="URL of the head's dashboard")
+    wait.add_argument("--nodes", nargs="+", required=True, help="names of the nodes to wait for")
+    wait.add_argument("--timeout", type=float, default=600.0, help="seconds to wait")
     for command in (head, worker, wait):
-        command.add_argument("--token", type=Path, help="file with the cluster's secret (none: anyone may use it)")
+        command.add_argument("--token", type=Path, help="file with the cluster's secret (without, anyone may use it)")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""`python3 -m openrlhf_gtpo.cli.report {run,compare,page,watch,fp8,mismatch}`: what runs did, as table, picture, page.
+"""`python3 -m openrlhf_gtpo.cli.report {run,compare,page,watch,fp8,mismatch}`: tables, plots and pages of runs.
 
 Reads the metrics files that training writes; `fp8` takes responses and a model, `mismatch` a rollout dump and a model.
 """
@@ -20,23 +20,23 @@ from openrlhf_gtpo.platform.files import check_output
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import read_runs
 
-_FP8 = """What FP8 does to entropies, shares and advantages of given responses, without training.
+_FP8 = """Measures what FP8 does to entropies, shares and advantages of given responses, without training.
 
-Scores the same responses without FP8 and with each recipe on the Megatron actor, shapes their rewards both ways, and
-compares. Input, a JSON object on each line: {"prompt": ..., "response": ..., "reward": NUMBER} or {"tokens": [...],
-"group": NAME, "reward": NUMBER}; lines with the same prompt or group are a group.
+Scores the same responses without FP8 and with each recipe on the Megatron actor, shapes their rewards from both, and
+compares the results. The input has a JSON object on each line: {"prompt": ..., "response": ..., "reward": NUMBER} or
+{"tokens": [...], "group": NAME, "reward": NUMBER}; lines with the same prompt or group form a group.
 """
 
-_MISMATCH = """How far what a step was trained on is from the policy that sampled it.
+_MISMATCH = """Measures how far the values that a step was trained on are from the policy that sampled it.
 
 Scores a dumped rollout with Transformers in BF16, at the rollout's temperature, and compares log-probs, entropies and
-the dump's own entropy credit with what is in the dump: vLLM's sampler's values with `--rollout.entropy sampler`, the
-actor's without. The model has to have the weights that sampled: of step 1's dump those that training began with.
+the dump's own entropy credit with what is in the dump: values of vLLM's sampler with `--rollout.entropy sampler`, the
+actor's without. The model must have the weights that sampled the rollout: for step 1, those that training began with.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command; 0, 2 after a sentence on stderr if the input is unusable, or 1 where a process failed."""
+    """Run one subcommand. Return 0, 2 after a sentence on stderr if the input is unusable, 1 if a process failed."""
     args = build_parser().parse_args(argv)
     return exit_status(f"report {args.command}", lambda: args.run(args), ValueError, OSError)
 
@@ -49,24 +49,24 @@ def build_parser() -> argparse.ArgumentParser:
     add = run.add_argument
     add("metrics", type=Path, metavar="DIR_OR_FILE", help="a metrics file, or a directory with metrics.jsonl")
     add("--png", type=Path, metavar="OUT", help="draw reward, entropy and response length (default: DIR/curves.png)")
-    add("--title", help="of the PNG (default: the run's path)")
+    add("--title", help="title of the PNG (default: the run's path)")
     run.set_defaults(run=_run)
 
     compare = commands.add_parser("compare", help="several runs: a markdown table, with means over a label's runs")
     add = compare.add_argument
     add("runs", nargs="+", metavar="LABEL=FILE", help="repeat a label for several seeds: gtpo=a.jsonl gtpo=b.jsonl")
     add("--png", type=Path, metavar="OUT", help="also draw the runs and their means")
-    add("--title", default="", help="of the PNG")
+    add("--title", default="", help="title of the PNG")
     add("--markdown", type=Path, metavar="OUT", help="also write the table to this file")
     compare.set_defaults(run=_compare)
 
     page = commands.add_parser("page", help="any set of runs as one HTML page: figures, baseline, means, settings")
     add = page.add_argument
-    runs_help = "LABEL=FILE or LABEL=DIR, a run, TensorBoard's folder too; or the folder of an experiment"
+    runs_help = "a run, as LABEL=FILE or LABEL=DIR, also a TensorBoard folder; or the folder of an experiment"
     add("runs", nargs="+", metavar="RUN", help=runs_help)
-    add("--baseline", metavar="LABEL", help="compare the others with it, over seeds and questions")
+    add("--baseline", metavar="LABEL", help="compare the others with this one, over seeds and questions")
     add("--output", required=True, type=Path, metavar="DIR", help="gets index.html, and each figure as PNG and SVG")
-    add("--title", help="of the page (default: their labels)")
+    add("--title", help="title of the page (default: the runs' labels)")
     page.set_defaults(run=_page)
 
     watch = commands.add_parser("watch", help="a progress bar over a run that is under way")
@@ -81,12 +81,12 @@ def build_parser() -> argparse.ArgumentParser:
     add_input_flags(fp8)
     add = fp8.add_argument
     add("--output", required=True, type=Path, metavar="DIR", help="gets fp8.md, fp8.png and fp8.json")
-    add("--estimator", default="gtpo", metavar="NAME", help="of the entropy credit (default: gtpo)")
-    add("--megatron.fp8", choices=MODES, default="emulated", help="of the products")
-    add("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="(default: all of them)")
+    add("--estimator", default="gtpo", metavar="NAME", help="estimator of the entropy credit (default: gtpo)")
+    add("--megatron.fp8", choices=MODES, default="emulated", help="FP8 mode of the products")
+    add("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="recipes to compare (default: all)")
     add(
         "--layers-in-bf16",
-        "--layers_in_bf16",  # as it was called before
+        "--layers_in_bf16",  # its former name
         type=int,
         default=0,
         metavar="N",
@@ -100,7 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = mismatch.add_argument
     add("dump", type=Path, metavar="DUMP", help="a step_*.parquet of --logger.dump_rollouts")
     add("--model", required=True, metavar="DIR", help="folder of a Hugging Face checkpoint: the policy of that step")
-    add("--max-tokens", type=int, default=8192, metavar="N", help="of a micro-batch")
+    add("--max-tokens", type=int, default=8192, metavar="N", help="maximum tokens of a micro-batch")
     add("--json", type=Path, metavar="OUT", help="also write the numbers, with quantiles of the errors, to this file")
     mismatch.set_defaults(run=_mismatch)
     return parser
@@ -138,10 +138,10 @@ def _compare(args: argparse.Namespace) -> None:
         for flag, output in (("--png", args.png), ("--markdown", args.markdown)):
             check_output(flag, output, Path(path), Path(path, "metrics.jsonl"))
         *earlier, last = read_runs(path)
-        # The last may still run; what ended without its last line was started anew, with the same seed.
+        # The last may still be running; an earlier one without its last line was started anew, with the same seed.
         whole = [rows for rows in earlier if rows[0]["kind"] != names.KIND_RUN or rows[-1].get("ended")]
         if len(whole) < len(earlier):
-            left_out = f"{len(earlier) - len(whole)} of {len(earlier) + 1} runs, which did not come to their end"
+            left_out = f"{len(earlier) - len(whole)} of {len(earlier) + 1} runs, which did not finish"
             print(f"{path}: left out {left_out}.", file=sys.stderr)
         runs.setdefault(label, []).extend([*whole, last])
     if args.png and args.markdown and args.png.resolve() == args.markdown.resolve():
@@ -201,7 +201,7 @@ def _fp8(args: argparse.Namespace) -> None:
     processes = layout.model_parallel_size
     for fp8 in candidates.values():
         source = check(replace(model, fp8=fp8), args.input, page, processes)
-    for _ in source.rows():  # a line that is wrong is named before anything starts
+    for _ in source.rows():  # a wrong line is reported before anything starts
         pass
     outcome, group_ids = read_credit(args.input)
     estimator = EntropyCredit(args.estimator, ESTIMATORS[args.estimator].config())

@@ -1,11 +1,11 @@
 """`python3 -m openrlhf_gtpo.cli.score --model DIR --input FILE --output FILE`: entropies without training.
 
-Writes the log-prob and the entropy (nats, of the whole vocabulary) of every token of given sequences, with either
-backend at any layout; it starts its own processes, or runs in those of torchrun. Input, a JSON object on each line:
-{"tokens": [...]}, where all but the first are scored, or {"prompt": "...", "response": "..."}, where the response
-is; an "id" is repeated in the output. Text is tokenized as it is: the prompt's tokens, then the response's, without
-special tokens or chat template. Output, in the same order: {"log_probs": [...], "entropies": [...]}. Flags that only
-training reads (recompute, offload, optimizer, checkpoints) change nothing.
+Writes the log-prob and the entropy (nats, over the whole vocabulary) of every token of given sequences, with either
+backend at any layout; it starts its own processes, or runs in those of torchrun. The input has a JSON object on each
+line: {"tokens": [...]}, where all but the first are scored, or {"prompt": "...", "response": "..."}, where only the
+response is scored; an "id" is repeated in the output. Text is tokenized as it is: the prompt's tokens, then the
+response's, without special tokens or a chat template. The output has, in the same order, {"log_probs": [...],
+"entropies": [...]}. Flags that only training reads (recompute, offload, optimizer, checkpoints) have no effect.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _DTYPES = ("bfloat16", "float32")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Score; 0, 2 after one sentence on stderr for what the user got wrong, or 1 where a process failed otherwise."""
+    """Score. Return 0, 2 after one sentence on stderr for a user error, or 1 if a process failed otherwise."""
     parser = build_parser()
     args = parser.parse_args(argv)
     given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
@@ -38,14 +38,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog=prog, description=__doc__, formatter_class=RawHelpFormatter)
     add_input_flags(parser)
     add = parser.add_argument
-    add("--output", required=True, type=Path, metavar="FILE", help="appears when it is complete")
-    add("--dtype", choices=_DTYPES, default=_DTYPES[0], help="of the model")
+    add("--output", required=True, type=Path, metavar="FILE", help="the scores; the file appears when it is complete")
+    add("--dtype", choices=_DTYPES, default=_DTYPES[0], help="dtype of the model")
     add(
         "--processes",
         type=int,
         metavar="N",
         help="processes (GPUs) in all; more than one model needs make replicas of it, which share the rows (default: "
-        "those of one model, or those that torchrun has started)",
+        "as many as one model needs, or those that torchrun has started)",
     )
     add(
         "--trust-remote-code",
@@ -59,12 +59,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_input_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that ``report fp8`` has too."""
+    """Add the flags that this command shares with ``report fp8``."""
     add = parser.add_argument
     add("--model", required=True, metavar="DIR", help="folder of a Hugging Face checkpoint")
     add("--input", required=True, type=Path, metavar="FILE", help="JSON lines")
-    add("--temperature", type=float, default=1.0, help="of the policy")
-    add("--max-tokens", "--max_tokens", type=int, default=8192, metavar="N", help="of a micro-batch")
+    add("--temperature", type=float, default=1.0, help="temperature of the policy")
+    add("--max-tokens", "--max_tokens", type=int, default=8192, metavar="N", help="maximum tokens of a micro-batch")
 
 
 def _score(args: argparse.Namespace, given: Sequence[str]) -> None:
@@ -85,7 +85,7 @@ def _score(args: argparse.Namespace, given: Sequence[str]) -> None:
     if processes is None:
         processes = launched_world_size() or layout.model_parallel_size
     elif launched_world_size() is None:
-        # More replicas wait for each other, and for memory; one of a large layout may be tried on a small host.
+        # More replicas only wait for each other and for memory; one of a large layout may be tried on a small host.
         most = max(_PROCESSES_PER_CORE * (os.cpu_count() or 1), layout.model_parallel_size)
         if processes > most:
             raise UsageError(

@@ -1,9 +1,9 @@
 """``python3 -m openrlhf.cli.train_ppo_ray`` with GTPO and GRPO-S: the same flags and a few more (see ``--help``).
 
 With ``--train.max_restarts`` or ``--train.stall_timeout`` this process only supervises: the run is the same command in
-a process of its own, of which nothing is left before it is started again. That mends whatever breaks in a run or
-between its processes (ranks, their groups, Ray itself), for the time that a start takes. Engines and rewards, which
-can be replaced while the rest goes on, are the run's own business.
+its own process, and nothing is left of it before it is started again. That repairs whatever breaks in a run or between
+its processes (ranks, their groups, Ray itself), at the cost of one startup. Engines and rewards, which can be replaced
+while the rest keeps running, are the run's own business.
 """
 
 import os
@@ -22,17 +22,18 @@ from openrlhf_gtpo.launch.ray_node import close_own_ray
 from openrlhf_gtpo.megatron.checkpoint.folder import newest_whole
 from openrlhf_gtpo.report.heartbeat import Heartbeat
 
-_SUPERVISED = "OPENRLHF_GTPO_SUPERVISED"  # in the environment of a run that a process like this one has started
+_SUPERVISED = "OPENRLHF_GTPO_SUPERVISED"  # in the environment of a run that a supervisor has started
 
-_NOT_AGAIN = 65  # sysexits.h, EX_DATAERR: how a supervised run ends that would fail again; its supervisor makes it a 1
+_NOT_AGAIN = 65  # sysexits.h, EX_DATAERR: status of a supervised run that would fail again; its supervisor returns 1
 _INTERRUPTED = 128 + signal.SIGINT
-# Nothing is started again after these: success, mistakes, requests.
+# No run is restarted after one of these: success, mistakes, requests.
 _ENDS = (0, 2, _NOT_AGAIN, STOPPED_STATUS, _INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train; the exit status: 0 when it ended well, 2 for a mistake in the command line, 1 where training cannot go on
-    (bad data, a full disk, a dead node), 75 where it was asked to stop and saved a checkpoint, 130 after Ctrl-C."""
+    """Train. Return the exit status: 0 if training completed, 2 for a usage error, 1 if training cannot go on (bad
+    data, a full disk, a dead node), 75 if it was asked to stop and has saved a checkpoint, 128 + the number of a
+    signal that ended it (130 after Ctrl-C)."""
     words = list(sys.argv[1:] if argv is None else argv)
     supervised = os.environ.pop(_SUPERVISED, None) is not None
     try:
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not supervised:
             try:
                 check(args)
-            except OSError as error:  # a path that no file can have, such as one that is too long
+            except OSError as error:  # an impossible path, such as one that is too long
                 raise UsageError(str(error)) from error
             if args.train.max_restarts or args.train.stall_timeout:
                 return supervise([sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray", *words], args)
@@ -64,11 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def supervise(command: Sequence[str], args: SimpleNamespace) -> int:
-    """Start ``command`` until it ends on purpose, at most ``--train.max_restarts`` times again, and leave none of its
-    processes; the exit status, as of :func:`main`.
+    """Run ``command`` until it ends on purpose, restarting it at most ``--train.max_restarts`` times, and leave no
+    process of it behind. Returns the exit status, as :func:`main` does.
 
-    A request to stop that comes between two starts holds for the next: this process takes SIGUSR1, and the run does
-    not take the file for an old one.
+    A request to stop that arrives between two starts applies to the next one: this process handles SIGUSR1, and the
+    run does not mistake the file for an old one.
 
     Raises:
         KeyboardInterrupt: after SIGINT to this process.
@@ -78,7 +79,7 @@ def supervise(command: Sequence[str], args: SimpleNamespace) -> int:
     limit, restarts = args.train.stall_timeout, args.train.max_restarts
     heartbeat = Heartbeat(args.ckpt.path)
     before = _newest(args)
-    stalled = f"nothing got on for {limit:g} s (--train.stall_timeout)"
+    stalled = f"no progress for {limit:g} s (--train.stall_timeout)"
 
     def hangs() -> bool:
         if not 0 < limit < heartbeat.silence():
@@ -95,7 +96,7 @@ def supervise(command: Sequence[str], args: SimpleNamespace) -> int:
             raise KeyboardInterrupt
         if status in _ENDS:
             return 1 if status == _NOT_AGAIN else status
-        why = f"it ended with status {status}, as its last lines say"
+        why = f"it ended with status {status} (see its last lines)"
         if status == HUNG:
             why = stalled
         elif status < 0:
@@ -106,7 +107,7 @@ def supervise(command: Sequence[str], args: SimpleNamespace) -> int:
             print(f"train_ppo_ray: {why}; restart {restart} of {restarts} {place}.", file=sys.stderr, flush=True)
             if restart == 1:
                 command += ["--ckpt.load_enable"]
-            if args.ckpt.load_tag and newest != before:  # one of its own is newer than the one that was asked for
+            if args.ckpt.load_tag and newest != before:  # the run's own is newer than the one asked for
                 command += ["--ckpt.load_tag", ""]
     how = f"after {restarts} restarts; the same command with --ckpt.load_enable goes on from the last checkpoint"
     print(f"train_ppo_ray stopped: {why}, {how}.", file=sys.stderr)
@@ -114,7 +115,7 @@ def supervise(command: Sequence[str], args: SimpleNamespace) -> int:
 
 
 def _newest(args: SimpleNamespace) -> tuple[Path, int] | None:
-    """The newest whole checkpoint, and when it was written."""
+    """The newest complete checkpoint, and when it was written."""
     path = newest_whole(Path(args.ckpt.path) / "_actor")
     return None if path is None else (path, path.stat().st_mtime_ns)
 

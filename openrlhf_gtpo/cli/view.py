@@ -1,7 +1,7 @@
 """`python3 -m openrlhf_gtpo.cli.view RUN_OR_DUMP --output view.html`: which token was paid, and why, as one HTML page.
 
-Reads what `--logger.dump_rollouts` wrote: a dump, or all of a run's folder. Needs no model, GPU or network; the page
-needs a browser. Rollouts are credited again by each of `--estimators`, for a look at the difference: NAME, or
+Reads what `--logger.dump_rollouts` wrote: one dump, or all in a run's folder. Needs no model, GPU or network; the page
+needs a browser. Rollouts are credited again by each of `--estimators`, to show the difference: NAME, or
 NAME:FIELD=VALUE:... with other settings, such as gtpo:variant=v1:compare=response.
 """
 
@@ -16,7 +16,7 @@ from openrlhf_gtpo.platform.files import check_output, replace_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make the page; 0, or 2 after one sentence on stderr for what the user got wrong."""
+    """Make the page. Return 0, or 2 after one sentence on stderr for a user error."""
     args = build_parser().parse_args(argv)
     return exit_status("view", lambda: _view(args), ValueError, OSError)
 
@@ -24,10 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python3 -m openrlhf_gtpo.cli.view", description=__doc__, formatter_class=RawHelpFormatter)
     add = parser.add_argument
-    add("source", type=Path, metavar="RUN_OR_DUMP", help="a run's folder, or one dump of it")
-    add("--output", required=True, type=Path, metavar="FILE", help="the page; appears when it is complete")
-    add("--estimators", metavar="A,B", default="", help="(default: the run's own, and the others of this package)")
-    add("--max-tokens", type=int, default=2_500_000, metavar="N", help="in the page; groups are sampled beyond")
+    add("source", type=Path, metavar="RUN_OR_DUMP", help="a run's folder, or one of its dumps")
+    add("--output", required=True, type=Path, metavar="FILE", help="the page; the file appears when it is complete")
+    add("--estimators", metavar="A,B", default="", help="(default: the run's own and this package's others)")
+    add("--max-tokens", type=int, default=2_500_000, metavar="N", help="in the page; above that, groups are sampled")
     return parser
 
 

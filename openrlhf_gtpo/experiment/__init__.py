@@ -1,1 +1,1 @@
-"""Grids of training runs, methods × settings × seeds: what a file asks for, its runs, and what they found."""
+"""Grids of training runs (methods × settings × seeds): the file that asks for one, its runs, and their results."""

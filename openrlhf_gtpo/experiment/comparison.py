@@ -1,4 +1,4 @@
-"""What trainings say of a method beside a baseline: the effect, how far it can be trusted, and in words."""
+"""Compares a method with a baseline over training runs: the effect, how far it can be trusted, and a sentence."""
 
 import math
 from dataclasses import dataclass
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special
 
-_POWER = 0.8  # with which an effect of the size that is "seen" leads to an interval without 0
+_POWER = 0.8  # chance that an effect of the size that is "seen" gives an interval without 0
 
-_SAME = 1e-9  # of scores
+_SAME = 1e-9  # difference of scores below which they are equal
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A method's score less its baseline's.
+    """A method's score minus its baseline's.
 
     Fields:
         effect: the mean difference.
         low, high: 95 % interval; NaN with one seed.
-        seen: the smallest true effect whose interval leaves 0 out in four cases of five; NaN with one seed.
-        seeds, prompts: how many pairs; 1 prompt where only a mean over them is known.
+        seen: the smallest true effect whose interval excludes 0 in four cases out of five; NaN with one seed.
+        seeds, prompts: how many are paired; 1 prompt if only a mean over them is known.
     """
 
     effect: float
@@ -30,10 +30,10 @@ class Difference:
     prompts: int
 
     def sentence(self, method: str, baseline: str) -> str:
-        """What was found, for a reader who reads nothing else."""
+        """The finding in one sentence, for a reader who reads nothing else."""
         if math.isnan(self.low):
             return f"{method} is {self.effect:+.3f} beside {baseline}; 1 seed does not say whether that is chance."
-        if self.high - self.low < _SAME:  # all differences are one number, which tells nothing of chance
+        if self.high - self.low < _SAME:  # all differences are equal, which tells nothing about chance
             found = "no difference seen" if abs(self.effect) < _SAME else "the same difference in all"
             return f"{method} beside {baseline}: {found} ({self.effect:+.3f}; {self.seeds} seeds without a spread)."
         interval = f"{self.effect:+.3f}, 95 % interval {self.low:+.3f} to {self.high:+.3f}"
@@ -48,21 +48,21 @@ class Difference:
 def paired_difference(differences: np.ndarray) -> Difference:
     """The mean of ``differences`` over seeds and prompts, with a 95 % interval for other seeds and other prompts.
 
-    Seeds and prompts are crossed, as every run answers the same prompts, and both are samples. What a bootstrap that
-    draws seeds and prompts, pairs kept, estimates by resampling (Owen, The pigeonhole bootstrap, 2007) is here in
-    closed form, of the mean squares MS of a two-way analysis of variance with random effects (Searle, Casella,
-    McCulloch, Variance Components, 1992, ch. 4): with S seeds, P prompts and what is left after both as noise,
+    Seeds and prompts are crossed, because every run answers the same prompts, and both are samples. What a bootstrap
+    that draws seeds and prompts and keeps pairs (Owen, The pigeonhole bootstrap, 2007) estimates by resampling is here
+    in closed form, from the mean squares MS of a two-way analysis of variance with random effects (Searle, Casella,
+    McCulloch, Variance Components, 1992, ch. 4): with S seeds, P prompts and the residual as noise,
 
         variance = MS_seeds / SP + max(0, MS_prompts - MS_noise) / SP = V_S + V_P.
 
-    Percentiles of a bootstrap over 3 or 5 seeds cover far too seldom. The interval is Student's t, with
+    Percentiles of a bootstrap over 3 or 5 seeds cover the effect far too rarely. The interval is Student's t, with
 
         1 / degrees of freedom = (V_S / (S - 1) + V_P / (P - 1)) / variance,
 
-    which is exact where either part is 0. Satterthwaite's (1946), with squared weights, covers 92 % with 3 seeds where
-    V_S is 10 V_P, and Cochran's (1964), which averages the two quantiles, 97.3 %; this one 94 to 97 % in simulation
-    with 3 and 5 seeds and 30 prompts or more (docs/results/report_page.json). With one prompt, a mean over them, the
-    interval is for other seeds and these prompts.
+    which is exact if either part is 0. Satterthwaite's (1946), with squared weights, covers 92 % with 3 seeds if
+    V_S is 10 V_P, and Cochran's (1964), which averages the two quantiles, 97.3 %; this one covers 94 to 97 % in
+    simulation with 3 and 5 seeds and 30 prompts or more (docs/results/report_page.json). With one prompt (a mean over
+    prompts), the interval is for other seeds and the same prompts.
 
     Args:
         differences: (S, P), a row for each seed that both have.
@@ -82,5 +82,5 @@ def paired_difference(differences: np.ndarray) -> Difference:
             degrees = (of_seeds + of_prompts) / (of_seeds / (seeds - 1) + of_prompts / (prompts - 1))
     error = math.sqrt(of_seeds + of_prompts)
     quantile = float(special.stdtrit(degrees, 0.975))
-    seen = error * float(special.nctdtrinc(degrees, 1 - _POWER, quantile))  # non-central t: where the rest stays below
+    seen = error * float(special.nctdtrinc(degrees, 1 - _POWER, quantile))  # non-central t with 1 - _POWER below it
     return Difference(effect, effect - quantile * error, effect + quantile * error, seen, seeds, prompts)

@@ -1,18 +1,18 @@
-"""An experiment's file: which runs it asks for, each with all flags of its command line. Knows no torch.
+"""An experiment's file: which runs it asks for, each with all flags of its command line. Does not import torch.
 
     output: runs/study                  # a folder for each run
-    flags:                              # of every run, as of cli.train_ppo_ray
+    flags:                              # of cli.train_ppo_ray, for every run
       actor.model_name_or_path: MODEL
-    methods:                            # by name, what makes each
+    methods:                            # by name, with the flags of each
       gtpo: {algo.advantage.estimator: gtpo}
       grpo: {algo.preset: grpo}
     settings:                           # axes, each with values by name; may be left out
       lr: {low: {actor.adam.lr: 1e-6}, high: {actor.adam.lr: 5e-6}}
     seeds: [1, 2, 3]
-    baseline: grpo                      # a method, with which the table begins; may be left out
+    baseline: grpo                      # the method that the table begins with; may be left out
     evaluate: {eval.dataset: test.jsonl}    # of cli.evaluate, for each trained model; may be left out
 
-A value is text or a number, a list of several words, or true for a switch (false for one that is not given).
+A value is text or a number, a list of several words, or true for a switch (false leaves the switch out).
 """
 
 import difflib
@@ -38,10 +38,10 @@ class Run:
     """One training of a grid.
 
     Fields:
-        label: of its method and settings, which its seeds share: "gtpo" or "gtpo/low".
-        seed: of training.
-        folder: where all of it goes.
-        flags: of the command line, without dashes.
+        label: its method and settings, which its seeds share: "gtpo" or "gtpo/low".
+        seed: training seed.
+        folder: where all its files go.
+        flags: flags of the command line, without dashes.
     """
 
     label: str
@@ -59,7 +59,7 @@ class Grid:
 
     Fields:
         output: its folder.
-        runs: seeds innermost.
+        runs: all runs, with seeds innermost.
         baseline: the method that others are compared with, if any; the table begins with it.
         evaluate: flags of cli.evaluate, or None for no evaluation.
     """
@@ -71,21 +71,21 @@ class Grid:
 
 
 def read_grid(path: Path) -> Grid:
-    """The grid of a YAML file.
+    """Read the grid of a YAML file.
 
     Raises:
-        UsageError: the first thing in it that cannot be.
+        UsageError: the file cannot be read, or an entry is wrong; the message names the first.
     """
     import yaml
 
     class KeysOnce(yaml.SafeLoader):
-        """Refuses a key that comes twice, of which SafeLoader takes the last."""
+        """Refuses a key that occurs twice, where SafeLoader takes the last."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             keys = Counter(str(key.value) for key, _ in node.value)
             twice = next((key for key, times in keys.items() if times > 1), None)
             if twice is not None:
-                raise yaml.YAMLError(f"from line {node.start_mark.line + 1} on {twice} is there twice; leave one out.")
+                raise yaml.YAMLError(f"from line {node.start_mark.line + 1} on {twice} is given twice; leave one out.")
             return super().construct_mapping(node, deep)
 
     try:
@@ -167,7 +167,7 @@ def _check_entries(path: Path, entries: Any) -> None:
         *(n for values in (entries.get("settings") or {}).values() for n in values or ()),
     ]:
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name.startswith("."):
-            raise UsageError(f"{path}: the name {name!r} is to be a folder's; use letters, digits and . + - _.")
+            raise UsageError(f"{path}: the name {name!r} must be a folder name; use letters, digits and . + - _.")
 
 
 def _check_flags(path: Path, place: str, flags: Any) -> None:
@@ -179,7 +179,7 @@ def _check_flags(path: Path, place: str, flags: Any) -> None:
         if name.startswith("-"):
             raise UsageError(f"{path}: {place} has {name}; write flags without dashes, {name.lstrip('-')}.")
         if name in (_OURS_OF_EVALUATE if place == "evaluate" else OURS):
-            raise UsageError(f"{path}: {place} sets {name}, which every run has of its own.")
+            raise UsageError(f"{path}: {place} sets {name}, which the experiment sets itself.")
         if not isinstance(value, str | int | float | bool) and not (
             isinstance(value, list) and all(isinstance(one, str | int | float) for one in value)
         ):

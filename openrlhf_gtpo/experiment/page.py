@@ -22,8 +22,8 @@ from openrlhf_gtpo.report.curves import plot_figures
 from openrlhf_gtpo.report.metrics import Rows, before_and_after, datasource_of, held_out_names, read_runs
 
 _HELD_OUT = "held-out reward"  # of training's last evaluation
-_OF_A_START = (*OURS, "kind", "step", "time", "run", "seed", "ended")  # in which runs of one label may differ
-_OF_A_MODEL = ("model", "weights")  # in which evaluations differ
+_OF_A_START = (*OURS, "kind", "step", "time", "run", "seed", "ended")  # these may differ between runs of one label
+_OF_A_MODEL = ("model", "weights")  # these differ between evaluations
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class FoundRun:
     """A run on disk.
 
     Fields:
-        seed: None where nothing says it.
+        seed: None if nothing says it.
         rows: its metrics.
-        settings: flags of its command line where an experiment has noted them, and else what its metrics say; and
-            those that an evaluation has noted.
-        scores: by data set and measure, a number for each question; a single one where only their mean is known.
-        questions: a digest of each data set's that an evaluation has answered.
+        settings: flags of its command line if an experiment has recorded them, else what its metrics say; and those
+            that an evaluation has recorded.
+        scores: by data set and measure, a number for each question; a single one if only their mean is known.
+        questions: a digest of the questions of each data set that an evaluation has answered.
     """
 
     path: Path
@@ -51,16 +51,16 @@ Runs = dict[str, list[FoundRun]]
 
 
 def find_runs(arguments: Sequence[str]) -> tuple[Runs, list[Path]]:
-    """The runs that a command line names, by label, and those of experiments that are left out: not finished, or not
-    evaluated where others are.
+    """The runs that a command line names, by label, and the runs of experiments that are left out because they are
+    unfinished, or not evaluated while others are.
 
     Args:
-        arguments: ``LABEL=PATH``, of a metrics file or of a folder with one or with TensorBoard's, or an experiment's
+        arguments: ``LABEL=PATH`` of a metrics file, or of a folder with one or with TensorBoard's; or an experiment's
             folder, whose labels are its methods with their settings.
 
     Raises:
-        UsageError: a folder without runs, or a seed that a label has twice.
-        ValueError: a run without metrics.
+        UsageError: a folder has no runs, none is finished, or a label has a seed twice.
+        ValueError: a run has no metrics.
     """
     runs: Runs = {}
     unfinished: list[Path] = []
@@ -100,10 +100,10 @@ def write_page(
     """Write ``index.html`` into ``folder``, and each of its figures beside it as PNG and SVG.
 
     Args:
-        baseline: a label, or a method of the labels METHOD/SETTING..., which is compared with at equal settings.
+        baseline: a label, or the method of labels METHOD/SETTING..., which are then compared at equal settings.
 
     Raises:
-        UsageError: a baseline that is not among the runs, or that answered other questions.
+        UsageError: the baseline is not among the runs, or it answered other questions.
     """
     pairs = _compared(runs, baseline) if baseline is not None else []
     runs = dict(sorted(runs.items(), key=lambda item: item[0] not in {base for _, base in pairs}))
@@ -160,14 +160,14 @@ def _read(path: Path) -> FoundRun:
         after = before_and_after(rows, name)[1]
         if after is not None:
             scores[datasource_of(name), _HELD_OUT] = np.array([after])
-    named = re.search(r"seed[-_=]?(\d+)", str(path))  # as in OpenRLHF's folders, which do not say it otherwise
+    named = re.search(r"seed[-_=]?(\d+)", str(path))  # as in OpenRLHF's folders, which say it nowhere else
     seed = start.get("seed", int(named[1]) if named else None)
     differing = {name: value for name, value in settings.items() if name not in _OF_A_START}
     return FoundRun(path, seed, rows, differing, scores, evaluated["questions"])
 
 
 def _compared(runs: Runs, baseline: str) -> list[tuple[str, str]]:
-    """Each label that is not the baseline's, and what it is compared with."""
+    """Each label that is not the baseline's, and the label that it is compared with."""
     bases = {label for label in runs if label == baseline or label.split("/")[0] == baseline}
     if not bases:
         raise UsageError(f"The baseline {baseline!r} is not among the runs: {', '.join(runs)}.")
@@ -202,7 +202,7 @@ def _differences(
 
 
 def _by_measure(key: tuple[str, str]) -> tuple[str, bool, str, int]:
-    """Data sets by name, and of each its measures by name, pass@4 before pass@32."""
+    """Sort key: data sets by name, and the measures of each by name, pass@4 before pass@32."""
     data, measure = key
     name, _, k = measure.partition("@")
     return data, name not in ("mean", "pass", "best", "majority"), name, int(k or 0)
@@ -216,7 +216,7 @@ def _mean(group: Sequence[FoundRun], key: tuple[str, str]) -> str:
 
 
 def _settings(runs: Runs) -> dict[str, list[str]]:
-    """The values, by label, of what is not the same for all."""
+    """The settings that differ between labels, each with its values by label."""
     everything = sorted({name for group in runs.values() for run in group for name in run.settings})
     rows = {
         name: [", ".join(sorted({str(run.settings.get(name, "default")) for run in group})) for group in runs.values()]
@@ -226,6 +226,6 @@ def _settings(runs: Runs) -> dict[str, list[str]]:
 
 
 def _inline(svg: str, title: str) -> str:
-    """An SVG file's element without the ids of its groups: nothing refers to them, and a page has each id once."""
+    """An SVG file's element without the ids of its groups: nothing refers to them, and ids in a page are unique."""
     element = re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :])
     return element.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)

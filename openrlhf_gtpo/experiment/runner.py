@@ -1,6 +1,6 @@
-"""Runs an experiment's trainings one after another, each in its folder, and goes on where an interruption ended it.
+"""Runs an experiment's trainings one after another, each in its folder, and resumes after an interruption.
 
-On several hosts the same command on each shares the work through the folder: a run belongs to who has its lock.
+Several hosts that run the same command share the work through the folder: a run belongs to whoever has its lock.
 """
 
 import fcntl
@@ -26,19 +26,19 @@ from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import read_runs
 from openrlhf_gtpo.report.watch import describe
 
-_SIGNALS = range(129, 256)  # statuses of what a signal to this process, or to the run, has ended
+_SIGNALS = range(129, 256)  # exit statuses after a signal to this process or to the run
 
 
 def is_finished(run: Run, grid: Grid) -> bool:
-    """Whether ``run`` came to its own end, and its model was evaluated where the grid asks for it."""
+    """True if ``run`` has completed, and its model was evaluated if the grid asks for it."""
     return is_trained(run) and (grid.evaluate is None or (run.folder / "evaluation" / "flags.json").is_file())
 
 
 def check_folders(grid: Grid) -> None:
-    """Refuse a folder with a run that has, or was evaluated with, other flags than ``grid`` gives it.
+    """Refuse a folder with a run that was trained or evaluated with flags other than ``grid`` gives it.
 
     Raises:
-        UsageError: the run and the flag.
+        UsageError: there is such a run, which is named with the flag, or the folder has other files.
     """
     for run in grid.runs:
         if grid.evaluate is not None:
@@ -64,14 +64,14 @@ def _refuse_others(folder: Path, done: str, flags: Mapping[str, Any]) -> None:
 
 
 def run_all(grid: Grid) -> list[str]:
-    """Make every run that is not finished and that no other process is making; on a terminal with a bar of what is
-    done, what the current run does, and the time left if each takes as long as those before.
+    """Make every run that is not finished and that no other process is making. On a terminal, a bar shows what is
+    done, what the current run is doing, and the time left if each takes as long as those before.
 
     Returns:
         a sentence for each run that failed; its log says why.
 
     Raises:
-        KeyboardInterrupt: a signal ended a run, or a request to stop.
+        KeyboardInterrupt: a signal or a request to stop ended a run.
     """
     failures: list[str] = []
     spent: dict[Path, float] = {}  # seconds of finished runs, whose files are read once
@@ -81,7 +81,7 @@ def run_all(grid: Grid) -> list[str]:
         bar = progress.add_task("", total=len(grid.runs))
 
         def show(run: Run) -> bool:
-            """False: nothing hangs (``run_and_clear``)."""
+            """Update the bar. Returns False, which says that nothing hangs (``run_and_clear``)."""
             if console.is_terminal:
                 for one in grid.runs:
                     if one.folder not in spent and is_finished(one, grid):
@@ -106,7 +106,7 @@ def _make(run: Run, grid: Grid, show: Callable[[], bool]) -> list[str]:
         resume = []
         if any((run.folder / "checkpoints" / "_actor").glob("*")):
             resume = ["--ckpt.load_enable"]
-        else:  # nothing to go on from: a half run counts nowhere
+        else:  # nothing to resume from: half a run counts nowhere
             for name in ("metrics.jsonl", "model", "checkpoints"):
                 path = run.folder / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -124,8 +124,8 @@ def _make(run: Run, grid: Grid, show: Callable[[], bool]) -> list[str]:
 
 
 def _call(module: str, argv: Sequence[str], log: Path, show: Callable[[], bool]) -> int:
-    """Run ``python3 -m module argv`` with its output appended to ``log``, and leave none of its processes; ``show``
-    is called meanwhile, about once a second."""
+    """Run ``python3 -m module argv`` with its output appended to ``log``, and leave none of its processes behind;
+    call ``show`` meanwhile, about once a second."""
     shell = ["sh", "-c", 'log=$1; shift; exec "$@" >>"$log" 2>&1', "sh", str(log)]
     command = [*shell, sys.executable, "-m", module, *argv]
     status = run_and_clear(command, os.environ, patience=60.0, hangs=show)
@@ -135,7 +135,7 @@ def _call(module: str, argv: Sequence[str], log: Path, show: Callable[[], bool])
 
 
 def is_trained(run: Run) -> bool:
-    """Whether the training of ``run`` came to its own end; its evaluation may be missing."""
+    """True if the training of ``run`` has completed; its evaluation may be missing."""
     with suppress(ValueError):
         return any(row.get("ended") for row in read_runs(run.folder)[-1])
     return False
@@ -148,7 +148,7 @@ def _last_line(log: Path) -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Whether this process has ``folder`` to itself, until the end of the block or of the process."""
+    """Lock ``folder`` until the end of the block or of the process; yields False if another process has the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     file: IO[str]
     with (folder / "lock").open("a") as file:

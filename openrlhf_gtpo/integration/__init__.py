@@ -1,1 +1,1 @@
-"""The only room that knows OpenRLHF: its parser, experience maker, actors and trainer, extended in place of forked."""
+"""The only room that knows OpenRLHF: its parser, experience maker, actors and trainer are extended, not forked."""

@@ -1,4 +1,4 @@
-"""Puts this package's Ray actors in the place of upstream's, in the process that starts the run.
+"""Puts this package's Ray actors in place of upstream's, in the process that starts the run.
 
 The actors themselves bring what they need into their worker processes, which import upstream afresh.
 """
@@ -34,7 +34,7 @@ def apply(args: SimpleNamespace) -> None:
         "with_entropy": args.rollout.entropy == "sampler",
         "temperature": args.rollout.temperature,
     }
-    if args.algo.guide.model_name_or_path:  # all rows carry their engine's log-probs, or none
+    if args.algo.guide.model_name_or_path:  # either all rows carry their engine's log-probs, or none do
         of_engines["with_log_probs"] = True
         of_engines["engine_args"] |= {"logprobs_mode": "processed_logprobs", "max_logprobs": 1}
     train_ppo_ray.RayActorGroup = partial(ActorGroup, tensor_parallel_size=tensor_parallel_size)

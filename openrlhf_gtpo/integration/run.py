@@ -1,4 +1,4 @@
-"""From a command line to a run: parse, check, patch, and upstream's own ``train`` in a Ray."""
+"""Turns a command line into a run: parses and checks it, patches upstream and runs its own ``train`` in Ray."""
 
 import signal
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ from openrlhf_gtpo.integration.controller.checkpoint_disk import check_room
 
 
 def train(args: SimpleNamespace) -> None:
-    """Run OpenRLHF's training with arguments that are parsed and checked.
+    """Run OpenRLHF's training with parsed and checked arguments.
 
     Raises:
-        UsageError: the user's mistake, before any engine starts.
-        TrainingStopped: data that must not be learned from, a checkpoint that cannot be written.
+        UsageError: a mistake by the user, found before any engine starts.
+        TrainingStopped: data that must not be learned from, or a checkpoint that cannot be written.
         Restartable: a process or a node died.
-        StoppedOnRequest: the run was asked to stop, and can be gone on with.
+        StoppedOnRequest: the run was asked to stop, and can be resumed.
     """
     stop.prepare(args)
     patch.apply(args)
@@ -38,10 +38,10 @@ def train(args: SimpleNamespace) -> None:
 
 
 def parse(argv: Sequence[str]) -> SimpleNamespace:
-    """Upstream's arguments and this package's for ``argv``, as this host can run them.
+    """Parse ``argv`` into upstream's and this package's arguments, adapted to what this host can run.
 
     Raises:
-        UsageError: a flag or combination that works with no estimator and no backend.
+        UsageError: a flag or combination that fails with every estimator and backend.
     """
     check_openrlhf()
     platform.choose()
@@ -56,7 +56,7 @@ def parse(argv: Sequence[str]) -> SimpleNamespace:
 
 
 def check(args: SimpleNamespace) -> None:
-    """Check everything that can be before any engine starts.
+    """Check everything that can be checked before any engine starts.
 
     Raises:
         UsageError: a combination, input or cluster that cannot work.
@@ -75,10 +75,10 @@ def check(args: SimpleNamespace) -> None:
 
 
 def run(args: SimpleNamespace) -> None:
-    """Upstream's ``train`` in the Ray that was started; Ray is shut down at the end.
+    """Run upstream's ``train`` in the Ray that was started, and shut Ray down at the end.
 
     Raises:
-        UsageError: a cluster on which it cannot work.
+        UsageError: a cluster on which the run cannot work.
         TrainingStopped, Restartable, StoppedOnRequest: as :func:`train`.
     """
     import ray

@@ -1,1 +1,1 @@
-"""Ray clusters over several hosts: start a node and clear up after it, wait until all have joined."""
+"""Ray clusters over several hosts: start a node and clean up after it, and wait until all nodes have joined."""

@@ -1,8 +1,8 @@
 """Runs a program and leaves none of its processes behind, however far they have moved away from it.
 
-Ray's workers and the engines that they start outlive a Ray that is killed, and rename themselves, so that nothing but
-their ancestry tells whose they are. Linux keeps that: orphans of a "child subreaper" become its children. A raylet can
-be one too (https://github.com/ray-project/ray/pull/42992), but then ends with what it should clear away.
+Ray's workers and the engines that they start outlive a Ray that is killed, and rename themselves, so that only their
+ancestry tells whose they are. Linux preserves that: orphans of a "child subreaper" become its children. A raylet can
+be one too (https://github.com/ray-project/ray/pull/42992), but then it ends together with what it should clear away.
 """
 
 import ctypes
@@ -18,10 +18,10 @@ import psutil  # vLLM and DeepSpeed depend on it
 
 HUNG = 124  # the exit status of coreutils' timeout
 
-_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here, as little may be done between fork and exec
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here, because little may be done between fork and exec
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_PATIENCE = 5.0  # seconds from SIGTERM to SIGKILL with what hangs, and with orphans: they have nothing to finish
+_PATIENCE = 5.0  # seconds from SIGTERM to SIGKILL for a hung program, and for orphans: they have nothing to finish
 
 
 def run_and_clear(
@@ -32,16 +32,16 @@ def run_and_clear(
     hangs: Callable[[], bool] = lambda: False,
 ) -> int:
     """Run ``command`` until it ends, or SIGTERM, SIGINT or SIGHUP to this process ends it, then end its descendants.
-    Where this process is killed, the program gets SIGTERM.
+    If this process is killed, the program gets SIGTERM.
 
     Args:
         command: program and arguments.
-        environment: whole, of the program.
-        patience: seconds for the program after such a signal, until SIGKILL.
-        hangs: asked about once a second; true ends the program too, with little patience.
+        environment: the program's whole environment.
+        patience: seconds that the program has after such a signal, until SIGKILL.
+        hangs: called about once a second; True ends the program too, with little patience.
 
     Returns:
-        its exit status, or 128 + the signal that ended this, or HUNG.
+        the program's exit status, or 128 + the signal that this process received, or HUNG.
 
     Raises:
         OSError: the program cannot be started.
@@ -54,12 +54,12 @@ def run_and_clear(
     before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in taken}
     try:
         child = subprocess.Popen(command, env=dict(environment), preexec_fn=_end_with_parent)
-        end = os.pidfd_open(child.pid)  # Popen.wait looks twenty times a second
+        end = os.pidfd_open(child.pid)  # Popen.wait polls twenty times a second
         asked = None
         while child.poll() is None:
             if asked is None and (received or (hung := hangs())):
                 child.terminate()
-                child.send_signal(signal.SIGCONT)  # one that is stopped does not take it before
+                child.send_signal(signal.SIGCONT)  # a stopped process does not take SIGTERM before this
                 asked = time.monotonic()
             elif asked is not None and time.monotonic() - asked > (patience if received else _PATIENCE):
                 child.kill()
@@ -90,7 +90,7 @@ def _end_descendants() -> None:
     for process in this.children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             process.terminate()
-            process.resume()  # one that is stopped does not take it before
+            process.resume()  # a stopped process does not take SIGTERM before this
     while True:
         _reap()
         left = this.children(recursive=True)

@@ -1,4 +1,4 @@
-"""One node of a Ray cluster, in the foreground: `ray start --block`, its logs kept and its processes cleared away."""
+"""One node of a Ray cluster, in the foreground: `ray start --block`, keeping its logs and clearing its processes."""
 
 import os
 import resource
@@ -14,14 +14,14 @@ from openrlhf_gtpo.launch.process_tree import run_and_clear
 
 # Ray's Prometheus servers listen on all interfaces and ask for no token. Those of its head cannot be switched off, but
 # they do not start on an invalid port, which is logged (ray 2.55.0, dashboard/head.py, _setup_metrics, and
-# autoscaler/v2/monitor.py). Can go once they can be, or ask for the token.
+# autoscaler/v2/monitor.py). Can go once the servers can be switched off, or ask for the token.
 _NO_METRICS_SERVERS = {
     "RAY_enable_metrics_collection": "0",
     "DASHBOARD_METRIC_PORT": "65536",
     "AUTOSCALER_METRIC_PORT": "65536",
 }
 
-# Seconds without a connection; Ray would work on for a minute after its head's death, and nobody starts that again.
+# Seconds without a connection to the head. Ray would go on for a minute after its death, and nobody restarts it.
 _HEAD_IS_GONE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3"}
 
 
@@ -32,10 +32,10 @@ class Node:
     Fields:
         name: in messages and in Ray's lists.
         address: of this host, as the others reach it.
-        head: HOST:PORT of the cluster's head; None where this is it.
+        head: HOST:PORT of the cluster's head; None if this node is the head.
         port: of the head for the other nodes; the dashboard has the next one, Ray's clients the one after.
-        temporary: folder on a disk of this host, where Ray's files get one of their own; short, for Unix sockets.
-        more: flags of `ray start`, which come last and win.
+        temporary: folder on a disk of this host, in which Ray's files get their own; short, for Unix sockets.
+        more: further flags of `ray start`, which come last and win.
     """
 
     name: str
@@ -46,10 +46,10 @@ class Node:
     more: Sequence[str] = ()
 
     def command(self, folder: Path) -> list[str]:
-        """`ray start` with its flags and files in ``folder``. Its dashboard listens on the loopback alone."""
+        """`ray start` with its flags, and its files in ``folder``. The dashboard listens on the loopback only."""
         command = ["ray", "start", "--block", f"--node-ip-address={self.address}", f"--node-name={self.name}"]
         command += [f"--temp-dir={folder}"]
-        # Fixed ports would meet those of another cluster on the same host.
+        # Fixed ports would collide with those of another cluster on the same host.
         command += ["--dashboard-agent-listen-port=0", "--min-worker-port=0", "--max-worker-port=0"]
         if self.head is None:
             command += ["--head", f"--port={self.port}", "--dashboard-host=127.0.0.1", "--disable-usage-stats"]
@@ -67,16 +67,16 @@ def make_token(path: Path) -> None:
 
 
 def with_token(environment: Mapping[str, str], token: Path | None) -> dict[str, str]:
-    """``environment`` in which Ray, which listens on every interface, answers only those who know the token."""
+    """``environment`` with which Ray, which listens on every interface, answers only those who know the token."""
     if token is None:
         return dict(environment)
     return {**environment, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
 
 
 def close_own_ray(environment: MutableMapping[str, str]) -> None:
-    """Have a Ray that this process starts answer to this process and its workers alone, serve no metrics and end with
-    its head; before Ray is imported, which reads it once (ray 2.55.0). RAY_AUTH_MODE=disabled leaves it open; what
-    RAY_ADDRESS names is as whoever started it made it."""
+    """Make a Ray that this process starts answer only this process and its workers, serve no metrics and end with its
+    head. Call it before Ray is imported, which reads ``environment`` once (ray 2.55.0). RAY_AUTH_MODE=disabled leaves
+    Ray open; a cluster that RAY_ADDRESS names is left as it was started."""
     if not environment.get("RAY_ADDRESS") and not environment.get("RAY_AUTH_MODE"):
         own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         environment.update({**_NO_METRICS_SERVERS, **_HEAD_IS_GONE, **environment, **own})
@@ -87,10 +87,10 @@ def run_node(node: Node, token: Path | None, logs: Path | None) -> int:
 
     Args:
         token: the cluster's secret; None leaves the cluster open.
-        logs: where Ray's own logs of this node are copied in the end; None for nowhere.
+        logs: folder to which Ray's own logs of this node are copied at the end; None for no copy.
 
     Raises:
-        OSError: there is no `ray` on PATH, or no folder can be made.
+        OSError: `ray` is not on PATH, or a folder cannot be made.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # As ray.init does, and `ray start` does not (ray 2.55.0, _private/worker.py).

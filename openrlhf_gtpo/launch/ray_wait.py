@@ -1,4 +1,4 @@
-"""Waits until every node of a Ray cluster has joined and the cluster takes jobs, by its dashboard's HTTP interface."""
+"""Waits until every node of a Ray cluster has joined and the cluster takes jobs, over its dashboard's HTTP API."""
 
 import json
 import time
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _ENDED = {"STOPPED", "SUCCEEDED", "FAILED"}
-_PAUSE = 1.0  # seconds between two looks
+_PAUSE = 1.0  # seconds between two checks
 
 
 class NotJoined(RuntimeError):
@@ -29,7 +29,7 @@ class Dashboard:
         self._token = token
 
     def alive(self) -> set[str]:
-        """Names of the nodes that are up; empty where the head does not answer yet."""
+        """Names of the nodes that are up; empty if the head does not answer yet."""
         try:
             answer = self._ask("/api/v0/nodes?limit=10000")
             return {node["node_name"] for node in answer["data"]["result"]["result"] if node["state"] == "ALIVE"}
@@ -37,7 +37,7 @@ class Dashboard:
             return set()
 
     def runs_a_job(self) -> str | None:
-        """Submit a job that does nothing: None where it has succeeded, else what is in the way."""
+        """Submit a job that does nothing; return None if it succeeds, otherwise what is in the way."""
         try:
             job = self._ask("/api/jobs/", {"entrypoint": "true"})["submission_id"]
             while True:
@@ -56,7 +56,7 @@ class Dashboard:
             headers["Authorization"] = f"Bearer {self._token.read_text(encoding='ascii').strip()}"
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data=data, headers=headers)
-        # No proxy of the environment's: the dashboard is on this host.
+        # Without the environment's proxy: the dashboard is on this host.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=60) as response:
             return json.load(response)
@@ -66,7 +66,7 @@ def wait_for_nodes(dashboard: Dashboard, names: Sequence[str], seconds: float) -
     """Return once all of ``names`` have joined and a job has run.
 
     Raises:
-        NotJoined: not within ``seconds``.
+        NotJoined: this did not happen within ``seconds``.
     """
     deadline = time.monotonic() + seconds
     while missing := set(names) - (alive := dashboard.alive()):

@@ -1,5 +1,5 @@
-"""The LM head: hidden states to per-token log-probability and entropy, without ever holding the logits; or, where they
-are there already, logits to the same.
+"""The LM head: per-token log-probability and entropy from hidden states, without ever holding the logits, or from
+logits that already exist.
 
 | file | owns |
 |---|---|
@@ -11,7 +11,7 @@ are there already, logits to the same.
 | `shard` | which columns a rank has, and every collective |
 | `tiles` | how large a tile may be |
 
-This room knows torch, and Triton where there is one; `tiles` knows neither, and is asked for without them.
+This package depends on torch, and on Triton where it is installed; `tiles` needs neither and is imported without them.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
 """Hidden states and the LM head's weight in, log-probability and entropy of every token out; never the logits.
 
-Owns the function other rooms call, what it refuses, which implementation works for it, and its autograd. How it is
-computed is in `projection`.
+Owns the functions that other packages call, their checks, the choice of implementation, and their autograd. The
+computation is in `projection`.
 """
 
 import importlib.util
@@ -38,27 +38,27 @@ def linear_log_prob_and_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """log p(label) and the entropy of p = softmax((hidden @ weight.T + bias) / temperature), token by token.
 
-    Differentiable once in `hidden`, `weight` and `bias`: through the log-probability always, through the entropy where
-    a gradient arrives for it. What is kept for the backward pass is two numbers a token; logits are computed again.
-    Products are taken in the dtype of the inputs, everything else, sums of gradients included, in float32.
+    Differentiable once in `hidden`, `weight` and `bias`: always through the log-probability, through the entropy if a
+    gradient arrives for it. Only two numbers per token are kept for the backward pass, which recomputes the logits.
+    Products are computed in the dtype of the inputs; everything else, including sums of gradients, is in float32.
 
     Args:
         hidden: (T, H), the same on every rank of `group`. Its gradient is summed over `group`.
         weight: (V_local, H) in the dtype of `hidden`: this rank's columns. Any split of the vocabulary in rank order.
         labels: (T,) integers, ids over the whole vocabulary, the same on every rank.
-        temperature: what the logits, bias included, are divided by.
+        temperature: divisor of the logits, bias included.
         bias: (V_local,), added in float32. -inf removes a column.
-        vocab_size: number of real columns over all shards; those beyond are padding and count nowhere (their gradient
+        vocab_size: number of real columns over all shards; those beyond are padding and are ignored (their gradient
             is 0). None: all are real.
-        group: the process group over which the vocabulary is sharded. None: it is not.
-        chunk_bytes: most bytes of temporary memory, in the forward and in the backward pass, besides a few numbers a
-            token. None: 1 GiB on a device; 256 MiB on CPU, where tiles that stay in cache are faster.
+        group: the process group over which the vocabulary is sharded. None: not sharded.
+        chunk_bytes: limit on temporary memory in the forward and in the backward pass, in bytes, not counting a few
+            numbers per token. None: 1 GiB on a device; 256 MiB on CPU, where tiles that stay in cache are faster.
         with_entropy: False returns None for the entropy.
         accumulate_into_main_grad: add the gradient of `weight` to `weight.main_grad` instead of returning it, and set
             `weight.grad_added_to_main_grad`, as megatron-core's LinearWithGradAccumulationAndAsyncCommunication does
             under `gradient_accumulation_fusion`.
-        implementation: "triton" works on logits in Triton kernels, "portable" in torch. "auto" is Triton
-            on CUDA if it is installed. float64 is always portable.
+        implementation: "triton" works on logits in Triton kernels, "portable" in torch. "auto" is Triton on CUDA if it
+            is installed. float64 always uses "portable".
 
     Returns:
         log_prob (T,) float32 in nats, <= 0, and entropy (T,) float32 in nats, in [0, ln vocab_size], or None.
@@ -85,14 +85,14 @@ def linear_log_prob_and_entropy(
 def log_prob_and_entropy(
     logits: Tensor, labels: Tensor, *, temperature: float, implementation: Implementation = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """log p(label) and the entropy of p = softmax(logits / temperature), of logits that exist already.
+    """log p(label) and the entropy of p = softmax(logits / temperature), from logits that already exist.
 
-    Not differentiable. The arithmetic, and its dtype, is that of `linear_log_prob_and_entropy`.
+    Not differentiable. The arithmetic and its dtype are those of `linear_log_prob_and_entropy`.
 
     Args:
-        logits: (T, V), unsharded; they are not written to. -inf removes a column.
+        logits: (T, V), unsharded; not modified. -inf removes a column.
         labels: (T,) int64.
-        temperature, implementation: as above.
+        temperature, implementation: as for `linear_log_prob_and_entropy`.
 
     Returns:
         log_prob (T,) and entropy (T,) in nats; NaN where all logits of a row are NaN or one is +inf.
@@ -125,7 +125,7 @@ def _check(
 
 
 def _choose(implementation: Implementation, hidden: Tensor) -> type[TileWork]:
-    """The class that works on tiles of logits of `hidden`."""
+    """The class that works on tiles of logits for inputs like `hidden`."""
     if implementation not in ("auto", "portable", "triton"):
         raise ValueError(f"implementation must be auto, portable or triton, but it is {implementation!r}")
     has_triton = importlib.util.find_spec("triton") is not None

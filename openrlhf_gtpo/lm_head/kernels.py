@@ -1,8 +1,9 @@
 """The work on one tile of logits in Triton, for CUDA: one kernel reads a tile once for all statistics, another turns
-it into its gradient in place. On a CPU they run under `TRITON_INTERPRET=1`, which is how they are tested there.
+the tile into its gradient in place. On a CPU they run under `TRITON_INTERPRET=1`, which is how they are tested there.
 
-The product stays cuBLAS's: at H of thousands it is all but a few per cent of the time, and a tile of the budget's size
-costs one write and one read of memory. A row of a tile is one program, so no statistic is shared between programs.
+The product is left to cuBLAS: with H in the thousands it takes all but a few percent of the time, and a tile of the
+budget's size costs one write and one read of memory. For the statistics, each row of a tile is one program, so no
+statistic is shared between programs.
 """
 
 import torch
@@ -14,14 +15,14 @@ from .softmax import LOWEST_EXPONENT, LogitGradient, TokenStatistics
 from .tiles import Tile, fused_bytes_per_logit
 
 _LOWEST = tl.constexpr(LOWEST_EXPONENT)
-_FINITE = tl.constexpr(-3e38)  # a maximum of -inf alone would make NaN of -inf - -inf
+_FINITE = tl.constexpr(-3e38)  # keeps a maximum finite, as -inf - -inf would be NaN
 _STATISTICS_BLOCK = 4096  # columns of a row at a time
 _GRADIENT_BLOCK = 2048
 _WARPS = 8
 
 
 class TritonTile:
-    """A `TileWork`: the product alone, in the dtype of the inputs, which must be at most float32."""
+    """A `TileWork` that holds only the product, in the dtype of the inputs, which must be at most float32."""
 
     def __init__(self, tile: Tile, like: Tensor, second: bool) -> None:
         self._memory = torch.empty(tile.tokens * tile.columns, dtype=like.dtype, device=like.device)
@@ -103,7 +104,7 @@ def _absorb(  # type: ignore[no-untyped-def]
     WITH_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: the arithmetic of `TokenStatistics.merge_`, a block of columns at a time."""
+    """Add one row to its statistics as `TokenStatistics.merge_` does, a block of columns at a time."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     top = tl.load(maximum + row)
@@ -153,7 +154,7 @@ def _gradient(  # type: ignore[no-untyped-def]
     WITH_SLOPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of one row, in place: the formula of `LogitGradient`."""
+    """Turn a block of one row into its gradient in place, by the formula of `LogitGradient`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

@@ -1,7 +1,7 @@
 """The work on one tile of logits in plain torch, on any device: the default on CPU, the reference everywhere.
 
-The passes are in place and over tiles that stay in cache (see `tiles`). Logits that exist already, which are to stay
-as they are, take a compiled pass instead.
+The passes work in place on tiles that stay in cache (see `tiles`). Logits that already exist must not be modified, so
+they take a compiled pass instead.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from torch import Tensor
 from .softmax import LOWEST_EXPONENT, LogitGradient, TokenStatistics, accumulation_dtype
 from .tiles import Tile, portable_bytes_per_logit
 
-_LOWEST_LOGIT = -1e30  # in the place of -inf, so that what is made of it stays finite too
+_LOWEST_LOGIT = -1e30  # replaces -inf, so that everything computed from it stays finite too
 
 
 class PortableTile:
-    """A `TileWork`: the product, its widened copy, and where 2**z and z are needed together a second one."""
+    """A `TileWork` that holds the product, its widened copy, and a second one where 2**z and z are needed together."""
 
     def __init__(self, tile: Tile, like: Tensor, second: bool) -> None:
         wide = accumulation_dtype(like.dtype)
@@ -38,7 +38,7 @@ class PortableTile:
     def of_logits(cls, logits: Tensor, labels: Tensor, bits_per_logit: float) -> TokenStatistics:
         from torch._dynamo.decorators import mark_unbacked
 
-        mark_unbacked(logits, 0)  # or a batch of one row would be compiled anew
+        mark_unbacked(logits, 0)  # otherwise a batch of one row would be recompiled
         label_logit = logits.gather(1, labels.unsqueeze(1)).squeeze(1).to(accumulation_dtype(logits.dtype))
         return TokenStatistics(*_compiled_whole_rows()(logits, bits_per_logit), label_logit)
 
@@ -77,13 +77,13 @@ class PortableTile:
         return logits if bias is None else logits.add_(bias)
 
     def _beside(self, like: Tensor) -> Tensor:
-        """Wide scratch of the shape of `like` (t, v); `like` itself where none was asked for, to work in place."""
+        """Wide scratch memory of the shape of `like` (t, v), or `like` itself if there is none, to work in place."""
         return like if self._second is None else _part(self._second, like.shape)
 
 
 @cache
 def _compiled_whole_rows() -> Callable[[Tensor, float], tuple[Tensor, Tensor, Tensor]]:
-    """`_whole_rows` in two loops over the logits, without a copy of them; torch.compile takes 2 s to import."""
+    """`_whole_rows` as two loops over the logits, without copying them. Lazy: torch.compile takes 2 s to import."""
     return torch.compile(_whole_rows, dynamic=True)
 
 
@@ -93,7 +93,7 @@ def _whole_rows(logits: Tensor, bits_per_logit: float) -> tuple[Tensor, Tensor, 
     maximum = x.amax(1)
     z = (x - maximum.unsqueeze(1)) * bits_per_logit
     p = torch.exp2(z)
-    # Compiled loops add one number after the other: in float32 that is off by 1e-5 at 150,000 columns.
+    # Compiled loops add one number at a time; in float32 that is off by 1e-5 at 150,000 columns.
     sum_exp = p.sum(1, dtype=torch.float64)
     weighted_exponents = (p * z).sum(1, dtype=torch.float64)
     return maximum, sum_exp.to(x.dtype), weighted_exponents.to(x.dtype)
@@ -104,12 +104,12 @@ def _part(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _exponents_(logits: Tensor, zero: Tensor, bits_per_logit: float, may_be_infinite: bool) -> Tensor:
-    """(t, v) in place: (logits - zero) * c, the powers of two that are to be taken; `zero` is (t,)."""
+    """Turn logits (t, v) into exponents of two in place: (logits - zero) * c; `zero` is (t,)."""
     logits.sub_(zero.unsqueeze(1)).mul_(bits_per_logit)
     return logits.clamp_(min=LOWEST_EXPONENT) if may_be_infinite else logits
 
 
 def _columns_of_labels(labels: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """(t, 1) the label's column within the tile, clamped into it, and (t,) whether it is there at all."""
+    """(t, 1) the label's column within the tile, clamped to it, and (t,) whether the label is in the tile at all."""
     here = (labels >= 0) & (labels < columns)
     return labels.clamp(0, columns - 1).unsqueeze(1), here

@@ -1,11 +1,11 @@
-"""The forward and the backward pass over one shard of the vocabulary, tile by tile, and what the shards then share.
+"""The forward and the backward pass over one shard of the vocabulary, tile by tile, and the exchange between shards.
 
 Owns the settings of a call, the plan of the backward pass (which sweeps over the logits it takes to stay within the
-budget), the loops, the products and the sums of gradients. What is done to a tile of logits between the products is a
-`TileWork`: `portable` in torch, `kernels` in Triton. Knows no autograd.
+budget), the loops, the products and the sums of gradients. Between the products, a `TileWork` does the work on a tile
+of logits: `portable` in torch, `kernels` in Triton. Knows nothing about autograd.
 
-Products are taken in the inputs' dtype, everything after them in `accumulation_dtype`. Tiles follow Flash Attention
-(arXiv 2205.14135) and Cut Cross-Entropy (arXiv 2411.09009).
+Products are computed in the inputs' dtype and everything after them in `accumulation_dtype`. Tiling follows Flash
+Attention (arXiv 2205.14135) and Cut Cross-Entropy (arXiv 2411.09009).
 """
 
 import math
@@ -23,26 +23,25 @@ from .tiles import spans
 
 
 class TileWork(Protocol):
-    """An implementation's memory for one tile, reused by all tiles of a sweep, and what it does with logits there.
+    """An implementation's memory for one tile, reused by all tiles of a sweep, and what it does with the logits there.
 
-    A tile is (t, v). Its labels (t,) are columns of the tile; those outside [0, v) are not among them. The bias (v,)
+    A tile is (t, v). Its labels (t,) are columns of the tile; labels outside [0, v) are not in the tile. The bias (v,)
     is in the accumulation dtype.
     """
 
     def __init__(self, tile: tiles.Tile, like: Tensor, second: bool) -> None:
-        """`like` has the dtype and device of the inputs; `second`: an entropy, or its gradient, is asked for."""
+        """`like` has the dtype and device of the inputs; `second`: whether an entropy or its gradient is needed."""
 
     @staticmethod
     def bytes_per_logit(item: int, wide: int, second: bool) -> int:
-        """Bytes that this memory takes for a logit; `item` and `wide` are the sizes of an input's and an accumulator's
-        element."""
+        """Bytes of this memory per logit; `item` and `wide` are the element sizes of inputs and accumulators."""
 
     def product(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """hidden (t, H) x weight (v, H), in the dtype of the inputs; what is there before is lost."""
+        """hidden (t, H) x weight (v, H), in the dtype of the inputs; overwrites the previous contents."""
 
     @classmethod
     def of_logits(cls, logits: Tensor, labels: Tensor, bits_per_logit: float) -> TokenStatistics:
-        """Statistics of logits (T, V) that exist already and stay as they are; -inf is a column of no probability."""
+        """Statistics of logits (T, V) that already exist and are not modified; a column of -inf has probability 0."""
 
     def absorb(
         self, product: Tensor, bias: Tensor | None, labels: Tensor, total: TokenStatistics, bits_per_logit: float
@@ -52,13 +51,13 @@ class TileWork(Protocol):
     def gradient(
         self, product: Tensor, bias: Tensor | None, labels: Tensor, of: LogitGradient, bias_sum: Tensor | None
     ) -> Tensor:
-        """The gradient of the logits in the dtype of the inputs, in the product's memory; `bias_sum` (v,) gets its sum
-        over the tokens."""
+        """The gradient of the logits, in the dtype of the inputs and the product's memory; its sum over the tokens is
+        added to `bias_sum` (v,)."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One call's arguments that are no tensors; `linear_log_prob_and_entropy` explains them."""
+    """The non-tensor arguments of one call; `linear_log_prob_and_entropy` explains them."""
 
     temperature: float
     shard: VocabularyShard
@@ -69,7 +68,7 @@ class Settings:
 
     @property
     def accumulator_bytes(self) -> int:
-        """The most that an accumulator of d_hidden may take."""
+        """The most bytes that an accumulator of d_hidden may take."""
         return int(self.chunk_bytes * tiles.ACCUMULATOR_SHARE)
 
     def forward_tile(self, hidden: Tensor) -> tiles.Tile:
@@ -81,7 +80,7 @@ class Settings:
     def backward_tile(
         self, hidden: Tensor, tokens: int, accumulator_bytes: int, *, entropy_grad: bool, direct: bool
     ) -> tiles.Tile:
-        """`direct`: the weight's gradient has the dtype of the inputs and nothing in it yet."""
+        """`direct`: whether the weight's gradient has the dtype of the inputs and holds nothing yet."""
         item, wide = _item_sizes(hidden)
         on_cpu = hidden.device.type == "cpu"
         needed = partial(
@@ -96,7 +95,7 @@ class Settings:
         return tiles.choose_tile(tokens, self.shard.columns, self.chunk_bytes - accumulator_bytes, on_cpu, needed)
 
     def check_budget(self, hidden: Tensor) -> None:
-        """Raises ValueError where no tile would fit, in the forward pass already and on every rank."""
+        """Raise ValueError if no tile would fit, already in the forward pass and on every rank."""
         self.forward_tile(hidden)
         self.backward_tile(hidden, hidden.size(0), self.accumulator_bytes, entropy_grad=True, direct=False)
 
@@ -155,10 +154,10 @@ def token_statistics(
 
 @dataclass
 class Gradients:
-    """The tensors that a sweep puts its results into, each None where it is not wanted.
+    """The tensors that a sweep writes its results to, each None if it is not needed.
 
-    `hidden` (T, H) in the accumulation dtype and `bias` (V,) likewise are added to. `weight` (V, H) of any dtype is
-    added to, or written where `weight_is_fresh` (its contents are then undefined before).
+    `hidden` (T, H) and `bias` (V,), both in the accumulation dtype, are added to. `weight` (V, H), of any dtype, is
+    added to, or overwritten if `weight_is_fresh` (its previous contents are then undefined).
     """
 
     hidden: Tensor | None
@@ -176,7 +175,7 @@ def backward(
     settings: Settings,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden (T, H), weight (V_local, H) and bias (V_local,), each None where `needs` says so."""
+    """Gradients of hidden (T, H), weight (V_local, H) and bias (V_local,), each None where `needs` is False."""
     needs_hidden, needs_weight, needs_bias = needs
     shard, wide = settings.shard, gradient.normalizer.dtype
     d_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -241,12 +240,12 @@ class Sweep(NamedTuple):
 
 
 def plan_sweeps(hidden: Tensor, d_weight: Tensor | None, needs_hidden: bool, settings: Settings) -> list[Sweep]:
-    """The passes over the logits that the backward pass takes.
+    """Plan the passes over the logits that the backward pass makes.
 
-    One, with a float32 accumulator of d_hidden (T, H), where that leaves room for tiles (T * H <= 50 M at the default
-    budget). Beyond that, tokens are taken in turns if d_weight is float32 and can itself be added to (Megatron's main
-    gradient). If it is not, rounding it after each turn would lose what it was to gain, so d_hidden takes turns of its
-    own and d_weight one pass: five products instead of four, and still exact.
+    There is one, with a float32 accumulator of d_hidden (T, H), if that leaves room for tiles (T * H <= 50 M at a
+    budget of 256 MiB). Beyond that, tokens are processed in turns if d_weight is float32 and can itself be added to
+    (Megatron's main gradient). If it is not, rounding it after each turn would lose what float32 sums gain, so
+    d_hidden takes turns of its own and d_weight takes one pass: five products instead of four, and still exact.
 
     Ranks of one group get the same plan, since it depends on nothing that differs between them.
     """
@@ -278,15 +277,15 @@ def sweep(
     out: Gradients,
     tile: tiles.Tile,
 ) -> None:
-    """Compute every logit of `hidden` (T, H) x `weight` (V, H) again and add its share to the gradients in `out`.
+    """Recompute every logit of `hidden` (T, H) x `weight` (V, H) and add its share to the gradients in `out`.
 
-    Columns are the outer loop, so that a tile of the weight's gradient is complete, and leaves the accumulation dtype,
-    once.
+    Columns are the outer loop, so that each tile of the weight's gradient is completed, and converted from the
+    accumulation dtype, only once.
     """
     wide = accumulation_dtype(hidden.dtype)
     memory = work(tile, hidden, gradient.slope is not None)
     bias = None if bias is None else bias.to(wide)
-    # Where a tile of the weight's gradient gets a single product, that goes straight to its place.
+    # If a tile of the weight's gradient is a single product, that product goes straight to its place.
     direct = out.weight is not None and out.weight_is_fresh and out.weight.dtype == hidden.dtype
     direct = direct and tile.tokens >= hidden.size(0)
     for columns in spans(weight.size(0), tile.columns):
@@ -322,14 +321,14 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, where `total` may be wider than the factors."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-    elif total.is_cuda:  # cuBLAS adds to a wider matrix, without a partial product of its own
+    elif total.is_cuda:  # cuBLAS adds to a wider matrix without a separate partial product
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total.add_(torch.mm(left, right))
 
 
 def _mark_added_to_main_grad(weight: Tensor) -> Tensor | None:
-    """What megatron-core returns for a gradient that already is in `main_grad`, so that its DDP hooks still run.
+    """Mark the gradient as added to `main_grad` and return megatron-core's dummy, so that its DDP hooks still run.
 
     See `LinearWithGradAccumulationAndAsyncCommunication.backward` in megatron/core/tensor_parallel/layers.py: a dummy
     keeps the backward hooks on the main thread; its contents are ignored unless `zero_out_wgrad` asks for zeros.

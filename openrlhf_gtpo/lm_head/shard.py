@@ -1,9 +1,9 @@
-"""Which columns of the vocabulary this rank holds, and what the ranks of a tensor-parallel group tell each other.
+"""The columns of the vocabulary that this rank holds, and what the ranks of a tensor-parallel group exchange.
 
-Owns every collective of this room and the checks of what must agree between ranks. Knows nothing of products.
+Owns every collective of this package and the checks of what must agree between ranks. Knows nothing about products.
 
-The shards may have any size, 0 included; they follow each other in rank order, as Megatron lays them out (there all
-are equal, and the last ones end in padding).
+The shards may have any size, including 0, and follow each other in rank order, as Megatron lays them out (there they
+all have the same size, and the last ones end in padding).
 """
 
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ class VocabularyShard:
     ) -> "VocabularyShard":
         """Find this rank's columns, and check the labels (T,) and `vocab_size` against those of all ranks.
 
-        One all-gather of five integers, so that a mistake is the same `ValueError` on every rank of the group and
-        never a hang, and a check that costs one pass over T integers.
+        This takes one all-gather of five integers, so that a mistake is the same `ValueError` on every rank of the
+        group and never a hang, and the check costs one pass over T integers.
         """
         lowest, highest = torch.stack(labels.aminmax()).tolist() if labels.numel() else (0, -1)
         mine = (local_columns, labels.numel(), -1 if vocab_size is None else vocab_size, lowest, highest)

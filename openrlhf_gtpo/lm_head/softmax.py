@@ -1,7 +1,7 @@
 """The arithmetic of a row of logits: what one pass over it has to remember, and its gradient in closed form.
 
-Owns the online ("flash") softmax: partial statistics of some columns, how two sets of columns are put on one footing,
-log-probability and entropy at the end, and a logit's gradient. Knows nothing of products, tiles or process groups.
+Owns the online ("flash") softmax: partial statistics of some columns, how those of two sets of columns are merged,
+log-probability and entropy at the end, and a logit's gradient. Knows nothing about products, tiles or process groups.
 
 Everything is kept in powers of two: with c = log2(e) / temperature and z_j = (x_j - max_k x_k) * c <= 0,
 
@@ -9,11 +9,11 @@ Everything is kept in powers of two: with c = log2(e) / temperature and z_j = (x
     log p_l = (x_l - max x) / temperature - ln S
     entropy = ln 2 * (log2 S - D / S)
 
-Both terms of the entropy are >= 0 (S >= 1 because the largest column counts 1, D <= 0), so nothing cancels however
-peaked the row is. Base 2 because temperature and the change of base are one factor, and because `torch.exp` on CPU
-goes to MKL: measured at 0.58 ns a logit against 0.13 ns for `torch.exp2`, and 7 to 18 ns against 0.13 to 0.52 ns where
-the result underflows, as it does for most columns of a peaked row (torch 2.13, one AVX-512 core; so it was of
-GELU: https://github.com/pytorch/pytorch/issues/48388).
+Both terms of the entropy are >= 0 (S >= 1 because the largest column contributes 1, and D <= 0), so nothing cancels
+however peaked the row is. The base is 2 because temperature and the change of base are one factor, and because
+`torch.exp` on CPU goes to MKL: it took 0.58 ns per logit against 0.13 ns for `torch.exp2`, and 7 to 18 ns against
+0.13 to 0.52 ns where the result underflows, as it does for most columns of a peaked row (measured with torch 2.13, one
+AVX-512 core; GELU had the same problem: https://github.com/pytorch/pytorch/issues/48388).
 """
 
 import math
@@ -27,7 +27,7 @@ LOWEST_EXPONENT = -1e4
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32; float64 for float64 inputs."""
+    """float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -36,7 +36,7 @@ class TokenStatistics:
     """Statistics of T tokens over some of the columns. All (T,), in the accumulation dtype.
 
     `maximum` and `label_logit` are raw logits (before the temperature); `label_logit` is -inf where the label is not
-    among the columns. `weighted_exponents` is D above, or None where the entropy is not asked for.
+    among the columns. `weighted_exponents` is D above, or None if the entropy is not needed.
     """
 
     maximum: Tensor
@@ -64,7 +64,7 @@ class TokenStatistics:
         return TokenStatistics(self.maximum[tokens], self.sum_exp[tokens], weighted, self.label_logit[tokens])
 
     def rebase_(self, maximum: Tensor, bits_per_logit: float) -> None:
-        """Express the sums relative to `maximum` (T,), which is nowhere below the present one."""
+        """Express the sums relative to `maximum` (T,), which is nowhere below the current one."""
         shift = (self.maximum - maximum).mul_(bits_per_logit).clamp_(min=LOWEST_EXPONENT)
         factor = torch.exp2(shift)
         if self.weighted_exponents is not None:
@@ -117,8 +117,8 @@ class LogitGradient:
         d x_j = g / temperature * [j = label] - p_j * (a + b * z_j)
         a = (g + e * H) / temperature,   b = e * ln 2 / temperature
 
-    because d H / d x_j = -p_j * (ln p_j + H) / temperature. `label_grad` is g / temperature, `level` a, `slope` b,
-    which is None without a gradient of the entropy.
+    because d H / d x_j = -p_j * (ln p_j + H) / temperature. `label_grad` is g / temperature, `level` is a, and
+    `slope` is b, or None without a gradient of the entropy.
     """
 
     normalizer: Tensor
@@ -136,7 +136,7 @@ class LogitGradient:
         normalizer: Tensor,
         temperature: float,
     ) -> "LogitGradient":
-        """The logits' gradient from those of the two outputs; None is zero."""
+        """The logits' gradient from the gradients of the two outputs, where None means zero."""
         label_grad = torch.zeros_like(normalizer) if grad_log_prob is None else grad_log_prob.to(normalizer.dtype)
         label_grad = label_grad / temperature
         level, slope = label_grad, None

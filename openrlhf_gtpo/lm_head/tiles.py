@@ -1,19 +1,19 @@
-"""How many tokens and columns are worked on at a time, given a budget of bytes.
+"""How many tokens and columns to work on at a time, given a budget in bytes.
 
 Owns the accounting of temporaries: `forward_bytes` and `backward_bytes` say what `projection` keeps alive for a tile,
-term by term, and must be changed together with it. Knows no tensors.
+term by term, and must be changed together with it. Knows nothing about tensors.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 # On CPU a tile that stays in the last-level cache makes the passes over the logits nearly free: each costs 0.04 to
-# 0.13 ns a logit, where the product costs 3.6 ns (H = 896, bfloat16, one AVX-512 core, 32 MiB of cache). Half as many
-# columns cost more calls and twice as many more cache. Elsewhere a tile is as large as the budget allows, since there
-# a small one costs kernel launches.
+# 0.13 ns per logit, while the product costs 3.6 ns (H = 896, bfloat16, one AVX-512 core, 32 MiB of cache). Half as
+# many columns cost more calls, and twice as many cost more cache. Elsewhere a tile is as large as the budget allows,
+# since small ones cost kernel launches there.
 CPU_TILE = (1024, 2048)
 DEVICE_TILE = (8192, 1 << 20)
-# Matrix units and vector loads want rows of a tile to begin at multiples of this many columns.
+# Matrix units and vector loads want the rows of a tile to begin at multiples of this many columns.
 ALIGNMENT = 128
 # The share of the budget that an accumulator of d_hidden may take in the backward pass; tiles get the rest.
 ACCUMULATOR_SHARE = 0.75
@@ -26,8 +26,8 @@ def spans(length: int, step: int) -> Iterator[slice]:
 
 
 def default_budget(on_cpu: bool) -> int:
-    """Bytes of temporaries. Of Qwen2.5-32B's head at TP8 and 12288 tokens, 1 GiB gives backward tiles of 8192 tokens
-    and all 19072 columns in one turn, a quarter of it 2048 and 2304 in two."""
+    """Default budget for temporaries, in bytes. For Qwen2.5-32B's head at TP8 and 12288 tokens, 1 GiB gives backward
+    tiles of 8192 tokens and all 19072 columns in one turn; a quarter of it gives tiles of 2048 and 2304 in two."""
     return (256 if on_cpu else 1024) * 2**20
 
 
@@ -40,17 +40,17 @@ class Tile:
 
 
 def portable_bytes_per_logit(item: int, wide: int, second: bool) -> int:
-    """The portable implementation's: the product, if it is narrower than the arithmetic, z, and 2**z beside it."""
+    """Bytes per logit in torch: the product if narrower than the arithmetic, z, and 2**z beside it if `second`."""
     return (item if item != wide else 0) + wide + (wide if second else 0)
 
 
 def fused_bytes_per_logit(item: int, wide: int, second: bool) -> int:
-    """Triton's: the product."""
+    """Bytes per logit in Triton: the product."""
     return item
 
 
 def forward_bytes(tokens: int, columns: int, *, per_logit: int) -> int:
-    """Bytes alive for one forward tile, of which the implementation takes `per_logit` a logit."""
+    """Bytes alive for one forward tile, for which the implementation takes `per_logit` bytes per logit."""
     return tokens * columns * per_logit
 
 
@@ -67,10 +67,10 @@ def backward_bytes(
 ) -> int:
     """Bytes alive for one backward tile of hidden width `width`.
 
-    If the inputs (`item` bytes an element) are narrower than the arithmetic (`wide`), the weight has an accumulator;
-    and unless products add to a wide matrix in place, each partial gradient exists twice more while added: as the
-    product in the input dtype, and widened by the addition. A tile of `direct_from` tokens, which are all there are,
-    needs no accumulator of the weight: its product goes straight to its place.
+    If the inputs (`item` bytes per element) are narrower than the arithmetic (`wide`), the weight has an accumulator;
+    and unless products are added to a wide matrix in place, each partial gradient exists twice more while it is added:
+    as the product in the input dtype, and widened by the addition. A tile of all `direct_from` tokens needs no
+    accumulator of the weight: its product goes straight to its place.
     """
     logits = forward_bytes(tokens, columns, per_logit=per_logit)
     if item == wide:
@@ -100,13 +100,13 @@ def choose_tile(tokens: int, columns: int, budget: int, on_cpu: bool, tile_bytes
 
 
 def backward_peak(tokens: int, columns: int, width: int, *, budget: int, on_cpu: bool) -> int:
-    """Most bytes of temporaries in a backward pass of bfloat16 inputs without a gradient of the entropy, where the
+    """Peak bytes of temporaries in a backward pass with bfloat16 inputs and no gradient of the entropy, where the
     weight's gradient is added to a float32 buffer: the tiles and the accumulator of d_hidden (see `projection`).
 
     Args:
         tokens, columns, width: T, V_local and H.
         budget: `chunk_bytes`.
-        on_cpu: the portable implementation; Triton's otherwise.
+        on_cpu: True for the portable implementation, False for Triton's.
     """
     item, wide = 2, 4
     per_logit = (portable_bytes_per_logit if on_cpu else fused_bytes_per_logit)(item, wide, False)
@@ -120,5 +120,5 @@ def backward_peak(tokens: int, columns: int, width: int, *, budget: int, on_cpu:
         )
 
     tile = choose_tile(tokens, columns, budget - accumulator, on_cpu, tile_bytes)
-    # The budget has room for an accumulator of the weight's gradient, which a float32 buffer does without.
+    # The budget includes an accumulator of the weight's gradient, which a float32 buffer does not need.
     return accumulator + tile_bytes(tile.tokens, tile.columns) - width * tile.columns * wide

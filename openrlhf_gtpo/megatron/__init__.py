@@ -1,1 +1,1 @@
-"""The Megatron-core actor: a model over TP, PP, CP and EP ranks, its step and conversion. Knows torch and megatron."""
+"""The Megatron-core actor: a model over TP, PP, CP and EP ranks, its step and conversion. Uses torch and megatron."""

@@ -1,1 +1,1 @@
-"""What a run needs and how fast it is, from arithmetic alone. Knows neither torch nor megatron nor openrlhf."""
+"""Predicts by arithmetic alone what a run needs and how fast it is. Imports no torch, megatron or openrlhf."""

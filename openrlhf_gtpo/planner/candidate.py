@@ -1,4 +1,4 @@
-"""One way to run: a layout, a precision, recompute, and where the engines live. Its memory and its step by phase."""
+"""One way to run (layout, precision, recompute, placement of the engines): its memory and its step time by phase."""
 
 import math
 from dataclasses import dataclass, replace
@@ -28,8 +28,8 @@ class Candidate:
     Fields:
         training: layout, precision and recompute of the actor.
         cluster: the GPUs that train.
-        engines: the rollout, on the same GPUs (colocated) or on others (split), with the workload and the assumptions.
-        offload: while one of the two works, the other's memory is on the host; colocated alone.
+        engines: engines of the rollout, on the same GPUs (colocated) or others (split), with workload and assumptions.
+        offload: whichever of trainer and engines is idle has its memory on the host; only if colocated.
     """
 
     training: Training
@@ -40,7 +40,7 @@ class Candidate:
 
     @property
     def gpus(self) -> int:
-        """GPUs in all."""
+        """Total number of GPUs."""
         return self.cluster.gpus if self.colocated else self.cluster.gpus + self.engines.gpus
 
     @cached_property
@@ -49,7 +49,7 @@ class Candidate:
 
     @cached_property
     def memory(self) -> dict[str, dict[str, float]]:
-        """Phase to parts to bytes on the GPU with the most of them. ``kv_cache`` is what vLLM takes, if it fits."""
+        """Bytes by phase and part, on the GPU that uses the most. ``kv_cache`` is what vLLM takes, if it fits."""
         phases: dict[str, dict[str, float]] = {}
         for stage in self.training.ends:
             for phase, parts in self._stage_memory(stage).items():
@@ -72,8 +72,8 @@ class Candidate:
         beside_trainer = context | resting | (loaded if self.colocated else {})  # the cache is asleep
         activations = {"activations": forward_bytes(training, stage)}
         optimizer = {"optimizer": held["optimizer"]}
-        made = {"gradients": held["gradients"], "optimizer": held["optimizer"] / 3}  # the float32 weights alone
-        # A checkpoint brings the moments when the gradients have left.
+        made = {"gradients": held["gradients"], "optimizer": held["optimizer"] / 3}  # only the float32 weights
+        # A checkpoint brings the moments after the gradients have left.
         starting = max(made, optimizer, key=lambda parts: sum(parts.values())) if away else states
         return {
             "start": asleep | weights | starting | reference,
@@ -86,12 +86,12 @@ class Candidate:
 
     @property
     def limit(self) -> float:
-        """Bytes of a GPU that can be planned for."""
+        """Bytes of a GPU's memory that a plan can use."""
         return self.cluster.gpu.memory * self.engines.assumptions.usable
 
     @cached_property
     def breaks(self) -> tuple[str, float]:
-        """The phase that comes closest to the limit, and its bytes over the limit (below zero: to spare)."""
+        """The phase that comes closest to the limit, and its bytes over the limit (negative: to spare)."""
         over = {phase: sum(parts.values()) - self.limit for phase, parts in self.memory.items()}
         engines = self.engines
         cache = engines.memory()["kv_cache"] - engines.workload.row_length * engines.token_bytes
@@ -121,7 +121,7 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Real tokens of prompts and responses, a GPU."""
+        """Real tokens of prompts and responses per second and GPU."""
         return self.engines.workload.tokens / self.step_seconds / self.gpus
 
     @property
@@ -134,7 +134,8 @@ class Candidate:
         return self.speed.flops() / seconds / self.cluster.gpus / peak
 
     def _sync(self) -> float:
-        """Each engine gets all weights in bfloat16: gathered over TP inside a node, sent over PP and to other GPUs."""
+        """Seconds to send all weights in bfloat16 to each engine: gathered over TP inside a node, sent over PP and to
+        other GPUs."""
         total = 2.0 * self.training.shape.parameters
         assumed, cluster, stages = self.engines.assumptions, self.cluster, self.training.pipeline
         link, network = cluster.gpu.link * assumed.link, cluster.network * assumed.network
@@ -148,7 +149,7 @@ class Candidate:
 
     @property
     def host_bytes(self) -> float:
-        """Bytes of host memory for each GPU that offloading keeps and moves to and fro in a step: weights and
+        """Bytes of host memory per GPU that offloading occupies, and moves back and forth in a step: weights and
         optimizer of the trainer, weights of the reference and of the engines."""
         if not (self.colocated and self.offload):
             return 0.0
@@ -158,7 +159,7 @@ class Candidate:
 
     @property
     def preference(self) -> tuple:
-        """Sorts candidates that fit: about as fast ones (within 2 %) by what changes or splits less."""
+        """Sort key for candidates that fit: time, and if about equal (within 2 %), what changes or splits less."""
         layout, fp8 = self.training.layout, self.training.fp8
         return (
             round(math.log(self.step_seconds) / math.log(1.02)),

@@ -1,7 +1,7 @@
 """The GPUs that a plan is for: how many, of which kind, in how many nodes.
 
-Numbers are NVIDIA's data sheets' (without sparsity): H100 SXM and NVL, H200, H20 by vendors' listings, A100, L40S.
-Memory is what the driver reports of it.
+Numbers are from NVIDIA's data sheets (without sparsity) for H100 SXM and NVL, H200, A100 and L40S, and from vendors'
+listings for H20. Memory is what the driver reports.
 """
 
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from openrlhf_gtpo.errors import SettingError
 
 GIB = 2**30
 _MOST_PER_NODE = 16
-_NODE = 8  # GPUs of a node where nothing else is said
+_NODE = 8  # GPUs per node unless given
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Gpu:
 
     Fields:
         memory: bytes that the driver reports.
-        bf16, fp8: FLOP/s of dense products; fp8 is None where there is none.
-        memory_bandwidth, link: bytes/s of its memory, and to other GPUs of its node in one direction.
-        capability: CUDA's, of which FP8 recipes ask.
+        bf16, fp8: FLOP/s of dense products; fp8 is None for a GPU without it.
+        memory_bandwidth, link: bytes/s of its memory, and to other GPUs of its node, in one direction.
+        capability: CUDA compute capability, on which FP8 recipes depend.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Cluster:
     """GPUs of one kind in equal nodes.
 
     Fields:
-        network: bytes/s that each GPU has to other nodes, in one direction.
+        network: bytes/s from each GPU to other nodes, in one direction.
     """
 
     gpu: Gpu
@@ -67,7 +67,7 @@ class Cluster:
         return self.gpus // self.nodes
 
     def of(self, gpus: int) -> "Cluster":
-        """A cluster of the same kind of nodes with ``gpus`` GPUs in all: parts of one node, or whole ones."""
+        """A cluster of the same kind of nodes with ``gpus`` GPUs in total: part of one node, or whole nodes."""
         return replace(self, gpus=gpus, nodes=max(1, -(-gpus // self.gpus_per_node)))
 
 
@@ -75,11 +75,11 @@ def parse_cluster(gpu: str, gpus: int, nodes: int | None = None, network_gbit: f
     """The cluster of ``gpus`` GPUs of the kind ``gpu`` in :data:`GPUS`.
 
     Args:
-        nodes: None for as many as nodes of 8 give, or one for fewer GPUs.
-        network_gbit: Gbit/s of each GPU to other nodes.
+        nodes: None for nodes of 8 GPUs, or one node if there are fewer.
+        network_gbit: Gbit/s from each GPU to other nodes.
 
     Raises:
-        SettingError: a GPU that is not in the table, or numbers that make no cluster.
+        SettingError: the GPU is not in the table, or the numbers do not make a cluster.
     """
     kind = GPUS.get(gpu.lower())
     if kind is None:

@@ -1,9 +1,9 @@
 """Which rows of a rollout an engine decodes when, as vLLM's scheduler decides: first come, first served.
 
-All rows are there from the start and grow together, so a cache with room for their prompts may not hold their ends.
-When it is full, the newest row is preempted: its cache is freed, and it waits, before the others, until a row has
+All rows arrive at the start and grow together, so a cache with room for their prompts may not hold their full length.
+When it is full, the newest row is preempted: its cache is freed, and it waits, ahead of the others, until a row has
 finished and there is room for all its tokens, which are then computed again (vLLM V1's recompute). Samples of a prompt
-share its cache (vLLM's prefix caching). ``tests/planner/test_decoding.py`` holds this to vLLM's own scheduler.
+share its cache (vLLM's prefix caching). ``tests/planner/test_decoding.py`` checks this against vLLM's own scheduler.
 """
 
 from collections import Counter, deque
@@ -14,13 +14,13 @@ from heapq import heappop, heappush
 
 @dataclass(frozen=True)
 class Stretch:
-    """Decode steps of the same rows.
+    """Consecutive decode steps of the same rows.
 
     Fields:
         steps: tokens that each row gets.
-        rows: how many decode.
-        context: tokens that attention reads for a row, over rows and steps on average.
-        again: tokens to compute once more for each row back in this stretch; vLLM may find some still in its cache.
+        rows: number of rows that decode.
+        context: tokens that attention reads for a row, averaged over rows and steps.
+        again: tokens to recompute for each row that comes back in this stretch; vLLM may still find some in its cache.
     """
 
     steps: int
@@ -37,17 +37,17 @@ def decode(
     Args:
         lengths: tokens of each response, in the order in which the engine gets them.
         prompt: tokens of each prompt.
-        samples: responses to a prompt; they come one after the other.
-        cache_tokens: that the KV cache has room for; at least one row's.
-        most_rows: that decode at once (vLLM's ``max_num_seqs``).
+        samples: responses per prompt; they arrive one after another.
+        cache_tokens: tokens that the KV cache has room for; at least one row's.
+        most_rows: the most rows that decode at once (vLLM's ``max_num_seqs``).
     """
     assert prompt + max(lengths) <= cache_tokens
     waiting = deque((row, length, 0) for row, length in enumerate(lengths))
     # In order of arrival: the decode step at which a row would have begun, had it never waited, and its last.
     running: dict[int, tuple[int, int]] = {}
-    siblings: Counter[int] = Counter()  # of each prompt, those that run
+    siblings: Counter[int] = Counter()  # running rows of each prompt
     ends: list[tuple[int, int]] = []
-    clock, responses = 0, 0  # decode steps so far, and tokens of responses in the cache
+    clock, responses = 0, 0  # decode steps so far, and response tokens in the cache
 
     def room() -> float:
         return cache_tokens - responses - prompt * len(siblings)
@@ -65,7 +65,7 @@ def decode(
         while waiting and len(running) < most_rows:
             row, length, done = waiting[0]
             needed = done + (0 if row // samples in siblings else prompt)
-            if needed + 1 > room() - len(running):  # those that run take a token each
+            if needed + 1 > room() - len(running):  # each running row takes a token
                 break
             waiting.popleft()
             running[row] = clock - done, clock - done + length

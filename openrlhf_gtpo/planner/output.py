@@ -9,7 +9,7 @@ from openrlhf_gtpo.planner.cluster import GIB
 
 ALGORITHMS = ("gtpo", "grpo_s", "dapo", "grpo")
 LAUNCHER = "examples/scripts/train.sh"
-# Longer names of parts that are not clear by themselves.
+# Longer names for parts whose own names are unclear.
 _PARTS = {
     "fp8_caches": "FP8 weights",
     "head": "LM head",
@@ -24,7 +24,7 @@ _PARTS = {
 
 
 def layout_words(one: Candidate) -> str:
-    """TP4 PP2 CP1 DP4, e4m3 blockwise, recompute full."""
+    """The layout in words, such as "TP4 PP2 CP1 DP4, e4m3 blockwise, recompute full"."""
     training, fp8 = one.training, one.training.fp8
     words = f"TP{training.tensor} PP{training.pipeline} CP{training.layout.context_parallel_size}"
     expert = training.layout.expert_model_parallel_size
@@ -34,7 +34,7 @@ def layout_words(one: Candidate) -> str:
 
 
 def ranking(found: list[Candidate], most: int) -> str:
-    """A line for each of the first ``most``."""
+    """A table with a line for each of the first ``most`` candidates."""
     width = max(58, *(len(layout_words(one)) + 1 for one in found[:most]))
     lines = [
         f"{'layout':{width}}{'engines':>9}{'train GiB':>11}{'rollout':>9}{'step s':>8}{'rollout':>9}{'forward':>9}"
@@ -57,9 +57,9 @@ def ranking(found: list[Candidate], most: int) -> str:
 
 
 def details(one: Candidate) -> str:
-    """Memory by part and phase, what breaks first, and seconds by phase where the engines have room for a row."""
+    """Memory by phase and part, what breaks first, and seconds by phase if the engines have room for a row."""
     lines = [f"{layout_words(one)}; {one.engines.count} engines of {one.engines.tensor} GPUs"]
-    lines.append(f"memory of the GPU that has the most, GiB (of {one.limit / GIB:.1f} that can be planned for)")
+    lines.append(f"memory of the fullest GPU, GiB (of {one.limit / GIB:.1f} that can be planned for)")
     for phase, parts in one.memory.items():
         named = ", ".join(
             f"{_PARTS.get(name, name)} {size / GIB:.1f}" for name, size in parts.items() if size >= 0.05 * GIB
@@ -75,7 +75,7 @@ def details(one: Candidate) -> str:
     lines.append(f"what breaks first: {_PARTS.get(phase, phase)} ({room})")
     engines = one.engines
     if engines.fits:
-        again = f"; it gets full, and {engines.recomputed:.0%} as many tokens as a rollout has are computed again"
+        again = f"; it fills up, and {engines.recomputed:.0%} as many tokens as the responses have are computed again"
         lines.append(
             f"an engine decodes up to {engines.most_rows} of its {engines.rows} rows at once; its KV cache holds "
             f"{engines.cache_tokens:,.0f} tokens{again if engines.recomputed else ''}"
@@ -121,11 +121,11 @@ def as_json(one: Candidate) -> dict[str, Any]:
 
 
 def launch_script(one: Candidate, *, algorithm: str, model: str, command: str) -> str:
-    """A bash script to be run from the project's root; every variable can be overridden from the environment.
+    """A bash script to run from the project's root; every variable can be overridden from the environment.
 
     Args:
         algorithm: one of :data:`ALGORITHMS`.
-        model: what the launcher is given as MODEL.
+        model: the launcher's MODEL.
         command: the command line that made the plan, for the script's header.
     """
     training, engines, work, fp8 = one.training, one.engines, one.engines.workload, one.training.fp8
@@ -167,7 +167,7 @@ def launch_script(one: Candidate, *, algorithm: str, model: str, command: str) -
     )
     flags = trainer_flags(one)
     extra = f"""
-# Flags of the trainer that the launch scripts have no variable for.
+# Trainer flags that the launch scripts have no variable for.
 [[ " $* " == *" -- "* ]] || set -- "$@" --
 set -- "$@" {" ".join(flags)}
 """
@@ -177,7 +177,7 @@ set -- "$@" {" ".join(flags)}
 # Run from the project's root; written by
 {header}# Planned: {layout_words(one)}; a step of {one.step_seconds:.0f} s, {one.tokens_per_second:.0f} tokens/s on \
 each of {one.gpus} GPUs.
-# Every variable can be overridden from the environment; those that are not here keep the defaults of train.sh.
+# Every variable can be overridden from the environment; those not listed here keep the defaults of train.sh.
 {groups}{extra if flags else ""}
 if [[ ! -f {LAUNCHER} ]]; then
     echo "{LAUNCHER} is not here: run this from the root of openrlhf_gtpo" >&2
@@ -189,7 +189,7 @@ source {LAUNCHER} gtpo_colocated "$@"
 
 
 def trainer_flags(one: Candidate) -> list[str]:
-    """What the plan rests on and the launcher has no variable for."""
+    """Trainer flags that the plan relies on and the launcher has no variable for."""
     expert, work = one.training.layout.expert_model_parallel_size, one.engines.workload
     flags = []
     if expert > 1:
@@ -200,12 +200,12 @@ def trainer_flags(one: Candidate) -> list[str]:
         flags.append("--megatron.ddp overlap_grad_reduce=false --megatron.ddp overlap_param_gather=false")
     if work.entropy != "actor":
         flags.append(f"--rollout.entropy {work.entropy}")
-    if work.kl:  # the coefficient is not the plan's
-        flags.append('--algo.kl.init_coef "${KL:?was planned, and is to be the coefficient of the KL term}"')
+    if work.kl:  # the plan does not choose the coefficient
+        flags.append('--algo.kl.init_coef "${KL:?must be set to the coefficient of the planned KL term}"')
         flags.append('--ref.num_nodes "$NODES" --ref.num_gpus_per_node "$GPUS_PER_NODE"')
         flags += [] if one.colocated else ["--train.colocate_actor_ref"]
         flags += [] if work.entropy == "actor" else ["--algo.kl.use_loss"]
-    if work.log_probs != "actor":  # with what it cannot do without
+    if work.log_probs != "actor":  # with the correction that it requires
         flags.append(f"--rollout.log_probs {work.log_probs} --algo.advantage.is_correction_level token")
     if one.engines.assumptions.lm_head_mb != Assumptions.lm_head_mb:
         flags.append(f"--megatron.lm_head_mb {one.engines.assumptions.lm_head_mb}")

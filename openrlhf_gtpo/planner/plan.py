@@ -1,6 +1,6 @@
-"""All candidates of a model, a cluster and a workload, ranked; if none fits, the smallest cluster where one would.
-Which layouts and precisions are legal is the actor's own rule (``megatron.parallel.layout``,
-``megatron.fp8.options``), with what OpenRLHF asks of batches."""
+"""Ranks all candidates for a model, a cluster and a workload; if none fits, finds the smallest cluster where one does.
+The actor's own rules (``megatron.parallel.layout``, ``megatron.fp8.options``) say which layouts and precisions are
+legal, with OpenRLHF's requirements on batches."""
 
 import math
 from dataclasses import dataclass, replace
@@ -28,20 +28,20 @@ from openrlhf_gtpo.planner.workload import Workload
 
 _CONTEXT = (1, 2, 4, 8)
 _EXPERT = (1, 2, 4, 8, 16, 32, 64)
-_NODES = (*range(1, 17), 20, 24, 28, 32, 48, 64, 96, 128, 256, 512)  # that a larger cluster may have
+_NODES = (*range(1, 17), 20, 24, 28, 32, 48, 64, 96, 128, 256, 512)  # numbers of nodes that a larger cluster may have
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan is asked for; None leaves something open.
+    """A request for a plan; None leaves a choice open.
 
     Fields:
         config: fields of the model's ``config.json``, from :func:`planned_config`.
         tensor, pipeline, context, expert, vllm_tensor: parallel sizes of the actor, and of an engine.
         fp8: ``off`` is bfloat16, else a mode.
-        fp8_param: FP8 primary weights, and so no bfloat16.
+        fp8_param: FP8 primary weights, which rule out bfloat16.
         colocated: engines and training share all GPUs; otherwise each has its own.
-        rollout_gpus: of the engines when they have their own.
+        rollout_gpus: GPUs of the engines when they have their own.
         offload: see :class:`Candidate`.
         vllm_memory: ``gpu_memory_utilization``; None for the assumed one.
     """
@@ -71,10 +71,10 @@ class Request:
 
 
 def planned_config(model: str) -> SimpleNamespace:
-    """The configuration of a model that the Megatron actor trains; ``model`` as for :func:`read_config`.
+    """The configuration of a model that the Megatron actor can train; ``model`` is as for :func:`read_config`.
 
     Raises:
-        ValueError: there is none, a size is missing, or the actor does not train it.
+        ValueError: there is no configuration, a size is missing, or the actor cannot train the model.
     """
     # A sliding window and the length of rows are compared with the number of positions.
     config = SimpleNamespace(**{"max_position_embeddings": math.inf} | read_config(model))
@@ -84,12 +84,12 @@ def planned_config(model: str) -> SimpleNamespace:
 
 
 def candidates(request: Request) -> list[Candidate]:
-    """Every legal one, the fastest of those that fit first, then those that do not, the least too large first.
+    """Every legal candidate: first those that fit, fastest first, then the others, starting with the least too large.
 
-    Of the engines' sizes the fastest that fits is taken for each.
+    Each has the fastest size of engine that fits.
 
     Raises:
-        SettingError: nothing is legal; the message has the rule that is broken.
+        SettingError: nothing is legal; the message says which rule is broken.
     """
     work, most = request.workload, request.config.max_position_embeddings
     if most is not None and work.row_length > most:
@@ -135,7 +135,7 @@ def candidates(request: Request) -> list[Candidate]:
 
 
 def _divisions(request: Request) -> list[tuple[int, int]]:
-    """GPUs that train and GPUs that roll out."""
+    """The ways to divide the GPUs: how many train, and how many roll out."""
     total, cluster = request.cluster.gpus, request.cluster
     if request.colocated:
         return [(total, total)]
@@ -148,20 +148,20 @@ def _divisions(request: Request) -> list[tuple[int, int]]:
         training = cluster.of(total - request.rollout_gpus)
         if training.gpus % training.nodes:
             raise SettingError(
-                f"$rollout_gpus {request.rollout_gpus} leaves {training.gpus} GPUs to train on, which are not as "
-                f"many on each of {training.nodes} nodes; give another number."
+                f"$rollout_gpus {request.rollout_gpus} leaves {training.gpus} GPUs to train on, which cannot be "
+                f"divided evenly among {training.nodes} nodes; give another number."
             )
         return [(total - request.rollout_gpus, request.rollout_gpus)]
     if total < 2:
         raise SettingError(
-            "$placement split needs at least 2 GPUs, one to train and one to roll out on; take colocated."
+            "$placement split needs at least 2 GPUs, one to train and one to roll out on; use colocated."
         )
     step = cluster.gpus_per_node if cluster.nodes > 1 else 1
     return [(total - rollout, rollout) for rollout in range(step, total, step)]
 
 
 def _engines(request: Request, gpus: int) -> Engines:
-    """The fastest that fit on ``gpus`` GPUs.
+    """The fastest engines that fit on ``gpus`` GPUs.
 
     Raises:
         SettingError: the tensor-parallel size that was asked for does not divide the heads, the GPUs or a node.
@@ -184,12 +184,12 @@ def _engines(request: Request, gpus: int) -> Engines:
 
 
 def _layouts(request: Request, cluster: Cluster) -> list[Layout]:
-    """All layouts that the model, the GPUs and the batch allow, sequence parallelism on wherever TP is above 1.
+    """All layouts that the model, the GPUs and the batch allow, with sequence parallelism wherever TP is above 1.
 
     TP stays within a node: its collectives run in every layer.
 
     Raises:
-        SettingError: none is legal; why the first is not.
+        SettingError: none is legal; the message says why the first is not.
     """
     config, batch = request.config, request.workload.batch
     found, refusals = [], []
@@ -223,7 +223,7 @@ def _layouts(request: Request, cluster: Cluster) -> list[Layout]:
 
 
 def _precisions(request: Request, cluster: Cluster, layout: Layout) -> list[Fp8Options | None]:
-    """bfloat16 (None) and FP8 recipes that the GPU and the widths allow.
+    """The precisions that the GPU and the matrix widths allow: bfloat16 (None) and FP8 recipes.
 
     Raises:
         SettingError: the precision that was asked for is not legal.
@@ -250,7 +250,7 @@ def _precisions(request: Request, cluster: Cluster, layout: Layout) -> list[Fp8O
 
 
 def smallest_cluster(request: Request) -> Candidate | None:
-    """The best candidate on the fewest GPUs of the same kind on which something fits; None where none does."""
+    """The best candidate on the smallest larger cluster of the same GPUs on which one fits; None if none does."""
     cluster = request.cluster
     node = cluster.gpus_per_node if cluster.nodes > 1 else 8
     parts = (1, 2, 4) if cluster.nodes == 1 else ()

@@ -1,4 +1,4 @@
-"""vLLM's engines: what they hold, and how long a rollout takes from the bytes each decode step reads (a roofline)."""
+"""vLLM's engines: their memory, and the time of a rollout, from the bytes that each decode step reads (a roofline)."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,8 +19,8 @@ class Engines:
 
     Fields:
         tensor: GPUs of one engine.
-        memory_share: of each GPU's memory (``--vllm.gpu_memory_utilization``).
-        item: bytes of a weight and of a cached element; 2 of this package's engines, 1 of published rows in FP8.
+        memory_share: share of each GPU's memory (``--vllm.gpu_memory_utilization``).
+        item: bytes of a weight and of a cached element: 2 for this package's engines, 1 for published rows in FP8.
     """
 
     shape: ModelShape
@@ -37,8 +37,8 @@ class Engines:
         return self.gpus // self.tensor
 
     def memory(self) -> dict[str, float]:
-        """Bytes on one GPU: ``vllm_weights``, ``vllm_working`` and ``kv_cache``, which is the rest and may be below
-        zero."""
+        """Bytes on one GPU: ``vllm_weights``, ``vllm_working`` and ``kv_cache``, which is the rest and may be
+        negative."""
         weights = self.item * self.shape.parameters / self.tensor
         working = self.assumptions.engine_bytes
         cache = self.memory_share * self.cluster.gpu.memory - weights - working
@@ -52,12 +52,12 @@ class Engines:
 
     @property
     def cache_tokens(self) -> float:
-        """Tokens of all sequences together that one engine has room for."""
+        """Tokens that one engine has room for, over all its sequences."""
         return max(0.0, self.memory()["kv_cache"]) / self.token_bytes
 
     @property
     def fits(self) -> bool:
-        """Room for at least one longest row."""
+        """True if there is room for at least one row of the longest possible length."""
         return self.cache_tokens >= self.workload.row_length
 
     @property
@@ -67,10 +67,10 @@ class Engines:
 
     @cached_property
     def stretches(self) -> tuple[Stretch, ...]:
-        """What decodes when in the rollout, on the engine with the most rows."""
+        """The stretches of the rollout on the engine with the most rows."""
         work, rows = self.workload, self.rows
         lengths = work.lengths(rows)
-        # How long a response gets does not follow from when it came: multiples of the golden ratio mix them evenly.
+        # A response's length does not depend on when it arrives: multiples of the golden ratio mix lengths evenly.
         in_order = [ceil(lengths[i]) for i in sorted(range(rows), key=lambda i: i * _GOLDEN % 1)]
         most_rows = self.assumptions.vllm_rows
         return tuple(decode(in_order, work.prompt, work.samples_per_prompt, self.cache_tokens, most_rows))
@@ -82,13 +82,13 @@ class Engines:
 
     @property
     def recomputed(self) -> float:
-        """Tokens that are computed again since the full cache made their rows wait, over those of all responses."""
+        """Tokens computed again because a full cache made their rows wait, as a fraction of all response tokens."""
         return sum(sum(stretch.again) for stretch in self.stretches) / (self.rows * self.workload.response)
 
     @cached_property
     def seconds(self) -> float:
         """Seconds of a rollout: prefill of each prompt once per engine (its samples share the cache), and decode steps
-        until the last row has ended."""
+        until the last row ends."""
         prompts = max(1.0, self.rows / self.workload.samples_per_prompt)
         seconds = prompts * self._prefill_seconds(self.workload.prompt)
         for stretch in self.stretches:
@@ -97,11 +97,11 @@ class Engines:
         return seconds
 
     def saturated(self) -> float:
-        """Generated tokens a second on each GPU while rows wait and finish evenly."""
+        """Generated tokens per second and GPU while rows wait and finish at an even rate."""
         work = self.workload
         context = work.prompt + work.response / 2
         rows = min(self.rows, self.assumptions.vllm_rows, self.cache_tokens / context)
-        prompts = rows / work.response / work.samples_per_prompt  # that come in at a step
+        prompts = rows / work.response / work.samples_per_prompt  # that arrive in a step
         return rows / (self._step(rows, context) + prompts * self._prefill_seconds(work.prompt)) / self.tensor
 
     def _prefill_seconds(self, tokens: float) -> float:
@@ -113,8 +113,8 @@ class Engines:
         return (gpu.bf16 if self.item == 2 or gpu.fp8 is None else gpu.fp8) * self.assumptions.decode_compute
 
     def _step(self, rows: float, context: float) -> float:
-        """One token for each of ``rows`` sequences of ``context`` tokens. Products wait for weights or multiply; then
-        attention reads the cache."""
+        """Seconds of a decode step, one token for each of ``rows`` sequences of ``context`` tokens. Products are
+        bound by reading weights or by multiplying; then attention reads the cache."""
         shape, gpu, assumed = self.shape, self.cluster.gpu, self.assumptions
         read = self._weights_read(rows) / self.tensor / (gpu.memory_bandwidth * assumed.decode_weights)
         flops = rows * forward_flops(shape, [1], 1) / self.tensor
@@ -125,7 +125,7 @@ class Engines:
         return max(read, flops / self._multiply_rate()) + cache + exchanged + assumed.decode_step
 
     def _weights_read(self, rows: float) -> float:
-        """Bytes over all GPUs; of experts, those that some row is given to."""
+        """Bytes of weights that a decode step reads on all GPUs; of the experts, those that some row is routed to."""
         shape = self.shape
         # The embedding is looked up, not read.
         weights = self.item * (shape.parameters - (0 if shape.tied else shape.vocab_size * shape.hidden_size))

@@ -1,14 +1,14 @@
-"""Memory of one rank of the Megatron actor over a train step: what it holds throughout, and the most beside that.
+"""Memory of one rank of the Megatron actor over a train step: what it holds throughout, and the peak on top of that.
 
-The peak is the largest of a few moments, each listed from the code that makes it: ``megatron/model/policy.py``,
-``megatron/model/layers.py``, ``lm_head/``, Megatron's DDP and optimizer. What CUDA's context, NCCL and the allocator's
-fragments take is added in :mod:`candidate`.
+The peak is the largest of a few moments, each derived from the code behind it: ``megatron/model/policy.py``,
+``megatron/model/layers.py``, ``lm_head/``, Megatron's DDP and optimizer. :mod:`candidate` adds the CUDA context,
+NCCL and the allocator's fragmentation.
 
 Two kinds of layers keep different things for the backward pass:
 
 - ``local``: the layers of ``megatron/model/layers.py``, which run where Transformer Engine is missing. What autograd
-  keeps of them was listed operation by operation, and a test holds it to what is measured.
-- ``te``: Transformer Engine's fused modules on a CUDA device. From their sources (2.9 to 2.11), not measured.
+  keeps for them was listed operation by operation, and a test checks it against measurements.
+- ``te``: Transformer Engine's fused modules on a CUDA device. Listed from their sources (2.9 to 2.11), not measured.
 
 Activations are in bfloat16, 2 bytes, unless a line says otherwise.
 """
@@ -20,7 +20,7 @@ from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.model_shape import ModelShape
 
-# Sequences shorter than this are attended to in float32 on a CPU; ``megatron.model.layers`` says why.
+# On a CPU, attention over sequences shorter than this is in float32; ``megatron.model.layers`` says why.
 SHORT_ROW = 384
 
 
@@ -30,15 +30,15 @@ class Training:
 
     Fields:
         data_parallel: replicas of the model.
-        tokens: of a micro-batch of one replica.
-        response_tokens: those of them that are actions.
-        micro_batches: of a replica in an optimizer step.
+        tokens: tokens of a micro-batch of one replica.
+        response_tokens: how many of them are actions.
+        micro_batches: micro-batches of a replica in an optimizer step.
         recompute: one of ``megatron.parallel.layout.RECOMPUTE``.
-        distributed_optimizer: states are shards over the replicas.
-        fp8: products in FP8, whose inputs are then kept in one byte; None for bfloat16.
-        local: layers are ``local``, which stands for a host without CUDA altogether; else ``te``.
-        short_rows: sequences are below :data:`SHORT_ROW` tokens; counts for ``local`` layers alone.
-        lm_head_bytes: that the LM head works in; None for its own choice.
+        distributed_optimizer: optimizer states are sharded over the replicas.
+        fp8: matrix products in FP8, whose inputs are then kept in one byte; None for bfloat16.
+        local: layers are ``local``, which here also means a host without CUDA; else ``te``.
+        short_rows: sequences are below :data:`SHORT_ROW` tokens; matters only for ``local`` layers.
+        lm_head_bytes: working memory of the LM head; None for its own choice.
     """
 
     shape: ModelShape
@@ -68,20 +68,20 @@ class Training:
 
     @property
     def spread(self) -> float:
-        """Share of the activations between the matrices: 1/TP under sequence parallelism."""
+        """Share that a rank holds of activations outside attention and MLP: 1/TP under sequence parallelism."""
         return 1 / self.tensor if self.sequence_parallel else 1.0
 
     @property
     def input_bytes(self) -> float:
-        """Bytes of one kept element of a product's input: with a float32 scale for each 128 where scales are of
-        blocks."""
+        """Bytes per kept element of a matrix product's input, including a float32 scale for every 128 elements where
+        scales are blockwise."""
         if self.fp8 is None or self.fp8.emulated:
             return 2.0
         return 1 + 4 / 128 if self.fp8.recipe == "blockwise" else 1.0
 
     @property
     def rank_tokens(self) -> float:
-        """Tokens of a micro-batch on one rank; tensor-parallel ranks share them under sequence parallelism alone."""
+        """Tokens of a micro-batch on one rank; tensor-parallel ranks split them only under sequence parallelism."""
         return self.tokens / self.layout.context_parallel_size
 
     @property
@@ -105,8 +105,8 @@ class Training:
 
 
 def layer_bytes(training: Training) -> float:
-    """Activations that a decoder layer keeps for backward, per token of a micro-batch on one rank: with recompute
-    ``full`` the layer's input alone; with ``selective`` the MLP's input, which before its own norm a dense one has."""
+    """Bytes that a decoder layer keeps for the backward pass, per token of a micro-batch on one rank: with recompute
+    ``full`` only the layer's input; with ``selective`` the MLP's input, for a dense MLP from before its norm."""
     hidden = 2 * training.shape.hidden_size * training.spread
     if training.recompute == "full":
         return hidden
@@ -117,24 +117,24 @@ def layer_bytes(training: Training) -> float:
 
 
 def _norm(training: Training) -> float:
-    """One of a layer's two norms, with the input of the product that follows."""
+    """Bytes per token of one of a layer's two norms, including the input of the matrix product that follows."""
     hidden, reciprocal = float(training.shape.hidden_size), 4.0
-    if training.local:  # the input in float32, normalized in bfloat16, and scaled for the product
+    if training.local:  # the input in float32, then normalized in bfloat16, then scaled for the product
         each = 4 * hidden + 2 * hidden + 2 * hidden
-    else:  # the input, and normalized
+    else:  # the input, and the normalized input
         each = 2 * hidden + training.input_bytes * hidden
     return (each + reciprocal) * training.spread
 
 
 def _attention(training: Training) -> float:
-    """Between the two products of attention, the input of the second included."""
+    """Bytes per token between attention's two projections, including the input of the second."""
     shape = training.shape
     query, key = shape.query_width, shape.key_value_width
     heads, groups = shape.num_attention_heads, shape.num_key_value_heads
-    # Rotated query and key, and the first product's result, of which value is a part.
+    # Rotated query and key, and the first projection's result, which includes value.
     inputs = 2 * (query + 2 * key) + 2 * query + 2 * key
     logsumexp = 4 * heads
-    result = 2 * query  # which is the second product's input too, except in FP8
+    result = 2 * query  # also the second projection's input, except in FP8
     if training.local:
         if training.short_rows:  # copies in float32 replace the inputs
             kept: float = 4 * (query + 2 * key) + 4 * query + logsumexp + result
@@ -151,7 +151,8 @@ def _attention(training: Training) -> float:
 
 
 def _mlp(training: Training) -> float:
-    """Between the two products, the input of the second included: 4I and 2I, and the local layers' two factors."""
+    """Bytes per token between the MLP's two matrix products, including the input of the second: 4I and 2I, and the
+    local layers' two factors."""
     shape = training.shape
     kept = (10 if training.local else 4 + training.input_bytes) * (shape.intermediate_size / training.tensor)
     if not shape.num_experts:
@@ -161,8 +162,8 @@ def _mlp(training: Training) -> float:
 
 
 def held_bytes(training: Training, stage: int) -> dict[str, float]:
-    """Throughout training: ``weights`` (bfloat16 or FP8 primary ones), ``gradients`` (float32), ``optimizer`` (float32
-    weights and AdamW's two moments) and ``fp8_caches``."""
+    """Bytes held throughout training: ``weights`` (bfloat16 or FP8 primary), ``gradients`` (float32), ``optimizer``
+    (float32 weights and AdamW's two moments) and ``fp8_caches``."""
     parts, fp8 = training.stage_parameters(stage), training.fp8
     experts = parts.get("experts", 0)
     rest = sum(parts.values()) - experts
@@ -186,45 +187,45 @@ def held_bytes(training: Training, stage: int) -> dict[str, float]:
 
 
 def activation_bytes(training: Training, stage: int) -> float:
-    """Kept for the backward pass by all micro-batches in flight, at their most."""
+    """Peak bytes that all micro-batches in flight keep for the backward pass."""
     hidden, tokens = training.shape.hidden_size, training.rank_tokens
     one = training.shape.num_layers // training.pipeline * layer_bytes(training)
-    # A stage's input and what it has sent on stay until their backward pass.
+    # A stage's input and the output that it has sent stay until their backward pass.
     ends = (stage > 0) + (stage < training.pipeline - 1)
     kept = training.in_flight(stage) * (one + ends * 2 * hidden * training.spread) * tokens
     if training.sequence_parallel:
-        kept += 2 * hidden * tokens  # Megatron's buffer of gathered inputs, which is never given back
+        kept += 2 * hidden * tokens  # Megatron's buffer of gathered inputs, which is never freed
     return kept
 
 
 def temporary_bytes(training: Training, stage: int) -> dict[str, float]:
-    """The most beside what is held and what activations keep, by moment of the step.
+    """Peak bytes on top of :func:`held_bytes` and :func:`activation_bytes`, by moment of the step.
 
-    A moment may be below zero, where part of the activations is gone already.
+    A moment may be negative where part of the activations is already freed.
     """
     shape, tokens, share, local = training.shape, training.rank_tokens, training.spread, training.local
     hidden = shape.hidden_size
     inside = shape.intermediate_size / training.tensor * max(1, shape.experts_per_token)
     last = stage == training.pipeline - 1
-    # A matrix's gradient in bfloat16, on a CPU beside its widened copy while it is added to the float32 buffer.
+    # A matrix's gradient in bfloat16, on a CPU also its widened copy while it is added to the float32 buffer.
     gradient = 6 if local else 2
     matrix = hidden * shape.intermediate_size / training.tensor
-    again = 0.0  # what recompute brings back of one layer, beside its input
+    again = 0.0  # what recompute brings back of one layer, besides its input
     if training.recompute != "none":
         kept_anyway = layer_bytes(training) if training.recompute == "selective" else 0
         again = (layer_bytes(replace(training, recompute="none")) - kept_anyway + 2 * hidden * share) * tokens
     gathered = 2 * hidden * tokens if training.sequence_parallel else 0.0
     embedding = 2 * shape.embedding_parameters(training.tensor)
-    # The gradient of a head that is the embedding waits for the embedding's.
+    # The gradient of a head tied to the embedding waits for the embedding's.
     waiting = embedding if shape.tied and stage == 0 and last else 0
     again += waiting
     moments = {
-        # The gradients of the gate's two factors and of their product, which itself is gone.
+        # The gradients of the gate's two factors and of their product; the product itself is already freed.
         "mlp": again + 4 * inside * tokens + 4 * hidden * share * tokens + gathered,
         "mlp_weight": again + 2 * inside * tokens + 2 * hidden * share * tokens + gathered + gradient * matrix,
     }
     if last:
-        norm = (24 if local else 6) * hidden * share * tokens  # the norm's input, and its gradient in the making
+        norm = (24 if local else 6) * hidden * share * tokens  # the norm's input, and its gradient being computed
         kept = (6 if local else 4) * hidden * share * tokens
         moments |= {"final_norm": norm + waiting, "head": kept + head_bytes(training)}
     if stage == 0:
@@ -243,13 +244,13 @@ def _host_moments(training: Training, stage: int) -> dict[str, float]:
     if not training.distributed_optimizer:
         return {"adam": 8 * largest - gone}
     return {
-        "adam": 8 * largest / training.data_parallel - gone,  # two float32 intermediate results of a parameter
+        "adam": 8 * largest / training.data_parallel - gone,  # two float32 intermediate results per parameter
         "reduction": held_bytes(training, stage)["gradients"] - gone,  # gloo's copy of the gradient buffer
     }
 
 
 def head_bytes(training: Training) -> float:
-    """The LM head's backward pass: hidden states of actions, their gradient, and the tiles within the budget."""
+    """Bytes of the LM head's backward pass: actions' hidden states, their gradient, and tiles within the budget."""
     shape = training.shape
     tokens = max(1, int(training.response_tokens / training.layout.context_parallel_size))
     columns = shape.padded_vocab_size(training.tensor) // training.tensor
@@ -258,14 +259,14 @@ def head_bytes(training: Training) -> float:
     weight = 2 * columns * shape.hidden_size
     hidden = 2 * shape.hidden_size * tokens
     if not shape.tied:
-        # Its gradient goes straight to the float32 buffer, and a dummy in its place comes after the tiles.
+        # The weight's gradient goes straight to the float32 buffer, and a dummy in its place comes after the tiles.
         return 2 * hidden + max(weight, working)
     widened = 2 * weight if training.local and training.pipeline > 1 else 0
     return 2 * hidden + weight + max(working, widened)
 
 
 def step_bytes(training: Training, stage: int) -> dict[str, float]:
-    """Parts whose sum is the peak of a train step on a rank of ``stage``."""
+    """Bytes by part, whose sum is the peak of a train step on a rank of ``stage``."""
     moments = temporary_bytes(training, stage)
     most = max(0.0, *moments.values())
     head = min(moments.get("head", 0.0), most)
@@ -274,7 +275,7 @@ def step_bytes(training: Training, stage: int) -> dict[str, float]:
 
 
 def forward_bytes(training: Training, stage: int) -> float:
-    """Beside the weights, of a forward pass without gradients: one layer's intermediates, and the head's tiles."""
+    """Bytes of a forward pass without gradients, beside the weights: one layer's intermediates, the head's tiles."""
     layer = layer_bytes(replace(training, fp8=None, recompute="none")) * training.rank_tokens
     head = training.lm_head_bytes or tiles.default_budget(training.local)
     return layer + (head if stage == training.pipeline - 1 else 0)

@@ -1,7 +1,7 @@
-"""Seconds of one optimizer step and of forward passes on Megatron: products, collectives, pipeline bubble, optimizer.
+"""Seconds of an optimizer step and of forward passes on Megatron: products, collectives, pipeline bubble, optimizer.
 
-Nothing overlaps but what the code overlaps: gradients are reduced while the last micro-batch's backward pass runs, and
-weights gathered while the next optimizer step's first forward pass does.
+Only what the code overlaps is overlapped: gradients are reduced during the last micro-batch's backward pass, and
+weights are gathered during the next optimizer step's first forward pass.
 """
 
 import math
@@ -17,10 +17,10 @@ from openrlhf_gtpo.planner.workload import Workload
 
 @dataclass(frozen=True)
 class TrainingSpeed:
-    """The speed of ``training``'s layout on ``cluster`` at a workload; the tokens of a micro-batch are averages.
+    """The speed of ``training``'s layout on ``cluster`` for a workload; micro-batches have the mean number of tokens.
 
     Fields:
-        interleaved: parts of each pipeline stage that take turns. The actor has one; published rows have more.
+        interleaved: chunks of each pipeline stage that take turns. The actor has one; published rows have more.
     """
 
     training: Training
@@ -36,7 +36,7 @@ class TrainingSpeed:
 
     @cached_property
     def _tokens(self) -> float:
-        """Tokens of a micro-batch."""
+        """Mean tokens of a micro-batch."""
         return self.workload.micro_batches(self.training.data_parallel)[1]
 
     @cached_property
@@ -45,15 +45,15 @@ class TrainingSpeed:
 
     @property
     def stragglers(self) -> float:
-        """How much longer the replica with the most tokens takes than the mean one where rows are dealt by count."""
+        """Time of the replica with the most tokens, as a multiple of the mean, when rows are dealt by count."""
         replicas, rows = self.training.data_parallel, self.workload.batch / self.training.data_parallel
         mean = sum(self._lengths) / len(self._lengths)
         deviation = math.sqrt(sum((length - mean) ** 2 for length in self._lengths) / len(self._lengths))
         return 1 + deviation / mean * math.sqrt(2 * math.log(replicas) / rows) if replicas > 1 else 1.0
 
     def optimizer_step(self) -> dict[str, float]:
-        """``passes`` (forward and backward through the pipeline), what these do not hide of ``reduction`` and
-        ``gather``, and ``update``."""
+        """Seconds of ``passes`` (forward and backward through the pipeline), of the parts of ``reduction`` and
+        ``gather`` that these do not hide, and of ``update``."""
         training, gpu = self.training, self.cluster.gpu
         parameters = max(sum(training.stage_parameters(stage).values()) for stage in training.ends)
         sharded, replicas = training.distributed_optimizer, training.replicas
@@ -79,7 +79,7 @@ class TrainingSpeed:
         }
 
     def scoring(self) -> float:
-        """A forward pass over all rows of the rollout."""
+        """Seconds of a forward pass over all rows of the rollout."""
         slots = self.micro_batches * self.workload.optimizer_steps + self.training.pipeline - 1
         return slots * self._micro_batch()[0] * self.stragglers
 
@@ -89,14 +89,14 @@ class TrainingSpeed:
         return 3 * self.workload.batch * sum(self._row_flops())
 
     def _row_flops(self) -> tuple[float, float]:
-        """FLOPs of one row on average, in a forward pass: decoder and head."""
+        """Mean FLOPs of one row in a forward pass: decoder and head."""
         shape = self.training.shape
         decoder = decoder_flops(shape, self._lengths) / len(self._lengths)
         return decoder, head_flops(shape, 1) * self.workload.response
 
     def _micro_batch(self) -> tuple[float, float]:
-        """Seconds of a forward and backward pass on the last stage, which has the head too: products, what is bound by
-        memory between them, and collectives."""
+        """Seconds of a forward and of a backward pass on the last stage, which also has the head: matrix products, the
+        memory-bound work between them, and collectives."""
         training, shape = self.training, self.training.shape
         rows = self._tokens / (self.workload.prompt + self.workload.response)
         shares = training.tensor * training.layout.context_parallel_size
@@ -110,8 +110,8 @@ class TrainingSpeed:
         kept /= training.layout.context_parallel_size
         between = 2 * kept / (self.cluster.gpu.memory_bandwidth * self.assumptions.memory_bandwidth)
         collectives = self._collectives()
-        # Twice the products, and what was kept is read, a gradient of its size written and read; then what is computed
-        # again: a layer, or its MLP with one of two collectives (of experts, with their exchange too).
+        # The backward pass has twice the products and twice the memory traffic of the forward pass. Then comes what is
+        # computed again: a layer, or its MLP with one of the two collectives (for experts also their exchange).
         again = products, between, collectives
         if training.recompute == "none":
             again = 0.0, 0.0, 0.0
@@ -133,8 +133,8 @@ class TrainingSpeed:
         return gpu.bf16 * assumed.compute_bf16
 
     def _collectives(self) -> float:
-        """Seconds of a micro-batch on a stage: TP's two all-reduces (or gather and scatter) a layer, CP's keys and
-        values, EP's exchanges, and the activations sent to the next stage."""
+        """Seconds of a micro-batch's communication on a stage: TP's two all-reduces (or gather and scatter) per layer,
+        CP's keys and values, EP's exchanges, and the activations sent to the next stage."""
         training, shape = self.training, self.training.shape
         tensor, pipeline, layout = training.tensor, training.pipeline, training.layout
         context, expert = layout.context_parallel_size, layout.expert_model_parallel_size
@@ -153,7 +153,7 @@ class TrainingSpeed:
         return seconds
 
     def _bandwidth(self, consecutive: int) -> float:
-        """bytes/s between the ranks of a group that spans ``consecutive`` GPUs in order."""
+        """Bytes/s between the ranks of a group that spans ``consecutive`` adjacent GPUs."""
         cluster, assumed = self.cluster, self.assumptions
         if consecutive <= cluster.gpus_per_node:
             return cluster.gpu.link * assumed.link

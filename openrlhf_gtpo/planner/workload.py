@@ -1,4 +1,4 @@
-"""What one step of training does: how many responses, how long, in how many optimizer steps."""
+"""The work of one training step: how many responses, how long, in how many optimizer steps."""
 
 import math
 from dataclasses import dataclass
@@ -7,24 +7,25 @@ from statistics import NormalDist
 
 from openrlhf_gtpo.errors import SettingError
 
-# Of log-lengths; the longest of some hundred responses is then about ten times the median, as with reasoning models.
+# Sigma of log-lengths; the longest of a few hundred responses is about ten times the median, as in reasoning models.
 _TAIL = 0.9
 _POINTS = 200
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Defaults are those of the launch scripts, but for the batch: 16 responses to each of 128 prompts.
+    """The work of a step. Defaults are the launch scripts', except the batch (16 responses to each of 128 prompts) and
+    the size of a micro-batch, which is OpenRLHF's.
 
     Fields:
-        prompt_length, response_length: most tokens of a prompt, and of a response.
-        mean_prompt: tokens of a prompt on average; None for half of the most.
-        mean_response: tokens of a response on average; None for what a median of a sixth of the most gives.
+        prompt_length, response_length: the most tokens of a prompt, and of a response.
+        mean_prompt: mean tokens of a prompt; None for half of the most.
+        mean_response: mean tokens of a response; None for the mean that a median of a sixth of the most gives.
         samples_per_prompt, prompts_per_step: responses to a prompt, and prompts of a rollout.
         train_batch: responses in an optimizer step; None for all.
-        max_tokens_per_gpu: of a micro-batch, OpenRLHF's by default; a longer row gets one of its own.
-        kl: a reference model scores the responses too, for KL as a loss with ``entropy`` sampler.
-        entropy, log_probs: "actor" or "sampler", as the trainer's flags.
+        max_tokens_per_gpu: the most tokens in a micro-batch, or of its longest row where that is longer.
+        kl: a reference model scores the responses too; with ``entropy`` sampler, KL is a loss.
+        entropy, log_probs: "actor" or "sampler", as in the trainer's flags.
     """
 
     prompt_length: int = 2048
@@ -81,12 +82,12 @@ class Workload:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """The most in a micro-batch."""
+        """The most tokens in a micro-batch."""
         return max(self.max_tokens_per_gpu, self.row_length)
 
     @property
     def prompt(self) -> float:
-        """Tokens of a prompt on average."""
+        """Mean tokens of a prompt."""
         return self.prompt_length / 2 if self.mean_prompt is None else self.mean_prompt
 
     @cached_property
@@ -103,7 +104,7 @@ class Workload:
 
     @property
     def response(self) -> float:
-        """Tokens of a response on average."""
+        """Mean tokens of a response."""
         return sum(self.responses) / len(self.responses)
 
     @property
@@ -116,7 +117,7 @@ class Workload:
         return [self.responses[(2 * i + 1) * _POINTS // (2 * rows)] for i in range(rows)]
 
     def micro_batches(self, replicas: int) -> tuple[int, float]:
-        """How many a replica has in an optimizer step, and the tokens that are computed in each on average."""
+        """Number of micro-batches of a replica in an optimizer step, and the mean tokens computed in each."""
         return _first_fit(self, max(1, self.batch // replicas))
 
     def _cut(self, median: float) -> tuple[float, ...]:
@@ -127,7 +128,7 @@ class Workload:
 
 @cache
 def _first_fit(work: Workload, rows: int) -> tuple[int, float]:
-    """Micro-batches of ``rows`` responses, longest first, and the tokens in each on average."""
+    """Number of micro-batches that ``rows`` responses make, packed longest first, and the mean tokens in each."""
     sums: list[float] = []
     most = work.micro_batch_tokens
     for length in reversed(work.lengths(rows)):

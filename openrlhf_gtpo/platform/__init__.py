@@ -1,4 +1,4 @@
-"""What differs between a CUDA host and a host without one.
+"""The differences between a CUDA host and a host without one.
 
 ``detect`` says which of the two a run is for; ``activate`` makes a process of a CPU run answer the CUDA questions that
 OpenRLHF asks. On a CUDA host ``activate`` returns at once: nothing is patched, replaced or set.
@@ -14,10 +14,10 @@ _PLATFORMS = ("cuda", "cpu")
 
 
 def chosen_platform() -> str | None:
-    """The platform named in the environment, or None where nobody has chosen one.
+    """The platform named in the environment, or None if nobody has chosen one.
 
     Raises:
-        ValueError: the variable holds something else than ``cuda`` or ``cpu``.
+        ValueError: the variable holds something other than ``cuda`` or ``cpu``.
     """
     value = os.environ.get(PLATFORM_VARIABLE)
     if value is not None and value not in _PLATFORMS:
@@ -26,11 +26,11 @@ def chosen_platform() -> str | None:
 
 
 def detect() -> str:
-    """``"cuda"`` or ``"cpu"``: what the run that this driver starts is for.
+    """``"cuda"`` or ``"cpu"``: the platform of the run that this driver starts.
 
     An explicit choice wins. Otherwise a torch without CUDA (or ROCm) cannot serve GPUs anywhere, and a torch with it
     means GPUs unless this host has no device and no Ray cluster is named: the driver of a cluster job often runs on a
-    head node without one.
+    head node without a device.
     """
     chosen = chosen_platform()
     if chosen is not None:
@@ -46,7 +46,7 @@ def detect() -> str:
 
 
 def choose() -> None:
-    """What a driver does first: take the platform that this host is, and prepare this process and those it starts."""
+    """Choose the platform as ``detect`` does, and prepare this process and those it starts; a driver's first step."""
     os.environ[PLATFORM_VARIABLE] = detect()
     activate()
 

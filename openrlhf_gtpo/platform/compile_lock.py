@@ -1,4 +1,4 @@
-"""A lock on a compilation that outlives no compiler."""
+"""A lock on a compilation that does not outlive its compiler."""
 
 import os
 import time
@@ -6,15 +6,15 @@ from contextlib import suppress
 
 from torch.utils.file_baton import FileBaton
 
-_QUIET = 600.0  # seconds without a change in its folder: no compiler of any node is at work there
+_QUIET = 600.0  # seconds without a change in its folder, after which no compiler of any node is at work there
 
 
 class CompileLock(FileBaton):
-    """torch's, a file in ``~/.cache/torch_extensions``, which a killed compiler leaves and every later run, of every
-    checkout, would wait for without a word (torch 2.13, utils/file_baton.py). Here it is taken over."""
+    """torch's lock, a file in ``~/.cache/torch_extensions``. A killed compiler leaves it behind, and every later run
+    of every checkout would wait for it silently (torch 2.13, utils/file_baton.py). Here it is taken over."""
 
     def try_acquire(self) -> bool:
-        """Wait for the lock; always true: whoever comes second finds everything compiled."""
+        """Wait for the lock and return True: whoever comes second finds everything compiled."""
         folder = os.path.dirname(self.lock_file_path)
         if os.path.exists(self.lock_file_path):
             print(f"Waiting for another compilation, until {_QUIET:.0f} s after its last file: {folder}", flush=True)

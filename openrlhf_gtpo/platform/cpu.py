@@ -20,13 +20,13 @@ _ENVIRONMENT = {
     # Threads that spin while they wait for each other waste most of a small machine that several processes share: a
     # training step of a 135M-parameter model took 17 s of processor time on two busy cores, and 3 s without spinning.
     "OMP_WAIT_POLICY": "PASSIVE",
-    # For a tenth of a millisecond they do: waking them takes as long, and that is most of the time between the short
-    # operations of a layer. vLLM decodes 64 rows of the same model in 114 ms instead of 165.
+    # They do spin for a tenth of a millisecond: waking them takes as long, and that is most of the time between the
+    # short operations of a layer. vLLM decodes 64 rows of the same model in 114 ms instead of 165.
     "GOMP_SPINCOUNT": "2000",
     # Ray would start one idle Python worker for every logical CPU: https://github.com/ray-project/ray/pull/33623.
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
-    # Without it ray.init of 2.55 warns of a default to come (https://github.com/ray-project/ray/pull/55791).
+    # Without this, ray.init of 2.55 warns of a future default (https://github.com/ray-project/ray/pull/55791).
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Ray runs its workers at low priority, so that they yield to its own processes and the user's
     # (https://github.com/ray-project/ray/pull/24928); here they are the whole job.
@@ -57,7 +57,7 @@ def activate() -> None:
     """Make this process answer like a host whose only device is the CPU. Safe to call twice."""
     os.environ.update(environment())  # before torch, which reads OMP_WAIT_POLICY when it is loaded
 
-    # It asks for a package for 4-bit products, which OpenRLHF imports it for and no run here has.
+    # bitsandbytes asks for a package for 4-bit products, which OpenRLHF imports it for and no run here has.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
     import torch
@@ -72,6 +72,6 @@ def activate() -> None:
 
 
 def _do_nothing() -> Callable[..., None]:
-    """A function of its own for each name: torch._dynamo keeps a rule for each by object and refuses shared ones
+    """A separate function for each name: torch._dynamo keeps a rule for each function object and refuses shared ones
     (https://github.com/pytorch/pytorch/pull/115059)."""
     return lambda *args, **kwargs: None

@@ -1,4 +1,4 @@
-"""Files on this host: where a Hugging Face model's lie, what of one of the Hub is fetched, and what can be written."""
+"""Files on this host: where a Hugging Face model lies, what is fetched from the Hub, and what can be written."""
 
 import json
 import os
@@ -27,18 +27,18 @@ SIDE_FILE_PATTERNS = (
 
 
 def model_folder(source: str | Path, *, weights: bool = True, fetch: bool = True) -> Path:
-    """The folder of the model ``source`` on this host; one that is a name on the Hub is fetched into the cache first.
+    """The folder of the model ``source`` on this host; a name on the Hub is fetched into the cache first.
 
-    Of the processes that ask at once, one fetches each file and the others wait for it (huggingface_hub 1.33.0,
+    If several processes ask at once, one fetches each file and the others wait for it (huggingface_hub 1.33.0,
     file_download.py, ``WeakFileLock``). With HF_HUB_OFFLINE, or without a network, what is cached has to do. A process
     asks the Hub once.
 
     Args:
-        weights: fetch safetensors too, and not configuration, tokenizer and templates alone.
-        fetch: False leaves it at what is cached.
+        weights: fetch safetensors too, not only configuration, tokenizer and templates.
+        fetch: False uses only what is cached.
 
     Raises:
-        UsageError: there is neither such a folder nor such a name, or the Hub and the cache do not have all of it.
+        UsageError: there is no such folder or name, or the Hub and the cache do not have all of it.
     """
     folder = Path(source)
     if folder.is_dir():
@@ -51,7 +51,7 @@ def model_folder(source: str | Path, *, weights: bool = True, fetch: bool = True
     try:
         folder = _snapshot(str(source), weights, fetch)
     except errors.HFValidationError as error:
-        raise UsageError(f"{where}, and no name on the Hugging Face Hub either.") from error
+        raise UsageError(f"{where}, and not a name on the Hugging Face Hub either.") from error
     except errors.RepositoryNotFoundError as error:
         raise UsageError(
             f"{where}, and the Hugging Face Hub shows no model of that name; check it, and set HF_TOKEN if the model "
@@ -66,7 +66,7 @@ def model_folder(source: str | Path, *, weights: bool = True, fetch: bool = True
         ) from error
     except (OSError, httpx.HTTPError) as error:
         raise UsageError(f"{where}, and could not be fetched from the Hugging Face Hub: {error}") from error
-    # What Transformers alone has cached has no listing of the whole, by which a part would be told.
+    # If only Transformers has cached the model, there is no listing of the whole to show that a part is missing.
     index = folder / INDEX
     shards = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {WEIGHTS}
     missing = sorted(shard for shard in shards if not any(folder.glob(shard))) if weights else []
@@ -79,12 +79,12 @@ def model_folder(source: str | Path, *, weights: bool = True, fetch: bool = True
 
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name to shape of a model's weights, from the headers of its safetensors; empty where it has none.
+    """Name to shape of a model's weights, from the headers of its safetensors; empty if it has none.
 
     Raises:
-        UsageError: a file that cannot be read, such as one that is cut off, with the folder.
+        UsageError: a file cannot be read, for example because it is cut off; the message names the folder.
     """
-    from safetensors import SafetensorError, safe_open  # here, as the doctor may run where nothing is installed
+    from safetensors import SafetensorError, safe_open  # here, because the doctor may run where nothing is installed
 
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob(WEIGHTS)):
@@ -101,13 +101,13 @@ def _snapshot(name: str, weights: bool, fetch: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = [*SIDE_FILE_PATTERNS, *((WEIGHTS, INDEX) if weights else ())]
-    # Subfolders hold other formats, and consolidated.safetensors is the whole of a Mistral model once more.
+    # Subfolders hold other formats, and consolidated.safetensors is a second copy of a whole Mistral model.
     unread = ["*/*", "consolidated*"]
     return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=unread, local_files_only=not fetch))
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text file, which is at ``path`` whole or not at all, whenever this process ends."""
+    """Write a text file, so that it is at ``path`` whole or not at all, whenever this process ends."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -117,7 +117,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def check_output(flag: str, path: Path | None, *sources: Path) -> None:
-    """Refuse, before any work, a file to write that cannot be written, or that is one of ``sources``, which are read.
+    """Refuse, before any work, an output file that cannot be written, or that is one of the inputs ``sources``.
 
     Raises:
         UsageError: what is wrong with ``path``.

@@ -21,8 +21,8 @@ def index_first_axis(tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tenso
 def unpad_input(
     hidden_states: torch.Tensor, attention_mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
-    """(B, T, ...) and its mask (B, T) to the packed rows (N, ...), their flat indices (N,), cumulative lengths (B+1,),
-    the longest length and the lengths (B,)."""
+    """Pack (B, T, ...) by its mask (B, T): the rows (N, ...), their flat indices (N,), cumulative lengths (B+1,), the
+    longest length and the lengths (B,)."""
     lengths = attention_mask.sum(dim=-1, dtype=torch.int32)
     indices = attention_mask.flatten().nonzero().flatten()
     cumulative = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
@@ -31,7 +31,7 @@ def unpad_input(
 
 
 def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
-    """Packed rows (N, ...) back to (batch, seqlen, ...), zero where nothing was packed."""
+    """Unpack rows (N, ...) back to (batch, seqlen, ...), zero where nothing was packed."""
     padded = hidden_states.new_zeros((batch * seqlen, *hidden_states.shape[1:]))
     padded = padded.index_copy(0, indices, hidden_states)
     return rearrange(padded, "(b s) ... -> b s ...", b=batch)

@@ -1,4 +1,4 @@
-"""How much memory something takes at its peak: of the CUDA device, or resident in this process (Linux)."""
+"""Peak memory: of the CUDA device, or resident in this process (Linux)."""
 
 import contextlib
 import ctypes
@@ -31,7 +31,7 @@ class PeakMemory:
             _begin_anew()
 
     def beyond(self) -> int | None:
-        """The peak since construction beyond what was there then, in bytes; None where it cannot be measured."""
+        """The peak since construction beyond what was in use then, in bytes; None if it cannot be measured."""
         return _peak() - self._before if self.measurable else None
 
 
@@ -39,7 +39,7 @@ class PeakByPhase:
     """The most memory that this process held in each of its phases, in bytes: cheap enough to be always on.
 
     On a CUDA device it is what PyTorch's allocator has handed out, elsewhere the resident memory. Nothing is recorded
-    where neither can be told.
+    where neither can be measured.
     """
 
     def __init__(self) -> None:
@@ -48,13 +48,13 @@ class PeakByPhase:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what runs within to the phase ``name``, which may come in several pieces."""
+        """Count what runs in this context toward the phase ``name``, which may come in several pieces."""
         self._begin()
         yield
         self._record(name)
 
     def until_now(self, name: str) -> None:
-        """Count to the phase ``name`` what has run since the last phase ended, or since this was last called."""
+        """Count toward the phase ``name`` what has run since the last phase ended, or since this was last called."""
         self._record(name)
         self._begin()
 
@@ -76,7 +76,7 @@ class PeakByPhase:
 
 
 class ReportsPeakMemory:
-    """Mixed into actors and vLLM's workers, one object per process: a run's controller asks them for their peaks."""
+    """Mixed into actors and vLLM's workers, one object per process, which a run's controller asks for their peaks."""
 
     @cached_property
     def peaks(self) -> PeakByPhase:
@@ -87,7 +87,7 @@ class ReportsPeakMemory:
         """The peaks by phase, in bytes, since this was last called.
 
         Args:
-            until_now: the phase that this process has been in since then, where it cannot know that itself.
+            until_now: the phase that this process has been in since then, if it cannot know that itself.
         """
         if until_now is not None:
             self.peaks.until_now(until_now)

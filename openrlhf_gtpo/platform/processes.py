@@ -1,7 +1,7 @@
-"""A function in several processes of this host that are joined by ``torch.distributed``: what ``torchrun`` does, from
-inside a command line. Such processes and the store that they meet at listen on the loopback interface alone.
+"""Runs a function in several processes of this host, joined by ``torch.distributed``: what ``torchrun`` does, from
+inside a command line. Such processes and the store where they meet listen only on the loopback interface.
 
-Where ``torchrun`` or ``srun`` has started the processes already, on one host or many, the function runs in this one.
+If ``torchrun`` or ``srun`` has already started the processes, on one host or many, the function runs in this one.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from openrlhf_gtpo import platform
 
 _LOOPBACK = "127.0.0.1"
 _SECONDS_TO_END = 10  # after a SIGTERM
-# How long the end of a rank that died may take to show, after another has raised what a lost connection may explain.
+# How long a rank's death may take to show after another rank has raised what a lost connection may explain.
 _SECONDS_TO_DIE = 2
 
 T = TypeVar("T")
@@ -46,17 +46,17 @@ class ProcessFailed(RuntimeError):
 
 
 class _Answer(NamedTuple):
-    """What a rank reports: its result, or its exception (where it is a ValueError) and traceback."""
+    """A rank's report: its result, or its exception (if it is a ValueError) and traceback."""
 
     value: Any
     traceback: str | None
 
 
 def launched_world_size() -> int | None:
-    """Number of processes that ``torchrun`` or ``srun`` has started, of which this is one; None where this is alone.
+    """Number of processes that ``torchrun`` or ``srun`` has started, including this one; None if this one is alone.
 
     Raises:
-        LaunchError: its environment is incomplete, or the rank is not below the size.
+        LaunchError: the launcher's environment is incomplete, or the rank is not below the size.
     """
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return None
@@ -77,17 +77,18 @@ def is_first_process() -> bool:
 
 
 def run_processes(function: Callable[..., T], world_size: int, *args: Any) -> T:
-    """Call ``function(*args)`` in ``world_size`` processes joined by ``torch.distributed``; its result in rank 0.
+    """Call ``function(*args)`` in ``world_size`` processes joined by ``torch.distributed``; return rank 0's result.
 
     Each process is set up for the platform, sees RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and has a
-    default process group: gloo without CUDA, NCCL with one GPU a process. Without OMP_NUM_THREADS the cores are shared
-    out. The first process to fail ends the others. Under a launcher the result is this process's own.
+    default process group: gloo without CUDA, NCCL with one GPU per process. Unless OMP_NUM_THREADS is set, the cores
+    are divided among them. The first process to fail ends the others. Under a launcher, the result is this process's
+    own.
 
     Args:
         function: defined at a module's top level; it and ``args`` are pickled.
 
     Raises:
-        LaunchError: fewer GPUs than processes, or a launcher has started another number of processes.
+        LaunchError: fewer GPUs than processes, or a launcher has started a different number of processes.
         ValueError: as a rank raised it, with its traceback as the cause.
         ProcessFailed: a rank raised anything else, or died.
     """
@@ -122,7 +123,7 @@ def run_processes(function: Callable[..., T], world_size: int, *args: Any) -> T:
 
 
 def _platform_environment(chosen: str) -> dict[str, str]:
-    # A run that was chosen to be without CUDA must not find a device on a host that has one.
+    # A run that is meant to be without CUDA must not find a device on a host that has one.
     return {platform.PLATFORM_VARIABLE: chosen} | ({"CUDA_VISIBLE_DEVICES": ""} if chosen == "cpu" else {})
 
 
@@ -172,11 +173,11 @@ def _run_here(function: Callable[..., T], args: tuple, world_size: int, shared: 
 
 
 def _result_of_rank_0(pipes: list[Connection], processes: list[BaseProcess]) -> Any:
-    """What rank 0 returned, once all are done.
+    """Wait until all ranks are done, and return rank 0's result.
 
     Raises:
-        ProcessFailed, ValueError: as :func:`run_processes`. A dead rank comes before one that raised, which may have
-            lost its connection to it; a ValueError has no such cause and is not kept waiting for another's end.
+        ProcessFailed, ValueError: as :func:`run_processes`. A dead rank takes precedence over one that raised, which
+            may have lost its connection to it; a ValueError has no such cause, so it does not wait for a death.
     """
     result = None
     waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
@@ -187,7 +188,7 @@ def _result_of_rank_0(pipes: list[Connection], processes: list[BaseProcess]) -> 
             rank = waiting.pop(pipe)
             try:
                 answer = pickle.loads(pipe.recv_bytes())
-            except (EOFError, ConnectionResetError):  # the latter where it has not even read its work
+            except (EOFError, ConnectionResetError):  # the latter if it has not even read its work
                 processes[rank].join(_SECONDS_TO_END)
                 code = processes[rank].exitcode or 0
                 how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -208,7 +209,7 @@ def _result_of_rank_0(pipes: list[Connection], processes: list[BaseProcess]) -> 
 
 
 def _end(processes: list[BaseProcess], seconds: float) -> None:
-    """End the processes, each after at most ``seconds`` in which it may do so itself."""
+    """End the processes, each after at most ``seconds`` in which it may end by itself."""
     for process in processes:
         process.join(seconds)
         if process.exitcode is None:
@@ -280,7 +281,7 @@ def _process_group(store: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """``values`` in this process's environment, from which a new process takes its own."""
+    """Set ``values`` in this process's environment, which new processes inherit, within this context."""
     before = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)
     try:
@@ -292,7 +293,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """A killed parent cannot end its processes, which would hold their devices forever."""
+    """Exit when the parent does: a killed parent cannot end its processes, which would hold their devices forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

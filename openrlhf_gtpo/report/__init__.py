@@ -1,1 +1,1 @@
-"""Metrics, plots and tables of runs. Knows no torch."""
+"""Metrics, plots and tables of runs. Does not import torch."""

@@ -1,4 +1,4 @@
-"""What several answers to each question say of a model: mean@k, pass@k, best@k and majority@k."""
+"""Scores of a model from several answers to each question: mean@k, pass@k, best@k and majority@k."""
 
 import math
 from collections import defaultdict
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def pass_at_k(correct: int, answers: int, k: int) -> float:
-    """The chance that of ``k`` answers, drawn from ``answers`` without putting back, one at least is correct.
+    """The chance that at least one of ``k`` answers, drawn from ``answers`` without replacement, is correct.
 
     1 - C(n - c, k) / C(n, k), the unbiased estimate of arXiv 2107.03374, Eq. 1.
 
@@ -23,17 +23,17 @@ def pass_at_k(correct: int, answers: int, k: int) -> float:
 
 
 def best_of(scores: Sequence[float], k: int) -> float:
-    """The mean best score of ``k`` answers, over all draws from ``scores`` without putting back."""
+    """The mean best score of ``k`` answers, over all draws from ``scores`` without replacement."""
     ranked = enumerate(sorted(scores))
     return sum(math.comb(place, k - 1) * score for place, score in ranked) / math.comb(len(scores), k)
 
 
 def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
-    """Whether the most frequent answer is correct; of several as frequent, the share that is.
+    """1 if the most frequent answer is correct, else 0; if several are equally frequent, the share that is correct.
 
     Args:
-        answers: as text; None for a response without one, which has no vote. Without any vote it is 0.
-        correct: of each answer.
+        answers: as text; None for a response without an answer, which has no vote. Without any vote the result is 0.
+        correct: whether each answer is.
     """
     votes: dict[str, list[bool]] = defaultdict(list)
     for answer, right in zip(answers, correct, strict=True):
@@ -45,15 +45,15 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
 
 
 def per_question(questions: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """What the answers to each question say.
+    """The scores of each question.
 
     Args:
-        questions: ``scores``, ``lengths`` (tokens), ``cut_off``, and ``entropies`` (nats) and ``answers`` or None, a
-            list of k each; an answer is correct where its score is at least 1.
+        questions: each has a list of k for ``scores``, ``lengths`` (tokens), ``cut_off``, and a list or None for
+            ``entropies`` (nats) and ``answers``; an answer is correct if its score is at least 1.
 
     Returns:
-        of every question: ``mean@k`` of scores; ``pass@j`` for j = 1, 2, 4, … and k; ``best@k`` score; ``majority@k``
-        where every question has answers; ``length``; ``cut_off``, a share; ``entropy`` where every question has it.
+        a value for every question: ``mean@k`` of scores; ``pass@j`` for j = 1, 2, 4, … and k; ``best@k`` score;
+        ``majority@k`` if all questions have answers; ``length``; ``cut_off``, a share; ``entropy`` if all have it.
     """
     found: dict[str, list[float]] = defaultdict(list)
     for question in questions:
@@ -67,7 +67,7 @@ def per_question(questions: Sequence[Mapping[str, Any]]) -> dict[str, list[float
             found[f"majority@{k}"].append(majority(question["answers"], correct))
         found["length"].append(fmean(question["lengths"]))
         found["cut_off"].append(fmean(question["cut_off"]))
-        if question.get("entropies"):  # which files of before they were there lack
+        if question.get("entropies"):  # missing in older files
             found["entropy"].append(fmean(question["entropies"]))
     return {name: values for name, values in found.items() if len(values) == len(questions)}
 
@@ -81,7 +81,7 @@ def summarize(found: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, fl
 
 
 def table(summaries: Mapping[str, Mapping[str, tuple[float, float | None]]]) -> str:
-    """A markdown table, a row for each data set, of means ± standard errors, where there are any."""
+    """A markdown table with a row for each data set: means, ± standard errors where known."""
 
     def cell(mean: float, error: float | None) -> str:
         return f"{mean:.3f}" if error is None else f"{mean:.3f} ± {error:.3f}"

@@ -1,5 +1,5 @@
-"""Results of benchmarks as PNG: ``lm-head``'s times over the bare product's, and the phases of ``train``'s steps.
-Must not know torch."""
+"""Plots of benchmark results, as PNG: the times of ``lm-head`` over the bare product's, and the phases of the steps of
+``train``. Must not import torch."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from openrlhf_gtpo.report.step_phases import COUNTED, IDLE, PHASES
 
 _LM_HEAD = {"forward": "forward / one product", "forward_backward": "forward + backward / four products"}
 _IDLE_COLOR = "#CCCCCC"
-_RATIO_COLORS = ("#8C8C8C", "#BFBFBF", "#595959")  # the others stand for phases
+_RATIO_COLORS = ("#8C8C8C", "#BFBFBF", "#595959")  # the other colors stand for phases
 
 
 def plot_lm_head(cases: Sequence[Mapping[str, Any]], png_path: str | Path) -> Path:
-    """A row of two panels a case; bars are medians, whiskers the whole range. Parents of ``png_path`` are created."""
+    """A row of two panels per case; bars are medians, whiskers the range. Parents of ``png_path`` are created."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11, 0.9 + 2.6 * len(cases)), layout="constrained")
         panels = figure.subplots(len(cases), len(_LM_HEAD), squeeze=False)
@@ -43,8 +43,8 @@ def plot_lm_head(cases: Sequence[Mapping[str, Any]], png_path: str | Path) -> Pa
 
 
 def plot_step_phases(results: Mapping[str, Any], png_path: str | Path) -> Path:
-    """A stacked bar of seconds for each configuration, and beside it tokens/s/GPU over the first's, phase by phase;
-    whiskers are the whole range over the alternations. Parents of ``png_path`` are created."""
+    """A stacked bar of seconds for each configuration, and beside it tokens/s/GPU over the first's, by phase; whiskers
+    are the whole range over the alternations. Parents of ``png_path`` are created."""
     many = bool(results["ratios"])
     bars = len(results["summary"])
     height = 1.9 + max(0.55 * bars, 0.3 * len(COUNTED) * len(results["ratios"]))

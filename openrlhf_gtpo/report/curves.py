@@ -1,6 +1,6 @@
-"""Runs as pictures: one run's reward, entropy and response length over steps, and several runs against each other.
+"""Plots of runs: one run's reward, entropy and response length over steps, and several runs against each other.
 
-Draws what `metrics.read_runs` returns and computes nothing but means over seeds.
+Draws what `metrics.read_runs` returns and computes only means over seeds and data sources.
 """
 
 import re
@@ -22,8 +22,8 @@ from openrlhf_gtpo.report.metrics import Rows, before_and_after, datasource_of, 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
 STYLE = {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
 MARKERS = ("D", "s", "^", "v", "P", "X", "*")
-LINES = ("-", "--", ":", "-.")  # once through the colors, the next one
-_INK = "#010203"  # in a figure; in its SVG the color of the page around it
+LINES = ("-", "--", ":", "-.")  # the next one after each round of colors
+_INK = "#010203"  # in a figure; its SVG takes the color of the page around it
 _IN_PAGE = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK)
 _SVG = {"svg.fonttype": "none", "svg.hashsalt": "", "text.parse_math": False, "legend.labelcolor": _INK}
 
@@ -33,8 +33,8 @@ Points = tuple[Sequence[int], Sequence[float]]  # steps and values
 def plot_run(metrics: Rows, png_path: str | Path, title: str = "") -> Path:
     """Three panels over steps: reward (training mean, held-out points), policy entropy, response length.
 
-    What a run does not have (no evaluation, no entropies) is left out of its panel; an empty panel says so. Parents of
-    `png_path` are created.
+    What a run lacks (evaluations, entropies) is left out of its panel; an empty panel says so. Parents of `png_path`
+    are created.
     """
     train = names.KIND_TRAIN
     with matplotlib.rc_context(STYLE):
@@ -62,7 +62,7 @@ def plot_run(metrics: Rows, png_path: str | Path, title: str = "") -> Path:
             (length, "Response length", "tokens"),
         ):
             _finish(axes, panel, unit)
-            if axes.lines:  # below the panel, where it can hide no data
+            if axes.lines:  # below the panel, where it hides no data
                 axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False, fontsize=9)
         return save(figure, png_path, title)
 
@@ -71,8 +71,8 @@ def plot_comparison(runs: Mapping[str, Sequence[Rows]], png_path: str | Path, ti
     """Several runs (seeds) per label: training reward and entropy over steps, and held-out reward before and after.
 
     Each run is a thin line, and each label's mean over the runs that have a step is a thick one. In the last panel a
-    run is a line from its held-out reward before training to that after it (mean over data sources); a run without
-    either is not in it.
+    run is a line from its held-out reward before training to that after it (mean over data sources); a run that
+    lacks one of them is left out.
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13, 4.4), layout="constrained")
@@ -88,7 +88,7 @@ def plot_comparison(runs: Mapping[str, Sequence[Rows]], png_path: str | Path, ti
         _finish(reward, "Training reward", "mean reward")
         _finish(entropy, "Policy entropy", "nats per token")
         _finish(held_out, "Held-out reward", "mean reward", over_steps=False)
-        # One for all panels, below them: the same colors mean the same runs.
+        # One legend below all panels, where the same colors mean the same runs.
         legends = [axes.get_legend_handles_labels() for axes in (reward, entropy, held_out)]
         handles, labels = next((legend for legend in legends if legend[0]), ([], []))
         if handles:
@@ -102,10 +102,10 @@ def plot_figures(runs: Mapping[str, Sequence[Rows]], folder: Path) -> dict[str, 
     """The paper's four figures, each as a PNG and an SVG in ``folder``: entropy, response length, and the mean over
     held-out questions of the best of 32 and of 16 responses.
 
-    Where no run was evaluated with as many, the best of a rollout's responses to a prompt, and their mean, stand in.
+    If no run was evaluated with that many, the best of a rollout's responses to a prompt, and their mean, stand in.
 
     Returns:
-        the SVGs by title. Their text has the color and the font of a page that they stand in.
+        the SVGs by title. Their text takes the color and the font of the page that includes them.
     """
 
     def train(name: str) -> Callable[[Rows], Points]:
@@ -163,7 +163,7 @@ def save(figure: Figure, png_path: str | Path, title: str = "") -> Path:
 
 
 def _mean_before_and_after(rows: Rows) -> list[float]:
-    """The means over the data sources that have both; empty where none has."""
+    """The mean before and the mean after, over the data sources that have both; empty if none has."""
     pairs = [before_and_after(rows, name) for name in held_out_names(rows)]
     both = [(before, after) for before, after in pairs if before is not None and after is not None]
     return [sum(values) / len(both) for values in zip(*both)]

@@ -61,7 +61,7 @@ def write_page(results: Mapping[str, Any], folder: Path, about: str) -> Path:
 
 
 def _plot(results: Mapping[str, Any], path: Path) -> None:
-    """Sign flips as bars; of both errors, the share of tokens (logarithmic) whose error is larger."""
+    """Sign flips as bars; for both errors, the share of tokens (logarithmic) whose error is larger."""
     candidates = results["candidates"]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(13, 4.2), layout="constrained")

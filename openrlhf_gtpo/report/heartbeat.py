@@ -1,7 +1,7 @@
-"""A sign of life of a run: a file that its controller touches whenever it gets on with its work.
+"""A run's sign of life: a file that its controller touches whenever it makes progress.
 
-It is in a folder that all nodes share, as the controller is on a node that Ray chose. There is none while engines and
-models load and while the trained model is written: those take what they take, and have limits of their own.
+The file is in a folder that all nodes share, because Ray chooses the controller's node. It is absent while engines and
+models load and while the trained model is written: those take as long as they take, and have their own limits.
 """
 
 import threading
@@ -14,8 +14,7 @@ _EVERY = 1.0  # seconds
 
 
 class Heartbeat:
-    """The sign of life of the run with the checkpoints in ``folder``, for its controller and for whoever watches
-    it."""
+    """The sign of life of the run with its checkpoints in ``folder``, for its controller and for whoever watches."""
 
     def __init__(self, folder: str | Path) -> None:
         self._path = Path(folder) / "heartbeat"
@@ -25,10 +24,10 @@ class Heartbeat:
         self._seen = 0.0
 
     def beat(self, going_on: Callable[[], bool] | None = None) -> None:
-        """Say that the run gets on.
+        """Signal that the run is making progress.
 
         Args:
-            going_on: and go on saying so until the next call, each time that this returns true, while this process is
+            going_on: keep signaling until the next call, each time that this returns true, as long as this process is
                 not stopped.
         """
         self._end_beating()
@@ -38,13 +37,13 @@ class Heartbeat:
             self._beating.start()
 
     def clear(self) -> None:
-        """Nobody is to wait for the next beat."""
+        """Remove the sign, so that nobody waits for the next beat."""
         self._end_beating()
         self._path.unlink(missing_ok=True)
 
     def silence(self) -> float:
-        """Seconds since this process saw the last beat, by its own clock, as another node's may differ; 0 where nobody
-        is to wait for one."""
+        """Seconds since this process saw the last beat, by its own clock, as another node's may differ; 0 if nobody
+        has to wait for one."""
         try:
             beat = self._path.stat().st_mtime_ns
         except OSError:

@@ -1,8 +1,8 @@
 """A run's metrics as JSON lines: the writer that the trainer holds, and the reader that reports use.
 
-One object a line: `{"kind": "train"|"eval"|"run", "step": int, "time": unix seconds, <metric name>: number, ...}`.
-A start of the trainer writes a line of the kind "run" with the run's id, which a resumed run keeps, and the end of
-training the same with `"ended": true`.
+One object per line: `{"kind": "train"|"eval"|"run", "step": int, "time": unix seconds, <metric name>: number, ...}`.
+Each start of the trainer writes a line of the kind "run" with the run's id, which a resumed run keeps; the end of
+training writes the same with `"ended": true`.
 """
 
 import json
@@ -27,7 +27,7 @@ RESERVED = ("kind", "step", "time")
 class MetricsWriter:
     """Appends a line per call and flushes it, so that a killed run loses at most the line it was writing.
 
-    A resumed run appends to the file it left: `read_runs` then keeps the later of two lines for one step.
+    A resumed run appends to the same file; `read_runs` then keeps the later of two lines for one step.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -41,18 +41,18 @@ class MetricsWriter:
                 self._file.write(b"\n")
 
     def begin(self, step: int, settings: Mapping[str, Any]) -> Rows:
-        """Append the first line of a start: the run's id, and what a reader must know of it.
+        """Append the first line of a start: the run's id, and what a reader must know about it.
 
         Args:
-            step: the one a resumed run goes on behind, with the id of the file's last run; 0 for a new one.
-            settings: as the metrics of :meth:`write`.
+            step: the step after which a resumed run continues, with the id of the file's last run; 0 for a new one.
+            settings: like the metrics of :meth:`write`.
 
         Returns:
-            the lines so far of the run that is gone on with.
+            the earlier lines of the run that is resumed.
         """
         earlier: Rows = []
         if step > 0:
-            with suppress(ValueError):  # another file, or one that was removed
+            with suppress(ValueError):  # another file, or the file was removed
                 earlier = read_runs(self._path)[-1]
         run = next((row["run"] for row in earlier if "run" in row), uuid.uuid4().hex[:8])
         self._run = {"run": run, **settings}
@@ -60,12 +60,12 @@ class MetricsWriter:
         return earlier
 
     def end(self) -> None:
-        """Append the last line of a run that was begun and came to its own end."""
+        """Append the last line of a run that was begun and has completed."""
         self.write(names.KIND_RUN, self._step, self._run | {"ended": True})
         phase_file(self._path).unlink(missing_ok=True)
 
     def phase(self, name: str) -> None:
-        """Replace what the run is doing now, one of `names.DOING`, which is no part of its record."""
+        """Replace what the run is doing now, one of `names.DOING`; this is not part of its record."""
         phase_file(self._path).write_text(name, encoding="utf-8")
 
     def write(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ class MetricsWriter:
         row: dict[str, Any] = {"kind": kind, "step": int(step), "time": time.time()}
         for name, value in metrics.items():
             if name in RESERVED:
-                raise ValueError(f"metric {name!r} has the name of a field of every line ({', '.join(RESERVED)})")
+                raise ValueError(f"metric {name!r} is reserved: every line has the fields {', '.join(RESERVED)}")
             row[name] = _json_value(name, value)
         self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
         self._file.flush()
@@ -102,13 +102,13 @@ def phase_file(path: Path) -> Path:
 
 
 def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:
-    """The runs of a metrics file, or of `metrics.jsonl` in a directory: the lines of each, in order of writing. Of a
-    directory without, which OpenRLHF's TensorBoard has written to, the one run that it has.
+    """The runs of a metrics file, or of `metrics.jsonl` in a directory: the lines of each, in order of writing. For a
+    directory with OpenRLHF's TensorBoard files instead, the one run that they have.
 
-    A run begins with a line of the kind "run" at step 0; in a file of version 0.1, which has none, where the first
-    step comes again. A line that cannot be read is left out: a process that dies cuts off its last one, which after a
-    resume stands in the middle. Where a resumed run repeated a step, the later line counts, and lines of the steps
-    behind it, which the weights have not seen, count no longer.
+    A run begins with a line of the kind "run" at step 0; in a file of version 0.1, which has no such line, it begins
+    where the first step comes again. An unreadable line is left out: a process that dies cuts off its last line, which
+    after a resume is in the middle of the file. Where a resumed run repeated a step, the later line counts, and
+    earlier lines of later steps, which the weights have not seen, no longer count.
 
     Raises:
         ValueError: the file is absent or unreadable, or none of its lines is a metrics line.
@@ -135,7 +135,7 @@ def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:
             if runs[-1] and (begins or again):
                 runs.append({})
             if row["kind"] == names.KIND_TRAIN:
-                if row["step"] < last:  # made again, from a checkpoint
+                if row["step"] < last:  # repeated, from a checkpoint
                     runs[-1] = {other: kept for other, kept in runs[-1].items() if other[1] <= row["step"]}
                 last = row["step"]
             runs[-1].pop(key, None)
@@ -162,7 +162,7 @@ def _read_tensorboard(folder: Path) -> list[dict[str, Any]]:
         if kind in KINDS and (ours == name or f"{kind}/{ours}" not in tags):
             for event in events.Scalars(tag):
                 row = {"kind": kind, "step": event.step, "time": event.wall_time}
-                value = event.value if math.isfinite(event.value) else None  # as MetricsWriter
+                value = event.value if math.isfinite(event.value) else None  # as in MetricsWriter
                 rows.setdefault((kind, event.step), row)[ours] = value
     if not rows:
         raise ValueError(f"{folder} has no metrics: its TensorBoard files hold none of OpenRLHF's")
@@ -184,7 +184,7 @@ def held_out_names(rows: Rows) -> list[str]:
 def before_and_after(rows: Rows, held_out_name: str) -> tuple[float | None, float | None]:
     """Held-out reward before training (the evaluation at step 0) and after it (the last one at a later step).
 
-    Either is None where the run has no such evaluation.
+    Either is None if the run has no such evaluation.
     """
     points = dict(zip(*series(rows, names.KIND_EVAL, held_out_name)))
     after = [value for step, value in points.items() if step > 0]
@@ -192,12 +192,12 @@ def before_and_after(rows: Rows, held_out_name: str) -> tuple[float | None, floa
 
 
 def datasource_of(held_out_name: str) -> str:
-    """ "products" of `eval_products_pass1`."""
+    """The data source in a held-out name, such as "products" in `eval_products_pass1`."""
     return held_out_name.removeprefix(names.EVAL_PREFIX).removesuffix(names.EVAL_PASS1_SUFFIX)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a metrics line is a number that fits a float, and no null, text or truth value."""
+    """True if a value of a metrics line is a number that fits a float, and not null, text or a boolean."""
     whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     return whole or isinstance(value, float)
 

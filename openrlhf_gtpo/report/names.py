@@ -1,6 +1,6 @@
 """The metric names that a run writes and a report reads: the one place where they are spelled.
 
-The trainer writes them flat, one JSON object a step; see `metrics.py` for the file.
+The trainer writes them flat, one JSON object per step; see `metrics.py` for the file.
 """
 
 KIND_TRAIN = "train"
@@ -22,34 +22,34 @@ GROUPS_TOTAL = "groups/total"
 RESPONSE_LENGTH_MEAN = "response_length/mean"  # tokens
 RESTARTS_ENGINES = "restarts/engines"  # since the start of the trainer
 DROPPED_PROMPTS = "rollout/dropped_prompts"  # of the step
-GUIDE_ROWS = "guide/rows"  # part of the rows trained on that the guide sampled
-GUIDE_TRUNCATED = "guide/truncated"  # part of the step's action tokens whose ratio to the guide was truncated
+GUIDE_ROWS = "guide/rows"  # share of the trained rows that the guide sampled
+GUIDE_TRUNCATED = "guide/truncated"  # share of the step's action tokens whose ratio to the guide was truncated
 GUIDE_REWARD = "guide/reward"  # mean over the guide's rows
 GUIDE_POLICY_REWARD = "guide/policy_reward"  # mean over the others
-RESCUE_ROWS = "rescue/rows"  # part of the rows trained on that are of rescued groups
+RESCUE_ROWS = "rescue/rows"  # share of the trained rows that are in rescued groups
 RESCUE_QUEUED = "rescue/queued"  # prompts that wait for the guide
-RESCUE_RESCUED = "rescue/rescued"  # prompts that the guide has answered right, since the run began
-RESCUE_GIVEN_UP = "rescue/given_up"  # prompts that neither could answer, or that had to leave the full queue, likewise
-SAMPLE = "sample"  # a prompt and its response as one text, its last letters; in metrics.jsonl alone
+RESCUE_RESCUED = "rescue/rescued"  # prompts that the guide has answered correctly since the run began
+RESCUE_GIVEN_UP = "rescue/given_up"  # likewise, prompts that neither could answer or that had to leave the full queue
+SAMPLE = "sample"  # the last letters of a prompt and its response as one text; only in metrics.jsonl
 SAMPLE_REWARD = "sample_reward"
-WARNING_PREFIX = "warning/"  # texts, of the steps of which they are true; in metrics.jsonl alone
+WARNING_PREFIX = "warning/"  # texts, at the steps for which they are true; only in metrics.jsonl
 
 FP8_PREFIX = "fp8/"  # an audit: the fields of algorithms.ErrorBudget
 FP8_SIGN_FLIPS = "fp8/sign_flips"
 FP8_ENTROPY_ERROR = "fp8/entropy_error_mean"  # nats
-FP8_IN_USE = "fp8/old_policy_in_fp8"  # 1, or 0 where the audit's gate has put the old-policy forward back to BF16
+FP8_IN_USE = "fp8/old_policy_in_fp8"  # 1, or 0 after the audit's gate has put the old-policy forward back to BF16
 
-SAMPLER_AUDIT = {  # fields of algorithms.ErrorBudget, of vLLM's sampler against the actor's forward
+SAMPLER_AUDIT = {  # fields of algorithms.ErrorBudget, for vLLM's sampler against the actor's forward
     "entropy_error_mean": "rollout/entropy_diff_mean",  # nats
     "entropy_error_p99": "rollout/entropy_diff_p99",
     "log_prob_error_mean": "rollout/log_prob_diff_mean",
     "share_rank_correlation": "rollout/share_rank_correlation",
     "sign_flips": "rollout/advantage_sign_flips",
 }
-SAMPLER_IN_USE = "rollout/entropy_of_sampler"  # 1, or 0 where the audit's gate has put the actor's in its place
-SAMPLER_MISSING = "rollout/tokens_without_entropy"  # action tokens, whose values are the actor's
+SAMPLER_IN_USE = "rollout/entropy_of_sampler"  # 1, or 0 after the audit's gate has put the actor's in its place
+SAMPLER_MISSING = "rollout/tokens_without_entropy"  # action tokens that have the actor's values instead
 
-OPENRLHF = {  # its own names, in TensorBoard, of what a run of this package says more exactly
+OPENRLHF = {  # its own names, in TensorBoard, for what a run of this package reports more exactly
     "reward": REWARD_MEAN,
     "response_length": RESPONSE_LENGTH_MEAN,
     "entropy_loss": ENTROPY_ALL,  # of the policy in training, with --actor.entropy_coef
@@ -78,21 +78,21 @@ TIMING_ADVANTAGES = "timing/advantages"  # within make_experience: shaping
 TIMING_STEP_WALL = "timing/step_wall"  # without evaluation and checkpoints; step_total is the sum of the phases
 TOKENS_PER_SECOND_PREFIX = "tokens_per_second/"
 
-TOKENS_PROMPT = "tokens/prompt"  # of every response's prompt, and what an environment said; no padding
-TOKENS_RESPONSE = "tokens/response"  # sampled ones, which are trained on
-TOKENS_SAMPLED = "tokens/sampled"  # of all responses, with those that dynamic sampling drops and a guide's rescues
-FLOPS_FORWARD = "flops/forward"  # of the products of one forward pass of the policy over the step's tokens
+TOKENS_PROMPT = "tokens/prompt"  # of every response's prompt, and of an environment's turns; no padding
+TOKENS_RESPONSE = "tokens/response"  # sampled tokens, which are trained on
+TOKENS_SAMPLED = "tokens/sampled"  # of all responses, also those that dynamic sampling drops and a guide's rescues
+FLOPS_FORWARD = "flops/forward"  # of the matrix products of one forward pass of the policy over the step's tokens
 PEAK_MEMORY_PREFIX = "peak_memory_gib/"
 
 EVAL_PREFIX = "eval_"
 EVAL_PASS1_SUFFIX = "_pass1"
 EVAL_ERROR_SUFFIX = "_stderr"  # after a held-out reward's name: its standard error over the questions
-BEST_OF = (32, 16)  # responses to a held-out question, the mean of whose best the paper shows
+BEST_OF = (32, 16)  # responses to a held-out question; the paper shows the mean of the best of them
 EVAL_RESPONSE_LENGTH_MEAN = "eval_response_length_mean"
 
 
 def eval_best_of(source: str, k: int) -> str:
-    """Mean best reward of k held-out responses, under upstream's name for it."""
+    """The mean best reward of k held-out responses, under upstream's name: `eval_<source>_pass<k>`."""
     return f"{EVAL_PREFIX}{source}_pass{k}"
 
 
@@ -107,5 +107,5 @@ def tokens_per_second(phase: str) -> str:
 
 
 def peak_memory(process: str, phase: str) -> str:
-    """GiB at the peak of a phase, of the process of a kind ("actor", "engine") that took most."""
+    """Peak GiB of a phase, in the process of a kind ("actor", "engine") that took the most."""
     return f"{PEAK_MEMORY_PREFIX}{process}/{phase}"

@@ -1,7 +1,7 @@
 """Rollout dumps: one Parquet file per step, a row per response; the format, its writer and its reader.
 
-What each column holds is said in docs/viewer.md. Positions of the list columns are the tokens of the response, from
-its first action token to its last token; what lies between two turns has ``mask`` False.
+docs/viewer.md says what each column holds. Positions of the list columns are the tokens of the response, from its
+first action token to its last token; tokens between two turns have ``mask`` False.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 VERSION = 4
-# The first has no settings that only a replay needs, the first two have no ratios, the first three no guide.
+# Version 1 lacks the settings that only a replay needs, 1 and 2 lack ratios, and 1 to 3 lack the guide.
 _READ = (1, 2, 3, VERSION)
 FOLDER = "rollouts"  # in --ckpt.path
 
-_KEY = b"openrlhf_gtpo.rollouts"  # of the file's metadata: the settings as JSON
+_KEY = b"openrlhf_gtpo.rollouts"  # in the file's metadata: the settings as JSON
 SCHEMA = pa.schema(
     [
         pa.field("row", pa.int32(), nullable=False),
@@ -49,7 +49,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Tokens:
-    """A list column: ``values`` (N,) of one row after the other, row i's at ``offsets[i]`` to ``offsets[i + 1]``."""
+    """A list column: ``values`` (N,) of one row after another, row i's from ``offsets[i]`` to ``offsets[i + 1]``."""
 
     values: np.ndarray
     offsets: np.ndarray
@@ -61,8 +61,8 @@ class Tokens:
 
 @dataclass(frozen=True)
 class RolloutDump:
-    """A dump that was read. Columns by name: arrays or lists of the rows' values, :class:`Tokens`, or None where the
-    run did not have them."""
+    """A dump that was read. Columns by name: arrays or lists of the rows' values, :class:`Tokens`, or None if
+    the run did not have them."""
 
     path: Path
     settings: dict[str, Any]
@@ -78,11 +78,11 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def write_dump(path: Path, settings: Mapping[str, Any], columns: Mapping[str, Sequence[Any] | None]) -> None:
-    """Write a dump, which is at ``path`` whole or not at all; its folder is made.
+    """Write a dump, which is then at ``path`` whole or not at all; its folder is created.
 
     Args:
-        settings: ``step`` and what else a reader must know of the run, for JSON.
-        columns: of ``SCHEMA``, one value per row; None for one that the run does not have.
+        settings: ``step`` and what else a reader must know about the run, as values for JSON.
+        columns: those of ``SCHEMA``, with one value per row; None for one that the run does not have.
     """
     rows = len(next(values for values in columns.values() if values is not None))
     arrays = [
@@ -92,7 +92,7 @@ def write_dump(path: Path, settings: Mapping[str, Any], columns: Mapping[str, Se
     metadata = {_KEY: json.dumps({"version": VERSION, **settings})}
     table = pa.Table.from_arrays(arrays, schema=SCHEMA.with_metadata(metadata))
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}")  # a killed run leaves it, and the step that is made again replaces it
+    temporary = path.with_name(f".{path.name}")  # a killed run leaves it, and repeating the step replaces it
     try:
         with open(temporary, "wb") as file:
             pq.write_table(table, file, compression="zstd")
@@ -104,16 +104,16 @@ def write_dump(path: Path, settings: Mapping[str, Any], columns: Mapping[str, Se
 
 
 def vocabulary_digest(tokenizer: Any) -> str:
-    """A digest of what a Hugging Face tokenizer, or a processor's, takes each token id for."""
+    """A digest of the tokens of a Hugging Face tokenizer, or of a processor's, and their ids."""
     ids = getattr(tokenizer, "tokenizer", tokenizer).get_vocab()
     return hashlib.sha256(json.dumps(sorted(ids.items())).encode()).hexdigest()
 
 
 def find_dumps(path: Path) -> list[Path]:
-    """``path`` itself, if it is a file, or the dumps anywhere in it, by step.
+    """``path`` itself if it is a file, else the dumps anywhere in it, by step.
 
     Raises:
-        ValueError: there is none, or two of one step, as of two runs.
+        ValueError: there is none, or there are two of one step, as from two runs.
     """
     if path.is_file():
         return [path]
@@ -125,13 +125,13 @@ def find_dumps(path: Path) -> list[Path]:
     for one, other in pairwise(found):
         if one.name == other.name:
             raise ValueError(
-                f"Expected one run in {path}, and a step is there twice: {one} and {other}; name one run."
+                f"Expected one run in {path}, but found the same step twice: {one} and {other}; name one run."
             )
     return found
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """A dump's settings alone; raises as :func:`read_dump`."""
+    """Only a dump's settings; raises like :func:`read_dump`."""
     with _whole(path):
         schema = pq.read_schema(path)
     return _settings(path, schema)
@@ -141,7 +141,7 @@ def read_dump(path: Path) -> RolloutDump:
     """Read a dump.
 
     Raises:
-        ValueError: it is cut off, no dump, or one of another version.
+        ValueError: the file is cut off, not a dump, or a dump of another version.
     """
     with _whole(path):
         table = pq.read_table(path, partitioning=None)
@@ -161,11 +161,11 @@ def _whole(path: Path) -> Iterator[None]:
 def _settings(path: Path, schema: pa.Schema) -> dict[str, Any]:
     text = (schema.metadata or {}).get(_KEY)
     if text is None:
-        raise ValueError(f"{path} is a Parquet file, and no rollout dump of this package.")
+        raise ValueError(f"{path} is a Parquet file, but not a rollout dump of this package.")
     settings: dict[str, Any] = json.loads(text)
     if settings["version"] not in _READ:
         raise ValueError(
-            f"{path} is a rollout dump of version {settings['version']}, and this package reads versions "
+            f"{path} is a rollout dump of version {settings['version']}, but this package reads versions "
             f"{_READ[0]} to {VERSION}; "
             f"open it with openrlhf_gtpo {settings.get('openrlhf_gtpo', 'of that version')}."
         )

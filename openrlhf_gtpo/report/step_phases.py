@@ -1,6 +1,6 @@
 """Where the time of training steps went, from a run's metrics: seconds, tokens/s/GPU, shares, MFU, idle time, memory.
 
-Arithmetic on what the trainer logs. Must not know torch.
+Arithmetic on what the trainer logs. Must not import torch.
 """
 
 import statistics
@@ -19,7 +19,7 @@ class Phase(NamedTuple):
 
     Fields:
         timing: the metric with its seconds.
-        counted: the real tokens (never padding) that its tokens/s are of.
+        counted: the real tokens (never padding) that its tokens/s count.
     """
 
     timing: str
@@ -41,7 +41,7 @@ COUNTED = {name: phase.counted for name, phase in PHASES.items()} | {STEP: _ALL}
 
 
 class MissingMetrics(ValueError):
-    """A run lacks steps or metrics that are measured."""
+    """A run lacks steps or metrics that the measurement needs."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Setup:
     """What the numbers of a configuration depend on.
 
     Fields:
-        gpus: that the run holds; on a CPU host the processes that stand for one each.
+        gpus: GPUs that the run holds; on a CPU host, the processes that stand for one each.
         busy: phase to how many of them work in it.
-        passes: phase to its floating-point operations, in forward passes of the policy. A backward pass is two;
-            activations that are computed again add nothing.
+        passes: phase to its floating-point operations, in forward passes of the policy. A backward pass counts as two;
+            recomputed activations add nothing.
         epochs: passes of training over a rollout.
         precision: phase to the number format of its matrix products.
     """
@@ -65,10 +65,10 @@ class Setup:
 
 
 def measured_steps(rows: Rows, warmup: int, steps: int) -> list[Mapping[str, Any]]:
-    """The ``steps`` training steps behind the first ``warmup`` ones.
+    """The ``steps`` training steps after the first ``warmup`` ones.
 
     Raises:
-        MissingMetrics: there are fewer, or one lacks a phase.
+        MissingMetrics: there are fewer steps, or one lacks a phase.
     """
     found = [row for row in rows if row["kind"] == names.KIND_TRAIN]
     if len(found) < warmup + steps:
@@ -88,9 +88,9 @@ def of_run(rows: Rows, setup: Setup) -> dict[str, Any]:
 
     Returns:
         ``phases``: for each phase and the whole ``step``, ``seconds`` and ``tokens`` of a step (means), ``share`` of
-        the step, ``tokens_per_second_per_gpu``, and ``flops`` of a step, None where the model's are not known.
+        the step, ``tokens_per_second_per_gpu``, and ``flops`` of a step, None if the model's are unknown.
         ``idle``: ``seconds`` and ``share`` of a step outside any phase, and ``gpu_share``, the part of the GPUs' time
-        in which they had no phase to work in. ``peak_memory_gib``: ``process/phase`` to the most of any step.
+        in which they had no phase to work in. ``peak_memory_gib``: ``process/phase`` to the maximum over steps.
     """
     step_seconds = _mean(rows, names.TIMING_STEP_WALL)
     prompt, response = _mean(rows, names.TOKENS_PROMPT), _mean(rows, names.TOKENS_RESPONSE)
@@ -107,7 +107,7 @@ def of_run(rows: Rows, setup: Setup) -> dict[str, Any]:
             "flops": None if forward is None else passes * forward,
         }
 
-    # Log-probs that no model is asked for (0 passes) are of no token.
+    # Log-probs that no model is asked for (0 passes) handle no tokens.
     handled = {name: tokens[phase.counted] * (setup.passes.get(name) != 0) for name, phase in PHASES.items()}
     phases = {
         name: numbers(_mean(rows, phase.timing), handled[name], setup.passes.get(name, 0))
@@ -127,8 +127,8 @@ def summary(runs: Sequence[Mapping[str, Any]], flops_per_second: float | None) -
     """Medians over the runs of one configuration, in the shape of :func:`of_run`, with ``mfu`` added to each phase.
 
     Args:
-        runs: what :func:`of_run` gave.
-        flops_per_second: of all the GPUs that a run holds, as a big matrix product reaches it; None without MFU.
+        runs: results of :func:`of_run`.
+        flops_per_second: what a large matrix product reaches, over all the GPUs that a run holds; None for no MFU.
     """
 
     def medians(parts: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
@@ -151,9 +151,9 @@ def summary(runs: Sequence[Mapping[str, Any]], flops_per_second: float | None) -
 
 
 def ratios(base: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How many times as fast as ``base`` the ``other`` is: tokens/s/GPU of each phase and of the step.
+    """The speed of ``other`` as a multiple of that of ``base``: tokens/s/GPU of each phase and of the step.
 
-    Both hold a run of each alternation, in order. A value is (lowest, median, highest) over the alternations.
+    Both hold one run per alternation, in order. A value is (lowest, median, highest) over the alternations.
     """
     found = {}
     for phase in (*PHASES, STEP):

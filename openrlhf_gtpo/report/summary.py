@@ -1,4 +1,4 @@
-"""A run in one screen: held-out reward before and after, and where a step's time went; several runs as markdown."""
+"""A run on one screen: held-out reward before and after, and where a step's time went; several runs as markdown."""
 
 from collections.abc import Mapping, Sequence
 from statistics import mean, median, stdev
@@ -12,7 +12,7 @@ from openrlhf_gtpo.report.metrics import Rows, before_and_after, datasource_of, 
 
 def print_run_summary(metrics: Rows, console: Console | None = None) -> None:
     """Print tables: held-out reward before, after and change; metrics of the first and last step; seconds and tokens/s
-    of a step by phase; then the run's warnings, a line each. Without a terminal rich leaves colors out and the lines
+    of a step by phase; then the run's warnings, one per line. Without a terminal, rich leaves out colors and the lines
     are plain text."""
     console = console or Console()
     held_out = _table("Held-out reward ± standard error", "task", "before", "after", "change", "evaluations")
@@ -32,7 +32,7 @@ def print_run_summary(metrics: Rows, console: Console | None = None) -> None:
         if values:
             training.add_row(name, f"{values[0]:.3f}", f"{values[-1]:.3f}")
 
-    # Medians: the first step warms caches up and would pull a mean.
+    # Medians: the first step warms up caches and would distort a mean.
     timing = _table("Time per step (median)", "phase", "seconds", "share", "tokens/s")
     totals = series(metrics, names.KIND_TRAIN, names.TIMING_STEP_TOTAL)[1]
     for phase in (*names.PHASES, "step_total"):
@@ -85,7 +85,7 @@ def _table(title: str, first: str, *others: str) -> Table:
 
 
 def _cells(before: float | None, after: float | None) -> list[str]:
-    """The cells before, after and change with three digits, "-" for what is not known."""
+    """The cells before, after and change with three digits, "-" for what is unknown."""
     change = None if before is None or after is None else after - before
     values = ((before, ".3f"), (after, ".3f"), (change, "+.3f"))
     return ["-" if value is None else f"{value:{form}}" for value, form in values]

@@ -38,10 +38,10 @@ def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> N
             running = _runs(pid)  # asked first, so that what it wrote last is still read
             try:
                 entries = read_runs(path)[-1]
-            except (OSError, ValueError):  # not there yet, or nothing whole in it yet
+            except (OSError, ValueError):  # it does not exist yet, or has no whole line yet
                 entries = []
             new = _behind(shown, entries)
-            if len(new) == len(entries):  # another run's, or one that goes on from a checkpoint
+            if len(new) == len(entries):  # of another run, or of one that resumed from a checkpoint
                 last = {}
             for entry in new:
                 if entry["kind"] == names.KIND_RUN:
@@ -50,7 +50,7 @@ def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> N
                 if entry["kind"] == names.KIND_TRAIN:
                     last = entry
                 if entry.get("time", started) < started:
-                    continue  # of the run that this one goes on with
+                    continue  # from before this run resumed
                 if not console.is_terminal or entry["kind"] == names.KIND_EVAL:
                     console.print(f"step {entry['step']}/{steps}  {line}", highlight=False)
                 if names.SAMPLE in entry:
@@ -69,12 +69,12 @@ def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> N
 
 
 def _behind(shown: Mapping[str, Any] | None, entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The entries that were written after ``shown``; all of them where it is there no longer."""
+    """The entries that were written after ``shown``; all of them if it is no longer there."""
     return list(takewhile(lambda entry: entry != shown, reversed(entries)))[::-1]
 
 
 def _doing(path: Path, started: float) -> str | None:
-    """What the run is doing, once it has said so since ``started``."""
+    """What the run is doing, if it has said so since ``started``."""
     try:
         file = phase_file(path)
         return names.DOING.get(file.read_text()) if file.stat().st_mtime >= started else None
@@ -83,7 +83,7 @@ def _doing(path: Path, started: float) -> str | None:
 
 
 def _done(last: Mapping[str, Any], steps: int, begun: float) -> tuple[float, str]:
-    """The steps that are done, the one under way in part, and the time left, if each takes as long as the ``last``."""
+    """Steps done, including a part of the current one, and the time left if each takes as long as the ``last``."""
     seconds = last.get(names.TIMING_STEP_WALL)
     if not seconds:
         return last.get("step", 0), ""
@@ -103,7 +103,7 @@ def describe(entry: Mapping[str, Any]) -> str:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process runs; one that ended and waits for its parent shell does not."""
+    """True while a process runs; one that has ended and waits for its parent shell no longer does."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

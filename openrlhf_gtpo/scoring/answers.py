@@ -1,7 +1,7 @@
 """A model's answers to the questions of a data set, several to each, through vLLM: the engine of ``cli.evaluate``.
 
-A file of answers begins with a line of settings; then each question has a line, in the data set's order. One that an
-interruption has left is gone on with where it ends.
+A file of answers begins with a line of settings; then each question has a line, in the data set's order. A file that
+an interruption left behind is continued where it ends.
 """
 
 import json
@@ -20,14 +20,14 @@ from tqdm import tqdm
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 
-BATCH = 64  # questions whose answers are lost with an interruption, at most
+BATCH = 64  # the most questions whose answers an interruption can lose
 
 
 def questions_of(run: SimpleNamespace, tokenizer: Any, name: str, split: str) -> list[tuple[str, str]]:
-    """Each question of a data set as the model is to read it, and its label, as training would have them.
+    """Each question of a data set as the model is to read it, and its label, both as in training.
 
     Args:
-        run: with training's ``data``.
+        run: arguments with training's ``data``.
     """
     from openrlhf.datasets import PromptDataset
     from openrlhf.datasets.utils import blending_datasets
@@ -39,7 +39,7 @@ def questions_of(run: SimpleNamespace, tokenizer: Any, name: str, split: str) ->
 
 
 def load_engine(model: str, flags: Mapping[str, Any]) -> Any:
-    """A ``vllm.LLM`` with the settings that its flags name, whose sampler says entropies where it is one known to."""
+    """A ``vllm.LLM`` with the settings in ``flags``, whose sampler reports entropies if this package supports it."""
     from vllm import LLM
 
     from openrlhf_gtpo.integration.rollout.rollout_actor import WORKER_EXTENSION
@@ -53,12 +53,12 @@ def load_engine(model: str, flags: Mapping[str, Any]) -> Any:
         tensor_parallel_size=flags["vllm.tensor_parallel_size"],
         gpu_memory_utilization=flags["vllm.gpu_memory_utilization"],
         enforce_eager=on_cpu,
-        # After a chunk of a prompt vLLM rewinds the generator of a request with a seed, which on CPU it cannot
+        # After a chunk of a prompt vLLM rewinds the generator of a request with a seed, which it cannot do on CPU
         # (rollout_actor.py, _ALONE).
         enable_chunked_prefill=not on_cpu,
         seed=flags["train.seed"],
     )
-    if flags["eval.temperature"]:  # at 0 there is no distribution to have an entropy
+    if flags["eval.temperature"]:  # at 0 there is no distribution that has an entropy
         unknown = engine.collective_rpc("capture_entropy", args=(flags["eval.temperature"],))
         if any(unknown):
             print(
@@ -69,7 +69,7 @@ def load_engine(model: str, flags: Mapping[str, Any]) -> Any:
 
 
 def read_answers(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The questions that ``path`` has answers to; an unfinished last line is cut off. Empty without a file.
+    """The lines of ``path``, one per answered question; cuts off an unfinished last one. Empty if there is no file.
 
     Raises:
         UsageError: it was made with other settings, or is not a file of answers.
@@ -103,24 +103,24 @@ def answer(
     path: Path,
     settings: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Answer the ``questions`` behind those of ``rows``, and append a line for each to ``path``.
+    """Answer the ``questions`` after those in ``rows``, and append a line for each to ``path``.
 
     Args:
         engine: a ``vllm.LLM``.
         questions: prompt, as the model reads it, and label of each.
-        rows: what ``path`` has of them (:func:`read_answers`); they get the new ones.
+        rows: those that ``path`` already has (:func:`read_answers`); the new ones are appended.
         reward: OpenRLHF's ``reward_func``, called with one response at a time from threads.
-        answer_of: of the same three lists, the answer as text that a majority votes with; None for no votes.
-        settings: ``n``, ``temperature``, ``top_p``, ``max_tokens`` and ``seed``, which each request's is made of; all
-            begin a new file.
+        answer_of: from the same three lists, the answer as text for majority voting; None for no voting.
+        settings: ``n``, ``temperature``, ``top_p``, ``max_tokens`` and ``seed``; each request's seed is made from
+            ``seed``, and a new file begins with all settings.
 
     Returns:
         a line for each question: ``responses``, ``scores``, ``lengths`` in tokens, ``cut_off`` before their end;
-        ``entropies``, each response's mean over its tokens in nats, of the whole distribution at the temperature,
+        ``entropies``, of the whole distribution at the temperature, as each response's mean over its tokens in nats,
         or None; and ``answers`` or None.
 
     Raises:
-        TrainingStopped: the reward raised, or gave no finite number.
+        TrainingStopped: the reward raised, or did not give a finite number.
     """
     with path.open("a", encoding="utf-8") as file, ThreadPoolExecutor() as threads:
         if not rows and not path.stat().st_size:
@@ -141,12 +141,12 @@ def answer(
 
 
 def _sample(engine: Any, batch: Sequence[Any], settings: Mapping[str, Any]) -> Iterator[list[Any]]:
-    """vLLM's outputs for each question, with a seed that depends on nothing but the settings and the question."""
+    """vLLM's outputs for each question, with a seed that depends only on the settings and the question's number."""
     from vllm import SamplingParams
 
     names = ("n", "temperature", "top_p", "max_tokens")
     chosen = {name: settings[name] for name in names} | {"skip_special_tokens": False}
-    if chosen["temperature"]:  # what entropies come with
+    if chosen["temperature"]:  # entropies come with these
         chosen |= {"logprobs": 0, "flat_logprobs": True}
     seeds = [int(np.random.SeedSequence([settings["seed"], number]).generate_state(1)[0]) for number, _ in batch]
     tokenizer = engine.get_tokenizer()
@@ -192,7 +192,7 @@ def _graded(
 def _mean_entropies(outputs: Sequence[Any]) -> list[float] | None:
     from openrlhf_gtpo.integration.rollout.sampler_calls import entropies
 
-    if any(output.logprobs is None for output in outputs):  # nobody asked
+    if any(output.logprobs is None for output in outputs):  # not requested
         return None
     means = [float(entropies(output.logprobs.ranks).mean()) for output in outputs]
     return None if np.isnan(means).any() else means

@@ -1,5 +1,5 @@
-"""What rougher values do to the entropy credit of responses: FP8's, recipe by recipe (``cli.report fp8``), and those
-that a rollout was trained on (``cli.report mismatch``), against a model's own.
+"""The effect of less exact values on the entropy credit of responses, compared with a model's own: those of FP8,
+recipe by recipe (``cli.report fp8``), and those that a rollout was trained on (``cli.report mismatch``).
 """
 
 import json
@@ -24,14 +24,14 @@ QUANTILES = 100  # of the errors, for plots
 
 
 def read_credit(path: Path) -> tuple[Tensor, Tensor]:
-    """(B,) rewards, and (B,) group numbers from 0 (``group``, or where it is left out ``prompt``), of JSON lines that
-    :class:`RowFile` has accepted.
+    """(B,) rewards, and (B,) group numbers from 0 (by ``group``, or by ``prompt`` if that is left out), of JSON lines
+    that :class:`RowFile` has accepted.
 
     Raises:
-        UsageError: a line without a reward or group, or a group of one line, with the line.
+        UsageError: a line without a reward or group, or a group of one line; the message names the line.
     """
     outcome: list[float] = []
-    lines_of: dict[str | int, list[int]] = {}  # a group's, from 1
+    lines_of: dict[str | int, list[int]] = {}  # line numbers of a group, from 1
     for number, entry in enumerate(_entries(path), 1):
         reward, group = entry.get("reward"), entry.get("group", entry.get("prompt"))
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
@@ -52,11 +52,11 @@ def read_credit(path: Path) -> tuple[Tensor, Tensor]:
 
 
 def fp8_candidates(mode: str, recipes: Sequence[str], layers_in_bf16: int = 0) -> dict[str, Fp8Options]:
-    """What to compare by name: each recipe, and with its first and last ``layers_in_bf16`` layers left in BF16."""
+    """Options to compare, by name: each recipe, also with its first and last ``layers_in_bf16`` layers in BF16."""
     found = {recipe: Fp8Options(mode, recipe) for recipe in recipes}
     n = layers_in_bf16
     for recipe in recipes if n else ():
-        if recipe != "delayed":  # which has all layers or none
+        if recipe != "delayed":  # which takes all layers or none
             found[f"{recipe}, {n} + {n} layers in BF16"] = Fp8Options(mode, recipe, n, n)
     return found
 
@@ -77,8 +77,8 @@ def compare(
         outcome, group_ids: of the rows, see :func:`read_credit`.
 
     Returns:
-        ``rows``, ``tokens``, and by candidate the fields of ``ErrorBudget`` with quantiles of the errors (0 … 1 in
-        ``QUANTILES`` steps) of entropies and log-probs.
+        ``rows``, ``tokens``, and for each of the ``candidates`` the fields of ``ErrorBudget`` with quantiles (0 … 1 in
+        ``QUANTILES`` steps) of the errors of entropies and log-probs.
 
     Raises:
         UsageError: no token has an advantage.
@@ -102,19 +102,19 @@ def compare_rollout(
     outcome: Tensor,
     group_ids: Tensor,
 ) -> dict[str, Any]:
-    """Score a rollout with ``model``, and compare with what training was told of it.
+    """Score a rollout with ``model``, and compare the result with the values that training was given.
 
     Args:
-        rows: the tokens of each row, up to the first that was sampled and from it on.
-        said: log-probs and entropies of the second part's tokens.
-        actions: which of those were sampled.
-        estimator, outcome, group_ids: as of :func:`compare`.
+        rows: the tokens of each row, split before the first one that was sampled.
+        said: log-probs and entropies of the tokens in the second part.
+        actions: which of these tokens were sampled.
+        estimator, outcome, group_ids: as in :func:`compare`.
 
     Returns:
         as :func:`compare`, with the candidate "rollout".
 
     Raises:
-        UsageError: the model cannot score such tokens, or none has an advantage; what
+        UsageError: the model cannot score such tokens, or none of them has an advantage; also what
             :func:`openrlhf_gtpo.scoring.score.score` raises.
     """
     with TemporaryDirectory() as folder:
@@ -133,7 +133,7 @@ def compare_rollout(
 
 
 def _check_credit(exact: Tensor, mask: Tensor, estimator: Any, outcome: Tensor, group_ids: Tensor) -> None:
-    """UsageError where no token has an advantage, so that no sign of one can flip."""
+    """Raise UsageError if no token has an advantage, because no sign can flip then."""
     if not estimator.advantages(exact[1], mask, outcome, group_ids, None)[mask].any():
         raise UsageError(
             f"No token has an advantage with {estimator.name}, so no sign can flip: rewards must differ within a "
@@ -144,7 +144,7 @@ def _check_credit(exact: Tensor, mask: Tensor, estimator: Any, outcome: Tensor, 
 def _errors(
     exact: Tensor, rough: Tensor, mask: Tensor, estimator: Any, outcome: Tensor, group_ids: Tensor
 ) -> dict[str, Any]:
-    """The fields of ``ErrorBudget`` and quantiles, of (2, B, T) log-probs and entropies."""
+    """The fields of ``ErrorBudget`` and quantiles of the errors, from (2, B, T) log-probs and entropies."""
     found = asdict(estimator.error_budget(TokenValues(*exact), TokenValues(*rough), mask, outcome, group_ids))
     for kind, one, other in zip(("log_prob_errors", "entropy_errors"), exact, rough, strict=True):
         errors = (one - other)[mask].abs().sort().values
@@ -153,7 +153,7 @@ def _errors(
 
 
 def _values(model: ScoreModel, source: RowFile, processes: int) -> tuple[Tensor, Tensor]:
-    """(2, B, T) log-probs and entropies, and (B, T) where a token was scored."""
+    """(2, B, T) log-probs and entropies, and the (B, T) mask of scored tokens."""
     with TemporaryDirectory() as folder:
         target = Path(folder) / "scores.jsonl"
         score(model, source, target, processes)

@@ -1,4 +1,4 @@
-"""What scoring is given, the model with its settings and the rows of a file, and what of it cannot work."""
+"""The inputs of scoring: the model with its settings, and the rows of a file; and checks for what cannot work."""
 
 import json
 import math
@@ -25,18 +25,18 @@ _FORMS = 'write {"tokens": [...]} or {"prompt": "...", "response": "..."}'
 
 @dataclass(frozen=True)
 class ScoreModel:
-    """Which policy gives the numbers, and how it runs.
+    """The policy that gives the numbers, and how it runs.
 
     Fields:
         folder: a Hugging Face checkpoint.
         backend: deepspeed (Transformers, a whole model in each process) or megatron.
         layout: parallel sizes of the Megatron backend.
         overrides: FIELD=VALUE of the Megatron backend's TransformerConfig.
-        fp8: products of the Megatron backend in FP8; None for none.
+        fp8: FP8 products in the Megatron backend; None for none.
         dtype: of weights and activations, bfloat16 or float32; log-probs and entropies are float32 in either case.
         temperature: of the policy, whose probabilities are softmax(logits / temperature).
         max_tokens: of a micro-batch.
-        trust_remote_code: run the Python code that the checkpoint brings.
+        trust_remote_code: run the Python code that comes with the checkpoint.
     """
 
     folder: str
@@ -57,7 +57,7 @@ class Row:
     Fields:
         line: its line in the file, from 1.
         tokens: ids.
-        first: index of the first token to score; all behind it are scored too. At least 1: nothing predicts token 0.
+        first: index of the first token to score; all after it are scored too. At least 1: nothing predicts token 0.
         kept: entries of the input that the output repeats.
     """
 
@@ -78,10 +78,10 @@ class RowFile:
 
     Fields:
         path: JSON lines.
-        model: folder of the tokenizer, which is loaded where a line holds text.
+        model: folder of the tokenizer, which is loaded if a line holds text.
         vocab_size: token ids are below it.
         max_length: longest sequence in tokens; None where the model names no limit.
-        trust_remote_code: run the Python code that the tokenizer brings.
+        trust_remote_code: run the Python code that comes with the tokenizer.
     """
 
     path: Path
@@ -91,7 +91,7 @@ class RowFile:
     trust_remote_code: bool = False
 
     def rows(self) -> Iterator[Row]:
-        """Raises UsageError at the first line that cannot be scored, with its number."""
+        """Yield the rows; raises UsageError at the first line that cannot be scored, with its number."""
         tokenizer = None
         with self.path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -102,7 +102,7 @@ class RowFile:
                 else:
                     if tokenizer is None:
                         tokenizer = load_tokenizer(self.model, "--model", self.trust_remote_code)
-                    # Apart, so that the response's tokens do not depend on where the prompt ends.
+                    # Separately, so that the response's tokens do not depend on where the prompt ends.
                     prompt, response = (
                         tokenizer(entry[name], add_special_tokens=False)["input_ids"]
                         for name in ("prompt", "response")
@@ -127,7 +127,7 @@ class RowFile:
 
 
 def _entry(line: bytes, where: str) -> dict[str, Any]:
-    """A line of one of the two forms, with values of their types."""
+    """Parse a line, which must have one of the two forms, with values of the right types."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -156,10 +156,10 @@ def _entry(line: bytes, where: str) -> dict[str, Any]:
 
 
 def check(model: ScoreModel, source: Path, target: Path, processes: int) -> RowFile:
-    """The input, to be read with the vocabulary and the longest sequence of the model.
+    """Check everything but the input's lines; return the input, with the model's vocabulary and longest sequence.
 
     Raises:
-        UsageError: the first thing that cannot work, apart from the input's lines.
+        UsageError: the first thing that cannot work.
     """
     if model.max_tokens < 1:
         raise UsageError(f"Expected --max-tokens >= 1, got {model.max_tokens}.")

@@ -1,8 +1,8 @@
 """Per-token log-probs and entropies of given sequences, without training: the engine of ``cli.score``.
 
-The input is checked whole before a process starts. Then rank 0 reads it a block at a time, every model replica scores
-its share of the block's micro-batches, and rank 0 writes the block. The model is Transformers' in every process, or
-Megatron-core over all of them.
+The whole input is checked before any process starts. Then rank 0 reads it a block at a time, every model replica
+scores its share of the block's micro-batches, and rank 0 writes the block. The model is a Transformers model in every
+process, or a Megatron-core model over all of them.
 """
 
 import json
@@ -27,17 +27,17 @@ from openrlhf_gtpo.platform.processes import is_first_process, run_processes
 from openrlhf_gtpo.scoring.inputs import Row, RowFile, ScoreModel
 from openrlhf_gtpo.token_values import MicroBatch, TokenValues
 
-BLOCK_ROWS = 1024  # held in memory at once, and what micro-batches are filled from
+BLOCK_ROWS = 1024  # held in memory at once; micro-batches are filled from these
 
 
 class Forward(NamedTuple):
     """A loaded model.
 
     Fields:
-        fill: lengths of rows to micro-batches, as indices of rows.
-        run: micro-batches to their actions' values, (N,) each, row after row, on the CPU; the same in every process
-            of a replica.
-        replica_size: processes that share a model; replicas are consecutive ranks.
+        fill: turns the lengths of rows into micro-batches of row indices.
+        run: turns micro-batches into the values of their actions, (N,) each, row after row, on the CPU; the same in
+            every process of a replica.
+        replica_size: number of processes that share a model; the ranks of a replica are consecutive.
     """
 
     fill: Callable[[list[int]], list[list[int]]]
@@ -48,13 +48,13 @@ class Forward(NamedTuple):
 def score(model: ScoreModel, source: RowFile, target: Path, processes: int) -> None:
     """Write a JSON line with ``log_probs`` and ``entropies`` for every line of ``source``, in its order.
 
-    ``target`` appears when it is complete; one that is there before is replaced.
+    ``target`` appears only when it is complete, and replaces an earlier one.
 
     Args:
-        processes: world size; model replicas come out even.
+        processes: world size, a whole number of model replicas.
 
     Raises:
-        UsageError: no line, one that cannot be scored, or a target that cannot be written; no process has started.
+        UsageError: no line, one that cannot be scored, or a target that cannot be written; before any process starts.
         LaunchError, ProcessFailed: see :func:`openrlhf_gtpo.platform.processes.run_processes`.
     """
     total = sum(1 for _ in source.rows())
@@ -74,12 +74,12 @@ def score(model: ScoreModel, source: RowFile, target: Path, processes: int) -> N
 
 
 def score_rank(model: ScoreModel, source: RowFile, target: Path, total: int) -> None:
-    """What each rank does; rank 0 reads and writes."""
+    """Score this rank's share; rank 0 also reads and writes."""
     first = dist.get_rank() == 0
     rows = source.rows() if first else iter(())
     load = _megatron if model.backend == "megatron" else _transformers
     with load(model) as forward, target.open("w") if first else nullcontext() as file:
-        # disable=None: silent where stderr is no terminal
+        # disable=None: silent if stderr is not a terminal
         with tqdm(total=total, unit="row", desc="score", disable=None if first else True) as progress:
             while True:
                 block = [list(islice(rows, BLOCK_ROWS))]
@@ -93,7 +93,7 @@ def score_rank(model: ScoreModel, source: RowFile, target: Path, total: int) -> 
 
 
 def _score_block(forward: Forward, rows: list[Row]) -> dict[int, Any]:
-    """Index of a row to its float32 log-probs and entropies, (scored tokens,) each; whole on rank 0 alone.
+    """Index of a row to its float32 log-probs and entropies, (scored tokens,) each; filled only on rank 0.
 
     Rows without a token to score have no entry.
     """
@@ -116,10 +116,10 @@ def _score_block(forward: Forward, rows: list[Row]) -> dict[int, Any]:
 
 
 def _share(micro_batches: list[list[int]], replica: int, replicas: int) -> list[list[int]]:
-    """The micro-batches of one replica, as many as of any other.
+    """The micro-batches of one replica, as many as every other replica gets.
 
-    Where they do not come out even, a replica that would wait for the others repeats one: experts shared among
-    replicas need all of them at every step.
+    If they do not divide evenly, a replica that would otherwise wait for the others repeats one: experts shared among
+    replicas need all replicas at every step.
     """
     steps = math.ceil(len(micro_batches) / replicas)
     return [micro_batches[(step * replicas + replica) % len(micro_batches)] for step in range(steps)]
@@ -141,9 +141,9 @@ def _lines(source: RowFile, rows: list[Row], scores: dict[int, Any]) -> Iterator
 def fill_padded(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Micro-batches for a model that computes padding too: rows × longest row is at most ``max_tokens``.
 
-    Rows of like lengths come together, longest first. A row longer than ``max_tokens`` stands alone. For packed rows
-    ``fill_micro_batches`` bounds only real tokens: of a long row and many short ones it makes a micro-batch whose
-    padding is many times ``max_tokens``.
+    Rows of similar length are grouped, longest first. A row longer than ``max_tokens`` is alone in its micro-batch.
+    ``fill_micro_batches``, which is for packed rows, bounds only real tokens: from a long row and many short ones it
+    makes a micro-batch whose padding is many times ``max_tokens``.
     """
     batches: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
@@ -191,7 +191,7 @@ def _transformers(model: ScoreModel) -> Iterator[Forward]:
 @contextmanager
 def _megatron(model: ScoreModel) -> Iterator[Forward]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's, of what a host lacks for training
+        warnings.simplefilter("ignore")  # Megatron's, about what a host lacks for training
         from openrlhf_gtpo.integration.actors.micro_batches import fill_micro_batches
         from openrlhf_gtpo.integration.command_line.megatron_flags import refusals_name_flags
         from openrlhf_gtpo.integration.command_line.megatron_overrides import parse_overrides

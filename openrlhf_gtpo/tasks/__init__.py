@@ -1,1 +1,1 @@
-"""Models and tasks that need no network. Knows transformers and reasoning_gym, nothing of OpenRLHF, vLLM or Ray."""
+"""Models and tasks that need no network. Depends on transformers and reasoning_gym, not on OpenRLHF, vLLM or Ray."""

@@ -1,6 +1,6 @@
-"""Directories that are made once: written beside their final place, then renamed into it.
+"""Directories that are built once: written next to their final place, then renamed into it.
 
-A marker file says that a directory is complete, and what it was made from.
+A marker file says that a directory is complete and what it was made from.
 """
 
 import json
@@ -17,13 +17,12 @@ MARKER = "made_from.json"
 def build_once(output_dir: str | Path, recipe: Mapping[str, Any], build: Callable[[Path], None]) -> Path:
     """Make `output_dir` with `build(empty_dir)`, unless it already holds the result of the same `recipe`.
 
-    An interrupted call leaves nothing under the final name, and a result of which a file is missing or cut short is
-    made again.
+    An interrupted call leaves nothing under the final name, and a result with a missing or truncated file is rebuilt.
 
     Args:
         output_dir: the final directory; its parents are created.
         recipe: what the result depends on (versions, seeds, sizes), JSON-serializable.
-        build: fills the directory it is given; what it raises is passed on.
+        build: fills the directory it is given; its exceptions are passed on.
 
     Returns:
         The absolute path of `output_dir`.
@@ -48,7 +47,7 @@ def build_once(output_dir: str | Path, recipe: Mapping[str, Any], build: Callabl
         (partial / MARKER).write_text(json.dumps({"recipe": wanted, "files": files}, indent=2) + "\n")
         damaged = target.exists() and any(target.iterdir())
         if not (damaged and _is_complete(target, wanted)):  # another process may have finished the same work first
-            if damaged:  # renamed first: a kill while it is deleted must not leave it without its marker
+            if damaged:  # renamed first, so that a kill during the deletion does not leave it unmarked
                 shutil.rmtree(target.rename(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent)))
             try:
                 os.replace(partial, target)
@@ -61,7 +60,7 @@ def build_once(output_dir: str | Path, recipe: Mapping[str, Any], build: Callabl
 
 
 def _is_complete(target: Path, recipe: Mapping[str, Any]) -> bool:
-    """True: `target` is the whole result of `recipe`. False: it is absent, empty, or a damaged result of it."""
+    """True if `target` is the whole result of `recipe`; False if it is absent, empty or a damaged result of it."""
     if not target.exists():
         return False
     if not target.is_dir():

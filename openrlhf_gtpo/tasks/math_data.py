@@ -1,6 +1,6 @@
-"""Data sets of problems and answers as the train.jsonl and eval.jsonl that OpenRLHF reads.
+"""Converts data sets of problems and answers to the train.jsonl and eval.jsonl that OpenRLHF reads.
 
-The flags that fit: `--data.prompt_dataset DIR/train.jsonl --data.input_key input --data.label_key label
+Matching flags: `--data.prompt_dataset DIR/train.jsonl --data.input_key input --data.label_key label
 --data.apply_chat_template`, with `math_verify_reward.py` as `--reward.remote_url`.
 """
 
@@ -45,16 +45,16 @@ BENCHMARKS = {
 def write_benchmarks(
     names: Iterable[str], output_dir: str | Path, source_dir: Path | None = None, instruction: str = INSTRUCTION
 ) -> tuple[Path, str]:
-    """Write ``NAME.jsonl`` for `cli.evaluate` of each benchmark; return their folder, and what each has and lacks.
+    """Write each benchmark as ``NAME.jsonl`` for `cli.evaluate`; return the folder, and a text with each one's counts.
 
     Args:
-        names: of BENCHMARKS.
-        source_dir: has ``NAME.jsonl``, ``.json``, ``.csv`` or ``.parquet`` in the data set's own columns; None reads
-            the hub.
+        names: keys of BENCHMARKS.
+        source_dir: folder with ``NAME.jsonl``, ``.json``, ``.csv`` or ``.parquet``, with the data set's own columns;
+            None reads the hub.
         instruction: appended to each question.
 
     Raises:
-        ValueError: a table that is not there or cannot be read, or a file that exists.
+        ValueError: a table is missing or cannot be read, or an output file already exists.
     """
     directory = Path(output_dir).expanduser().resolve()
     texts, counts = {}, []
@@ -87,7 +87,7 @@ def load_table(source: str, config: str | None = None, split: str = "train") -> 
     """The rows of a file, or of a data set on the Hugging Face hub.
 
     Raises:
-        ValueError: a file that is missing or cannot be read, or a data set that cannot be loaded.
+        ValueError: a file is missing or cannot be read, or a data set cannot be loaded.
     """
     import datasets
     import pandas
@@ -97,10 +97,10 @@ def load_table(source: str, config: str | None = None, split: str = "train") -> 
     if kind is not None and not path.is_file():
         raise ValueError(f"--source {source} does not exist")
     if kind in ("json", "csv"):
-        try:  # here, as the library's readers fail later, at a row, without the file's name
+        try:  # here, because the library's readers fail later, at a row, without naming the file
             with path.open(encoding="utf-8") as lines:
                 first = next(lines, "")
-                # Such a row would end the process (https://github.com/apache/arrow/issues/47409).
+                # A null row would crash the process (https://github.com/apache/arrow/issues/47409).
                 later = sum(line.lstrip().startswith("null") for line in lines)
                 null = re.match(r"\ufeff?[\s\[]*null", first) or (later and not first.lstrip().startswith("["))
         except UnicodeDecodeError as error:
@@ -110,7 +110,7 @@ def load_table(source: str, config: str | None = None, split: str = "train") -> 
         if null and kind == "json":
             raise ValueError(f"--source {source} has a row that is null; drop it")
     try:
-        if kind == "csv":  # as text: an empty cell would make floats of a column's whole numbers
+        if kind == "csv":  # as text: an empty cell would turn a column of integers into floats
             columns = pandas.read_csv(path, nrows=0).columns
             text = datasets.Features({str(column): datasets.Value("string") for column in columns})
             return datasets.load_dataset(kind, data_files=str(path), split="train", features=text)
@@ -136,25 +136,25 @@ def write_math_files(
     eval_size: int = 0,
     seed: int = 1,
 ) -> tuple[Path, str]:
-    """Write `train.jsonl`, and `eval.jsonl` if rows are held out; return their folder, and how many rows became what.
+    """Write `train.jsonl`, and `eval.jsonl` if rows are held out; return their folder and a summary of the rows.
 
-    A row has `input` (the problem, or chat messages) and `label` (the answer). An empty problem, one that was there
-    before and one whose answer Math-Verify cannot read are left out: the reward would not know what to compare with.
+    A row has `input` (the problem, or chat messages) and `label` (the answer). Problems that are empty or repeated, or
+    whose answer Math-Verify cannot read, are left out: the reward would not know what to compare with.
 
     Args:
-        table: rows with the columns.
+        table: rows with these columns.
         problem_key, answer_key: a column's name, or `a.b` for field b of column a.
         answer_after: the answer is what follows the last occurrence of this text, where it occurs (GSM8K's "####").
-        instruction: appended to each problem that is a text; messages are taken as they are.
-        system: system message before a problem that is a text.
-        eval_size: problems to hold out, drawn with `seed`.
+        instruction: appended to each problem that is text; chat messages are left as they are.
+        system: system message put before each problem that is text.
+        eval_size: number of problems to hold out, drawn with `seed`.
 
     Raises:
-        ValueError: a column that is not there, a problem that is neither text nor messages, an output folder that is
-            not empty, or too few problems.
+        ValueError: a column is missing, a problem is neither text nor messages, the output folder is not empty, or
+            there are too few problems.
     """
     directory = Path(output_dir).expanduser().resolve()
-    # Before the answers are read, which may take minutes.
+    # Checked before the answers are read, which may take minutes.
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"--output {directory} is not an empty folder; name a new folder or remove it")
     rows, repeated, without_answer = _read_problems(table, problem_key, answer_key, answer_after, instruction, system)
@@ -172,8 +172,8 @@ def write_math_files(
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in part)
         (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     return directory, (
-        f"{len(parts['train'])} problems to train on, {eval_size} held out; left out: {repeated} that were there "
-        f"before, {without_answer} without a problem, or whose answer is not a mathematical expression"
+        f"{len(parts['train'])} problems to train on, {eval_size} held out; left out: {repeated} repeated, "
+        f"{without_answer} without a problem, or whose answer is not a mathematical expression"
     )
 
 
@@ -185,8 +185,9 @@ def _read_problems(
     instruction: str,
     system: str,
 ) -> tuple[list[dict[str, Any]], int, int]:
-    """The rows with `input` and `label` of a table (:func:`write_math_files`); how many problems were left out as
-    repeated, and how many as it or its answer is missing or cannot be read. Of several answers all count, as one list.
+    """The rows of a table, with `input` and `label` (:func:`write_math_files`); how many problems were left out as
+    repeated, and how many because the problem or its answer is missing or cannot be read. Several answers become one
+    list.
     """
     problems: dict[str, dict[str, Any]] = {}
     repeated = without_answer = 0
@@ -220,7 +221,7 @@ def _read_problems(
 
 
 def _is_there(answer: Any) -> bool:
-    """False for null and NaN, which are a table's empty cells."""
+    """False for null and NaN, the empty cells of a table."""
     return answer is not None and answer == answer
 
 
@@ -228,7 +229,7 @@ def _field(row: Mapping[str, Any], key: str, number: int) -> Any:
     value: Any = row
     for name in key.split("."):
         if not isinstance(value, Mapping) or name not in value:
-            columns = " ".join(", ".join(row).split())  # one line, whatever they are called
+            columns = " ".join(", ".join(row).split())  # on one line, whatever the columns are called
             raise ValueError(f"row {number} has no column {key}; it has {columns}")
         value = value[name]
     return value

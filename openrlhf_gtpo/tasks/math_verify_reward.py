@@ -1,13 +1,13 @@
 r"""OpenRLHF reward function for mathematics: `--reward.remote_url .../math_verify_reward.py`.
 
-1 where the response's last \boxed{...} (without one: its last formula or number) equals the label mathematically, as
-Math-Verify sees it, else 0. Labels are answers in LaTeX or plain text, such as those that `cli.prepare math` writes.
-OpenRLHF loads this file by its path and calls `reward_func` from threads, for one response at a time.
+The reward is 1 if the response's last \boxed{...} (without one: its last formula or number) equals the label
+mathematically, according to Math-Verify, else 0. Labels are answers in LaTeX or plain text, such as `cli.prepare math`
+writes. OpenRLHF loads this file by its path and calls `reward_func` from threads, for one response at a time.
 
-Math-Verify stops a runaway simplification with SIGALRM, which works in a main thread only, and in others can but be
-left unlimited (https://github.com/huggingface/Math-Verify/issues/55). So each judgment is made by the main thread of a
-child process (`python3 -m` this module: a JSON line in, a JSON line out), which ends with its parent, and which is
-killed and replaced where even the alarm does not stop it.
+Math-Verify stops a runaway simplification with SIGALRM, which works only in a main thread; in other threads there can
+be no limit (https://github.com/huggingface/Math-Verify/issues/55). So each judgment is made by the main thread of a
+child process (`python3 -m` this module: a JSON line in, a JSON line out). The child ends with its parent, and is
+killed and replaced if even the alarm does not stop it.
 """
 
 import json
@@ -23,20 +23,20 @@ from typing import Any
 
 from openrlhf_gtpo.tasks.responses import response_and_label
 
-SECONDS_PER_STEP = 5  # of Math-Verify's own limits: one for each extraction, one for each comparison
+SECONDS_PER_STEP = 5  # Math-Verify's own limit for each extraction, and for each comparison
 SECONDS_IN_ALL = 60.0
 TINY = 1e-3
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
-BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is no brace
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace does not count
 WITHOUT_BRACES = re.compile(r"[-+]?(?:\d|\\[a-zA-Z{])(?:(?!\\[\])])[^\s$])*")
-ALONE = re.compile(r"\\boxed\{|\$[^$]+\$$")  # a formula, and not a response with some
+ALONE = re.compile(r"\\boxed\{|\$[^$]+\$$")  # a lone formula, not a response that contains some
 SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+\.?\d*|\.\d+)e([-+]?\d+)(?![\w.])")
 
 
 @dataclass(frozen=True)
 class Grade:
-    """Whether a response is correct; whether an answer was found in it; whether judging it took too long."""
+    """The judgment of a response: is it correct, was an answer found in it, and did judging it take too long?"""
 
     correct: bool
     answered: bool
@@ -47,13 +47,13 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
     """Score one response.
 
     Args:
-        queries: one text, prompt and response, as decoded with its special tokens.
+        queries: one text, prompt and response, decoded with special tokens.
         prompts: the prompt's text; what follows it in the query is the response.
         labels: the answer.
 
     Returns:
-        `rewards` and `scores`, 0.0 or 1.0, and `extra_logs` with `no_answer` and `grading_timed_out`, 1.0 where no
-        answer was found in the response and where judging it was given up.
+        `rewards` and `scores`, 0.0 or 1.0, and `extra_logs` with `no_answer` (1.0 if no answer was found in the
+        response) and `grading_timed_out` (1.0 if judging it was given up).
 
     Raises:
         ValueError: not exactly one response, or a label that is not a mathematical expression.
@@ -66,13 +66,13 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
 
 
 def answer_of(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str]) -> str | None:
-    """The box of one response as `reward_func` gets it, which a majority of answers compares as text; None without."""
+    """The box of one response, for majority voting as text; None without one. Same arguments as `reward_func`."""
     found = final_answer(response_and_label(queries, prompts, labels)[0])
     return found if found.startswith("\\boxed{") else None
 
 
 class GraderPool:
-    """Judges from any number of threads; child processes start when they are needed, at most ``size``."""
+    """Judges for any number of threads, in at most ``size`` child processes, which start when needed."""
 
     def __init__(self, size: int | None = None, seconds: float = SECONDS_IN_ALL) -> None:
         self._free: queue.LifoQueue[subprocess.Popen[str] | None] = queue.LifoQueue()
@@ -81,7 +81,7 @@ class GraderPool:
             self._free.put(None)
 
     def grade(self, response: str, answer: str) -> Grade:
-        """Whether ``response`` ends in something equal to ``answer``.
+        """Judge whether ``response`` ends in something equal to ``answer``.
 
         Raises:
             ValueError: ``answer`` is not a mathematical expression.
@@ -107,7 +107,7 @@ _GRADERS = GraderPool()
 
 
 def _ask(child: subprocess.Popen[str], question: str, seconds: float) -> str | None:
-    """The child's reply; None where it gave none in time and was killed."""
+    """The child's reply; None if it gave none in time and was killed."""
     assert child.stdin is not None and child.stdout is not None
     too_late = threading.Event()
 
@@ -134,7 +134,7 @@ def _ask(child: subprocess.Popen[str], question: str, seconds: float) -> str | N
 
 
 def judge(response: str, answer: str) -> Grade:
-    """Math-Verify's judgment of `final_answer(response)`, in this thread, which must be its process's main one.
+    """Math-Verify's judgment of `final_answer(response)`, in this thread, which must be the main one of its process.
 
     Raises:
         ValueError: ``answer`` is not a mathematical expression.
@@ -154,28 +154,28 @@ def judge(response: str, answer: str) -> Grade:
 
 
 def _tiny_and_apart(one: Any, other: Any) -> bool:
-    """Whether two numbers below 0.001 differ by more than a thousandth, which Math-Verify, whose six decimals and
-    zeros are absolute, does not see."""
+    """True if two numbers below 0.001 differ by more than a thousandth of the larger. Math-Verify does not see this,
+    because its six decimals and its zeros are absolute."""
     if one == other or not all(getattr(answer, "is_number", False) for answer in (one, other)):
         return False
     try:
         first, second = one.doit().evalf(), other.doit().evalf()
         largest = max(abs(first), abs(second))
         return bool(largest < TINY and abs(first - second) > TINY * largest)
-    except Exception:  # what has no order, such as a NaN; whatever sympy raises
+    except Exception:  # values without an order, such as NaN, and whatever sympy raises
         return False
 
 
 def final_answer(response: str) -> str:
-    r"""What of a response Math-Verify is to read: the last \boxed{...} or \fbox{...}, without one the whole text.
+    r"""The part of a response that Math-Verify is to read: its last \boxed{...} or \fbox{...}, or else the whole text.
 
-    Only the last box counts, whatever stands before or after it: `x=\boxed{1}, y=\boxed{2}` answers 2; an answer of
+    Only the last box counts, whatever comes before or after it: `x=\boxed{1}, y=\boxed{2}` answers 2; an answer of
     several parts goes into one box. Math-Verify itself would read boxes close together as a set. A box that is
-    empty (the instruction quoted) or is never closed (a response cut off, perhaps in the middle of a number) is
-    passed over, so the one before it counts. `\boxed 4` without braces is a box where a number or command follows.
+    empty (the instruction quoted) or never closed (a response cut off, perhaps in the middle of a number) is
+    skipped, so the one before it counts. `\boxed 4` without braces is a box if a number or command follows.
 
-    Of a text without a box, Math-Verify reads the last formula or number; formulas that only "and", "or" or a comma
-    joins are one set. The word "answer" is taken out, since Math-Verify prefers what follows it to what comes last.
+    In a text without a box, Math-Verify reads the last formula or number; formulas joined only by "and", "or" or a
+    comma are one set. The word "answer" is removed, since Math-Verify prefers what follows it to what comes last.
     """
     for box in reversed(list(BOX.finditer(response))):
         content, end = _box_content(response, box.end())
@@ -186,7 +186,7 @@ def final_answer(response: str) -> str:
 
 
 def _box_content(text: str, start: int) -> tuple[str, int]:
-    """What is in the box whose argument begins at `start`, "" where there is nothing, and where the box ends."""
+    """The content of the box whose argument begins at `start` ("" if there is none), and where the box ends."""
     if text[start : start + 1] != "{":
         bare = WITHOUT_BRACES.match(text, start)
         return (bare[0].rstrip(".,;:"), bare.end()) if bare else ("", start)
@@ -199,14 +199,14 @@ def _box_content(text: str, start: int) -> tuple[str, int]:
 
 
 def parse_answer(answer: str) -> list[Any]:
-    """What Math-Verify reads from a data set's answer, LaTeX or plain; empty if it is no mathematical expression."""
+    """Math-Verify's reading of a data set's answer, LaTeX or plain; empty if it is not a mathematical expression."""
     text = answer.strip()
     boxed = text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}"
     return _parse(boxed) or _parse(text)
 
 
 def _parse(text: str) -> list[Any]:
-    """What Math-Verify reads; of a formula alone with a number like 6.8e-5, which it takes for 6.8 e - 5, both."""
+    """Math-Verify's reading; of a lone formula with a number like 6.8e-5 (to it, 6.8 e - 5), both readings."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     targets = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())

@@ -1,6 +1,6 @@
 """reasoning-gym's verifiable tasks as the train.jsonl and eval.jsonl that OpenRLHF reads.
 
-The flags that fit: `--data.prompt_dataset DIR/train.jsonl --eval.dataset DIR/eval.jsonl --data.input_key input
+Matching flags: `--data.prompt_dataset DIR/train.jsonl --eval.dataset DIR/eval.jsonl --data.input_key input
 --data.apply_chat_template`, with `--data.label_key scorer_label` and `reasoning_gym_reward.py` as
 `--reward.remote_url`, or with `--data.label_key label` and a reward that compares answers.
 """
@@ -16,8 +16,8 @@ from typing import Any
 
 from openrlhf_gtpo.tasks.build_once import build_once
 
-# A task's own settings are made for much larger models. These leave a 135M-parameter model some successes to learn
-# from; `task_config={}` asks for reasoning-gym's own.
+# A task's own settings are meant for much larger models. These leave a 135M-parameter model some successes to learn
+# from; `task_config={}` selects reasoning-gym's own.
 SMALL_CONFIGS: dict[str, dict[str, Any]] = {
     "products": {"min_digits": 1, "max_digits": 1},
     "gcd": {"max_value": 30},
@@ -28,9 +28,9 @@ SMALL_CONFIGS: dict[str, dict[str, Any]] = {
 PRESETS: dict[str, dict[str, Any]] = {
     # What `tiny_model.py` is warm-started on.
     "smoke": {"task": "products"},
-    # SmolLM2-135M-Instruct, at temperature 1, is right in 37 % of these, in 9 tokens (median); two thirds of the
-    # groups of 4 are mixed. Asked with the task's own question only, it is right in 18 % and rambles for 39 tokens. An
-    # example that shows the equation ("2 * 3 = 6") gives 72 %, and little to learn.
+    # At temperature 1, SmolLM2-135M-Instruct gets 37 % of these right, in 9 tokens (median), and two thirds of the
+    # groups of 4 are mixed. Given only the task's own question, it gets 18 % right and rambles for 39 tokens. An
+    # example that shows the equation ("2 * 3 = 6") gives 72 %, which leaves little to learn.
     "quickstart": {
         "task": "products",
         "system": "Answer briefly.",
@@ -47,8 +47,8 @@ PATIENCE = 2000
 class PromptForm:
     """How an entry becomes the chat that the model is asked to continue.
 
-    `question` is a `str.format` template over the entry's `question` and its metadata, `instruction` follows it after
-    a space. `examples` are worked (question, answer) turns before it, `system` replaces the template's system text.
+    `question` is a `str.format` template over the entry's `question` and its metadata; `instruction` follows it after
+    a space. `examples` are worked (question, answer) turns before it; `system` replaces the template's system text.
     """
 
     question: str = "{question}"
@@ -57,7 +57,7 @@ class PromptForm:
     examples: tuple[tuple[str, str], ...] = ()
 
     def user_text(self, entry: Mapping[str, Any]) -> str:
-        """The last user message. Raises ValueError where the template names what the entry has not."""
+        """The last user message. Raises ValueError if the template names a field that the entry lacks."""
         fields = {**_metadata(entry), "question": entry["question"]}
         try:
             return f"{self.question.format(**fields)} {self.instruction}".strip()
@@ -68,7 +68,7 @@ class PromptForm:
             ) from None
 
     def prompt(self, entry: Mapping[str, Any]) -> str | list[dict[str, str]]:
-        """The user's text alone, or a list of messages where there is more: OpenRLHF's chat template takes both."""
+        """The user's text alone, or a list of messages if there are more: OpenRLHF's chat template takes both."""
         if not self.system and not self.examples:
             return self.user_text(entry)
         turns = [("system", self.system)] if self.system else []
@@ -93,23 +93,23 @@ def write_task_files(
 ) -> Path:
     """Write `train.jsonl` and `eval.jsonl` for a reasoning-gym task, once, and return their directory.
 
-    A row has `input` (what `PromptForm.prompt` gives), `label` (the expected answer; null where many are right),
-    `scorer_label` (for `reasoning_gym_reward.py`: the task's name and what its scorer looks at) and `datasource` (the
-    task's name). All questions differ, within a file and between the two and the examples, so no held-out question is
-    ever trained on. That is a matter of text: where `3 * 4` is held out, `4 * 3` may be trained on.
+    A row has `input` (from `PromptForm.prompt`), `label` (the expected answer; null if many are right), `scorer_label`
+    (for `reasoning_gym_reward.py`: the task's name and what its scorer looks at) and `datasource` (the task's name).
+    All questions differ as text, within a file, between the two files and from the examples, so no held-out question
+    is ever trained on; but if `3 * 4` is held out, `4 * 3` may be trained on.
 
     Args:
         task: a reasoning-gym data set, such as "products".
         train_size, eval_size: number of questions. The eval rows do not depend on `train_size`.
         seed: the same seed gives the same bytes.
-        task_config: fields of the task's config; None takes `SMALL_CONFIGS` where it has the task.
+        task_config: fields of the task's config; None takes them from `SMALL_CONFIGS` if it has the task.
         instruction, system, question_form, examples: see `PromptForm`.
-        train_rows: rows of `train.jsonl`, so that one episode has a wanted number of steps: the training questions
-            over and over, each time in a new order, cut off there. None writes each once.
+        train_rows: number of rows of `train.jsonl`, to give one episode a chosen number of steps: the training
+            questions are repeated, in a new order each time, up to this number. None writes each question once.
 
     Raises:
         ValueError: unknown task or config field, a value the task refuses, a question form with an unknown field, or
-            fewer different questions than asked.
+            fewer different questions than asked for.
     """
     config = dict(SMALL_CONFIGS.get(task, {}) if task_config is None else task_config)
     form = PromptForm(question_form, instruction, system, tuple((question, answer) for question, answer in examples))
@@ -153,7 +153,7 @@ def write_task_files(
 def draw_entries(
     task: str, count: int, seed: int, config: Mapping[str, Any], form: PromptForm | None = None
 ) -> list[dict[str, Any]]:
-    """The first `count` entries that `task` draws from `seed` and `form` makes different questions of.
+    """The first `count` entries drawn by `task` with `seed` that `form` turns into different questions.
 
     Raises:
         ValueError: as `write_task_files`.
@@ -185,7 +185,7 @@ def draw_entries(
 
 
 def _scorer_label(task: str, entry: Mapping[str, Any]) -> str:
-    """What the scorer looks at, as JSON: the entry without the question, which the prompt has."""
+    """The part of an entry that the scorer looks at, as JSON: all but the question, which the prompt has."""
     import reasoning_gym
 
     scored = {"answer": entry["answer"], "metadata": _metadata(entry)}
@@ -198,7 +198,7 @@ def _scorer_label(task: str, entry: Mapping[str, Any]) -> str:
 
 
 def _metadata(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry's metadata without what says only where it came from."""
+    """An entry's metadata without the fields that say only where it came from."""
     return {k: v for k, v in entry["metadata"].items() if k not in ("source_dataset", "source_index", "difficulty")}
 
 
@@ -210,7 +210,7 @@ def _create_dataset(task: str, config: Mapping[str, Any], seed: int) -> Any:
         nearest = ", ".join(difflib.get_close_matches(task, DATASETS, n=3, cutoff=0.4))
         hint = f"did you mean {nearest}?" if nearest else f"there are {len(DATASETS)}, such as products, gcd"
         raise ValueError(f"reasoning-gym has no task {task!r}: {hint}")
-    # --seed and the sizes set these two; a second way to set them would only contradict.
+    # --seed and the sizes set these two; a second way to set them could only conflict.
     known = [field.name for field in dataclasses.fields(DATASETS[task][1]) if field.name not in ("seed", "size")]
     for name in config:
         if name not in known:

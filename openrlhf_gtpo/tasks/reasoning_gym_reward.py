@@ -24,17 +24,17 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
     """Score one response.
 
     Args:
-        queries: one text, prompt and response, as decoded with its special tokens.
+        queries: one text, prompt and response, decoded with special tokens.
         prompts: the prompt's text; what follows it in the query is the response.
         labels: the row's JSON label: `{"task": name, "entry": {"answer": ..., "metadata": ...}}`.
 
     Returns:
-        `rewards`, what training and evaluation use: the scorer's number in [0, 1], partial credit included; `scores`,
-        what OpenRLHF's dynamic filtering takes for right or wrong: 1.0 where that number is 1, else 0.0; and
-        `extra_logs` with `no_answer`, 1.0 where no answer was found in the response.
+        `rewards`, which training and evaluation use: the scorer's number in [0, 1], partial credit included; `scores`,
+        which OpenRLHF's dynamic filtering takes for right or wrong: 1.0 if that number is 1, else 0.0; and
+        `extra_logs` with `no_answer`, 1.0 if no answer was found in the response.
 
     Raises:
-        ValueError: not exactly one response, or a label of another kind.
+        ValueError: not exactly one response, or a label in another format.
     """
     response, text = response_and_label(queries, prompts, labels)
     try:
@@ -54,9 +54,9 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
 
 
 def extract_answer(response: str, expected: str) -> str:
-    """The part of a response that is to be scored, "" where there is none.
+    """The part of a response that is to be scored; "" if there is none.
 
-    Inside the last `<answer></answer>`; else, where a number is expected, the last number; else the whole response.
+    The text inside the last `<answer></answer>`; else the last number, if one is expected; else the whole response.
     """
     if tagged := TAGGED.findall(response):
         return tagged[-1].strip()
@@ -67,6 +67,6 @@ def extract_answer(response: str, expected: str) -> str:
 
 
 def answer_of(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str]) -> str | None:
-    """What a majority of answers counts, of one response as `reward_func` gets it; None where it has no answer."""
+    """The answer of one response, for majority voting; None if it has none. Same arguments as `reward_func`."""
     response, text = response_and_label(queries, prompts, labels)
     return extract_answer(response, str(json.loads(text)["entry"]["answer"])) or None

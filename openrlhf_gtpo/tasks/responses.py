@@ -1,4 +1,4 @@
-"""What OpenRLHF hands to a reward function, taken apart."""
+"""Takes apart what OpenRLHF hands to a reward function."""
 
 import re
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ SPECIAL_TOKEN = re.compile(r"<\|[^<>|]*\|>|</?s>|<pad>|<eos>")
 
 
 def response_and_label(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str]) -> tuple[str, str]:
-    """What the model added to the one prompt, without special tokens, and the label.
+    """The response to the one prompt, without special tokens, and its label.
 
-    A prompt that was cut to fit, or that does not decode to itself, is not the query's beginning; the response is then
-    what follows the last turn's opening.
+    A query does not begin with its prompt if that was cut to fit or does not decode to itself; the response is then
+    what follows the opening of the last turn.
 
     Raises:
         ValueError: not exactly one response.

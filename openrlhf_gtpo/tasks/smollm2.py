@@ -19,7 +19,7 @@ CONVERSION_VERSION = 1
 def convert_smollm2(output_dir: str | Path) -> Path:
     """Write the checkpoint (bf16 safetensors, tokenizer, chat template, generation config) and return its directory.
 
-    Takes about 20 s and 1 GB of memory the first time and is a look at a marker file afterwards. The result has
+    Takes about 20 s and 1 GB of memory the first time; afterwards it only looks at a marker file. The result has
     vocab_size 49152, bos `<|im_start|>` (1), eos and pad `<|im_end|>` (2), tied embeddings, 9 attention heads and 3 KV
     heads of dimension 64, 30 layers.
 
@@ -32,7 +32,7 @@ def convert_smollm2(output_dir: str | Path) -> Path:
 
 
 def _find_gguf() -> Path:
-    # The package's own module needs llama.cpp to be imported; only its data file is wanted.
+    # Importing the package's own module needs llama.cpp; only its data file is wanted here.
     spec = importlib.util.find_spec(GGUF_PACKAGE)
     for location in (spec.submodule_search_locations or []) if spec else []:
         if (Path(location) / GGUF_NAME).is_file():
@@ -51,7 +51,7 @@ def _convert(gguf: Path, directory: Path) -> None:
         try:
             tokenizer = repair_tokenizer(AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name))
             model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-        except Exception as error:  # a cut-off file may make its readers raise anything
+        except Exception as error:  # a truncated file may make its readers raise anything
             reason = " ".join(str(error).split())[:200]
             raise ValueError(
                 f"{gguf} cannot be read ({type(error).__name__}: {reason}); install {GGUF_PACKAGE} again"
@@ -62,7 +62,7 @@ def _convert(gguf: Path, directory: Path) -> None:
         model.generation_config._from_model_config = False
         model.to(torch.bfloat16)
         model.save_pretrained(directory)
-        # transformers before 5 looks for rope_theta here only, and silently takes 10000 where it is absent.
+        # transformers before 5 looks for rope_theta only here, and silently uses 10000 if it is absent.
         saved = json.loads((directory / "config.json").read_text())
         saved["rope_theta"] = saved["rope_parameters"]["rope_theta"]
         (directory / "config.json").write_text(json.dumps(saved, indent=2) + "\n")
@@ -72,13 +72,13 @@ def _convert(gguf: Path, directory: Path) -> None:
 
 
 def repair_tokenizer(converted: Any) -> Any:
-    """The tokenizer SmolLM2 was trained with, from what transformers 5.15 makes of its GGUF.
+    """The tokenizer SmolLM2 was trained with, restored from the one that transformers 5.15 reads in its GGUF.
 
     transformers reads vocabulary, merges and chat template correctly, and gets the rest wrong: eos becomes
     `<|im_start|>` (generation would stop at the wrong token), pad is absent, the splitting of digits is lost (which
-    changes how spaces before a number are merged), and the decoder rewrites characters of sentencepiece.
-    Can go when `AutoTokenizer.from_pretrained(gguf_file=...)` agrees with the published tokenizer.json (transformers
-    5.15.0, integrations/ggml.py, GGUFLlamaConverter.tokenizer, which looks eos up by `bos_token_id`).
+    changes how spaces before a number are merged), and the decoder rewrites sentencepiece characters.
+    Can be removed when `AutoTokenizer.from_pretrained(gguf_file=...)` agrees with the published tokenizer.json
+    (transformers 5.15.0, integrations/ggml.py, GGUFLlamaConverter.tokenizer, which looks eos up by `bos_token_id`).
     """
     from tokenizers import decoders, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -1,8 +1,8 @@
 """A tiny Llama for smoke tests, warm-started so that it solves a fair part of the small `products` task.
 
 Reinforcement learning needs groups that are neither all right nor all wrong, which random weights do not give. A few
-seconds of supervised training on answers that are right only part of the time do: the model then answers every
-question rightly about that often, sampled at temperature 1.
+seconds of supervised training on answers that are right only part of the time do: sampled at temperature 1, the model
+then answers every question correctly about that often.
 """
 
 import random
@@ -29,7 +29,7 @@ def make_tiny_model(output_dir: str | Path, seed: int = 1) -> Path:
     """Write the checkpoint (fp32 weights in safetensors, tokenizer with chat template) and return its directory.
 
     2 layers, hidden size 128, 4 attention heads and 2 KV heads of dimension 32 (the smallest that vLLM's CPU attention
-    accepts), 384 tokens of vocabulary with one token a digit. Takes about 15 s the first time. The same seed gives the
+    accepts), a vocabulary of 384 tokens, one token per digit. Takes about 15 s the first time. The same seed gives the
     same weights on the same kind of machine.
 
     Raises:
@@ -59,8 +59,8 @@ def _make(seed: int, directory: Path) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    # One thread: products this small gain nothing from a second one, and lose much to it where cores are shared (12 s
-    # become 180 s). It also gives the same weights whatever OMP_NUM_THREADS says.
+    # One thread: products this small gain nothing from a second one, and lose much to it if cores are shared (12 s
+    # become 180 s). One thread also gives the same weights whatever OMP_NUM_THREADS says.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -76,9 +76,9 @@ def _make(seed: int, directory: Path) -> None:
 
 
 def _tokenizer(entries: list[dict[str, Any]]) -> Any:
-    """Byte-level BPE over the task's own texts, one token a digit as in SmolLM2.
+    """Byte-level BPE over the task's own texts, with one token per digit as in SmolLM2.
 
-    Merges may cross words, so that all of a prompt but its numbers is a few tokens: the warm start then takes seconds.
+    Merges may cross words, so that a prompt is a few tokens besides its numbers: the warm start then takes seconds.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -129,7 +129,7 @@ def _warm_start(model: Any, tokenizer: Any, entries: list[dict[str, Any]], rng: 
             rows.append(prompts[index] + response)
             labels.append([-100] * len(prompts[index]) + response)
         width = max(map(len, rows))
-        # Padding on the right needs no attention mask: no label looks at it.
+        # Padding on the right needs no attention mask: no label depends on it.
         input_ids = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in rows])
         targets = torch.tensor([row + [-100] * (width - len(row)) for row in labels])
         loss = model(input_ids=input_ids, labels=targets, use_cache=False).loss

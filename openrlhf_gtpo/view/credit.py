@@ -1,4 +1,4 @@
-"""The credit of dumped rollouts by any estimator, with the parts that the page shows, all of it by ``algorithms``."""
+"""Credits dumped rollouts by any estimator, with the parts that the page shows; ``algorithms`` computes it all."""
 
 import typing
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ class Credit:
 
     Attributes:
         success: (B,) bool.
-        parts: see :class:`CreditParts`; None of an estimator that has none.
-        advantages: (B, T), before a KL reward and ``--reward.clip_range``, which the dump's own may have.
+        parts: see :class:`CreditParts`; None for an estimator that has none.
+        advantages: (B, T), before a KL reward and ``--reward.clip_range``, which the dump's own may include.
     """
 
     success: Tensor
@@ -38,12 +38,12 @@ class Credit:
 
 
 def read_methods(texts: Sequence[str], dump: RolloutDump) -> list[Method]:
-    """Methods as a user writes them, NAME or NAME:FIELD=VALUE:...; other fields are the run's own where it used NAME.
+    """Parse methods as a user writes them, NAME or NAME:FIELD=VALUE:...; a run that used NAME gives the other fields.
 
-    With no ``texts`` the run's own estimator comes first, and those whose ``parts`` the page can show follow.
+    Without ``texts``, the run's own estimator comes first, then those whose ``parts`` the page can show.
 
     Raises:
-        ValueError: a name, field or value that does not exist.
+        ValueError: a name, field or value does not exist.
     """
     own = dump.settings["estimator"]
     methods = []
@@ -69,7 +69,7 @@ def read_methods(texts: Sequence[str], dump: RolloutDump) -> list[Method]:
 
 def _value(text: str, kind: Any, value: str) -> Any:
     if typing.get_origin(kind) is typing.Literal:
-        return value  # which the settings check
+        return value  # the settings check it
     kinds: dict[Any, Any] = {bool: {"true": True, "false": False}.__getitem__, float: float}
     try:
         return kinds[kind](value)
@@ -82,7 +82,7 @@ def credit(dump: RolloutDump, method: Method) -> Credit:
     """Credit a dump by ``method``.
 
     Raises:
-        ValueError: without entropies, or what the estimator refuses, such as a group of one row.
+        ValueError: the dump has no entropies, or the estimator refuses it, such as for a group of one row.
     """
     columns = dump.columns
     if columns["entropy"] is None:
@@ -100,7 +100,7 @@ def credit(dump: RolloutDump, method: Method) -> Credit:
 
 
 def padded(column: Tokens) -> Tensor:
-    """A list column as (B, T), 0 behind a row's end."""
+    """A list column as (B, T), 0 past a row's end."""
     lengths = np.diff(column.offsets)
     rows = np.zeros((len(lengths), max(1, lengths.max(initial=0))), column.values.dtype)
     rows[np.arange(rows.shape[1]) < lengths[:, None]] = column.values

@@ -1,6 +1,6 @@
-"""One HTML file of dumps: numbers by Python, packed; what the browser does with them is in ``page.js``.
+"""One HTML file of dumps: Python computes and packs the numbers, and ``page.js`` is what the browser does with them.
 
-A number of a token is 16 bits: three significant digits and a power of ten, which is what the page prints.
+A token's number takes 16 bits: three significant digits and a power of ten, which is what the page prints.
 """
 
 import base64
@@ -20,8 +20,8 @@ from openrlhf_gtpo.algorithms import ESTIMATORS
 from openrlhf_gtpo.report.rollouts import RolloutDump, Tokens
 from openrlhf_gtpo.view.credit import Credit, Method, credit
 
-_LOWEST = -20  # power of ten of code 0 << 11; 32 of them
-_SAME = 1e-5  # difference, over the largest value, up to which recomputed advantages are the run's
+_LOWEST = -20  # power of ten of code 0 << 11; there are 32
+_SAME = 1e-5  # difference, over the largest value, up to which recomputed advantages count as the run's
 _MISSING = {
     "entropy": "entropies, without which there is no share, reward or re-credit",
     "log_probs": "log-probs of the policy",
@@ -31,7 +31,7 @@ _MISSING = {
 
 
 class Packed:
-    """What the page holds once beside its JSON: arrays as compressed text, and the texts of tokens and prompts."""
+    """What the page holds only once: arrays as compressed text, and the texts of tokens and prompts."""
 
     def __init__(self) -> None:
         self.arrays: list[str] = []
@@ -39,7 +39,7 @@ class Packed:
         self.prompts: dict[str, int] = {}
 
     def array(self, values: np.ndarray) -> int:
-        """An array as text: the bytes of equal significance together, deflated, base64."""
+        """Add an array as text (bytes of equal significance together, deflated, base64); return its index."""
         planes = values.view(np.uint8).reshape(len(values), values.itemsize).T.tobytes()
         self.arrays.append(base64.b64encode(zlib.compress(planes, 7)).decode())
         return len(self.arrays) - 1
@@ -68,7 +68,7 @@ def make_page(dumps: Sequence[RolloutDump], methods: Sequence[Method], max_token
     Args:
         dumps: one per step.
         methods: how their rollouts are credited; the first is shown first.
-        max_tokens: of all steps; beyond it each step shows a sample of its groups.
+        max_tokens: tokens of all steps; beyond that, each step shows a sample of its groups.
     """
     packed = Packed()
     everything = sum(len(dump.columns["tokens"].values) for dump in dumps)
@@ -121,13 +121,13 @@ def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Pac
         return None if columns[name] is None else of_tokens(columns[name].values)
 
     def of_batch(values: Tensor) -> np.ndarray:
-        """(B, T) to the tokens of all rows, one after the other."""
+        """(B, T) to the tokens of all rows, one row after another."""
         width = np.diff(columns["mask"].offsets)[:, None]
         array: np.ndarray = values.numpy()
         return array[np.arange(array.shape[1]) < width]
 
     credits: list[Any] = []
-    trained: int | None = None  # the run's own advantages, where no method has the same
+    trained: int | None = None  # the run's own advantages, if no method has the same
     own_is_shown = False
     for method in methods:
         try:
@@ -187,7 +187,7 @@ def _credit(made: Credit, advantages: np.ndarray, of_rows: Any, of_tokens: Any, 
 
 
 def _sampled_rows(dump: RolloutDump, part: float) -> np.ndarray:
-    """The rows of a random ``part`` of the dump's groups, by tokens, and of one at least, in the dump's order."""
+    """Rows of random groups with at most ``part`` of all tokens, but at least one group, in the dump's order."""
     group = dump.columns["group"]
     order = sorted(set(group.tolist()))
     if part == 1:
@@ -205,7 +205,7 @@ def _sampled_rows(dump: RolloutDump, part: float) -> np.ndarray:
 
 
 def _row_means(column: Tokens, mask: Tokens) -> np.ndarray:
-    """(B,) mean over a row's action tokens, 0 for a row without."""
+    """(B,) mean over a row's action tokens, 0 for a row without any."""
     rows: np.ndarray = np.repeat(np.arange(len(mask.offsets) - 1), np.diff(mask.offsets))
     total = np.bincount(rows, column.values * mask.values, len(mask.offsets) - 1)
     return total / np.maximum(1, np.bincount(rows, mask.values, len(mask.offsets) - 1))
@@ -228,7 +228,7 @@ def _html(data: dict[str, Any], arrays: Sequence[str]) -> str:
 
     policy = f"default-src 'none'; style-src {allowed(style)}; script-src {allowed(script)}"
     blocks = "\n".join(f'<script type="text/plain" id="array{i}">{text}</script>' for i, text in enumerate(arrays))
-    # JSON in a script block ends at "<": what a response says must not end it.
+    # JSON in a script block ends at "<": the text of a response must not end it.
     numbers = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     for mark, text in (
         ("POLICY", policy),

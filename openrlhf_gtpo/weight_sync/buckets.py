@@ -20,7 +20,7 @@ class ParameterMeta(NamedTuple):
         return math.prod(self.shape)
 
 
-# Parameters that travel in one buffer. Plain data: a transport of calls may hand on lists in the place of the tuples.
+# Parameters that travel in one buffer. Plain data: a transport of calls may turn the tuples into lists.
 Bucket = Sequence[tuple[str, tuple[int, ...]]]
 
 
@@ -32,14 +32,14 @@ class Weights(Protocol):
         """All buckets of the model, in the order in which they are filled."""
 
     def fill(self, index: int, buffer: torch.Tensor) -> None:
-        """Write bucket ``index`` into the beginning of the flat ``buffer``, in the wire's dtype.
+        """Write bucket ``index`` to the beginning of the flat ``buffer``, in the wire's dtype.
 
         Collective over the ranks that share the model.
         """
 
 
 class TensorBuckets:
-    """Full tensors that become whole one after another, as DeepSpeed gathers them.
+    """Buckets of full tensors that become available one after another, as DeepSpeed gathers them.
 
     Args:
         parameters: of the whole model.
@@ -84,7 +84,7 @@ def plan_buckets(parameters: Iterable[ParameterMeta], bucket_bytes: int) -> list
 
 
 def numel(bucket: Bucket) -> int:
-    """Elements of a bucket's buffer."""
+    """Number of elements in a bucket's buffer."""
     return sum(math.prod(shape) for _, shape in bucket)
 
 

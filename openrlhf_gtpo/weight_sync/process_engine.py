@@ -1,4 +1,4 @@
-"""An engine without vLLM or Ray, to measure and test transfer alone: processes loading a plain torch model by name."""
+"""An engine without vLLM or Ray, to measure and test transfer alone: processes that load a plain model by name."""
 
 import multiprocessing
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class PlainModel(torch.nn.Module):
-    """Parameters of the given names and shapes, and nothing to compute with them."""
+    """A model with parameters of the given names and shapes, which computes nothing."""
 
     def __init__(self, shapes: Shapes, device: torch.device) -> None:
         super().__init__()
@@ -58,12 +58,12 @@ class PlainWorker(WeightReceiver):
 
 
 class ProcessEngine:
-    """``len(devices)`` workers; calls run one after the other, on all of them. Ends with :meth:`close`.
+    """An engine of ``len(devices)`` workers. Calls run one after another, each on all workers. :meth:`close` ends it.
 
     Args:
         shapes: name to full shape of the model's parameters.
         devices: where each worker's model lives.
-        worker: what each process makes of its rank, the shapes and its device.
+        worker: class that each process creates with its rank, the shapes and its device.
     """
 
     def __init__(self, shapes: Shapes, devices: list[torch.device], worker: type[PlainWorker] = PlainWorker) -> None:
@@ -92,7 +92,7 @@ class ProcessEngine:
         return [result for result, _ in answers]
 
     def close(self) -> None:
-        """End the processes, whatever they do."""
+        """End the processes, whatever they are doing."""
         for process in self.processes:
             process.kill()
             process.join()

@@ -1,4 +1,4 @@
-"""Proof that a sync reached an engine: a checksum of each parameter, and that the engine's whole model was written."""
+"""Proof that a sync reached an engine: a checksum of each parameter, and a check that the whole model was written."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,14 +8,14 @@ import torch
 
 from openrlhf_gtpo.weight_sync.buckets import Bucket, unpack
 
-# Bits of a bfloat16 NaN that no arithmetic gives: what holds it was not written.
+# Bits of a bfloat16 NaN that no arithmetic gives: an element that holds it was not written.
 _MARK = 0x7FA5
 
 _CHUNK = 2**20  # elements that are widened to 64 bits at a time
 # Odd multipliers with well-mixed bits, as signed 64-bit integers: the golden ratio's and one of splitmix64's.
 _SPREAD, _MIX = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
 
-# What a worker answers, as plain data: name to checksum of all that its loader took, and what was not written.
+# A worker's answer, as plain data: name to checksum of all that its loader took, and the parameters not written.
 Receipt = tuple[dict[str, int], list[str]]
 
 
@@ -24,11 +24,11 @@ class WeightSyncError(RuntimeError):
 
 
 class Arrivals:
-    """What one worker's loader takes and writes in one sync.
+    """A record of what one worker's loader takes and writes in one sync.
 
-    Every parameter of ``model`` is marked at first, and what holds a mark at the end was not, or not all, written. On
-    CPU vLLM hides packed weights from marks; there the names that its loader returns tell, and the layers its reload
-    leaves unfinished.
+    Every bfloat16 parameter of ``model`` is marked at first, and one that holds a mark at the end was not written, or
+    not completely. On CPU vLLM hides packed weights from marks; there, the names that its loader returns and the
+    layers that its reload leaves unfinished show this.
     """
 
     def __init__(self, model: Any) -> None:
@@ -41,22 +41,22 @@ class Arrivals:
                 parameter.data.view(torch.int16).fill_(_MARK)
 
     def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """``weights``, noting what is taken from them."""
+        """Yield ``weights``, noting the checksum of each one that is taken."""
         for name, tensor in weights:
             self._checksums[name] = checksum(tensor)
             yield name, tensor
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Note the names that the model's ``load_weights`` returns meanwhile, whoever calls it."""
+        """Note the names that the model's ``load_weights`` returns in this context, whoever calls it."""
         load_weights = self._model.load_weights
 
         def noting(*args: Any, **kwargs: Any) -> set[str] | None:
             loaded = load_weights(*args, **kwargs)
             self._loaded = None if loaded is None or self._loaded is None else self._loaded | set(loaded)
-            # On CPU vLLM's reload keeps a layer on the meta device until all its elements have come (vllm 0.29.0,
+            # On CPU vLLM's reload keeps a layer on the meta device until all its elements have arrived (vllm 0.29.0,
             # model_executor/model_loader/reload/layerwise.py, make_online_process_loader). An embedding's padding
-            # never comes; it has one tensor anyway.
+            # never arrives; an embedding has one tensor anyway.
             self._unfinished = {
                 f"{prefix}.{leaf}"
                 for prefix, module in self._model.named_modules()
@@ -73,14 +73,14 @@ class Arrivals:
             del self._model.load_weights
 
     def receipt(self) -> Receipt:
-        """What was taken, and the parameters that nothing, or not all, was loaded into."""
+        """What was taken, and the parameters that were not loaded, or not completely."""
         parameters = dict(self._model.named_parameters())
         names = self._loaded
         if names is not None:
-            # Loaders say of experts what these were called before (vllm 0.29.0, model_executor/model_loader/
+            # Loaders return the former names of experts (vllm 0.29.0, model_executor/model_loader/
             # weight_utils.py, maybe_remap_moe_expert_param_name).
             names = names | {name.replace(".experts.", ".experts.routed_experts.") for name in names}
-        # By memory: W_UV and W_UK_T of vLLM's MLA are views of its kv_b_proj (vllm 0.29.0, mla_attention.py).
+        # Compared by memory: W_UV and W_UK_T of vLLM's MLA are views of its kv_b_proj (vllm 0.29.0, mla_attention.py).
         loaded = {_memory(one) for name, one in parameters.items() if names is None or name in names}
         unwritten = [
             name
@@ -99,8 +99,8 @@ def _memory(parameter: torch.Tensor) -> int:
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Σ bits_i · key_i mod 2^64 of a contiguous tensor of 16-bit elements, as a scalar (int64) on its device.
 
-    Elements that are changed, swapped, shifted or lost change it: each position has a key of its own. Integers make it
-    exact, so that two devices agree.
+    It changes if elements are changed, swapped, shifted or lost, because each position has a key of its own. Integers
+    make it exact, so that two devices agree.
     """
     bits = tensor.detach().view(-1).view(torch.int16)
     keys = torch.arange(1, min(_CHUNK, bits.numel()) + 1, device=bits.device) * _SPREAD
@@ -118,15 +118,15 @@ def checksums(bucket: Bucket, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def as_integers(found: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Checksums off the device, in one copy."""
+    """The checksums as Python integers, taken off the device in one copy."""
     return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
 
 
 def check_receipts(sent: Mapping[str, int], receipts: Sequence[Sequence[Receipt]]) -> None:
-    """Compare what was sent with what every worker of every engine says.
+    """Compare what was sent with what every worker of every engine reports.
 
     Raises:
-        WeightSyncError: the first parameter that did not arrive as it was sent, or was not loaded, with its engine.
+        WeightSyncError: a parameter did not arrive as it was sent, or was not loaded; names the first and its engine.
     """
     for engine, workers in enumerate(receipts):
         for worker, (arrived, unwritten) in enumerate(workers):
@@ -138,6 +138,6 @@ def check_receipts(sent: Mapping[str, int], receipts: Sequence[Sequence[Receipt]
                     raise WeightSyncError(f"Weight sync: {name} reached {where} with other values than were sent.")
             if unwritten:
                 raise WeightSyncError(
-                    f"Weight sync: nothing, or not all, was loaded into {unwritten[0]} of {where} "
+                    f"Weight sync: {unwritten[0]} was not loaded, or not completely, by {where} "
                     f"({len(unwritten)} such parameters)."
                 )

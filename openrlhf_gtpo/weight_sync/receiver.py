@@ -1,4 +1,4 @@
-"""The vLLM side of the weight transfer: a worker extension that takes buckets into the model."""
+"""The vLLM side of the weight transfer: a worker extension that loads buckets into the model."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -18,11 +18,11 @@ _RELOAD_LOG = logging.getLogger("vllm.model_executor.model_loader.reload.layerwi
 
 @dataclass
 class _ColocatedSync:
-    """A transfer from a trainer on this GPU, or host, that is under way.
+    """A transfer under way from a trainer on this GPU, or host.
 
     Fields:
-        mapped: its buffers that are open, by their handles.
-        kept: on CPU, copies of what came so far.
+        mapped: the trainer's buffers that are open here, by handle.
+        kept: on CPU, copies of what has arrived so far.
     """
 
     arrivals: Arrivals | None
@@ -48,8 +48,8 @@ class WeightReceiver:
     def receive_weights(self, buckets: list[Bucket], prove: bool) -> Receipt | None:
         """Take every broadcast bucket in turn and load it. ``buckets`` lists the whole model, in wire order.
 
-        At most two buckets are held at a time, and on CPU the layers that are not complete. Returns what arrived if
-        asked to ``prove`` it.
+        At most two buckets are held at a time, and on CPU also the layers that are not complete. Returns what arrived
+        if asked to ``prove`` it.
         """
         incoming = self._incoming(buckets)
         arrivals = Arrivals(self.model_runner.get_model()) if prove else None
@@ -63,8 +63,8 @@ class WeightReceiver:
     ) -> Receipt | None:
         """Take bucket ``index`` of ``count`` from the memory that a trainer process on this GPU, or host, has filled.
 
-        It has been read when this returns. With the last one the memory is let go of, and what arrived is returned if
-        asked to ``prove`` it.
+        The bucket has been read when this returns. After the last one the memory is released, and what arrived is
+        returned if asked to ``prove`` it.
         """
         if index == 0:
             self._sync = _ColocatedSync(Arrivals(self.model_runner.get_model()) if prove else None)
@@ -90,8 +90,8 @@ class WeightReceiver:
         return sync.arrivals.receipt() if sync.arrivals else None
 
     def _is_news(self, record: logging.LogRecord) -> bool:
-        """Whether a record says more than that nothing came for what has no weight of its own: rotary tables, and a
-        head tied to the embedding."""
+        """False if a record says only that nothing arrived for modules without a weight of their own: rotary tables,
+        and a head tied to the embedding."""
         if record.msg != "%s: Failed to load weights" or not isinstance(record.args, tuple):
             return True
         tied = getattr(self.model_runner.model_config.hf_config, "tie_word_embeddings", False)
@@ -113,7 +113,7 @@ class WeightReceiver:
                 self.model_runner.get_model().load_weights(weights)
                 torch.cuda.synchronize()
                 return
-            _RELOAD_LOG.addFilter(self._is_news)  # which it has already, from the second time on
+            _RELOAD_LOG.addFilter(self._is_news)  # no effect from the second time on
             self.model_runner.reload_weights(weights_iterator=weights)
             # On CPU vLLM computes logits from a packed copy of the head's weight. A head tied to the embedding gets no
             # weight of its own in a reload, which updates the shared weight and leaves the copy stale. Can go once a

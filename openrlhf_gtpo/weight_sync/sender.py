@@ -1,4 +1,4 @@
-"""The trainer's side of weight transfer: full buckets of a model to engines on other GPUs, or on the trainer's own."""
+"""The trainer's side of weight transfer: sends full buckets to engines on other GPUs, or on the trainer's own."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -16,21 +16,21 @@ from openrlhf_gtpo.weight_sync.transports import Finish, SharedBuffer, memory_of
 
 T = TypeVar("T")
 
-_DEATH_IS_KNOWN = 10.0  # seconds, at most
+_DEATH_IS_KNOWN = 10.0  # seconds until an engine's death is known, at most
 
-# All-gather of one picklable object a rank.
+# All-gather of one picklable object per rank.
 Exchange = Callable[[Any], list[Any]]
 
 
 class Engine(Protocol):
-    """A vLLM engine, or what stands for one: calls a method of ``WeightReceiver`` on every one of its workers."""
+    """A vLLM engine, or a stand-in for one: calls a method of ``WeightReceiver`` on each of its workers."""
 
     def __call__(self, method: str, *args: Any) -> "Future[list[Any]]":
-        """The workers' results, in their order, or what the first of them to fail has raised."""
+        """The workers' results, in worker order, or the exception of the first worker to fail."""
 
 
 def ray_engine(actor: Any) -> Engine:
-    """The engine behind the handle of a rollout actor, whose methods carry the names of the receiver's."""
+    """The engine behind the handle of a rollout actor, whose methods have the same names as the receiver's."""
 
     def call(method: str, *args: Any) -> "Future[list[Any]]":
         return getattr(actor, method).remote(*args).future()
@@ -48,7 +48,7 @@ class WeightSender:
         device: where this process's tensors live.
         prove: check by checksum that every parameter arrived; may change between syncs.
 
-    Raises what an engine does that cannot join, or its death.
+    Raises the exception of an engine that cannot join or has died.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class WeightSender:
             engine("join_weight_group", host, port, 1 + i * tensor_parallel_size, world_size)
             for i, engine in enumerate(self._engines)
         ]
-        # Alone it would wait for an engine that has died: gloo half an hour.
+        # In a thread, because joining alone would wait for an engine that has died (with gloo, half an hour).
         joined: Future[Any] = Future()
 
         def join() -> None:
@@ -78,15 +78,15 @@ class WeightSender:
         self._broadcast = joined.result()
 
     def send(self, weights: Weights) -> None:
-        """Send the whole model; ranks that share it call :func:`gather` meanwhile.
+        """Send the whole model; other ranks that share it call :func:`gather` meanwhile.
 
-        What an engine raises, or its death, is passed on.
+        An engine's exception, or its death, is passed on.
 
         Raises:
             WeightSyncError: an engine did not get what was sent.
         """
         receiving = [engine("receive_weights", weights.buckets, self.prove) for engine in self._engines]
-        # An engine that has failed takes no more, and nobody else would notice.
+        # An engine that has failed takes no more buckets, and nothing else would notice.
         check = partial(_raise_failure, receiving)
         sent: dict[str, torch.Tensor] = {}
         under_way: Finish | None = None
@@ -101,7 +101,7 @@ class WeightSender:
                 under_way = self._broadcast(buffer)
             if under_way:
                 under_way(check)
-        except RuntimeError:  # gloo's, of a connection that an engine's death has closed, which Ray hears of later
+        except RuntimeError:  # gloo's: an engine's death has closed the connection, and Ray learns of it later
             wait(receiving, timeout=_DEATH_IS_KNOWN, return_when=FIRST_EXCEPTION)
             check()
             raise
@@ -111,21 +111,21 @@ class WeightSender:
 
 
 def gather(weights: Weights, device: torch.device) -> None:
-    """Take part in filling the buckets on a rank that sends none."""
+    """Take part in filling the buckets, on a rank that sends none."""
     for index, bucket in enumerate(weights.buckets):
         weights.fill(index, torch.empty(numel(bucket), dtype=WIRE_DTYPE, device=device))
 
 
 class ColocatedSender:
-    """One rank of a trainer whose ranks all have the full tensors, each for the engine workers on its own GPU.
+    """One rank of a trainer whose ranks all have the full tensors and each serve the engine workers on their own GPU.
 
-    A bucket is gathered into one of two buffers while engines load the other. Ranks meet once a bucket: then all have
-    filled it, and the engines have read the one before.
+    A bucket is gathered into one of two buffers while engines load the other. Ranks meet once per bucket: by then all
+    have filled it, and the engines have read the one before.
 
     Args:
-        engines: what rank 0 calls; the other ranks have none.
-        exchange: all-gather among the ranks, in their order.
-        device: where this rank's tensors live, and the engine workers that it serves.
+        engines: those that rank 0 calls; the other ranks have none.
+        exchange: all-gather among the ranks, in rank order.
+        device: of this rank's tensors and of the engine workers that it serves.
         prove: check by checksum that every parameter arrived; may change between syncs.
     """
 
@@ -157,7 +157,7 @@ class ColocatedSender:
             if self.prove and self._engines:
                 sent.update(checksums(weights.buckets[index], buffer))
             if buffer.is_cuda:
-                torch.cuda.synchronize(self._device)  # another process reads it, on a stream of its own
+                torch.cuda.synchronize(self._device)  # another process reads it, on its own stream
             _results(loading)
 
         def finish() -> None:
@@ -167,7 +167,7 @@ class ColocatedSender:
 
         with ExitStack() as stack:
             handles: dict[str, list[bytes]] = {}
-            for of_rank in reversed(self._agree(partial(share, stack))):  # of ranks in one place the first serves it
+            for of_rank in reversed(self._agree(partial(share, stack))):  # of ranks in one place, the first serves it
                 handles.update(of_rank)
             for index, bucket in enumerate(weights.buckets):
                 self._agree(partial(fill, index))
@@ -180,14 +180,14 @@ class ColocatedSender:
             torch.cuda.ipc_collect()  # memory that was still open elsewhere when it was freed here
 
     def _agree(self, step: Callable[[], T]) -> list[T]:
-        """Every rank's result of ``step``; raises on every rank where it has failed on one."""
+        """Every rank's result of ``step``; raises on every rank if it has failed on one."""
         result: T | None = None
         failure: Exception | None = None
         try:
             result = step()
-        except Exception as error:  # the others wait for this rank, whatever it is
+        except Exception as error:  # whatever it is: the others wait for this rank
             failure = error
-        # Exceptions of other kinds may not survive the way.
+        # Exceptions of other kinds may not survive the exchange.
         told = failure if failure is None or isinstance(failure, WeightSyncError) else RuntimeError(repr(failure))
         answers: list[tuple[Any, Exception | None]] = self._exchange((result, told))
         if failure is not None:
@@ -199,14 +199,14 @@ class ColocatedSender:
 
 
 def _results(calls: Sequence["Future[list[Any]]"]) -> list[list[Any]]:
-    """Every engine's answer; what the first engine to fail has raised, without waiting for the others."""
+    """Every engine's answer; if one fails, raises its exception without waiting for the others."""
     wait(calls, return_when=FIRST_EXCEPTION)
     _raise_failure(calls)
     return [call.result() for call in calls]
 
 
 def _raise_failure(calls: Sequence["Future[list[Any]]"]) -> None:
-    """Raise what an engine has raised so far, if any has."""
+    """Raise the exception of an engine that has failed by now, if any has."""
     for call in calls:
         if call.done():
             call.result()

@@ -1,5 +1,6 @@
-"""How a bucket crosses from the trainer to engines: a broadcast (NCCL between GPUs, gloo without them), or memory the
-trainer fills and an engine on the same GPU, or on the same host without one, maps (CUDA IPC, or a file in memory)."""
+"""How a bucket gets from the trainer to engines: by a broadcast (NCCL between GPUs, gloo without them), or in memory
+that the trainer fills and engines on the same GPU (without one, on the same host) map: CUDA IPC, or a file in memory.
+"""
 
 import os
 import pickle
@@ -13,12 +14,12 @@ import torch
 
 from openrlhf_gtpo.weight_sync.buckets import WIRE_DTYPE
 
-# gloo gives up on a peer that never answers after half an hour only.
+# gloo gives up on a peer that never answers only after half an hour.
 _POLL_SECONDS = 0.002
 
-# Waits for a broadcast; what it is given runs meanwhile, and may raise to give up.
+# Waits for a broadcast, and meanwhile calls its argument, which may raise to give up.
 Finish = Callable[[Callable[[], None]], None]
-# Begins to send from rank 0 into the others' tensor, which stays untouched until the result returns.
+# Begins to send rank 0's tensor into the others'; all of them must stay untouched until the result has returned.
 Broadcast = Callable[[torch.Tensor], Finish]
 
 
@@ -28,7 +29,7 @@ def join(
     """Join the trainer's rank 0 and every vLLM worker as ``rank`` of ``world_size``; returns when all have joined.
 
     Args:
-        listener: of rank 0, what :func:`listen` gave; the group owns it from here on.
+        listener: on rank 0, the socket from :func:`listen`; the group owns it from here on.
     """
     from vllm.distributed.utils import StatelessProcessGroup, stateless_init_torch_distributed_process_group
 
@@ -68,9 +69,9 @@ def join(
 
 
 def listen() -> socket.socket:
-    """A socket for the group's meeting, at a port of its own.
+    """A listening socket where the group meets, on a free port.
 
-    It stays open: a port that is only free may be another process's before vLLM is imported and listens at it (see
+    It stays open: a port that is merely free may be taken by another process before vLLM is imported and listens (see
     https://github.com/vllm-project/vllm/issues/51275).
     """
     return socket.create_server(("", 0))
@@ -85,7 +86,7 @@ class SharedBuffer:
 
 
 def memory_of(device: torch.device) -> str:
-    """The memory that processes can share: the physical GPU, whatever each calls it, or the host."""
+    """Name of the memory that processes can share: the physical GPU, whatever each process calls it, or the host."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).uuid)
     return socket.gethostname()
@@ -104,7 +105,7 @@ def shared_buffer(numel: int, device: torch.device) -> Iterator[SharedBuffer]:
         tensor = torch.empty(numel, dtype=WIRE_DTYPE, device=device)
         yield SharedBuffer(tensor, pickle.dumps(reduce_tensor(tensor)))
         return
-    # A file without a name, which ends with its last user however that ends. torch's shared memory counts its users
+    # A file without a name, which goes with its last user, however that ends. torch's shared memory counts its users
     # on the assumption that each handle is opened once (torch 2.13.0, multiprocessing/reductions.py, reduce_storage),
     # and here every engine opens it.
     file = os.memfd_create("weights")
@@ -120,7 +121,7 @@ def open_shared(handle: bytes, device: torch.device) -> torch.Tensor:
     """The buffer (N,) behind ``handle`` as a tensor of this process."""
     if device.type == "cuda":
         rebuild, arguments = pickle.loads(handle)
-        # The sender's number of the GPU: the two processes may see different ones.
+        # Without the sender's number of the GPU: the two processes may see different ones.
         return rebuild(*arguments[:6], device.index, *arguments[7:])
     return _map(*pickle.loads(handle))
 

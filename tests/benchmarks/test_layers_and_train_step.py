@@ -165,7 +165,7 @@ def test_every_recipe_takes_every_preset(name: str) -> None:
     assert list(found) == [BF16, "delayed", "tensorwise", "blockwise"] and not absent
     found, absent = precisions(["delayed", "blockwise"], read_shape(name), cuda=True, primary_weights=True)
     assert list(found) == [BF16, "delayed", "blockwise", "blockwise, FP8 weights"]
-    assert found["blockwise, FP8 weights"].primary_weights and "take tensorwise" in absent["delayed, FP8 weights"]
+    assert found["blockwise, FP8 weights"].primary_weights and "use tensorwise" in absent["delayed, FP8 weights"]
 
 
 def test_a_width_that_a_recipe_cannot_multiply_is_named() -> None:

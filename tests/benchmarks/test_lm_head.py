@@ -20,7 +20,7 @@ def test_every_way_gives_the_same_numbers(tmp_path: Path) -> None:
     one, two = written["cases"]
     assert [case["tensor_parallel"] for case in (one, two)] == [1, 2]
     assert {"product", "openrlhf", "openrlhf_gtpo"} <= one["measured"].keys()
-    assert two["absent"]["openrlhf"] == "knows no tensor parallelism"
+    assert two["absent"]["openrlhf"] == "does not support tensor parallelism"
     for case in (one, two):
         for name, way in case["measured"].items():
             for phase in ("forward", "forward_backward"):

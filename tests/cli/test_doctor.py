@@ -69,7 +69,7 @@ def test_a_host_without_gpus_passes_in_a_moment_and_says_what_was_not_looked_at(
     lines = dict(line.split(": ", 1) for line in ended.stdout.splitlines())
     assert [line.split(maxsplit=1)[1] for line in lines] == list(doctor.CHECKS)
     assert {line.split()[0] for line in lines} <= {"ok", "warning", "skipped"}
-    assert "nothing of a GPU can be checked" in lines["skipped  GPUs"]
+    assert "GPUs cannot be checked" in lines["skipped  GPUs"]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_host_without_gpus_passes_in_a_moment_and_says_what_was_not_looked_at(
     [
         ([ROW] * 8, 0, ("ok", "driver 580.65.06, 8 × NVIDIA H100 80GB HBM3")),
         ([ROW] * 7, 0, ("wrong", "expected 8 GPUs, got 7; leave the node out (sbatch --exclude)")),
-        ([ROW] * 7 + [ROW.replace(" 4,", " 40960,")], 0, ("warning", "memory of GPU 7 (40 GiB) is in use already")),
+        ([ROW] * 7 + [ROW.replace(" 4,", " 40960,")], 0, ("warning", "memory of GPU 7 (40 GiB) is already in use")),
         ([ROW.replace("Default", "Exclusive_Process")] * 8, 0, ("warning", "compute mode Exclusive_Process")),
         (["Failed to initialize NVML: Driver/library version mismatch"], 18, ("wrong", "library version mismatch")),
     ],
@@ -300,7 +300,7 @@ def test_the_models_files(capsys: Any, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     status, text = said("model", capsys, "--model", "someone/something")
-    assert status == "wrong" and f"nor whole in the cache {tmp_path / 'cache'}: hf download someone/something" in text
+    assert status == "wrong" and f"nor fully in the cache {tmp_path / 'cache'}: hf download someone/something" in text
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # the run fetches it
     assert said("model", capsys, "--model", "someone/something")[0] == "warning"
     assert said("model", capsys, "--model", "/no/model") == ("wrong", "--model /no/model does not exist.")

@@ -60,7 +60,7 @@ def test_a_run_that_dies_goes_on_from_its_checkpoint_until_it_ends(args, tmp_pat
     first = ["run", "--ckpt.stop_file", str(tmp_path / "stop")]
     assert runs.commands == [first, [*first, "--ckpt.load_enable"], [*first, "--ckpt.load_enable"]]
     assert capsys.readouterr().err.splitlines() == [
-        "train_ppo_ray: it ended with status 1, as its last lines say; restart 1 of 2 begins again, as there is no "
+        "train_ppo_ray: it ended with status 1 (see its last lines); restart 1 of 2 begins again, as there is no "
         "checkpoint yet.",
         "train_ppo_ray: its driver was killed by signal 9; restart 2 of 2 goes on from its last checkpoint.",
     ]
@@ -143,7 +143,7 @@ def test_a_run_without_a_sign_of_life_hangs(args, tmp_path, monkeypatch, capsys)
     assert train_ppo_ray.supervise(["run"], args) == 0
     assert not (tmp_path / "heartbeat").exists()
     noticed, restarted = capsys.readouterr().err.splitlines()
-    said = "train_ppo_ray: nothing got on for 60 s (--train.stall_timeout)"
+    said = "train_ppo_ray: no progress for 60 s (--train.stall_timeout)"
     assert noticed == f"{said}, so that the run is ended." and restarted.startswith(f"{said}; restart 1 of 2")
 
 

@@ -109,7 +109,7 @@ def test_a_smoke_run_ends_with_a_table_curves_and_a_model(tmp_path: Path) -> Non
     assert ask.answer(str(output / "model"), "What is 2 * 3?", max_tokens=4)
 
     again = subprocess.run(command, capture_output=True, text=True)
-    assert again.returncode == 2 and "holds an earlier run; go on with it by --resume" in again.stderr
+    assert again.returncode == 2 and "holds an earlier run; continue it with --resume" in again.stderr
     again = subprocess.run([*command[:3], "--resume", *command[3:], "--no.flag"], capture_output=True, text=True)
     assert again.returncode == 2 and "train_ppo_ray: unknown flag --no.flag" in again.stderr
 
@@ -124,7 +124,7 @@ def test_a_smoke_run_ends_with_a_table_curves_and_a_model(tmp_path: Path) -> Non
         (["--output", ""], "--output needs a value"),
         (["--steps", "9" * 20], "is not a number from 1 to 999999999"),
         (["--reward", "no.py"], "no.py does not exist"),
-        (["--resume", "--output", "none"], "none holds no run to go on with"),
+        (["--resume", "--output", "none"], "none holds no run to continue"),
         (["--backend", "fsdp"], "--backend fsdp is neither deepspeed nor megatron"),
         (
             ["--backend", "megatron", "--pipeline-parallel", "0"],

@@ -65,8 +65,8 @@ def test_flags_become_a_command_line() -> None:
         ({"seeds": 3}, "seeds must be a list, got 3"),
         ({"baseline": "dapo"}, "the baseline 'dapo' is not among the methods gtpo, grpo"),
         ({"methods": {}}, "has no methods"),
-        ({"methods": {"../x": {}}}, "the name '../x' is to be a folder's"),
-        ({"methods": {"gtpo": {"train.seed": 3}}}, "methods.gtpo sets train.seed, which every run has of its own"),
+        ({"methods": {"../x": {}}}, "the name '../x' must be a folder name"),
+        ({"methods": {"gtpo": {"train.seed": 3}}}, "methods.gtpo sets train.seed, which the experiment sets itself"),
         ({"flags": {"--a": 1}}, "write flags without dashes, a"),
         ({"flags": {"a": {"b": 1}}}, "flags.a must be text, a number, a list of them or true"),
         ({"settings": {"lr": {}}}, "settings.lr must have values by name"),
@@ -90,7 +90,7 @@ def test_what_comes_twice_is_not_lost(tmp_path: Path, text: str, key: str, capsy
     path = tmp_path / "experiment.yaml"
     path.write_text(text + "output: runs\nseeds: [1]\n")
     assert experiment.main([str(path)]) == 2
-    assert f"{key} is there twice; leave one out." in capsys.readouterr().err
+    assert f"{key} is given twice; leave one out." in capsys.readouterr().err
     path.write_text(
         f"flags: &it {{}}\nmethods: {{a: *it, b: *it}}\noutput: {tmp_path}\nseeds: [1]\n"
     )  # an alias is no repetition

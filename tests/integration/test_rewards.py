@@ -95,7 +95,7 @@ def test_a_reward_that_fails_stops_the_run_with_the_reason_and_the_prompt(
 @pytest.mark.parametrize("logs", ["['x']", "{'x': 'good'}", "{'x': []}", "{'x': object}", "'x'"])
 def test_extra_logs_that_are_no_numbers_stop_the_run(tmp_path: Path, logs: str) -> None:
     with pytest.raises(
-        TrainingStopped, match="Expected 'extra_logs' of names with a number each from .*reward.py, got"
+        TrainingStopped, match="Expected 'extra_logs' from .*reward.py to map each name to a number, got"
     ):
         answer(executor(tmp_path, f"return {{'rewards': 1.0, 'extra_logs': {logs}}}"))
 

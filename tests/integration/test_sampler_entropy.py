@@ -126,7 +126,7 @@ def test_another_sampler_and_another_vllm_are_named(monkeypatch: pytest.MonkeyPa
     assert guard.why_no_sampler_entropy() is None
     monkeypatch.setattr(guard.metadata, "version", lambda name: "0.30.1")
     assert guard.why_no_sampler_entropy() == (
-        "entropies come from the samplers of vLLM 0.29 alone, and vLLM 0.30.1 is installed"
+        "entropies come only from the samplers of vLLM 0.29, and vLLM 0.30.1 is installed"
     )
 
 

@@ -195,8 +195,8 @@ class Starting:
 def test_the_trainer_waits_for_engines_and_says_for_which(capsys: pytest.CaptureFixture[str]) -> None:
     wait_for_engines([Starting(0.0), Starting(0.5), Starting(0.25)], report_every=0.1)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "The trainer waits for vLLM engines 1, 2 of 3: 0 s"
-    assert lines[-1] == "The trainer waits for vLLM engines 1 of 3: 0 s"
+    assert lines[0] == "The trainer is waiting for vLLM engines 1, 2 of 3: 0 s"
+    assert lines[-1] == "The trainer is waiting for vLLM engines 1 of 3: 0 s"
 
 
 def test_the_trainer_waits_for_an_engine_that_ray_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:

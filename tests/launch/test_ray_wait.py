@@ -133,17 +133,17 @@ def test_no_flag_of_ours_opens_a_server_to_every_interface(tmp_path: Path) -> No
 def test_a_worker_without_the_heads_secret_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["worker", "--head", "10.0.0.1:6379", "--address", "10.0.0.2", "--token", str(tmp_path / "token")]
     assert ray_cluster.main(words) == 2
-    assert f"--token {tmp_path}/token is not there" in capsys.readouterr().err
+    assert f"--token {tmp_path}/token does not exist" in capsys.readouterr().err
 
 
 def test_a_host_without_ray_is_refused(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     words = ["head", "--address", "10.0.0.1", "--temporary", str(tmp_path)]
     assert ray_cluster.main(words) == 2
-    assert "ray is not there; activate the environment" in capsys.readouterr().err
+    assert "ray was not found; activate the environment" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
     assert ray_cluster.main([*words[:-1], str(tmp_path / "gone")]) == 2
-    assert "is not there; make it, or name another" in capsys.readouterr().err
+    assert "was not found; create it, or name another" in capsys.readouterr().err
 
 
 def test_a_node_keeps_rays_logs_and_nothing_else(tmp_path: Path) -> None:

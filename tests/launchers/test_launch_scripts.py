@@ -172,9 +172,9 @@ def test_what_a_cluster_runs_has_absolute_paths(tmp_path: Path) -> None:
         (
             [],
             {"DATA": "missing.jsonl"},
-            "DATA=missing.jsonl is not there; bash examples/scripts/train.sh --help says how it is made.",
+            "DATA=missing.jsonl does not exist; bash examples/scripts/train.sh --help says how to make it.",
         ),
-        ([], {"DATA": "hub/data", "EVAL_DATA": "held_out.jsonl"}, "EVAL_DATA=held_out.jsonl is not there"),
+        ([], {"DATA": "hub/data", "EVAL_DATA": "held_out.jsonl"}, "EVAL_DATA=held_out.jsonl does not exist"),
         ([], {"DATA": "hub/data", "OUTPUT": "/proc/none"}, "OUTPUT=/proc/none cannot be made."),
         ([], {"FP8": "hybrid", "FP8_PARAM": "0"}, "FP8_PARAM is '0'; it must be 1 or empty."),
         ([], {"FP8_RECIPE": "delayed"}, "FP8_RECIPE and FP8_PARAM need FP8"),

@@ -98,7 +98,7 @@ def test_mistakes_are_one_sentence(convert: Callable[..., Ended], source: Path, 
         (("hf-to-megatron", cut, new), f"SRC {cut}: {weights.name} cannot be read: "),
         (("hf-to-megatron", source, full), "is not empty; name a new folder."),
         (("hf-to-megatron", source, full / "something"), "is a file; name a new folder."),
-        (("hf-to-megatron", foreign, new), "does not know the architecture 'gpt2'"),
+        (("hf-to-megatron", foreign, new), "does not support the architecture 'gpt2'"),
         (
             ("hf-to-megatron", source, new, "--tensor-parallel", 3),
             "--tensor-parallel 3 does not divide this model's 8 attention heads; it can be 1, 2 or 4.",

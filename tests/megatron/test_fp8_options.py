@@ -56,7 +56,7 @@ def test_widths_that_do_not_come_in_blocks() -> None:
         model_type="llama", hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3
     )
     message = refusal(Fp8Options("e4m3", "blockwise"), smollm2, Layout())
-    assert "multiples of 128, and hidden_size is 576" in message and "take another recipe" in message
+    assert "multiples of 128, and hidden_size is 576" in message and "use another recipe" in message
     check_fp8(Fp8Options("e4m3", "tensorwise"), smollm2, Layout(), cuda=True)
     check_fp8(Fp8Options("emulated", "blockwise"), smollm2, Layout(), cuda=False)
     narrow = model(intermediate_size=27648 // 8)  # 27 blocks, which 2 ranks do not share
@@ -87,7 +87,7 @@ def test_layers_in_bf16() -> None:
     assert "leave none of this model's 64 layers" in refusal(
         Fp8Options("emulated", "delayed", 60, 4), model(), Layout()
     )
-    assert "take tensorwise or blockwise" in refusal(Fp8Options("hybrid", "delayed", 1), model(), Layout())
+    assert "use tensorwise or blockwise" in refusal(Fp8Options("hybrid", "delayed", 1), model(), Layout())
     check_fp8(Fp8Options("emulated", "delayed", 1), model(), Layout(), cuda=False)
 
 
@@ -114,7 +114,7 @@ def test_devices_that_can(recipe: str, capability: tuple[int, int], cuda: tuple[
             "blockwise",
             BLACKWELL,
             (13, 0),
-            "as MXFP8, with powers of two alone; the recipes that run here are: ",
+            "as MXFP8, with powers of two only; the recipes that run here are: ",
         ),
         ("blockwise", (12, 0), (13, 0), "(compute capability 12.0)"),
         ("delayed", BLACKWELL, (11, 8), "no recipe runs here."),

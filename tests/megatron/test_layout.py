@@ -199,7 +199,7 @@ def test_a_rotary_embedding_that_is_not_known(kind: str, where: str) -> None:
 
 def test_a_llama3_embedding_that_megatron_would_scale_otherwise() -> None:
     rope = {"rope_type": "llama3"} | LLAMA3 | {"high_freq_factor": 8.0}
-    assert "high_freq_factor 4 alone, and this model has 8.0" in refusal(model(rope_parameters=rope), Layout())
+    assert "only with high_freq_factor 4, and this model has 8.0" in refusal(model(rope_parameters=rope), Layout())
 
 
 @pytest.mark.parametrize(

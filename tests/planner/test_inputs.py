@@ -89,8 +89,8 @@ def test_every_gpu_is_plausible() -> None:
         ),
         (
             "--gpus 8 --fp8-param --fp8-recipe delayed",
-            "--fp8-param cannot have --fp8-recipe delayed, "
-            "whose scales know nothing of the weights when they are read; take tensorwise or blockwise.",
+            "--fp8-param does not work with --fp8-recipe delayed, "
+            "whose scales know nothing of the weights when they are read; use tensorwise or blockwise.",
         ),
         (
             "--gpus 8 --fp8 off --fp8-recipe delayed",
@@ -103,7 +103,7 @@ def test_every_gpu_is_plausible() -> None:
         ),
         (
             "--gpus 1 --placement split",
-            "--placement split needs at least 2 GPUs, one to train and one to roll out on; take colocated.",
+            "--placement split needs at least 2 GPUs, one to train and one to roll out on; use colocated.",
         ),
         (
             "--gpus 8 --vllm-tensor-parallel 8",
@@ -113,18 +113,18 @@ def test_every_gpu_is_plausible() -> None:
         ("--gpus 8 --vllm-gpu-memory 80", "Expected 0 < --vllm-gpu-memory < 1, a share of the memory, got 80."),
         (
             "--gpus 8 --assume speed=2",
-            "--assume speed=2: nothing of that name is assumed; --assumptions lists what is.",
+            "--assume speed=2: there is no assumption of that name; --assumptions lists them.",
         ),
         ("--gpus 8 --assume link", "--assume link: expected link=NUMBER, above 0 (overlap=0 or 1)."),
         ("--gpus 8 --assume link=0", "--assume link=0: expected link=NUMBER, above 0 (overlap=0 or 1)."),
         (
             "--gpus 8 --assume vllm_rows=0.5",
-            "--assume vllm_rows=0.5: expected vllm_rows=NUMBER, a whole one (overlap=0 or 1).",
+            "--assume vllm_rows=0.5: expected vllm_rows=NUMBER, an integer (overlap=0 or 1).",
         ),
-        ("--gpus 8 --assume overlap=2", "--assume overlap=2: expected overlap=NUMBER, a whole one (overlap=0 or 1)."),
+        ("--gpus 8 --assume overlap=2", "--assume overlap=2: expected overlap=NUMBER, an integer (overlap=0 or 1)."),
         (
             "--gpus 16 --placement split --rollout-gpus 7",
-            "--rollout-gpus 7 leaves 9 GPUs to train on, which are not as many on each of 2 nodes; "
+            "--rollout-gpus 7 leaves 9 GPUs to train on, which cannot be divided evenly among 2 nodes; "
             "give another number.",
         ),
         ("--gpus 8 --response-length 0", "Expected --response-length >= 1, got 0."),
@@ -184,7 +184,7 @@ KINDS = "is neither tiny, 3b, 7b, 32b nor a Hugging Face config.json or a folder
         # a published GPT-2 has other names for its sizes; what is said is that it is GPT-2
         (
             {"model_type": "gpt2", "n_embd": 768},
-            "the Megatron actor does not know the architecture 'gpt2'; it knows llama, mistral, qwen2",
+            "the Megatron actor does not support the architecture 'gpt2'; it supports llama, mistral, qwen2",
         ),
         (QWEN2 | {"hidden_size": None}, "Expected a whole number hidden_size from 1 to 16777216 in its config.json, "),
         (

@@ -374,7 +374,7 @@ def test_the_script_of_a_plan_with_a_reference_has_one(tmp_path: Path) -> None:
             subprocess.run(["bash", str(path)], cwd=tmp_path, env=environment | more, capture_output=True, text=True)
             for more in ({}, {"KL": "0.04"})
         )
-        assert without.returncode and "KL: was planned" in without.stderr
+        assert without.returncode and "KL: must be set" in without.stderr
         nodes = 1 if flags else 2
         reference = f"--algo.kl.init_coef 0.04 --ref.num_nodes {nodes} --ref.num_gpus_per_node 8"
         assert ran.stdout.startswith(f"{nodes}×8 ") and reference in ran.stdout

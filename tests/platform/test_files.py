@@ -147,7 +147,7 @@ def test_a_model_that_is_neither_here_nor_cached(
 ) -> None:
     with pytest.raises(UsageError, match="HF_HUB_OFFLINE is set, and the cache .* does not have all of it; fetch it"):
         model_folder("someone/something")
-    with pytest.raises(UsageError, match="no name on the Hugging Face Hub either"):
+    with pytest.raises(UsageError, match="not a name on the Hugging Face Hub either"):
         model_folder(tmp_path / "nowhere")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")

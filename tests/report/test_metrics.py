@@ -69,7 +69,7 @@ def test_what_is_not_a_number_is_null_and_is_not_plotted(tmp_path, value):
     "kind, metrics, message",
     [
         ("training", {}, "kind must be one of train, eval, run, got 'training'"),
-        ("train", {"step": 1}, "'step' has the name of a field"),
+        ("train", {"step": 1}, "'step' is reserved: every line has the fields kind, step, time"),
         ("train", {"a": [1, 2]}, "'a' must be a number, got list"),
         ("train", {"a": np.zeros(2)}, "'a' must be one number, got ndarray"),
     ],

@@ -104,7 +104,7 @@ def test_a_run_that_died_and_was_started_anew_is_not_one_more_seed(tmp_path, cap
                 metrics.end()
     assert main(["compare", f"gtpo={path}"]) == 0
     said = capsys.readouterr()
-    assert said.err == f"{path}: left out 1 of 3 runs, which did not come to their end.\n"
+    assert said.err == f"{path}: left out 1 of 3 runs, which did not finish.\n"
     assert said.out.count("gtpo, run") == 2
 
 

@@ -92,7 +92,7 @@ def test_dumps_are_found_by_step_anywhere_in_a_run(tmp_path: Path) -> None:
     assert [path.name for path in find_dumps(tmp_path)] == ["step_000009.parquet", "step_000010.parquet"]
     assert find_dumps(find_dumps(tmp_path)[0]) == find_dumps(tmp_path)[:1]
     write_dump(dump_file(tmp_path / "other" / "rollouts", 10), SETTINGS, COLUMNS)
-    with pytest.raises(ValueError, match="a step is there twice: .*checkpoints.* and .*other/.*; name one run"):
+    with pytest.raises(ValueError, match="found the same step twice: .*checkpoints.* and .*other/.*; name one run"):
         find_dumps(tmp_path)
     with pytest.raises(ValueError, match="nothing does not exist"):
         find_dumps(tmp_path / "nothing")
@@ -107,7 +107,7 @@ def test_what_is_no_dump_is_named(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="step_000007.parquet is not a whole Parquet file"):
             read_dump(path)
     pq.write_table(pa.table({"x": [1]}), path)
-    with pytest.raises(ValueError, match="is a Parquet file, and no rollout dump"):
+    with pytest.raises(ValueError, match="is a Parquet file, but not a rollout dump"):
         read_dump(path)
 
 
@@ -116,5 +116,5 @@ def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(rollouts, "VERSION", 5)
     write_dump(path, SETTINGS | {"openrlhf_gtpo": "9.1"}, COLUMNS)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="of version 5, and this package reads versions 1 to 4; open it with .* 9.1"):
+    with pytest.raises(ValueError, match="of version 5, but this package reads versions 1 to 4; open it with .* 9.1"):
         read_dump(path)

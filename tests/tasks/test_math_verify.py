@@ -226,7 +226,7 @@ def test_a_data_set_is_cleaned_and_split(tmp_path, capsys):
     source = _source(tmp_path, rows)
     flags = ["math", "--source", source, "--problem-key", "question", "--answer-after", "####", "--eval-size", "3"]
     assert main([*flags, "--output", str(tmp_path / "out")]) == 0
-    assert "7 problems to train on, 3 held out; left out: 1 that were there before, 1" in capsys.readouterr().err
+    assert "7 problems to train on, 3 held out; left out: 1 repeated, 1" in capsys.readouterr().err
     train, held_out = _rows(tmp_path / "out" / "train.jsonl"), _rows(tmp_path / "out" / "eval.jsonl")
     assert {row["label"] for row in train} | {row["label"] for row in held_out} == {str(n + 1) for n in range(10)}
     first = next(row for row in train + held_out if row["label"] == "1")
@@ -251,9 +251,7 @@ def test_empty_answers_and_problems_that_differ_in_blanks_alone_are_left_out(tmp
         {"problem": [], "answer": "3"},
     ]
     directory, said = write_math_files(rows, tmp_path / "out")
-    assert said.endswith(
-        "left out: 1 that were there before, 6 without a problem, or whose answer is not a mathematical expression"
-    )
+    assert said.endswith("left out: 1 repeated, 6 without a problem, or whose answer is not a mathematical expression")
     assert [row["label"] for row in _rows(directory / "train.jsonl")] == ["2", "1"]
 
 

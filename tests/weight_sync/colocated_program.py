@@ -61,8 +61,8 @@ def story() -> None:
     }
     expected = {
         "corrupt": (WeightSyncError, "layers.0.proj.weight reached worker 0 of vLLM engine 1 with other values"),
-        "forget": (WeightSyncError, "not all, was loaded into layers.0.scale of worker 0 of vLLM engine 1"),
-        "stop": (WeightSyncError, "not all, was loaded into head.weight of worker 0 of vLLM engine 1"),
+        "forget": (WeightSyncError, "layers.0.scale was not loaded, or not completely, by worker 0 of vLLM engine 1"),
+        "stop": (WeightSyncError, "head.weight was not loaded, or not completely, by worker 0 of vLLM engine 1"),
         "fail": (RuntimeError, "cannot load head.weight"),
     }
     for silent in (False, True):

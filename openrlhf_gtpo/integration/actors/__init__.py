@@ -1,1 +1,1 @@
-"""What holds a model and trains it: policy and critic, on DeepSpeed or Megatron-core."""
+"""Actors that hold a model and train it: policy and critic, on DeepSpeed or Megatron-core."""

@@ -1,5 +1,5 @@
-"""What the trainers of an actor on DeepSpeed and on Megatron share: the estimator's loss, the transfer of weights to
-the engines, and writing that a full disk only delays."""
+"""Code shared by the actor trainers on DeepSpeed and on Megatron: the estimator's loss, the transfer of weights to the
+engines, and writing that a full disk only delays."""
 
 import time
 from abc import abstractmethod
@@ -22,11 +22,11 @@ from openrlhf_gtpo.weight_sync.buckets import Weights
 from openrlhf_gtpo.weight_sync.receipts import WeightSyncError
 from openrlhf_gtpo.weight_sync.sender import ColocatedSender, Engine, WeightSender, gather, ray_engine
 
-# Seconds that engines have to start: the trainer's other ranks wait for the first an hour (`setup_distributed`).
+# Seconds that engines have to start: the trainer's other ranks wait an hour for the first (`setup_distributed`).
 _START_LIMIT = 45 * 60.0
 _AGAIN = 1.0
 _LOG_LINES = 5
-_TRIES, _WAIT = 60, 30  # seconds
+_TRIES, _WAIT = 60, 30  # the wait in seconds
 
 
 def wait_for_engines(
@@ -35,14 +35,14 @@ def wait_for_engines(
     limit: float = _START_LIMIT,
     report_every: float = 60.0,
 ) -> None:
-    """Wait until every engine has loaded and compiled its model, saying from time to time which have not.
+    """Wait until every engine has loaded and compiled its model, reporting from time to time which have not.
 
-    The group for weights that they join next gives up after 300 s (vllm 0.29.0, distributed/utils.py,
-    ``StatelessProcessGroup.create``), in which a first download or compilation need not end.
+    The weight-transfer group that they join next gives up after 300 s (vllm 0.29.0, distributed/utils.py,
+    ``StatelessProcessGroup.create``), and a first download or compilation may take longer.
 
     Args:
         engines: handles of Ray actors.
-        what: one of them, for messages.
+        what: what messages call one of them.
 
     Raises:
         Restartable: an engine died, or some are not ready after ``limit`` seconds.
@@ -55,7 +55,7 @@ def wait_for_engines(
         for future in ready:
             number = starting.pop(future)
             failure = future.exception()
-            if isinstance(failure, ActorUnavailableError):  # Ray starts it again
+            if isinstance(failure, ActorUnavailableError):  # Ray is restarting it
                 time.sleep(_AGAIN)
                 starting[engines[number].__ray_ready__.remote().future()] = number
             elif failure is not None:
@@ -70,11 +70,11 @@ def wait_for_engines(
                 f"{_last_words(engines[min(starting.values())])}"
             )
         if starting and not ready:
-            print(f"The trainer waits for {what}s {names} of {len(engines)}: {waited:.0f} s", flush=True)
+            print(f"The trainer is waiting for {what}s {names} of {len(engines)}: {waited:.0f} s", flush=True)
 
 
 def _last_words(engine: Any) -> str:
-    """The end of the engine's log, to end a sentence; nothing where Ray's dashboard cannot be asked for it."""
+    """The end of the engine's log, to end a sentence; a hint where to look if Ray's dashboard does not have it."""
     try:
         text = "".join(ray.util.state.get_log(actor_id=engine._actor_id.hex(), tail=_LOG_LINES, timeout=30))
     except Exception:  # no dashboard, or one that wants a token, or its agent died with the node
@@ -84,9 +84,9 @@ def _last_words(engine: Any) -> str:
 
 
 def _own_as_old(loss: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Old log-probs that no forward has computed are those that train, detached (``credit.old_policy``). Upstream's
-    KL loss, which may read them too, takes a ratio of 1 without them (openrlhf 0.11.2, compute_approx_kl). One that is
-    not finite is the optimizer step's to skip, and not a fault of the rollout."""
+    """Use the log-probs in training, detached, as old ones if no forward has computed those (``credit.old_policy``).
+    Upstream's KL loss, which may read them too, takes a ratio of 1 without them (openrlhf 0.11.2, compute_approx_kl).
+    If one is not finite, the optimizer step is skipped, and the rollout is not blamed."""
     log_probs, old_log_probs, *others = inputs
     if old_log_probs is None:
         old_log_probs = log_probs.detach().nan_to_num(0.0, 0.0, 0.0)
@@ -94,7 +94,7 @@ def _own_as_old(loss: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ..
 
 
 class ActorTrainer(ActorPPOTrainer):
-    """Upstream's trainer of an actor, with the loss of the estimator and a weight transfer in buckets."""
+    """Upstream's actor trainer, with the estimator's loss and a weight transfer in buckets."""
 
     def __init__(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(strategy, *args, **kwargs)
@@ -107,7 +107,7 @@ class ActorTrainer(ActorPPOTrainer):
 
     @property
     def _colocated(self) -> bool:
-        """The engines share this trainer's GPUs: upstream's condition for CUDA IPC, but whatever the backend."""
+        """True if the engines share this trainer's GPUs: upstream's condition for CUDA IPC, but for any backend."""
         return self.args.train.colocate_all and not self.args.train.async_enable
 
     def _engines(self) -> list[Engine]:
@@ -130,13 +130,13 @@ class ActorTrainer(ActorPPOTrainer):
                 wait_for_engines(self.vllm_engines)  # which names the one that died
                 raise
 
-    _rejoined = False  # the engines, since the last transfer
+    _rejoined = False  # whether engines were rejoined since the last transfer
 
     def rejoin_engines(self) -> None:
-        """Meet the engines anew, some of which were started again; the next transfer is proven by checksums.
+        """Join the engines again after some were restarted; the next transfer is verified by checksums.
 
         Raises:
-            TrainingStopped: one of them died on the way.
+            TrainingStopped: one of them died in the meantime.
         """
         self._rejoined = True
         if torch.distributed.get_rank() == 0:
@@ -144,7 +144,7 @@ class ActorTrainer(ActorPPOTrainer):
             self._init_vllm_sync_group("")
 
     def broadcast_to_vllm(self) -> None:
-        """Send every parameter that upstream would, in buckets; with Ray's transfer, as upstream does.
+        """Send every parameter that upstream would, in buckets, or with Ray's transfer as upstream does.
 
         Raises:
             Restartable: an engine did not get what was sent.
@@ -164,7 +164,7 @@ class ActorTrainer(ActorPPOTrainer):
         weights = self._weights_to_send()
         device = torch.device(torch.cuda.current_device())
         first = torch.distributed.get_rank() == 0
-        # A transfer of a part of the model would be taken for an incomplete one.
+        # Checksums would take a transfer of only a part of the model for an incomplete one.
         prove = self.args.vllm.sync_checksum or (self._rejoined and not self.args.actor.freeze_visual_encoder)
         self._rejoined = False
         if self._colocated:
@@ -184,7 +184,7 @@ class ActorTrainer(ActorPPOTrainer):
 def keep_trying(write: Callable[[str], Any], directory: str) -> None:
     """Call ``write(directory)`` until it succeeds, so that a full disk does not cost what was trained.
 
-    Ranks that write together fail together, and try again as often.
+    Ranks that write together fail together, and retry the same number of times.
 
     Raises:
         TrainingStopped: it still fails after half an hour.

@@ -1,5 +1,5 @@
-"""Upstream's group of Ray actors: where its ranks run, how rows to train on are dealt to them, and batches whose
-entries are no multiple of the replicas."""
+"""Upstream's group of Ray actors: where its ranks run, how rows to train on are dealt to them, and how batches run
+whose entries are not a multiple of the replicas."""
 
 import os
 from collections import Counter
@@ -21,24 +21,24 @@ from openrlhf_gtpo.integration.actors.optimizer_steps import deal_rows
 
 
 class ActorGroup(RayActorGroup):
-    """Upstream's (openrlhf 0.11.2, trainer/ray/launcher.py), but for three things.
+    """Upstream's group (openrlhf 0.11.2, trainer/ray/launcher.py), with three differences.
 
-    Upstream gives rank i the bundle i, and Ray packs equal bundles with std::sort, which leaves more than 16 in no
-    order (https://github.com/ray-project/ray/issues/51117): tensor-parallel groups then cross nodes. Here ranks go
-    from node to node, as the GPUs of upstream's engines do. Upstream deals rows by count, here it is by tokens
-    (:func:`deal_rows`). And upstream ends the run where the end of the data leaves a replica without an entry
-    ("Insufficient batch size"). Each can go once upstream does the same.
+    Upstream gives rank i bundle i, and Ray packs equal bundles with std::sort, which leaves more than 16 in no order
+    (https://github.com/ray-project/ray/issues/51117), so that tensor-parallel groups cross nodes. Here ranks go from
+    node to node, as the GPUs of upstream's engines do. Upstream deals rows by count; here they are dealt by tokens
+    (:func:`deal_rows`). And upstream ends the run if the end of the data leaves a replica without an entry
+    ("Insufficient batch size"). Each difference can go once upstream does the same.
 
     Args:
-        tensor_parallel_size: consecutive ranks that share every matrix; the others are upstream's.
+        tensor_parallel_size: number of consecutive ranks that share every matrix; other arguments are upstream's.
 
     Raises:
-        UsageError: such ranks would be on several nodes.
+        UsageError: ranks that share matrices would be on several nodes.
     """
 
     def __init__(self, *args: Any, tensor_parallel_size: int = 1, **kwargs: Any) -> None:
         self._tensor_parallel_size = tensor_parallel_size
-        self.placement_group: PlacementGroup | None = None  # that it was given, and shares
+        self.placement_group: PlacementGroup | None = None  # the one passed in, which is shared
         super().__init__(*args, **kwargs)
 
     def _initiate_actors(self, pg: PlacementGroup | None, num_gpus_per_actor: float) -> None:
@@ -66,16 +66,16 @@ class ActorGroup(RayActorGroup):
             self._actor_handlers += [start(rank, *meeting) for rank in range(1, world_size)]
 
     def async_run_method_batch(self, method_name: str, **columns: Sequence[Any]) -> list[Any]:
-        """As upstream's; the results are those of the entries.
+        """Like upstream's; the results are those of the entries alone.
 
-        A replica with fewer of them than another computes forwards of the last entry too, whose results nobody sees:
-        under ZeRO-3 and expert parallelism the others cannot compute theirs alone. Any other method is not called on
-        one without an entry. Rows to ``append`` are dealt as :func:`deal_rows` says.
+        A replica with fewer entries than another also runs ``forward`` on the last entry and discards the results:
+        under ZeRO-3 and expert parallelism the others cannot run theirs alone. Other methods are not called on a
+        replica without an entry. Rows to ``append`` are dealt by :func:`deal_rows`.
         """
         if method_name == "append":
             columns = {"experience": self._deal(columns["experience"])}
         entries = len(next(iter(columns.values())))
-        ranks = self.duplicate_actors  # of a replica, which all get its entries
+        ranks = self.duplicate_actors  # per replica, which all get its entries
         replicas = len(self._actor_handlers) // ranks
         if method_name == "forward" and entries % replicas:
             refs = []
@@ -94,7 +94,7 @@ class ActorGroup(RayActorGroup):
         ]
 
     def _deal(self, experiences: Sequence[Experience]) -> Sequence[Experience]:
-        """The same rows in as many entries for each replica, one replica's after the other's."""
+        """The same rows in the same number of entries for each replica, replica after replica."""
         replicas = len(self._actor_handlers) // self.duplicate_actors
         order = ray.get(self._actor_handlers[0].row_order.remote())
         if order is None or sum(len(experience.sequences) for experience in experiences) < replicas:
@@ -107,20 +107,20 @@ class ActorGroup(RayActorGroup):
 
 
 def _forward(actor: Any, columns: dict[str, list[Any]], entries: int, own: int) -> list[Any]:
-    """The results of the first ``own`` entries; called in a rank's process."""
+    """Run ``forward`` on the entries, in a rank's process; returns the results of the first ``own``."""
     return actor.execute_batch("forward", columns, 0, entries)[:own]
 
 
 def engine_bundles(pg: PlacementGroup, index: int, length: int) -> list[int]:
-    """Upstream's choice of the ``length`` GPUs of the vLLM engine ``index``; UsageError where they cross nodes."""
+    """Upstream's choice of ``length`` GPUs for vLLM engine ``index``; UsageError if they cross nodes."""
     bundles = get_bundle_indices(pg, index, length)
     check_on_one_node(pg, bundles, length, f"vLLM engine {index} (counted from 0)")
     return bundles
 
 
 def check_on_one_node(pg: PlacementGroup, bundles: list[int], size: int, whose: str) -> None:
-    """Refuse ``bundles`` of which ``size`` consecutive ones, a tensor-parallel group of ``whose``, cross nodes."""
-    if platform.chosen_platform() == "cpu":  # where several nodes are one host, on purpose
+    """Refuse ``bundles`` if ``size`` consecutive ones, a tensor-parallel group of ``whose``, cross nodes."""
+    if platform.chosen_platform() == "cpu":  # several nodes may be one host there, on purpose
         return
     node_of = ray.util.placement_group_table(pg)["bundles_to_node_id"]
     nodes = [node_of[bundle] for bundle in bundles]
@@ -129,16 +129,16 @@ def check_on_one_node(pg: PlacementGroup, bundles: list[int], size: int, whose: 
         counts = ", ".join(f"{names[node]}: {count}" for node, count in Counter(nodes).items())
         raise UsageError(
             f"Expected a multiple of {size} GPUs on each node, so that no tensor-parallel group crosses nodes; "
-            f"Ray placed the {len(nodes)} processes of {whose} as {counts}. End what holds GPUs there, or give a "
+            f"Ray placed the {len(nodes)} processes of {whose} as {counts}. Stop whatever holds GPUs there, or give a "
             "smaller tensor-parallel size."
         )
 
 
 def open_store(actor: Any) -> tuple[str, int]:
-    """Open the store at which the ranks meet, in rank 0's process; returns its address and port.
+    """Open the store where the ranks meet, in rank 0's process; returns its address and port.
 
-    Upstream picks a port that is free, and binds it minutes later, while engines start and take ports. torch's
-    rendezvous shares a store that its process has open at the port (torch 2.13.0, distributed/rendezvous.py,
+    Upstream picks a free port but binds it minutes later, while engines start and take ports. torch's rendezvous
+    shares a store that its process already has open at the port (torch 2.13.0, distributed/rendezvous.py,
     ``_create_c10d_store``: ``multi_tenant``).
     """
     actor._store = TCPStore(actor._master_addr, 0, is_master=True, wait_for_workers=False, multi_tenant=True)

@@ -35,12 +35,12 @@ from openrlhf_gtpo.platform.memory import ReportsPeakMemory
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
 
-# transformers' schedules that know a floor, which upstream gives as a share of the peak.
+# transformers' schedules that support a floor, which upstream gives as a fraction of the peak.
 _FLOORED = {"cosine_with_min_lr", "cosine_warmup_with_min_lr"}
 
 
 class MegatronModelActor(BaseModelActor):
-    """One rank of a model on Megatron: its groups, its part of the weights, and the forward of a whole dispatch."""
+    """One rank of a model on Megatron: its groups, its part of the weights, and the forward over a whole dispatch."""
 
     model: LoadedModel
     trains = False
@@ -53,7 +53,7 @@ class MegatronModelActor(BaseModelActor):
             self.model = load_model(source, _model_options(args), for_training=self.trains)
 
     def execute_batch(self, method_name: str, all_data: dict[str, list], start_idx: int, end_idx: int) -> list[Any]:
-        """As upstream's; a forward takes its micro-batches from all that was dispatched, not one entry at a time."""
+        """Like upstream's; a forward takes its micro-batches from all entries dispatched, not one entry at a time."""
         if method_name != "forward":
             return super().execute_batch(method_name, all_data, start_idx, end_idx)
         columns = [all_data[name][start_idx:end_idx] for name in ("sequences", "attention_mask", "action_mask")]
@@ -62,7 +62,7 @@ class MegatronModelActor(BaseModelActor):
     def forward(
         self, sequences: torch.Tensor, action_mask: torch.Tensor, attention_mask: torch.Tensor, **unused: Any
     ) -> Any:
-        """(b, t) tokens of one micro-batch to (b, a) values on the CPU, on every rank of the replica."""
+        """Map (b, t) tokens of one micro-batch to (b, a) values on the CPU, on every rank of the replica."""
         return self._forward_all([(sequences, attention_mask, action_mask)])[0]
 
     def _forward_all(self, batches: list[PaddedBatch]) -> list[Any]:
@@ -75,7 +75,7 @@ class MegatronModelActor(BaseModelActor):
 
 
 class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
-    """The policy: what upstream's ``PolicyModelActor`` does, on Megatron."""
+    """The policy on Megatron, in the role of upstream's ``PolicyModelActor``."""
 
     trains = True
     high_precision = False
@@ -83,14 +83,14 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
     def init_model_from_pretrained(
         self, strategy: Any, pretrain: str, max_steps: int | None = None, vllm_engines: list[Any] | None = None
     ) -> None:
-        """Load ``pretrain``, or the newest checkpoint where ``--ckpt.load_enable`` finds one, and join the engines."""
+        """Load ``pretrain``, or the newest checkpoint if ``--ckpt.load_enable`` finds one, and join the engines."""
         args = strategy.args
         self._load(strategy, pretrain)
         self.tokenizer = get_tokenizer(pretrain, None, "left", strategy, use_fast=not args.data.disable_fast_tokenizer)
         self.megatron = Trainer(self.model, _optimizer_options(args), _schedule(args, max_steps or 1))
         self.offload = Offload(self.megatron)
         if args.megatron.offload:
-            self.offload.gradients()  # room for the checkpoint, and the reference that is loaded meanwhile
+            self.offload.gradients()  # room for the checkpoint, and for the reference that loads meanwhile
         self.checkpoints = Checkpoints(
             os.path.join(args.ckpt.path, "_actor"),
             asynchronous=args.megatron.async_save,
@@ -114,7 +114,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
             return results if captures_entropy(self.strategy.args) else [result.log_probs for result in results]
 
     def set_high_precision(self, on: bool) -> None:
-        """Whether the forward passes from now on do without FP8."""
+        """Set whether forward passes from now on do without FP8."""
         self.high_precision = on
 
     def append(self, experience: Experience) -> None:
@@ -129,7 +129,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
         """Train on the replay buffer and empty it; returns the metrics, the same on every rank."""
         with self.peaks.phase(names.PPO_TRAIN):
             self.offload.restore()
-            if self.strategy.args.train.async_enable:  # upstream's controller, which does not ask for it
+            if self.strategy.args.train.async_enable:  # upstream's controller, which does not poll
                 self.checkpoints.poll()
             status = self.trainer.ppo_train(kl_ctl)
             self.trainer.replay_buffer.clear()
@@ -151,7 +151,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
         self.offload.optimizer()
 
     def get_checkpoint_states(self) -> dict[str, Any]:
-        """The controller's state in the checkpoint that was loaded; empty without one."""
+        """The controller's state from the checkpoint that was loaded; empty if none was."""
         return self.checkpoint_states
 
     def save_checkpoint(
@@ -163,7 +163,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
             CheckpointWriteError: it could not be written; training can go on.
         """
         args = self.strategy.args
-        self.offload.restore(gradients=False)  # the engines' weights are awake beside them
+        self.offload.restore(gradients=False)  # the engines' weights are awake at the same time
         try:
             if not args.ckpt.disable_ds:
                 self.checkpoints.save(
@@ -176,8 +176,8 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
             self._rest()
 
     def finish_checkpoint(self, wait: bool = True) -> None:
-        """Give the last checkpoint its place, which an asynchronous save writes while training goes on: once it is
-        whole, or now if it is.
+        """Publish the last checkpoint, which an asynchronous save writes while training goes on: wait until it is
+        complete, or without ``wait``, publish it only if it already is.
 
         Raises:
             CheckpointWriteError: it could not be written; training can go on.
@@ -189,12 +189,12 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
 
     def save_model(self) -> None:
         """Write the trained policy as a Hugging Face checkpoint to ``--ckpt.output_dir``."""
-        # The optimizer has the exact weights of FP8 ones.
+        # The optimizer holds the exact values of FP8 weights.
         self.offload.restore(optimizer=self.model.options.fp8_primary_weights, gradients=False)
         try:
             self.checkpoints.finish()
         except CheckpointWriteError as error:
-            self.strategy.print(f"Warning: {error} The trained model is written now.")
+            self.strategy.print(f"Warning: {error} The trained model is being written now.")
         keep_trying(self._save_hf, self.strategy.args.ckpt.output_dir)
 
     def _save_hf(self, directory: str) -> None:
@@ -209,7 +209,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
 
 
 class MegatronReference(MegatronModelActor):
-    """The frozen model that KL is measured from: what upstream's ``ReferenceModelActor`` does, on Megatron."""
+    """The frozen model on Megatron that KL is measured from, in the role of upstream's ``ReferenceModelActor``."""
 
     def init_model_from_pretrained(self, strategy: Any, pretrain: str) -> None:
         """Load ``pretrain``."""

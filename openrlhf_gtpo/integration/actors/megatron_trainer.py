@@ -30,8 +30,8 @@ _READ = ("action_mask", "advantages", "action_log_probs", "base_action_log_probs
 class MegatronActorTrainer(ActorTrainer):
     """Holds the replay buffer of this replica and trains ``model`` on it.
 
-    Upstream's flags keep their meaning: ``--train.batch_size`` rows an optimizer step over all replicas,
-    ``--train.max_epochs`` passes, its policy loss, KL loss and entropy bonus. Micro-batches are filled by
+    Upstream's flags keep their meaning: ``--train.batch_size`` rows per optimizer step over all replicas,
+    ``--train.max_epochs`` passes, its policy loss, KL loss and entropy bonus. Micro-batches are filled up to
     ``--train.max_tokens_per_gpu``.
     """
 
@@ -75,7 +75,7 @@ class MegatronActorTrainer(ActorTrainer):
         return status
 
     def row_order(self) -> RowOrder:
-        """The order of rows in the next training: the same on every rank of a replica, and again after a resume."""
+        """The order of rows in the next training phase: the same on every rank of a replica, and after a resume."""
         return RowOrder(self.args.train.batch_size, [self.args.train.seed, self.megatron.steps])
 
     def _data_group(self) -> torch.distributed.ProcessGroup:
@@ -86,7 +86,7 @@ class MegatronActorTrainer(ActorTrainer):
         return FullWeights(self.model, self.args.vllm.sync_bucket_mb * 2**20)
 
     def _send(self) -> None:
-        # Another replica has the same weights, and serves the engines on its own GPUs alone.
+        # Other replicas have the same weights, and serve only the engines on their own GPUs.
         if self._colocated or is_first_replica():
             super()._send()
 
@@ -117,8 +117,8 @@ class _StepLoss:
         self._totals = {"dp_size": 1, "batch_num_tokens": tokens, "global_batch_size": samples}
 
     def loss(self, index: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's part of the step's loss, and its metrics, of (N,) values of its actions."""
-        # Of the host's rows what the loss reads, without waiting for what the device computes.
+        """This micro-batch's part of the step's loss, and its metrics, from (N,) values of its actions."""
+        # Copy from the host's rows what the loss reads, without waiting for what the device computes.
         given = {name: getattr(self.experiences[index], name) for name in _READ}
         experience = SimpleNamespace(
             **{name: None if v is None else v.to(log_probs.device, non_blocking=True) for name, v in given.items()}
@@ -166,7 +166,7 @@ class _StepLoss:
 
 
 def _of_rows(experience: Experience) -> dict[str, Tensor]:
-    """What OpenRLHF logs of each row: tensors and lists of ``info``, and the outcome fields."""
+    """The values that OpenRLHF logs for each row: tensors and lists of ``info``, and the per-episode fields."""
     found: dict[str, Tensor] = {}
     for name, value in experience.info.items():
         if isinstance(value, list):

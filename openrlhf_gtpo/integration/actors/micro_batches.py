@@ -1,4 +1,4 @@
-"""OpenRLHF's padded batches as rows of tokens, rows as micro-batches by token count, and results to their places."""
+"""Turns OpenRLHF's padded batches into rows of tokens, fills micro-batches by token count, and places the results."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,7 +15,7 @@ PaddedBatch = tuple[Tensor, Tensor, Tensor]
 def fill_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Micro-batches of at most ``max_tokens`` tokens and of similar size, as indices into ``lengths``, each once.
 
-    There are about as few of them as first-fit needs. A row longer than ``max_tokens`` gets one of its own. The same
+    There are about as few as first-fit needs. A row longer than ``max_tokens`` gets a micro-batch to itself. The same
     lengths (each at least 1) give the same micro-batches in every process.
 
     Raises:
@@ -33,7 +33,7 @@ def fill_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int
         parts = get_seqlen_balanced_partitions(sizes, count, equal_size=False)
         if all(sum(sizes[i] for i in part) <= max_tokens for part in parts):
             return too_long + [[rows[i] for i in part] for part in parts]
-        # Balancing looks at sums alone and may overfill where first-fit did not. One row each always fits.
+        # Balancing looks only at sums and may overfill where first-fit did not. One row each always fits.
         count = min(len(rows), count + 1 + count // 32)
 
 
@@ -48,15 +48,15 @@ def token_row(sequence: Tensor, attention_mask: Tensor, action_mask: Tensor) -> 
 def forward_padded(
     batches: Sequence[PaddedBatch], max_tokens: int, forward: Callable[[list[MicroBatch]], list[TokenValues]]
 ) -> list[TokenValues]:
-    """Values (b, A) of every batch, computed in micro-batches of at most ``max_tokens`` tokens from all of them.
+    """Values (b, A) of every batch, computed in micro-batches of at most ``max_tokens`` tokens drawn from all batches.
 
     Args:
-        forward: micro-batches to the values of their actions, (N,) each, row after row.
+        forward: maps micro-batches to the values of their actions, (N,) each, row after row.
     """
     rows = [token_row(*row) for batch in batches for row in zip(*batch, strict=True)]
     members = fill_micro_batches([len(tokens) for tokens, _ in rows], max_tokens)
     results = forward([[rows[i] for i in part] for part in members])
-    values: list[Tensor] = [torch.empty(0)] * len(rows)  # of each row (2, its actions)
+    values: list[Tensor] = [torch.empty(0)] * len(rows)  # of each row, (2, its actions)
     for part, result in zip(members, results, strict=True):
         of_rows = torch.stack(result).split([int(rows[i][1].sum()) for i in part], dim=1)
         for i, both in zip(part, of_rows, strict=True):

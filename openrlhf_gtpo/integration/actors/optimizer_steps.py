@@ -1,8 +1,8 @@
-"""From a replay buffer to whole optimizer steps: which rows, on which replica, in which micro-batches, which of them
-is the last, metrics that do not depend on how rows were split, and numbers that must not get into the weights.
+"""From a replay buffer to whole optimizer steps: which rows go to which replica and micro-batch, which micro-batch is
+the last, metrics that do not depend on how rows were split, and numbers that must not get into the weights.
 
-A rollout may be short (end of the data, dynamic filtering) and its rows dealt unevenly. Every replica makes as many
-optimizer steps all the same, and on DeepSpeed as many backward passes: one without a row keeps the others company.
+A rollout may be short (end of the data, dynamic filtering) and its rows dealt unevenly. Every replica still makes the
+same number of optimizer steps, and on DeepSpeed of backward passes: one without a row keeps in step with the others.
 """
 
 import math
@@ -32,13 +32,13 @@ def optimizer_steps(
     device: torch.device,
     shuffle: np.random.Generator | None,
 ) -> Iterator[np.ndarray]:
-    """The rows of this replica in each optimizer step of a training phase, ``--train.max_epochs`` times all of them.
+    """This replica's rows in each optimizer step of a training phase: all of them, ``--train.max_epochs`` times.
 
     Args:
-        num_rows: that this replica holds.
-        group: of the replicas; collective over it.
-        shuffle: draws the rows of each step, and the order of the steps in each further epoch, where they remain as
-            balanced as they were dealt; the same on every replica. None keeps rows and steps in theirs.
+        num_rows: number of rows that this replica holds.
+        group: the replicas' group; the call is collective over it.
+        shuffle: draws the rows of each step, and in each further epoch only the order of the steps, which thus remain
+            as balanced as they were dealt; the same on every replica. None keeps rows and steps in their own order.
     """
     total = torch.tensor(num_rows, device=device)
     all_reduce(total, group=group)
@@ -47,34 +47,34 @@ def optimizer_steps(
     rows = shuffle.permutation(num_rows) if shuffle else np.arange(num_rows)
     steps = np.array_split(rows, count_steps(int(total), args.train.batch_size))
     yield from steps
-    draw = shuffle.spawn(1)[0] if shuffle else None  # which does not depend on this replica's number of rows
+    draw = shuffle.spawn(1)[0] if shuffle else None  # does not depend on this replica's number of rows
     for _ in range(args.train.max_epochs - 1):
         yield from (steps[step] for step in (draw.permutation(len(steps)) if draw else range(len(steps))))
 
 
 class RowOrder(NamedTuple):
-    """How replicas go through their rows: in optimizer steps of ``batch_size`` rows over all of them, shuffled by a
-    generator of ``seed``."""
+    """How replicas go through their rows: in optimizer steps of ``batch_size`` rows over all replicas, shuffled by a
+    generator seeded with ``seed``."""
 
     batch_size: int
     seed: list[int]
 
 
 def deal_rows(lengths: Sequence[int], replicas: int, order: RowOrder) -> list[np.ndarray]:
-    """The rows that each replica gets, in the order of its replay buffer, with about as many tokens on each in every
-    optimizer step.
+    """The rows that each replica gets, in the order of its replay buffer, with about the same number of tokens on each
+    replica in every optimizer step.
 
-    Which rows a step has over all replicas, and how many of them a replica has, is as with equal chunks of consecutive
-    rows. Within a step the longest row that is left goes to the replica with the fewest tokens.
+    Each step has the same rows over all replicas, and each replica the same number of them, as with equal chunks of
+    consecutive rows. Within a step, the longest row left goes to the replica with the fewest tokens.
 
     Args:
-        lengths: tokens of each row, prompt and response.
+        lengths: number of tokens in each row, prompt and response.
     """
     chunks = np.array_split(np.arange(len(lengths)), replicas)
     steps = count_steps(len(lengths), order.batch_size)
     shuffled = [np.random.default_rng(order.seed).permutation(len(chunk)) for chunk in chunks]
     dealt = [chunk.copy() for chunk in chunks]
-    for places in zip(*(np.array_split(one, steps) for one in shuffled), strict=True):  # of a step, by replica
+    for places in zip(*(np.array_split(one, steps) for one in shuffled), strict=True):  # one step's, by replica
         rows = np.concatenate([chunk[place] for chunk, place in zip(chunks, places, strict=True)])
         tokens = [0] * replicas
         free = [list(place) for place in places]
@@ -90,11 +90,11 @@ class StepMetrics:
 
     A loss is a part of its optimizer step's: parts are summed and averaged over steps. Any other scalar is a mean over
     action tokens; anything else has one value per row. (OpenRLHF averages parts over tokens, as if each were a mean.)
-    What compares the policy with its old self or its engines is of its own rows, and 0 at a guide's.
+    Metrics that compare the policy with the old one or with its engines cover its own rows, and are 0 at a guide's.
 
     Args:
         args: the run's arguments, which decide what ``kl`` and ``is_filter_ratio`` are.
-        replicas: how often a part counts: their number where gradients are averaged over them, 1 where summed.
+        replicas: what parts are divided by: the number of replicas if their gradients are averaged, 1 if summed.
     """
 
     def __init__(self, args: SimpleNamespace, replicas: int = 1) -> None:
@@ -103,7 +103,7 @@ class StepMetrics:
         self._replicas = replicas
         self._sums: dict[tuple[str, str], float] = defaultdict(float)
         self._weights: dict[str, float] = defaultdict(float)
-        self.not_finite: set[str] = set()  # names of what was not, since the last look of ``BadSteps``
+        self.not_finite: set[str] = set()  # names of metrics that were not, since ``BadSteps`` last looked
 
     def add(self, values: Mapping[str, Tensor], experience: Experience) -> None:
         """Add one micro-batch's metrics, scalars or (rows,) each."""
@@ -121,11 +121,11 @@ class StepMetrics:
                 self._sums[name, "step"] += mean / self._replicas
             elif value.dim() > 0 or name in self._of_rows:
                 self._sums[name, whose + "row"] += mean * rows
-            elif tokens:  # a mean over no token is not a number
+            elif tokens:  # a mean over no tokens is NaN
                 self._sums[name, whose + "token"] += mean * tokens
 
     def averages(self, steps: int, reports: bool) -> dict[str, float]:
-        """Over ``steps`` optimizer steps and all ranks where ``reports`` is true, one of each replica. Collective."""
+        """Averages over ``steps`` optimizer steps and all ranks that set ``reports``, one per replica. Collective."""
         gathered: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(gathered, (dict(self._sums), self._weights) if reports else None)
         sums: dict[tuple[str, str], float] = defaultdict(float)
@@ -139,14 +139,14 @@ class StepMetrics:
 
 
 def poisoned(loss: Tensor) -> Tensor:
-    """``loss``; of one that is not finite, which a clamp may hide, the whole gradient is NaN: the step is skipped."""
+    """``loss``; if it is not finite, which a clamp may hide, its whole gradient is NaN, so the step is skipped."""
     return loss * torch.where(loss.isfinite(), 1.0, torch.nan).to(loss.dtype)
 
 
 class BadSteps:
     """Watches over a model ("actor" or "critic"): counts optimizer steps whose gradient was not finite, which are
-    skipped (weights, moments, the learning rate's schedule and the count of steps stay, on every rank), and stops
-    training after ``--train.max_bad_steps`` in a row. With fp16 DeepSpeed's loss scale lives by skipping steps."""
+    skipped (weights, moments, learning rate schedule and step count stay the same, on every rank), and stops training
+    after ``--train.max_bad_steps`` in a row; not with fp16, since DeepSpeed's loss scaling works by skipping steps."""
 
     def __init__(self, model: str, args: SimpleNamespace) -> None:
         self._model = model
@@ -154,8 +154,8 @@ class BadSteps:
         self._in_a_row = 0
 
     def add(self, norm: float, steps: int, metrics: StepMetrics) -> bool:
-        """Whether a step after ``steps`` good ones, with this gradient norm and what its micro-batches added to
-        ``metrics``, was bad. Collective over all ranks if so. Raises TrainingStopped where it is one too many."""
+        """Return True if the step after ``steps`` good ones was bad, by its gradient ``norm``; ``metrics`` says what
+        else was not finite. Collective over all ranks if it was. Raises TrainingStopped if it is one too many."""
         found, metrics.not_finite = metrics.not_finite, set()
         if math.isfinite(norm):
             self._in_a_row = 0
@@ -174,7 +174,7 @@ class BadSteps:
         return True
 
     def check_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise TrainingStopped where one of those that this rank has, by name, is not finite."""
+        """Raise TrainingStopped if one of this rank's ``weights``, each with its name, is not finite."""
         largest = {name: torch.linalg.vector_norm(weight, math.inf) for name, weight in weights}
         finite = torch.stack(list(largest.values())).isfinite().tolist()
         if not all(finite):
@@ -185,11 +185,11 @@ class BadSteps:
 
 
 class WholeSteps:
-    """Mixed into OpenRLHF's trainers on DeepSpeed: the engine is told which backward pass ends an optimizer step.
+    """Mixin for OpenRLHF's trainers on DeepSpeed that tells the engine which backward pass ends an optimizer step.
 
-    Left to itself DeepSpeed counts: with dynamic batches OpenRLHF tells it 1 micro-batch a step, and ZeRO 1 and 2 then
-    keep the last one's gradient alone; with fixed ones a short rollout shifts the count for the rest of the run.
-    Both seen in OpenRLHF 0.11.2 with DeepSpeed 0.19.6; can go once OpenRLHF has DeepSpeed not count
+    Left to itself, DeepSpeed counts: with dynamic batches OpenRLHF tells it 1 micro-batch per step, and ZeRO 1 and 2
+    then keep only the last one's gradient; with fixed ones a short rollout shifts the count for the rest of the run.
+    Both were seen in OpenRLHF 0.11.2 with DeepSpeed 0.19.6; can go once OpenRLHF tells DeepSpeed not to count
     (``managed_gradient_accumulation``, https://github.com/deepspeedai/DeepSpeed/issues/8183).
     """
 
@@ -198,17 +198,17 @@ class WholeSteps:
 
     def __init__(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(strategy, *args, **kwargs)  # type: ignore[call-arg]
-        # Upstream's `training_step` asks the buffer's dynamic batches for a step's end; here all batches are dynamic.
+        # Upstream's `training_step` asks the buffer where a step ends if batches are dynamic; here all batches are.
         train = SimpleNamespace(**vars(strategy.args.train) | {"dynamic_batch_enable": True})
         self.args = SimpleNamespace(**vars(strategy.args) | {"train": train})
         self._trained = "critic" if hasattr(self, "critic") else "actor"
         self._bad_steps = BadSteps(self._trained, self.args)
 
     def train(self, engine: Any, step: Callable[[Experience, int], dict[str, Any]]) -> dict[str, float]:
-        """Train on the whole replay buffer; ``step`` is a micro-batch's forward and backward pass on ``engine``.
+        """Train on the whole replay buffer; ``step`` runs a micro-batch's forward and backward pass on ``engine``.
 
         Returns:
-            its metrics over all replicas (see ``StepMetrics``); of learning rate and gradient norm the last.
+            its metrics over all replicas (see ``StepMetrics``); for learning rate and gradient norm, the last value.
         """
         mesh = self.strategy.ds_device_mesh
         metrics = StepMetrics(self.args, mesh["dp"].size())
@@ -221,7 +221,7 @@ class WholeSteps:
                 tensors = {name: torch.as_tensor(value) for name, value in values.items()}
                 metrics.add(tensors, experience)
             if self.replay_buffer.dynamic_optimizer_step[number]:
-                if engine.optimizer.overflow:  # of which DeepSpeed gives the norm of the step before
+                if engine.optimizer.overflow:  # for which DeepSpeed gives the norm of the step before
                     last[f"{self._trained}_grad_norm"] = math.nan
                 good = engine.global_steps - engine.skipped_steps
                 bad += self._bad_steps.add(last[f"{self._trained}_grad_norm"], good, metrics)
@@ -232,8 +232,8 @@ class WholeSteps:
         return metrics.averages(sum(self.replay_buffer.dynamic_optimizer_step), reports) | last
 
     def row_order(self, engine: Any) -> RowOrder | None:
-        """The order of rows in the next training on ``engine``: the same on every rank of a replica, and after a
-        resume. None for the rows' own order, in which dynamic batches come sorted for balance."""
+        """The order of rows in the next training phase on ``engine``: the same on every rank of a replica, and after a
+        resume. None for the rows' own order, in which dynamic batches are already sorted for balance."""
         train = self.strategy.args.train
         if train.dynamic_batch_enable:
             return None
@@ -274,7 +274,7 @@ class WholeSteps:
                 yield len(buffer.dynamic_optimizer_step) - 1, batch.to_device(device), len(part)
 
     def _split(self, items: list[Experience]) -> list[list[Experience]]:
-        """Micro-batches by number of tokens with dynamic batches, by number of rows otherwise."""
+        """Split into micro-batches by number of tokens with dynamic batches, by number of rows otherwise."""
         args = self.strategy.args
         if not args.train.dynamic_batch_enable:
             size = args.train.micro_batch_size

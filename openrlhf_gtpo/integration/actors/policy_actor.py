@@ -68,7 +68,7 @@ class DeepspeedActorTrainer(WholeSteps, ActorTrainer):
                 yield parameter.data
 
     def _gathered(self, parameter: torch.nn.Parameter) -> AbstractContextManager:
-        """Within it the parameter is whole, of DeepSpeed's tensor parallelism or of ZeRO-3. Collective."""
+        """Context in which the parameter is whole, gathered from tensor parallelism or ZeRO-3. Collective."""
         if self.args.ds.tensor_parallel_size > 1:
             return deepspeed.module_inject.layers.GatherReplacedLayerParams([parameter], self.actor.model.module)
         return deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id"))
@@ -80,7 +80,7 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
     def init_model_from_pretrained(
         self, strategy: Any, pretrain: str, max_steps: int | None = None, vllm_engines: list[Any] | None = None
     ) -> None:
-        """As upstream's, with this package's model and trainer in the place of its own."""
+        """Like upstream's, with this package's model and trainer in place of its own."""
         ppo_actor.ActorPPOTrainer = DeepspeedActorTrainer
         if captures_entropy(strategy.args) or platform.chosen_platform() == "cpu":
             ppo_actor.Actor = PolicyModel
@@ -89,11 +89,11 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
             weight.copy_(saved)
 
     def _averages(self) -> list[torch.Tensor]:
-        """This rank's part of the moving average of the weights; nothing without ``--train.enable_ema``."""
+        """This rank's part of the moving average of the weights; empty without ``--train.enable_ema``."""
         return [getattr(p, "ds_tensor", p).data for p in self.ema_model.parameters()] if self.ema_model else []
 
     def save_checkpoint(self, tag: str, client_states: dict[str, Any] | None = None, **metric: Any) -> None:
-        """As upstream's, with the moving average of the weights, which upstream (0.11.2) starts anew on a resume."""
+        """Like upstream's, with the moving average of the weights, which upstream (0.11.2) restarts on a resume."""
         averages = [weight.cpu() for weight in self._averages()]
         super().save_checkpoint(tag, (client_states or {}) | {_AVERAGES: averages}, **metric)
 
@@ -105,7 +105,7 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
         *args: Any,
         **kwargs: Any,
     ) -> TokenValues | torch.Tensor:
-        """(b, t) tokens of one micro-batch to :class:`TokenValues` on the CPU, or to upstream's log-probs alone."""
+        """Map (b, t) tokens of one micro-batch to :class:`TokenValues` on the CPU, or just to upstream's log-probs."""
         with self.peaks.phase(names.OLD_LOG_PROBS):
             if not captures_entropy(self.strategy.args):
                 return super().forward(sequences, action_mask, attention_mask, *args, **kwargs)
@@ -137,7 +137,7 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
             super().broadcast_to_vllm()
 
     def save_model(self) -> None:
-        """As upstream's, tried again where it cannot be written."""
+        """Like upstream's, but retried if the model cannot be written."""
         args = self.strategy.args
         model = self.ema_model if args.train.enable_ema else self.actor
         keep_trying(partial(self.strategy.save_model, model, self.tokenizer), args.ckpt.output_dir)
@@ -147,7 +147,7 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
 
 
 class DeepspeedCriticTrainer(WholeSteps, CriticPPOTrainer):
-    """Upstream's trainer of a critic, a whole optimizer step at a time."""
+    """Upstream's critic trainer, a whole optimizer step at a time."""
 
     def ppo_train(self) -> dict[str, float]:
         """Train on everything in the replay buffer; returns upstream's metrics."""
@@ -158,7 +158,7 @@ class DeepspeedCriticActor(_UpstreamCriticActor):  # type: ignore[misc]
     """Upstream's critic actor with this package's trainer."""
 
     def init_model_from_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """As upstream's."""
+        """Like upstream's."""
         ppo_critic.CriticPPOTrainer = DeepspeedCriticTrainer
         super().init_model_from_pretrained(*args, **kwargs)
 
@@ -167,8 +167,8 @@ class DeepspeedCriticActor(_UpstreamCriticActor):  # type: ignore[misc]
         return self.trainer.row_order(self.critic)
 
     def save_model(self) -> None:
-        """As upstream's, tried again where it cannot be written."""
-        if self.tokenizer is not None:  # upstream has none where there is no --critic.save_value_network
+        """Like upstream's, but retried if the model cannot be written."""
+        if self.tokenizer is not None:  # upstream has none without --critic.save_value_network
             save = partial(self.strategy.save_model, self.critic, self.tokenizer)
             keep_trying(save, self.strategy.args.ckpt.output_dir + "_critic")
 

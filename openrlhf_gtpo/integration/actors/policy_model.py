@@ -15,16 +15,16 @@ from openrlhf.models import Actor
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
 from openrlhf_gtpo.token_values import place
 
-# Architectures whose logits are exactly lm_head(hidden): no soft cap, no scale behind the head.
+# Architectures whose logits are exactly lm_head(hidden): no soft cap, no scale after the head.
 PLAIN_HEADS = frozenset(
     {"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "olmo2", "olmo3", "smollm3"}
 )
 
 
 class PolicyModel(Actor):
-    """Drop-in ``Actor``: the same arguments, the same log-probs, entropies at action tokens on request.
+    """Drop-in ``Actor``: the same arguments and log-probs, and entropies at action tokens on request.
 
-    Falls back to upstream's forward where the head cannot be taken off: other architectures, ring attention, ZeRO-3,
+    Falls back to upstream's forward if the head cannot be taken off: other architectures, ring attention, ZeRO-3,
     DeepSpeed's tensor parallelism, adapters on the head, images, or a caller that wants logits.
     """
 
@@ -41,10 +41,10 @@ class PolicyModel(Actor):
         return_entropy: bool = False,
         **mm_inputs: Any,
     ) -> Any:
-        """(B, T) tokens to (B, A) log-probs of action tokens, 0 where ``action_mask`` (B, A) is 0.
+        """Map (B, T) tokens to (B, A) log-probs of action tokens, 0 where ``action_mask`` (B, A) is 0.
 
-        With ``return_output`` also the model's output, whose ``entropy`` (B, A) is set if ``return_entropy``; its
-        logits are not computed.
+        With ``return_output``, also return the model's output, whose ``entropy`` (B, A) is set if ``return_entropy``;
+        its logits are not computed.
         """
         head = self._plain_head()
         if action_mask is None or attention_mask is None or ring_attn_group is not None or mm_inputs or head is None:
@@ -109,7 +109,7 @@ class PolicyModel(Actor):
 
 @contextmanager
 def _identity(head: torch.nn.Linear) -> Iterator[None]:
-    """Let ``head`` hand its input on while the model runs."""
+    """Make ``head`` return its input unchanged while the model runs."""
     head.forward = lambda hidden: hidden  # type: ignore[method-assign]
     try:
         yield

@@ -1,5 +1,5 @@
-"""OpenRLHF's DeepSpeed strategy: a backward pass tells if it ends an optimizer step; a CPU host compiles nothing;
-checkpoints are written whole or not at all, and read as they were written."""
+"""OpenRLHF's DeepSpeed strategy, in which trainers say where an optimizer step ends, a CPU host compiles nothing, and
+checkpoints are written whole or not at all, and read only as they were written."""
 
 import copyreg
 import os
@@ -42,11 +42,11 @@ _RANDOM = "random"  # of all ranks, in a checkpoint's client states
 
 
 class Strategy(DeepspeedStrategy):
-    """Upstream's, with gradient accumulation in the hands of the trainers (see ``optimizer_steps``)."""
+    """Upstream's strategy, with gradient accumulation left to the trainers (see ``optimizer_steps``)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # DeepSpeed is told 1 micro-batch a step, so that it divides no loss; the trainers say which one is the last.
+        # DeepSpeed is told 1 micro-batch per step, so that it divides no loss; the trainers say which one is the last.
         self.use_dynamic_batch = True
 
     def setup_dataloader(
@@ -59,38 +59,38 @@ class Strategy(DeepspeedStrategy):
         sampler: Any = None,
         **kwargs: Any,
     ) -> StatefulDataLoader:
-        """As upstream's; the process that draws the prompts, which nobody seeds, shuffles them by ``--train.seed``.
-        Can go with a release that has https://github.com/OpenRLHF/OpenRLHF/pull/1355."""
+        """Like upstream's, but the process that draws the prompts, which upstream leaves unseeded, shuffles them by
+        ``--train.seed``. Can go with a release that has https://github.com/OpenRLHF/OpenRLHF/pull/1355."""
         if shuffle and sampler is None and not torch.distributed.is_initialized():
             sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(self.seed))
         return super().setup_dataloader(dataset, batch_size, pin_memory, shuffle, *args, sampler=sampler, **kwargs)
 
     def setup_distributed(self, timeout: timedelta = timedelta(minutes=60)) -> None:
         cpp_extension.FileBaton = CompileLock  # DeepSpeed builds FusedAdam and its CPU Adam on first use
-        # Left alone, gloo listens where the host's name resolves to, on many hosts a loopback (torch 2.13.0,
+        # Left alone, gloo listens on the address of the host's name, on many hosts a loopback (torch 2.13.0,
         # ProcessGroupGloo::createDefaultDevice), and Megatron has gloo groups over all nodes. NCCL skips loopbacks.
         address = ray.util.get_node_ip_address()
         for name, addresses in psutil.net_if_addrs().items():
             if address in [known.address for known in addresses]:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         super().setup_distributed(timeout)
-        self.accumulated_gradient = 1  # a moving average of the weights counts calls, and is called once a step
+        self.accumulated_gradient = 1  # the moving average of the weights counts calls, one per step
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """As upstream's; see :func:`poisoned`."""
+        """Like upstream's; see :func:`poisoned`."""
         super().backward(poisoned(loss), *args, **kwargs)
 
     def _ds_init_train_model(self, model: Any, cfg: dict) -> Any:
-        """As upstream's; a step whose gradient is not finite is skipped, as with ZeRO 2. In bf16 DeepSpeed does not
-        look with ZeRO 3, nor with ZeRO 1 and ``--ds.grad_accum_dtype fp32``; without ZeRO and with FusedAdam it looks
-        and steps all the same (deepspeed 0.19.6, zero/stage3.py, bf16_optimizer.py, fp16/fused_optimizer.py). Can go
-        once all heed ``check_grad_overflow`` (https://github.com/deepspeedai/DeepSpeed/pull/6976)."""
+        """Like upstream's, but a step whose gradient is not finite is skipped, as with ZeRO 2. In bf16 DeepSpeed does
+        not check with ZeRO 3, nor with ZeRO 1 and ``--ds.grad_accum_dtype fp32``; without ZeRO and with FusedAdam it
+        checks but steps anyway (deepspeed 0.19.6, zero/stage3.py, bf16_optimizer.py, fp16/fused_optimizer.py). Can go
+        once all of them heed ``check_grad_overflow`` (https://github.com/deepspeedai/DeepSpeed/pull/6976)."""
         model, optimizer, scheduler = super()._ds_init_train_model(model, cfg)
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             update = optimizer._overflow_check_and_loss_scale_update
             optimizer._overflow_check_and_loss_scale_update = lambda: optimizer.check_overflow() or update()
         elif isinstance(optimizer, FP16_Optimizer):
-            optimizer.loss_scale_config.use_grad_scaling = True  # in bf16 by 1
+            optimizer.loss_scale_config.use_grad_scaling = True  # in bf16 the scale is 1
         elif isinstance(optimizer, BF16_Optimizer):
             step, optimizer.overflow = optimizer.step, False
 
@@ -106,8 +106,8 @@ class Strategy(DeepspeedStrategy):
         return model, optimizer, scheduler
 
     def get_ds_eval_config(self, *args: Any, **kwargs: Any) -> dict:
-        """As upstream's, without batch sizes, which DeepSpeed would hold against each other (deepspeed 0.19.6,
-        runtime/config.py, _batch_assertion); nothing is trained. Can go once upstream leaves them out."""
+        """Like upstream's, without its batch sizes, which DeepSpeed would check against each other (deepspeed 0.19.6,
+        runtime/config.py, _batch_assertion) though nothing is trained. Can go once upstream leaves them out."""
         config = super().get_ds_eval_config(*args, **kwargs)
         del config["train_batch_size"]
         return config | {"train_micro_batch_size_per_gpu": 1}
@@ -124,12 +124,12 @@ class Strategy(DeepspeedStrategy):
         metric_value: float | None = None,
         metric_key: str | None = None,
     ) -> None:
-        """As upstream's, in the way of ``Checkpoints`` of the Megatron actor: under a temporary name until it is whole
-        and on disk, with checksums, and earlier ones go after that; with every rank's generators, from which dropout
-        draws and which DeepSpeed 0.19.6 does not save.
+        """Like upstream's, but written like the Megatron actor's ``Checkpoints``: with checksums, under a temporary
+        name until it is whole and on disk, and earlier ones are removed only then. It also has every rank's random
+        generators, from which dropout draws and which DeepSpeed 0.19.6 does not save.
 
         Raises:
-            CheckpointWriteError: on all ranks, where one could not write; earlier checkpoints are as they were.
+            CheckpointWriteError: on all ranks, if one could not write; earlier checkpoints are as they were.
         """
         randoms: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(randoms, random_state())
@@ -149,13 +149,13 @@ class Strategy(DeepspeedStrategy):
         put_in_order(target, self._saved_together(target.parent)[1:], max_num=max_num, max_mem_gb=max_mem)
 
     def load_ckpt(self, model: Any, load_dir: str, tag: str | None = None, **kwargs: Any) -> Any:
-        """As upstream's, of the newest checkpoint that is found to be what was written, or of ``--ckpt.load_tag``;
-        actor and critic load the same. Learning rates are the command line's, where upstream's would be the
-        checkpoint's; generators go on from where they were, unless there were more or fewer ranks. DeepSpeed's
-        universal checkpoints are left to it.
+        """Like upstream's, but loads the newest checkpoint that is still what was written, or ``--ckpt.load_tag``;
+        actor and critic load the same one. Learning rates are the command line's, where upstream's would be the
+        checkpoint's; random generators go on from where they were, unless the number of ranks has changed. DeepSpeed's
+        universal checkpoints are left to DeepSpeed.
 
         Raises:
-            CheckpointError: there are checkpoints, and none that can be taken.
+            CheckpointError: there are checkpoints, but none that can be used.
         """
         if not self.use_ds_universal_ckpt:
             path = choose(self._saved_together(Path(load_dir)), tag or self.args.ckpt.load_tag)
@@ -175,15 +175,15 @@ class Strategy(DeepspeedStrategy):
         return loaded, states
 
     def _saved_together(self, folder: Path) -> list[Path]:
-        """``folder`` and, in a run with a critic, the other one that has a checkpoint of each tag."""
+        """``folder`` and, in a run with a critic, the other role's, which also has a checkpoint of each tag."""
         roles = ("_actor", "_critic") if self.args.critic.model_name_or_path else ()
         return [folder, *(folder.with_name(role) for role in roles if role != folder.name)]
 
     def save_model(self, model: Any, tokenizer: Any, output_dir: str, **kwargs: Any) -> None:
-        """As upstream's; where the first rank, the one that writes, cannot, all fail and none waits for it.
+        """Like upstream's, but if the first rank, which does the writing, fails, all ranks fail and none waits for it.
 
         Raises:
-            CheckpointWriteError: it could not be written.
+            CheckpointWriteError: the model could not be written.
         """
         from_first_rank(partial(os.makedirs, output_dir, exist_ok=True), CheckpointWriteError)
         failure = None
@@ -196,48 +196,48 @@ class Strategy(DeepspeedStrategy):
 
 
 class CpuStrategy(Strategy):
-    """Adam is torch's, all-reduce is gloo's: DeepSpeed would build C++ extensions for both on first use.
+    """Uses torch's Adam and gloo's all-reduce: DeepSpeed would build C++ extensions for both on first use.
 
-    The first run would wait a minute or more for g++, and fail without it. Can go once DeepSpeed's backend can be had
+    The first run would wait a minute or more for g++, and fail without it. Can go once DeepSpeed's backend works
     without the extension (deepspeed 0.19.6, comm/torch.py, build_shm_op).
     """
 
     def setup_distributed(self, timeout: timedelta = timedelta(minutes=60)) -> None:
-        """As upstream's, over gloo alone."""
-        # By full name: the attribute `deepspeed.comm.torch` is torch, which that package imports from its own module.
+        """Like upstream's, but over gloo alone."""
+        # By full name: the attribute `deepspeed.comm.torch` is torch, which the package imports from its own module.
         vars(import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
         super().setup_distributed(timeout)
-        # In its deterministic mode torch fills what it allocates, such as 1 GB for gradients a step, 0.4 s here.
+        # In deterministic mode torch fills what it allocates, such as 1 GB for gradients per step, 0.4 s here.
         torch.utils.deterministic.fill_uninitialized_memory = False
 
     def get_ds_train_config(self, *args: Any, **kwargs: Any) -> dict:
-        """As upstream's, with torch's fused Adam."""
+        """Like upstream's, with torch's fused Adam."""
         config = super().get_ds_train_config(*args, **kwargs)
-        if "optimizer" in config:  # Muon's has an Adam within
+        if "optimizer" in config:  # Muon's contains an Adam
             config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
         return config
 
     def moving_average(self, model: Any, model_ema: Any, beta: float = 0.992, device: str = "cpu") -> None:
-        """As upstream's, on the CPU; its trainer says "cuda"."""
+        """Like upstream's, but on the CPU; its trainer passes "cuda"."""
         super().moving_average(model, model_ema, beta, "cpu")
 
 
 def _load(self: TorchCheckpointEngine, path: str, map_location: Any = None) -> Any:
-    """As DeepSpeed's, of tensors, plain values and these classes alone: with weights_only=False (deepspeed 0.19.6) it
-    would run whatever a checkpoint's file says."""
+    """Like DeepSpeed's, but loads only tensors, plain values and these classes: with weights_only=False (deepspeed
+    0.19.6) it would run whatever a checkpoint's file says."""
     with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]):
         return torch.load(path, map_location=map_location, weights_only=True)
 
 
 TorchCheckpointEngine.load = _load
-# By value, as Python itself does since 3.11.4. Before that, as in Debian 12 (3.11.2, enum.py), it is pickled by way
-# of `getattr`, which no safe load takes: a checkpoint was written and could not be read.
+# Pickled by value, as Python itself does since 3.11.4. Before that, as in Debian 12 (3.11.2, enum.py), it is pickled
+# through `getattr`, which no safe load accepts: a checkpoint was written and could not be read.
 copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
 
 
 class _CheckpointFiles(TorchCheckpointEngine):
-    """Writes for DeepSpeed with checksums, and keeps the first failure: DeepSpeed's ranks wait for each other at the
-    end of a save, whatever became of it."""
+    """Writes DeepSpeed's files with checksums, and keeps the first failure instead of raising it: DeepSpeed's ranks
+    wait for each other at the end of a save, whether or not it succeeded."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class _CheckpointFiles(TorchCheckpointEngine):
 
     def save(self, state_dict: Any, path: str) -> None:
         def write() -> None:
-            with HashedFile(path) as stream, serialization.patch("save.compute_crc32", False):  # it is hashed
+            with HashedFile(path) as stream, serialization.patch("save.compute_crc32", False):  # the file is hashed
                 torch.save(state_dict, stream)
             self.entries[str(Path(path).relative_to(self._folder))] = stream.entry
 

@@ -1,4 +1,4 @@
-"""What the policy loss made of each token, for rollout dumps: its importance ratio, and whether it was clipped."""
+"""Each token's importance ratio, and whether the policy loss clipped it, for rollout dumps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +12,11 @@ from openrlhf_gtpo.integration.credit.loss import CreditLoss
 
 
 class TokenRatios:
-    """Keeps what ``loss`` sees of the rows that a dump has, until they are taken.
+    """Keeps what ``loss`` sees of the rows that go into a dump until :meth:`take` is called.
 
     Attributes:
-        rows: of the micro-batch that ``loss`` gets next, set before: their places in the step's batch, None for one
-            that no dump has. ``RolloutDumper`` makes them the experiences' ``labels``, which rewards alone read.
+        rows: for the micro-batch that ``loss`` gets next, set before that: each row's place in the step's batch, None
+            if no dump has it. ``RolloutDumper`` puts them in the experiences' ``labels``, which only rewards need.
     """
 
     def __init__(self, loss: PolicyLoss) -> None:
@@ -25,8 +25,8 @@ class TokenRatios:
         loss.register_forward_hook(self._see, with_kwargs=True)
 
     def take(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """What was seen since the last call, by row, of the last epoch: (T,) ratios pi / pi_old, 1 outside the action
-        mask, and (T,) bool, where the clip decided; at sequence level it decides for all tokens of a row."""
+        """Return what was seen since the last call, by row, from the last epoch: (T,) ratios pi / pi_old, 1 outside
+        the action mask, and (T,) bool, True where the clip decided; at sequence level it decides for whole rows."""
         seen, self._seen = self._seen, {}
         return {row: (ratio.cpu().numpy(), clipped.cpu().numpy()) for row, (ratio, clipped) in seen.items()}
 
@@ -39,7 +39,7 @@ class TokenRatios:
         ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         if isinstance(loss, CreditLoss):
             clipped = loss.clipped
-        else:  # upstream's says how many alone
+        else:  # upstream's reports only how many
             decides = ratio
             if loss.policy_loss_type == "gspo":
                 if loss.is_correction_level != "off":
@@ -54,5 +54,5 @@ class TokenRatios:
 
 
 def take_ratios(actor: Any) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Call :meth:`TokenRatios.take` of an actor's trainer, in the actor's process."""
+    """Call :meth:`TokenRatios.take` on an actor's trainer, in the actor's process."""
     return actor.trainer.ratios.take()

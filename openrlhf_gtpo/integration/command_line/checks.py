@@ -1,8 +1,8 @@
-"""What can be known to fail before any engine starts, each refused in one sentence. What it takes files to know is in
-``input_checks``, what the Megatron actor does not do in ``megatron_checks``.
+"""Refuses what is sure to fail, in one sentence each, before any engine starts. Checks that need files are in
+``input_checks``, those for what the Megatron actor does not do in ``megatron_checks``.
 
-What fails with every estimator is refused for all, and what does nothing is named. Beyond that only runs with GTPO or
-GRPO-S are held to rules; what upstream's own estimators do with such input is upstream's.
+What fails with every estimator is refused for all, and what does nothing is named. Beyond that, only runs with GTPO or
+GRPO-S are held to rules; what upstream's own estimators do with such input is up to upstream.
 """
 
 import math
@@ -22,13 +22,13 @@ from openrlhf_gtpo.integration.command_line.input_checks import (
 )
 from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
 
-# vLLM 0.29's for an engine that an actor makes: ENGINE_CONTEXT is not in its table of defaults (engine/arg_utils.py,
-# get_batch_defaults), so config/scheduler.py's count.
+# vLLM 0.29's default for an engine that an actor makes: ENGINE_CONTEXT is not in its table of defaults
+# (engine/arg_utils.py, get_batch_defaults), so the one in config/scheduler.py counts.
 _VLLM_BATCHED_TOKENS = 2048
 
-# What the numbers of OpenRLHF 0.11.2 and of this package may be: the rule in words, the rule, its flags. Beyond it
-# they fail in an actor, or mean what nobody would guess (-2 for --eval.steps is every second step). NaN keeps no rule;
-# infinity may open a clip range. Not here: what infinity or -1 switches off, as for --actor.max_norm, --ckpt.max_mem.
+# Limits of the numbers of OpenRLHF 0.11.2 and of this package: the rule in words, the rule, its flags. Other numbers
+# fail in an actor, or mean what nobody would guess (-2 for --eval.steps is every second step). NaN satisfies no rule;
+# infinity may open a clip range. Not here: what infinity or -1 switches off, such as --actor.max_norm, --ckpt.max_mem.
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "{} >= 1",
@@ -120,7 +120,7 @@ def check_ranges(values: Mapping[str, Any]) -> None:
     """Refuse numbers that nothing can work with.
 
     Args:
-        values: a command line's, by flag; None is one that was not given.
+        values: those of a command line, by flag; None is a flag that was not given.
 
     Raises:
         UsageError: the first of them.
@@ -137,8 +137,8 @@ def check_ranges(values: Mapping[str, Any]) -> None:
 
 
 def check_every_run(args: SimpleNamespace) -> None:
-    """Raise UsageError for the first thing that works with no estimator or backend, and for a checkpoint's own code
-    without ``--actor.trust_remote_code``: upstream's workers and vLLM would run it unasked."""
+    """Raise UsageError for the first thing that fails with every estimator and backend, and for a checkpoint's own
+    code without ``--actor.trust_remote_code``: upstream's workers and vLLM would run it without asking."""
     entropy_credit(args)
     if args.ds.lora.rank > 0:  # until https://github.com/OpenRLHF/OpenRLHF/issues/1349 is solved
         raise UsageError(
@@ -152,7 +152,7 @@ def check_every_run(args: SimpleNamespace) -> None:
     rows, tokens = args.vllm.max_num_seqs, args.vllm.max_num_batched_tokens
     if rows is not None and rows > (tokens or _VLLM_BATCHED_TOKENS):
         raise UsageError(
-            f"--vllm.max_num_seqs {rows} decodes a token of each response in a step, of which "
+            f"--vllm.max_num_seqs {rows} decodes a token of each response in a step, but "
             f"--vllm.max_num_batched_tokens {tokens or f'is {_VLLM_BATCHED_TOKENS} by default and'} allows fewer; "
             f"give it at least {rows}."
         )
@@ -192,8 +192,8 @@ def check_inputs(args: SimpleNamespace) -> None:
             f"--actor.model_name_or_path {model[0]} is a vision-language model, whose image positions have no entropy "
             "credit yet; use a text model or one of OpenRLHF's own estimators."
         )
-    replays = args.train.replay_rollouts  # which neither samples nor scores
-    # Transformers 5.15 renames their experts, and vLLM 0.29's loaders know the names of the checkpoints alone.
+    replays = args.train.replay_rollouts  # such a run neither samples nor scores
+    # Transformers 5.15 renames their experts, and vLLM 0.29's loaders know only the names in the checkpoints.
     if config.model_type in ("mixtral", "ernie4_5_moe") and args.actor.backend != "megatron" and not replays:
         raise UsageError(
             f"--actor.model_name_or_path {model[0]}: vLLM cannot take the experts of '{config.model_type}' from "
@@ -216,7 +216,7 @@ def check_inputs(args: SimpleNamespace) -> None:
 
 
 def check_guide(args: SimpleNamespace) -> None:
-    """Refuse a guide that is not there, or that this run cannot learn from or has no room for.
+    """Refuse a guide that is missing, or that this run cannot learn from or has no room for.
 
     Raises:
         UsageError: the first thing that is wrong.
@@ -236,7 +236,7 @@ def check_guide(args: SimpleNamespace) -> None:
             "--algo.kl.unbiased_gradient",
             "whose ratio takes all responses for the old policy's",
         ),
-        (args.data.max_images_per_prompt > 0, "--data.max_images_per_prompt", "as the guide is given text alone"),
+        (args.data.max_images_per_prompt > 0, "--data.max_images_per_prompt", "as the guide is given only text"),
     ):
         if given:
             raise UsageError(f"{flag} does not go with {other}, {why}; leave one of them out.")
@@ -267,7 +267,7 @@ def check_guide(args: SimpleNamespace) -> None:
                 f"on the {gpus} GPUs that --train.colocate_all shares; give fewer, or leave it out."
             )
         together = args.vllm.gpu_memory_utilization + guide.gpu_memory_utilization
-        if guide.fraction > 0 and together > 1:  # both are awake while they sample; a rescue is asked for after that
+        if guide.fraction > 0 and together > 1:  # both are awake while they sample; rescues come after that
             raise UsageError(
                 "Expected --vllm.gpu_memory_utilization and --algo.guide.gpu_memory_utilization of engines on the "
                 f"same GPUs (--train.colocate_all) to be at most 1 together, got {together:g}."
@@ -275,7 +275,7 @@ def check_guide(args: SimpleNamespace) -> None:
 
 
 def _check_same_tokenizer(args: SimpleNamespace, flag: str) -> None:
-    """The guide's tokens are trained on as they are, so that each id has to mean the same to both."""
+    """Refuse a guide with another tokenizer: its tokens are trained on as they are, so each id must mean the same."""
     roles = ("--actor.model_name_or_path", args.actor.model_name_or_path), (flag, args.algo.guide.model_name_or_path)
     ours, theirs = (
         {i: token for token, i in load_tokenizer(name, of, args.actor.trust_remote_code).get_vocab().items()}
@@ -285,13 +285,13 @@ def _check_same_tokenizer(args: SimpleNamespace, flag: str) -> None:
     if differing:
         i = differing[0]
         raise UsageError(
-            f"{flag} {args.algo.guide.model_name_or_path} has another tokenizer than the policy: token {i} is "
+            f"{flag} {args.algo.guide.model_name_or_path} has a different tokenizer from the policy's: token {i} is "
             f"{theirs.get(i)!r} there and {ours.get(i)!r} here; give a guide of the policy's family."
         )
 
 
 def _check_async(args: SimpleNamespace) -> None:
-    """Refuse what this package's controller does: asynchronous training keeps upstream's."""
+    """Refuse what only this package's controller does: asynchronous training keeps upstream's."""
     for given, flag, remedy in (
         (args.logger.entropy_enable, "--logger.entropy_enable", "leave it out"),
         (args.logger.metrics_path, "--logger.metrics_path", "give --logger.tensorboard_dir or --logger.wandb.key"),
@@ -348,7 +348,7 @@ def _check_modes(args: SimpleNamespace) -> None:
 
 
 def _check_loss(args: SimpleNamespace) -> None:
-    """Refuse what the constructor of this package's loss does, in an actor that has loaded the model by then."""
+    """Refuse what this package's loss would refuse on construction, in an actor that has loaded the model by then."""
     from openrlhf_gtpo.integration.credit.loss import credit_loss
 
     try:

@@ -1,6 +1,6 @@
-"""What is asked of an OpenAI-compatible endpoint that serves a guide (``--algo.guide.endpoint``), and what it has to
-answer: responses as token ids, with a log-prob each of the distribution that was sampled. Must import neither Ray nor
-vLLM, as this is checked before a run starts.
+"""Requests to an OpenAI-compatible endpoint that serves a guide (``--algo.guide.endpoint``), and the answers it must
+give: responses as token ids, each with its log-prob in the distribution that was sampled from. Must import neither Ray
+nor vLLM, as the endpoint is checked before a run starts.
 """
 
 import os
@@ -13,15 +13,15 @@ import openai  # vLLM depends on it
 
 from openrlhf_gtpo.errors import UsageError
 
-_LOOK_LIMIT = 30.0  # seconds for what is asked before a run starts
-_PROBES = (1, 10, 100)  # tokens, one of which is no prompt with a sure next one
-_NOISE = 0.01  # nats, of one server's answers to the same prompt
-# What a server takes from the model's generation_config.json where a request does not say it.
+_LOOK_LIMIT = 30.0  # seconds for each request before a run starts
+_PROBES = (1, 10, 100)  # token ids, at least one of which is a prompt without a certain next token
+_NOISE = 0.01  # nats by which one server's answers to the same prompt may differ
+# Settings that a server takes from the model's generation_config.json if a request does not give them.
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 def api_key() -> str:
-    """``OPENAI_API_KEY``; a server that asks for none takes any."""
+    """``OPENAI_API_KEY``; a server that requires no key accepts any."""
     return os.environ.get("OPENAI_API_KEY") or "none"
 
 
@@ -29,7 +29,7 @@ def request(model: str, tokens: list[int], sampling: Mapping[str, Any]) -> dict[
     """Arguments of ``completions.create`` for one response to ``tokens``.
 
     Args:
-        sampling: by vLLM's names, which its server takes as extra fields.
+        sampling: parameters under vLLM's names, which its server takes as extra fields.
     """
     extra = {**_NEUTRAL, **sampling, "return_token_ids": True}
     return {"model": model, "prompt": tokens, "logprobs": 1, "extra_body": extra}
@@ -39,11 +39,11 @@ def sampled(choice: Any) -> tuple[list[int], list[float]]:
     """Token ids of a response, and the log-prob of each.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the response lacks them.
     """
     ids = getattr(choice, "token_ids", None)
     if not isinstance(ids, list):
-        raise ValueError("its responses have no token_ids, as those of vLLM's server have.")
+        raise ValueError("its responses have no token_ids; those of vLLM's server have them.")
     log_probs = choice.logprobs and choice.logprobs.token_logprobs
     if log_probs is None or len(log_probs) != len(ids) or None in log_probs:
         raise ValueError("its responses have no log-prob for every token.")
@@ -51,11 +51,11 @@ def sampled(choice: Any) -> tuple[list[int], list[float]]:
 
 
 def check_endpoint(args: SimpleNamespace) -> None:
-    """Refuse a server that the run's guide cannot be.
+    """Refuse a server that cannot be the run's guide.
 
     Raises:
-        UsageError: none answers, or it does not serve the guide, rows of the run's length, or what is needed of a
-            response.
+        UsageError: no server answers, or it does not serve the guide, rows of the run's length, or the fields that
+            are needed of a response.
     """
     guide, max_len = args.algo.guide, args.data.max_len
     said, model = f"--algo.guide.endpoint {guide.endpoint}", guide.model_name_or_path
@@ -63,7 +63,7 @@ def check_endpoint(args: SimpleNamespace) -> None:
     try:
         parts = urlsplit(guide.endpoint)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-            raise ValueError("it is no http://HOST:PORT/v1.")
+            raise ValueError("it is not of the form http://HOST:PORT/v1.")
         client = openai.OpenAI(base_url=guide.endpoint, api_key=api_key(), max_retries=0, timeout=_LOOK_LIMIT)
         served = {one.id: one for one in client.models.list()}
         if model not in served:
@@ -87,7 +87,7 @@ def check_endpoint(args: SimpleNamespace) -> None:
         raise UsageError(f"{said} cannot be a guide: {error}") from error
     if not moves and (args.rollout.temperature, args.rollout.top_p) != (1, 1):
         raise UsageError(
-            f"{said} says log-probs before temperature and top-p, which are not those that it samples by; start it "
+            f"{said} gives log-probs before temperature and top-p, which are not those that it samples by; start it "
             "with --logprobs-mode processed_logprobs."
         )
 

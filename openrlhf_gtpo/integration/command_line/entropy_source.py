@@ -1,5 +1,5 @@
-"""Where a run takes entropies and old log-probs from: ``--rollout.entropy`` and ``--rollout.log_probs``, against all
-that has a say in it."""
+"""Where a run takes entropies and old log-probs from: ``--rollout.entropy`` and ``--rollout.log_probs``, checked
+against every flag that has a say in it."""
 
 import sys
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ _CORRECTION = "--algo.advantage.is_correction_level"
 
 
 def choose_entropy(args: SimpleNamespace) -> None:
-    """Make ``--rollout.entropy auto`` sampler or actor, and say in a line on stderr what a reader would not expect.
+    """Resolve ``--rollout.entropy auto`` to sampler or actor, and print a line on stderr for what may surprise a user.
 
     Raises:
         UsageError: a source that this run cannot have.
@@ -33,7 +33,7 @@ def choose_entropy(args: SimpleNamespace) -> None:
             elif args.critic.freezing_steps >= 0:
                 why = "an actor that waits for its critic (--critic.freezing_steps) needs its log-probs"
             elif steps == 1:
-                why = "KL as a reward is made of its log-probs (--algo.kl.use_loss, or --algo.kl.init_coef 0)"
+                why = "KL as a reward is computed from its log-probs (--algo.kl.use_loss, or --algo.kl.init_coef 0)"
             why = f"the old-policy forward is done all the same: {why}"
         if why and asked == "sampler":
             print(f"--rollout.entropy sampler saves no time: {why}.", file=sys.stderr)
@@ -45,13 +45,13 @@ def choose_entropy(args: SimpleNamespace) -> None:
         if steps > 1:
             print(
                 f"--rollout.log_probs sampler: each of the {steps} optimizer steps of a rollout takes its own "
-                f"log-probs as old ones; how far it is from what sampled is bounded by {_CORRECTION} alone.",
+                f"log-probs as the old ones; only {_CORRECTION} bounds how far it is from the policy that sampled.",
                 file=sys.stderr,
             )
 
 
 def _why_not(args: SimpleNamespace) -> str | None:
-    """Why the sampler cannot give this run's entropies, as a clause; None where it can."""
+    """The reason why the sampler cannot give this run's entropies, as a clause; None if it can."""
     estimator, images = args.algo.advantage.estimator, args.data.max_images_per_prompt
     audit = args.megatron.fp8_audit_steps
     for holds, why in (
@@ -59,10 +59,10 @@ def _why_not(args: SimpleNamespace) -> str | None:
             not captures_entropy(args),
             f"--algo.advantage.estimator {estimator} reads no entropies, and there is no --logger.entropy_enable",
         ),
-        (args.train.async_enable, "--train.async_enable has a controller of OpenRLHF's own"),
-        (args.rollout.top_p != 1, f"--rollout.top_p {args.rollout.top_p:g} cuts the distribution that it is of"),
-        (images > 0, f"with --data.max_images_per_prompt {images} tokens of images lie between those it has sampled"),
-        (audit > 0, f"--megatron.fp8_audit_steps {audit} compares the actor's forward, which is to be left out"),
+        (args.train.async_enable, "--train.async_enable uses OpenRLHF's own controller"),
+        (args.rollout.top_p != 1, f"--rollout.top_p {args.rollout.top_p:g} cuts the distribution that entropies need"),
+        (images > 0, f"with --data.max_images_per_prompt {images}, image tokens lie between the sampled ones"),
+        (audit > 0, f"--megatron.fp8_audit_steps {audit} compares the actor's forward, which would be left out"),
     ):
         if holds:
             return why
@@ -74,21 +74,21 @@ def _check_log_probs(args: SimpleNamespace) -> None:
     for refused, why in (
         (
             coefficient > 0 and not args.algo.kl.use_loss,
-            f"leaves out the log-probs that --algo.kl.init_coef {coefficient:g} makes a reward of; give "
+            f"leaves out the log-probs that --algo.kl.init_coef {coefficient:g} turns into a reward; give "
             "--algo.kl.use_loss too, or --algo.kl.init_coef 0",
         ),
         (
             args.rollout.entropy == "actor",
-            "leaves the actor's forward out, from which its entropies come; give --rollout.entropy sampler too",
+            "leaves out the actor's forward, from which the entropies come; give --rollout.entropy sampler too",
         ),
         (
             args.algo.guide.rescue_batch > 0,
-            "leaves out the log-probs that a step needs which a guide's rescued rows join; leave "
+            "leaves out the log-probs that a step needs if a guide's rescued rows join it; leave "
             "--algo.guide.rescue_batch out",
         ),
         (
             args.critic.freezing_steps >= 0,
-            "leaves out the log-probs that an actor needs which waits for its critic; leave --critic.freezing_steps "
+            "leaves out the log-probs that an actor needs if it waits for its critic; leave --critic.freezing_steps "
             "out",
         ),
         (

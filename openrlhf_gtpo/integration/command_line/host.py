@@ -1,4 +1,4 @@
-"""What a run takes from its host: the GPUs it asks Ray for, what replaces CUDA where there is none, and Ray itself."""
+"""The host's part in a run: the GPUs it asks Ray for, what replaces CUDA if there is none, and Ray itself."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line.input_checks import connect
 from openrlhf_gtpo.megatron.fp8.options import FP32_SCALES
 
-# What upstream sets in its workers' environment, with upstream's defaults.
+# The variables that upstream sets in its workers' environment, with upstream's defaults.
 _UPSTREAM_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "true",
     "NCCL_DEBUG": "WARN",
@@ -21,13 +21,13 @@ _UPSTREAM_ENVIRONMENT = {
 # core/extensions/transformer_engine.py, validate_args in training/arguments.py).
 _DETERMINISTIC_ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NCCL_ALGO": "Ring"}
 
-_UPSTREAM_GPUS = 8  # of each group, by upstream's default: as many processes on a host without GPUs
+_UPSTREAM_GPUS = 8  # of each group by upstream's default, and as many processes on a host without GPUs
 
 
 class Gpus(NamedTuple):
-    """GPUs that each group of processes holds for itself: 0 where there is no such group, or it lives on another's.
+    """GPUs that each group of processes holds for itself: 0 if there is no such group, or if it uses another's.
 
-    On a host without CUDA, Ray counts processes by them.
+    On a host without CUDA, Ray uses these numbers to count processes.
     """
 
     actor: int
@@ -39,7 +39,7 @@ class Gpus(NamedTuple):
 
 
 def gpus_of(args: SimpleNamespace) -> Gpus:
-    """The GPUs of a run as ``train`` of OpenRLHF 0.11.2 places its groups.
+    """The GPUs of a run, given how ``train`` of OpenRLHF 0.11.2 places its groups.
 
     https://github.com/OpenRLHF/OpenRLHF/blob/main/openrlhf/cli/train_ppo_ray.py
     """
@@ -51,8 +51,7 @@ def gpus_of(args: SimpleNamespace) -> Gpus:
     has_guide = guide.model_name_or_path and not guide.endpoint
     has_reference = args.algo.kl.init_coef > 0
     has_critic = bool(args.critic.model_name_or_path)
-    # Beside an agent upstream makes a reward actor without a model, and waits for it only where it has several GPUs.
-    has_reward = not args.reward.remote_url and (bool(args.reward.model_name_or_path) or size(args.reward) > 1)
+    has_reward = bool(args.reward.model_name_or_path) and not args.reward.remote_url
     paired = has_critic and args.train.colocate_critic_reward  # on GPUs of their own, whatever the others share
     with_engines = shared and not args.train.async_enable
     return Gpus(
@@ -66,7 +65,7 @@ def gpus_of(args: SimpleNamespace) -> Gpus:
 
 
 def adapt(args: SimpleNamespace) -> None:
-    """Replace what only CUDA can do, and sizes that only a node of GPUs has, saying so in one line each."""
+    """Replace what only CUDA can do, and sizes that only a node of GPUs has, with one printed line each."""
 
     def replace(section: SimpleNamespace, flag: str, value: object) -> None:
         name = flag.partition(".")[2]
@@ -81,7 +80,7 @@ def adapt(args: SimpleNamespace) -> None:
             if section.num_gpus_per_node == _UPSTREAM_GPUS > args.actor.num_gpus_per_node:
                 if own_gpus:
                     replace(section, f"--{name}.num_gpus_per_node", args.actor.num_gpus_per_node)
-                section.num_gpus_per_node = args.actor.num_gpus_per_node  # upstream compares those that share, too
+                section.num_gpus_per_node = args.actor.num_gpus_per_node  # upstream compares groups that share, too
     if "flash_attention" in args.ds.attn_implementation:
         replace(args.ds, "--ds.attn_implementation", "sdpa")
     if args.vllm.sync_backend == "nccl":
@@ -100,11 +99,11 @@ def adapt(args: SimpleNamespace) -> None:
 
 
 def start_ray(args: SimpleNamespace, gpus: int) -> None:
-    """Connect to the cluster that RAY_ADDRESS names, or start a Ray of this host's own.
+    """Connect to the cluster that RAY_ADDRESS names, or start Ray on this host.
 
     Args:
         args: the run's arguments.
-        gpus: what a host without CUDA counts as its GPUs, where the Ray is its own.
+        gpus: the number of GPUs that Ray is to assume on a host without CUDA, if it is started here.
 
     Raises:
         UsageError: no Ray answers at RAY_ADDRESS.
@@ -114,13 +113,13 @@ def start_ray(args: SimpleNamespace, gpus: int) -> None:
     defaults = _UPSTREAM_ENVIRONMENT | {FP32_SCALES: "1"}
     if args.actor.backend == "megatron":
         if args.megatron.tensor_model_parallel_size * args.megatron.context_parallel_size > 1:
-            # How Megatron overlaps communication with products: kernels start in the order they were launched in.
-            # Blackwell needs it no more (megatron-core 0.16.1, training/arguments.py, validate_args).
+            # Megatron overlaps communication with products by having kernels start in the order of their launch.
+            # Blackwell no longer needs it (megatron-core 0.16.1, training/arguments.py, validate_args).
             defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         if args.train.full_determinism_enable:
             defaults |= _DETERMINISTIC_ENVIRONMENT
     environment = {name: os.environ.get(name, value) for name, value in defaults.items()}
-    # The environment of a job that `ray job submit` started is in os.environ, and Ray refuses names that come twice.
+    # The environment of a job that `ray job submit` started is in os.environ, and Ray refuses names given twice.
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     options: dict[str, Any] = {"runtime_env": {"env_vars": environment}}
     if platform.chosen_platform() == "cpu":
@@ -135,13 +134,13 @@ def start_ray(args: SimpleNamespace, gpus: int) -> None:
             options |= {"address": "local", "num_gpus": gpus, "num_cpus": gpus + 4, "include_dashboard": False}
     try:
         ray.init(**options)
-    except ConnectionError as error:  # such as of RAY_ADDRESS=auto, which check_ray_address cannot ask
+    except ConnectionError as error:  # such as for RAY_ADDRESS=auto, which check_ray_address cannot try
         raise _no_ray(error) from error
 
 
 def check_ray_address() -> None:
     """Refuse a RAY_ADDRESS at which nothing listens: Ray would try for minutes and then abort the process (ray 2.55.0,
-    _private/node.py, Node._init_gcs_client). Can go once it raises soon."""
+    _private/node.py, Node._init_gcs_client). This can go once Ray raises early."""
     try:
         connect(os.environ.get("RAY_ADDRESS", ""))
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What a run is given, looked at before any engine starts: checkpoints, rewards and data sets."""
+"""Checks a run's inputs before any engine starts: checkpoints, rewards and data sets."""
 
 import importlib.util
 import inspect
@@ -19,7 +19,7 @@ from openrlhf_gtpo.megatron.checkpoint.folder import backend_of, candidate, name
 from openrlhf_gtpo.platform.files import check_output, model_folder, weight_shapes
 from openrlhf_gtpo.report.metrics import read_runs
 
-# Where a checkpoint may name Python code of its own.
+# Files in which a checkpoint may name its own Python code.
 _CONFIGURATIONS = (
     "config.json",
     "tokenizer_config.json",
@@ -32,12 +32,12 @@ _TABLES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parque
 
 
 def refuse_own_code(name: str | None, flag: str, trust_flag: str) -> None:
-    """Refuse a checkpoint, a folder or a hub name, that brings Python code of its own. None of it is run here, and a
+    """Refuse a checkpoint (a folder or a hub name) that brings its own Python code. None of it is run here, and a
     checkpoint that cannot be read is left to whoever loads it.
 
     Args:
-        flag: the one that names the checkpoint.
-        trust_flag: the one that allows its code.
+        flag: the flag that names the checkpoint.
+        trust_flag: the flag that allows its code.
 
     Raises:
         UsageError: one of its configuration files has an ``auto_map``.
@@ -73,7 +73,7 @@ def refuse_own_code(name: str | None, flag: str, trust_flag: str) -> None:
 
 
 def refuse_quantized(name: str | None, flag: str) -> None:
-    """Refuse a quantized checkpoint, a folder or a hub name, as the policy. One that cannot be read is left to whoever
+    """Refuse a quantized checkpoint (a folder or a hub name) as the policy. One that cannot be read is left to whoever
     loads it.
 
     Raises:
@@ -93,16 +93,16 @@ def refuse_quantized(name: str | None, flag: str) -> None:
 
 
 def resumes(ckpt: SimpleNamespace) -> bool:
-    """Whether the run goes on from a checkpoint, by its ``--ckpt.*``."""
+    """True if the ``--ckpt.*`` flags have the run go on from a checkpoint."""
     return bool(ckpt.load_enable) and newest_whole(Path(ckpt.path) / "_actor") is not None
 
 
 def check_checkpoints(args: SimpleNamespace) -> None:
-    """Refuse to start anew in a folder with checkpoints, which the new run's would replace, and to go on from those
-    that cannot be loaded.
+    """Refuse to start anew in a folder with checkpoints that the new run's would replace, and to go on from ones that
+    cannot be loaded.
 
     Raises:
-        UsageError: ``--ckpt.path`` has such checkpoints, or lacks the one of ``--ckpt.load_tag``.
+        UsageError: ``--ckpt.path`` has such checkpoints, or lacks the one that ``--ckpt.load_tag`` names.
     """
     ckpt, folder = args.ckpt, Path(args.ckpt.path) / "_actor"
     try:
@@ -122,7 +122,7 @@ def check_checkpoints(args: SimpleNamespace) -> None:
         path = candidate([folder], ckpt.load_tag)
         backend = backend_of(path) if path is not None else args.actor.backend
     except CheckpointError as error:
-        if isinstance(error, DamagedError) and ckpt.load_tag is None:  # the one before is taken
+        if isinstance(error, DamagedError) and ckpt.load_tag is None:  # the one before it is taken
             return
         raise UsageError(f"--ckpt.load_enable: {error}") from error
     if backend != args.actor.backend:
@@ -135,7 +135,7 @@ def check_results(args: SimpleNamespace) -> None:
     """Refuse to write the trained model over another one.
 
     Raises:
-        UsageError: ``--ckpt.output_dir`` holds a model, and this run does not go on with one that may have written it.
+        UsageError: ``--ckpt.output_dir`` holds a model, and this run does not continue one that may have written it.
     """
     output = Path(args.ckpt.output_dir)
     for role in ("actor", "reward", "critic"):
@@ -153,10 +153,10 @@ def check_results(args: SimpleNamespace) -> None:
 
 
 def check_metrics_file(args: SimpleNamespace) -> None:
-    """Refuse to add to the metrics of a run that this one does not go on with, or to a file of another kind.
+    """Refuse to add to the metrics of a run that this one does not continue, or to a file of another kind.
 
-    Where ``--ckpt.load_enable`` finds no checkpoint of a run that did not end, it died before its first one; the new
-    start is another run in the same file, as a requeued job needs it.
+    If ``--ckpt.load_enable`` finds no checkpoint of a run that did not end, that run died before its first one; the
+    new start is another run in the same file, as a requeued job needs.
 
     Raises:
         UsageError: ``--logger.metrics_path`` holds such a run, or cannot be written.
@@ -208,7 +208,7 @@ def check_model(name: str | None, flag: str, trust_remote_code: bool = False) ->
         folder = model_folder(name, weights=False)
     except UsageError as error:
         raise UsageError(f"{flag} {error}") from error
-    # Transformers makes a list as long as there are layers, whatever memory there is.
+    # Transformers makes a list with an item per layer, however little memory there is.
     if found := re.search(r'"\w*layers?"\s*:\s*\d{5,}', (folder / "config.json").read_text(errors="replace")):
         raise UsageError(
             f"{flag} {name} is not a Hugging Face checkpoint that can be read: its config.json has {found[0]:.99}."
@@ -224,13 +224,13 @@ def check_model(name: str | None, flag: str, trust_remote_code: bool = False) ->
 
 
 def check_weights_fit(model: str, flag: str) -> None:
-    """Refuse a local language model that lacks weights, which Transformers would make up, or has some of other sizes.
+    """Refuse a local language model that lacks weights, which Transformers would make up, or has some of wrong sizes.
 
-    It is loaded without its tensors' values, in a fraction of a second. What cannot be, as with code of its own, is
-    left to whoever loads it.
+    It is loaded without its tensors' values, in a fraction of a second. A model for which that fails, such as one with
+    its own code, is left to whoever loads it.
 
     Raises:
-        UsageError: names one of them.
+        UsageError: names one of those weights.
     """
     path = Path(model)
     if not path.is_dir():
@@ -298,7 +298,7 @@ def load_tokenizer(name: str, flag: str, trust_remote_code: bool = False) -> Any
 
 
 def _reason(error: BaseException) -> str:
-    """An error's message in one line; its kind where it has none."""
+    """An error's message in one line, or its type if it has none."""
     return _line(str(error)) or type(error).__name__
 
 
@@ -326,7 +326,7 @@ def check_reward(args: SimpleNamespace) -> None:
                 continue
             if Path(url).exists():
                 raise UsageError(
-                    f"--reward.remote_url {url} is {'a folder' if Path(url).is_dir() else 'no .py file'}; give a "
+                    f"--reward.remote_url {url} is {'a folder' if Path(url).is_dir() else 'not a .py file'}; give a "
                     "Python file with reward_func, or the URL of a server."
                 )
             try:
@@ -339,7 +339,7 @@ def check_reward(args: SimpleNamespace) -> None:
 
 
 def import_file(file: str, flag: str, name: str) -> Callable[..., Any]:
-    """``name`` of a Python file; refuses one that is missing, cannot be imported, or lacks it."""
+    """Return ``name`` from a Python file; refuse a file that is missing, cannot be imported, or lacks it."""
     if not Path(file).is_file():
         raise UsageError(f"{flag} {file} does not exist.")
     spec = importlib.util.spec_from_file_location("openrlhf_gtpo_checked_file", file)
@@ -357,7 +357,7 @@ def import_file(file: str, flag: str, name: str) -> Callable[..., Any]:
 
 
 def table_rows(names: str, split: str, flag: str) -> int | None:
-    """Rows of the local data sets that ``flag`` names, together; None where one is of the hub.
+    """Total rows of the local data sets that ``flag`` names; None if one of them is on the hub.
 
     Raises:
         UsageError: a data set that is missing or cannot be read.
@@ -367,7 +367,7 @@ def table_rows(names: str, split: str, flag: str) -> int | None:
 
 
 def _tables(names: str, split: str, flag: str) -> Iterator[tuple[str, Any]]:
-    """Each data set ``flag`` names, and its rows; None for a hub name, which upstream loads."""
+    """Each data set that ``flag`` names, and its rows, or None for a hub name, which upstream loads."""
     for name in (part.strip() for part in names.split(",")):
         path = Path(name.split("@")[0])
         if not path.exists() and (path.suffix in _TABLES or path.is_absolute() or name.startswith(".")):
@@ -377,7 +377,7 @@ def _tables(names: str, split: str, flag: str) -> Iterator[tuple[str, Any]]:
 
 def _load_table(name: str, split: str, flag: str) -> Any:
     """The rows of one split of a local file or folder, loaded as upstream's ``blending_datasets`` does; refuses one
-    that cannot be read, or is empty."""
+    that cannot be read or is empty."""
     import datasets
 
     folder, _, data_dir = name.partition("@")
@@ -385,12 +385,12 @@ def _load_table(name: str, split: str, flag: str) -> Any:
     if path.is_file() and path.stat().st_size == 0:
         raise UsageError(f"{flag} {path} is empty.")
     if _TABLES.get(path.suffix) == "json":
-        # A null row ends the process that reads it: https://github.com/apache/arrow/issues/47409
+        # A null row kills the process that reads it: https://github.com/apache/arrow/issues/47409
         with path.open("rb") as rows:
             first, number = rows.read(4096), None
             if re.match(rb"(\xef\xbb\xbf)?[\s\[]*null", first):
                 number = 1
-            elif not first.lstrip().startswith(b"["):  # rows of their own lines
+            elif not first.lstrip().startswith(b"["):  # one row per line
                 rows.seek(0)
                 number = next((n for n, row in enumerate(rows, 1) if row.lstrip().startswith(b"null")), None)
         if number is not None:
@@ -401,11 +401,11 @@ def _load_table(name: str, split: str, flag: str) -> Any:
     try:
         if path.suffix in _TABLES:
             loaded = datasets.load_dataset(_TABLES[path.suffix], data_files=str(path))
-        elif (path / "state.json").exists() or (path / "dataset_dict.json").exists():  # of save_to_disk
+        elif (path / "state.json").exists() or (path / "dataset_dict.json").exists():  # written by save_to_disk
             loaded = datasets.load_from_disk(path)
         else:
             loaded = datasets.load_dataset(folder, data_dir=data_dir or None)
-    except Exception as error:  # datasets wraps parsers that raise their own kinds
+    except Exception as error:  # datasets wraps parsers that raise their own types
         if "corresponds to no data" in str(error):
             raise UsageError(f"{flag} {path} has no rows.") from error
         kind = path.suffix[1:] if path.suffix in _TABLES else "a data set"
@@ -440,12 +440,12 @@ def check_dataset(args: SimpleNamespace, tokenizer: Any, names: str | None, spli
             _check_rows(args, tokenizer, table, f"{flag} {name}")
         except UnicodeDecodeError as error:  # datasets decodes text as it is read
             raise UsageError(f"{flag} {name} is not in UTF-8 ({error}); convert it, as with iconv.") from error
-        except KeyError as error:  # datasets' own, of a name with a NUL within a column
+        except KeyError as error:  # datasets raises it for a name with a NUL within a column
             raise UsageError(f"{flag} {name} has a column with a name in it that cannot be read: {error}.") from error
 
 
 def _check_rows(args: SimpleNamespace, tokenizer: Any, table: Any, where: str) -> None:
-    """Refuse prompts that are no text or empty, labels that are null, and the first prompt without room to respond."""
+    """Refuse prompts that are empty or not text, null labels, and the first prompt that leaves no room to respond."""
     from openrlhf.datasets.prompts_dataset import preprocess_data
 
     template = tokenizer.apply_chat_template if args.data.apply_chat_template else None
@@ -485,10 +485,10 @@ def _check_rows(args: SimpleNamespace, tokenizer: Any, table: Any, where: str) -
 
 
 def connect(url: str, default_port: int | None = None) -> None:
-    """See whether somebody listens at the host and port of ``url``; does nothing without a port.
+    """Check that something listens at the host and port of ``url``; do nothing without a port.
 
     Raises:
-        OSError, ValueError: nobody does, or that is no port.
+        OSError, ValueError: nothing listens there, or the port is invalid.
     """
     parts = urlsplit(url if "//" in url else f"//{url}")
     port = parts.port or default_port

@@ -1,4 +1,4 @@
-"""What can be known to fail with ``--actor.backend megatron`` before any engine starts. Holds for every estimator."""
+"""Refuses, before any engine starts, what is sure to fail with ``--actor.backend megatron``, for every estimator."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ _BACKEND = "--actor.backend megatron"
 
 
 def check_megatron(args: SimpleNamespace) -> None:
-    """Raise UsageError for the first thing that the Megatron actor cannot do; nothing with another backend."""
+    """Raise UsageError for the first thing that the Megatron actor cannot do; do nothing with another backend."""
     if args.actor.backend != "megatron":
         return
     layout, fp8 = layout_of(args), fp8_of(args)
@@ -58,11 +58,11 @@ def _check_world_size(config: Any, layout: Layout, section: SimpleNamespace, nam
             f"{error.with_flags(megatron_flag)}"
         ) from error
     size, on_node = layout.tensor_model_parallel_size, section.num_gpus_per_node
-    if on_node % size and platform.chosen_platform() == "cuda":  # nodes of a host without it are one host
+    if on_node % size and platform.chosen_platform() == "cuda":  # without CUDA, all nodes are one host
         fitting = [str(legal) for legal in legal_tensor_parallel_sizes(config) if on_node % legal == 0]
         raise UsageError(
             f"--megatron.tensor_model_parallel_size {size} does not divide --{name}.num_gpus_per_node {on_node}, so "
-            f"that tensor-parallel groups would cross nodes; sizes that fit: {', '.join(fitting)}."
+            f"tensor-parallel groups would cross nodes; sizes that fit: {', '.join(fitting)}."
         )
 
 
@@ -85,13 +85,14 @@ def _check_fp8_flags(args: SimpleNamespace, fp8: Fp8Options) -> None:
 
 
 def _check_router(overrides: dict[str, Any]) -> None:
-    """Refuse losses of its own, which Megatron multiplies by their tokens, for a division of the whole gradient that
-    the policy's loss has done already (megatron-core 0.16.1, transformer/moe/router.py,
-    attach_and_log_load_balancing_loss); and sinkhorn, by which it routes in training alone."""
+    """Refuse the router's own losses, which Megatron multiplies by their tokens to make up for a division of the whole
+    gradient that the policy's loss has already done (megatron-core 0.16.1, transformer/moe/router.py,
+    attach_and_log_load_balancing_loss); and sinkhorn, by which Megatron routes only in training."""
     for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"):
         if overrides.get(name) not in (None, 0, "none"):
             raise UsageError(
-                f"--megatron.override {name} is not offered by {_BACKEND}, which balances no experts; leave it out."
+                f"--megatron.override {name} is not offered by {_BACKEND}, which does not balance experts; leave "
+                "it out."
             )
 
 

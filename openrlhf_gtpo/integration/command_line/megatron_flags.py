@@ -1,4 +1,4 @@
-"""The flags of the Megatron-core actor, and what they imply for flags of OpenRLHF's."""
+"""The flags of the Megatron-core actor, and what they imply for OpenRLHF's own flags."""
 
 import argparse
 from collections.abc import Iterable, Iterator
@@ -9,8 +9,8 @@ from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.fp8.options import MODES, RECIPES, Fp8Options
 from openrlhf_gtpo.megatron.parallel.layout import RECOMPUTE, SIZES, Layout, LayoutError, ModelError
 
-# Prefixes of OpenRLHF's flags that the actor on Megatron does not read: DeepSpeed's, and of what is refused with it
-# (moving average, Muon, images).
+# Prefixes of OpenRLHF's flags that the Megatron actor does not read: DeepSpeed's, and those of features that are
+# refused with it (moving average, Muon, images).
 NOT_READ = (
     "actor.freeze_visual_encoder",
     "actor.gradient_checkpointing_reentrant",
@@ -23,7 +23,7 @@ NOT_READ = (
     "ds.zpg",
     "train.ema_beta",
 )
-# Nor these, but a reward model beside it, which runs on DeepSpeed, does.
+# It does not read these either, but a reward model beside it, which runs on DeepSpeed, does.
 READ_BY_REWARD_MODEL = (
     "ds.attn_implementation",
     "ds.deepcompile",
@@ -50,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--megatron.recompute",
         choices=RECOMPUTE,
         default="none",
-        help="activations to compute again in the backward pass instead of keeping them: none, those of the MLP "
+        help="activations to recompute in the backward pass instead of keeping them: none, those of the MLP "
         "or the experts (selective), or all of a layer's (full; --actor.gradient_checkpointing_enable asks for this)",
     )
     group.add_argument(
@@ -68,15 +68,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--megatron.offload",
         action="store_true",
         help="move parameters, gradients and optimizer states to host memory between the phases of a colocated run, "
-        "as --ds.enable_sleep does for DeepSpeed (which asks for the same here), and the reference model between its "
-        "forward passes (--ref.offload asks for that alone)",
+        "as --ds.enable_sleep does for DeepSpeed (and here too), and the reference model between its forward passes "
+        "(--ref.offload does only the latter)",
     )
     group.add_argument(
         "--megatron.fp8",
         choices=MODES,
         help="compute the decoder's matrix products in FP8: hybrid (E4M3, gradients in E5M2) or e4m3 with Transformer "
         "Engine on Hopper or Ada; emulated gives the same numbers slowly on any host. Embedding and LM head stay in "
-        "BF16, and the weights unless --megatron.fp8_param is given (default: off)",
+        "BF16, and so do the weights unless --megatron.fp8_param is given (default: off)",
     )
     group.add_argument(
         "--megatron.fp8_recipe",
@@ -88,8 +88,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--megatron.fp8_param",
         action="store_true",
-        help="keep those weights in FP8 alone, beside the optimizer's float32 ones, which stay what they are without "
-        "it: half the memory of weights; not with the recipe delayed",
+        help="keep the weights of those products only in FP8, beside the optimizer's float32 ones, which are the same "
+        "as without it: half the memory of weights; not with the recipe delayed",
     )
     for end in ("start", "end"):
         group.add_argument(
@@ -111,8 +111,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--megatron.fp8_audit_gate",
         type=float,
         metavar="X",
-        help="where an audit finds that more than this fraction of the advantages changes its sign, compute the "
-        "old-policy forward in BF16 until an audit finds fewer, such as 0.02 (default: never)",
+        help="if an audit finds that more than this fraction of the advantages, such as 0.02, changes its sign, "
+        "compute the old-policy forward in BF16 until an audit finds fewer (default: never)",
     )
     group.add_argument(
         "--megatron.override",
@@ -163,7 +163,7 @@ def add_layout_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def fp8_of(args: SimpleNamespace) -> Fp8Options | None:
-    """What ``--megatron.fp8*`` asks for; None without it."""
+    """The options that ``--megatron.fp8*`` asks for; None without it."""
     megatron = args.megatron
     if megatron.fp8 is None:
         return None
@@ -177,7 +177,7 @@ def fp8_of(args: SimpleNamespace) -> Fp8Options | None:
 
 
 def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
-    """Carry the Megatron actor's flags over to those that OpenRLHF reads, and the other way round.
+    """Carry the Megatron actor's flags over to those that OpenRLHF reads, and vice versa.
 
     OpenRLHF hands each batch to ``ds.ring_attn_size * ds.tensor_parallel_size`` consecutive ranks, and counts its
     data-parallel ranks by them; with this backend those are the ranks of one model replica.
@@ -207,10 +207,10 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
 
 
 def refuse_stray(args: argparse.Namespace, given: Iterable[str]) -> None:
-    """Refuse ``--megatron.*`` where another backend runs, and settings of FP8 where it is off.
+    """Refuse ``--megatron.*`` with another backend, and FP8 settings when FP8 is off.
 
     Raises:
-        UsageError: one of the destinations ``given`` on the command line is among them.
+        UsageError: one of the destinations ``given`` on the command line is such a flag.
     """
     ours = sorted(name for name in given if name.startswith("megatron."))
     if ours and getattr(args, "actor.backend") != "megatron":
@@ -232,7 +232,7 @@ def layout_of(args: SimpleNamespace) -> Layout:
 
 @contextmanager
 def refusals_name_flags() -> Iterator[None]:
-    """Raise what Megatron's rooms refuse as the user's mistake, with ``--megatron.*`` for each setting.
+    """Raise what Megatron's rooms refuse as a UsageError that names each setting by its ``--megatron.*`` flag.
 
     Raises:
         UsageError: a LayoutError was raised.
@@ -246,5 +246,5 @@ def refusals_name_flags() -> Iterator[None]:
 
 
 def megatron_flag(name: str) -> str:
-    """The flag of the setting ``name`` of a layout or of FP8."""
+    """The flag for the layout or FP8 setting ``name``."""
     return f"--megatron.{name}"

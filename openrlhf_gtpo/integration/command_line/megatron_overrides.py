@@ -1,7 +1,7 @@
-"""``--megatron.override`` and ``--megatron.ddp FIELD=VALUE``: words of a command line to values of Megatron's
+"""``--megatron.override`` and ``--megatron.ddp FIELD=VALUE``: turns words of a command line into values of Megatron's
 ``TransformerConfig`` and ``DistributedDataParallelConfig``.
 
-Megatron is imported where it is asked, so that a command line without the flag does not wait for it.
+Megatron is imported only when it is needed, so that a command line without the flag does not wait for it.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.parallel.layout import SIZES
 
-# What would contradict what the rest of the command line, the checkpoint or the engine says, and where to say it.
+# Fields that would contradict the rest of the command line, the checkpoint or the engine, and the remedy or reason.
 _OWNED: dict[str, str] = {
     name: f"give --megatron.{name}" for name in (*SIZES, "sequence_parallel", "fp8", "fp8_recipe", "fp8_param")
 }
@@ -90,7 +90,7 @@ _OWNED_BY_DDP |= dict.fromkeys(
     ),
     "it belongs to Megatron's FSDP or to MXFP8, which the actor does not use",
 )
-# Of each flag: the dataclass in megatron.core, and its fields that are not the user's.
+# For each flag: the dataclass in megatron.core, and its fields that the user may not set.
 _FLAGS = {
     "override": ("transformer", "TransformerConfig", _OWNED),
     "ddp": ("distributed", "DistributedDataParallelConfig", _OWNED_BY_DDP),
@@ -103,7 +103,7 @@ def parse_overrides(words: Sequence[str], flag: str = "override") -> dict[str, A
     """Field of ``flag``'s dataclass -> value, in the field's own type.
 
     Values: ``true`` or ``false``; a number; one of the field's choices; a member's name for an enumeration; items
-    with commas between them for a list; ``none`` where the field may be empty.
+    with commas between them for a list; ``none`` if the field may be empty.
 
     Raises:
         UsageError: the first of ``words`` that cannot be used; the message says what could.
@@ -112,7 +112,7 @@ def parse_overrides(words: Sequence[str], flag: str = "override") -> dict[str, A
         return {}
     module, name_of_config, owned = _FLAGS[flag]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what this process lacks for training, which others do
+        warnings.simplefilter("ignore")  # about what this process lacks for training, which others do
         config = getattr(importlib.import_module(f"megatron.core.{module}"), name_of_config)
 
     hints = typing.get_type_hints(config)
@@ -140,7 +140,7 @@ def _value(shown: str, text: str, hint: Any) -> Any:
     readers = [_reader(kind, text) for kind in (typing.get_args(hint) if union else (hint,))]
     known = [reader for reader in readers if reader is not None]
     if len(known) < len(readers):
-        raise UsageError(f"{shown}: the field takes a Python object, which no text can give.")
+        raise UsageError(f"{shown}: the field takes a Python object, which text cannot express.")
     for reader in sorted(known, key=lambda reader: reader.rank):
         with contextlib.suppress(ValueError, KeyError):
             return reader.read(text)
@@ -150,11 +150,11 @@ def _value(shown: str, text: str, hint: Any) -> Any:
 
 
 class _Reader(NamedTuple):
-    """How text becomes a value of one type.
+    """A parser of text into values of one type.
 
     Fields:
-        rank: when a union tries it: what any text could mean comes last, lists before it where commas are.
-        read: raises ValueError or KeyError where the text is no such value.
+        rank: when a union tries it: types that fit any text come last, and lists before them if there are commas.
+        read: raises ValueError or KeyError if the text is not such a value.
         wanted: what a message says to give.
     """
 
@@ -164,7 +164,7 @@ class _Reader(NamedTuple):
 
 
 def _reader(kind: Any, text: str) -> _Reader | None:
-    """None for a type that no text can give."""
+    """The reader for a type; None if text cannot express its values."""
     if kind is type(None):
         return _Reader(0, lambda text: {"none": None}[text.lower()], ["none"])
     if kind is bool:

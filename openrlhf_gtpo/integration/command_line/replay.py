@@ -1,4 +1,4 @@
-"""``--train.replay_rollouts``: what such a run does not read, and the dumps that it can train on."""
+"""``--train.replay_rollouts``: the flags that such a run does not read, and the dumps that it can train on."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line.input_checks import load_tokenizer
 from openrlhf_gtpo.report.rollouts import RolloutDump, find_dumps, read_dump, vocabulary_digest
 
-# How the flags begin that only sampling, rewards, evaluation and the length of a run are made with.
+# Prefixes of the flags that concern only sampling, rewards, evaluation and the length of a run.
 _NOT_READ = (
     "vllm.",
     "eval.",
@@ -35,18 +35,18 @@ _NOT_READ = (
     "train.agent_func_path",
     "train.num_episodes",
 )
-_ABSENT = "replay"  # as upstream calls an agent's reward "agent": so that no actor is made for one
+_ABSENT = "replay"  # so that no reward actor is made; for an agent's reward, upstream likewise sets "agent"
 
 
 def adjust(values: dict[str, Any], given: frozenset[str]) -> None:
-    """Leave out, of the parsed command line ``values`` by flag, what a replay does not read, naming what was ``given``
-    of it. OpenRLHF's own checks still see an engine and a reward.
+    """Reset what a replay does not read in ``values``, the parsed command line by flag, and print which of those flags
+    were ``given``. OpenRLHF's own checks still see an engine and a reward.
 
     Raises:
-        UsageError: the folder's name is empty, as of a script's variable that is not set.
+        UsageError: the folder's name is empty, as when a script's variable is not set.
     """
     if not values["train.replay_rollouts"]:
-        raise UsageError("Expected --train.replay_rollouts to be a folder with dumps, got an empty word.")
+        raise UsageError("Expected --train.replay_rollouts to be a folder with dumps, got an empty string.")
     unread = sorted(f"--{flag}" for flag in given if flag.startswith(_NOT_READ))
     if unread:
         why = "--train.replay_rollouts has no engines, and the dumps have what was sampled"
@@ -55,12 +55,12 @@ def adjust(values: dict[str, Any], given: frozenset[str]) -> None:
     values |= {"algo.dynamic_filtering_enable": False, "rollout.entropy_audit_steps": 0}
     # The dumps say which rows are the guide's, and have no rescued ones.
     values |= {"algo.guide.model_name_or_path": None, "algo.guide.rescue_batch": 0}
-    if not values["reward.model_name_or_path"]:  # which gae may start its critic from
+    if not values["reward.model_name_or_path"]:  # gae may start its critic from it
         values["reward.remote_url"] = _ABSENT
 
 
 def leave_out_engines(args: SimpleNamespace) -> None:
-    """Take engines and the actor for a reward out of the run, after OpenRLHF's own checks."""
+    """Take the engines and the reward actor out of the run, after OpenRLHF's own checks."""
     args.vllm.num_engines = 0
     args.reward.remote_url = [_ABSENT]
 
@@ -69,10 +69,10 @@ def check(args: SimpleNamespace) -> None:
     """Read every dump.
 
     Raises:
-        UsageError: there is none, or one that this run cannot train on.
+        UsageError: there is no dump, or one that this run cannot train on.
     """
     for given, flag, why in (
-        (args.logger.dump_rollouts, "--logger.dump_rollouts", "which would write again what is read"),
+        (args.logger.dump_rollouts, "--logger.dump_rollouts", "which would write again what the run reads"),
         (args.data.max_images_per_prompt, "--data.max_images_per_prompt", "since dumps hold no images"),
     ):
         if given:
@@ -89,10 +89,10 @@ def check(args: SimpleNamespace) -> None:
 
 
 def _why_not(dump: RolloutDump, args: SimpleNamespace, vocabulary: str) -> str | None:
-    """What keeps a run from training on a dump, as a clause with what to do; None where it can."""
+    """The reason why a run cannot train on a dump, as a clause that ends with the remedy; None if it can."""
     settings, rows, samples = dump.settings, dump.columns["row"], args.rollout.n_samples_per_prompt
     if settings["version"] < 2:
-        return "is of version 1, without what a replay has to know; dump the step again"
+        return "is of version 1, which lacks what a replay needs; dump the step again"
     if len(rows) < settings["batch_rows"]:
         return (
             f"holds {len(rows)} of the step's {settings['batch_rows']} responses, and a replay needs whole steps; "
@@ -100,8 +100,8 @@ def _why_not(dump: RolloutDump, args: SimpleNamespace, vocabulary: str) -> str |
         )
     if settings["vocabulary"] != vocabulary:
         return (
-            f"has token ids of another vocabulary, that of {settings['model']}, than --actor.model_name_or_path "
-            f"{args.actor.model_name_or_path}; give a model with the same tokenizer"
+            f"has token ids from the vocabulary of {settings['model']}, which is not that of "
+            f"--actor.model_name_or_path {args.actor.model_name_or_path}; give a model with the same tokenizer"
         )
     counts = np.bincount(dump.columns["group"])
     if (counts != samples).any():
@@ -109,7 +109,7 @@ def _why_not(dump: RolloutDump, args: SimpleNamespace, vocabulary: str) -> str |
     if settings["temperature"] != args.rollout.temperature:
         return (
             f"was sampled at {settings['temperature']:g}, not at --rollout.temperature {args.rollout.temperature:g}, "
-            "with which log-probs are computed; give the same"
+            "at which log-probs are computed; give the same"
         )
     if args.rollout.entropy == "sampler" and settings["entropy"] != "sampler":
         return "has no entropies of the sampler; give --rollout.entropy actor"

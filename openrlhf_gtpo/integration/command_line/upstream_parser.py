@@ -1,9 +1,9 @@
-"""Upstream's own command line, run as it is, with flags of ours added to it. Nothing of it is copied.
+"""Runs upstream's own command line as it is, with our flags added. None of it is copied.
 
 OpenRLHF 0.11.2 builds its parser, post-processes the arguments and trains inside ``if __name__ == "__main__"``
 (https://github.com/OpenRLHF/OpenRLHF/blob/main/openrlhf/cli/train_ppo_ray.py). That block is cut out of the installed
 source and run with two names of its module replaced: ``argparse`` by a view of the real one whose parser is ours, and
-``train`` by a function that keeps the arguments. All of this can go when upstream has a function that parses.
+``train`` by a function that keeps the arguments. All of this can go once upstream has a function that parses.
 """
 
 import argparse
@@ -26,7 +26,7 @@ MODULE = "openrlhf.cli.train_ppo_ray"
 
 
 class _Help(argparse.HelpFormatter):
-    """Help with the default of every flag, and the last part of its name for its value."""
+    """Help that shows every flag's default, with the last part of its name standing for its value."""
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         return action.dest.rpartition(".")[2].upper()
@@ -55,10 +55,10 @@ class ExtendedParser(argparse.ArgumentParser):
         self._upstream_flags = frozenset(self._option_string_actions)
         self._optionals.title = "OpenRLHF's own"
         flags.add_flags(self)
-        self._action_groups.sort(key=lambda group: group is self._optionals)  # the many come last
-        for word in self._argv:  # of which Python makes an empty list: https://github.com/python/cpython/issues/109475
+        self._action_groups.sort(key=lambda group: group is self._optionals)  # OpenRLHF's many come last
+        for word in self._argv:  # Python reads --flag=-- as []: https://github.com/python/cpython/issues/109475
             if word.startswith("--") and word.endswith("=--"):
-                raise UsageError(f"{word} has two dashes for its value; give another, or leave the flag out.")
+                raise UsageError(f"{word} has two dashes as its value; give another value, or leave the flag out.")
         parsed, unknown = self.parse_known_args(self._argv)
         if unknown:
             self._refuse_unknown(unknown)
@@ -67,7 +67,7 @@ class ExtendedParser(argparse.ArgumentParser):
         return parsed
 
     def _get_option_tuples(self, option_string: str) -> list:
-        """What an abbreviated flag may mean. One that is clear upstream stays clear beside our flags."""
+        """The flags that an abbreviation may mean. One that is clear upstream stays clear beside our flags."""
         matches = super()._get_option_tuples(option_string)
         return [match for match in matches if match[1] in self._upstream_flags] or matches
 
@@ -118,7 +118,7 @@ def parse(argv: Sequence[str]) -> SimpleNamespace:
         last = traceback.extract_tb(error.__traceback__)[-1]
         if last.filename != str(source_path(MODULE)):  # not one of upstream's own checks, but something deeper down
             raise
-        if isinstance(error, AssertionError) and str(error):  # which explains itself
+        if isinstance(error, AssertionError) and str(error):  # its message explains itself
             raise UsageError(str(error)) from error
         raise UsageError(
             f"OpenRLHF cannot work with these arguments: {type(error).__name__}: {error}, at `{last.line}`."

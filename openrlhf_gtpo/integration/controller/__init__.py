@@ -1,1 +1,1 @@
-"""What leads a run: the loop over steps, its costs, checkpoints, stops and failures."""
+"""The controller of a run: the loop over steps, its costs, checkpoints, stops and failures."""

@@ -1,4 +1,4 @@
-"""The disk for checkpoints, and whether one fits there. Must not import Ray, which the driver has not set up yet."""
+"""The disk for checkpoints, and whether one fits on it. Must not import Ray, which the driver has not set up yet."""
 
 import math
 import os
@@ -9,24 +9,24 @@ from types import SimpleNamespace
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.platform.files import weight_shapes
 
-# Of a parameter: in bfloat16; and in float32 with two moments of Adam.
+# Bytes per parameter: the weight in bfloat16; the weight in float32 with Adam's two moments.
 _WEIGHT_BYTES = 2
 _STATE_BYTES = 12
 
 
 def writes_checkpoints(args: SimpleNamespace) -> bool:
-    """Whether the run was told to save or load checkpoints; a request to stop may make any run save one."""
+    """True if the run was told to save or load checkpoints; a request to stop may make any run save one."""
     return not args.ckpt.disable_ds and bool(args.ckpt.save_steps > 0 or args.ckpt.stop_file or args.ckpt.load_enable)
 
 
 def check_room(args: SimpleNamespace) -> None:
-    """Refuse folders of results that cannot be written, and a disk on which the trained model or not even one
-    checkpoint fits, where the model's size and the room are known.
+    """Refuse result folders that cannot be written to, and a disk without room for the trained model or for even one
+    checkpoint, if the model's size and the free space are known.
 
-    Quotas are not seen here. A disk with room for one checkpoint and not for ``--ckpt.max_num`` passes.
+    Disk quotas are not checked. A disk with room for one checkpoint but not for ``--ckpt.max_num`` of them passes.
 
     Raises:
-        UsageError: a folder cannot be written, or what goes there does not fit.
+        UsageError: a folder cannot be written to, or what goes there does not fit.
     """
     folders = {"--ckpt.output_dir": args.ckpt.output_dir, "--ckpt.path": args.ckpt.path}
     folders |= {"--logger.tensorboard_dir": args.logger.tensorboard_dir} if args.logger.tensorboard_dir else {}
@@ -53,19 +53,19 @@ def check_room(args: SimpleNamespace) -> None:
 
 
 def checkpoint_bytes(parameters: int) -> int:
-    """Size of a checkpoint, from below: weights and the optimizer's states."""
+    """Lower bound on the size of a checkpoint, in bytes: the weights and the optimizer's states."""
     return parameters * (_WEIGHT_BYTES + _STATE_BYTES)
 
 
 def parameters_of(model: str | None) -> int | None:
-    """How many parameters the safetensors of a local model have, from their headers; None where there are none."""
+    """Number of parameters in the safetensors of a local model, from their headers; None if there are none."""
     if not model or not Path(model).is_dir():
         return None
     return sum(map(math.prod, weight_shapes(Path(model)).values())) or None
 
 
 def free_bytes(path: str | Path) -> int | None:
-    """Free on the disk that ``path`` is on, or would be; None where that cannot be asked."""
+    """Free bytes on the disk that ``path`` is on, or would be; None if they cannot be determined."""
     try:
         return shutil.disk_usage(_existing(path)).free
     except OSError:
@@ -73,13 +73,13 @@ def free_bytes(path: str | Path) -> int | None:
 
 
 def _existing(path: str | Path) -> Path:
-    """``path``, or the nearest of its parents that is there."""
+    """``path``, or the nearest of its parents that exists."""
     folder = Path(path).absolute()
-    while not os.path.exists(folder):  # not Path.exists, which raises where a folder must not be entered
+    while not os.path.exists(folder):  # not Path.exists, which raises if a folder may not be entered
         folder = folder.parent
     return folder
 
 
 def gigabytes(count: int) -> str:
-    """Bytes as GB, or MB where they are few."""
+    """``count`` bytes as text, in GB, or in MB below 0.1 GB."""
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

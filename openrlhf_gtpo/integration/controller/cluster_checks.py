@@ -1,4 +1,4 @@
-"""What can be known to fail once the Ray cluster of a run is there, before anything is loaded onto it."""
+"""Checks of the run's Ray cluster that find what is bound to fail, before anything is loaded onto it."""
 
 import os
 import time
@@ -19,16 +19,16 @@ from openrlhf_gtpo.model_shape import ModelShape
 from openrlhf_gtpo.platform.files import model_folder
 
 _PATIENCE = 10.0  # seconds until a network file system shows a new file to other hosts
-_WEIGHT_BYTES = 2  # of a parameter in an engine
+_WEIGHT_BYTES = 2  # per parameter, in an engine
 _LOOK_LIMIT = 300.0  # seconds for a node to start a process and look
 
 
 def check_nodes(args: SimpleNamespace) -> None:
-    """Refuse a cluster with too few GPUs, a folder that is to hold checkpoints and that its nodes do not share, and a
-    model that one of them does not have and cannot fetch.
+    """Refuse a cluster with too few GPUs, a checkpoint folder that its nodes do not share, and a model that one of the
+    nodes neither has nor can fetch.
 
     Raises:
-        UsageError: with the nodes in question.
+        UsageError: names the nodes in question.
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]
     check_gpus(args, nodes)
@@ -47,8 +47,8 @@ def check_nodes(args: SimpleNamespace) -> None:
 
 
 def check_gpus(args: SimpleNamespace, nodes: list[dict[str, Any]]) -> None:
-    """Refuse fewer GPUs than the run places on them, for which Ray would wait for ever, and engines that no node has
-    the GPUs for: their tensor-parallel groups would cross nodes."""
+    """Refuse fewer GPUs than the run needs, for which Ray would wait forever, and engines for which no node has enough
+    GPUs: their tensor-parallel groups would cross nodes."""
     there = {_name(node): int(node["Resources"].get("GPU", 0)) for node in nodes}
     needed = gpus_of(args)
     if sum(there.values()) < sum(needed):
@@ -65,7 +65,7 @@ def check_gpus(args: SimpleNamespace, nodes: list[dict[str, Any]]) -> None:
         for divisor in range(1, size + 1)
         if size % divisor == 0 and sum(count // divisor for count in there.values()) * divisor >= engines * size
     ]
-    if size not in fitting and platform.chosen_platform() != "cpu":  # whose nodes may be one host
+    if size not in fitting and platform.chosen_platform() != "cpu":  # where nodes may share one host
         raise UsageError(
             f"--vllm.tensor_parallel_size {size} for --vllm.num_engines {engines} would cross nodes, which have "
             f"{', '.join(f'{name}: {count}' for name, count in there.items())} GPUs; sizes that fit, with as many "
@@ -74,11 +74,11 @@ def check_gpus(args: SimpleNamespace, nodes: list[dict[str, Any]]) -> None:
 
 
 def fetch_model(name: str, nodes: list[dict[str, Any]], *, weights: bool) -> None:
-    """Have the files of ``--actor.model_name_or_path`` on every node with GPUs: what waits for engines and trainer to
-    start then waits for no download.
+    """Make sure that every node with GPUs has the files of the model ``name``, so that whoever waits for engines and
+    trainer to start does not wait for a download.
 
     Raises:
-        UsageError: in Ray's error, from a node that neither has it nor can fetch it.
+        UsageError: wrapped in Ray's error, from a node that neither has the model nor can fetch it.
     """
     fetch = ray.remote(num_cpus=0, max_retries=0)(model_folder)
     there = [node for node in nodes if node["Resources"].get("GPU")]
@@ -86,21 +86,21 @@ def fetch_model(name: str, nodes: list[dict[str, Any]], *, weights: bool) -> Non
 
 
 def check_guide_memory(guide: SimpleNamespace, nodes: list[dict[str, Any]]) -> None:
-    """Refuse a guide whose weights alone, as many as the planner counts, do not fit into the memory that its engines
-    may take. One that is quantized, or whose layers the planner does not know, is left to vLLM.
+    """Refuse a guide whose weights alone, by the planner's count, do not fit into the memory that its engines may use.
+    A guide that is quantized, or whose layers the planner does not know, is left to vLLM.
 
     Args:
         guide: the run's ``--algo.guide.*``.
 
     Raises:
-        UsageError: with both sizes.
+        UsageError: names both sizes.
     """
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(guide.model_name_or_path, trust_remote_code=False)
         check_architecture(config)
-    except ValueError:  # a LayoutError, or a configuration that only code of its own can read
+    except ValueError:  # a LayoutError, or a configuration that only the model's own code can read
         return
     if getattr(config, "quantization_config", None) is not None:
         return
@@ -125,12 +125,12 @@ def check_guide_memory(guide: SimpleNamespace, nodes: list[dict[str, Any]]) -> N
 
 
 def free_memory() -> int:
-    """Bytes of this host's."""
+    """Available memory of this host, in bytes."""
     return psutil.virtual_memory().available
 
 
 def gpu_memory() -> int:
-    """Bytes of the smallest of this node's GPUs, as the driver reports them. No GPU is taken hold of."""
+    """Memory of the smallest of this node's GPUs, in bytes, as the driver reports it. Does not occupy any GPU."""
     import pynvml  # nvidia-ml-py, which vLLM for CUDA depends on
 
     pynvml.nvmlInit()
@@ -139,7 +139,7 @@ def gpu_memory() -> int:
 
 
 def check_shared_folder(folder: str, nodes: list[dict[str, Any]]) -> None:
-    """Refuse a folder that is not the same, or not writable, on every node: each looks for this process's file."""
+    """Refuse a folder that is not the same or not writable on every node: each looks for a file of this process."""
     path = Path(folder).absolute()
     token = path / f".shared-{uuid.uuid4().hex}"
     try:
@@ -153,7 +153,7 @@ def check_shared_folder(folder: str, nodes: list[dict[str, Any]]) -> None:
             try:
                 complaint = ray.get(answer, timeout=_LOOK_LIMIT)
             except (ray.exceptions.RayError, TimeoutError) as error:
-                complaint = f"could not be looked for ({' '.join(str(error).split())[:200]})"
+                complaint = f"could not be checked ({' '.join(str(error).split())[:200]})"
             if complaint:
                 raise UsageError(
                     f"--ckpt.path {path} {complaint} on node {name}, and all {len(nodes)} nodes must read and write "
@@ -173,10 +173,10 @@ def _on(node: dict[str, Any]) -> Any:
 
 
 def look_for(token: str, patience: float) -> str | None:
-    """What is wrong with the folder of ``token`` where this runs; None where the file is there and others can be."""
+    """What is wrong with the folder of ``token`` on this node; None if the file exists and others can be written."""
     path = Path(token)
     deadline = time.monotonic() + patience
-    while not os.path.exists(path):  # False too where it may not be looked at
+    while not os.path.exists(path):  # also False if it may not be accessed
         if time.monotonic() > deadline:
             return "is another folder" if path.parent.is_dir() else "does not exist"
         time.sleep(0.5)

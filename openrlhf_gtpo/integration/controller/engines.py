@@ -1,9 +1,9 @@
-"""The run's vLLM engines as its controller sees them: which of them serve, which died or hang, and their way back.
+"""The run's vLLM engines as its controller sees them: which serve, which have died or hang, and how they come back.
 
-Ray starts an engine that died again (``max_restarts`` of its actor), on the same GPUs and behind the same handle, and
-the run goes on with the others. It begins with the weights of the model's checkpoint and refuses to sample from them
-(``EngineRestarted``); the next transfer of weights makes the group anew with it, and proves by checksums that they
-arrived. A transfer that an engine's death interrupts ends the run.
+Ray restarts an engine that died (``max_restarts`` of its actor) on the same GPUs and behind the same handle, and the
+run goes on with the others. A restarted engine has the weights of the model's checkpoint and refuses to sample from
+them (``EngineRestarted``); the next weight transfer forms a new group with that engine, and proves by checksums
+that the weights arrived. If an engine's death interrupts a transfer, the run ends.
 """
 
 import math
@@ -20,20 +20,20 @@ from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.controller.failures import DIED, cause_of
 from openrlhf_gtpo.integration.rollout.rollout_actor import EngineRestarted
 
-_ANSWER = 10.0  # seconds that an engine has to say that it serves; a slower one is not dead
+_ANSWER = 10.0  # seconds for an engine to say that it serves; a slower one is not taken for dead
 _LOOK_EVERY = 1.0
 
 
 class Engines:
-    """Which engines serve.
+    """Keeps track of which engines serve.
 
     Args:
-        serving: handles of all engines. The list is kept, in place, to those that serve: whoever holds it sees it.
+        serving: handles of all engines. Updated in place, so that whoever holds the list sees only those that serve.
         max_restarts: engines that may be lost before the run stops.
         stall_timeout: seconds without an answer after which an engine is killed, or 0.
 
     Attributes:
-        restarts: engines that were lost so far.
+        restarts: engines lost so far.
     """
 
     def __init__(self, serving: list[Any], max_restarts: int, stall_timeout: float) -> None:
@@ -41,12 +41,12 @@ class Engines:
         self.restarts = 0
         self._all = list(serving)
         self._max_restarts = max_restarts
-        self._killed: dict[int, str] = {}  # those that were killed and are not lost yet, by number: what to say
+        self._killed: dict[int, str] = {}  # what to say of engines killed but not yet counted as lost, by number
         self._stall_timeout = stall_timeout
 
     def watch(self) -> None:
-        """Have engines that do not answer killed from now on: all have loaded, and met the trainer for the weights.
-        And those whose vLLM process died, to start again before somebody needs them."""
+        """From now on, kill engines that do not answer: all have loaded and met the trainer for the weights. Also kill
+        those whose vLLM process died, so that they restart before somebody needs them."""
         if self._max_restarts or self._stall_timeout:
             limit = self._stall_timeout or math.inf
             kill_hanging(self._all, limit, self._killed.__setitem__, self._is_watched, EngineDeadError)
@@ -55,7 +55,7 @@ class Engines:
         return engine in self.serving and self._all.index(engine) not in self._killed
 
     def check(self) -> int:
-        """Take those that died off the list; returns how many.
+        """Remove dead engines from the list, and return how many there were.
 
         Raises:
             TrainingStopped: more than ``max_restarts`` have been lost.
@@ -82,10 +82,10 @@ class Engines:
             raise TrainingStopped(f"{said} ({limit}; its node's Ray logs say more)") from None
         if killed is None and cause_of(error, (*DIED, EngineRestarted)) is None:
             ray.kill(engine, no_restart=False)  # vLLM's process died, the actor did not
-        print(f"Warning: {said}. It is started again; the others answer its prompts until then.", flush=True)
+        print(f"Warning: {said}. It is being restarted; the others answer its prompts until then.", flush=True)
 
     def recover(self, error: Exception) -> None:
-        """Return where it was an engine's failure that raised ``error``; the list may be empty then.
+        """Return if an engine's failure caused ``error``, else raise it; the list of engines may be empty afterwards.
 
         Raises:
             TrainingStopped: as :meth:`check`.
@@ -95,13 +95,13 @@ class Engines:
             raise error
 
     def bring_back(self, policy: Any) -> None:
-        """Have the engines that were lost join the group for weights, which have to be sent then.
+        """Have the lost engines rejoin the group for weight transfers; the weights have to be sent afterwards.
 
         Args:
             policy: group of the policy's actors.
 
         Raises:
-            TrainingStopped: one did not start again.
+            TrainingStopped: an engine did not restart.
         """
         lost = [engine for engine in self._all if engine not in self.serving]
         if not lost:
@@ -120,13 +120,13 @@ def kill_hanging(
     serves: Callable[[Any], bool] = lambda engine: True,
     death: type[Exception] | tuple[()] = (),
 ) -> None:
-    """Kill engines that do not answer from now on, so that whoever waits for them hears of it.
+    """From now on, kill engines that do not answer, so that whoever waits for them learns of it.
 
     Args:
-        stall_timeout: seconds without an answer; with 0 none is killed.
-        note: gets the number of one and what to say of it, before it is killed.
-        serves: whether an engine is to answer.
-        death: an answer for which it is killed at once.
+        stall_timeout: seconds without an answer; with 0, no engine is killed.
+        note: called before an engine is killed, with its number and what to say of it.
+        serves: whether an engine is expected to answer.
+        death: an engine that answers with this error is killed at once.
     """
 
     def what_is_wrong(ref: Any, is_answered: bool) -> str | None:

@@ -1,4 +1,4 @@
-"""What is behind an error that Ray hands to whoever waited for a task, said so that a user can act on it."""
+"""Finds the cause of an error that Ray raises in whoever waits for a task, and reports it so that a user can act."""
 
 import _thread
 import signal
@@ -18,18 +18,18 @@ from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
 
 E = TypeVar("E", bound=BaseException)
 
-_LOST = signal.SIGURG  # ignored where nobody handles it
+_LOST = signal.SIGURG  # ignored unless somebody handles it
 
 
-# What Ray says of a process that is gone; the last where its memory monitor ended it, as the node had none left.
+# What Ray raises for a process that is gone; the last if its memory monitor killed it, as the node ran out of memory.
 DIED = (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError)
 
 
 def cause_of(error: BaseException | None, kind: type[E] | tuple[type[E], ...]) -> E | None:
     """The innermost exception of ``kind`` behind a Ray task error.
 
-    Ray 2.55 nests one task's error in another's and makes each an instance of its cause's class too, its text the
-    whole remote traceback (``RayTaskError.as_instanceof_cause``); only the innermost says what it said when raised.
+    Ray 2.55 nests one task's error in another's and makes each an instance of its cause's class too, with the whole
+    remote traceback as its text (``RayTaskError.as_instanceof_cause``); only the innermost keeps its original text.
     Can go once the wrapping can be turned off: https://github.com/ray-project/ray/issues/48320.
     """
     found: E | None = None
@@ -44,13 +44,13 @@ def cause_of(error: BaseException | None, kind: type[E] | tuple[type[E], ...]) -
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Raise what ended a run on purpose, or what took it down, in the place of Ray's error.
+    """Raise what ended a run on purpose, or what took it down, in place of Ray's error.
 
     Raises:
         UsageError, StoppedOnRequest: as an actor raised it.
-        TrainingStopped: as an actor raised it; a checkpoint could not be loaded or, in asynchronous training, where
-            the controller is upstream's, not be written.
-        Restartable: as an actor raised it; a process or a node died.
+        TrainingStopped: as an actor raised it; or a checkpoint could not be loaded or, in asynchronous training, where
+            the controller is upstream's, could not be written.
+        Restartable: as an actor raised it; or a process or a node died.
     """
     try:
         yield
@@ -68,24 +68,24 @@ def explained() -> Iterator[None]:
 
 @contextmanager
 def deaths_noticed(ranks: Callable[[], list[Any]], every: float = 2.0) -> Iterator[None]:
-    """Raise the death of a rank in the main thread, whatever that waits for.
+    """Raise the death of a rank in the main thread, whatever the main thread is waiting for.
 
-    While engines sample, nobody asks the ranks for anything, and a death would show when the rollout is over. Here
-    each is asked for a sign of life, which it gives between two tasks; Ray answers for one that died. The main thread
-    hears of it by a signal that nobody else uses, and not by SIGINT: a shell starts its background jobs without that.
+    While engines sample, nobody asks the ranks for anything, and a death would only show once the rollout is over.
+    Here each rank is asked for a sign of life, which it gives between two tasks; Ray answers for a dead one. The main
+    thread is told by a signal that nobody else uses, not by SIGINT, which a shell has its background jobs ignore.
 
     Args:
-        ranks: gives the handles of the actors that there are by now.
-        every: so many seconds.
+        ranks: returns the handles of the actors that exist by now.
+        every: seconds between two checks.
 
     Raises:
-        ActorDiedError: of the rank.
+        ActorDiedError: Ray's error for the dead rank.
     """
     lost: list[Exception] = []
     over, looking = threading.Event(), threading.Lock()
 
     def look() -> None:
-        asked: dict[Any, Any] = {}  # ranks by what they have not answered
+        asked: dict[Any, Any] = {}  # ranks by the requests that they have not answered
         while not over.wait(every):
             with looking:
                 if over.is_set():
@@ -109,16 +109,16 @@ def deaths_noticed(ranks: Callable[[], list[Any]], every: float = 2.0) -> Iterat
             yield
         finally:
             over.set()
-            with looking:  # a call after Ray's end would start another one
+            with looking:  # a call after Ray's shutdown would start another Ray
                 pass
 
 
 @contextmanager
 def raised_on(number: signal.Signals, error: Callable[[], BaseException]) -> Iterator[None]:
-    """Raise ``error()`` where the main thread is sent a signal, whatever it waits for.
+    """Raise ``error()`` in the main thread when it is sent the signal ``number``, whatever it is waiting for.
 
-    The handler itself can raise nothing but KeyboardInterrupt: inside ``ray.get`` of 2.55 (``check_signals`` of its
-    ``_raylet``), SystemExit loses its status and anything else becomes a SystemError.
+    The handler itself can raise nothing but KeyboardInterrupt: inside ``ray.get`` of Ray 2.55 (``check_signals`` in
+    its ``_raylet``), SystemExit loses its status and anything else becomes a SystemError.
     """
     taken = False
 
@@ -139,7 +139,7 @@ def raised_on(number: signal.Signals, error: Callable[[], BaseException]) -> Ite
 
 
 def answering(actors: list[Any]) -> Callable[[], bool]:
-    """What tells whether actors that have nothing to do answer: whether all have since it last said so."""
+    """Return a function that tells whether idle actors answer: True if all have since it last returned True."""
     asked: list[Any] = []
 
     def answered() -> bool:
@@ -153,7 +153,7 @@ def answering(actors: list[Any]) -> Callable[[], bool]:
 
 
 def raise_if_lost(error: BaseException) -> None:
-    """Say which nodes are left, where a process or a node of the run died.
+    """If a process or a node of the run died, say so and name the nodes that left the cluster.
 
     Raises:
         Restartable: one did.
@@ -174,13 +174,13 @@ def raise_if_lost(error: BaseException) -> None:
 
 @contextmanager
 def write_errors(ckpt: SimpleNamespace) -> Iterator[None]:
-    """Say what keeps an actor from writing a checkpoint, and how much room its disk has.
+    """Say what keeps an actor from writing a checkpoint, and how much free space its disk has.
 
     Args:
         ckpt: the run's ``--ckpt.*``.
 
     Raises:
-        CheckpointWriteError: it could not be written, in the place of Ray's error.
+        CheckpointWriteError: the checkpoint could not be written; replaces Ray's error.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Starts the engines of the guiding policy (``--algo.guide.*``), which no weights are sent to."""
+"""Starts the engines of the guiding policy (``--algo.guide.*``), to which no weights are sent."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +13,13 @@ from openrlhf_gtpo.integration.rollout.rollout_actor import MAX_CALLS, StrictRol
 
 
 def start_guide(args: SimpleNamespace, tokenizer: Any, shared: Any) -> list[Any]:
-    """Rollout actors with ``--algo.guide.model_name_or_path``, which load it while this returns, or one that asks
-    ``--algo.guide.endpoint``.
+    """Start rollout actors with ``--algo.guide.model_name_or_path``, which may still be loading it when this returns,
+    or one that asks ``--algo.guide.endpoint``.
 
     Args:
         args: the run's arguments.
-        tokenizer: of the policy and the guide.
-        shared: placement group of the trainer's GPUs, on which they are to live; None for GPUs of their own.
+        tokenizer: shared by the policy and the guide.
+        shared: placement group of the trainer's GPUs, on which to put them; None to give them their own GPUs.
     """
     guide, vllm = args.algo.guide, args.vllm
     with_rewards = {"agent_func_path": args.train.agent_func_path, "remote_rm_url": args.reward.remote_url}
@@ -29,7 +29,7 @@ def start_guide(args: SimpleNamespace, tokenizer: Any, shared: Any) -> list[Any]
         actor = ray.remote(max_concurrency=MAX_CALLS)(type("GuideActor", (EndpointActor,), fields))
         return [actor.options(num_cpus=0).remote(guide.endpoint, guide.model_name_or_path, **with_rewards)]
     fields["engine_args"] = {name: getattr(vllm, name) for name in ("max_num_seqs", "max_num_batched_tokens")}
-    # In this process, the controller's, nobody else makes engines.
+    # This is the controller's process, in which nobody else makes engines.
     vllm_engine.get_bundle_indices = engine_bundles
     guide_actor = type("GuideActor", (StrictRolloutActor,), fields)
     vllm_engine.RolloutRayActor = ray.remote(max_concurrency=MAX_CALLS)(guide_actor)

@@ -20,16 +20,16 @@ from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
 from openrlhf_gtpo.integration.credit.rollout_batch import RolloutBatch
 from openrlhf_gtpo.report.rollouts import FOLDER, dump_file, vocabulary_digest, write_dump
 
-_LONGEST_CHARACTER = 4  # tokens: the bytes of one in UTF-8
+_LONGEST_CHARACTER = 4  # tokens: the most bytes that a character has in UTF-8
 
-Ratios = Mapping[int, tuple[np.ndarray, np.ndarray]]  # of ``TokenRatios``, by row
+Ratios = Mapping[int, tuple[np.ndarray, np.ndarray]]  # from ``TokenRatios``, by row
 
 
 class RolloutDumper:
     """Writes every ``--logger.dump_rollouts``-th step's rollouts, at most ``--logger.dump_rows`` rows in whole groups.
 
-    It draws from no generator of the run's. A dump that fails, or that the one before still holds up, is a warning.
-    A step that training fails in is dumped too, without ratios.
+    It draws from none of the run's random generators. A dump that fails, or that is skipped because the last one is
+    still being written, only causes a warning. A step in which training fails is dumped too, without ratios.
     """
 
     def __init__(self, args: SimpleNamespace, tokenizer: Any, credit: EntropyCredit | None, max_steps: int) -> None:
@@ -37,12 +37,12 @@ class RolloutDumper:
         self._folder = Path(args.ckpt.path) / FOLDER
         self._thread: threading.Thread | None = None
         self._ratios: SimpleQueue[Ratios] = SimpleQueue()  # of the step that is being dumped
-        self.step = 0  # that is being made
+        self.step = 0  # the step in progress
 
     def __call__(self, batch: RolloutBatch, experiences: Sequence[Experience]) -> None:
-        """Start writing a step whose advantages are made. Their tensors must stay as they are; training takes the
-        ``experiences`` apart meanwhile, so that the thread has shallow copies. In the place of labels, which rewards
-        have read, training gets the numbers of the rows whose ratios the dump is to have."""
+        """Start writing a step whose advantages have been computed. Its tensors must not change; training takes the
+        ``experiences`` apart meanwhile, so the thread gets shallow copies. In place of labels, which the rewards have
+        already read, training gets the numbers of the rows whose ratios the dump needs."""
         step, args = self.step, self._args
         late = self._thread is not None and self._thread.is_alive()
         groups: set[int] = set()
@@ -60,12 +60,12 @@ class RolloutDumper:
             experience.labels = [row if int(batch.group_ids[row]) in groups else None for row in experience.index]
 
     def trained(self, take_ratios: Callable[[], Sequence[Ratios]]) -> None:
-        """End the dump of this step, if there is one, with what each rank's loss has seen."""
+        """Complete the dump of this step, if there is one, with what each rank's loss has seen."""
         if self.step % self._args.logger.dump_rollouts == 0:
             self._ratios.put({row: seen for rank in take_ratios() for row, seen in rank.items()})
 
     def close(self) -> None:
-        """Wait until what was begun is written; a step whose training has not ended has no ratios."""
+        """Wait until a dump in progress is written; a step whose training has not ended gets no ratios."""
         if self._thread:
             self._ratios.put({})
             self._thread.join()
@@ -103,7 +103,7 @@ class RolloutDumper:
             "model": str(args.actor.model_name_or_path),
             "seed": args.train.seed,
             "temperature": args.rollout.temperature,
-            "entropy": args.rollout.entropy,  # what log-probs and entropies are from, but for an audit's closed gate
+            "entropy": args.rollout.entropy,  # source of log-probs and entropies, unless an audit has closed the gate
             "estimator": args.algo.advantage.estimator,
             "config": None if self._credit is None else dataclasses.asdict(self._credit.config),
             "kl_coefficient": args.algo.kl.init_coef,
@@ -126,7 +126,7 @@ class RolloutDumper:
                 tokens = experience.sequences[i, :length].tolist()  # upstream pads on the right
                 mask = experience.action_mask[i, : length - 1].bool()
                 first = int(mask.int().argmax()) if mask.any() else len(mask)
-                columns = slice(first, length - 1)  # of what stands in the action mask's columns
+                columns = slice(first, length - 1)  # of tensors that have the action mask's columns
                 outcome = batch.outcome[row].double()
                 yield {
                     "row": row,
@@ -159,7 +159,7 @@ class RolloutDumper:
 
 
 def _of_response(row: Mapping[str, Any]) -> slice:
-    """The columns of an action mask that a dumped row's ``tokens`` stand in."""
+    """The columns of an action mask that belong to a dumped row's ``tokens``."""
     first = len(row["prompt_tokens"]) - 1
     return slice(first, first + len(row["tokens"]))
 
@@ -169,12 +169,12 @@ def _floats(values: torch.Tensor | None, row: int, columns: slice) -> Any:
 
 
 def pieces(tokens: Sequence[int], decode: Callable[[tuple[int, ...]], str]) -> Iterator[str]:
-    """The text that each token adds to those before it; of a character made of several tokens the last has all of it.
+    """The text that each token adds to those before it; if several tokens make a character, the last has all of it.
 
-    A tokenizer may drop the blank of a first token and writes U+FFFD for a part of a character, so that a token is
+    A tokenizer may drop the leading space of a first token and writes U+FFFD for part of a character, so each token is
     decoded with those before it.
     """
-    begin, complete, said = 0, 0, ""  # said: the text of tokens[begin:complete], which begins the next one's
+    begin, complete, said = 0, 0, ""  # said: the text of tokens[begin:complete], with which the next text begins
     for end in range(1, len(tokens) + 1):
         text = decode(tuple(tokens[begin:end]))
         if text.endswith("\ufffd") and end < len(tokens) and end - complete < _LONGEST_CHARACTER:

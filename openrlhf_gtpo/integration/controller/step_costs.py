@@ -1,6 +1,6 @@
-"""What each step of a run took: seconds of the clock, real tokens, floating-point operations, and peak memory.
+"""Costs of each step of a run: wall-clock seconds, real tokens, floating-point operations, and peak memory.
 
-Always on: a step costs a pass over the rows' lengths, and three small questions to the actors and engines.
+Always on: per step, this takes a pass over the rows' lengths and three small requests to the actors and engines.
 """
 
 import time
@@ -17,11 +17,11 @@ from openrlhf_gtpo.megatron.parallel.layout import check_architecture
 from openrlhf_gtpo.model_shape import ModelShape, forward_flops
 from openrlhf_gtpo.report import names
 
-Peaks = dict[str, int]  # phase to bytes, of one process
+Peaks = dict[str, int]  # phase to bytes, for one process
 
 
 class StepCosts:
-    """Costs of the step that is under way; the controller says where it is.
+    """Costs of the step in progress; the controller reports how far it has come.
 
     Args:
         args: the run's arguments.
@@ -41,11 +41,11 @@ class StepCosts:
         self.begin()
 
     def begin(self) -> None:
-        """A step starts now; what lies between the end of one and this belongs to none."""
+        """A step starts now; the time since the end of the last one belongs to neither."""
         self._begun = time.perf_counter()
 
     def sampled(self, samples: Sequence[Experience]) -> None:
-        """The rollout has ended and gave ``samples``, unpadded rows."""
+        """The rollout has ended with ``samples``, unpadded rows."""
         lengths = [int(length) for sample in samples for length in sample.attention_mask.sum(dim=-1)]
         self.response_tokens = sum(int(sample.action_mask.sum()) for sample in samples)
         self._costs = {
@@ -62,31 +62,31 @@ class StepCosts:
         self._costs |= _largest("actor", ray.get(self._actors.async_run_method(method_name="take_peak_memory")))
 
     def end(self) -> dict[str, float]:
-        """The step ends now; its metrics."""
+        """The step ends now. Return its metrics."""
         return self._costs | {names.TIMING_STEP_WALL: time.perf_counter() - self._begun}
 
     def _engine_peaks(self, phase: str) -> list[Peaks]:
         peaks: list[Peaks] = []
         for answer in [engine.take_peak_memory.remote(phase) for engine in self._engines]:
-            with suppress(RayError):  # an engine died, which the next transfer of weights finds out
+            with suppress(RayError):  # an engine died, which the next weight transfer will notice
                 peaks += ray.get(answer)
         return peaks
 
 
 def dense_shape(model: str) -> ModelShape | None:
-    """Shape of a checkpoint; None where :func:`forward_flops` does not know its layers. Its own code is not run."""
+    """Shape of a checkpoint; None if :func:`forward_flops` does not know its layers. Does not run the model's code."""
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         check_architecture(config)
-    except ValueError:  # a LayoutError, or a configuration that only code of its own can read
+    except ValueError:  # a LayoutError, or a configuration that only the model's own code can read
         return None
     return None if getattr(config, "num_experts", None) else ModelShape.of(config)
 
 
 def _largest(process: str, peaks: Iterable[Peaks]) -> dict[str, float]:
-    """Metrics of the process that took most in each phase."""
+    """Metrics with the peak memory, in GiB, of the process that took most in each phase."""
     found: dict[str, float] = {}
     for each in peaks:
         for phase, size in each.items():

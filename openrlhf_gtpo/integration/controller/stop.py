@@ -1,8 +1,8 @@
 """A request to stop a run: a file that its controller looks for after each step.
 
-The controller is a Ray actor, on a node that Ray chose, and behind ``ray job submit`` the driver is elsewhere too; a
-file in the folder that all nodes share reaches it from everywhere: from a job script, from the driver's signal handler
-and from a user's ``touch``.
+The controller is a Ray actor on a node that Ray chose, and with ``ray job submit`` the driver is elsewhere too. A file
+in the folder that all nodes share reaches the controller from everywhere: from a job script, from the driver's signal
+handler and from a user's ``touch``.
 """
 
 import errno
@@ -20,24 +20,24 @@ def stop_file(args: SimpleNamespace) -> Path:
 
 
 def requested(args: SimpleNamespace) -> bool:
-    """Whether the run has been asked to stop."""
+    """True if the run has been asked to stop."""
     return stop_file(args).exists()
 
 
 def clear(args: SimpleNamespace) -> None:
-    """Remove the request: whoever made it sees that it was followed, and a resumed run does not meet it."""
+    """Remove the request, so that whoever made it sees that it was followed, and a resumed run does not find it."""
     stop_file(args).unlink(missing_ok=True)
 
 
 def prepare(args: SimpleNamespace) -> None:
-    """Make way for requests to this run, and let SIGUSR1 to the driver be one; not in asynchronous training, where
-    upstream's controller does not look.
+    """Prepare for requests to stop this run, and have SIGUSR1 to the driver make one. Does nothing in asynchronous
+    training, where upstream's controller does not look for requests.
 
-    A request that nobody named a file for can only be to an earlier run, and goes. A file that ``--ckpt.stop_file``
-    names stays: whoever gives each run its own may ask before the run has come this far.
+    Without ``--ckpt.stop_file``, a request found here can only have been meant for an earlier run and is removed. A
+    file that the flag names stays: whoever gives each run its own may ask before the run has come this far.
 
     Raises:
-        UsageError: no file can be made there.
+        UsageError: no file can be created there.
     """
     if args.train.async_enable:
         return

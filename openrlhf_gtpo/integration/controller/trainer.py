@@ -1,5 +1,5 @@
-"""The single controller: upstream's trainer with the metrics of entropy credit, an evaluation before training, and an
-end on request.
+"""The single controller: upstream's trainer with the metrics of entropy credit, an evaluation before training, and a
+stop on request.
 """
 
 import math
@@ -36,21 +36,21 @@ from openrlhf_gtpo.report.answers import best_of
 from openrlhf_gtpo.report.heartbeat import Heartbeat
 from openrlhf_gtpo.report.metrics import MetricsWriter, Rows, is_number
 
-# In a checkpoint's client states, which upstream leaves them out of.
+# Keys in a checkpoint's client states for what upstream leaves out of them.
 _KL_COEFFICIENT, _AUDIT, _RECENT, _RESCUE = "kl_coefficient", "audit", "recent_metrics", "rescue"
 
-# What upstream's (0.11.2) init_checkpoint_states returns where --ckpt.load_enable finds no folder.
+# What upstream's (0.11.2) init_checkpoint_states returns if --ckpt.load_enable finds no folder.
 _FRESH = {"episode": 0, "global_step": 0, "total_consumed_prompts": 0, "data_loader_state_dict": {}}
 
 _COMPARE_WITHIN_GROUPS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")  # of upstream's estimators
 _MOSTLY = 0.9  # of a step's responses
-_SAMPLE_LETTERS = 2000  # of a step's sample, from its end
+_SAMPLE_LETTERS = 2000  # characters kept from the end of a step's sample
 
 _UpstreamTrainer: Any = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
 
 
 class FlushedTensorboard(TensorboardLogger):
-    """Upstream's; what it logs is in its file before a checkpoint follows (torch's writer may hold it for 120 s)."""
+    """Upstream's logger; its logs are on disk before a checkpoint follows (torch's writer may hold them for 120 s)."""
 
     def log_train(self, *args: Any) -> None:
         super().log_train(*args)
@@ -61,27 +61,27 @@ class FlushedTensorboard(TensorboardLogger):
         self.writer.flush()
 
     def go_on(self, step: int) -> None:
-        """Have TensorBoard forget what it was told of the steps after ``step``, which are made again."""
-        self.writer.close()  # the next event opens a file, where the purge is the first
+        """Have TensorBoard discard what it was told about the steps after ``step``, which are run again."""
+        self.writer.close()  # the next event opens a file, in which the purge comes first
         self.writer.purge_step = step + 1
 
 
 class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     """Upstream's controller; what it logs goes to TensorBoard and W&B through upstream, and to ``metrics.jsonl``.
 
-    It draws from no generator of its own: the loader of prompts has one, whose state is in the loader's.
+    It has no random generator of its own: the prompt loader has one, whose state is part of the loader's.
     """
 
-    _states: dict[str, Any] | None = None  # that the run goes on from
+    _states: dict[str, Any] | None = None  # from which the run goes on
     dumper: RolloutDumper | None = None
 
     best_eval_metric_value: float  # upstream's
-    # States of a checkpoint whose evaluation, or best checkpoint, an interruption may have cut off, and the metrics of
-    # that evaluation, if any.
+    # States of a checkpoint whose evaluation or best checkpoint may have been cut off by an interruption, and the
+    # metrics of that evaluation, if any.
     _unevaluated: dict[str, Any] | None = None
     _evaluated: Rows = []
 
-    replayed: ReplayedSamples | None = None  # where the run has no engines
+    replayed: ReplayedSamples | None = None  # set if the run has no engines
     guide: Guide | None = None
 
     def __init__(self, pretrain: str, strategy: Any, *args: Any, **kwargs: Any) -> None:
@@ -127,7 +127,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         self.spikes = Spikes(self.args.train.spike_zscore)
 
     def fit(self, global_step: int = 0) -> None:
-        """As upstream's, after one evaluation where ``--eval.before_training`` asks for it.
+        """Train as upstream does, after one evaluation if ``--eval.before_training`` asks for it.
 
         Raises:
             StoppedOnRequest: the run was asked to stop; its last step's checkpoint is written.
@@ -198,22 +198,22 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         return status
 
     def broadcast_to_vllm(self) -> None:
-        """As upstream's, also to engines that were started again.
+        """Send the weights as upstream does, including to engines that were restarted.
 
         Raises:
-            TrainingStopped: an engine died while it was sent to, or too many before.
+            TrainingStopped: an engine died during the transfer, or too many died before it.
         """
         if self.replayed is not None:  # upstream's fit sends a checkpoint's weights
             return
         self.engines.check()
         try:
             if self.heartbeat:
-                self.heartbeat.beat(lambda: True)  # an engine takes to start what it takes
+                self.heartbeat.beat(lambda: True)  # an engine may take as long as it needs to start
             self.engines.bring_back(self.actor_model_group)
             self._show(names.BROADCAST)
             super().broadcast_to_vllm()
         except ray.exceptions.RayError:
-            self.engines.check()  # which names the engine, where the run stops for it
+            self.engines.check()  # which names the engine, if the run stops because of it
             raise
         states, self._unevaluated = self._unevaluated, None
         if states is not None:  # upstream's fit sends a checkpoint's weights before it goes on
@@ -222,24 +222,23 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             self.save_best_checkpoint({name: x for name, x in logs.items() if x is not None}, step, states)
 
     def _recover(self, error: Exception) -> None:
-        """Recover from an error of a rollout (see ``OrderedSamplesGenerator``); without an engine left, wait for
-        one."""
+        """Recover from an error in a rollout (see ``OrderedSamplesGenerator``); if no engine is left, wait for one."""
         self.engines.recover(error)
         if not self.vllm_engines:
             self.broadcast_to_vllm()
             if self.args.vllm.enable_sleep:
                 batch_vllm_engine_call(self.vllm_engines, "wake_up")
-            self._show(names.GENERATION)  # goes on, or an evaluation's
+            self._show(names.GENERATION)  # of the rollout or the evaluation, which goes on
 
     def train_step(self, rollout_samples: list[Any], global_step: int) -> tuple[dict[str, Any], int]:
-        """As upstream's; a replayed step has the number of the one that was dumped."""
+        """Like upstream's; a replayed step has the number of the dumped one."""
         if self.replayed is not None:
             global_step = self.replayed.step - 1
         self._show(names.MAKE_EXPERIENCE)
         self.costs.sampled(rollout_samples)
         tokens, self.samples_generator.tokens = self.samples_generator.tokens, 0
         if self.dumper:
-            self.dumper.step = global_step + 1  # as it is logged
+            self.dumper.step = global_step + 1  # the number that it is logged under
         coefficient = self.kl_ctl.value
         generator = self.samples_generator
         if self.guide:
@@ -268,15 +267,15 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         return status, global_step
 
     def _compute_rollout_stats(self, experiences: list[Experience]) -> dict[str, float]:
-        """As upstream's, of the step's own rows."""
+        """Like upstream's, over the step's own rows only."""
         own = [one for one in experiences if not torch.as_tensor(one.info.get(names.RESCUE_ROWS, 0)).any()]
         return super()._compute_rollout_stats(own)
 
     def init_checkpoint_states(self) -> dict[str, Any]:
-        """As upstream's, once; a KL coefficient, the seeds of responses and audits go on from where they were.
+        """Load upstream's states, once; the KL coefficient, response seeds and audits go on from where they were.
 
-        A run that died before its first checkpoint was whole leaves a folder without one, for which upstream has no
-        state to start from (https://github.com/OpenRLHF/OpenRLHF/pull/1208 left its PPO trainer out): it starts anew.
+        A run that died before its first checkpoint was complete leaves a folder without one, for which upstream has no
+        state to start from (https://github.com/OpenRLHF/OpenRLHF/pull/1208 left out its PPO trainer): it starts anew.
         """
         if self._states is None:
             self._states = states = super().init_checkpoint_states() or dict(_FRESH)
@@ -299,17 +298,17 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     ) -> None:
         best, states = self.best_eval_metric_value, self._completed(client_states)
         if not self._save(lambda: super(EntropyTrainer, self).save_best_checkpoint(eval_metrics, global_step, states)):
-            self.best_eval_metric_value = best  # of what is saved
+            self.best_eval_metric_value = best  # of the checkpoint that is saved
         self._begin_step()
 
     def _save(self, save: Callable[[], Any]) -> bool:
-        """Call ``save``; False where a checkpoint could not be written, without which training goes on."""
+        """Call ``save``; return False if a checkpoint could not be written, in which case training goes on."""
         try:
             with write_errors(self.args.ckpt):
                 save()
         except CheckpointWriteError as error:
             self.failed_saves.append(str(error))
-            print(f"Warning: {error} Make room; training goes on, and the next save is another try.", flush=True)
+            print(f"Warning: {error} Make room; training goes on, and the next save will try again.", flush=True)
             return False
         return True
 
@@ -317,8 +316,8 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         ray.get(self.actor_model_group.async_run_method(method_name="finish_checkpoint", wait=wait))
 
     def _completed(self, client_states: dict[str, Any] | None) -> dict[str, Any]:
-        """A checkpoint's states with what upstream leaves out. It also leaves a resumed run in the episode that the
-        step ended, of which the loader then draws every prompt again (torchdata 0.11.0,
+        """A checkpoint's states, with what upstream leaves out of them. Upstream also leaves a resumed run in an
+        episode that the step ended; the loader then draws all of its prompts again (torchdata 0.11.0,
         StatefulDataLoader.__iter__)."""
         states, audit = dict(client_states or {}), self.experience_maker.audit
         if self.samples_generator.at_end_of_episode:
@@ -350,7 +349,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         ckpt, save_steps, stopping = self.args.ckpt, self.args.ckpt.save_steps, stop.requested(self.args)
         self._show(names.CHECKPOINT)
         if stopping:
-            ckpt.save_steps = 1  # upstream saves where the step divides by it
+            ckpt.save_steps = 1  # upstream saves if the step is divisible by it
         states = self._completed(client_states) if global_step % ckpt.save_steps == 0 else client_states
 
         def save() -> None:
@@ -390,7 +389,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
 
 
 def step_warnings(status: Mapping[str, Any], args: SimpleNamespace, credit: EntropyCredit | None) -> dict[str, str]:
-    """What in a step's metrics, ``status``, leaves nothing to learn: by name a sentence with the flag that helps.
+    """Warnings of what leaves nothing to learn, by a step's metrics: a sentence with the flag that helps, by name.
 
     GTPO and GRPO-S learn from groups with successes and failures, other estimators from unequal rewards.
     """
@@ -424,12 +423,13 @@ def step_warnings(status: Mapping[str, Any], args: SimpleNamespace, credit: Entr
 def held_out_statistics(
     samples: Sequence[Experience], sources: Mapping[str, str], samples_per_prompt: int
 ) -> dict[str, float]:
-    """What upstream leaves out of held-out reward, by metric's name: its standard error over questions, which a data
-    source with one has not, and the mean best of as many responses as the paper shows, where there are more.
+    """Statistics of the held-out reward that upstream leaves out, by metric name: its standard error over questions,
+    which a data source with one question does not have, and the mean best of k responses for each k that the paper
+    shows, if there are more than k.
 
     Args:
-        samples: one row each, the responses to a prompt adjacent.
-        sources: of the data, by prompt.
+        samples: one row each, with the responses to a prompt next to each other.
+        sources: data source by prompt.
     """
     rewards: dict[str, list[list[float]]] = {}
     for row in range(0, len(samples), samples_per_prompt):

@@ -1,1 +1,1 @@
-"""From a rollout with entropies to advantages, metrics and the loss."""
+"""Turns a rollout with entropies into advantages, metrics and the loss."""

@@ -1,9 +1,10 @@
-"""Every few batches, what a rougher source of the old policy's values does to the credit of a run: FP8's forward
-compared with BF16's, or vLLM's sampler with the actor's forward.
+"""Measures, every few batches, how a rougher source of the old policy's values affects the credit of a run: FP8's
+forward compared with BF16's, or vLLM's sampler compared with the actor's forward.
 
-Where a gate is set and the difference is larger, that batch and those after it take the exact values, until a later
-audit finds a smaller one. FP8's gate is on the advantages that change sign. The sampler's is on entropies: an engine
-that missed an update is off by as many nats whatever weight the credit gives them, and signs may all stay.
+If a gate is set and the difference exceeds it, that batch and those after it use the exact values until a later audit
+finds a difference within the gate. FP8's gate is on the advantages that change sign. The sampler's is on entropies: an
+engine that missed an update is off by the same number of nats whatever weight the credit gives them, even if no sign
+changes.
 """
 
 import dataclasses
@@ -22,14 +23,14 @@ from openrlhf_gtpo.token_values import TokenValues
 
 
 class _Rough(NamedTuple):
-    """What is audited, as its messages and metrics name it.
+    """The source that is audited, and how messages and metrics name it.
 
     Attributes:
         gated: the field of ``ErrorBudget`` that the gate is on.
-        found: it in words, to begin a sentence.
-        gate: the flag.
-        closes, opens: what happens at the gate, to end a sentence.
-        metrics: fields of ``ErrorBudget`` to their metrics.
+        found: the gated value in words, to begin a sentence.
+        gate: the flag that sets the gate.
+        closes, opens: what happens when the gate closes or opens, to end a sentence.
+        metrics: fields of ``ErrorBudget``, each with the name of its metric.
         in_use: metric that is 1 while the rough values are in use, else 0.
     """
 
@@ -63,15 +64,15 @@ _SAMPLER = _Rough(
 
 
 class Audit:
-    """The audits of one run, of at most one source.
+    """The audits of one run, which cover at most one source.
 
     Args:
-        args: with ``rollout.entropy_audit_*``, or ``megatron.fp8_audit_*`` with entropies from an actor in FP8: how
-            often (0 for never) and the gate (None for none).
+        args: how often to audit (0 for never) and the gate (None for none), from ``rollout.entropy_audit_*``, or from
+            ``megatron.fp8_audit_*`` if entropies come from an actor in FP8.
 
     Attributes:
-        batches: of the run so far.
-        closed: whether the gate has put the exact values in the place of the rough ones.
+        batches: number of batches in the run so far.
+        closed: whether the gate has replaced the rough values with the exact ones.
     """
 
     def __init__(self, args: SimpleNamespace) -> None:
@@ -87,15 +88,15 @@ class Audit:
         self._actors_in_high_precision = False
 
     def due(self) -> bool:
-        """Whether the next batch is audited: the first is, and then every N-th."""
+        """True if the next batch is to be audited: the first one is, and then every N-th."""
         if not self._every:
-            self.closed = False  # of a run with audits that this one goes on from
+            self.closed = False  # may be True from the checkpoint of a run with audits
             return False
         self.batches += 1
         return (self.batches - 1) % self._every == 0
 
     def suspended(self) -> "Audit":
-        """An audit for batches that are no part of the audited ones."""
+        """A copy that audits nothing, for batches that do not belong to the audited ones."""
         other = copy(self)
         other._every = 0
         return other
@@ -103,7 +104,7 @@ class Audit:
     def without_fp8(
         self, due: bool, actors: Any, forward: Callable[[], list[TokenValues]]
     ) -> list[TokenValues] | None:
-        """Tell actors in FP8 how to compute a batch; what ``forward`` gives without it for an audited one."""
+        """Set whether FP8 actors use FP8 for a batch; if it is audited, return what ``forward`` gives without FP8."""
         if self._rough is not _FP8 or not self._every:
             return None
         exact = None
@@ -119,7 +120,7 @@ class Audit:
             self._actors_in_high_precision = on
 
     def compare(self, batch: RolloutBatch, exact: TokenValues, credit: EntropyCredit) -> dict[str, float]:
-        """Metrics of an audited batch, ``exact`` (B, T) in sampling order as its values. Sets :attr:`closed`."""
+        """Metrics of an audited batch against ``exact`` values, (B, T) in sampling order. Sets :attr:`closed`."""
         assert batch.values is not None
         rough = self._rough
         mask = batch.mask

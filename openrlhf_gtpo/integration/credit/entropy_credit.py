@@ -1,4 +1,4 @@
-"""The estimator that a run uses: its configuration from the arguments, and its advantages of a batch."""
+"""The estimator that a run uses: its configuration from the arguments, and the advantages it gives a batch."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class EntropyCredit:
     def advantages(
         self, entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, length_penalty: Tensor | None
     ) -> Tensor:
-        """(B, T) advantages of a whole rollout batch; see ``gtpo_advantages`` and ``grpo_s_advantages``."""
+        """(B, T) advantages for a whole rollout batch; see ``gtpo_advantages`` and ``grpo_s_advantages``."""
         return self.estimator.advantages(entropy, mask, outcome, group_ids, self.config, length_penalty)
 
     def shares(self, entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class EntropyCredit:
     def error_budget(
         self, exact: TokenValues, rough: TokenValues, mask: Tensor, outcome: Tensor, group_ids: Tensor
     ) -> ErrorBudget:
-        """What ``rough`` does to this credit of a batch; see ``algorithms.error_budget``."""
+        """The errors that ``rough`` causes in this credit for a batch; see ``algorithms.error_budget``."""
         return error_budget(
             exact,
             rough,
@@ -47,10 +47,10 @@ class EntropyCredit:
 
 
 def entropy_credit(args: SimpleNamespace) -> EntropyCredit | None:
-    """The entropy-weighted estimator that ``args`` selects, or None where upstream's own estimators do the work.
+    """The entropy-weighted estimator that ``args`` selects, or None if upstream's own estimators do the work.
 
     Raises:
-        UsageError: settings that the paper's rules refuse; the message names the flag.
+        UsageError: a setting breaks the paper's rules; the message names the flag.
     """
     name = args.algo.advantage.estimator
     if name not in ESTIMATORS:
@@ -64,5 +64,5 @@ def entropy_credit(args: SimpleNamespace) -> EntropyCredit | None:
 
 
 def captures_entropy(args: SimpleNamespace) -> bool:
-    """Whether the old-policy forward of this run returns entropies."""
+    """True if the old-policy forward of this run returns entropies."""
     return args.algo.advantage.estimator in ESTIMATORS or args.logger.entropy_enable

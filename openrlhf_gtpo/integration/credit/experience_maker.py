@@ -1,4 +1,4 @@
-"""Upstream's experience maker with entropies carried from the old-policy forward, or the sampler, to advantages."""
+"""Upstream's experience maker, with entropies carried from the old-policy forward or the sampler to advantages."""
 
 import time
 from collections.abc import Callable
@@ -22,13 +22,13 @@ from openrlhf_gtpo.token_values import TokenValues
 
 
 class EntropyExperienceMaker(RemoteExperienceMaker):
-    """Shapes with GTPO or GRPO-S where one is selected, with upstream's estimators otherwise.
+    """Shapes rewards with GTPO or GRPO-S if one is selected, with upstream's estimators otherwise.
 
     Attributes:
-        metrics: of the last batch, flat names to numbers (see ``RolloutBatch.metrics``).
-        seconds: of the last batch's forward passes and of its shaping, by their metrics' names.
-        rescued: rows of rescued groups, which join the next batch and are in no other's metrics or dump.
-        on_batch: called with each batch and the experiences that it became, where the controller sets it.
+        metrics: the last batch's, flat names to numbers (see ``RolloutBatch.metrics``).
+        seconds: time of the last batch's forward passes and of its shaping, by the names of their metrics.
+        rescued: rows of rescued groups, which join the next batch but not its ``metrics`` or its dump.
+        on_batch: called with each batch and the experiences made from it, if the controller sets it.
     """
 
     on_batch: Callable[[RolloutBatch, list[Experience]], None] | None = None
@@ -41,14 +41,14 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         self.audit = Audit(self.args)
         self.rescued: list[Experience] = []
         self._policy_values: list[TokenValues] | None = None
-        self._in_its_place: list[TokenValues] | None = None  # of the policy's forward, which is not done
+        self._in_its_place: list[TokenValues] | None = None  # of the policy's forward, which is skipped
         self._missing: dict[str, float] = {}
 
     def split_rollout_samples(self, rollout_samples: list[Experience]) -> list[Experience]:
-        """As upstream's, in as many micro-batches for every replica of the policy: under ZeRO-3 and expert parallelism
-        one with fewer would leave the others waiting. Fewer rows than replicas go one by one (see ``dispatch``), and a
-        micro-batch of one row gets a second where the rows are no multiple of the replicas.
-        The rows' ``sampler_values`` (1, t) become those of micro-batches, which upstream's fields have no place for.
+        """Like upstream's, with the same number of micro-batches for every replica of the policy: under ZeRO-3 and
+        expert parallelism, one with fewer would leave the others waiting. Fewer rows than replicas go one by one (see
+        ``dispatch``), and a micro-batch of one row may get a second if the rows are not a multiple of the replicas.
+        The rows' ``sampler_values`` (1, t), which upstream's fields have no place for, become the micro-batches'.
         """
         batches = self._split(rollout_samples)
         if self.args.rollout.entropy == "sampler":
@@ -61,7 +61,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         layout = self.args.actor.num_nodes * self.args.actor.num_gpus_per_node
         replicas = layout // (self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size)
         if self.args.train.dynamic_batch_enable and len(rollout_samples) >= replicas:
-            return super().split_rollout_samples(rollout_samples)  # which sees to it
+            return super().split_rollout_samples(rollout_samples)  # already deals evenly
         for row, sample in enumerate(rollout_samples):
             sample.index = [row]
         needed = -(-len(rollout_samples) // self.args.rollout.micro_batch_size)
@@ -74,14 +74,14 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         ]
 
     def make_experience_batch(self, rollout_samples: list[Experience]) -> list[Experience]:
-        """As upstream's, and behind them ``rescued``, whose advantages have a weight."""
+        """Like upstream's, followed by the experiences of ``rescued``, whose advantages are weighted."""
         rows, self.rescued = self.rescued, []
         rescued = self._make_rescued(rows) if rows else []
         return super().make_experience_batch(rollout_samples) + rescued
 
     def _make_rescued(self, rows: list[Experience]) -> list[Experience]:
-        # They are in no dump, and no sampler of the policy's has values of them to audit.
-        self.audit.without_fp8(False, self.actor_model_group, list)  # after an audited batch, as the gate says
+        # These rows are in no dump, and the policy's sampler has no values for them that could be audited.
+        self.audit.without_fp8(False, self.actor_model_group, list)  # after an audited batch, follow the gate again
         ordinary = self.on_batch, self.audit
         self.on_batch, self.audit = None, self.audit.suspended()
         try:
@@ -90,17 +90,17 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
             self.on_batch, self.audit = ordinary
         for experience in experiences:
             experience.advantages = experience.advantages * self.args.algo.guide.rescue_weight
-            experience.labels = [None] * len(experience.labels)  # a dump's numbers of rows
+            experience.labels = [None] * len(experience.labels)  # or they would pass for a dump's row numbers
         return experiences
 
     def make_experience(self, samples_list: list[Experience]) -> list[Experience]:
-        """As upstream's; the old policy's :class:`TokenValues` travel on as ``token_values`` of each experience (in an
-        audit the exact ones as ``exact_values``), until the advantages are made of them.
+        """Like upstream's; each experience carries the old policy's :class:`TokenValues` as ``token_values`` (in an
+        audit also the exact ones, as ``exact_values``) until the advantages are made from them.
 
-        With the sampler's the policy's forward is left out where nothing needs it, and so are ``action_log_probs``.
+        With the sampler's values, the policy's forward and ``action_log_probs`` are left out if nothing needs them.
 
         Raises:
-            TrainingStopped: too many tokens have no value of the sampler.
+            TrainingStopped: too many tokens have no value from the sampler.
         """
         started = time.perf_counter()
         due = self.audit.due()
@@ -114,7 +114,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
                 self._in_its_place = self._with_guide_rows(samples_list, sampled)
         experiences = super().make_experience(samples_list)
         for experience in experiences:
-            for name in ("kl", "logprobs_diff"):  # upstream's mean over no token is not a number
+            for name in ("kl", "logprobs_diff"):  # upstream's mean over no tokens is NaN
                 experience.info[name] = experience.info[name].where(experience.action_mask.any(dim=-1), 0)
         values, self._policy_values = self._policy_values, None
         exact = without_fp8
@@ -134,7 +134,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         return experiences
 
     def _policy_forward(self, samples_list: list[Experience]) -> list[TokenValues]:
-        """The policy's forward alone, (b, t) of each micro-batch."""
+        """Run only the policy's forward; its values are (b, t) for each micro-batch."""
         columns = ("sequences", "action_mask", "attention_mask")
         refs = self._dispatch_forward(
             self.actor_model_group,
@@ -144,8 +144,8 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         return super()._flatten_results(refs, self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size)
 
     def _with_guide_rows(self, samples_list: list[Experience], sampled: list[TokenValues]) -> list[TokenValues]:
-        """``sampled``, (b, t) of each micro-batch, with the old policy's values of the guide's rows, from a forward
-        over these alone: no sampler of the policy's has seen them."""
+        """``sampled``, (b, t) for each micro-batch, with the old policy's values filled in for the guide's rows by a
+        forward over those rows alone, since the policy's sampler has not seen them."""
         places: list[tuple[int, int]] = []
         alone: list[Experience] = []
         for number, batch in enumerate(samples_list):
@@ -162,7 +162,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
             for i, index in enumerate(part.index):
                 number, row = places[index]
                 for ours, theirs in zip(filled[number], values):
-                    width = min(ours.shape[1], theirs.shape[1])  # padded rows of several micro-batches
+                    width = min(ours.shape[1], theirs.shape[1])  # the two are padded with different micro-batches
                     ours[row] = 0
                     ours[row, :width] = theirs[i, :width]
         return filled
@@ -173,8 +173,8 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         return super()._dispatch_forward(group, sync_condition, **columns)
 
     def _flatten_results(self, refs: Any, duplicate_factor: int) -> list[Any]:
-        # Upstream's make_experience computes with the policy's results as log-probs before anything can be hung on
-        # an experience, and hands out nothing else: the values stay on self until make_experience continues (0.11.2,
+        # Upstream's make_experience uses the policy's results as log-probs before anything can be attached to an
+        # experience, and returns nothing else: the values stay on self until make_experience continues (0.11.2,
         # https://github.com/OpenRLHF/OpenRLHF/blob/main/openrlhf/trainer/ppo_utils/experience_maker.py).
         done = self._in_its_place is None or refs is not self._in_its_place
         results: list[Any] = super()._flatten_results(refs, duplicate_factor) if done else refs
@@ -185,7 +185,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
 
     @torch.no_grad()
     def compute_advantages_and_returns(self, experiences: list[Experience]) -> list[Experience]:
-        """As upstream's, whose duties beside advantages it keeps: penalties, returns, ``info`` and freeing ``kl``.
+        """Like upstream's, and keeps its duties besides advantages: penalties, returns, ``info`` and freeing ``kl``.
 
         Raises:
             TrainingStopped: GTPO or GRPO-S would shape a reward, log-prob or entropy that is not finite.
@@ -236,9 +236,9 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
             experience.kl = None
 
     def _length_penalty(self, batch: RolloutBatch, experiences: list[Experience]) -> torch.Tensor | None:
-        """(B,) what the length penalties add to the outcomes, in sampling order (§4.5.1); logged rewards follow.
+        """(B,) sum that length penalties add to the outcomes, in sampling order (§4.5.1); logged rewards include it.
 
-        The overlong penalty counts action tokens, where upstream's counts the span from the first to the last one
+        The overlong penalty counts action tokens, while upstream's counts the span from the first to the last one
         (openrlhf 0.11.2, trainer/ppo_utils/samples_generator.py, _process_response_into_experience).
         """
         reward = self.args.reward
@@ -259,8 +259,8 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         return in_sampling_order(torch.cat([e.rewards for e in experiences]), batch.order) - batch.outcome
 
     def _kl_return(self, experience: Experience) -> torch.Tensor:
-        """(b, t) the return of upstream's KL reward: its sum from a token on, or over the whole response where the
-        estimator gives one advantage per sequence. Zero where KL is a loss or off."""
+        """(b, t) return of upstream's KL reward: its sum from each token on, or over the whole response if the
+        estimator gives one advantage per sequence. Zero if KL is a loss or off."""
         kl_reward = -max(self.kl_ctl.value, 0.0) * experience.kl.float() * experience.action_mask
         from_here = kl_reward.flip(-1).cumsum(-1).flip(-1)
         if self.credit is not None and self.credit.estimator.level == "sequence":
@@ -269,6 +269,6 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
 
 
 def _take(experiences: list[Experience], name: str) -> list[TokenValues] | None:
-    """What ``make_experience`` hung on every experience as ``name``, taken off; None for nothing."""
+    """Remove and return what ``make_experience`` attached to every experience as ``name``; None if nothing."""
     taken = [vars(experience).pop(name, None) for experience in experiences]
     return None if taken[0] is None else taken

@@ -1,8 +1,8 @@
 """Rows of the guiding policy (``--algo.guide.*``), from the experience maker to the loss: those that it sampled, and
-all of a group that it rescued.
+all rows of a group that it rescued.
 
-They are held against the engine that they came from, which said the log-probs of what it sampled
-(``rollout_log_probs``); their entropies are the old policy's, as of all rows.
+Their ratios are relative to the engine that they came from, which reported the log-probs of what it sampled
+(``rollout_log_probs``); their entropies are the old policy's, as for all rows.
 """
 
 import math
@@ -22,19 +22,19 @@ def guide_rows(experience: "Experience") -> Tensor | None:
     found = [experience.info[name] for name in (names.GUIDE_ROWS, names.RESCUE_ROWS) if name in experience.info]
     if not found:
         return None
-    # Upstream makes lists of them on the way to the replay buffer.
+    # Upstream turns these tensors into lists on the way to the replay buffer.
     return torch.stack([one if isinstance(one, Tensor) else torch.stack(one) for one in found]).bool().any(dim=0)
 
 
 class GuideRatios:
-    """Has ``loss`` compare guide rows with the guide in the place of the old policy, token by token:
+    """Makes ``loss`` compare guide rows with the guide instead of the old policy, token by token:
     min(exp(log pi_theta - log pi_phi), cap).
 
-    A ratio above ``cap`` keeps its gradient, cap * A * grad log pi_theta: the step is bounded, not left out. The
-    train-rollout correction leaves these rows as they are: their ratio is to what has sampled them already.
+    A ratio above ``cap`` keeps its gradient, cap * A * grad log pi_theta: the step is bounded, not skipped. The
+    train-rollout correction leaves these rows unchanged, since their ratio is already to the policy that sampled them.
 
     Attributes:
-        rows: (B,) bool of the micro-batch that ``loss`` gets next, set before; None where there is no guide.
+        rows: (B,) bool for the micro-batch that ``loss`` gets next, set before that; None without a guide.
     """
 
     def __init__(self, loss: nn.Module, cap: float) -> None:
@@ -44,8 +44,8 @@ class GuideRatios:
         loss.register_forward_pre_hook(self._compare, with_kwargs=True)
 
     def metrics(self) -> dict[str, Tensor]:
-        """Metrics of the last micro-batch: the part of its action tokens whose ratio was truncated, and the policy's
-        drift from its old self, where these rows count as 0 (``StepMetrics``)."""
+        """Metrics of the last micro-batch: the fraction of its action tokens whose ratio was truncated, and the drift
+        from the old policy, in which these rows count as 0 (see ``StepMetrics``)."""
         return {} if self.rows is None else self._metrics
 
     def _compare(
@@ -60,6 +60,6 @@ class GuideRatios:
         tokens = mask.sum().clamp_min(1)
         drift = (old_log_probs - log_probs.detach()).where(mask & ~rows, 0).sum() / tokens
         self._metrics = {names.GUIDE_TRUNCATED: ((behavior < lowest) & rows & mask).sum() / tokens, "ppo_kl": drift}
-        guided = torch.fmax(behavior, lowest)  # a NaN of the policy's is not the guide's
+        guided = torch.fmax(behavior, lowest)  # a NaN from the policy does not replace the guide's value
         given = options | {"rollout_log_probs": torch.where(rows, guided, behavior)}
         return (log_probs, torch.where(rows, guided, old_log_probs), advantages), given

@@ -1,5 +1,5 @@
-"""The loss of an estimator or surrogate of ``algorithms`` where OpenRLHF's trainers expect their own: weighted by
-OpenRLHF's train-rollout correction and divided by the counts of the whole optimizer step.
+"""The loss of an estimator or surrogate from ``algorithms``, in place of the one that OpenRLHF's trainers expect:
+weighted by OpenRLHF's train-rollout correction and divided by the counts of the whole optimizer step.
 """
 
 import dataclasses
@@ -18,22 +18,22 @@ from openrlhf_gtpo.algorithms.losses import Level
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
 
-# What a surrogate's settings are called where OpenRLHF has a flag for them.
+# OpenRLHF's names for the settings of surrogates that it has flags for.
 _UPSTREAM_SETTINGS = {"clip_low": "clip_eps_low", "clip_high": "clip_eps_high", "dual_clip": "dual_clip"}
 
 
 def loss_options(args: SimpleNamespace) -> dict[str, Any]:
-    """OpenRLHF's options of :class:`CreditLoss` in a run's arguments."""
+    """OpenRLHF's options for :class:`CreditLoss`, from a run's arguments."""
     correction = {name: v for name, v in vars(args.algo.advantage).items() if name.startswith("is_correction_")}
     low, high = args.actor.eps_clip_low_high
     return {"clip_eps_low": low, "clip_eps_high": high, "dual_clip": args.actor.dual_clip, **correction}
 
 
 def credit_loss(args: SimpleNamespace) -> "CreditLoss | None":
-    """The loss of this run's estimator and surrogate, or None where upstream's own does the work.
+    """The loss of this run's estimator and surrogate, or None if upstream's own does the work.
 
     Raises:
-        UsageError: settings that the surrogate refuses; the message names the flags.
+        UsageError: the surrogate refuses its settings; the message names the flags.
     """
     credit, name, options = entropy_credit(args), args.actor.policy_loss_type, loss_options(args)
     if name in SURROGATES:
@@ -53,17 +53,17 @@ def credit_loss(args: SimpleNamespace) -> "CreditLoss | None":
 
 
 class CreditLoss(PolicyLoss):
-    """The loss of ``level`` (Eq. 4, 16 for tokens; Eq. 6, 7, 18 for sequences), or the mean of another surrogate.
+    """The loss at ``level`` (Eq. 4, 16 for tokens; Eq. 6, 7, 18 for sequences), or the mean of another surrogate.
 
     Args:
-        level: ``token`` or ``sequence``; of another surrogate, whether its mean is over all tokens or over responses,
-            each with its own mean.
-        ratio_mean: how a response's ratio is made of its tokens', at sequence level.
-        surrogate: of log_probs, old_log_probs, advantages and mask, (B, T) each; None for PPO's clip.
-        options: OpenRLHF's ``clip_eps_low``, ``clip_eps_high``, ``dual_clip`` and ``is_correction_*``, checked by it.
+        level: ``token`` or ``sequence``; for another surrogate, whether its mean is over all tokens, or over the
+            means of the responses.
+        ratio_mean: the mean that makes a response's ratio from those of its tokens, at sequence level.
+        surrogate: a function of log_probs, old_log_probs, advantages and mask, (B, T) each; None for PPO's clip.
+        options: OpenRLHF's ``clip_eps_low``, ``clip_eps_high``, ``dual_clip`` and ``is_correction_*``, checked there.
 
     Attributes:
-        clipped: what the last micro-batch had clipped, (B, T) or (B,) bool.
+        clipped: (B, T) or (B,) bool, True where the last micro-batch was clipped.
     """
 
     clipped: Tensor
@@ -89,21 +89,21 @@ class CreditLoss(PolicyLoss):
         batch_num_tokens: Tensor | None = None,
         global_batch_size: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """This micro-batch's part of the loss of an optimizer step; NaN where a log-prob is not finite.
+        """This micro-batch's part of the loss of an optimizer step; NaN if a log-prob is not finite.
 
         Args:
             log_probs, old_log_probs, advantages, action_mask, rollout_log_probs: (B, T).
-            dp_size: replicas whose gradients are averaged rather than added up.
-            batch_num_tokens, global_batch_size: action tokens, and rows that have any, of the whole step over all
-                replicas; of this micro-batch where they are None.
+            dp_size: number of replicas whose gradients are averaged rather than summed.
+            batch_num_tokens, global_batch_size: number of action tokens, and of rows that have any, in the whole step
+                over all replicas; None for this micro-batch's own.
 
         Returns:
-            the loss; what was clipped, and what the correction filtered: means over tokens, or (B,) for each row where
-            they are decided by the row; mean of -(log_probs - old_log_probs), and of the rollout's log-prob minus the
-            old one, over tokens. The correction's two are None without it.
+            the loss; what was clipped; the mean over tokens of -(log_probs - old_log_probs); that of the rollout's
+            log-prob minus the old one; and what the correction filtered. What was clipped or filtered is a mean over
+            tokens, or (B,) where it is decided per row. The last two are None without a correction.
 
         Raises:
-            TrainingStopped: an old log-prob or advantage that is not finite, before any backward pass.
+            TrainingStopped: an old log-prob or advantage is not finite; raised before the backward pass.
         """
         mask = action_mask.bool()
         finite = log_probs.isfinite() | ~mask
@@ -139,8 +139,8 @@ class CreditLoss(PolicyLoss):
         return loss.sum() / units * dp_size, clipped, _token_mean(surrogate.approx_kl, mask), rollout_kl, filtered
 
     def _of_responses(self, weight: Tensor, mask: Tensor) -> Tensor:
-        """The correction of responses (B,) from that of their tokens, by the mean that makes their ratios.
-        A geometric mean, as of GMPO's, the one other surrogate of responses, is of the tokens that are kept."""
+        """The correction of each response, (B,), from those of its tokens, by the same mean as its ratio.
+        A geometric mean, which GMPO (the only other surrogate per response) has too, is over the tokens kept."""
         if self.ratio_mean == "arithmetic" and self.surrogate is None:
             return _token_mean(weight, mask, dim=-1)
         kept = mask & (weight > 0)
@@ -148,7 +148,7 @@ class CreditLoss(PolicyLoss):
 
     def _correction(self, old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Upstream's weights (B, T) of the trainer's policy against the engine's, and what they filter: a token mean,
-        or (B,) where whole responses are kept or dropped. Upstream has them in the middle of its own forward alone
+        or (B,) where whole responses are kept or dropped. Upstream computes them only inside its own forward
         (openrlhf 0.11.2, models/loss.py, PolicyLoss.forward); can go once it has a function for them."""
         low, high = self.is_correction_threshold
         log_ratio = (old_log_probs - rollout_log_probs).where(mask, 0)
@@ -169,5 +169,5 @@ class CreditLoss(PolicyLoss):
 
 
 def _token_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of (B, T) over action tokens: of all, or of each row with ``dim`` -1; 0 where there is none."""
+    """Mean of (B, T) values over all action tokens, or over those of each row with ``dim`` -1; 0 if there are none."""
     return values.where(mask, 0).sum(dim=dim) / mask.sum(dim=dim).clamp_min(1)

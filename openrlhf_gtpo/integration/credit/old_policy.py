@@ -1,8 +1,8 @@
-"""Where the old policy's log-probs and entropies come from: the actor's forward, or vLLM's sampler, which had the
-whole distribution in hand (``--rollout.entropy sampler``).
+"""The source of the old policy's log-probs and entropies: the actor's forward, or vLLM's sampler, which had the whole
+distribution at hand (``--rollout.entropy sampler``).
 
-A run that makes one optimizer step of a rollout needs no old log-probs: the policy that trains is the old one, so the
-training forward's own log-probs, detached, are exactly these.
+A run that makes one optimizer step per rollout needs no old log-probs: the policy in training is still the old one, so
+the training forward's own log-probs, detached, are exactly the old ones.
 """
 
 from collections.abc import Sequence
@@ -15,22 +15,22 @@ from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.credit.guide_rows import guide_rows
 from openrlhf_gtpo.token_values import TokenValues
 
-if TYPE_CHECKING:  # OpenRLHF takes seconds to import, and a command line that is refused need not wait for it
+if TYPE_CHECKING:  # OpenRLHF takes seconds to import; a command line that is refused should not wait for it
     from openrlhf.trainer.ppo_utils.experience import Experience
 
-_MAY_MISS = 0.01  # of a rollout's action tokens
+_MAY_MISS = 0.01  # fraction of a rollout's action tokens
 
 
 def count_steps(total: int, batch_size: int) -> int:
-    """Optimizer steps of an epoch over ``total`` rows: as many as whole batches fit, at least one. Rows that are left
-    over are spread over them, and too few for a batch make one small step."""
+    """Number of optimizer steps in an epoch over ``total`` rows: one per whole batch, but at least one. Leftover rows
+    are spread over the steps, and too few rows for a batch make one small step."""
     return max(1, total // batch_size)
 
 
 def count_all_steps(args: SimpleNamespace, prompts: int) -> int:
-    """Optimizer steps of a run over ``prompts`` prompts, by which learning rates are scheduled. Upstream counts the
-    batches of all episodes' rows (openrlhf 0.11.2, trainer/ppo_trainer.py, prepare_datasets), which are fewer or more
-    where a rollout's rows are no multiple of a batch."""
+    """Number of optimizer steps in a run over ``prompts`` prompts, which learning rates are scheduled by. Upstream
+    counts the batches in all episodes' rows (openrlhf 0.11.2, trainer/ppo_trainer.py, prepare_datasets), which is too
+    few or too many if a rollout's rows are not a multiple of a batch."""
     whole, rest = divmod(prompts, args.rollout.batch_size)
     samples, batch = args.rollout.n_samples_per_prompt, args.train.batch_size
     steps = whole * count_steps(args.rollout.batch_size * samples, batch)
@@ -39,9 +39,9 @@ def count_all_steps(args: SimpleNamespace, prompts: int) -> int:
 
 
 def trains_on_old_log_probs(args: SimpleNamespace, rows: int) -> bool:
-    """Whether old log-probs of the actor's forward travel with a rollout of ``rows`` rows: with entropies from it they
-    come for nothing; else where several optimizer steps are compared with them, of these rows and of others that join
-    them: a guide's rescues, and the rollouts of an actor that waits for its critic."""
+    """True if a rollout of ``rows`` rows carries old log-probs from the actor's forward. With entropies from it they
+    cost nothing; otherwise they are needed if several optimizer steps are compared with them, on these rows and others
+    that join them: a guide's rescues, or the rollouts of an actor that waits for its critic."""
     if args.rollout.entropy == "actor" or args.algo.guide.rescue_batch or args.critic.freezing_steps >= 0:
         return True
     steps = count_steps(rows, args.train.batch_size) * args.train.max_epochs
@@ -49,14 +49,14 @@ def trains_on_old_log_probs(args: SimpleNamespace, rows: int) -> bool:
 
 
 def always_forwards(args: SimpleNamespace, rows: int) -> bool:
-    """Whether the actor's forward is done for every rollout of ``rows`` rows, audit or not."""
+    """True if the actor's forward runs for every rollout of ``rows`` rows, audited or not."""
     kl_reward = args.algo.kl.init_coef > 0 and not args.algo.kl.use_loss
     return kl_reward or trains_on_old_log_probs(args, rows)
 
 
 def count_missing(samples: "Sequence[Experience]", sampled: Sequence[TokenValues]) -> int:
-    """Action tokens without a value (NaN) of the policy's sampler, such as an agent has written itself; not those of
-    the guide, which have none.
+    """Number of action tokens without a value (NaN) from the policy's sampler, such as those that an agent wrote
+    itself. The guide's, which never have one, are not counted.
 
     Raises:
         TrainingStopped: there are too many.
@@ -70,11 +70,11 @@ def count_missing(samples: "Sequence[Experience]", sampled: Sequence[TokenValues
     if missing > _MAY_MISS * actions:
         raise TrainingStopped(
             f"{missing} of the {actions} tokens to train on ({missing / actions:.1%}, more than {_MAY_MISS:.0%}) have "
-            "no entropy from vLLM's sampler, as where an agent edits what was sampled; give --rollout.entropy actor."
+            "no entropy from vLLM's sampler, as when an agent edits what was sampled; give --rollout.entropy actor."
         )
     return missing
 
 
 def fill_missing(sampled: TokenValues, actors: TokenValues) -> TokenValues:
-    """The sampler's values (b, t), and the actor's where there are none."""
+    """The sampler's values (b, t), with the actor's where the sampler has none (NaN)."""
     return TokenValues(*(torch.where(ours.isnan(), theirs, ours) for ours, theirs in zip(sampled, actors)))

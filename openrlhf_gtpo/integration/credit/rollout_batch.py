@@ -1,4 +1,4 @@
-"""A whole rollout batch in the order in which it was sampled, out of upstream's permuted micro-batches and back."""
+"""A whole rollout batch in sampling order, gathered from upstream's permuted micro-batches and scattered back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ class RolloutBatch:
     """Rows in sampling order, so that the G responses to one prompt are adjacent. B rows, T columns.
 
     Attributes:
-        order: (B,) sampling-order row of each row of the concatenated micro-batches (``Experience.index``).
+        order: (B,) the sampling-order row of each row in the concatenated micro-batches (``Experience.index``).
         mask: (B, T) bool, True at action tokens.
-        outcome: (B,) the rewards before any length penalty, in the precision they came in, in which they are compared.
+        outcome: (B,) the rewards before any length penalty, in their original precision, in which they are compared.
         group_ids: (B,) int, one per prompt.
-        values: (B, T) of the old policy; None where the run does not capture entropies.
-        kl, reference_log_probs: (B, T) float; reference log-probs are None where KL is not a loss.
+        values: (B, T) values of the old policy; None if the run does not capture entropies.
+        kl, reference_log_probs: (B, T) float; reference log-probs are None if KL is not a loss.
         prompts: B texts, for messages.
-        guided: (B,) bool, rows that the guide sampled; None in a run without one.
+        guided: (B,) bool, the guide's rows (see ``guide_rows``); None in a run without a guide.
     """
 
     order: Tensor
@@ -67,7 +67,7 @@ class RolloutBatch:
         )
 
     def in_rows(self, values: Sequence[TokenValues]) -> TokenValues:
-        """(b, t) values of each micro-batch to (B, T) in sampling order, 0 where a micro-batch is narrower."""
+        """The (b, t) values of each micro-batch as (B, T) in sampling order, 0 where a micro-batch is narrower."""
         width = self.mask.shape[1]
         return TokenValues(*(_in_rows(tensors, self.order, width) for tensors in zip(*values, strict=True)))
 
@@ -102,9 +102,9 @@ class RolloutBatch:
                 )
 
     def metrics(self, experiences: Sequence[Experience], credit: EntropyCredit | None) -> dict[str, float]:
-        """What a reader of a training run looks at first, of this batch and the ``experiences`` that it became.
+        """The metrics that people look at first in a run, for this batch and the ``experiences`` made from it.
 
-        A mean over no token is left out.
+        A mean over no tokens is left out.
         """
         succeeded = success(self.outcome, 1.0 if credit is None else credit.config.success_threshold)
         num_groups = int(self.group_ids.max()) + 1

@@ -1,5 +1,5 @@
-"""A guide behind an OpenAI-compatible endpoint (``--algo.guide.endpoint``), such as ``vllm serve`` opens, in the place
-of engines of this run's own. What is asked of it: ``command_line/endpoint.py``.
+"""A guide behind an OpenAI-compatible endpoint (``--algo.guide.endpoint``), such as ``vllm serve`` provides, in place
+of engines of this run. For what is asked of it, see ``command_line/endpoint.py``.
 """
 
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ from openrlhf_gtpo.integration.command_line.endpoint import api_key, request, sa
 from openrlhf_gtpo.integration.rollout.rewards import StrictRewardExecutor
 from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRolloutActor
 
-_TRIES = 20  # of a request at which the connection breaks or the server is busy: about two minutes, as it may restart
+_TRIES = 20  # of a request whose connection breaks or whose server is busy: about two minutes, as it may restart
 _DEATHS = (
     openai.APIConnectionError,
     openai.InternalServerError,
@@ -26,11 +26,11 @@ _DEATHS = (
     openai.AuthenticationError,
     openai.PermissionDeniedError,
 )
-_OURS = ("logprobs", "output_kind", "flat_logprobs")  # of no request to a server
+_OURS = ("logprobs", "output_kind", "flat_logprobs")  # not for a request to a server
 
 
 class EndpointActor(StrictRolloutActor):
-    """Rollout actor whose engine is a server's: rewards and agents are asked here, tokens there."""
+    """Rollout actor whose engine is a server: rewards and agents run here, tokens come from there."""
 
     async def __init__(  # type: ignore[misc]
         self, url: str, model: str, *, agent_func_path: str | None, remote_rm_url: Any
@@ -44,29 +44,29 @@ class EndpointActor(StrictRolloutActor):
         self.llm = Endpoint(url, model)
 
     def get_num_unfinished_requests(self) -> int:
-        """As upstream's, by which it shares prompts among engines; the server has a queue of its own."""
+        """Always 0. Upstream shares prompts among engines by this number; the server has its own queue."""
         return 0
 
 
 class Endpoint:
-    """What a rollout actor asks of vLLM's engine, asked of a server.
+    """Stands in for vLLM's engine in a rollout actor, and asks a server instead.
 
     Args:
-        url: as ``http://host:8000/v1``.
-        model: the name that it is served by.
+        url: such as ``http://host:8000/v1``.
+        model: the name under which the server has it.
     """
 
     def __init__(self, url: str, model: str) -> None:
         self._url, self._model = url, model
         self._client = openai.AsyncOpenAI(base_url=url, api_key=api_key(), max_retries=_TRIES - 1, timeout=None)
-        # A sign of life is not to wait behind prompts, of which a client asks 1000 at once.
+        # A sign of life must not wait behind prompts, of which a client sends 1000 at once.
         self._watch = openai.AsyncOpenAI(base_url=url, api_key=api_key(), max_retries=0)
 
     async def generate(self, prompt: Any, params: SamplingParams, request_id: str) -> AsyncIterator[RequestOutput]:
-        """The response to ``prompt["prompt_token_ids"]``, whole.
+        """Yield the response to ``prompt["prompt_token_ids"]``, whole.
 
         Raises:
-            EngineDeadError: nobody answers there any more, or not us.
+            EngineDeadError: the server no longer answers, or no longer answers us.
             TrainingStopped: the server refuses the request, or its response has no token ids or log-probs.
         """
         tokens = prompt["prompt_token_ids"]
@@ -89,7 +89,7 @@ class Endpoint:
         """False as soon as the server answers.
 
         Raises:
-            EngineDeadError: it cannot be reached.
+            EngineDeadError: the server cannot be reached.
         """
         try:
             await self._watch.models.list()
@@ -99,7 +99,7 @@ class Endpoint:
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:
-    """What ``params`` say to an engine beyond its defaults, for a server; the choice of log-probs is ours."""
+    """The settings in ``params`` that differ from the defaults, for a server, but for log-probs, which we choose."""
     given, defaults = msgspec.structs.asdict(params), msgspec.structs.asdict(SamplingParams())
     return {"max_tokens": params.max_tokens} | {
         name: value

@@ -1,6 +1,6 @@
 """The guiding policy (``--algo.guide.*``): a frozen, stronger model, whose engines sample a part of each group.
 
-The construction, and what of it is a paper's: docs/guide.md.
+docs/guide.md describes the construction and says which parts of it come from a paper.
 """
 
 import math
@@ -18,8 +18,8 @@ from openrlhf_gtpo.algorithms import success
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
 
-GUIDED = "guided"  # in a response of the guide
-GUIDE_DIED = "guide_died"  # how, in a response that the policy gave in the guide's place
+GUIDED = "guided"  # key in a response of the guide
+GUIDE_DIED = "guide_died"  # key for how it died, in a response that the policy gave in its place
 
 DEATHS = (RayActorError, EngineDeadError)  # of an engine's actor, and of vLLM's process
 
@@ -27,11 +27,11 @@ _ROUNDING = 1e-6  # of rows, over the prompts of a run
 
 
 class GuideRows(NamedTuple):
-    """What the guide is to answer of a prompt.
+    """How much of a prompt's group the guide is to answer.
 
     Attributes:
         engine: handle of the rollout actor to ask.
-        num_rows: of the group.
+        num_rows: rows of the group that it samples.
     """
 
     engine: Any
@@ -39,12 +39,12 @@ class GuideRows(NamedTuple):
 
 
 class Guide:
-    """Which prompts are given to which of the guide's ``engines``, rollout actors, and how many rows of each group.
+    """Decides which of the guide's ``engines`` answers which prompts, and how many rows of each group.
 
     Attributes:
-        engines: handles of them.
+        engines: handles of its rollout actors.
         rescue_batch: see ``RescueQueue``; 0 without one.
-        step: training steps that have been made, by which the guide's share anneals.
+        step: training steps done so far; the guide's share anneals with them.
     """
 
     def __init__(self, engines: Sequence[Any], args: SimpleNamespace) -> None:
@@ -52,22 +52,22 @@ class Guide:
         self.rescue_batch: int = args.algo.guide.rescue_batch
         self._credit = entropy_credit(args)
         self._is_dead = self._is_awake = False
-        self._given = [0] * len(engines)  # rows, to each
+        self._given = [0] * len(engines)  # rows given to each
         self.step = 0
 
     @property
     def share(self) -> float:
-        """The guide's share of a step's rows: linearly from ``--algo.guide.fraction`` to 0 over
-        ``--algo.guide.steps``, or constant."""
+        """The guide's share of a step's rows: it falls linearly from ``--algo.guide.fraction`` to 0 over
+        ``--algo.guide.steps``, or is constant."""
         guide = self._args.algo.guide
         left = max(0.0, 1 - self.step / guide.steps) if guide.steps else 1.0
         return 0.0 if self._is_dead else guide.fraction * left
 
     def rows_of(self, number: int) -> GuideRows | None:
-        """What it is asked of the prompt of this number; None for nothing.
+        """What the guide is to answer for the prompt ``number``; None for nothing.
 
-        Its rows are a part of G that need not be whole: prompts get the number below or above in turn, so that those
-        of a step together have the share.
+        Its share of G rows need not be a whole number: prompts get the number below or above in turn, so that the
+        rows of a step together have the share.
         """
         rows = self.share * self._args.rollout.n_samples_per_prompt
         count = math.floor(rows * (number + 1) + _ROUNDING) - math.floor(rows * number + _ROUNDING)
@@ -78,14 +78,14 @@ class Guide:
         return GuideRows(self.engines[least], count)
 
     def hangs(self, number: int, what: str) -> None:
-        """Say so of an engine that is killed for it; whoever waits for it hears of its death."""
+        """Warn that an engine is killed because of ``what``; whoever waits for it learns of its death."""
         print(f"Warning: engine {number} of the guide {what}; it is killed.", flush=True)
 
     def died(self, how: str) -> None:
-        """Go on without it, saying so once.
+        """Go on without the guide, saying so once.
 
         Raises:
-            TrainingStopped: ``--algo.guide.on_failure`` is not to go on.
+            TrainingStopped: ``--algo.guide.on_failure`` says to stop.
         """
         if self._args.algo.guide.on_failure == "stop":
             raise TrainingStopped(
@@ -97,15 +97,15 @@ class Guide:
         self._is_dead, self.rescue_batch = True, 0
 
     def is_success(self, row: Experience) -> bool:
-        """Whether the estimator's threshold is reached, or, with OpenRLHF's, the score is above all that the filter
-        drops as wrong."""
+        """True if the row reaches the estimator's success threshold or, with OpenRLHF's estimators, if its score is
+        above all that the filter drops as wrong."""
         if self._credit is not None:
             return bool(success(row.rewards, self._credit.config.success_threshold).all())
         return float(row.scores) > self._args.algo.dynamic_filtering_range[0]
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Within it the engines hold their memory, where ``--vllm.enable_sleep`` lets go of it between rollouts."""
+        """Keep the engines awake within this block, if ``--vllm.enable_sleep`` frees their memory between rollouts."""
         sleeps = self._args.vllm.enable_sleep and not (self._args.algo.guide.endpoint or self._is_awake)
         if sleeps:
             self._call("wake_up")
@@ -116,7 +116,7 @@ class Guide:
             self._call("sleep")
 
     def _call(self, method: str) -> None:
-        """Call every engine, also where another has died: one that lives is not to stay awake."""
+        """Call every engine even if one has died, so that no living engine stays awake."""
         for ref in [getattr(engine, method).remote() for engine in self.engines]:
             try:
                 ray.get(ref)

@@ -1,4 +1,4 @@
-"""Rollouts of dumps in the place of sampled ones (``--train.replay_rollouts``)."""
+"""Rollouts from dumps in place of sampled ones (``--train.replay_rollouts``)."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,15 +14,15 @@ from openrlhf_gtpo.token_values import TokenValues
 
 
 class ReplayedSamples:
-    """Stands for upstream's generator of samples and for its loader of prompts, which a replay has neither of.
+    """Stands in for upstream's samples generator and its prompt loader; a replay has neither.
 
     Args:
         args: the run's arguments, checked (see ``command_line/replay.py``).
 
     Attributes:
-        step: of the dump that was given last.
-        max_steps: optimizer steps of the run that was dumped, from which its learning rates follow.
-        dispatched, dropped, tokens, at_end_of_episode: as of ``OrderedSamplesGenerator``; a replay is one episode.
+        step: the step of the dump returned last.
+        max_steps: optimizer steps of the dumped run, from which its learning rates follow.
+        dispatched, dropped, tokens, at_end_of_episode: as in ``OrderedSamplesGenerator``; a replay is one episode.
     """
 
     dispatched = dropped = tokens = step = 0
@@ -38,13 +38,13 @@ class ReplayedSamples:
         return len(self._files)
 
     def state_dict(self) -> dict[str, Any]:
-        return {}  # where a replay goes on is in the step's number
+        return {}  # the step's number says where a replay goes on
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A replay that goes on from a checkpoint of training has no use for where the prompts were."""
+        """Ignore ``state``: a replay that goes on from a checkpoint has no use for the position in the prompts."""
 
     def begin_after(self, step: int) -> None:
-        """Leave out the dumps up to ``step``, which the checkpoint that is gone on from was trained on.
+        """Leave out the dumps up to ``step``, on which the checkpoint to go on from was trained.
 
         Raises:
             TrainingStopped: no dump is left.
@@ -53,13 +53,13 @@ class ReplayedSamples:
         self._files = {number: path for number, path in self._files.items() if number > step}
         if not self._files:
             raise TrainingStopped(
-                f"--train.replay_rollouts {self._args.train.replay_rollouts} has no dump after step {step}, which the "
-                f"checkpoint is of; its last one is of step {last}. Give an earlier one by --ckpt.load_tag."
+                f"--train.replay_rollouts {self._args.train.replay_rollouts} has no dump after step {step}, the step "
+                f"of the checkpoint; its last dump is of step {last}. Give an earlier checkpoint with --ckpt.load_tag."
             )
 
     def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Experience], float | None, int, bool]:
-        """As upstream's, of the next dump: rows, no share that passed a filter, 1 for a dump, whether none is left."""
-        if not self._files:  # of an episode after the first
+        """Like upstream's, for the next dump: its rows, no pass rate, 1 for a dump, and whether it was the last."""
+        if not self._files:  # in an episode after the first
             return [], None, 0, True
         self.step = min(self._files)
         dump = read_dump(self._files.pop(self.step))
@@ -69,8 +69,8 @@ class ReplayedSamples:
 def read_samples(dump: RolloutDump, args: SimpleNamespace) -> list[Experience]:
     """The rows of a dump, as ``OrderedSamplesGenerator`` gives them.
 
-    Tokens, masks, outcomes and what the engine said of its tokens are the dump's. Entropies and log-probs of the old
-    policy are, as ``sampler_values``, where ``args`` take the sampler's; else the actor computes them again.
+    Tokens, masks, outcomes and the engine's log-probs are the dump's. So are the old policy's entropies and log-probs,
+    as ``sampler_values``, if ``args`` take those of the sampler; otherwise the actor computes them again.
     """
     lists = ("prompt_tokens", "tokens", "mask", "log_probs", "rollout_log_probs", "entropy")
     tables = {name: dump.columns[name].rows() for name in lists if dump.columns[name] is not None}

@@ -1,4 +1,4 @@
-"""Prompts that the policy failed at altogether, kept until the guide answers them (``--algo.guide.rescue_batch``)."""
+"""Prompts at which the policy failed altogether, kept until the guide answers them (``--algo.guide.rescue_batch``)."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ _BOUND = 4  # times --algo.guide.rescue_batch
 
 
 class RescueQueue:
-    """The policy's failures by prompt, oldest first; of more than four batches of prompts the oldest are given up.
+    """The policy's failures by prompt, oldest first; beyond four batches of prompts, the oldest are given up.
 
     Attributes:
-        rescued, given_up: prompts of the run so far that the guide answered right, and that nobody did.
+        rescued, given_up: prompts of the run so far that the guide answered correctly, and that nobody did.
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -27,7 +27,7 @@ class RescueQueue:
         return len(self._failures)
 
     def add(self, responses: Sequence[Response]) -> None:
-        """The policy's failures at a prompt; they replace earlier ones at the same prompt."""
+        """Add the policy's failures at a prompt; they replace earlier ones at the same prompt."""
         prompt = responses[0]["prompt"]
         self._failures.pop(prompt, None)
         self._failures[prompt] = [_plain(response) for response in responses]
@@ -36,25 +36,25 @@ class RescueQueue:
             self.given_up += 1
 
     def take(self) -> list[list[Response]]:
-        """The failures at the oldest prompts, as many whole batches as wait, which leave the queue."""
+        """Remove and return the failures at the oldest prompts, as many whole batches of prompts as are waiting."""
         whole = len(self) // self._batch_size * self._batch_size
         return [self._failures.pop(prompt) for prompt in list(self._failures)[:whole]]
 
     def state(self) -> dict[str, Any]:
-        """The queue for a checkpoint, as a tensor: upstream prints a checkpoint's states whole, of a tensor the
-        beginning alone."""
+        """The queue for a checkpoint, as a tensor: upstream prints all of a checkpoint's states, but abbreviates
+        tensors."""
         text = bytearray(json.dumps(list(self._failures.values())).encode())
         return {"failures": torch.frombuffer(text, dtype=torch.uint8), "counts": (self.rescued, self.given_up)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from where :meth:`state` was asked for."""
+        """Restore the queue that :meth:`state` returned."""
         failures = json.loads(state["failures"].numpy().tobytes())
         self._failures = {responses[0]["prompt"]: responses for responses in failures}
         self.rescued, self.given_up = state["counts"]
 
 
 def _plain(response: Response) -> Response:
-    """What training reads of it. A reward's or agent's own numbers may be of any library."""
+    """The part that training reads, as plain values; a reward's or agent's own numbers may come from any library."""
     kept = {name: response[name] for name in ("prompt", "label", "observation_tokens", "action_ranges")}
     kept |= {name: response[name] for name in ("rollout_log_probs", "prompt_number")}
     kept |= {name: float(response[name]) for name in ("reward", "scores")}

@@ -1,4 +1,4 @@
-"""What asks a user's rewards and agents: more than once where they raise or take too long, and for one number."""
+"""Calls a user's rewards and agents, again if they raise or take too long, and insists on one number per reward."""
 
 import asyncio
 import contextvars
@@ -26,28 +26,28 @@ TRIES = 3  # in a run that may go on without the prompt
 _FAILURE = "failure"  # among a response's extra logs: what its reward raised
 _THREADS = min(32, (os.cpu_count() or 1) + 4)  # for reward functions: as many as asyncio.to_thread has
 
-# Since when the user's code that the current task waits for is at work, infinity while the engine is, for an agent;
-# and how many of its calls the engine has.
+# When the user's code that the current task waits for began to work, infinity while the engine works for an agent; and
+# how many of the agent's calls the engine has.
 _since: ContextVar[list[float]] = ContextVar("_since")
 
 
 class RewardFailed(TrainingStopped):
-    """A reward raised or did not answer, as often as it was tried."""
+    """A reward raised or did not answer, each time it was tried."""
 
 
 class Patience(NamedTuple):
-    """How often something is tried, and for how many seconds each time; 0 is for ever."""
+    """How often something is tried, and for how many seconds each time; 0 is forever."""
 
     tries: int = 1
     seconds: float = 0.0
 
     @classmethod
     def of(cls, args: SimpleNamespace) -> "Patience":
-        """What a run's arguments ask for."""
+        """The patience that a run's arguments ask for."""
         return cls(TRIES if args.train.max_restarts else 1, args.train.stall_timeout)
 
     async def ask(self, call: Callable[[], Awaitable[T]], what: str) -> T:
-        """What ``call()`` returns, or what it raised for the last time; a TimeoutError where it took too long."""
+        """Return what ``call()`` returns, or raise what its last try raised; a TimeoutError if it took too long."""
         for _ in range(self.tries - 1):
             try:
                 return await self._in_time(call)
@@ -72,7 +72,7 @@ class Patience(NamedTuple):
 
 @contextmanager
 def engine_works() -> Iterator[None]:
-    """Within it, time is not that of the agent who asked the engine."""
+    """Within this block, time does not count for the agent that asked the engine."""
     since = _since.get([0.0, 0])
     since[0] = math.inf
     since[1] += 1
@@ -85,16 +85,16 @@ def engine_works() -> Iterator[None]:
 
 
 def described(failure: BaseException) -> str:
-    """A value's type and the beginning of its text, in one line."""
+    """An exception's type and the beginning of its text, on one line."""
     return f"{type(failure).__name__}: {' '.join(str(failure).split())[:500]}"
 
 
 class StrictRewardExecutor(SingleTurnAgentExecutor):
     """Raises TrainingStopped with the reason and the prompt when the reward function or server fails, or returns
-    anything but one number, of which a list or tensor may be made.
+    anything but one number, which may be in a list or tensor.
 
-    Upstream logs a failed reward and goes on without one, and makes rows of (1,) lists, as its own reward server
-    answers, a column (openrlhf 0.11.2, utils/agent.py, SingleTurnAgentExecutor.execute). Can go once that raises.
+    Upstream logs a failed reward and goes on without one, and turns (1,) lists, with which its own reward server
+    answers, into a column (openrlhf 0.11.2, utils/agent.py, SingleTurnAgentExecutor.execute). Can go once it raises.
     """
 
     def __init__(self, remote_rm_url: Any, patience: Patience) -> None:
@@ -129,13 +129,13 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
                 torch.as_tensor(value, dtype=torch.float64).flatten()[0]
         except (AttributeError, IndexError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise TrainingStopped(
-                f"Expected 'extra_logs' of names with a number each from {self.reward_endpoints[0]}, got "
+                f"Expected 'extra_logs' from {self.reward_endpoints[0]} to map each name to a number, got "
                 f"{str(output['extra_logs'])[:200]!r}. Prompt: {prompt!r}"
             ) from error
         return output
 
     async def _fetch_rewards_via_func(self, *columns: Any) -> list[dict[str, Any]]:
-        """As upstream's, in a thread of its own: one that hangs takes none from the others."""
+        """Like upstream's, in its own thread: a call that hangs takes no thread from the others."""
         async with self._threads:
             return await self._or_failure(lambda: _in_thread(self.reward_func, *columns))
 
@@ -144,7 +144,7 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
         return await self._or_failure(lambda: fetch(*columns))
 
     async def _or_failure(self, fetch: Callable[[], Awaitable[list[dict[str, Any]]]]) -> list[dict[str, Any]]:
-        """What upstream's ``execute`` takes for a response without a reward, where fetching raises."""
+        """The rewards or, if fetching them raises, what upstream's ``execute`` takes for a response without one."""
         try:
             return await self._patience.ask(fetch, f"the reward from {self.reward_endpoints[0]}")
         except Exception as failure:  # a user's code
@@ -161,6 +161,6 @@ def _in_thread(function: Callable[..., T], *args: Any) -> Awaitable[list[T]]:
         except Exception as failure:  # a user's code
             result.set_exception(failure)
 
-    # One that never returns must not keep the process from its end, as a pool's would.
+    # A thread that never returns must not keep the process from exiting, as a pool's would.
     threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
     return asyncio.wrap_future(result)

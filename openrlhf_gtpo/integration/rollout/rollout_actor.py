@@ -1,11 +1,11 @@
 """The Ray actor around a vLLM engine, with the bucketed weight transfer, rewards that must arrive, and requests whose
 samples do not depend on timing.
 
-vLLM samples from one generator for all requests; on CPU the last bits of a matrix product depend on its rows: which
-requests share a forward pass decides what each says. Under full determinism a request therefore has a seed of its own,
-and on CPU the engine to itself: its response follows from the weights, the prompt and the seed, whatever else waits
-(a filtered prompt's replacement, an agent's next turn) and on however many engines. The engine to itself can go once
-vLLM's batch invariance, in 0.29 for CUDA alone, covers CPUs: https://github.com/vllm-project/vllm/issues/27433.
+vLLM samples all requests from one generator, and on CPU the last bits of a matrix product depend on its rows: what a
+request samples depends on which others share its forward passes. Under full determinism, a request therefore has its
+own seed and, on CPU, the engine to itself: its response follows from the weights, the prompt and the seed, whatever
+else waits (a filtered prompt's replacement, an agent's next turn) and on however many engines. The engine to itself
+can go once vLLM's batch invariance, CUDA-only in 0.29, covers CPUs: https://github.com/vllm-project/vllm/issues/27433.
 """
 
 import asyncio
@@ -48,43 +48,43 @@ IN_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _ALONE = {
     "max_num_seqs": 1,
     "max_num_batched_tokens": None,  # as vLLM wants it for whole prompts
-    "enable_prefix_caching": False,  # the first response to a prompt would be computed otherwise than the next
-    # After a chunk of a prompt vLLM rewinds its generator's offset, which a CPU's lacks. Can go once it spares CPUs
-    # that (vllm 0.29.0, v1/worker/gpu_model_runner.py, _bookkeeping_sync).
+    "enable_prefix_caching": False,  # the first response to a prompt would be computed differently from the next
+    # After a chunk of a prompt vLLM rewinds its generator's offset, which a CPU generator lacks. Can go once vLLM does
+    # not do so on CPU (vllm 0.29.0, v1/worker/gpu_model_runner.py, _bookkeeping_sync).
     "enable_chunked_prefill": False,
 }
 
-_OF_GUIDE = 1 << 31  # in its seeds, the place of a response's index in the policy's
+_OF_GUIDE = 1 << 31  # in the guide's seeds, where the policy's have a response's index
 
-_MARK = "OPENRLHF_GTPO_ENGINE"  # in the environment of an engine's processes: its actor
+_MARK = "OPENRLHF_GTPO_ENGINE"  # environment variable of an engine's processes: the id of their actor
 
-_LOOK_EVERY = 0.5  # seconds, whether vLLM's process lives
+_LOOK_EVERY = 0.5  # seconds between checks that vLLM's process is alive
 
-# The sample that the current task makes; an agent may hand on sampling parameters of its own, without a seed.
+# Seed of the sample that the current task makes; an agent may pass its own sampling parameters, without a seed.
 _sample_seed: ContextVar[tuple[int, ...] | None] = ContextVar("_sample_seed", default=None)
 
-# How often it has asked the engine, by the length of what it asked.
+# How often the current task has asked the engine, by the length of what it asked.
 _asked: ContextVar[Counter[int]] = ContextVar("_asked")
 
-# Its answers from the engine, where the entropies of its sampler are wanted; an agent's tasks share the list.
+# The engine's answers to the current task, if its sampler's entropies are wanted; an agent's tasks share the list.
 _answers: ContextVar[list[Answer] | None] = ContextVar("_answers", default=None)
 
 
 class EngineRestarted(RuntimeError):
-    """Ray has started this engine again after its death, and the trainer's weights have not reached it yet."""
+    """Ray has restarted this engine after its death, and the trainer's weights have not reached it yet."""
 
 
 class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
     """Upstream's rollout actor; its vLLM workers also know how to receive buckets.
 
     Fields:
-        engine_args: vLLM's that upstream's ``create_vllm_engines`` has no place for (``patch.apply``).
-        patience: with rewards and agents. Where it is for several tries, a prompt that needed more is dropped.
-        with_entropy: whether responses to training's prompts carry ``sampler_values``.
-        temperature: of training's requests, which entropies are of.
-        with_log_probs: whether responses to training's prompts carry log-probs, whatever upstream asks for.
-        gets_weights: whether the trainer sends it any.
-        tokenizer: in the place of one that comes with every prompt.
+        engine_args: vLLM arguments that upstream's ``create_vllm_engines`` does not take (``patch.apply``).
+        patience: with rewards and agents. If it allows several tries, a prompt that needs more is dropped.
+        with_entropy: whether responses to training prompts carry ``sampler_values``.
+        temperature: of training requests, and thus of their entropies.
+        with_log_probs: whether responses to training prompts carry log-probs, whatever upstream asks for.
+        gets_weights: whether the trainer sends it weights.
+        tokenizer: replaces the one that comes with every prompt.
     """
 
     executor: Any
@@ -104,12 +104,12 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             kwargs |= _ALONE
         binds_threads = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind"
         if on_cpu and kwargs.get("distributed_executor_backend") == "uni" and not binds_threads:
-            # By that name vLLM would start a process more for its one worker, to bind threads in it: 10 s of processor
+            # With that name vLLM would start an extra process for its one worker, to bind threads in it: 10 s of CPU
             # time (vllm 0.29.0, platforms/cpu.py, check_and_update_config).
             kwargs["distributed_executor_backend"] = IN_ENGINE
         if self.gets_weights and not on_cpu:
-            # Experts' weights stay as they are loaded. The kernels that vLLM prefers on Blackwell have them swapped or
-            # shuffled, which a transfer would write over (vllm 0.29.0, model_executor/layers/fused_moe/oracle/
+            # Keeps experts' weights as loaded: the kernels that vLLM prefers on Blackwell have them swapped or
+            # shuffled, which a transfer would overwrite (vllm 0.29.0, model_executor/layers/fused_moe/oracle/
             # unquantized.py, convert_to_unquantized_kernel_format). On Hopper it is vLLM's own choice.
             kwargs["moe_backend"] = "triton"
         await super().__init__(*args, **kwargs)
@@ -122,15 +122,15 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
                     "--rollout.entropy actor."
                 )
         if self._has_old_weights and kwargs["enable_sleep_mode"]:
-            await self.sleep()  # as upstream's create_vllm_engines has the first do
+            await self.sleep()  # as upstream's create_vllm_engines had the engine do at its first start
         if type(self.executor) is SingleTurnAgentExecutor:
             self.executor = StrictRewardExecutor(self.executor.reward_endpoints, self.patience)
 
     def _configure_device_env(self, *args: Any, **kwargs: Any) -> None:
-        """As upstream's, which begins with it; what the process before this one has left is ended."""
+        """Like upstream's, whose ``__init__`` begins with it; also kills what the actor's last process left behind."""
         context = ray.get_runtime_context()
         actor = os.environ[_MARK] = context.get_actor_id()
-        with warnings.catch_warnings():  # of what it calls itself (ray 2.55.0, runtime_context.py)
+        with warnings.catch_warnings():  # about what Ray itself calls (ray 2.55.0, runtime_context.py)
             warnings.simplefilter("ignore")
             self._has_old_weights = bool(context.was_current_actor_reconstructed)
         # vLLM's own processes outlive their actor, and hold the GPU's memory.
@@ -143,9 +143,9 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
     async def generate_responses(
         self, prompt: str, label: Any, *args: Any, num_samples: int = 1, **kwargs: Any
     ) -> list[dict[str, Any]]:
-        """As upstream's; responses to a numbered prompt carry its number as ``prompt_number``.
+        """Like upstream's; responses to a numbered prompt carry its number as ``prompt_number``.
 
-        Where a reward or an agent failed, and the run may go on without the prompt, the one response says so. Raises
+        If a reward or an agent failed and the run may go on without the prompt, the single response says so. Raises
         what :meth:`serves` does.
         """
         if self._has_old_weights:
@@ -174,14 +174,14 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             return response
 
         async def ask_guide(guide: GuideRows) -> list[dict[str, Any]]:
-            """The guide's responses, or the policy's in their place where it died."""
+            """The guide's responses, or the policy's in their place if the guide died."""
             theirs = label._replace(seed=label.seed and (*label.seed, _OF_GUIDE), guide=None)
             try:
                 found = await guide.engine.generate_responses.remote(
                     prompt, theirs, *args, num_samples=guide.num_rows, **kwargs | {"hf_tokenizer": None}
                 )
             except DEATHS as death:
-                how = described(getattr(death, "cause", None) or death)  # of a task's error what the task raised
+                how = described(getattr(death, "cause", None) or death)  # for a task's error, what the task raised
                 rest = range(num_samples - guide.num_rows, num_samples)
                 return [{**one, GUIDE_DIED: how} for one in await _all_or_none(*map(sample, rest))]
             return [{**one, GUIDED: True} for one in found]
@@ -198,26 +198,26 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             is_mistake = isinstance(failure, TrainingStopped) and not isinstance(failure, RewardFailed)
             if is_mistake or self.patience.tries == 1:
                 raise
-            await self.serves()  # which raises where it is the engine that failed
+            await self.serves()  # which raises if it was the engine that failed
             return [{DROPPED: described(failure)}]
 
     async def serves(self) -> None:
         """Return as soon as vLLM answers.
 
         Raises:
-            EngineRestarted: what it samples would not be the current policy's.
+            EngineRestarted: its samples would not be the current policy's.
             EngineDeadError: vLLM's process died.
         """
         if self._has_old_weights:
-            raise EngineRestarted("it was started again and has not got the current weights yet")
+            raise EngineRestarted("it was restarted and does not have the current weights yet")
         await self.llm.is_sleeping()
 
     async def generate(self, prompt_token_ids: list[int], sampling_params: Any, multi_modal_data: Any = None) -> Any:
-        """As upstream's; every turn of a seeded sample, told apart by its length, has a seed of its own, and so has
-        every other try of an agent's at a turn.
+        """Like upstream's; every turn of a seeded sample, identified by its length, has its own seed, and so does each
+        retry of a turn by an agent.
 
         Raises:
-            TrainingStopped: the sampler's entropies are wanted, and an agent's ``sampling_params`` change them.
+            TrainingStopped: the sampler's entropies are wanted, and an agent's ``sampling_params`` would change them.
         """
         key, answers = _sample_seed.get(), _answers.get()
         sampling_params = copy(sampling_params)
@@ -227,8 +227,8 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             asked[length] += 1
         if answers is not None:
             refuse_other_distributions(sampling_params, self.temperature)
-            sampling_params.logprobs = 0  # of the sampled token alone
-            sampling_params.flat_logprobs = True  # no objects for each token
+            sampling_params.logprobs = 0  # of the sampled token only
+            sampling_params.flat_logprobs = True  # no objects per token
         with engine_works():
             output = await super().generate(prompt_token_ids, sampling_params, multi_modal_data)
         if answers is not None:
@@ -236,7 +236,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         return output
 
     async def join_weight_group(self, *args: Any) -> list[None]:
-        """See ``WeightReceiver.join_weight_group``; one result per worker, here as below."""
+        """See ``WeightReceiver.join_weight_group``; one result per worker, here and below."""
         return await self.llm.collective_rpc("join_weight_group", args=args)
 
     async def receive_weights(self, buckets: list[Bucket], prove: bool) -> list[Receipt | None]:
@@ -261,17 +261,17 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         return await self.llm.collective_rpc("take_peak_memory", args=(phase,))
 
     async def _forget_prefixes(self) -> None:
-        """Drop the keys and values that older weights left for prompts to come.
+        """Drop the keys and values of older weights, which later prompts would reuse.
 
-        While requests are paused in their middle (partial rollouts) vLLM keeps the cache, says so in its log, and they
-        go on with it, unless it is told to preempt them (https://github.com/vllm-project/vllm/pull/28827).
+        While requests are paused midway (partial rollouts), vLLM keeps the cache, says so in its log, and the requests
+        go on with it, unless vLLM is told to preempt them (https://github.com/vllm-project/vllm/pull/28827).
         """
         if self.kwargs["enable_prefix_caching"] and not await self.llm.reset_prefix_cache():
             assert self.get_num_unfinished_requests(), "vLLM kept prefixes of the old weights without a request"
 
 
 async def _all_or_none(*calls: Awaitable[Any]) -> list[Any]:
-    """As ``asyncio.gather``; where one raises, the others end: vLLM would sample for nobody, and into a transfer."""
+    """Like ``asyncio.gather``, but if one raises, the rest end: vLLM would sample for nobody, and into a transfer."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
@@ -281,7 +281,7 @@ async def _all_or_none(*calls: Awaitable[Any]) -> list[Any]:
 
 
 async def _fail_calls_at_death(core: Any) -> None:
-    """Have the calls to vLLM's process that wait for an answer raise once it died, which vLLM leaves waiting for good.
+    """Make calls that wait for an answer from vLLM's process raise once it has died; vLLM lets them wait forever.
     Can go with a release that has https://github.com/vllm-project/vllm/pull/56416.
 
     Args:
@@ -296,5 +296,5 @@ async def _fail_calls_at_death(core: Any) -> None:
 
 RolloutActor = ray.remote(StrictRolloutActor)
 
-# Of one actor: a sign of life must not wait behind prompts, of which Ray would have 1000 at once.
+# Concurrent calls of one actor: a sign of life must not wait behind prompts, of which Ray would run 1000 at once.
 MAX_CALLS = 100_000

@@ -1,7 +1,7 @@
-"""The engine's answers behind a response, and what its sampler said of the response's tokens.
+"""The engine's answers behind a response, and what its sampler said about the response's tokens.
 
-An agent may ask the engine as often as it likes and make of the answers what it likes. A token has values where the
-engine sampled it after exactly the tokens that stand before it in the response.
+An agent may ask the engine as often as it likes and do what it likes with the answers. A token has values if the
+engine sampled it after exactly the tokens that precede it in the response.
 """
 
 import math
@@ -13,9 +13,9 @@ from vllm.logprobs import FlatLogprobs
 
 from openrlhf_gtpo.errors import TrainingStopped
 
-ENTROPY_TAG = 1 << 32  # of a rank that is an entropy, whose 32 bits are added to it; no token's rank is as high
+ENTROPY_TAG = 1 << 32  # marks a rank as an entropy, whose 32 bits are added to it; no token's rank is as high
 
-# What changes the distribution that a token is drawn from, or what the sampler says of it.
+# Settings that change the distribution that a token is drawn from, or what the sampler says about it.
 _OF_DISTRIBUTION = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "bad_words", "allowed_token_ids", "structured_outputs", "thinking_token_budget"),
@@ -27,13 +27,13 @@ Answer = tuple[list[int], Any]  # a prompt's tokens, and one of the ``outputs`` 
 
 
 def entropies(ranks: list[int]) -> np.ndarray:
-    """(n,) float32 entropies in nats that tokens carry as their ranks; NaN for a rank that is one."""
+    """(n,) float32 entropies in nats that tokens carry as their ranks; NaN for a real rank."""
     tagged = np.array(ranks, dtype=np.int64) - ENTROPY_TAG
     return np.where(tagged < 0, np.float32("nan"), tagged.astype(np.uint32).view(np.float32))
 
 
 def refuse_other_distributions(params: SamplingParams, temperature: float) -> None:
-    """Raises TrainingStopped where tokens would be drawn from anything but softmax(logits / ``temperature``)."""
+    """Raise TrainingStopped if tokens would be drawn from anything but softmax(logits / ``temperature``)."""
     neutral = SamplingParams(temperature=temperature)
     allowed: dict[str, tuple[Any, ...]] = {name: (getattr(neutral, name), None) for name in _OF_DISTRIBUTION}
     for name, values in (allowed | {"top_k": (0, -1), "logprobs": (None, 0, 1)}).items():
@@ -49,9 +49,9 @@ def refuse_other_distributions(params: SamplingParams, temperature: float) -> No
 def sampler_values(
     tokens: list[int], action_ranges: list[tuple[int, int]], answers: list[Answer], vocab_size: int, row: str
 ) -> tuple[list[float], list[float]]:
-    """Log-probs and entropies (nats) of a response's ``tokens`` (n,), prompt and all.
+    """Log-probs and entropies (nats) of a response's ``tokens`` (n,), prompt included.
 
-    0 outside ``action_ranges``; NaN for an action that no answer has in its place, as where an agent edited it.
+    0 outside ``action_ranges``; NaN for an action that no answer has in its place, such as one that an agent edited.
     ``row`` names the response in messages.
 
     Raises:

@@ -1,13 +1,13 @@
-"""What vLLM's sampler says of each token beside its id: log-prob and entropy of the distribution that it came from.
+"""Samplers for vLLM that report each token's log-prob, and the entropy of the distribution that it came from.
 
-In the place of vLLM's own passes for log-probs there is one over the raw logits, before anything changes them: the
-distribution is the policy's, softmax(logits / temperature) over the whole vocabulary, also where ``min_tokens`` bans
-an end of sequence. Requests that want no log-probs are sampled as ever.
+One pass over the raw logits, before anything changes them, replaces vLLM's own passes for log-probs: the distribution
+is the policy's, softmax(logits / temperature) over the whole vocabulary, even if ``min_tokens`` bans an end of
+sequence. Requests that want no log-probs are sampled as usual.
 
-The entropy travels to the request's output in the place of the sampled token's rank: vLLM carries those, 64-bit
-integers, through its processes as they are and makes nothing of them.
+The entropy travels to the request's output in place of the sampled token's rank: vLLM carries ranks, which are 64-bit
+integers, through its processes unchanged and makes no use of them.
 
-Imported on demand: another vLLM may lack these samplers, and the entropies then come from the actor.
+Imported on demand: another version of vLLM may lack these samplers, and the entropies then come from the actor.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ from openrlhf_gtpo.lm_head import log_prob_and_entropy
 
 
 def sampled_logprobs(logits: Tensor, sampled: Tensor, temperature: float) -> LogprobsTensors:
-    """What vLLM expects of ``logits`` (N, V) and the tokens ``sampled`` (N,) from them."""
+    """What vLLM expects for ``logits`` (N, V) and the tokens ``sampled`` (N,) from them, with entropies as ranks."""
     sampled = sampled.long()
     log_probs, entropy = log_prob_and_entropy(logits, sampled, temperature=temperature)
     ranks = ENTROPY_TAG + (entropy.view(torch.int32).long() & 0xFFFFFFFF)
@@ -32,14 +32,14 @@ def sampled_logprobs(logits: Tensor, sampled: Tensor, temperature: float) -> Log
 
 
 class EntropySampler(Sampler):
-    """The sampler of vLLM's V1 model runner, on CPU and CUDA, that gives entropies."""
+    """Sampler for vLLM's V1 model runner, on CPU and CUDA, that reports entropies."""
 
     temperature: float
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         if sampling_metadata.max_num_logprobs is None:
             return super().forward(logits, sampling_metadata, *args, **kwargs)
-        raw = logits.clone() if logits.dtype == torch.float32 else logits  # float32 ones are changed in place
+        raw = logits.clone() if logits.dtype == torch.float32 else logits  # float32 logits are changed in place
         without = replace(sampling_metadata, max_num_logprobs=None, logprob_token_ids=None)
         output = super().forward(logits, without, *args, **kwargs)
         output.logprobs_tensors = sampled_logprobs(raw, output.sampled_token_ids[:, 0], self.temperature)
@@ -47,8 +47,7 @@ class EntropySampler(Sampler):
 
 
 class EntropySamplerV2(SamplerV2):
-    """The sampler of vLLM's V2 model runner that gives entropies; the runner works on a copy of the logits wherever it
-    changes them."""
+    """Sampler for vLLM's V2 model runner that reports entropies; the runner changes the logits only in a copy."""
 
     temperature: float
 
@@ -66,9 +65,9 @@ _WITH_ENTROPY = {Sampler: EntropySampler, SamplerV2: EntropySamplerV2}
 
 
 def capture(model_runner: Any, temperature: float) -> str | None:
-    """Have the sampler of vLLM's ``model_runner`` give entropies, at ``temperature``, to who asks for log-probs.
+    """Have the sampler of vLLM's ``model_runner`` report entropies, at ``temperature``, to requests for log-probs.
 
-    Returns the name of the sampler's class where it is none of those that this knows, and leaves it as it is.
+    A sampler of an unknown class is left as it is, and the name of the class is returned.
     """
     sampler = model_runner.sampler
     if type(sampler) not in _WITH_ENTROPY:

@@ -1,10 +1,10 @@
-"""Upstream's sampling of responses, with rows in the order of their prompts and, under full determinism, a seed each.
+"""Upstream's sampling of responses, with rows in prompt order and, under full determinism, a seed for each.
 
 Upstream dispatches every prompt in a call of its own and takes responses as they come, so the order of a batch's rows
 depends on timing. Here each prompt travels with its number.
 
-Where an engine dies in the middle, upstream's loop is begun anew with the prompts that it has drawn: responses that
-have come, or are on their way, are not asked for again, and the others go to the engines that are left.
+If an engine dies in the middle, upstream's loop starts over with the prompts that it has drawn: responses that have
+come or are on their way are not asked for again, and the other prompts go to the engines that are left.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,19 +28,19 @@ from openrlhf_gtpo.token_values import TokenValues
 _TRAINING, _EVALUATION, _RESCUE = 0, 1, 2  # streams of seeds
 
 SAMPLER_VALUES = "sampler_values"  # in a response: see ``sampler_calls.py``
-DROPPED = "dropped"  # why, in the place of all responses to a prompt
-_MAY_DROP = 0.1  # of the prompts of a rollout, and one in any case
+DROPPED = "dropped"  # key for the reason, in place of all responses to a prompt
+_MAY_DROP = 0.1  # of a rollout's prompts, and one in any case
 
 
 class NumberedLabel(NamedTuple):
-    """What a rollout actor gets in the place of a prompt's label, which upstream hands on unread.
+    """What a rollout actor gets in place of a prompt's label, which upstream passes on unread.
 
     Attributes:
-        label: the prompt's own.
+        label: the prompt's own label.
         number: of the prompt, in the order of dispatch.
         seed: what the seeds of the prompt's requests are made from; None leaves sampling to the engine's generator.
-        is_trained: whether the policy learns from the responses; evaluation's it does not.
-        guide: what of the responses the guide gives; None for none.
+        is_trained: whether the policy learns from the responses, as it does not in an evaluation.
+        guide: the guide's part of the responses; None for none.
     """
 
     label: Any
@@ -51,22 +51,22 @@ class NumberedLabel(NamedTuple):
 
 
 def request_seed(*key: int) -> int:
-    """A seed for one request, well spread over 32 bits however close to each other the keys are."""
+    """A seed for one request, well spread over 32 bits however close the keys are to each other."""
     return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
 class OrderedSamplesGenerator(SamplesGenerator):
-    """Upstream's, for engines that are ``RolloutActor``.
+    """Upstream's samples generator, for ``RolloutActor`` engines.
 
     Args:
-        recover: gets what an engine's call raised, and returns when those in the list of engines can be asked again;
-            raises it where that was no engine's failure.
+        recover: called with what an engine's call raised; returns when the engines in the list can be asked again, and
+            raises the error if no engine's failure caused it.
         guide: None in a run without one.
 
     Attributes:
-        dispatched: prompts of training since the run began; a resumed run sets it to what its checkpoint has consumed.
+        dispatched: training prompts since the run began; a resumed run sets it to what its checkpoint has consumed.
         dropped: prompts of the last rollout whose reward or agent failed.
-        tokens: sampled for training since the last step was logged, whatever became of them.
+        tokens: number sampled for training since the last step was logged, whatever became of them.
         held_out: the rows of the last evaluation.
         rescue: prompts that wait for the guide, with ``--algo.guide.rescue_batch``.
         rescued: rows of the groups that the guide has rescued, until the controller takes them to train on.
@@ -79,19 +79,19 @@ class OrderedSamplesGenerator(SamplesGenerator):
         self._guide = guide
         self.rescue = RescueQueue(guide.rescue_batch if guide else 0)
         self.rescued: list[Experience] = []
-        self._responses: dict[int, list[tuple[dict[str, Any], Experience]]] = {}  # of a rollout, by prompt's number
+        self._responses: dict[int, list[tuple[dict[str, Any], Experience]]] = {}  # of a rollout, by prompt number
         self.dispatched = 0
         self.dropped = self.tokens = 0
         self.held_out: list[Experience] = []
         self._recover = recover
-        self._evaluated: int | None = None  # prompts of the evaluation that is going on
+        self._evaluated: int | None = None  # prompts of the evaluation in progress
         self._asked: dict[int, Any] = {}  # prompts that have been sent, with Ray's reference to their responses
 
     @property
     def at_end_of_episode(self) -> bool:
-        """Whether the last call of ``generate_samples`` drew the episode's last prompt and found none behind it.
+        """True if the last call of ``generate_samples`` drew the episode's last prompt and found none after it.
 
-        Rows do not outlive the step that they were sampled for: synchronous training samples no more than one needs.
+        Rows do not outlive the step that they were sampled for: synchronous training samples only what a step needs.
         """
         if not hasattr(self, "_dataloader_iter"):  # before the first call
             return False
@@ -99,8 +99,8 @@ class OrderedSamplesGenerator(SamplesGenerator):
         return self._dataloader_iter is None
 
     def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Experience], float | None, int, bool]:
-        """As upstream's; the percentage of prompts that pass the filter counts prompts (upstream counts responses,
-        so that 8 to a prompt make it 800). Can go with https://github.com/OpenRLHF/OpenRLHF/pull/1282 or its like."""
+        """Like upstream's; the percentage of prompts that pass the filter counts prompts (upstream counts responses,
+        so that 8 per prompt make it 800). Can go with https://github.com/OpenRLHF/OpenRLHF/pull/1282 or its like."""
         self.dropped = 0
         with self._guide.awake() if self._guide and self._guide.share > 0 else nullcontext():
             samples, passed, consumed, exhausted = super().generate_samples(**generate_kwargs)
@@ -110,7 +110,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
         return samples, passed, consumed, exhausted
 
     def generate_eval_samples(self, **generate_kwargs: Any) -> list[Experience]:
-        """As upstream's; under full determinism every evaluation has the same seeds, and training's do not move."""
+        """Like upstream's; under full determinism every evaluation has the same seeds, and training's stay as is."""
         self._evaluated = 0
         try:
             self.held_out = super().generate_eval_samples(**generate_kwargs)
@@ -121,10 +121,10 @@ class OrderedSamplesGenerator(SamplesGenerator):
     def _generate_vllm(
         self, dataloader_iter: Iterable[Any], num_prompts: int, *args: Any, **kwargs: Any
     ) -> tuple[list[Experience], int, bool]:
-        """As upstream's, in the order of prompts, and whatever becomes of an engine.
+        """Like upstream's, but in prompt order, and even if an engine dies.
 
         Raises:
-            TrainingStopped: too many prompts were dropped; ``recover`` gives up.
+            TrainingStopped: too many prompts were dropped, or ``recover`` gave up.
         """
         drawn: list[Any] = []
         before = self.dispatched, self._evaluated, self.tokens
@@ -147,7 +147,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
         self._asked.clear()
         experiences, consumed, exhausted = found
         kept = [experience for experience in experiences if isinstance(experience, Experience)]
-        kept.sort(key=lambda experience: experience.index)  # stable: a prompt's responses stay as they are
+        kept.sort(key=lambda experience: experience.index)  # stable: a prompt's responses keep their order
         accepted = {experience.index[0] for experience in kept}
         for number in sorted(self._responses.keys() - accepted):
             self._queue_failures(self._responses[number])
@@ -180,12 +180,12 @@ class OrderedSamplesGenerator(SamplesGenerator):
         return NumberedLabel(label, number, seed, is_trained, guide)
 
     def _process_response_into_experience(self, response: dict[str, Any], **generate_kwargs: Any) -> Any:
-        """As upstream's, with a response's ``sampler_values`` where there are any; for a dropped prompt something
-        that no filter lets through.
+        """Like upstream's, with a response's ``sampler_values`` if it has any; for a dropped prompt, something that no
+        filter lets through.
 
         Raises:
-            TrainingStopped: too many prompts were dropped, an agent returned what is no response, or the guide died
-                or gave no log-probs.
+            TrainingStopped: too many prompts were dropped, an agent returned something that is not a response, or the
+                guide died or gave no log-probs.
         """
         if DROPPED in response:
             self.dropped += 1
@@ -201,8 +201,8 @@ class OrderedSamplesGenerator(SamplesGenerator):
         except Exception as error:  # a reward's answer has been checked, an agent's comes from the user's code
             what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise TrainingStopped(
-                "Expected from --train.agent_func_path a response as OpenRLHF's MultiTurnAgentExecutor.execute makes "
-                f"it, with numbers as reward, scores and extra_logs, got one that cannot be read ({what}): "
+                "Expected --train.agent_func_path to return a response as OpenRLHF's MultiTurnAgentExecutor.execute "
+                f"does, with numbers as reward, scores and extra_logs, got one that cannot be read ({what}): "
                 f"{response!r:.300}"
             ) from error
         if self._evaluated is None:
@@ -221,16 +221,16 @@ class OrderedSamplesGenerator(SamplesGenerator):
         return experience
 
     def _queue_failures(self, group: list[tuple[dict[str, Any], Experience]]) -> None:
-        """Queue the policy's rows of a group that the filter has dropped and of which no row is right."""
+        """Queue the policy's rows of a group that the filter has dropped, if none of its rows is right."""
         assert self._guide is not None
         if not any(self._guide.is_success(experience) for _, experience in group):
             self.rescue.add([response for response, _ in group if GUIDED not in response])
 
     def _rescue(self, **generate_kwargs: Any) -> None:
-        """Have the guide answer prompts that the policy failed at, where a batch of them waits; those that it answers
-        right become groups of both's rows, ``rescued``.
+        """Have the guide answer prompts at which the policy failed, if a batch of them is waiting; those that it
+        answers correctly become groups with rows of both, ``rescued``.
 
-        All these rows are held against the log-probs of the engine they came from: the policy may have moved since.
+        The ratios of these rows use the log-probs of the engine they came from: the policy may have moved since.
         """
         guide, samples = self._guide, self.args.rollout.n_samples_per_prompt
         if guide is None or not guide.rescue_batch or self.rescued:
@@ -243,7 +243,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
             number = responses[0]["prompt_number"]
             seed = (self.args.train.seed, _RESCUE, number) if self.args.train.full_determinism_enable else None
             labels.append(NumberedLabel(responses[0]["label"], number, seed))
-        # Half of a group; more where a guide's rows were among those that failed, so that the policy's are fewer.
+        # Half of a group; more if some rows that failed were the guide's, so that fewer are the policy's.
         count = max(samples // 2, samples - min(map(len, failures)))
         engines = self.vllm_engines
         self.vllm_engines: Sequence[Any] = guide.engines
@@ -277,8 +277,8 @@ class OrderedSamplesGenerator(SamplesGenerator):
             self.rescued += rows
 
     def _mark(self, experience: Experience, is_guided: bool, is_rescued: bool = False) -> None:
-        """Say in the row's ``info`` whose it is. One that is held against its engine is none of the policy as it is:
-        where entropies come from samplers, it has none (NaN)."""
+        """Say in the row's ``info`` whose it is. A row whose ratio uses its engine's log-probs is not of the current
+        policy: if entropies come from the sampler, it has none (NaN)."""
         experience.info[names.GUIDE_ROWS] = torch.tensor([float(is_guided)])
         if self.args.algo.guide.rescue_batch:
             experience.info[names.RESCUE_ROWS] = torch.tensor([float(is_rescued)])
@@ -298,7 +298,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
 
 
 def _has_failed(ref: Any) -> bool:
-    """Whether a call has ended without responses; not of one that is on its way."""
+    """True if a call has ended without responses; False if it is still on its way."""
     try:
         return bool(ray.wait([ref], timeout=0)[0]) and ray.get(ref) is None
     except ray.exceptions.RayError:

@@ -1,5 +1,5 @@
-"""What vLLM's workers are extended with: upstream's own updates (CUDA IPC, Ray transfer), the bucketed transfer, and
-samplers that give entropies.
+"""The extension of vLLM's workers: upstream's own updates (CUDA IPC, Ray transfer), the bucketed transfer, and
+samplers that report entropies.
 
 vLLM imports this by name in its engine processes, which Ray's worker hook does not reach.
 """
@@ -11,7 +11,7 @@ from openrlhf_gtpo.weight_sync.receiver import WeightReceiver
 
 
 class WorkerExtension(WeightReceiver, WorkerWrap, ReportsPeakMemory):
-    """Adds to vLLM's worker the methods of all three classes, whose names differ, and its own."""
+    """Adds the methods of all three base classes, whose names differ, and one of its own to vLLM's worker."""
 
     def capture_entropy(self, temperature: float) -> str | None:
         """See ``sampler_entropy.capture``."""

@@ -43,15 +43,15 @@ _RESERVE_BYTES = 64 * 2**20
 
 @dataclass(kw_only=True)
 class Checkpoints:
-    """The checkpoints of one folder. All ranks call every method, ``finish`` at the end of a run.
+    """The checkpoints of one folder. All ranks call every method, and ``finish`` at the end of a run.
 
     Args:
-        folder: seen by all ranks.
+        folder: visible to all ranks.
         asynchronous: ``save`` returns once the state is copied to host memory; it is written while training goes on.
-        max_num: regular checkpoints to keep; the disk holds one more while it is written.
-        max_mem_gb: their total size at most, with the best one's, in units of 2^30 bytes.
+        max_num: regular checkpoints to keep; the disk holds one more while a new one is written.
+        max_mem_gb: their largest total size, including the best one's, in units of 2^30 bytes.
         hf_source: the model's folder or name on the Hub, whose tokenizer and configuration each checkpoint carries;
-            None where nothing will be converted back.
+            None if nothing will be converted back.
     """
 
     folder: str | Path = field(kw_only=False)
@@ -71,15 +71,15 @@ class Checkpoints:
         metric_value: float | None = None,
         metric_key: str | None = None,
     ) -> None:
-        """Write the checkpoint ``tag``, and remove what is then too much.
+        """Write the checkpoint ``tag``, and remove those that are then in excess.
 
         Args:
-            client_state: whatever else a resumed run needs; picklable, the first rank's is kept.
-            metric_value: of this checkpoint, greater is better; the worst go first.
+            client_state: whatever else a resumed run needs; picklable, and the first rank's is kept.
+            metric_value: of this checkpoint; greater is better, and the worst are removed first.
 
         Raises:
-            CheckpointWriteError: this or the previous asynchronous save failed, of which neither keeps the other from
-                being written; earlier checkpoints are as they were.
+            CheckpointWriteError: this or the previous asynchronous save failed; neither failure keeps the other from
+                being written, and earlier checkpoints are unchanged.
         """
         try:
             self.finish()
@@ -116,11 +116,11 @@ class Checkpoints:
         put_in_order(pending.finish(), [], max_num=self.max_num, max_mem_gb=self.max_mem_gb)
 
     def load(self, target: Trainer | LoadedModel, tag: str | None = None) -> dict[str, Any]:
-        """Load the newest checkpoint, or ``tag``, into a trainer or a model alone; the saved client state, which is
-        empty where there is no checkpoint. Damaged ones are set aside.
+        """Load the newest checkpoint, or ``tag``, into a trainer or a model alone, and return the saved client state,
+        which is empty if there is no checkpoint. Damaged ones are set aside.
 
         Raises:
-            CheckpointError: none of those there is whole, or it is of another model; nothing has changed.
+            CheckpointError: none of the existing ones is whole, or it is of another model; nothing has changed.
         """
         self.finish()
         path = choose([Path(self.folder)], tag)
@@ -137,9 +137,9 @@ def save_checkpoint(path: Path, model: LoadedModel, *, hf_source: str | Path | N
 
 
 class PendingSave:
-    """One checkpoint on its way to ``path`` (collective); arguments as of :class:`Checkpoints` and ``RankWrite``.
+    """One checkpoint on its way to ``path`` (collective); arguments as for :class:`Checkpoints` and ``RankWrite``.
 
-    With a trainer, the folder of ``path`` is taken to hold checkpoints alone.
+    With a trainer, the folder of ``path`` is assumed to hold only checkpoints.
 
     Raises:
         CheckpointWriteError: no folder can be made there.
@@ -181,7 +181,7 @@ class PendingSave:
                 FullyParallelSaveStrategyWrapper(strategy, _replicas()),
                 async_sharded_save=True,
             )
-        del state  # what is written has the writer's own references
+        del state  # the writer has its own references to what it writes
         self._finalize = request.finalize_fns
         randoms: list[Any] = [None] * get_world_size()
         torch.distributed.all_gather_object(randoms, checkpoint_state.rank_random_state())
@@ -219,17 +219,17 @@ class PendingSave:
         return self._path
 
     def _take_reserve(self) -> None:
-        """Hold room for what Megatron writes next on the first rank alone, whose failure there would leave the others
+        """Reserve room for what Megatron writes next on the first rank only, where a failure would leave the others
         waiting for it (megatron-core 0.16.1: ``save_common`` in a save, ``save_state_dict_async_finalize`` after)."""
         with open(self._reserve, "wb") as stream:
             os.posix_fallocate(stream.fileno(), 0, _RESERVE_BYTES)
 
 
 def load_checkpoint(path: Path, target: Trainer | LoadedModel) -> dict[str, Any]:
-    """Load one checkpoint into a trainer, or its weights into a model (collective); the saved client state.
+    """Load one checkpoint into a trainer, or its weights into a model (collective); return the saved client state.
 
-    At the layout and number of processes it was written at, training goes on bit for bit; at others the random states
-    stay as they are.
+    With the layout and number of processes that it was written with, training goes on bit for bit; with others, the
+    random states stay as they are.
 
     Raises:
         CheckpointError: it is missing, damaged or of another model; nothing has changed.
@@ -254,7 +254,7 @@ def _load_verified(path: Path, target: Trainer | LoadedModel) -> dict[str, Any]:
         missing = checkpoint_state.missing_keys(state, load_sharded_metadata(str(path)))
         if missing:
             raise CheckpointError(f"{path} lacks {len(missing)} tensors that this run needs, such as {missing[0]}.")
-        # NumPy's arrays are among what Megatron lets such a load make (megatron-core 0.16.1, core/safe_globals.py).
+        # Megatron lets such a load make NumPy's arrays, among others (megatron-core 0.16.1, core/safe_globals.py).
         small.update(torch.load(path / TRAINING_STATE, map_location="cpu", weights_only=True))
         if trainer is not None and (trainer.lr_schedule is None) != (small["trainer"]["lr_schedule"] is None):
             raise CheckpointError(f"{path} and this run do not both have a learning-rate schedule.")
@@ -273,5 +273,5 @@ def _load_verified(path: Path, target: Trainer | LoadedModel) -> dict[str, Any]:
 
 
 def _replicas() -> torch.distributed.ProcessGroup:
-    """The ranks that hold the same weights, among whom Megatron deals what is to be written or read."""
+    """The ranks that hold the same weights, among which Megatron divides what is to be written or read."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)

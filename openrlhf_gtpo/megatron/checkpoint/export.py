@@ -1,4 +1,4 @@
-"""A model on Megatron's ranks to a Hugging Face folder: safetensors shards, their index, and the files beside them."""
+"""Writes a model as a Hugging Face folder from Megatron's ranks: safetensors shards, their index and side files."""
 
 import json
 import os
@@ -30,14 +30,14 @@ def save_hf(
 ) -> None:
     """Write the model as a Hugging Face folder, in its own dtype (collective; the first rank writes).
 
-    FP8 primary weights come from a trainer's float32 ones, and from a model alone as what FP8 has left of them.
+    FP8 primary weights come from a trainer's float32 ones; a model alone gives what FP8 has left of them.
 
-    The first rank holds one shard at a time in host memory. A new or empty ``directory`` appears whole or not at all;
-    in one that exists, the model's files are replaced and whatever else is there stays.
+    The first rank holds one shard at a time in host memory. A new ``directory`` appears whole or not at all; in
+    one that exists, the model's files are replaced and whatever else is there stays.
 
     Args:
-        source: the model's folder or name on the Hub, or a folder of its tokenizer and configuration alone.
-        shard_bytes: greatest size of a weight file, unless a single tensor is larger.
+        source: the model's folder or name on the Hub, or a folder with only its tokenizer and configuration.
+        shard_bytes: largest size of a weight file, unless a single tensor is larger.
 
     Raises:
         CheckpointWriteError: a file could not be read or written.
@@ -56,7 +56,7 @@ def save_hf(
 
     def write(name: str, tensor: torch.Tensor) -> None:
         file = files.tensor_to_filename[name]
-        # A copy: its memory is the next but one bucket's.
+        # A copy, because the next bucket but one reuses its memory.
         held[file][name] = tensor.detach().to("cpu", copy=True).contiguous()
         if len(held[file]) == len(files.filename_to_tensors[file]):
             save_file(held.pop(file), temporary / file, metadata={"format": "pt"})
@@ -83,15 +83,15 @@ def save_hf(
 
 
 def copy_side_files(source: str | Path, directory: Path, *, dtype: str | None = None) -> None:
-    """Copy configuration, tokenizer and templates of the model ``source`` into ``directory``, which exists.
+    """Copy configuration, tokenizer and templates of the model ``source`` into the existing ``directory``.
 
     Args:
-        source: the model's folder, or its name on the Hub, from where the files are fetched if need be.
-        dtype: the weights' own from now on, such as "bfloat16", written into the configuration; None leaves it.
+        source: the model's folder, or its name on the Hub, from which the files are fetched if need be.
+        dtype: of the weights that come with them, such as "bfloat16", for the configuration; None leaves it as is.
 
     Raises:
         OSError: a file cannot be read or written.
-        ValueError: the configuration is not JSON; the model is neither here nor to be fetched.
+        ValueError: the configuration is not JSON, or the model is not here and cannot be fetched.
     """
     for path in sorted(model_folder(source, weights=False).iterdir()):
         if path.is_file() and any(fnmatch(path.name, pattern) for pattern in SIDE_FILE_PATTERNS):
@@ -100,7 +100,7 @@ def copy_side_files(source: str | Path, directory: Path, *, dtype: str | None = 
         path = directory / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         # transformers 5 writes "dtype" and reads both; before https://github.com/huggingface/transformers/pull/39782
-        # (4.56) it knows the longer name alone.
+        # (4.56) it knows only the longer name.
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -108,7 +108,7 @@ def copy_side_files(source: str | Path, directory: Path, *, dtype: str | None = 
 def _begin(directory: Path) -> Path:
     if directory.exists() and not directory.is_dir():
         raise FileExistsError(f"{directory} is a file")
-    # Inside a folder that exists, as what is beside it may be on another disk.
+    # Inside a folder that exists, because its parent may be on another disk.
     parent = directory if directory.is_dir() else directory.parent
     parent.mkdir(parents=True, exist_ok=True)
     temporary = parent / f"{directory.name}.tmp-{uuid.uuid4().hex[:8]}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import xxhash
 
-Entry = dict[str, int | str]  # {"size": bytes, "xxh3": hexadecimal}; of earlier versions "crc32" (int), or size alone
+Entry = dict[str, int | str]  # {"size": bytes, "xxh3": hexadecimal}; in earlier versions "crc32" (int), or size alone
 
 _BLOCK = 2**22  # bytes read at once
 _PIECE = 2**18  # bytes written at once, and hashed while the processor's cache has them
@@ -23,10 +23,10 @@ class DamagedError(CheckpointError):
 
 
 class HashedFile:
-    """A new file for ``torch.save``, on disk when the ``with`` block ends; ``entry`` is then what was written.
+    """A new file for ``torch.save``, on disk when the ``with`` block ends; ``entry`` then describes it.
 
-    The block's end raises the first OSError of a write. Raised at once, torch's archive writer would replace it with
-    a RuntimeError about positions in the file (torch 2.13, caffe2/serialize/inline_container.cc,
+    The block's end raises the first OSError of a write. If it were raised at once, torch's archive writer would
+    replace it with a RuntimeError about positions in the file (torch 2.13, caffe2/serialize/inline_container.cc,
     https://github.com/pytorch/pytorch/issues/76108).
     """
 
@@ -53,7 +53,7 @@ class HashedFile:
         return self._size
 
     def flush(self) -> None:
-        """What torch calls at the end of an archive; the block's end flushes."""
+        """Do nothing when torch calls this at the end of an archive; the block's end flushes."""
 
     @property
     def entry(self) -> Entry:
@@ -72,14 +72,14 @@ class HashedFile:
 
 
 def describe(path: Path) -> Entry:
-    """The entry of a small file that something else has written; it is on disk afterwards."""
+    """The entry of a small file that something else has written; the file is on disk afterwards."""
     with open(path, "rb") as stream:
         os.fsync(stream.fileno())
     return {"size": path.stat().st_size, "xxh3": _xxh3(path)}
 
 
 def check_file(folder: Path, name: str, expected: Entry, *, checksum: bool) -> None:
-    """Check that a file is what ``expected`` says, by its size or by reading it all.
+    """Check that a file is as ``expected`` says, by its size and, with ``checksum``, by reading all of it.
 
     Raises:
         DamagedError: it is not.
@@ -99,13 +99,13 @@ def check_file(folder: Path, name: str, expected: Entry, *, checksum: bool) -> N
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file, which is on disk afterwards."""
+    """Write a small file; it is on disk afterwards."""
     with HashedFile(path) as stream:
         stream.write(text.encode())
 
 
 def sync(folder: Path) -> None:
-    """Bring the names in ``folder`` to disk: without it a rename may not survive a power cut."""
+    """Flush the names in ``folder`` to disk; without this, a rename may not survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,9 +1,10 @@
 """A folder of checkpoints of either backend: written whole or not at all, found by looking at them, rotated.
 
-A checkpoint is written under a temporary name, its manifest last, and then renamed: what a crash leaves is never taken
-for one. ``latest`` names the last for other tools; nothing here depends on it, except for DeepSpeed's checkpoints of
-earlier versions of this package, which have no manifest. The driver asks here before any engine starts, so this module
-knows neither torch nor megatron; functions that write are for one process at a time, the first rank's.
+A checkpoint is written under a temporary name, its manifest last, and then renamed: what a crash leaves behind is
+never mistaken for one. ``latest`` names the last one for other tools; nothing here depends on it, except for
+DeepSpeed's checkpoints of earlier versions of this package, which have no manifest. The driver uses this module before
+any engine starts, so it imports neither torch nor megatron. Functions that write are for one process at a time, the
+first rank's.
 """
 
 import json
@@ -28,13 +29,13 @@ from openrlhf_gtpo.megatron.checkpoint.files import (
     write_text,
 )
 
-MANIFEST = "checkpoint.json"  # written last: a folder without it is no checkpoint
+MANIFEST = "checkpoint.json"  # written last: a folder without it is not a checkpoint
 TRAINING_STATE = "training_state.pt"
 SIDE_FILES = "hf"  # the tokenizer, configuration and templates of the model, as Hugging Face stores them
 LATEST = "latest"
 
 FORMAT = 2
-_READABLE = (1, 2)  # 1: Megatron's alone, with checksums of files up to 16 MiB
+_READABLE = (1, 2)  # 1: only Megatron's, with checksums of files up to 16 MiB
 _DISTRIBUTIONS = ("openrlhf_gtpo", "openrlhf", "deepspeed", "megatron-core", "mbridge", "torch", "transformers")
 _SHAPE_FIELDS = (
     "model_type",
@@ -49,21 +50,21 @@ _SHAPE_FIELDS = (
     "head_dim",
     "tie_word_embeddings",
 )
-_BEST = "best"  # what OpenRLHF's tags of best checkpoints begin with
+_BEST = "best"  # OpenRLHF's prefix of best checkpoints' tags
 _UNFINISHED = re.compile(r"(?P<tag>.+)\.tmp-[0-9a-f]{8}")
 _REPLACED = ".replaced"
 _DAMAGED = ".corrupt"
 
 
 class CheckpointWriteError(OSError):
-    """A checkpoint could not be written; what was there before it is as it was."""
+    """A checkpoint could not be written; what was there before is unchanged."""
 
 
 def newest_whole(*folders: str | Path) -> Path | None:
-    """The checkpoint to go on from: the one of the first folder that was written last, and is whole there and, under
-    the same tag, in the others; None where there is none. Whole: all files are there, in their sizes.
+    """The checkpoint to go on from: the last one written to the first folder that is whole there and, under the same
+    tag, in the others; None if there is none. Whole means that all files are there, in their sizes.
 
-    Where no checkpoint has a manifest, the one of an earlier version that ``latest`` names.
+    If none with a manifest qualifies, the answer is the one of an earlier version that ``latest`` names.
 
     Raises:
         CheckpointError: a checkpoint was written by a later version.
@@ -79,7 +80,7 @@ def newest_whole(*folders: str | Path) -> Path | None:
 
 
 def candidate(folders: Sequence[Path], tag: str | None = None) -> Path | None:
-    """The checkpoint to try next, the newest by its name and place, or ``tag``; None in folders without any.
+    """The checkpoint to try next: ``tag``, or else the newest, its files unchecked; None in folders without any.
 
     Raises:
         CheckpointError: there is no ``tag``, or it is not whole; or there are checkpoints, but none to go on from.
@@ -95,7 +96,7 @@ def candidate(folders: Sequence[Path], tag: str | None = None) -> Path | None:
     path = next(iter(_checkpoints(*folders)), None)
     if path is not None:
         with suppress(DamagedError):  # which the ranks find too
-            read_manifest(path)  # of a later version?
+            read_manifest(path)  # raises if it is of a later version
         return path
     path = _named_by_latest(folders[0])
     if path is None and (there or (folders[0] / LATEST).exists()):
@@ -108,21 +109,21 @@ def candidate(folders: Sequence[Path], tag: str | None = None) -> Path | None:
 
 
 def announcement(path: Path) -> str:
-    """What a log says of the checkpoint that is loaded, loud where it is not what ``latest`` names."""
+    """The log line about the checkpoint that is loaded, with a warning if ``latest`` does not name it."""
     latest = path.with_name(LATEST)
     named = latest.is_file() and latest.read_text(encoding="utf-8", errors="replace").strip() == path.name
     warning = "" if named else f"Warning: {latest} does not name the checkpoint that is loaded. "
-    unchecked = "" if _is_checkpoint(path) else ", of an earlier version, which left nothing to check it by"
+    unchecked = "" if _is_checkpoint(path) else ", of an earlier version, which left nothing to check it against"
     return f"{warning}Loading the checkpoint {path}{unchecked}"
 
 
 def names(folder: Path) -> list[str]:
-    """Names of all that was a checkpoint once, also damaged ones and those that may not be whole."""
+    """Names of everything that was once a checkpoint, including damaged ones and those that may not be whole."""
     return sorted(path.name for path in _folders(folder) if _is_checkpoint(path) or _is_unchecked(path))
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that nothing takes it for one, or removes it; its new place."""
+    """Rename a damaged checkpoint, so that nothing mistakes it for a whole one or removes it; return its new path."""
     aside = path.with_name(path.name + _DAMAGED)
     while aside.exists():
         aside = aside.with_name(aside.name + _DAMAGED)
@@ -132,7 +133,7 @@ def set_aside(path: Path) -> Path:
 
 
 def resolve(path: str | Path) -> Path:
-    """The checkpoint that ``path`` is, or the latest one of the folder of checkpoints that it is.
+    """The checkpoint at ``path``, or the newest whole one if ``path`` is a folder of checkpoints.
 
     Raises:
         CheckpointError: it is neither.
@@ -145,7 +146,7 @@ def resolve(path: str | Path) -> Path:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What the checkpoint says about itself.
+    """The checkpoint's manifest: what it says about itself.
 
     Raises:
         CheckpointError: the folder holds no checkpoint, or one that cannot be read.
@@ -182,9 +183,9 @@ def check_checkpoint(
 
     Args:
         folder: of one checkpoint.
-        hf_config: of the model that it is for; None takes any.
-        dtype: of the parameters it is for, such as "bfloat16"; None takes any.
-        for_training: the optimizer's state is wanted too.
+        hf_config: of the model to load it into; None accepts any.
+        dtype: of that model's parameters, such as "bfloat16"; None accepts any.
+        for_training: the optimizer's state is needed too.
 
     Returns:
         its manifest.
@@ -223,7 +224,7 @@ def backend_of(path: Path) -> str:
 
 
 def describe_model(hf_config: Any) -> dict[str, Any]:
-    """What two models must share for the weights of one to fit the other, from the Hugging Face configuration."""
+    """The Hugging Face configuration's fields that two models must share for the weights of one to fit the other."""
     described = {name: getattr(hf_config, name, None) for name in _SHAPE_FIELDS}
     heads = hf_config.num_attention_heads
     described["num_key_value_heads"] = described["num_key_value_heads"] or heads
@@ -235,8 +236,8 @@ def begin(target: Path, *, whole_folder: bool) -> Path:
     """A new empty folder to write the checkpoint ``target`` into, with the leftovers of crashed writes cleared away.
 
     Args:
-        whole_folder: the folder of ``target`` belongs to checkpoints alone, so any leftover in it may go; otherwise
-            those of ``target`` itself.
+        whole_folder: the folder of ``target`` holds only checkpoints, so any leftover in it may go; otherwise only
+            those of ``target`` itself may.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     for path in sorted(target.parent.iterdir()):
@@ -244,7 +245,7 @@ def begin(target: Path, *, whole_folder: bool) -> Path:
         if unfinished and path.is_dir() and (whole_folder or unfinished["tag"] == target.name):
             shutil.rmtree(path)
         elif path.name.endswith(_REPLACED) and whole_folder and (_is_checkpoint(path) or _is_unchecked(path)):
-            # A crash left an earlier checkpoint beside its place: back it goes, unless its successor has come.
+            # A crash left an earlier checkpoint beside its place: it goes back, unless its successor is there.
             place = path.with_name(path.name.removesuffix(_REPLACED))
             if place.exists():
                 shutil.rmtree(path)
@@ -256,7 +257,7 @@ def begin(target: Path, *, whole_folder: bool) -> Path:
 
 
 def write_manifest(folder: Path, contents: dict[str, Any], known: dict[str, Entry] | None = None) -> None:
-    """Describe every file of ``folder`` beside ``contents``; the folder is complete afterwards, and on disk.
+    """Write ``contents`` and a description of every file of ``folder``, which is then complete and on disk.
 
     Args:
         known: entries of files that their writers have described, by path in ``folder``; the others are read.
@@ -274,7 +275,7 @@ def write_manifest(folder: Path, contents: dict[str, Any], known: dict[str, Entr
 
 
 def publish(temporary: Path, target: Path) -> None:
-    """Give what is complete in ``temporary`` its name; a checkpoint of that name is replaced."""
+    """Give the complete checkpoint in ``temporary`` its name, replacing any checkpoint of that name."""
     replaced = target.with_name(target.name + _REPLACED)
     if target.exists():
         if _is_checkpoint(target) or _is_unchecked(target):
@@ -288,7 +289,7 @@ def publish(temporary: Path, target: Path) -> None:
 
 
 def set_latest(folder: Path, tag: str) -> None:
-    """Let ``latest`` name ``tag``, at once or not at all."""
+    """Let ``latest`` name ``tag``, atomically."""
     temporary = folder / f".{LATEST}.tmp"
     write_text(temporary, tag + "\n")
     temporary.replace(folder / LATEST)
@@ -299,8 +300,8 @@ def rotate(folder: Path, kept: str, others: Sequence[Path] = (), *, max_num: int
     """Remove excess checkpoints, as OpenRLHF does: those without a metric first, then the worst, then the oldest.
 
     At most ``max_num`` checkpoints and ``max_mem_gb`` (2^30 bytes) stay. Tags that begin with "best" do not count as
-    checkpoints and are not removed, except earlier ones where ``kept`` is a new best. Two always stay: ``kept``, and
-    the newest one whose tag is in ``others`` too, folders of checkpoints that are only of use together.
+    checkpoints and are not removed, except earlier ones when ``kept`` is a new best. Two always stay: ``kept``, and
+    the newest one whose tag is in ``others`` too, which are folders of checkpoints that are only useful together.
 
     Returns:
         the removed tags.
@@ -331,7 +332,7 @@ def _worth(path: Path) -> tuple[bool, float, float]:
 
 
 def _written(path: Path) -> float:
-    """The time a checkpoint was written, in seconds; other folders' times change as they are copied."""
+    """The time a checkpoint was written, in seconds. Without a manifest, it is the folder's, which a copy changes."""
     try:
         return float(read_manifest(path)["written"])
     except (CheckpointError, KeyError, TypeError, ValueError):
@@ -339,15 +340,14 @@ def _written(path: Path) -> float:
 
 
 def _checkpoints(first: str | Path, *others: str | Path) -> list[Path]:
-    """The checkpoints of the first folder whose tag the others have too, the last written first; nothing else is
-    looked at."""
+    """The first folder's checkpoints whose tags the others have too, newest first; nothing else is checked."""
     found = [path for path in _folders(Path(first)) if _is_checkpoint(path) and not path.name.endswith(_DAMAGED)]
     shared = [path for path in found if all(_is_checkpoint(Path(other, path.name)) for other in others)]
     return sorted(shared, key=_written, reverse=True)
 
 
 def _folders(folder: Path) -> list[Path]:
-    """What may be a checkpoint; of one that was being replaced in a crash, what is beside its place."""
+    """Folders that may be checkpoints; one set beside its place by a crash counts only if its place is empty."""
     found = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     return [
         path
@@ -358,7 +358,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _named_by_latest(folder: str | Path) -> Path | None:
-    """DeepSpeed's checkpoint of an earlier version, which wrote ``latest`` after it."""
+    """The DeepSpeed checkpoint of an earlier version, which wrote ``latest`` after it; None if there is none."""
     try:
         path = Path(folder, Path(folder, LATEST).read_text(encoding="utf-8", errors="replace").strip())
     except OSError:
@@ -371,7 +371,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _is_unchecked(path: Path) -> bool:
-    """Files of DeepSpeed without a manifest: a checkpoint of an earlier version, perhaps not whole."""
+    """True for DeepSpeed's files without a manifest: a checkpoint of an earlier version, perhaps not whole."""
     return not _is_checkpoint(path) and any(path.glob("*_states.pt"))
 
 
@@ -387,7 +387,7 @@ def _bytes(path: Path) -> int:
 
 
 def _remove(path: Path) -> None:
-    # Under this name the next write clears it away, should this end in the middle.
+    # Under this name, the next write clears it away if this ends in the middle.
     unfinished = _unfinished(path)
     path.rename(unfinished)
     shutil.rmtree(unfinished)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: weights and optimizer as Megatron shards them, and the small state around them."""
+"""The contents of a checkpoint: weights and optimizer as Megatron shards them, and the small state around them."""
 
 import math
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def model_and_trainer(target: Trainer | LoadedModel) -> tuple[LoadedModel, Train
 
 
 def dtype_name(model: LoadedModel) -> str:
-    """The dtype of its parameters, such as "bfloat16"."""
+    """The dtype of the model's parameters, such as "bfloat16"."""
     return str(model.options.dtype).removeprefix("torch.")
 
 
@@ -47,7 +47,7 @@ def sharded_state(model: LoadedModel, trainer: Trainer | None, *, is_loading: bo
                 state["model"], is_loading=is_loading, metadata=dict(METADATA)
             )
             _own_steps(trainer.optimizer)
-        # Now that the optimizer has found its parameters among them.
+        # Only now that the optimizer has found its parameters among them.
         read = in_high_precision if trainer is None or is_loading else trainer.exact_weight
         for part in _sharded_parts(state["model"]):
             if is_fp8(part.data):
@@ -56,7 +56,7 @@ def sharded_state(model: LoadedModel, trainer: Trainer | None, *, is_loading: bo
 
 
 def missing_keys(state: dict[str, Any], stored: Any) -> list[str]:
-    """Keys of ``state`` that a checkpoint with the keys ``stored`` lacks, those that may be absent left out."""
+    """Keys of ``state`` that a checkpoint with the keys ``stored`` lacks, except those that may be absent."""
     wanted = {part.unique_key if isinstance(part, ShardedObject) else part.key for part in _sharded_parts(state)}
     return sorted(key for key in wanted - set(stored) if not _may_be_absent(key))
 
@@ -74,7 +74,7 @@ def apply(loaded: dict[str, Any], model: LoadedModel, trainer: Trainer | None) -
                 _load_optimizer(part, state)
             _own_steps(trainer.optimizer)
             if model.options.fp8_primary_weights:
-                # What FP8 makes of the float32 weights, rather than of what it made of them before.
+                # Take what FP8 makes of the float32 weights, not of what it made of them before.
                 for part in parts:
                     part._copy_main_params_to_model_params()
                 trainer.ddp.start_param_sync()
@@ -103,7 +103,7 @@ def _sharded_parts(state: dict[str, Any]) -> Iterator[Any]:
 
 
 def _allocate(optimizer: Any) -> None:
-    """Make the states of an optimizer that has not stepped, without which Megatron can neither save nor load it."""
+    """Create the states of an optimizer that has not stepped; without them Megatron can neither save nor load it."""
     for part in optimizer.chained_optimizers:
         if part.optimizer is not None:  # a rank may have no parameters to train
             part.init_state_fn(part.optimizer, part.config)
@@ -113,9 +113,9 @@ def _allocate(optimizer: Any) -> None:
 
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     """Load what Megatron keeps beside the distributed optimizer's states, which were read in place, or all of a plain
-    one."""
+    optimizer."""
     if state.pop("param_state", None) is None and _states(optimizer):
-        # Megatron does not write a step count of 0, and torch's Adam does not start without one. Can go once it does
+        # Megatron does not write a step count of 0, and torch's Adam needs one to start. Can go once Megatron does
         # (megatron-core 0.16.1, optimizer/optimizer.py, sharded_state_dict: ``if step``).
         state.get("optimizer", state)["state"].setdefault("common_step", torch.tensor(0.0))
     optimizer.load_state_dict(state)
@@ -126,11 +126,11 @@ def _own_boxes(
 ) -> dict[int, ShardedTensor]:
     """This rank's share of the states of a distributed optimizer, in place: it writes and reads nothing else.
 
-    A rank owns a flat range of each parameter, whatever rows that cuts. The range is a few boxes, and as boxes of the
-    whole parameter's state any TP × PP × DP finds its own, as it does in states that were written whole (Megatron's
-    "fully_reshardable", which gathers them on one rank). Megatron's formats that gather nothing are "dp_reshardable",
-    tied to the layout of its buffers, and the one in whose place this is, "fully_sharded_model_space": flat ranges,
-    which ``ShardedTensor`` of megatron-core 0.16.1 refuses.
+    A rank owns a flat range of each parameter, even if that cuts rows. The range is a few boxes. Because they are
+    boxes of the whole parameter's state, any TP × PP × DP finds its own part, as it does in states that were written
+    whole (Megatron's "fully_reshardable", which gathers them on one rank). Megatron's formats that gather nothing are
+    "dp_reshardable", tied to the layout of its buffers, and "fully_sharded_model_space", which this one replaces: flat
+    ranges, which ``ShardedTensor`` of megatron-core 0.16.1 refuses.
     """
     places = {part.data: part for part in _sharded_parts(model_state) if not isinstance(part, ShardedObject)}
     boxes = []
@@ -141,7 +141,7 @@ def _own_boxes(
         place = replace(places[parameter], data=torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
         # A factory's parts, gate and up projection, lie in different places of the whole.
         for part in nested_values(place.build()) if isinstance(place, ShardedTensorFactory) else [place]:
-            assert part.data.is_contiguous(), f"{part.key} is no flat range of its parameter"
+            assert part.data.is_contiguous(), f"{part.key} is not a flat range of its parameter"
             first = part.data.storage_offset()
             shape = (1,) * part.prepend_axis_num + part.local_shape
             start, stop = max(owned.start - first, 0), min(owned.end - first, part.data.numel())
@@ -157,7 +157,7 @@ def _own_boxes(
                             global_shape=part.global_shape,
                             global_offset=tuple(map(sum, zip(part.global_offset, offset, strict=True))),
                             axis_fragmentations=None,
-                            replica_id=(*part.replica_id[:2], 0),  # of replicas, this one alone has it
+                            replica_id=(*part.replica_id[:2], 0),  # of all replicas, only this one has it
                             allow_shape_mismatch=part.allow_shape_mismatch,
                         )
                     )
@@ -170,8 +170,8 @@ DistributedOptimizer.sharded_param_state_fs_model_space = _own_boxes
 def split_into_boxes(
     shape: tuple[int, ...], start: int, stop: int
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """The flat range [start, stop) of a tensor as boxes, at most 2 · dimensions - 1 of them; in order, of each its
-    first element in the flat tensor, its offset and its size."""
+    """Split the flat range [start, stop) of a tensor into at most 2 · dimensions - 1 boxes; yield each one's first
+    element in the flat tensor, its offset and its size, in order."""
     rows = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]  # elements of one step along each axis
     while start < stop:
         axis = next(i for i, row in enumerate(rows) if start % row == 0 and start + row <= stop)
@@ -182,13 +182,13 @@ def split_into_boxes(
 
 
 def _own_steps(optimizer: Any) -> None:
-    """Give each parameter a step counter of its own: Megatron hands all of them one, which each would then advance
+    """Give each parameter a step counter of its own: Megatron gives them one in common, which each would then advance
     (megatron-core 0.16.1, optimizer/distrib_optimizer.py, DistributedOptimizer.load_state_dict)."""
     for state in _states(optimizer):
         state["step"] = state["step"].clone()
 
 
 def _states(optimizer: Any) -> list[dict[str, torch.Tensor]]:
-    """The parameters' states in torch's AdamW, which counts steps in each of them; none of fused optimizers."""
+    """The parameters' states in torch's AdamW, which counts steps in each of them; none for fused optimizers."""
     inner = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
     return [state for adam in inner if isinstance(adam, torch.optim.Adam) for state in adam.state.values()]

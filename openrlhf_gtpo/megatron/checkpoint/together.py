@@ -1,4 +1,4 @@
-"""What all ranks do together with a checkpoint, on either backend: agree on the one to load, and publish a new one."""
+"""Checkpoint steps that all ranks take together, on either backend: agree on one to load, and publish a new one."""
 
 import shutil
 from collections.abc import Sequence
@@ -14,20 +14,20 @@ from openrlhf_gtpo.megatron.checkpoint.files import CheckpointError, DamagedErro
 from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
 from openrlhf_gtpo.megatron.parallel.agreement import failure_of, from_first_rank, raise_together
 
-_READERS = 4  # threads of a rank
+_READERS = 4  # threads per rank
 
 
 def choose(folders: Sequence[Path], tag: str | None = None) -> Path | None:
-    """The checkpoint to go on from, which all ranks have found to be what was written; None where there is none.
+    """The checkpoint to go on from, which all ranks have found to be what was written; None if there is none.
 
-    One that is damaged is set aside by name, and the one before it taken.
+    A damaged one is renamed to set it aside, and the one before it is tried.
 
     Args:
-        folders: of checkpoints; the answer is in the first, and the others have one of the same tag.
-        tag: take this one or none.
+        folders: of checkpoints; the answer is in the first, and the others have one with the same tag.
+        tag: accept only this one.
 
     Raises:
-        CheckpointError: none of those there can be taken, or not the one that is asked for.
+        CheckpointError: none of the existing ones can be loaded, or the requested one cannot.
     """
     while True:
         path = from_first_rank(partial(checkpoint_folder.candidate, folders, tag), CheckpointError)
@@ -41,7 +41,7 @@ def choose(folders: Sequence[Path], tag: str | None = None) -> Path | None:
                 raise
             if get_rank() == 0:
                 aside = checkpoint_folder.set_aside(folder / path.name)
-                print(f"Warning: {error}; it is now {aside}, and the one before is tried.", flush=True)
+                print(f"Warning: {error}; it is now {aside}. Trying the one before it.", flush=True)
         else:
             if get_rank() == 0:
                 print(checkpoint_folder.announcement(path), flush=True)
@@ -52,7 +52,7 @@ def verify(path: Path) -> None:
     """Read every file of a checkpoint, each on one rank, and compare checksums.
 
     Raises:
-        DamagedError: on all ranks, where a file is not what was written.
+        DamagedError: on all ranks, if a file is not what was written.
     """
     if not (path / checkpoint_folder.MANIFEST).is_file():
         return  # DeepSpeed's, of an earlier version: nothing to compare with
@@ -68,16 +68,16 @@ def verify(path: Path) -> None:
 
 
 def agree(temporary: Path, target: Path, failure: str | None) -> None:
-    """Go on where all ranks have written their part of ``target`` into ``temporary``.
+    """Go on if all ranks have written their part of ``target`` into ``temporary``.
 
     Raises:
-        CheckpointWriteError: one could not; nothing is left of it.
+        CheckpointWriteError: a rank could not; nothing is left of the checkpoint.
     """
     sentence = f"The checkpoint {target} could not be written: {failure}; earlier ones are as they were."
     try:
         raise_together(None if failure is None else sentence, CheckpointWriteError)
     except CheckpointWriteError:
-        if get_rank() == 0:  # all have ended their writing by now
+        if get_rank() == 0:  # all have finished writing by now
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
@@ -86,11 +86,11 @@ def publish(temporary: Path, target: Path, contents: dict[str, Any], written: di
     """Write the manifest and give the checkpoint its name.
 
     Args:
-        contents: what the manifest says beside the files; the first rank's.
+        contents: what the manifest says besides the files, as the first rank has it.
         written: entries of files that this rank has written, by their paths in ``temporary``.
 
     Raises:
-        CheckpointWriteError: the first rank could not; nothing is left of it.
+        CheckpointWriteError: the first rank could not; nothing is left of the checkpoint.
     """
     everyone: list[dict[str, Entry]] = [{}] * get_world_size()
     all_gather_object(everyone, written)
@@ -104,7 +104,7 @@ def publish(temporary: Path, target: Path, contents: dict[str, Any], written: di
 
 
 def put_in_order(target: Path, others: Sequence[Path], *, max_num: int, max_mem_gb: float) -> None:
-    """Remove what is too much once ``target`` is published, and have ``latest`` name it. Arguments as of ``rotate``.
+    """Remove excess checkpoints once ``target`` is published, and let ``latest`` name it. Arguments as for ``rotate``.
 
     Raises:
         CheckpointWriteError: the folder could not be written.

@@ -1,4 +1,4 @@
-"""The write of this rank's part of a checkpoint, in a thread of its process while training goes on.
+"""Writes this rank's part of a checkpoint in a thread of its process while training goes on.
 
 megatron-core 0.16.1 forks for it (``dist_checkpointing/strategies/filesystem_async.py``): one process per file even
 when it waits for them, and a manager for their results. A fork inside a Ray worker copies the locks of its gRPC,
@@ -31,10 +31,10 @@ _ALIGNMENT = 64  # bytes, of each tensor's copy
 
 
 class ThreadStrategy(TorchDistSaveShardedStrategy):
-    """Megatron's torch_dist format, planned by Megatron; ``writer`` is what is left to write after a save."""
+    """Megatron's torch_dist format, planned by Megatron; ``writer`` has what is left to write after a save."""
 
     def __init__(self) -> None:
-        super().__init__("torch_dist", 1, thread_count=1)  # one file a rank: a thread writes one at a time
+        super().__init__("torch_dist", 1, thread_count=1)  # one file per rank: a thread writes one at a time
         self.writer: Any = None
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
@@ -50,19 +50,19 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
 
 
 class _NoClones(TorchFunctionMode):
-    """Megatron clones a host's tensors while it plans their write (filesystem_async.py), all of them at once."""
+    """Keeps Megatron from cloning all of a host's tensors at once while it plans their write (filesystem_async.py)."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return args[0] if func is torch.Tensor.clone else func(*args, **(kwargs or {}))
 
 
 class RankWrite:
-    """This rank's files on their way to disk; ``entries`` has those that are there, by name.
+    """This rank's files on their way to disk; ``entries`` has those already there, by name.
 
     Args:
         writer: Megatron's, with its write plan made.
-        host: return once everything is copied there, and write while training goes on; None returns once it is
-            written.
+        host: memory to copy everything to before returning, so that it is written while training goes on; None
+            returns once it is written.
     """
 
     def __init__(self, writer: Any, host: HostMemory | None) -> None:
@@ -79,7 +79,7 @@ class RankWrite:
         return self._thread is None or not self._thread.is_alive()
 
     def join(self) -> str | None:
-        """Wait for the end; what went wrong, or None."""
+        """Wait for the end, and return what went wrong, or None."""
         if self._thread is not None:
             self._thread.join()
         return self._failure
@@ -89,7 +89,7 @@ class RankWrite:
         self._failure = failure_of(self._write)
 
     def _stage(self, host: HostMemory) -> None:
-        """Copies that the next training step does not change."""
+        """Replace the tensors to write with copies that the next training step does not change."""
         tensors = [tensors for _, _, (_, tensors) in self._writer.write_buckets]
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for bucket in tensors for _, tensor in bucket]
         memory, offsets = host.of_size(sum(sizes)).numpy(), accumulate(sizes, initial=0)
@@ -103,7 +103,7 @@ class RankWrite:
     def _write(self) -> None:
         results: dict[int, list[Any]] = {}
         for i, (path, storage_key, (objects, tensors)) in enumerate(self._writer.write_buckets):
-            with HashedFile(path) as stream, serialization.patch("save.compute_crc32", False):  # they are hashed
+            with HashedFile(path) as stream, serialization.patch("save.compute_crc32", False):  # the files are hashed
                 results[i] = []
                 for items in (objects, tensors):
                     while items:  # each is freed as soon as it is written
@@ -124,5 +124,5 @@ class RankWrite:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with a storage of its own, as torch.save writes whole ones."""
+    """The tensor with a storage of its own, because torch.save writes whole storages."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

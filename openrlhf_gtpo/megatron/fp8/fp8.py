@@ -1,6 +1,6 @@
-"""FP8 in a model's decoder: set up, turned off for a pass in high precision, its state between passes, its emulation.
+"""FP8 in a model's decoder: its setup, a switch for passes in high precision, its state between passes, its emulation.
 
-Transformer Engine's layers compute in FP8 by themselves, as their settings say. On any host :class:`EmulatedLinear`
+Transformer Engine's layers compute in FP8 by themselves, as configured. On any host :class:`EmulatedLinear`
 stands in for the product of the portable layers and multiplies what Transformer Engine multiplies, in torch.
 """
 
@@ -34,7 +34,7 @@ INPUT, WEIGHT, GRADIENT = range(3)  # the matrices of a product, and the rows of
 
 
 def check_host(options: Fp8Options) -> None:
-    """Check this process's device and Transformer Engine for that one's modes.
+    """Check this process's device and Transformer Engine, unless FP8 is emulated.
 
     Raises:
         LayoutError: as :func:`check_fp8_host` and :func:`check_transformer_engine`.
@@ -53,7 +53,7 @@ class Fp8:
         for_training: emulated FP8 primary weights keep their exact values for the optimizer that is made next.
 
     Attributes:
-        calibrated: False while delayed scales know nothing, so that a first pass would be of no use.
+        calibrated: False while delayed scales have seen nothing, so that the first pass would be of no use.
     """
 
     def __init__(self, options: Fp8Options, stage: Any, *, for_training: bool = True) -> None:
@@ -62,7 +62,7 @@ class Fp8:
         self._stage = stage
         self._config: Any = stage.config
         self._linears: list[EmulatedLinear] = []
-        self._seen = False  # a training micro-batch, whose amax the scales do not know yet
+        self._seen = False  # a training micro-batch whose amax the scales do not reflect yet
         if options.emulated:
             self._emulate(for_training)
 
@@ -100,9 +100,9 @@ class Fp8:
 
     @contextlib.contextmanager
     def high_precision(self) -> Iterator[None]:
-        """While it lasts, the model computes as it would without FP8."""
+        """Within this context, the model computes as it would without FP8."""
         mode, self._config.fp8 = self._config.fp8, None
-        calibrated, self.calibrated = self.calibrated, True  # a pass without FP8 shows the scales nothing
+        calibrated, self.calibrated = self.calibrated, True  # a pass without FP8 teaches the scales nothing
         for linear in self._linears:
             linear.enabled = False
         try:
@@ -114,7 +114,7 @@ class Fp8:
 
     @contextlib.contextmanager
     def weights_kept(self) -> Iterator[None]:
-        """While it lasts no weight changes; each is quantized once. Megatron tells Transformer Engine's modules."""
+        """In this context no weight changes and each is quantized once; Megatron tells Transformer Engine itself."""
         for linear in self._linears:
             linear.keep_weight(True)
         try:
@@ -124,17 +124,17 @@ class Fp8:
                 linear.keep_weight(False)
 
     def drop_caches(self) -> None:
-        """Free the quantized weights in Transformer Engine's modules; the next first micro-batch makes them again."""
+        """Free the quantized weights in Transformer Engine's modules; the next first micro-batch remakes them."""
         for module in self._stage.modules():
             getattr(module, "_fp8_workspaces", {}).clear()
 
     @torch.no_grad()
     def update_scales(self, *, after_step: bool) -> None:
-        """Let delayed scales follow what training micro-batches have seen; Transformer Engine does so by itself.
+        """Update delayed scales from what training micro-batches have seen; Transformer Engine does so by itself.
 
         Args:
             after_step: collective over all replicas, which then have the same scales. Between the micro-batches of a
-                step, of which they have different numbers, it is collective over one replica.
+                step, of which replicas have different numbers, the call is collective over one replica.
         """
         if not self._seen:
             return
@@ -156,20 +156,20 @@ class EmulatedLinear(torch.nn.Module):
     """Stands in for the product of one of Megatron's column- or row-parallel layers; collectives are as in Megatron.
 
     Forward Y = Q(X) Q(W)ᵀ, backward dX = Q(dY) Q(W) and dW = Q(dY)ᵀ Q(X). Blocks lie along the dimension that products
-    sum over, so with ``blockwise`` X and dY are quantized once along rows, once along columns. Products are torch's,
-    in the layer's own dtype: in float32 they are Transformer Engine's but for the order of sums; in bfloat16, a number
-    times its inverse scale is first rounded to it (relative 2^-9, where FP8 rounds to 2^-4), which a tensor core
-    does not do.
+    sum over, so with ``blockwise`` X and dY are quantized once along rows and once along columns. Products are
+    torch's, in the layer's own dtype: in float32 they equal Transformer Engine's except for the order of sums; in
+    bfloat16, a number times its inverse scale is first rounded to bfloat16 (relative 2^-9, where FP8 rounds to 2^-4),
+    which a tensor core does not do.
 
-    Buffers of the delayed recipe, as Transformer Engine's, saved with the model:
-        scale: (3,) float32, of input, weight and gradient; 1 before anything was seen.
+    Buffers of the delayed recipe, as in Transformer Engine, saved with the model:
+        scale: (3,) float32, for input, weight and gradient; 1 before anything was seen.
         amax_history: (3, L) float32; the first column is being filled.
 
     Args:
         exact: the product without FP8, called as :meth:`forward`.
         history: L.
-        margin: powers of two that a delayed scale stays below the largest.
-        use_max: delayed scales come from the whole history, or from the newest entry.
+        margin: how many powers of two a delayed scale stays below the largest.
+        use_max: delayed scales come from the whole history; otherwise from its newest entry.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class EmulatedLinear(torch.nn.Module):
         tp_group: Any,
         **options: Any,
     ) -> Tensor:
-        """What ``_forward_impl`` of Megatron's layers is called with: (s, b, I) and (O/TP, I) to (s, b, O/TP)."""
+        """Stands in for ``_forward_impl`` of Megatron's layers: (s, b, I) and (O/TP, I) to (s, b, O/TP)."""
         if not self.enabled:
             if is_fp8(weight):
                 assert not torch.is_grad_enabled(), "a gradient would not reach the FP8 weight"
@@ -215,7 +215,7 @@ class EmulatedLinear(torch.nn.Module):
         return product if bias is None else product + bias
 
     def quantized_weight(self, weight: Tensor) -> Quantized:
-        """(O, I), kept for micro-batches between which no weight changes; an FP8 primary weight is there already."""
+        """The (O, I) weight in FP8, kept over micro-batches if no weight changes; an FP8 primary weight as it is."""
         if isinstance(weight, EmulatedWeight):
             return weight.quantized
         if self._weight is None or not self.keeps_weight:
@@ -223,11 +223,11 @@ class EmulatedLinear(torch.nn.Module):
         return self._weight
 
     def keep_weight(self, keeps: bool) -> None:
-        """Quantize the weight once from now on or, dropping what is held, for each product."""
+        """From now on quantize the weight once (True) or for each product (False), and drop what is held."""
         self.keeps_weight, self._weight = keeps, None
 
     def by_rows(self, which: int, matrix: Tensor) -> Quantized:
-        """(M, N) for a product that sums over its columns: blocks lie along its rows."""
+        """Quantize (M, N) for a product that sums over its columns: blocks lie along its rows."""
         dtype = self.dtypes[which]
         if self.recipe == "blockwise":
             return quantize_blocks(matrix, dtype, SQUARES if which == WEIGHT else ROWS)
@@ -238,12 +238,12 @@ class EmulatedLinear(torch.nn.Module):
         return quantize(matrix, dtype, self.scale[which].clone())
 
     def by_columns(self, which: int, matrix: Tensor, by_rows: Quantized) -> Quantized:
-        """(M, N) for a product that sums over its rows; what :meth:`by_rows` gave where one scale is for the whole."""
+        """Quantize (M, N) for a product that sums over its rows; reuse ``by_rows`` if one scale serves the whole."""
         return quantize_blocks(matrix, self.dtypes[which], COLUMNS) if self.recipe == "blockwise" else by_rows
 
     @torch.no_grad()
     def update_scales(self) -> None:
-        """Delayed recipe: new scales from the history, which moves by one; an amax of 0 or infinity changes none."""
+        """Delayed recipe: take scales from the history, which moves by one; an amax of 0 or infinity changes none."""
         for which, dtype in enumerate(self.dtypes):
             history = self.amax_history[which]
             amax = history.amax() if self.use_max else history[0].clone()
@@ -257,7 +257,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, weight: Tensor, linear: EmulatedLinear, trains: bool) -> Tensor:
         by_rows = linear.by_rows(INPUT, matrix)
-        # Only the weight's gradient reads it, which an old-policy forward or a frozen weight has not.
+        # Only the weight's gradient reads it, and an old-policy forward or a frozen weight has none.
         by_columns = linear.by_columns(INPUT, matrix, by_rows) if trains else by_rows
         of_weight = linear.quantized_weight(weight)
         ctx.save_for_backward(by_columns.data, by_columns.scale, of_weight.data, of_weight.scale)

@@ -1,4 +1,4 @@
-"""FP8 options, and which models and hosts can run them. Pure arithmetic, asked before anything starts.
+"""FP8 options, and which models and hosts can run them. Pure arithmetic, used before anything starts.
 
 Alignment and support: Transformer Engine 2.11 (``assert_dim_for_fp8_exec``, ``Float8BlockQuantizer.is_quantizable``,
 ``check_recipe_support``).
@@ -15,11 +15,11 @@ from openrlhf_gtpo.model_shape import ModelShape
 MODES = ("hybrid", "e4m3", "emulated")
 RECIPES = ("delayed", "tensorwise", "blockwise")
 BLOCK = 128  # side of a scaled block
-TRANSFORMER_ENGINE = ((2, 9), (2, 12))  # that megatron-core 0.16.1 works with: from the first, below the second
+TRANSFORMER_ENGINE = ((2, 9), (2, 12))  # versions for megatron-core 0.16.1: from the first, below the second
 CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0)}
 _CUDA = {"delayed": (12, 1), "tensorwise": (12, 1), "blockwise": (12, 9)}
-# From it on blocks are multiplied as MXFP8, and other scales than powers of two are an error in the middle of a step
-# (https://github.com/NVIDIA/TransformerEngine/pull/2157).
+# From this capability on, blocks are multiplied as MXFP8, and scales other than powers of two are an error in the
+# middle of a step (https://github.com/NVIDIA/TransformerEngine/pull/2157).
 _BLOCKS_AS_MXFP8 = (10, 0)
 FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"  # set to 1 by openrlhf_gtpo/__init__.py
 
@@ -34,7 +34,7 @@ class Fp8Options:
         recipe: where scales come from: earlier steps (``delayed``), the tensor itself (``tensorwise``), or its blocks
             (``blockwise``: 1 × 128 of activations and gradients, 128 × 128 of weights).
         layers_at_start_in_bf16, layers_at_end_in_bf16: decoder layers left out.
-        primary_weights: devices hold these layers' weights in FP8 alone, the optimizer's float32 shards the originals.
+        primary_weights: devices hold these layers' weights only in FP8, the optimizer's float32 shards the originals.
     """
 
     mode: str
@@ -45,21 +45,21 @@ class Fp8Options:
 
     @property
     def emulated(self) -> bool:
-        """Whether FP8 is emulated, without Transformer Engine."""
+        """True if FP8 is emulated, without Transformer Engine."""
         return self.mode == "emulated"
 
     @property
     def gradients_in_e5m2(self) -> bool:
-        """Or in E4M3, as everything else."""
+        """True if gradients are in E5M2; otherwise they are in E4M3, like everything else."""
         return self.mode == "hybrid" or (self.emulated and self.recipe != "blockwise")
 
     @property
     def alignment(self) -> int:
-        """Tokens on a rank come in multiples of it."""
+        """The number of tokens on a rank is a multiple of this."""
         return BLOCK if self.recipe == "blockwise" else 16
 
     def fields(self) -> dict[str, Any]:
-        """TransformerConfig fields of Transformer Engine's modes; none for the emulation, unknown to Megatron."""
+        """TransformerConfig fields for Transformer Engine's modes; none for the emulation, unknown to Megatron."""
         if self.emulated:
             return {}
         in_bf16 = self.layers_at_start_in_bf16 + self.layers_at_end_in_bf16 > 0
@@ -75,15 +75,15 @@ class Fp8Options:
         }
 
     def covers(self, layer: int, num_layers: int) -> bool:
-        """Whether the decoder layer ``layer`` (from 0, over all stages) computes in FP8."""
+        """True if the decoder layer ``layer`` (from 0, over all stages) computes in FP8."""
         return self.layers_at_start_in_bf16 <= layer < num_layers - self.layers_at_end_in_bf16
 
 
 def check_fp8(options: Fp8Options, hf_config: Any, layout: Layout, *, cuda: bool) -> None:
-    """Refuse what cannot run in FP8.
+    """Refuse options that cannot run, given the model, the layout and the host.
 
     Raises:
-        LayoutError: the first thing that cannot work, with what would.
+        LayoutError: the first thing that cannot work, and what would.
     """
     if not options.emulated and not cuda:
         raise LayoutError(
@@ -96,12 +96,12 @@ def check_fp8(options: Fp8Options, hf_config: Any, layout: Layout, *, cuda: bool
     if options.recipe == "blockwise" and scales != "1":
         raise LayoutError(
             f"$fp8_recipe blockwise has float32 scales, and {FP32_SCALES}={scales} in the environment asks for powers "
-            "of two; unset it, or take tensorwise."
+            "of two; unset it, or use tensorwise."
         )
     if options.primary_weights and options.recipe == "delayed":
         raise LayoutError(
-            "$fp8_param cannot have $fp8_recipe delayed, whose scales know nothing of the weights when "
-            "they are read; take tensorwise or blockwise."
+            "$fp8_param does not work with $fp8_recipe delayed, whose scales know nothing of the weights when "
+            "they are read; use tensorwise or blockwise."
         )
     _check_bf16_layers(options, hf_config.num_hidden_layers, layout)
     if not options.emulated:
@@ -125,7 +125,7 @@ def check_transformer_engine(recipe: str) -> None:
             "setup_env.sh --cuda brings one, and $fp8 emulated needs none."
         )
     if recipe == "blockwise":
-        # What Megatron's recipe is made of (megatron-core 0.16.1, fp8_utils.py, get_fp8_recipe).
+        # The parts of Megatron's recipe (megatron-core 0.16.1, fp8_utils.py, get_fp8_recipe).
         from transformer_engine.common.recipe import Float8BlockScaling as scaling
 
         tensors = (scaling.fp8_quant_fwd_inp, scaling.fp8_quant_fwd_weight, scaling.fp8_quant_bwd_grad)
@@ -137,11 +137,11 @@ def check_transformer_engine(recipe: str) -> None:
 
 
 def check_fp8_host(options: Fp8Options, capability: tuple[int, int], cuda: tuple[int, int]) -> None:
-    """Refuse a recipe of Transformer Engine that this device or build does not have.
+    """Refuse a recipe of Transformer Engine that this device or build does not support.
 
     Args:
-        capability: of the device, such as (9, 0).
-        cuda: version that torch was built with.
+        capability: compute capability of the device, such as (9, 0).
+        cuda: the CUDA version that torch was built with.
 
     Raises:
         LayoutError: what is missing, and which recipes run here.
@@ -155,7 +155,7 @@ def check_fp8_host(options: Fp8Options, capability: tuple[int, int], cuda: tuple
         if options.recipe in too_new:
             raise LayoutError(
                 f"{asked} has float32 scales, and on this device (compute capability {_version(capability)}) "
-                f"Transformer Engine multiplies blocks as MXFP8, with powers of two alone; {others}."
+                f"Transformer Engine multiplies blocks as MXFP8, with powers of two only; {others}."
             )
         raise LayoutError(
             f"{asked} needs compute capability {_version(CAPABILITY[options.recipe])} and torch built with CUDA "
@@ -180,12 +180,12 @@ def _check_bf16_layers(options: Fp8Options, layers: int, layout: Layout) -> None
     if options.recipe == "delayed" and start + end > 0 and not options.emulated:
         raise LayoutError(
             "$fp8_recipe delayed cannot leave layers in BF16 (Transformer Engine reduces its scales over all "
-            "of them); take tensorwise or blockwise."
+            "of them); use tensorwise or blockwise."
         )
 
 
 def _check_widths(options: Fp8Options, hf_config: Any, layout: Layout) -> None:
-    """Refuse a sharded matrix with a side that is no multiple of the alignment."""
+    """Refuse a sharded matrix with a side that is not a multiple of the alignment."""
     shape = ModelShape.of(hf_config)
 
     def unfit(size: int) -> list[tuple[str, int]]:
@@ -206,7 +206,7 @@ def _check_widths(options: Fp8Options, hf_config: Any, layout: Layout) -> None:
     remedy = (
         f"$tensor_model_parallel_size can be {', '.join(map(str, legal))}"
         if legal
-        else "no tensor-parallel size gives that; take another recipe or $fp8 emulated"
+        else "no tensor-parallel size gives that; use another recipe or $fp8 emulated"
     )
     raise LayoutError(
         f"$fp8_recipe {options.recipe} multiplies in multiples of {options.alignment}, and {what} is {number} at "

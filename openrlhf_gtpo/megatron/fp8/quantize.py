@@ -1,7 +1,8 @@
-"""Values to FP8 and back, on any device: Transformer Engine's arithmetic of scales, in torch.
+"""Converts values to FP8 and back, on any device: Transformer Engine's arithmetic of scales, in torch.
 
-A scale is float32 and multiplies before rounding (nearest, ties to even, saturating); values come back multiplied by
-its inverse. Scales are not rounded to powers of two (``NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1`` in Transformer Engine).
+A scale is float32. Values are multiplied by it before rounding (nearest, ties to even, saturating), and by its inverse
+when converted back. Scales are not rounded to powers of two (``NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1`` in Transformer
+Engine).
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,14 +35,14 @@ class Quantized(NamedTuple):
     block: Block = None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """(M, N), the product of number and inverse scale rounded to ``dtype``."""
+        """The (M, N) values: number times inverse scale, rounded to ``dtype``."""
         out = torch.empty(self.data.shape, dtype=dtype, device=self.data.device)
         numbers = torch.arange(256, dtype=torch.uint8, device=out.device).view(self.data.dtype).float()
         inverse = self.scale.reciprocal()
         if self.block is None:
             numbers = (numbers * inverse).to(dtype)
         for rows in _chunks(self.data):
-            # Looking numbers up is several times faster on a CPU than torch's conversion, and the same.
+            # On a CPU, looking numbers up is several times faster than torch's conversion, with the same result.
             codes = self.data[rows].contiguous().view(torch.uint8).flatten().int()
             found = numbers.index_select(0, codes).view(-1, out.shape[1])
             out[rows] = found if self.block is None else found.mul_(_spread(inverse, self.block, rows, out.shape[1]))
@@ -49,7 +50,7 @@ class Quantized(NamedTuple):
 
 
 def amax_of(values: Tensor, block: Block = None) -> Tensor:
-    """() or (⌈M / m⌉, ⌈N / n⌉) largest magnitudes of (M, N) values, float32; 0 of nothing."""
+    """Largest magnitudes of (M, N) values: () or (⌈M / m⌉, ⌈N / n⌉) float32; 0 if there are no values."""
     if not values.numel():
         return torch.zeros([] if block is None else grid(values.shape, block), device=values.device)
     if block is None:
@@ -68,10 +69,10 @@ def scale_of(amax: Tensor, dtype: torch.dtype, overflow: torch.dtype = torch.flo
     """The scale that maps ``amax`` (any shape, float32) to ``dtype``'s largest number; 1 where it is 0 or not finite.
 
     Args:
-        overflow: whose largest number stands for a quotient that overflows. Transformer Engine takes float32's for
-            a whole matrix, and for blocks that of the values' own dtype.
+        overflow: the dtype whose largest number replaces a quotient that overflows. Transformer Engine uses float32
+            for a whole matrix, and the values' own dtype for blocks.
     """
-    # A quotient of two tensors is rounded once; of a number and a tensor torch rounds the reciprocal and the product
+    # A quotient of two tensors is rounded once; for a number and a tensor, torch rounds the reciprocal and the product
     # (torch 2.13.0, _tensor.py, Tensor.__rdiv__).
     scale = torch.full_like(amax, torch.finfo(dtype).max) / amax
     scale = torch.where(scale.isinf(), torch.finfo(overflow).max, scale)
@@ -79,7 +80,7 @@ def scale_of(amax: Tensor, dtype: torch.dtype, overflow: torch.dtype = torch.flo
 
 
 def quantize(values: Tensor, dtype: torch.dtype, scale: Tensor, block: Block = None) -> Quantized:
-    """(M, N) values with one scale or one a block; beyond the largest number they saturate."""
+    """Quantize (M, N) values with one scale or one per block; beyond the largest number they saturate."""
     data = torch.empty(values.shape, dtype=dtype, device=values.device)
     limit = torch.finfo(dtype).max
     for rows in _chunks(values):
@@ -89,17 +90,17 @@ def quantize(values: Tensor, dtype: torch.dtype, scale: Tensor, block: Block = N
 
 
 def quantize_blocks(values: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> Quantized:
-    """(M, N) values with a scale of its own for each block."""
+    """Quantize (M, N) values with a scale of its own for each block."""
     return quantize(values, dtype, scale_of(amax_of(values, block), dtype, values.dtype), block)
 
 
 def grid(shape: Sequence[int], block: tuple[int, int]) -> list[int]:
-    """Blocks of a matrix along its two sides; those at the right and lower edge may be smaller."""
+    """Number of blocks along each side of a matrix; those at the right and lower edge may be smaller."""
     return [-(-size // side) for size, side in zip(shape, block, strict=True)]
 
 
 def _chunks(values: Tensor) -> Iterator[slice]:
-    """Rows of a matrix in blocks that no scaled block is cut by; none of a matrix without columns."""
+    """Slices of a matrix's rows that cut no scaled block; none if the matrix has no columns."""
     height, width = values.shape
     step = max(BLOCK, _CHUNK // max(width, 1) // BLOCK * BLOCK)
     return (slice(start, min(start + step, height)) for start in range(0, height if width else 0, step))
@@ -110,7 +111,7 @@ def _blocks_of(rows: slice, block: tuple[int, int]) -> slice:
 
 
 def _spread(scale: Tensor, block: tuple[int, int], rows: slice, width: int) -> Tensor:
-    """A number for each block to one for each place of ``rows``; of blocks one wide it is a view that broadcasts."""
+    """Expand one number per block to one per element of ``rows``; a side of one needs no expansion."""
     scale = scale[_blocks_of(rows, block)]
     for dim, size in enumerate((rows.stop - rows.start, width)):
         if block[dim] > 1:

@@ -1,9 +1,9 @@
-"""FP8 primary weights: decoder matrices that a device holds in FP8 alone, beside the optimizer's float32 shards.
+"""FP8 primary weights: decoder matrices that a device holds only in FP8, beside the optimizer's float32 shards.
 
-Transformer Engine has tensors for it, which Megatron's gradient buffers and distributed optimizer know how to place,
-quantize and gather (``fp8_param``); :class:`EmulatedWeight` is one for any host, in torch.
+Transformer Engine has tensors for this, which Megatron's gradient buffers and distributed optimizer know how to place,
+quantize and gather (``fp8_param``); :class:`EmulatedWeight` is such a tensor for any host, in torch.
 
-The optimizer's weights must be the checkpoint's, not what FP8 left of them: :func:`keep_exact` keeps those for it.
+The optimizer's weights must be the checkpoint's, not what FP8 left of them: :func:`keep_exact` keeps the originals.
 """
 
 import contextlib
@@ -18,22 +18,22 @@ from torch import Tensor
 
 from openrlhf_gtpo.megatron.fp8.quantize import E4M3, SQUARES, Quantized, amax_of, grid, quantize, scale_of
 
-# What Megatron's layers write onto a parameter, and mbridge reads to cut a tensor into shards.
+# Attributes that Megatron's layers set on a parameter, and that mbridge reads to cut a tensor into shards.
 _MEGATRON_S = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel", "allreduce")
 
 
 def is_fp8(parameter: Tensor) -> bool:
-    """Whether its only copy on the device is in FP8."""
+    """True if the parameter's only copy on the device is in FP8."""
     return fp8_utils.is_float8tensor(parameter)
 
 
 def in_high_precision(parameter: Tensor) -> Tensor:
-    """The parameter's values, without gradient: its own memory, or a copy of what is in FP8."""
+    """The parameter's values, without gradient: its own memory, or a converted copy if it is in FP8."""
     return parameter.dequantize() if is_fp8(parameter) else parameter.detach()
 
 
 def memory_of(parameter: Tensor) -> list[Tensor]:
-    """The tensors in which a parameter is kept."""
+    """The tensors that store a parameter."""
     if not is_fp8(parameter):
         return [parameter.data]
     return [part for part in parameter.get_metadata().values() if isinstance(part, Tensor)]  # type: ignore[attr-defined]
@@ -41,7 +41,7 @@ def memory_of(parameter: Tensor) -> list[Tensor]:
 
 @contextlib.contextmanager
 def loading(stage: torch.nn.Module, *, for_training: bool = True) -> Iterator[None]:
-    """While it lasts, FP8 parameters of ``stage`` are plain ones to be filled; then they take the values.
+    """Within this context, FP8 parameters of ``stage`` are plain ones to fill; on exit the FP8 ones take their values.
 
     Args:
         for_training: keep the exact values for the optimizer that is made next.
@@ -69,7 +69,8 @@ def loading(stage: torch.nn.Module, *, for_training: bool = True) -> Iterator[No
 
 
 def keep_exact(parameter: Any, exact: Tensor) -> None:
-    """Keep ``exact`` in host memory for the optimizer, by the names Megatron calls on Transformer Engine tensors."""
+    """Keep ``exact`` in host memory for the optimizer, under the method names that Megatron calls on Transformer
+    Engine tensors."""
     parameter._high_precision_init_val = exact.detach().cpu()
     parameter.get_high_precision_init_val = MethodType(_get, parameter)
     parameter.clear_high_precision_init_val = MethodType(_clear, parameter)
@@ -85,15 +86,15 @@ def _clear(parameter: Any) -> None:
 
 
 class EmulatedWeight(torch.Tensor):
-    """(O, I) matrix that is E4M3 in memory and a high precision to all who ask.
+    """An (O, I) matrix that is E4M3 in memory and looks like high precision to everyone else.
 
     Args:
         codes: (O, I) uint8, the numbers' bits.
-        scale: () or of blocks, float32; see :class:`Quantized`.
-        dtype: what it says it is, and comes back in.
+        scale: float32, () or one per block; see :class:`Quantized`.
+        dtype: the high precision that it claims to be in and is converted back to.
     """
 
-    # As in Transformer Engine: what a tensor does is decided below, where autograd has done its part.
+    # As in Transformer Engine: __torch_dispatch__ below handles operations, after autograd has done its part.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> "EmulatedWeight":
@@ -106,7 +107,7 @@ class EmulatedWeight(torch.Tensor):
 
     @classmethod
     def empty_like(cls, weight: Tensor, recipe: str) -> "EmulatedWeight":
-        """An empty tensor of the shape of ``weight``, whose values it does not take."""
+        """An empty tensor of the shape of ``weight``, without its values."""
         _teach_megatron()
         shape = grid(weight.shape, SQUARES) if recipe == "blockwise" else []
         codes = torch.zeros(weight.shape, dtype=torch.uint8, device=weight.device)
@@ -114,26 +115,26 @@ class EmulatedWeight(torch.Tensor):
 
     @property
     def quantized(self) -> Quantized:
-        # ``data``: Megatron may still gather other weights into the buffer of these codes when backward passes read
-        # them, and autograd counts changes of a buffer, not of parts of it.
+        # ``data``: Megatron may still be gathering other weights into the buffer of these codes when backward passes
+        # read them, and autograd counts changes of the whole buffer, not of its parts.
         return Quantized(self.codes.data.view(E4M3), self.scale, self.block)
 
     def dequantize(self) -> Tensor:  # type: ignore[override]
         return self.quantized.dequantize(self.dtype)
 
     def quantize_(self, values: Tensor, amax: Tensor | None = None) -> None:
-        """Take the numbers of ``values`` (O, I), scaled by their own ``amax`` or a larger one."""
+        """Store ``values`` (O, I) in FP8, scaled by their own ``amax`` or a larger one."""
         amax = amax_of(values, self.block) if amax is None else amax
         found = quantize(values, E4M3, scale_of(amax, E4M3, values.dtype if self.block else torch.float32), self.block)
         self.codes.copy_(found.data.view(torch.uint8))
         self.scale.copy_(found.scale)
 
     def get_metadata(self) -> dict[str, Tensor]:
-        """The tensors that it is made of, by Transformer Engine's method."""
+        """The tensors that this one consists of, under the name of Transformer Engine's method."""
         return {"codes": self.codes, "scale": self.scale}
 
     def expand_as(self, other: Tensor) -> Tensor:
-        """Megatron asks a parameter to expand as itself, for the node that its gradient arrives at."""
+        """Megatron expands a parameter as itself, to find the autograd node at which its gradient arrives."""
         assert other is self
         return _Same.apply(self)
 
@@ -165,10 +166,11 @@ def _plain(value: Any) -> Any:
 
 
 def _teach_megatron() -> None:
-    """Let Megatron take :class:`EmulatedWeight` for one of Transformer Engine's tensors. Safe to call twice.
+    """Make Megatron treat :class:`EmulatedWeight` as one of Transformer Engine's tensors. Safe to call twice.
 
-    megatron-core 0.16.1 asks the functions and classes replaced here (``megatron/core/fp8_utils.py``) if a parameter
-    is in FP8, where it lies, and to quantize the optimizer's shards into it. Can go once a tensor can be registered.
+    megatron-core 0.16.1 uses the functions and classes replaced here (``megatron/core/fp8_utils.py``) to tell if a
+    parameter is in FP8, to place it, and to quantize the optimizer's shards into it. Can go once a tensor can be
+    registered.
     """
     known = fp8_utils.FP8_TENSOR_CLASS if fp8_utils.HAVE_TE_FP8_TENSOR_CLASS else ()
     known = known if isinstance(known, tuple) else (known,)
@@ -193,7 +195,7 @@ def _teach_megatron() -> None:
 
     fp8_utils._modify_underlying_storage_impl = place_any
     fp8_utils._quantize_param_shard_impl = quantize_any
-    # Megatron's asks for Transformer Engine's version, which a host without it has not. Can go once it does not.
+    # Megatron's function asks for Transformer Engine's version even on a host without it. Can go once it does not.
     for module in (fp8_utils, distrib_optimizer):
         module.dequantize_fp8_tensor = in_high_precision
     gathered = fp8_utils.te_post_all_gather_processing
@@ -210,14 +212,14 @@ def _quantize_shards(
     offsets: Sequence[int | None],
     group: torch.distributed.ProcessGroup,
 ) -> None:
-    """This rank's part of every weight from its float32 values, with scales of the whole (collective over ``group``).
+    """Quantize this rank's part of every weight from float32, with the whole's scales (collective over ``group``).
 
     Args:
-        masters: (n,) float32 each, the flat weight from ``offsets`` on; None where other ranks have all of it.
+        masters: (n,) float32 each, the flat weight from ``offsets`` on; None if other ranks have all of it.
     """
 
     def spread(weight: EmulatedWeight, master: Tensor | None, offset: int | None) -> Tensor:
-        """(O, I) with this rank's part, in the type that the weight says it is, and zeros elsewhere."""
+        """(O, I) with this rank's part, in the dtype that the weight claims to be in, and zeros elsewhere."""
         whole = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.codes.device)
         if master is not None:
             whole.view(-1)[offset : offset + master.numel()].copy_(master)  # type: ignore[operator]

@@ -1,7 +1,7 @@
 """mbridge's conversion between Hugging Face checkpoints and Megatron parameters, adapted to transformers 5.
 
-mbridge 0.15.1 knows the names and layouts of each architecture; what is added here is what its models read from the
-configuration, the layers of a host without Transformer Engine, and tied heads under pipeline parallelism.
+mbridge 0.15.1 knows the names and layouts of each architecture; this module adds the configuration fields that its
+models read, layers for hosts without Transformer Engine, and tied heads under pipeline parallelism.
 """
 
 import copy
@@ -23,12 +23,12 @@ from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.model_shape import VOCABULARY_MULTIPLE
 
 _EMBEDDING = "model.embed_tokens.weight"
-EXPERTS = ".mlp.experts.linear_fc"  # in Megatron's names of experts' weights, and of nothing else
+EXPERTS = ".mlp.experts.linear_fc"  # in Megatron's names of expert weights, and in no others
 
 
 def read_config(source: str | Path) -> PretrainedConfig:
-    """The checkpoint's configuration with the fields that mbridge reads where transformers 5 has moved them. Can go
-    once it reads ``rope_parameters`` (mbridge 0.15.1, core/llm_bridge.py, _get_gptmodel_args)."""
+    """The checkpoint's configuration, with the fields that mbridge reads and transformers 5 has moved. Can go once
+    mbridge reads ``rope_parameters`` (mbridge 0.15.1, core/llm_bridge.py, _get_gptmodel_args)."""
     config = copy.deepcopy(AutoConfig.from_pretrained(source))
     rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
     theta = rope.get("rope_theta", getattr(config, "rope_theta", None))
@@ -41,11 +41,11 @@ def read_config(source: str | Path) -> PretrainedConfig:
 
 @dataclass
 class PolicyConfig(TransformerConfig):
-    """Megatron's configuration, and what this package adds to it.
+    """Megatron's configuration with this package's additions.
 
     Fields:
-        token_multiple: packed tokens of a micro-batch on a rank come to a multiple of it.
-        portable_layers: this package's own, which Transformer Engine's replace where they are there.
+        token_multiple: the number of packed tokens of a micro-batch on a rank is a multiple of this.
+        portable_layers: True for this package's own layers, False for Transformer Engine's, where they are available.
     """
 
     token_multiple: int = 1
@@ -53,7 +53,7 @@ class PolicyConfig(TransformerConfig):
 
 
 class _AdaptedBridge:
-    """What every architecture's bridge has in common here; mixed in before mbridge's class."""
+    """The part that all architectures' bridges have in common; mixed in before mbridge's class."""
 
     TransformerConfigClass = PolicyConfig
     hf_config: Any
@@ -61,8 +61,8 @@ class _AdaptedBridge:
     config: Any
 
     def _adjust_mapping_for_shared_weights(self) -> None:
-        # A copy of its own: mbridge changes the class's table, which the next model of the process would inherit
-        # (0.15.1, models/qwen2.py, _adjust_mapping_for_shared_weights). Can go once it copies.
+        # Copied because mbridge changes the class's table, which the next model in this process would inherit (0.15.1,
+        # models/qwen2.py, _adjust_mapping_for_shared_weights). Can go once mbridge copies it.
         self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)  # type: ignore[has-type]
         if self.hf_config.tie_word_embeddings:
             self._DIRECT_MAPPING["output_layer.weight"] = _EMBEDDING
@@ -121,7 +121,7 @@ class _Qwen3Moe(_AdaptedBridge, Qwen3MoEBridge):
             moe_grouped_gemm=True,
             moe_router_topk=self.hf_config.num_experts_per_tok,
             moe_router_load_balancing_type="none",
-            # The softmax over the chosen experts is that over all of them, normalised again.
+            # The softmax over the chosen experts equals the softmax over all of them, renormalized.
             moe_router_pre_softmax=not self.hf_config.norm_topk_prob,
         )
 
@@ -136,10 +136,10 @@ _BRIDGES: dict[str, Any] = {
 
 
 def make_bridge(config: PretrainedConfig, layout: Layout, dtype: torch.dtype, fields: dict[str, Any]) -> Any:
-    """mbridge's bridge for ``config`` (from :func:`read_config`) on the groups of ``layout``, which exist already.
+    """mbridge's bridge for ``config`` (from :func:`read_config`) on the groups of ``layout``, which already exist.
 
     Args:
-        fields: TransformerConfig fields that win over what the bridge derives.
+        fields: TransformerConfig fields that override what the bridge derives.
     """
     assert parallel_state.get_tensor_model_parallel_world_size() == layout.tensor_model_parallel_size
     bridge = _BRIDGES[config.model_type](

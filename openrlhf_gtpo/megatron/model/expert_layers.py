@@ -1,7 +1,7 @@
 """The experts of a mixture in plain torch, under the parameter names of Transformer Engine's grouped layers.
 
 Megatron's router, token dispatcher and grouped MLP are used as is; only the two grouped matrices need Transformer
-Engine, and are replaced here. Each rank owns EP's share of the experts and TP's share of each expert's columns.
+Engine, and are replaced here. Each rank owns its EP share of the experts and its TP share of each expert's columns.
 """
 
 from typing import Any
@@ -23,12 +23,12 @@ from openrlhf_gtpo.megatron.parallel.host import device
 
 
 class _GroupedLinear(torch.nn.Module):
-    """One matrix for each local expert: (t, I) rows sorted by expert to (t, O), without a bias.
+    """One matrix per local expert, without a bias: (t, I) rows, sorted by expert, to (t, O).
 
     Nothing is communicated here: the token dispatcher brings each rank the rows of its experts, and sums over TP.
     """
 
-    sharded_dim: int  # of the weights (O, I), along which TP shares them
+    sharded_dim: int  # of the weights (O, I), along which TP shards them
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class _GroupedLinear(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """All experts of a layer as one tensor (experts, O, I), which any EP × TP can read; as Transformer Engine's
-        layers in Megatron, whose checkpoints these are."""
+        """All experts of a layer as one tensor (experts, O, I), which any EP × TP can read, in the checkpoint format
+        of Megatron's Transformer Engine layers."""
         assert metadata is not None
         first, experts = self._groups.ep.rank() * self.num_gemms, self._groups.ep.size() * self.num_gemms
         state = {}
@@ -73,20 +73,20 @@ class _GroupedLinear(torch.nn.Module):
                 tp_group=self._groups.expt_tp,
                 dp_cp_group=metadata["dp_cp_group"],
             )[f"{prefix}weight"]
-            # Copies are on the ranks that share this rank's experts, not on all data-parallel ones.
+            # Copies are on the ranks that hold the same experts as this one, not on all data-parallel ranks.
             part.replica_id = (*part.replica_id[:2], self._groups.expt_dp.rank())
             state[f"{prefix}weight{i}"] = part
         return state
 
 
 class GroupedColumnLinear(_GroupedLinear):
-    """TP shares the output columns: (t, I) to (t, O/TP)."""
+    """TP shards the output columns: (t, I) to (t, O/TP)."""
 
     sharded_dim = 0
 
 
 class GroupedRowLinear(_GroupedLinear):
-    """TP shares the input columns: (t, I/TP) to (t, O), a summand of the whole product."""
+    """TP shards the input columns: (t, I/TP) to (t, O), a partial sum of the whole product."""
 
     sharded_dim = 1
 
@@ -94,8 +94,8 @@ class GroupedRowLinear(_GroupedLinear):
 def portable_experts() -> ModuleSpec:
     """Megatron's mixture-of-experts layer with the matrices of this module."""
     if not hasattr(moe_utils, "te_general_gemm"):
-        # Megatron's router asks for the name that it imports from Transformer Engine without having defined it
-        # (0.16.1, transformer/moe/moe_utils.py, RouterGatingLinearFunction). Can go once it defines it as None.
+        # Megatron's router reads this name, which it defines only by importing it from Transformer Engine (0.16.1,
+        # transformer/moe/moe_utils.py, RouterGatingLinearFunction). Can go once it defines it as None.
         moe_utils.te_general_gemm = None
     experts = ModuleSpec(
         module=TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=GroupedColumnLinear, linear_fc2=GroupedRowLinear)

@@ -1,7 +1,7 @@
 """Transformer layers in plain torch, under the parameter names of Transformer Engine's fused modules.
 
-One bridge and one checkpoint then serve hosts with and without Transformer Engine. They know sequence parallelism and
-packed sequences, which Megatron's own local layers do not.
+One bridge and one checkpoint then serve hosts with and without Transformer Engine. The layers support sequence
+parallelism and packed sequences, which Megatron's own local layers do not.
 """
 
 from typing import Any
@@ -26,20 +26,20 @@ from torch import Tensor
 from openrlhf_gtpo.megatron.model.expert_layers import portable_experts
 from openrlhf_gtpo.megatron.parallel.context import chunks_of_rank
 
-# Tokens below which torch's attention on a CPU is faster in float32: its bfloat16 backward pass is made for long rows
-# (16 sequences of 84 to 247 tokens: 37 against 54 ms, one of 2048: 241 against 178 ms, two cores).
+# Below this many tokens, torch's attention on a CPU is faster in float32: its bfloat16 backward pass is made for long
+# rows (16 sequences of 84 to 247 tokens: 37 against 54 ms, one of 2048: 241 against 178 ms, two cores).
 _SHORT = 384
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """(..., H) normalised in float32, rounded to the dtype of ``hidden``, then scaled, as Transformers' Llama does."""
+    """Normalize (..., H) in float32, round to the dtype of ``hidden``, then scale, as Transformers' Llama does."""
     exact = hidden.float()
     exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
     return weight * exact.to(hidden.dtype)
 
 
 class RMSNorm(torch.nn.Module):
-    """Norm over the last dimension (H,). Under sequence parallelism its gradient is summed over the TP group."""
+    """RMS norm over the last dimension (H,). Under sequence parallelism its gradient is summed over the TP group."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class PackedAttention(torch.nn.Module):
         return torch.cat([self._one_sequence(*row) for row in zip(*rows, strict=True)])
 
     def _one_sequence(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """(t, heads, D), (t, groups, D) twice, to (t, heads * D)."""
+        """Attention within one sequence: (t, heads, D) and twice (t, groups, D) to (t, heads * D)."""
         q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
         if q.device.type == "cpu" and query.size(0) < _SHORT:
             q, k, v = q.float(), k.float(), v.float()
@@ -122,7 +122,7 @@ def portable_layer_spec(config: TransformerConfig, vp_stage: int | None = None) 
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
-            # A mixture's router and experts take the same normalised input, so its norm is a layer of its own.
+            # A mixture's router and experts take the same normalized input, so its norm is a separate layer.
             pre_mlp_layernorm=RMSNorm if mixture else IdentityOp,
             mlp=portable_experts() if mixture else dense,
             mlp_bda=get_bias_dropout_add,
@@ -147,16 +147,16 @@ def attend(
     scale: float | None,
     group: torch.distributed.ProcessGroup,
 ) -> Tensor:
-    """This rank's (P / CP, heads, D) of queries against keys and values gathered from all; (P / CP, heads * D).
+    """Attention of this rank's queries (P / CP, heads, D) to all ranks' keys and values: (P / CP, heads * D).
 
-    For hosts without Transformer Engine, and the yardstick of its ring: simple, as large in memory as the whole row.
+    For hosts without Transformer Engine, and a reference for its ring: simple, and as large in memory as a whole row.
 
     Args:
-        lengths: (S,) of all sequences in full.
+        lengths: (S,) full lengths of all sequences.
     """
     order = torch.cat([chunks_of_rank(lengths, group.size(), rank) for rank in range(group.size())])
     back = order.argsort()
-    # Its backward sums what every rank's queries gave to these keys and values.
+    # The gather's backward sums the gradients that every rank's queries give to these keys and values.
     keys, values = (gather_from_sequence_parallel_region(t.contiguous(), group=group)[back] for t in (key, value))
     mine = chunks_of_rank(lengths, group.size(), group.rank())
     sequence = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)

@@ -1,4 +1,4 @@
-"""The rows of a micro-batch as one packed sequence (THD), which Megatron's layers take: no padding is computed."""
+"""Packs the rows of a micro-batch into one sequence (THD) for Megatron's layers, so that no padding is computed."""
 
 import math
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ class Packed:
     Fields:
         tokens: (1, P) ids; P is the number of tokens, rounded up, or this rank's share of them.
         position_ids: (1, P), from 0 in every row.
-        params: where rows begin, all ranks' tokens counted, for attention and rotary embedding.
+        params: where rows begin, counting all ranks' tokens, for attention and rotary embedding.
         predicts: (M,) places in the sequence whose hidden state predicts an action.
         labels: (M,) those actions, row after row.
-        mine: (N,) which of all N actions the M are; None where they are all.
+        mine: (N,) mask of the M among all N actions; None if they are all of them.
     """
 
     tokens: Tensor
@@ -35,14 +35,14 @@ class Packed:
 def pack(
     micro_batch: MicroBatch, device: torch.device, multiple: int = 1, context: tuple[int, int] = (1, 0)
 ) -> Packed:
-    """Pack ``micro_batch``, of the host, onto ``device`` for one rank, without waiting for what the device computes.
+    """Pack ``micro_batch`` from the host onto ``device`` for one rank, without waiting for the device's computation.
 
-    What is missing to the multiple is one more row, which no real token attends to and no action comes from. Under
-    context parallelism every row is also filled up at its end, where causal attention keeps it from what is before.
+    Padding to the multiple is one more row, which no real token attends to and no action comes from. Under context
+    parallelism every row is also padded at its end, where causal attention hides the padding from the tokens before.
 
     Args:
-        multiple: of which the number of tokens on this rank must be one.
-        context: context-parallel size and rank; this rank gets its two chunks of every row (see ``context``).
+        multiple: the number of tokens on this rank must be a multiple of this.
+        context: context-parallel size and rank; this rank gets its two chunks of every row (see ``parallel.context``).
     """
     size, rank = context
     assert not any(bool(actions[0]) for _, actions in micro_batch), "a row's first token is an action"

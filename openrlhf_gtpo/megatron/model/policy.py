@@ -35,11 +35,11 @@ class ModelOptions:
         layout: the parallel sizes.
         dtype: of parameters and activations, bfloat16 or float32.
         temperature: of the policy; log-probs and entropies are those of softmax(logits / temperature).
-        recompute: activations computed again in the backward pass: none, those of the MLP or the mixture of experts
+        recompute: activations recomputed in the backward pass: none, those of the MLP or the mixture of experts
             (selective), or whole layers (full).
-        overrides: TransformerConfig fields that win.
-        fp8: products in FP8; None for none.
-        lm_head_bytes: of temporary memory that the LM head works in; None for its own choice.
+        overrides: TransformerConfig fields that override all others.
+        fp8: which products are in FP8, and how; None for none.
+        lm_head_bytes: temporary memory for the LM head, in bytes; None leaves the choice to it.
     """
 
     layout: Layout = Layout()
@@ -52,7 +52,7 @@ class ModelOptions:
 
     @property
     def fp8_primary_weights(self) -> bool:
-        """Whether the decoder's matrices are in FP8 alone, and the optimizer alone has them exactly."""
+        """True if the decoder's matrices are kept only in FP8, and only the optimizer has their exact values."""
         return self.fp8 is not None and self.fp8.primary_weights
 
     def fields(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class ModelOptions:
         if self.recompute == "full":
             recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         elif self.recompute == "selective":
-            # Megatron's default, core attention, saves nothing where attention is fused. Of these two a layer has one.
+            # Megatron's default, core attention, saves nothing where attention is fused. A layer has one of these two.
             recompute = {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}
         # The emulation of FP8 takes place in the portable layers.
         fused = has_transformer_engine() and not (self.fp8 and self.fp8.emulated)
@@ -74,7 +74,7 @@ class ModelOptions:
             "pipeline_dtype": self.dtype,
             "bf16": self.dtype is torch.bfloat16,
             "use_cpu_initialization": not on_cuda(),
-            # The checkpoint's weights replace them; initialisation still marks which parameters are shards.
+            # The checkpoint's weights replace these; initialization still marks which parameters are shards.
             "init_method": _leave,
             "output_layer_init_method": _leave,
             "embedding_init_method": _leave,
@@ -95,7 +95,7 @@ class ModelOptions:
 
 
 def _leave(tensor: Tensor) -> Tensor:
-    """An initialisation that leaves the memory as it is."""
+    """An initialization that leaves the memory as it is."""
     return tensor
 
 
@@ -107,8 +107,8 @@ class PolicyGPTModel(GPTModel):
     lm_head_bytes: int | None
 
     def forward(self, packed: Packed, *, with_entropy: bool = True) -> Any:  # type: ignore[override]
-        """A micro-batch to (log-probs (N,), entropies (N,) or None) of its actions, float32, on the last stage; to
-        hidden states on the others."""
+        """Map a micro-batch to (log-probs (N,), entropies (N,) or None) of its actions, in float32, on the last stage,
+        and to hidden states on the others."""
         hidden = super().forward(packed.tokens, packed.position_ids, None, packed_seq_params=packed.params)
         return self._log_probs(hidden, packed, with_entropy) if self.post_process else hidden
 
@@ -119,7 +119,7 @@ class PolicyGPTModel(GPTModel):
         if self.config.sequence_parallel:
             # The head's backward already sums the gradient over the group, so each rank only keeps its own part.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        for wait_for_weight in self.output_layer._forward_pre_hooks.values():  # it is read without a forward
+        for wait_for_weight in self.output_layer._forward_pre_hooks.values():  # its weight is read without a forward
             wait_for_weight(self.output_layer, ())
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
@@ -132,8 +132,8 @@ class PolicyGPTModel(GPTModel):
             group=parallel_state.get_tensor_model_parallel_group(),
             chunk_bytes=self.lm_head_bytes,
             with_entropy=with_entropy,
-            # A tied weight also gets the embedding's gradient, which Megatron would then take for added (megatron-core
-            # 0.16.1, distributed/distributed_data_parallel.py, _make_backward_post_hook).
+            # A tied weight also gets the embedding's gradient, which Megatron would then assume was already added
+            # (megatron-core 0.16.1, distributed/distributed_data_parallel.py, _make_backward_post_hook).
             accumulate_into_main_grad=not tied and hasattr(weight, "main_grad"),
         )
         if packed.mine is not None:
@@ -160,34 +160,34 @@ class LoadedModel:
 def load_model(
     source: str | Path, options: ModelOptions, *, with_weights: bool = True, for_training: bool = True
 ) -> LoadedModel:
-    """This rank's part of the checkpoint ``source``, a folder or a name on the Hub, on the groups that
+    """Load this rank's part of the checkpoint ``source``, a folder or a name on the Hub, on the groups that
     ``groups.initialize`` made.
 
-    Weights are streamed a tensor at a time; no rank holds the whole model.
+    Weights are streamed one tensor at a time; no rank holds the whole model.
 
     Args:
         with_weights: False leaves the parameters unset, for a checkpoint that is loaded afterwards.
-        for_training: False for a model that only runs forward, of which FP8 primary weights keep less.
+        for_training: False for a model that only runs forward, whose FP8 primary weights then keep less.
 
     Raises:
-        LayoutError: this process's device cannot do the FP8 that is asked for.
+        LayoutError: this process's device does not support the requested FP8.
         UsageError: as :func:`model_folder`.
     """
     if options.fp8 is not None:
         check_host(options.fp8)
-    # mbridge would fetch config.json alone (0.15.1, core/bridge.py, _get_actual_hf_path).
+    # mbridge would fetch only config.json (0.15.1, core/bridge.py, _get_actual_hf_path).
     folder = model_folder(source, weights=with_weights)
     config = read_config(folder)
-    # The cache of this method (an lru_cache in megatron-core 0.16.1) keeps embeddings, and each of those a group.
+    # The cache of this method (an lru_cache in megatron-core 0.16.1) keeps embeddings, and each of them keeps a group.
     groups.at_destroy(RotaryEmbedding.forward.cache_clear)
     with megatron_calls():
         bridge = make_bridge(config, options.layout, options.dtype, options.fields())
-        with torch.set_grad_enabled(for_training):  # by which Transformer Engine's FP8 weights tell
+        with torch.set_grad_enabled(for_training):  # which Transformer Engine's FP8 weights go by
             stage = _build_stage(bridge, options).to(device())
         if with_weights:
             with torch.no_grad(), fp8_weights.loading(stage, for_training=for_training):
                 bridge.load_weights([stage], str(folder), memory_efficient=True)
-        # After the weights, as mbridge takes every buffer for one that a checkpoint has (0.15.1, core/bridge.py,
+        # After the weights, because mbridge expects every buffer to be in the checkpoint (0.15.1, core/bridge.py,
         # _weight_name_mapping_mcore_local_to_global).
         fp8 = Fp8(options.fp8, stage, for_training=for_training) if options.fp8 else None
     return LoadedModel(stage, bridge, options, fp8)
@@ -212,8 +212,8 @@ def _build_stage(bridge: Any, options: ModelOptions) -> PolicyGPTModel:
     for name, parameter in stage.named_parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         if EXPERTS in name:
-            # Under EP, data-parallel ranks hold different experts: Megatron gives those so marked gradient buffers and
-            # an optimizer of its own, reduced over those that hold the same. Without EP it would not; a checkpoint of
-            # one could then not be read with the other.
+            # Under EP, data-parallel ranks hold different experts: Megatron gives parameters marked so their own
+            # gradient buffers and optimizer, reduced over the ranks that hold the same experts. By itself it marks
+            # them only under EP, and a checkpoint written with EP could then not be read without it, or vice versa.
             parameter.allreduce = False
     return stage

@@ -16,16 +16,16 @@ WEIGHT_STD = 0.02  # Qwen2.5's initializer_range
 
 @torch.no_grad()
 def random_model(config: Mapping[str, Any], options: ModelOptions, seed: int) -> LoadedModel:
-    """This rank's part of a model, on the groups that ``groups.initialize`` made.
+    """This rank's part of a model with random weights, on the groups that ``groups.initialize`` made.
 
     Matrices are normal with a standard deviation of 0.02, norms 1 and biases 0. The same seed and layout give the same
     weights, with and without FP8.
 
     Args:
-        config: what a Hugging Face ``config.json`` holds, with its ``model_type``.
+        config: the contents of a Hugging Face ``config.json``, including its ``model_type``.
 
     Raises:
-        LayoutError: this process's device cannot do the FP8 that is asked for.
+        LayoutError: this process's device does not support the requested FP8.
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(dict(config)))

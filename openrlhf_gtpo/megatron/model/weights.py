@@ -21,11 +21,11 @@ class _Parameter:
     """One Megatron parameter of a pipeline stage, and what other ranks have in its place.
 
     Fields:
-        local_name: within its stage.
-        names: within the whole model; of an expert, those that each expert-parallel rank has in this place.
+        local_name: its name within its stage.
+        names: its name within the whole model; for an expert, the names that all expert-parallel ranks have here.
         shape: of the shard.
-        partition_dim: along which TP shards it; None where every tensor-parallel rank has all of it.
-        hf: Hugging Face names and full shapes that they all become.
+        partition_dim: the dimension along which TP shards it; None if every tensor-parallel rank has all of it.
+        hf: Hugging Face names and full shapes of the tensors that all of these become.
     """
 
     stage: int
@@ -41,7 +41,7 @@ class _Parameter:
 
     @property
     def is_shared(self) -> bool:
-        """True where ranks have different values."""
+        """True if ranks have different values."""
         return self.partition_dim is not None or len(self.names) > 1
 
     @property
@@ -50,17 +50,17 @@ class _Parameter:
 
 
 class FullWeights:
-    """The whole model on every rank of a replica, in the order and names of Hugging Face; a tied head is not repeated.
+    """The whole model on every rank of a replica, in Hugging Face's order and names; a tied head is not repeated.
 
-    Collective: all ranks of a replica make it, and fill or iterate, together; with experts shared among replicas, all
-    ranks of those.
+    Collective: all ranks of a replica construct it, and fill or iterate over it, together; if replicas share the
+    experts, so do all ranks of those replicas.
 
     Args:
         bucket_bytes: how much is gathered at once; a larger parameter is a bucket of its own.
-        read: a parameter's values on this rank; FP8 primary weights as products read them, unless it says otherwise.
+        read: returns a parameter's values on this rank; by default, FP8 primary weights as products read them.
 
     Fields:
-        buckets: (name, full shape) of what is gathered at once.
+        buckets: for each bucket, the (name, full shape) of the tensors that are gathered at once.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class FullWeights:
         self._read = read
         self._parameters = dict(model.stage.named_parameters())
         self._tp = parallel_state.get_tensor_model_parallel_group()
-        # TP's ranks within EP's. Experts are sharded over TP as everything else is.
+        # TP ranks within EP ranks. Experts are sharded over TP like everything else.
         self._experts = parallel_state.get_expert_tensor_and_model_parallel_group()
         self._pp = parallel_state.get_pipeline_model_parallel_group()
         self._parts = list(self._cut(self._plan(), bucket_bytes))
@@ -91,7 +91,7 @@ class FullWeights:
             torch.distributed.broadcast(full, src=source, group=self._pp)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full tensor) in the model's dtype; a tensor is valid until the next but one bucket is gathered."""
+        """Yield (name, full tensor) in the model's dtype; collective, one bucket at a time."""
         for index, bucket in enumerate(self.buckets):
             sizes = [math.prod(shape) for _, shape in bucket]
             full = torch.empty(sum(sizes), dtype=self._model.options.dtype, device=device())
@@ -128,14 +128,14 @@ class FullWeights:
         return replace(described, hf=tuple((n, tuple(tensor.shape)) for n, tensor in self._convert(described, shards)))
 
     def _expert_names(self, name: str) -> tuple[str, ...]:
-        """A local expert's name on this rank to those of the experts in its place on every expert-parallel rank."""
+        """The names that a local expert of this rank and its counterparts on all expert-parallel ranks have."""
         ranks = parallel_state.get_expert_model_parallel_world_size()
         local_experts = self._model.config.num_moe_experts // ranks
         prefix, local = name.split(".weight")
         return tuple(f"{prefix}.weight{rank * local_experts + int(local)}" for rank in range(ranks))
 
     def _convert(self, parameter: _Parameter, shards: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Shards, TP's ranks within EP's, to Hugging Face tensors."""
+        """Convert shards, ordered by EP rank and then by TP rank, to Hugging Face tensors."""
         bridge = self._model.bridge
         each = len(shards) // len(parameter.names)
         for i, name in enumerate(parameter.names):
@@ -146,7 +146,7 @@ class FullWeights:
             yield from zip(*bridge._weight_to_hf_format(name, merged), strict=True)
 
     def _cut(self, plan: list[_Parameter], bucket_bytes: int) -> Iterator[list[_Parameter]]:
-        """Consecutive parameters of one stage, at most ``bucket_bytes`` in full."""
+        """Yield buckets of consecutive parameters of one stage, each of at most ``bucket_bytes`` in full."""
         bucket: list[_Parameter] = []
         size = 0
         for parameter in plan:
@@ -160,7 +160,7 @@ class FullWeights:
             yield bucket
 
     def _shards(self, bucket: list[_Parameter]) -> Iterator[list[Tensor]]:
-        """Every rank's part of each parameter, or the parameter alone where all ranks have the same."""
+        """Every rank's part of each parameter, or the parameter alone if all ranks have the same."""
         dense = self._all_gather([p for p in bucket if p.is_shared and not p.is_expert], self._tp)
         experts = self._all_gather([p for p in bucket if p.is_shared and p.is_expert], self._experts)
         for parameter in bucket:
@@ -172,7 +172,7 @@ class FullWeights:
     def _all_gather(
         self, parameters: list[_Parameter], group: torch.distributed.ProcessGroup
     ) -> Iterator[list[Tensor]]:
-        """Gather what every rank of ``group`` has of each parameter, in one collective."""
+        """Gather every rank's part of each parameter over ``group``, in one collective."""
         if not parameters:
             return
         mine = (self._read(self._parameters[parameter.local_name]) for parameter in parameters)

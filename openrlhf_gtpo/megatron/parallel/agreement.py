@@ -1,4 +1,4 @@
-"""What all ranks must do alike: fail together, and go on from what the first rank found."""
+"""Keeps all ranks in agreement: they fail together, and go on from what the first rank found."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def failure_of(action: Callable[[], None]) -> str | None:
-    """Run ``action``; the message of what it raised, or None."""
+    """Run ``action`` and return the message of what it raised, or None."""
     try:
         action()
     except Exception as error:
@@ -18,12 +18,12 @@ def failure_of(action: Callable[[], None]) -> str | None:
 
 
 def message_of(error: Exception) -> str:
-    """An error's text, which begins with its kind where the text was not made for users."""
+    """An error's text, preceded by its type if the text was not written for users."""
     return str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
 
 
 def raise_together(failure: str | None, kind: type[Exception]) -> None:
-    """Raise ``kind`` on every rank with the first rank's ``failure`` that is one; nothing where all are None."""
+    """Raise ``kind`` on every rank with the ``failure`` of the first rank that has one, if any has."""
     failures: list[str | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(failures, failure)
     found = [text for text in failures if text is not None]
@@ -32,7 +32,7 @@ def raise_together(failure: str | None, kind: type[Exception]) -> None:
 
 
 def from_first_rank(function: Callable[[], T], kind: type[Exception]) -> T:
-    """What ``function`` returns on the first rank, on every rank; ``kind`` on all of them where it raises."""
+    """Return on every rank what ``function`` returns on the first; if it raises there, raise ``kind`` on all ranks."""
     answer: list[Any] = [None, None]
     if torch.distributed.get_rank() == 0:
         try:

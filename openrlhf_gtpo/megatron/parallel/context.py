@@ -1,7 +1,7 @@
-"""Context parallelism: which tokens of a packed row are a rank's, and results of all ranks put together.
+"""Context parallelism: which tokens of a packed row belong to a rank, and how the results of all ranks are combined.
 
-Every sequence is cut into 2 × CP chunks; rank r has the r-th and the r-th from the end, so that causal attention
-costs every rank the same. It is the split of Megatron's rotary embedding and of Transformer Engine's attention.
+Every sequence is cut into 2 × CP chunks; rank r has the r-th and the r-th from the end, so that causal attention costs
+every rank the same. Megatron's rotary embedding and Transformer Engine's attention split it the same way.
 """
 
 from typing import Any
@@ -26,9 +26,9 @@ def chunks_of_rank(lengths: Tensor, size: int, rank: int) -> Tensor:
 
 
 def gather_actions(values: Tensor, mine: Tensor) -> Tensor:
-    """(M,) values of this rank's actions to (N,) values of all, on every context-parallel rank; differentiable.
+    """Gather this rank's (M,) action values into all (N,) values, on every context-parallel rank; differentiable.
 
-    Every rank then computes the same loss of them, and only its own values carry its gradient.
+    Every rank then computes the same loss from them, and only its own values carry its gradient.
     """
     return _Sum.apply(values.new_zeros(mine.shape).masked_scatter(mine, values))
 

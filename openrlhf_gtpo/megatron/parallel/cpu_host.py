@@ -1,8 +1,8 @@
 """Lets megatron-core 0.16.1 run on a host without CUDA, over gloo. Never used on a CUDA host.
 
 Megatron writes ``device="cuda"`` and ``.cuda()`` in its calls, compares ``tensor.type()`` with CUDA's names, and keeps
-a tracker of CUDA random states. Inside ``cuda_calls_on_cpu`` those land on the CPU; all can go when Megatron asks
-``torch.accelerator`` instead.
+a tracker of CUDA random states. Inside ``cuda_calls_on_cpu`` those land on the CPU; all of this can go when Megatron
+asks ``torch.accelerator`` instead.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _NoStates:
-    """Stands for Megatron's tracker of CUDA random states: there are none to switch between."""
+    """Stands in for Megatron's tracker of CUDA random states; there are none to switch between."""
 
     def is_initialized(self) -> bool:
         return True
@@ -56,12 +56,12 @@ class _NoStates:
 
 
 def activate() -> None:
-    """Replace what Megatron asks of CUDA's random numbers. Safe to call twice."""
+    """Replace Megatron calls that need CUDA random states or streams, or more than gloo offers. Safe to call twice."""
     from megatron.core.tensor_parallel import random
 
     random._CUDA_RNG_STATE_TRACKER = _NoStates()
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
-    # Activation recompute saves and restores both states; the CPU's is saved beside it anyway.
+    # Activation recompute saves and restores both CUDA's state and the CPU's; the latter is saved anyway.
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
     random._set_cuda_rng_state = lambda *args, **kwargs: None
     torch.cuda.synchronize = lambda device=None: None  # at the end of loads that replicas share
@@ -71,7 +71,7 @@ def activate() -> None:
 
 
 def _dispatch_without_streams() -> None:
-    """The token dispatcher of experts copies its counts to the host on a CUDA stream of its own; they are there."""
+    """The token dispatcher of experts copies its counts to the host on its own CUDA stream; here they already are."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     def counts_on_host(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
@@ -81,13 +81,13 @@ def _dispatch_without_streams() -> None:
                 setattr(dispatcher, name, None if counts is None else counts.tolist())
         return tokens_per_expert
 
-    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"  # None would have it make one
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"  # with None it would make one
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = counts_on_host
 
 
 def _exchange_unequal_parts() -> None:
-    """Experts sharded over TP gather and reduce as many rows as each rank has; gloo's calls want equal parts. Can
-    go once they do not (of gathers: https://github.com/pytorch/pytorch/issues/156627)."""
+    """Experts sharded over TP gather and reduce as many rows as each rank has, but gloo's calls need equal parts. Can
+    go once they do not (for gathers: https://github.com/pytorch/pytorch/issues/156627)."""
     from megatron.core.tensor_parallel import mappings
 
     gather = inspect.unwrap(mappings._gather_along_first_dim)
@@ -121,8 +121,8 @@ def _exchange_unequal_parts() -> None:
 
 
 def _gather_buffers_one_by_one() -> None:
-    """Gloo mixes up buffers of several types when it gathers them as one: FP8 weights and the others beside them.
-    Can go once https://github.com/pytorch/pytorch/issues/35671 is solved."""
+    """Gloo mixes up buffers of different types, such as FP8 weights and the others, when it gathers them as one. Can
+    go once https://github.com/pytorch/pytorch/issues/35671 is solved."""
     from megatron.core.distributed import param_and_grad_buffer
 
     together = torch.distributed._coalescing_manager
@@ -147,6 +147,6 @@ def _gather_buffers_one_by_one() -> None:
 
 @contextlib.contextmanager
 def cuda_calls_on_cpu() -> Iterator[None]:
-    """While it lasts, this thread's requests for a CUDA device are served by the CPU."""
+    """Within this context, the CPU serves this thread's requests for a CUDA device."""
     with _CudaIsCpu():
         yield

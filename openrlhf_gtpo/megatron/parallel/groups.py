@@ -1,9 +1,9 @@
 """Megatron's process groups for a layout, with the ranks of one model replica consecutive.
 
 OpenRLHF hands each replica's batch to as many consecutive ranks as a replica has, so the data-parallel dimension is
-outermost (Megatron's own order puts pipeline stages outside it). Experts are shared among the context-parallel ranks
-of a replica, then among consecutive replicas; both dimensions lie outside the pipeline's, whose groups attention and
-experts have in common.
+outermost (Megatron's own order puts pipeline stages outside it). Experts are divided among the context-parallel ranks
+of a replica, then among consecutive replicas; both dimensions lie outside the pipeline's, so attention and experts
+have the same pipeline groups.
 """
 
 import gc
@@ -19,12 +19,12 @@ from openrlhf_gtpo.megatron.parallel.layout import Layout
 
 
 class _Order(str):
-    """An order of dimensions that Megatron takes for one with pipeline stages outermost.
+    """An order of dimensions that Megatron mistakes for one with pipeline stages outermost.
 
-    From others megatron-core 0.16.1 (``initialize_model_parallel`` in megatron/core/parallel_state.py of
-    github.com/NVIDIA/Megatron-LM) wants equal data-parallel sizes of attention and experts, so that pipeline groups
-    are the same. It compares those groups right after; with pp inside cp and ep they are, whatever the sizes. It can
-    go when that condition is dropped for the comparison.
+    For other orders megatron-core 0.16.1 (``initialize_model_parallel`` in megatron/core/parallel_state.py of
+    github.com/NVIDIA/Megatron-LM) requires equal data-parallel sizes of attention and experts, so that their pipeline
+    groups are the same. It compares those groups right afterwards, and with pp inside cp and ep they are the same
+    whatever the sizes. Can go once Megatron drops that condition in favor of the comparison.
     """
 
     def endswith(self, *args: Any) -> bool:
@@ -33,8 +33,8 @@ class _Order(str):
 
 ORDER = _Order("tp-pp-cp-ep-dp")
 
-# Megatron forgets most of its groups without closing them: https://github.com/NVIDIA/Megatron-LM/issues/6897. What
-# closes them here can go once that is solved.
+# Megatron forgets most of its groups without closing them: https://github.com/NVIDIA/Megatron-LM/issues/6897. The code
+# that closes them here can go once that is solved.
 _made: list[torch.distributed.ProcessGroup] = []
 _releases: list[Callable[[], Any]] = []
 
@@ -43,7 +43,7 @@ def initialize(layout: Layout, seed: int) -> None:
     """Create the groups of ``layout`` over the default process group, and seed Megatron's random states.
 
     Raises:
-        ValueError: Megatron's groups exist already; ``destroy`` them first.
+        ValueError: Megatron's groups already exist; ``destroy`` them first.
     """
     if parallel_state.model_parallel_is_initialized():
         raise ValueError("Megatron's process groups exist already in this process; destroy them first.")
@@ -88,8 +88,8 @@ def _all_groups() -> list[torch.distributed.ProcessGroup]:
 
 
 def is_first_replica() -> bool:
-    """True on the ranks that together hold the first copy of the model, which with experts shared among replicas are
-    those of several."""
+    """True on the ranks that together hold the first copy of the model; if replicas share the experts, those are the
+    ranks of several replicas."""
     return bool(parallel_state.get_expert_data_parallel_rank() == 0)
 
 

@@ -1,5 +1,5 @@
-"""Which host the engine runs on, asked in one place: its device, its backend, its memory, and the context of every
-Megatron call."""
+"""The one place that knows which host the engine runs on: its device, its backend, its memory, and the context of
+every Megatron call."""
 
 import contextlib
 import importlib.util
@@ -12,7 +12,7 @@ from openrlhf_gtpo.megatron.parallel import cpu_host
 
 
 def on_cuda() -> bool:
-    """True where this process computes on a CUDA device."""
+    """True if this process computes on a CUDA device."""
     return torch.cuda.is_available()
 
 
@@ -22,7 +22,7 @@ def device() -> torch.device:
 
 
 def has_transformer_engine() -> bool:
-    """True where layers come from Transformer Engine; elsewhere they are this package's own."""
+    """True if layers come from Transformer Engine; otherwise they are this package's own."""
     return on_cuda() and importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -32,19 +32,20 @@ def megatron_calls() -> contextlib.AbstractContextManager:
 
 
 class HostMemory:
-    """Host memory for copies of a device's, kept from one use to the next, and pinned on CUDA hosts.
+    """Host memory for copies of device memory, kept from one use to the next and pinned on CUDA hosts.
 
-    Not by ``pin_memory=True``, whose allocator rounds up to a power of two. With pinned_max_round_threshold_mb it does
-    not, but torch 2.13 may then hand out less than it was asked for (https://github.com/pytorch/pytorch/pull/192722).
+    It is not pinned by ``pin_memory=True``, whose allocator rounds up to a power of two. With
+    pinned_max_round_threshold_mb the allocator does not, but torch 2.13 may then hand out less than it was asked for
+    (https://github.com/pytorch/pytorch/pull/192722).
     """
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def of_size(self, size: int) -> torch.Tensor:
-        """(size,) bytes; what they held is lost."""
+        """Return (size,) bytes, whose previous contents are lost."""
         if self._bytes.numel() < size:
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # not beside the larger one
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # freed before the larger one is allocated
             self._bytes = torch.empty(size, dtype=torch.uint8)
             if on_cuda():
                 pin_memory(self._bytes.data_ptr(), size)

@@ -1,6 +1,6 @@
 """How many processes share a model, and which numbers a model allows. Pure arithmetic over its configuration.
 
-The driver and its command lines ask here before anything starts, so this module knows neither torch nor megatron nor
+The driver and its command lines use it before anything starts, so it imports neither torch nor megatron nor
 transformers.
 """
 
@@ -12,7 +12,7 @@ from openrlhf_gtpo.errors import SettingError
 
 SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # Hugging Face's model_type
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
-RECOMPUTE = ("none", "selective", "full")  # activations that a backward pass computes again
+RECOMPUTE = ("none", "selective", "full")  # activations that a backward pass recomputes
 
 SIZES = (
     "tensor_model_parallel_size",
@@ -20,19 +20,19 @@ SIZES = (
     "context_parallel_size",
     "expert_model_parallel_size",
 )
-_TP, _PP, _CP, _EP = (f"${name}" for name in SIZES)  # of a SettingError's sentence
+_TP, _PP, _CP, _EP = (f"${name}" for name in SIZES)  # for a SettingError's sentence
 
 # Megatron's RotaryEmbedding takes Llama 3's factor and fixes the rest of its scaling (megatron-core 0.16.1,
-# models/common/embeddings/rotary_pos_embedding.py, _apply_scaling). Can go once GPTModel hands the rest on.
+# models/common/embeddings/rotary_pos_embedding.py, _apply_scaling). Can go once GPTModel passes the rest on.
 _LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 
 
 class LayoutError(SettingError):
-    """A layout that the model or the host does not allow, or a model that the Megatron actor does not know."""
+    """A layout that the model or the host does not allow, or a model that the Megatron actor does not support."""
 
 
 class ModelError(LayoutError):
-    """A model that this actor does not train, at any layout."""
+    """A model that this actor does not train at any layout."""
 
 
 class WorldSizeError(LayoutError):
@@ -41,14 +41,14 @@ class WorldSizeError(LayoutError):
 
 @dataclass(frozen=True)
 class Layout:
-    """Processes of each parallel dimension of one model replica; data parallelism is what is left of the world.
+    """Processes in each parallel dimension of one model replica; data parallelism takes the rest of the world.
 
     Fields:
         tensor_model_parallel_size: shares of every matrix (TP).
         pipeline_model_parallel_size: stages of consecutive layers (PP).
         context_parallel_size: shares of every sequence (CP).
         expert_model_parallel_size: shares of the experts (EP), taken from the data-parallel processes.
-        sequence_parallel: shard activations between the matrices over TP too; means nothing at TP 1.
+        sequence_parallel: shard activations between the matrices over TP too; has no effect at TP 1.
 
     Raises:
         LayoutError: a size below 1.
@@ -75,7 +75,7 @@ class Layout:
         """Model replicas among ``world_size`` processes.
 
         Raises:
-            WorldSizeError: the replicas do not come out even, or there is none.
+            WorldSizeError: the processes do not divide evenly into replicas, or there are none.
         """
         if world_size < 1 or world_size % self.model_parallel_size:
             raise WorldSizeError(
@@ -91,7 +91,7 @@ class Layout:
 
 
 def check_layout(hf_config: Any, layout: Layout, world_size: int, *, cuda: bool) -> None:
-    """Refuse what cannot run, before a process starts.
+    """Refuse a layout that cannot run, before any process starts.
 
     Args:
         hf_config: the checkpoint's configuration, as ``transformers`` reads it.
@@ -101,15 +101,15 @@ def check_layout(hf_config: Any, layout: Layout, world_size: int, *, cuda: bool)
 
     Raises:
         LayoutError: the first thing that cannot work, in one sentence with the setting, the model's number and what is
-            legal; a :class:`WorldSizeError` where the sizes fit the model but not ``world_size``.
+            legal; a :class:`WorldSizeError` if the sizes fit the model but not ``world_size``.
     """
     check_architecture(hf_config)
     _check_tensor_parallel(hf_config, layout)
     _check_pipeline_parallel(hf_config, layout)
     if layout.context_parallel_size > 1 and not cuda:
         raise LayoutError(
-            f"{_CP} {layout.context_parallel_size} needs the attention of Transformer Engine, which runs on CUDA "
-            "alone, and this host has none; leave it at 1."
+            f"{_CP} {layout.context_parallel_size} needs the attention of Transformer Engine, which runs only on "
+            "CUDA, and this host has none; leave it at 1."
         )
     _check_world_size(hf_config, layout, world_size)
     _check_experts(hf_config, layout, layout.data_parallel_size(world_size))
@@ -126,7 +126,7 @@ def legal_pipeline_parallel_sizes(hf_config: Any) -> list[int]:
 
 
 def legal_layouts(hf_config: Any, world_size: int, context_parallel_size: int = 1) -> list[tuple[int, int]]:
-    """(TP, PP) that the model allows and whose replicas come out even among ``world_size`` processes, ascending."""
+    """(TP, PP) that the model allows and whose replicas divide ``world_size`` processes evenly, ascending."""
     return [
         (tensor, pipeline)
         for tensor in legal_tensor_parallel_sizes(hf_config)
@@ -144,7 +144,7 @@ def check_architecture(hf_config: Any) -> None:
     kind = hf_config.model_type
     if kind not in SUPPORTED_ARCHITECTURES:
         raise ModelError(
-            f"the Megatron actor does not know the architecture {kind!r}; it knows "
+            f"the Megatron actor does not support the architecture {kind!r}; it supports "
             f"{', '.join(SUPPORTED_ARCHITECTURES)}, and the DeepSpeed actor runs the others."
         )
     if getattr(hf_config, "quantization_config", None) is not None:
@@ -156,25 +156,25 @@ def check_architecture(hf_config: Any) -> None:
     if window is not None:
         raise ModelError(
             f"the Megatron actor has no sliding-window attention, which this {kind} model uses over {window} "
-            f"of its {hf_config.max_position_embeddings} positions; take the DeepSpeed actor."
+            f"of its {hf_config.max_position_embeddings} positions; use the DeepSpeed actor."
         )
     _check_rope(hf_config)
     if _experts(hf_config) and hf_config.num_experts_per_tok == 1 and hf_config.norm_topk_prob:
         raise ModelError(
             f"the Megatron actor does not train this {kind} model, whose router learns nothing: it gives each token "
-            "one expert (num_experts_per_tok 1) with the weight 1 (norm_topk_prob); take the DeepSpeed actor."
+            "one expert (num_experts_per_tok 1) with the weight 1 (norm_topk_prob); use the DeepSpeed actor."
         )
     for name, wanted in _assumed(hf_config).items():
         value = getattr(hf_config, name, wanted)
         if value != wanted:
             raise ModelError(
                 f"the Megatron actor builds {kind} models with {name} {wanted!r}, and this one has {value!r}; "
-                "take the DeepSpeed actor."
+                "use the DeepSpeed actor."
             )
 
 
 def _assumed(hf_config: Any) -> dict[str, Any]:
-    """Configuration entries whose other values the converted model has no place for."""
+    """Configuration entries with the only values that the converted model supports."""
     assumed: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     if hf_config.model_type == "qwen3_moe":
         assumed |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -182,7 +182,7 @@ def _assumed(hf_config: Any) -> dict[str, Any]:
 
 
 def _sliding_window(hf_config: Any) -> int | None:
-    """The window in tokens where attention does not always see every earlier position."""
+    """The attention window in tokens; None if attention always sees every earlier position."""
     window = getattr(hf_config, "sliding_window", None)
     if window is None or not getattr(hf_config, "use_sliding_window", True):
         return None
@@ -198,19 +198,19 @@ def _check_rope(hf_config: Any) -> None:
     kind = rope.get("rope_type", rope.get("type")) or "default"
     if kind not in SUPPORTED_ROPE_TYPES:
         raise ModelError(
-            f"the Megatron actor does not know the rotary embedding {kind!r} of this model (rope_type); it knows "
+            f"the Megatron actor does not support this model's rotary embedding {kind!r} (rope_type); it supports "
             f"{', '.join(SUPPORTED_ROPE_TYPES)}."
         )
     for name, wanted in _LLAMA3_ROPE.items() if kind == "llama3" else ():
         if rope.get(name, wanted) != wanted:
             raise ModelError(
-                f"the Megatron actor knows the rotary embedding llama3 with {name} {wanted} alone, and this "
-                f"model has {rope[name]}; take the DeepSpeed actor."
+                f"the Megatron actor supports the rotary embedding llama3 only with {name} {wanted}, and this "
+                f"model has {rope[name]}; use the DeepSpeed actor."
             )
 
 
 def _sharded_over_tensor_parallel(hf_config: Any) -> list[tuple[str, int]]:
-    """What TP must divide, and the model's number of each."""
+    """The dimensions that TP must divide, and the model's number of each."""
     heads = hf_config.num_attention_heads
     groups = getattr(hf_config, "num_key_value_heads", None) or heads
     sharded = [("attention heads", heads), ("key-value heads", groups)]
@@ -273,7 +273,7 @@ def _check_experts(hf_config: Any, layout: Layout, data_parallel_size: int) -> N
 
 
 def _experts(hf_config: Any) -> int:
-    """The model's experts in each layer, 0 for a dense one."""
+    """Number of experts in each layer, 0 for a dense model."""
     if hf_config.model_type != "qwen3_moe":
         return 0
     return getattr(hf_config, "num_experts", None) or getattr(hf_config, "num_local_experts", None) or 0
@@ -284,6 +284,6 @@ def _divisors(number: int) -> list[int]:
 
 
 def _either(sizes: list[int]) -> str:
-    """1, 2 or 4."""
+    """The sizes in words, such as "1, 2 or 4"."""
     *most, last = map(str, sizes)
     return f"{', '.join(most)} or {last}" if most else last

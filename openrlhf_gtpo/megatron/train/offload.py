@@ -1,4 +1,4 @@
-"""Moves memory of a trainer or a model to the host and back, between the phases of a run that shares its GPUs."""
+"""Moves the memory of a trainer or a model to the host and back, between the phases of a run that shares its GPUs."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,11 +17,12 @@ class Offload:
     """The storages of one trainer: parameters, gradient buffers, and optimizer states with their float32 weights; or
     the parameters of a model alone.
 
-    Tensors stay what they are; only the memory behind them goes, for other processes to take, so that every view of a
-    buffer is valid again after :meth:`restore`. Gradients are not kept, since a step begins with zeros.
+    Tensors stay as they are; only the memory behind them is freed for other processes, so that every view of a buffer
+    is valid again after :meth:`restore`. Gradients are not kept, since a step begins with zeros.
 
-    Host memory, pinned and kept from one move to the next: 2 bytes a bfloat16 parameter of this rank, and 12 (float32
-    weight, AdamW's two moments) a parameter whose states it has, which the distributed optimizer shards over DP × CP.
+    Host memory is pinned and kept from one move to the next: 2 bytes per bfloat16 parameter of this rank, and 12
+    (float32 weight, AdamW's two moments) per parameter whose states it has; the distributed optimizer shards those
+    over DP × CP.
     """
 
     def __init__(self, target: Trainer | LoadedModel) -> None:
@@ -32,7 +33,7 @@ class Offload:
         self._gradients: list[tuple[torch.UntypedStorage, int]] = []
 
     def gradients(self) -> None:
-        """Release gradients alone, which neither loading nor saving reads."""
+        """Release only the gradients, which neither loading nor saving reads."""
         for buffer in self._buffers():
             storage = buffer.grad_data.untyped_storage()
             if storage.nbytes():
@@ -56,7 +57,7 @@ class Offload:
         torch.cuda.empty_cache()
 
     def restore(self, *, optimizer: bool = True, gradients: bool = True) -> None:
-        """Bring parameters back, with ``optimizer`` its states, and with both the gradients. What is here stays."""
+        """Bring back what was moved: parameters, with ``optimizer`` its states, and with both flags gradients."""
         for name in ("parameters", *(["optimizer"] if optimizer else [])):
             for storage, host in self._moved.pop(name, []):
                 storage.resize_(host.numel())

@@ -1,4 +1,4 @@
-"""Micro-batches through the pipeline: Megatron's schedules, with the loss handed in as a callable."""
+"""Runs micro-batches through the pipeline with Megatron's schedules; the loss is passed in as a callable."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -15,8 +15,8 @@ from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.parallel.host import device, megatron_calls
 from openrlhf_gtpo.token_values import MicroBatch, TokenValues
 
-# (micro-batch index, log-probs (N,) of its actions, row after row, their entropies (N,) or None) to (scalar, what the
-# caller wants back). The scalars add up over micro-batches and data-parallel replicas: their sum is what is minimised.
+# Maps (micro-batch index, log-probs (N,) of its actions, row after row, their entropies (N,) or None) to (scalar, what
+# the caller wants back). The scalars add up over micro-batches and data-parallel replicas, and their sum is minimized.
 Loss = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Any]]
 
 
@@ -45,13 +45,13 @@ def forward_backward(
     *,
     with_entropy: bool,
 ) -> list[Any]:
-    """Forward and backward of every micro-batch, gradients reduced over the data-parallel group.
+    """Run forward and backward on every micro-batch, and reduce gradients over the data-parallel group.
 
     Args:
         ddp: the model's stage with its gradient buffers.
 
     Returns:
-        what ``loss`` gave beside its scalars, one entry a micro-batch; empty on all but the last stage.
+        what ``loss`` returned besides its scalars, one entry per micro-batch; empty on all but the last stage.
     """
     _calibrate(model, micro_batches[:1])
     no_tokens = torch.zeros((), dtype=torch.int)  # finalize_model_grads would divide the gradient by their number
@@ -64,8 +64,8 @@ def forward_backward(
 
 
 def _calibrate(model: LoadedModel, micro_batches: Sequence[MicroBatch]) -> None:
-    """Make a forward whose results are dropped, where it is needed: delayed scales follow training passes alone, and
-    have seen none."""
+    """Run a forward pass and drop its results, if that is needed: delayed scales follow only training passes, and have
+    seen none."""
     if model.fp8 is None or model.fp8.calibrated:
         return
 
@@ -97,15 +97,15 @@ def _run(
             output = _Output(output)
         return output, partial(finish, index) if index < len(micro_batches) else _count_nothing
 
-    # A replica without a micro-batch reduces gradients with the others; those sharing experts wait for each other in
-    # every micro-batch: what is missing is filled with a row that does not count.
+    # A replica without micro-batches still reduces gradients with the others, and replicas that share experts wait for
+    # each other in every micro-batch, so missing ones are filled with a row that does not count.
     needed = max(1, len(micro_batches))
     if config.expert_model_parallel_size > 1:
         most = torch.tensor(needed, device=device())
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
         needed = int(most)
-    company = torch.zeros(2, dtype=torch.long), torch.tensor([False, True])  # the second token an action
+    company = torch.zeros(2, dtype=torch.long), torch.tensor([False, True])  # the second token is an action
     work = [*micro_batches, *[[company]] * (needed - len(micro_batches))]
     with megatron_calls(), loaded.fp8.weights_kept() if loaded.fp8 else nullcontext():
         results = get_forward_backward_func()(
@@ -113,7 +113,7 @@ def _run(
             data_iterator=iter(enumerate(work)),
             model=[stage],
             num_microbatches=len(work),
-            # Shapes differ between micro-batches, and stages tell each other (variable_seq_lengths).
+            # Shapes differ between micro-batches, and stages tell each other theirs (variable_seq_lengths).
             seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
@@ -123,8 +123,8 @@ def _run(
 
 
 class _Output(tuple):
-    """What a last stage returns. Of a model with experts, Megatron's schedules ask for its device
-    (megatron-core 0.16.1, pipeline_parallel/schedules.py, forward_step_calc_loss)."""
+    """The output of a last stage. If the model has experts, Megatron's schedules ask it for its device (megatron-core
+    0.16.1, pipeline_parallel/schedules.py, forward_step_calc_loss)."""
 
     @property
     def device(self) -> torch.device:

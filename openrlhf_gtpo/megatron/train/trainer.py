@@ -16,7 +16,7 @@ from openrlhf_gtpo.megatron.parallel.host import device, megatron_calls, on_cuda
 from openrlhf_gtpo.megatron.train import schedule
 from openrlhf_gtpo.token_values import MicroBatch
 
-# A torch optimizer, of which only the learning rate counts, to its schedule.
+# Maps a torch optimizer, of which only the learning rate matters, to its schedule.
 MakeSchedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
@@ -29,7 +29,7 @@ class OptimizerOptions:
         betas, eps, weight_decay: as AdamW's.
         max_norm: gradients are scaled to at most this L2 norm; 0 leaves them.
         distributed: shard optimizer states and gradients over the data-parallel ranks.
-        ddp: DistributedDataParallelConfig fields that win.
+        ddp: DistributedDataParallelConfig fields that override all others.
     """
 
     lr: float = 1e-6
@@ -43,12 +43,12 @@ class OptimizerOptions:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one optimizer step reports.
+    """The report of one optimizer step.
 
     Fields:
-        grad_norm: L2 norm of the whole gradient, before scaling; not finite where the step was skipped.
-        next_lr: the learning rate of the step to come.
-        kept: what the loss callable gave back, one entry a micro-batch; empty on all but the last stage.
+        grad_norm: L2 norm of the whole gradient, before scaling; not finite if the step was skipped.
+        next_lr: the learning rate of the next step.
+        kept: what the loss callable gave back, one entry per micro-batch; empty on all but the last stage.
     """
 
     grad_norm: float
@@ -75,7 +75,7 @@ class Trainer:
                     **{
                         "grad_reduce_in_fp32": True,
                         "use_distributed_optimizer": options.distributed,
-                        # Over gloo the threads that would communicate take the processor from those that compute.
+                        # Over gloo, communicating threads would take the processor from those that compute.
                         "overlap_grad_reduce": on_cuda(),
                         "overlap_param_gather": on_cuda() and options.distributed,
                         "fp8_param_gather": model.options.fp8_primary_weights,
@@ -84,7 +84,7 @@ class Trainer:
                 ),
                 module=model.stage,
             )
-            # Its backward hooks hold it, and it the groups, from autograd's nodes, out of sight of Python's collector.
+            # Autograd's nodes keep its backward hooks and so it and the groups alive, unseen by Python's collector.
             groups.at_destroy(vars(self.ddp).clear)
             optimizer_config = OptimizerConfig(
                 optimizer="adam",
@@ -103,16 +103,16 @@ class Trainer:
                 optimizer_config, [self.ddp], get_standard_config_overrides(optimizer_config)
             )
         for module in model.stage.modules():
-            # Transformer Engine's layers add to main_grad in float32. Not by gradient_accumulation_fusion, with which
-            # Megatron's output layer wants Apex (0.16.1, tensor_parallel/layers.py); the LM head adds by itself.
+            # Transformer Engine's layers add to main_grad in float32. Not set by gradient_accumulation_fusion, with
+            # which Megatron's output layer needs Apex (0.16.1, tensor_parallel/layers.py); the LM head adds by itself.
             if hasattr(module, "fuse_wgrad_accumulation"):
                 module.fuse_wgrad_accumulation = True
         config.finalize_model_grads_func = _finalize
         config.no_sync_func = self.ddp.no_sync
-        # The schedule works on an optimizer of its own, whose learning rate is handed on before each step.
+        # The schedule works on an optimizer of its own, whose learning rate is passed on before each step.
         self._schedule_carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=options.lr)
         self.lr_schedule = make_schedule(self._schedule_carrier) if make_schedule else None
-        self.steps = 0  # optimizer steps so far, those before a resume included
+        self.steps = 0  # optimizer steps so far, including those before a resume
         self.gather_parameters()
 
     def step(
@@ -123,20 +123,20 @@ class Trainer:
         with_entropy: bool = False,
         another_follows: bool = False,
     ) -> StepReport:
-        """One optimizer step over all ``micro_batches`` of this replica.
+        """Take one optimizer step over all ``micro_batches`` of this replica.
 
         Args:
             loss: see :data:`openrlhf_gtpo.megatron.train.schedule.Loss`.
             with_entropy: hand the loss differentiable entropies too.
             another_follows: the next thing done with the model is another step, whose forward pass then gathers the
-                new weights as it goes. Until then they are this replica's shard and old ones.
+                new weights as it goes. Until then, only this replica's shard of the weights is new.
         """
         lr = self._schedule_carrier.param_groups[0]["lr"]
         for group in self.optimizer.param_groups:
             group["lr"] = lr
             if not on_cuda():
-                group["fused"] = True  # torch's Adam in one pass, which Megatron cannot be asked for
-            # Megatron leaves it to its scheduler to multiply by the 0 of biases and norms (megatron-core 0.16.1,
+                group["fused"] = True  # torch's Adam in one pass, which Megatron has no option for
+            # Megatron leaves it to its scheduler to multiply by 0 for biases and norms (megatron-core 0.16.1,
             # optimizer_param_scheduler.py, OptimizerParamScheduler.step).
             group["weight_decay"] = self.options.weight_decay * group.get("wd_mult", 1.0)
         self.ddp.train()
@@ -161,10 +161,11 @@ class Trainer:
         return StepReport(norm, self._schedule_carrier.param_groups[0]["lr"], kept)
 
     def gather_parameters(self) -> None:
-        """Gather over the replicas what no forward pass has since the optimizer's step; collective where there is any.
+        """Gather over the replicas all parameters that no forward pass has gathered since the optimizer's step;
+        collective if there are any.
 
-        Megatron's forward hooks do the same one bucket after another, and nothing where it is done: passes outside a
-        step, which replicas make in different numbers, then never wait for each other.
+        Megatron's forward hooks do the same one bucket after another, and nothing once it is done: passes outside a
+        step, of which replicas make different numbers, then never wait for each other.
         """
         if self.ddp.use_forward_hook:
             with megatron_calls():
@@ -173,8 +174,8 @@ class Trainer:
 
     @torch.no_grad()
     def exact_weight(self, parameter: torch.Tensor) -> torch.Tensor:
-        """One of this rank's parameters in high precision, without gradient. Of an FP8 primary weight it is what the
-        replicas' float32 shards say, and the call is collective over them."""
+        """One of this rank's parameters in high precision, without gradient. An FP8 primary weight is assembled from
+        the replicas' float32 shards, and the call is collective over them."""
         if not is_fp8(parameter):
             return parameter.detach()
         whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device())
@@ -198,7 +199,7 @@ class Trainer:
         }
 
     def load_schedule_state(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`schedule_state` gave, with this run's peak learning rate."""
+        """Go on from what :meth:`schedule_state` returned, with this run's peak learning rate."""
         self.steps = state["steps"]
         if self.model.fp8 is not None and state.get("fp8_calibrated") == self.model.fp8.options.recipe:
             self.model.fp8.calibrated = True
@@ -214,5 +215,5 @@ class Trainer:
 
 
 def _finalize(model: list[torch.nn.Module], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
-    """Megatron's reduction of gradients without its division by the number of tokens: the loss has its own."""
+    """Megatron's reduction of gradients without its division by the number of tokens; the loss has its own."""
     finalize_model_grads(model, None, **options)

@@ -109,12 +109,12 @@ def test_a_contradiction_in_the_command_line(
         ({"--vllm.max_num_seqs": 0}, "Expected --vllm.max_num_seqs >= 1, got 0."),
         (
             {"--vllm.max_num_seqs": 4096},
-            "--vllm.max_num_seqs 4096 decodes a token of each response in a step, of which "
+            "--vllm.max_num_seqs 4096 decodes a token of each response in a step, but "
             "--vllm.max_num_batched_tokens is 2048 by default and allows fewer; give it at least 4096.",
         ),
         (
             {"--vllm.max_num_seqs": 9, "--vllm.max_num_batched_tokens": 8},
-            "--vllm.max_num_seqs 9 decodes a token of each response in a step, of which "
+            "--vllm.max_num_seqs 9 decodes a token of each response in a step, but "
             "--vllm.max_num_batched_tokens 8 allows fewer; give it at least 9.",
         ),
         ({"--reward.remote_url": None}, "There is no reward: give --reward.remote_url FILE.py (a reward function)"),

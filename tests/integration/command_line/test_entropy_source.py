@@ -33,9 +33,9 @@ def choose(*argv: str) -> str:
     ("changes", "message"),
     [
         ({"--algo.advantage.estimator": "group_norm"}, "--algo.advantage.estimator group_norm reads no entropies"),
-        ({"--train.async_enable": True}, "--train.async_enable has a controller of OpenRLHF's own"),
+        ({"--train.async_enable": True}, "--train.async_enable uses OpenRLHF's own controller"),
         ({"--rollout.top_p": 0.9}, "--rollout.top_p 0.9 cuts the distribution"),
-        ({"--data.max_images_per_prompt": 2}, "with --data.max_images_per_prompt 2 tokens of images lie between"),
+        ({"--data.max_images_per_prompt": 2}, "with --data.max_images_per_prompt 2, image tokens lie between"),
         (FP8, "--megatron.fp8_audit_steps 5 compares the actor's forward"),
     ],
     ids=str,
@@ -57,11 +57,11 @@ def test_an_unknown_vllm_is_refused(refused: Callable[..., str], monkeypatch: py
     [
         (
             {"--algo.kl.init_coef": 0},
-            "leaves the actor's forward out, from which its entropies come; give --rollout.entropy sampler too",
+            "leaves out the actor's forward, from which the entropies come; give --rollout.entropy sampler too",
         ),
-        (SAMPLER | {"--algo.kl.init_coef": 0.1}, "log-probs that --algo.kl.init_coef 0.1 makes a reward of"),
-        (SAMPLER | {"--algo.kl.init_coef": 0} | RESCUES, "which a guide's rescued rows join"),
-        (SAMPLER | {"--algo.kl.init_coef": 0} | WAITS, "that an actor needs which waits for its critic"),
+        (SAMPLER | {"--algo.kl.init_coef": 0.1}, "log-probs that --algo.kl.init_coef 0.1 turns into a reward"),
+        (SAMPLER | {"--algo.kl.init_coef": 0} | RESCUES, "if a guide's rescued rows join it"),
+        (SAMPLER | {"--algo.kl.init_coef": 0} | WAITS, "that an actor needs if it waits for its critic"),
         (SAMPLER | {"--algo.kl.init_coef": 0}, "needs --algo.advantage.is_correction_level token or seq"),
     ],
     ids=str,

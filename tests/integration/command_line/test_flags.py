@@ -43,7 +43,7 @@ def test_an_unknown_flag_names_the_nearest() -> None:
     assert "did you mean --actor.eps_clip?" in refusal("--actor.eps_clp=0.3")
     for far in ("--nonsense", "--pretrain"):
         assert refusal(far, "1") == f"unknown flag {far}; --help lists the known ones."
-    assert refusal("--actor.aux_loss_coef=--").startswith("--actor.aux_loss_coef=-- has two dashes for its value")
+    assert refusal("--actor.aux_loss_coef=--").startswith("--actor.aux_loss_coef=-- has two dashes as its value")
 
 
 def test_a_value_that_belongs_to_no_flag_is_named() -> None:
@@ -306,7 +306,7 @@ def test_the_advantage_of_a_short_lone_success_arrives(
         ("--rollout.entropy_audit_steps 5", "--rollout.entropy_audit_steps (entropies are the actor's)"),
         (
             "--rollout.entropy sampler --logger.entropy_enable --rollout.entropy_audit_gate 0.1",
-            "--rollout.entropy_audit_gate (its credit depends on no entropies)",
+            "--rollout.entropy_audit_gate (the credit does not depend on entropies)",
         ),
         (
             "--algo.advantage.estimator gtpo --rollout.entropy auto --rollout.entropy_audit_steps 0 "

@@ -119,7 +119,7 @@ def test_a_guide_with_another_tokenizer_is_refused_with_the_first_token_that_dif
         (other / "tokenizer.json").write_text(json.dumps(tokenizer))
         message = refused(guided | {"--algo.guide.model_name_or_path": other})
         place, there, here = first
-        assert f"has another tokenizer than the policy: token {place} is {there} there and {here} here" in message
+        assert f"a different tokenizer from the policy's: token {place} is {there} there and {here} here" in message
 
 
 def test_an_endpoint_needs_the_tokenizer_alone(
@@ -144,7 +144,7 @@ def test_an_endpoint_that_is_no_url_is_refused(url: str, guided: dict[str, Any],
 
 def test_an_empty_endpoint_is_refused(guided: dict[str, Any], refused: Callable[..., str]) -> None:
     """As of a script's variable that is not set."""
-    assert refused(guided | {"--algo.guide.endpoint": ""}).endswith("http://HOST:PORT/v1, got an empty word.")
+    assert refused(guided | {"--algo.guide.endpoint": ""}).endswith("http://HOST:PORT/v1, got an empty string.")
 
 
 def test_its_own_code_is_refused(guided: dict[str, Any], model: Path, tmp_path: Path, refused: Any) -> None:
@@ -163,7 +163,7 @@ def test_a_guide_without_a_share_is_none_and_its_flags_are_named(
     parse(argv_of(guided | {"--algo.guide.rescue_weight": 2}))
     assert "--algo.guide.rescue_weight (there is no --algo.guide.rescue_batch)" in capsys.readouterr().err
     parse(argv_of(guided | {"--algo.guide.endpoint": "http://somewhere/v1", "--algo.guide.num_engines": 2}))
-    assert "--algo.guide.num_engines (--algo.guide.endpoint has the guide's engines)" in capsys.readouterr().err
+    assert "--algo.guide.num_engines (--algo.guide.endpoint replaces the guide's engines)" in capsys.readouterr().err
     parse(argv_of(without | RESCUES | {"--algo.guide.steps": 5, "--train.batch_size": 10**6}))
     said = capsys.readouterr().err
     assert "--algo.guide.steps (there is no --algo.guide.fraction)" in said

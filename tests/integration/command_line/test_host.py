@@ -43,8 +43,8 @@ def test_each_group_counts_what_it_does_not_share(argv: str, gpus: Gpus) -> None
     assert gpus_of(upstream_parser.parse(f"{SIZES} {engines} {argv}".split())) == gpus
 
 
-def test_an_agents_run_waits_for_no_reward_model_on_one_gpu() -> None:
-    argv = "--algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 2 --reward.num_gpus_per_node 1"
+def test_an_agents_run_has_no_reward_model() -> None:
+    argv = "--algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 2 --reward.num_gpus_per_node 2"
     args = upstream_parser.parse([*argv.split(), "--train.agent_func_path", "agent.py"])
     assert gpus_of(args).reward == 0
 

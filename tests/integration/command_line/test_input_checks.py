@@ -278,7 +278,7 @@ def test_a_reward_server_that_does_not_answer(refused: Callable[..., str]) -> No
 def test_a_reward_that_is_no_python_file(refused: Callable[..., str], tmp_path: Path) -> None:
     data = tmp_path / "train.jsonl"
     assert refused({"--reward.remote_url": data}).startswith(
-        f"--reward.remote_url {data} is no .py file; give a Python"
+        f"--reward.remote_url {data} is not a .py file; give a Python"
     )
     assert "is a folder; give a Python file" in refused({"--reward.remote_url": tmp_path})
 

@@ -134,7 +134,7 @@ def test_deepspeed_is_not_held_to_these_rules(command: dict[str, Any]) -> None:
         ({"--megatron.fp8_param": True}, "--megatron.fp8_param needs --megatron.fp8; add it"),
         (
             {FP8: "emulated", "--megatron.fp8_param": True, "--megatron.fp8_recipe": "delayed"},
-            "cannot have --megatron.fp8_recipe delayed, whose scales know nothing of the weights",
+            "does not work with --megatron.fp8_recipe delayed, whose scales know nothing of the weights",
         ),
         (
             {FP8: "emulated", "--megatron.fp8_param": True, "--no-megatron.use_distributed_optimizer": True},
@@ -183,11 +183,11 @@ def test_the_rules_hold_for_every_estimator(refused: Callable[..., str], estimat
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"model_type": "gpt_neox"}, "does not know the architecture 'gpt_neox'"),
+        ({"model_type": "gpt_neox"}, "does not support the architecture 'gpt_neox'"),
         ({"model_type": "mistral", "sliding_window": 16}, "has no sliding-window attention"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, "rotary embedding 'yarn'"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantized (quantization_config"),
-        ({"model_type": "qwen2_vl", "vision_config": {}}, "does not know the architecture 'qwen2_vl'"),
+        ({"model_type": "qwen2_vl", "vision_config": {}}, "does not support the architecture 'qwen2_vl'"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -219,7 +219,7 @@ def test_a_tensor_parallel_group_stays_in_a_node(command: dict[str, Any], monkey
     with pytest.raises(UsageError) as refusal:
         check_megatron(args)
     assert str(refusal.value) == (
-        f"{TP} 2 does not divide --actor.num_gpus_per_node 3, so that tensor-parallel groups would cross nodes; "
+        f"{TP} 2 does not divide --actor.num_gpus_per_node 3, so tensor-parallel groups would cross nodes; "
         "sizes that fit: 1."
     )
     args.actor.num_gpus_per_node = 4

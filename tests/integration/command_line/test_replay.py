@@ -59,9 +59,9 @@ def test_a_replay_needs_neither_engine_nor_prompts_nor_reward(
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"version": 1}, "is of version 1, without what a replay has to know; dump the step again."),
+        ({"version": 1}, "is of version 1, which lacks what a replay needs; dump the step again."),
         ({"batch_rows": 16}, "holds 4 of the step's 16 responses, .*; dump with --logger.dump_rows 16."),
-        ({"vocabulary": "x"}, "has token ids of another vocabulary, that of other, than --actor.model_name_or_path"),
+        ({"vocabulary": "x"}, "has token ids from the vocabulary of other, which is not that of --actor.model_name"),
         ({"table": {"group": [0, 0, 1, 1]}}, "has 2 responses to a prompt; give --rollout.n_samples_per_prompt 2"),
         ({"temperature": 0.7}, "was sampled at 0.7, not at --rollout.temperature 1, .*; give the same."),
     ],
@@ -74,12 +74,12 @@ def test_a_dump_that_cannot_be_replayed(
 
 
 def test_files_that_are_no_whole_dumps(refused: Callable[..., str], dump: Callable[..., Path], tmp_path: Path) -> None:
-    assert refused({FLAG: ""}).endswith("to be a folder with dumps, got an empty word.")
+    assert refused({FLAG: ""}).endswith("to be a folder with dumps, got an empty string.")
     assert refused({FLAG: tmp_path / "nowhere"}).endswith(f"and {tmp_path / 'nowhere'} does not exist.")
     (tmp_path / "empty").mkdir()
     assert "holds no step_*.parquet" in refused({FLAG: tmp_path / "empty"})
     dump(), dump(folder="rollouts/again")
-    assert "a step is there twice: " in refused({FLAG: tmp_path / "rollouts"})
+    assert "found the same step twice: " in refused({FLAG: tmp_path / "rollouts"})
     whole = dump_file(dump(folder="cut"), 1)
     whole.write_bytes(whole.read_bytes()[:-9])
     assert "is not a whole Parquet file" in refused({FLAG: tmp_path / "cut"})

@@ -171,7 +171,7 @@ def test_a_node_that_cannot_look_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         raise ray.exceptions.RayTaskError("look_for", "traceback", ImportError("no module named openrlhf_gtpo"))
 
     monkeypatch.setattr(ray, "get", died)
-    with pytest.raises(UsageError, match="could not be looked for .*on node n1"):
+    with pytest.raises(UsageError, match="could not be checked .*on node n1"):
         check_shared_folder(str(tmp_path), [node("n1", 1), node("n2", 1)])
 
 

@@ -144,7 +144,7 @@ def test_dumps_are_replayed_in_the_order_of_steps_after_the_checkpoint(
         left.append(exhausted)
     assert left == [False, True] and replay.max_steps == 7
     assert replay.generate_samples() == ([], None, 0, True)  # of a second episode
-    with pytest.raises(TrainingStopped, match="has no dump after step 20, .* its last one is of step 20"):
+    with pytest.raises(TrainingStopped, match="has no dump after step 20, .* its last dump is of step 20"):
         ReplayedSamples(args).begin_after(20)
 
 
