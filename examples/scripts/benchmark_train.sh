@@ -2,8 +2,8 @@
 # Measures real training steps: seconds, tokens/s/GPU and share of each phase, MFU, idle time, memory.
 #
 #   bash examples/scripts/benchmark_train.sh                                   train.sh gtpo_colocated as it stands
-#   MEASURE=gtpo_split bash examples/scripts/benchmark_train.sh                another preset, or a script of the planner's
-#   COMPARE='bf16=; fp8=--megatron.fp8 hybrid' bash examples/scripts/benchmark_train.sh         configurations in turns
+#   MEASURE=gtpo_split bash examples/scripts/benchmark_train.sh                another preset, or a planner's script
+#   COMPARE='bf16=; fp8=--megatron.fp8 hybrid' bash examples/scripts/benchmark_train.sh         configurations in turn
 #   COMPARE='tp4=--megatron.tensor_model_parallel_size 4; tp8=--megatron.tensor_model_parallel_size 8' bash …
 #   LAUNCHER=examples/scripts/benchmark_train.sh sbatch examples/scripts/train_gtpo_slurm.sh    on a SLURM cluster
 #
@@ -12,8 +12,8 @@
 set -euo pipefail
 
 MEASURE="${MEASURE:-gtpo_colocated}"
-COMPARE="${COMPARE:-}"                 # NAME=FLAGS of each configuration, a ; or a new line between two; ratios are over the first
-STEPS="${STEPS:-3}"                    # counted steps of a run
+COMPARE="${COMPARE:-}"                 # NAME=FLAGS of each configuration, split by ; or newlines; ratios are over the first
+STEPS="${STEPS:-3}"                    # counted steps of each run
 WARMUP="${WARMUP:-1}"                  # steps before them
 REPEAT="${REPEAT:-3}"                  # runs of each configuration
 OUTPUT="${OUTPUT:-runs/benchmark_train}" # on a disk that all nodes share
@@ -29,14 +29,14 @@ OUTPUT="$(realpath -m "$OUTPUT")"
 program=(openrlhf_gtpo.cli.benchmark train --steps "$STEPS" --warmup "$WARMUP" --repeat "$REPEAT"
     --runs "$OUTPUT/runs-$(date +%Y%m%d-%H%M%S)" --output "$OUTPUT/train.json" --png "$OUTPUT/train.png")
 while IFS= read -r configuration; do
-    configuration="${configuration#"${configuration%%[![:space:]]*}"}" # without the spaces in front
+    configuration="${configuration#"${configuration%%[![:space:]]*}"}" # without leading spaces
     [[ -z "$configuration" ]] || program+=(--compare "$configuration")
 done <<<"${COMPARE//;/$'\n'}"
 program+=(--)
 
-# To the launcher it is the size of the data: what a CPU run makes, and all that there is otherwise.
+# To the launcher, STEPS is the size of the data: what a CPU run makes, or otherwise all that there is.
 [[ " $* " == *" --cpu "* ]] && STEPS=$((WARMUP + STEPS)) || STEPS=''
-# In this shell, so that it runs the program above with its flags.
+# Sourced, so that the script runs the program above with its own flags.
 if [[ -f "$MEASURE" ]]; then
     # shellcheck source=/dev/null
     source "$(realpath "$MEASURE")"

@@ -6,13 +6,13 @@
 #   bash examples/scripts/quickstart.sh --estimator grpo_s  or group_norm, dr_grpo, rloo, reinforce_baseline
 #   bash examples/scripts/quickstart.sh --task gcd          another reasoning-gym task
 #   bash examples/scripts/quickstart.sh --model DIR         another Hugging Face checkpoint
-#   bash examples/scripts/quickstart.sh --reward FILE.py    a reward function of your own
+#   bash examples/scripts/quickstart.sh --reward FILE.py    your own reward function
 #   bash examples/scripts/quickstart.sh --backend megatron --tensor-parallel 3 --pipeline-parallel 2
 #   bash examples/scripts/quickstart.sh --steps 40 --seed 2 --output DIR -- --actor.adam.lr 5e-6
-#   bash examples/scripts/quickstart.sh --resume            with the same flags: goes on with a run that was interrupted
+#   bash examples/scripts/quickstart.sh --resume            with the same flags: continues an interrupted run
 #
-# What follows -- goes to the trainer as it is. Results: DIR/metrics.jsonl, DIR/curves.png, DIR/model; the log is
-# DIR/train.log. Made once and kept in .cache/quickstart: the converted model and the task's files.
+# What follows -- goes to the trainer unchanged. Results: DIR/metrics.jsonl, DIR/curves.png, DIR/model; the log is
+# DIR/train.log. The model is made once and kept in .cache/quickstart; the task's files are in DIR/data.
 
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
@@ -56,7 +56,7 @@ for size in "--tensor-parallel $tensor_parallel" "--pipeline-parallel $pipeline_
     [[ "$backend" == megatron || "${size#* }" == 1 ]] || refuse "$size needs --backend megatron."
 done
 
-for path in model reward output; do # from where the caller is
+for path in model reward output; do # relative to the caller's folder
     [[ -z "${!path}" || "${!path}" == *://* ]] || printf -v "$path" '%s' "$(cd "$from" && realpath -ms -- "${!path}")"
 done
 [[ -z "$model" || -e "$model" ]] || refuse "--model $model does not exist."
@@ -67,9 +67,9 @@ name="$kind-$estimator-${task:-products}"
 [[ "$backend" == deepspeed ]] || name="$name-megatron-tp$tensor_parallel-pp$pipeline_parallel"
 output="${output:-$root/runs/$name-seed$seed}"
 if $resume; then
-    [[ -e "$output/metrics.jsonl" ]] || refuse "$output holds no run to go on with; leave --resume out."
+    [[ -e "$output/metrics.jsonl" ]] || refuse "$output holds no run to continue; leave out --resume."
 elif [[ -e "$output/metrics.jsonl" ]]; then
-    refuse "$output holds an earlier run; go on with it by --resume, give --output another folder, or remove it."
+    refuse "$output holds an earlier run; continue it with --resume, give --output another folder, or remove it."
 fi
 mkdir -p "$output" 2>/dev/null || refuse "--output $output cannot be made."
 

@@ -1,13 +1,13 @@
 # shellcheck shell=bash
-# Sourced by train_gtpo_slurm.sh, after it has set its variables: a Ray cluster over the nodes of a SLURM job, a training on
-# it, and the end of both. Each node runs `python3 -m openrlhf_gtpo.cli.doctor` and, where it finds nothing wrong, `python3 -m
-# openrlhf_gtpo.cli.ray_cluster`, which hosts without SLURM run by hand (docs/slurm.md).
+# Sourced by train_gtpo_slurm.sh once its variables are set: starts a Ray cluster over the nodes of a SLURM job, trains
+# on it, and ends both. Each node runs `python3 -m openrlhf_gtpo.cli.doctor` and, if that finds nothing wrong,
+# `python3 -m openrlhf_gtpo.cli.ray_cluster`, which hosts without SLURM run by hand (docs/slurm.md).
 #
 # shellcheck disable=SC2154,SC2034
 
 container_flags=() container_words=()
 
-# choose_container KIND:IMAGE MOUNTS   MOUNTS are folders, which have the same names inside
+# choose_container KIND:IMAGE MOUNTS   MOUNTS are folders, mounted under the same names
 choose_container() {
     local image="${1#*:}" mount
     local -a folders
@@ -28,7 +28,7 @@ choose_container() {
     esac
 }
 
-# Fills addresses with one for each of names.
+# Fills addresses with one address for each of names.
 find_addresses() {
     local interface="$1" name known line
     addresses=()
@@ -50,7 +50,7 @@ find_addresses() {
     done
 }
 
-# step_words NODE WORDS…   fills step: WORDS as one step on one node, in the container where there is one
+# step_words NODE WORDS…   fills step with WORDS as one step on one node, in the container if there is one
 step_words() {
     # shellcheck disable=SC2016  # expanded on the node
     # Steps share the node's cores, memory and GPUs: Ray deals them out.
@@ -71,7 +71,7 @@ start() {
     "${step[@]}" >>"$1" 2>&1 &
 }
 
-# The command of names[$1].
+# The command that the node names[$1] runs.
 node_command() {
     local -a checks=(python3 -m openrlhf_gtpo.cli.doctor --gpus "${SLURM_GPUS_ON_NODE:-0}" --shared "$token" --temporary "$NODE_TMP")
     local -a words=(python3 -m openrlhf_gtpo.cli.ray_cluster)
@@ -103,7 +103,7 @@ nap() {
     wait $! || true
 }
 
-# Until the process $1 ends, or something happens that ends the job.
+# Waits until the process $1 ends, or until something happens that ends the job.
 attend() {
     while running "$1"; do
         ! $cancelled || return 0
@@ -124,11 +124,11 @@ attend() {
 lose() {
     lost="$1"
     say "$2"
-    # Before the training it is the header that is wrong, most likely, and would be the next time.
+    # Before the training, the header is most likely wrong, and would be wrong the next time too.
     [[ -z "$trainer" ]] || printf '%s\n' "$1" >>"$losses"
 }
 
-# Loses the nodes whose Ray has ended, or where the doctor found something wrong.
+# Counts nodes as lost if their Ray has ended, or if the doctor found something wrong there.
 find_lost() {
     local i log what
     for i in "${!pids[@]}"; do
@@ -141,14 +141,14 @@ find_lost() {
     done
 }
 
-# Sets status; and lost, stopping and cancelled where that is why it ended.
+# Sets status, and lost, stopping or cancelled if that is why it ended.
 run_on_cluster() {
     local i
     pids=() waiter='' trainer='' lost='' stopping=false cancelled=false status=1 stop_deadline=0
     trap 'on_stop' USR1
     trap 'cancelled=true' TERM INT
     trap 'tear_down' EXIT
-    # Before the nodes, which read it; the first word of a Ray whose ports are open to the network.
+    # Written before the nodes, which read it, start: Ray's open ports answer only to this token.
     (umask 077 && head -c 32 /dev/urandom | od -An -vtx1 | tr -d ' \n' >"$token")
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$token"
 
@@ -184,9 +184,9 @@ run_on_cluster() {
 on_stop() {
     ! $stopping || return 0
     stopping=true
-    # The end of the job's time, less what the tear-down takes; without one, an hour.
+    # The end of the job's time, less what the tear-down takes; an hour if there is no end.
     local end left=3600
-    # sbatch hands the user's SLURM_TIME_FORMAT to the job, and date reads the standard one alone.
+    # sbatch hands the user's SLURM_TIME_FORMAT to the job, and date reads only the standard one.
     end="$(SLURM_TIME_FORMAT=standard squeue --noheader --jobs "$SLURM_JOB_ID" --format %e 2>/dev/null || true)"
     ! end="$(date -d "${end:-no limit}" +%s 2>/dev/null)" || left=$((end - $(date +%s)))
     stop_deadline=$((SECONDS + (left > 120 ? left - 60 : left / 2)))
@@ -194,7 +194,7 @@ on_stop() {
     touch "$stop_file"
 }
 
-# Why training failed: its own words, and whether a node is gone.
+# Says why training failed, in its own words, and whether a node is gone.
 explain() {
     local i
     # The trainer's one sentence, wherever `ray job submit` put it on its line.
@@ -204,10 +204,10 @@ explain() {
         status=75
         return 0
     fi
-    nap 3 # Ray looks after its processes once a second
+    nap 3 # Ray checks its processes once a second
     find_lost
     [[ -z "$lost" ]] || return 0
-    # A node that has lost its power ends nothing here: SLURM, too, finds that out minutes later.
+    # A node that has lost power ends no process here: SLURM, too, finds that out only minutes later.
     for i in "${!names[@]}"; do
         if ! timeout 60 srun --overlap --nodes=1 --ntasks=1 --nodelist="${names[i]}" --input=none true >/dev/null 2>&1; then
             lose "${names[i]}" "the node ${names[i]} does not answer any more."
@@ -215,7 +215,7 @@ explain() {
     done
 }
 
-# End every step of the job; twice does no harm.
+# Ends every step of the job; calling it twice does no harm.
 tear_down() {
     local deadline=$((SECONDS + 40)) number=TERM pid left
     trap '' USR1 TERM INT
@@ -235,7 +235,7 @@ tear_down() {
     rm -f "$token"
 }
 
-# finished, requeue or failed.
+# Prints finished, requeue or failed.
 what_next() {
     if $cancelled; then
         say "cancelled."

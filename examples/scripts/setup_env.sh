@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# Makes .venv in the project's root: the versions of requirements/cpu.lock, and this project in editable form.
+# Makes .venv in the project's root: the versions of requirements/cpu.lock, and this project as an editable install.
 #
-#   bash examples/scripts/setup_env.sh                  make it, unless it is there
+#   bash examples/scripts/setup_env.sh                  make it, unless it exists
 #   source examples/scripts/setup_env.sh                the same, and activate it
 #   bash examples/scripts/setup_env.sh --cuda           .venv-cuda beside it: the CUDA image's environment, without Docker;
-#                                                       or source it, the flag first
-#   bash examples/scripts/setup_env.sh --packages-only  without the project: the layer of an image that code does not change
+#                                                       or source it, with the flag first
+#   bash examples/scripts/setup_env.sh --packages-only  without the project: the image layer that code does not change
 #
 # Linux x86-64, CPython 3.11 (or 3.12: see requirements/README.md), no CUDA. A second call finds the stamps below and
-# returns at once; a changed lock, a moved project or a broken .venv is rebuilt. A new environment is made beside the old
-# one, which stays as it is, and in use, until the new one is whole. A .venv that is a link, or that this script did not
-# make, is refused. Whatever the user can put right ends in one sentence and exit code 2; a failed download or build
-# ends with exit code 1 and pip's own words.
+# returns at once; if the lock has changed, the project has moved or .venv is broken, it is rebuilt. A new environment
+# is made beside the old one, which stays unchanged and in use until the new one is complete. A .venv that is a link,
+# or that this script did not make, is refused. Whatever the user can fix ends with one sentence and exit code 2; a
+# failed download or build ends with exit code 1 and pip's own words.
 #
 # --cuda takes requirements/cuda.lock, CPython 3.12 and g++, needs no GPU, and compiles what docker/Dockerfile compiles, with
 # the lock's own nvcc, headers and cuDNN (NVIDIA's nvidia-* wheels). As there, MAX_JOBS (8) is how many compilers run at once,
-# each with up to 8 GB of memory, and TORCH_CUDA_ARCH_LIST ("9.0", Hopper) is what for. Activated, it sets CUDA_HOME to that
-# toolkit, for what is compiled at run time.
+# each with up to 8 GB of memory, and TORCH_CUDA_ARCH_LIST ("9.0", Hopper) names the GPU architectures. Activating the
+# environment sets CUDA_HOME to that toolkit, for what is compiled at run time.
 
 if [[ "${BASH_SOURCE[0]}" != "$0" ]]; then
     # Sourced: the work runs in a process of its own, so that its `set -e` and its exits never reach the caller's shell.
@@ -24,7 +24,7 @@ if [[ "${BASH_SOURCE[0]}" != "$0" ]]; then
         bash "${BASH_SOURCE[0]}" --cuda || return
         # shellcheck disable=SC1091
         source "$(dirname "${BASH_SOURCE[0]}")/../../.venv-cuda/bin/activate"
-    else # what else may stand there are arguments of the script that sources this one
+    else # any other arguments are those of the script that sources this one
         bash "${BASH_SOURCE[0]}" || return
         # shellcheck disable=SC1091
         source "$(dirname "${BASH_SOURCE[0]}")/../../.venv/bin/activate"
@@ -56,8 +56,8 @@ for word in "$@"; do
     esac
 done
 
-# Beside the environment that it replaces, needed_mb has room for the packages, and for the downloads twice, until they are
-# unpacked and in pip's cache.
+# Beside the environment that is replaced, needed_mb leaves room for the packages, and for the downloads twice, until
+# they are unpacked and in pip's cache.
 if $cuda; then
     venv="$root/.venv-cuda" lock="$root/requirements/cuda.lock" pythons=(12) needed_mb=24000
     size="about 4.4 GB to download, 11 GB on disk, and up to an hour of compiling"
@@ -66,10 +66,10 @@ else
     size="about 1.2 GB to download, 4.6 GB on disk, a few minutes"
 fi
 being_made="$venv.being_made" # the new environment, until put_in_place
-replaced="$venv.replaced"     # the old one, from there until it is deleted
+replaced="$venv.replaced"     # the old one, from then until it is deleted
 target="$venv"                # what pip works on: $venv, or the environment that is being made
 
-# What an outer environment may carry in and what would make pip see packages that are not in .venv.
+# An outer environment may set these, which would make pip see packages that are not in .venv.
 unset PYTHONPATH PYTHONHOME PIP_TARGET PIP_PREFIX
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_USER=0
 
@@ -77,7 +77,7 @@ wanted_environment() { printf '%s %s %s\n' "$(sha256sum <"$lock" | cut -c1-64)" 
 
 wanted_project() { cat "$root/setup.py" "$root/openrlhf_gtpo/_version.py" | sha256sum; }
 
-# The version of an environment's interpreter, or nothing where it does not start.
+# The version of an environment's interpreter, or nothing if it does not start.
 version_of() { "$1/bin/python" -I -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true; }
 
 environment_is_ready() {
@@ -91,10 +91,11 @@ project_is_ready() {
     $packages_only || [[ -f "$1/$project_stamp" && "$(<"$1/$project_stamp")" == "$(wanted_project)" ]]
 }
 
-# The path of a CPython of the first of $pythons that is there, outside any virtual environment: `python3.11` may be .venv's
-# own, which is to be replaced, or a version manager's shim that does not start. The system's comes first where it has pip
-# and headers: distributions build theirs with profile-guided optimization and pyenv, by default, does not, with which plain
-# Python takes 1.4 times as long and a run's imports 1.1 times.
+# Prints the path of a CPython of the first of $pythons that is installed, outside any virtual environment:
+# `python3.11` may be .venv's own, which is to be replaced, or a version manager's shim that does not start. The
+# system's comes first if it has pip and headers: distributions build theirs with profile-guided optimization, and
+# pyenv by default does not, so that with its builds plain Python takes 1.4 times as long and a run's imports 1.1
+# times.
 find_python() {
     local minor candidate
     for minor in "${pythons[@]}"; do
@@ -118,7 +119,7 @@ check_host() {
         refuse "${lock#"$root/"} is for Linux on x86-64; this is $(uname -sm)."
 
     python="$(find_python)"
-    [[ -n "$python" ]] || ! $cuda || refuse "Python 3.12 was not found on PATH, and requirements/cuda.lock is for no other:" \
+    [[ -n "$python" ]] || ! $cuda || refuse "Python 3.12 was not found on PATH, and requirements/cuda.lock is for no other version:" \
         "load or install it (module load python/3.12, uv python install 3.12, Ubuntu 24.04: apt-get install python3-venv python3-dev)."
     [[ -n "$python" ]] || refuse "neither Python 3.11 nor 3.12 was found on PATH: install one" \
         "(Debian 12: apt-get install python3 python3-venv python3-dev)."
@@ -129,10 +130,10 @@ check_host() {
         refuse "$python has no header Python.h, which DeepSpeed's CPU optimizer is compiled against: install it" \
             "(Debian: apt-get install python3-dev)."
     if $cuda; then
-        # What llguidance and tensorboard-data-server are built for, the newest of the lock's wheels.
+        # What llguidance and tensorboard-data-server are built for: the newest that any of the lock's wheels needs.
         printf 'glibc 2.31\n%s\n' "$(getconf GNU_LIBC_VERSION)" | sort -V -C ||
             refuse "packages of requirements/cuda.lock need glibc 2.31 or newer, and this system has" \
-                "$(getconf GNU_LIBC_VERSION): use the image, as with Apptainer (docs/docker.md)."
+                "$(getconf GNU_LIBC_VERSION): use the image, for example with Apptainer (docs/docker.md)."
     else
         "$python" -I -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
             refuse "libnuma.so.1 was not found, and vLLM's CPU build is linked against it: install it" \
@@ -142,10 +143,10 @@ check_host() {
     local free_mb
     free_mb="$(df -Pm "$root" | awk 'NR == 2 { print $4 }')"
     ((free_mb >= needed_mb)) ||
-        refuse "$root has ${free_mb} MB of free disk, and the environment needs ${needed_mb} MB: free some or move the project."
+        refuse "$root has ${free_mb} MB of free disk, and the environment needs ${needed_mb} MB: free some space or move the project."
 }
 
-# Keeps pip's output in pip.log and says how far it is. TOTAL is how many packages to expect.
+# Keeps pip's output in pip.log and reports its progress. TOTAL is how many packages to expect.
 show_progress() {
     local total="$1" count=0 line
     while IFS= read -r line; do
@@ -165,14 +166,14 @@ run_pip() { "$target/bin/python" -I -m pip "$2" "${pip_flags[@]}" "${@:3}" 2>&1 
 
 fail() {
     grep -E '^ *(ERROR|error)' "$target/pip.log" | tail -n 2 >&2 || tail -n 10 "$target/pip.log" >&2
-    say "$* (all of its output: $target/pip.log); put that right and start again."
+    say "$* (all of its output: $target/pip.log); fix that and start again."
     exit 1
 }
 
 locked() { grep -E "^($1)==" "$lock"; }
 
-# torch is fetched first, since its CPU build is what an index may not have, and unpacked last, since DeepSpeed's build
-# behaves differently where it finds torch (its setup.py, torch_available).
+# torch is fetched first, since an index may not have its CPU build, and unpacked last, since DeepSpeed's build behaves
+# differently if it finds torch (its setup.py, torch_available).
 install_cpu_packages() {
     local pins="$TMPDIR/pins.txt" torch
     grep -Ev '^(#|torch==|setuptools==|wheel==|$)' "$lock" >"$pins"
@@ -182,14 +183,14 @@ install_cpu_packages() {
         run_pip 1 download -d "$TMPDIR/torch" --extra-index-url "$torch_index" "$torch" || fail "pip could not fetch $torch"
     fi
     install_tools
-    split --number=r/2 "$pins" "$pins." # for two processes, as pip unpacks with one core
+    split --number=r/2 "$pins" "$pins." # for two processes, as pip unpacks on one core
     printf '%s\n' "$pins".?? | xargs -P 2 -n 1 "$target/bin/python" -I -m pip install "${pip_flags[@]}" -r 2>&1 |
         show_progress "$(wc -l <"$pins")" || fail "pip could not install the packages of requirements/cpu.lock"
     run_pip 1 install --no-index --find-links "$TMPDIR/torch" "$torch" || fail "pip could not install $torch"
 }
 
-# As docker/Dockerfile, which says why each variable: wheels first, then what is compiled against their torch; the
-# longest last.
+# Like docker/Dockerfile, which says what each variable is for: wheels first, then what is compiled against their
+# torch, the longest last.
 install_cuda_packages() {
     local pins="$TMPDIR/pins.txt" nvidia
     grep -Ev '^(#|flash-attn==|transformer-engine-torch==|deepspeed==|setuptools==|wheel==|$)' "$lock" >"$pins"
@@ -198,7 +199,7 @@ install_cuda_packages() {
 
     nvidia="$(echo "$target"/lib/python3*/site-packages/nvidia)"
     export CUDA_HOME="$nvidia/cu13" PATH="$target/bin:$PATH" # ninja
-    # A whole toolkit, but for the names that linkers look for.
+    # A complete toolkit, except for the names that linkers look for.
     ln -s lib "$CUDA_HOME/lib64"
     ln -s libcudart.so.13 "$CUDA_HOME/lib/libcudart.so"
     export MAX_JOBS="${MAX_JOBS:-8}" TORCH_CUDA_ARCH_LIST="${TORCH_CUDA_ARCH_LIST:-9.0}"
@@ -213,7 +214,7 @@ install_cuda_packages() {
     }
 }
 
-# Without pip's cache, which would hand out a wheel that was compiled against another torch.
+# Without pip's cache, which would return a wheel that was compiled against another torch.
 compile() {
     say "compiling $1 ($MAX_JOBS compilers at once; MAX_JOBS)"
     run_pip 1 install --no-cache-dir --no-binary "$1" "$(locked "$1")" || fail "pip could not compile $1"
@@ -250,9 +251,9 @@ make_project() {
     wanted_project >"$target/$project_stamp"
 }
 
-# The folder that a virtual environment was made in stands in its scripts and in pyvenv.cfg, and nowhere else that is
-# read. To write the final path there takes a moment; to make the new environment at its final path instead would leave
-# the user without one for the minutes that takes, and with half of one after an interruption.
+# The folder that a virtual environment was made in is written in its scripts and in pyvenv.cfg, and nowhere else that
+# is read. Writing the final path there takes a moment; making the new environment at its final path instead would
+# leave the user without one for the minutes that takes, and with half of one after an interruption.
 put_in_place() {
     grep -rlIZF "${being_made##*/}" "$being_made/bin" "$being_made/pyvenv.cfg" |
         xargs -0 sed -i "s/${being_made##*/}/${venv##*/}/g"
@@ -278,18 +279,18 @@ if [[ -d "$venv" && ! -w "$venv" ]] || ! { exec 9>"$root/.setup_env.lock"; } 2>/
     refuse "$root and its .venv must be writable, and this user ($(id -un)) may not write there."
 fi
 if ! flock -n 9; then
-    say "another set-up of $venv is at work; waiting for it"
+    say "another setup of $venv is running; waiting for it"
     flock 9
 fi
 
-if [[ ! -e "$venv" && -d "$replaced" ]]; then # interrupted in the midst of put_in_place
+if [[ ! -e "$venv" && -d "$replaced" ]]; then # interrupted during put_in_place
     mv -T "$replaced" "$venv"
 fi
 rm -rf "$replaced"
 
 if ! environment_is_ready "$venv"; then
     target="$being_made"
-    if ! environment_is_ready "$target"; then # else only the project is missing, or the last step
+    if ! environment_is_ready "$target"; then # otherwise only the project is missing, or the last step
         rm -rf "$target"
         check_host
         make_environment

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Trains with the settings of one of the files in examples/scripts/presets.
+# Trains with the settings of one of the presets in examples/scripts/presets.
 #
 #   bash examples/scripts/train.sh PRESET [--dry-run] [--cpu] [--submit URL] [--help] [-- FLAGS]
 #
-#   --dry-run       print the resolved command, a flag a line, and start nothing
-#   --cpu           the same run in small, for a host without a GPU
-#   --submit URL    hand the run to a Ray cluster, `ray job submit --address URL`, instead of starting a Ray here
-#   --help          what the preset says of itself, then this
-#   -- FLAGS        flags of the trainer, which come last and win
+#   --dry-run       print the resolved command, one flag per line, and start nothing
+#   --cpu           a small version of the same run, for a host without a GPU
+#   --submit URL    submit the run to a Ray cluster (`ray job submit --address URL`) instead of starting Ray here
+#   --help          what the preset says about itself, then this text
+#   -- FLAGS        flags for the trainer, which come last and win
 #
 # The environment wins over the preset, and the preset over the defaults below, which name every variable:
 #   STEPS=20 MODEL=Qwen/Qwen2.5-14B bash examples/scripts/train.sh gtpo_colocated
@@ -19,7 +19,7 @@
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
-name="$(basename "$0" .sh)" # where benchmark_train.sh or a script of the planner's sources this one, theirs
+name="$(basename "$0" .sh)" # or that of benchmark_train.sh or of the planner's script, if it sources this one
 
 refuse() {
     printf '%s: %s\n' "$name" "$*" >&2
@@ -63,7 +63,7 @@ while (($# > 0)); do
 done
 
 [[ -f "$preset_file" ]] || refuse "expected the name of a preset, one of: $(cd "$presets" && echo *.sh | sed 's/\.sh//g'); got '${preset#train}'."
-audit="${FP8_AUDIT_STEPS:-0}" # what was asked for; a preset's own waits for FP8 and an ALGORITHM with entropies
+audit="${FP8_AUDIT_STEPS:-0}" # as set by the user; a preset's own needs FP8 and an ALGORITHM with entropies
 # shellcheck source=examples/scripts/presets/gtpo_colocated.sh
 source "$preset_file"
 ALGORITHM="${ALGORITHM:-gtpo}"         # gtpo, grpo_s, grpo, dapo, gspo, dr_grpo, rloo, forking_tokens, entropy_bonus
@@ -71,29 +71,29 @@ SURROGATE="${SURROGATE:-}"             # cispo, sapo, gmpo, gspo_token, clip_cov
 PLACEMENT="${PLACEMENT:-colocated}"    # colocated, split
 GUIDE="${GUIDE:-}"                     # a stronger model that samples too, on GPUs as PLACEMENT says; empty: none
 GUIDE_FRACTION="${GUIDE_FRACTION:-0.25}" # of each prompt's responses
-GUIDE_STEPS="${GUIDE_STEPS:-0}"        # over which that falls to nothing; 0: never
+GUIDE_STEPS="${GUIDE_STEPS:-0}"        # over which that falls to zero; 0: never
 GUIDE_ENGINES="${GUIDE_ENGINES:-1}"
 GUIDE_TENSOR_PARALLEL="${GUIDE_TENSOR_PARALLEL:-1}"
-RESCUE_BATCH="${RESCUE_BATCH:-0}"      # prompts that always failed, which it answers together; 0: none
+RESCUE_BATCH="${RESCUE_BATCH:-0}"      # prompts that always failed, which the guide answers together; 0: none
 
 MODEL="${MODEL:-Qwen/Qwen2.5-7B}"      # a name on the Hugging Face hub, or a folder
 [[ -n "${DATA:-}" ]] || EVAL_DATA="${EVAL_DATA-data/dapo_math/eval.jsonl}"
 DATA="${DATA:-data/dapo_math/train.jsonl}"
-EVAL_DATA="${EVAL_DATA:-}"             # that of the default DATA, of your own none; empty: no evaluation
+EVAL_DATA="${EVAL_DATA:-}"             # default: that of the default DATA, none for your own; empty: no evaluation
 EVAL_STEPS="${EVAL_STEPS:-20}"
 REWARD="${REWARD:-$root/openrlhf_gtpo/tasks/math_verify_reward.py}" # or your own file, or a server's URL
 OUTPUT="${OUTPUT:-$root/runs/$name$(! $cpu || printf -- -cpu)}"
-STEPS="${STEPS:-}"                     # batches of prompts (dynamic sampling may spend several on a step); empty: one pass over the data
+STEPS="${STEPS:-}"                     # batches of prompts (dynamic sampling may use several a step); empty: one pass over the data
 SAVE_STEPS="${SAVE_STEPS:-20}"
 
-NODES="${NODES:-1}"                    # of training
+NODES="${NODES:-1}"                    # for training
 GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
 TENSOR_PARALLEL="${TENSOR_PARALLEL:-2}"
 PIPELINE_PARALLEL="${PIPELINE_PARALLEL:-1}"
 CONTEXT_PARALLEL="${CONTEXT_PARALLEL:-1}"
 FP8="${FP8:-}"                         # hybrid: FP8 products on Hopper; empty: BF16
 FP8_RECIPE="${FP8_RECIPE:-blockwise}"  # delayed, tensorwise
-FP8_PARAM="${FP8_PARAM:-}"             # 1: the decoder's weights in FP8 alone, which takes half their memory (not delayed)
+FP8_PARAM="${FP8_PARAM:-}"             # 1: the decoder's weights in FP8 alone, in half their memory (not with delayed)
 FP8_AUDIT_STEPS="${FP8_AUDIT_STEPS:-0}" # every N-th batch is compared with BF16; 0: never
 RECOMPUTE="${RECOMPUTE:-none}"         # selective (the MLP) and full need less memory and are slower: cli.plan
 MAX_TOKENS_PER_GPU="${MAX_TOKENS_PER_GPU:-12288}"
@@ -101,11 +101,11 @@ VLLM_ENGINES="${VLLM_ENGINES:-4}"      # colocated: engines × their tensor para
 VLLM_TENSOR_PARALLEL="${VLLM_TENSOR_PARALLEL:-2}"
 VLLM_GPU_MEMORY="${VLLM_GPU_MEMORY:-0.6}"
 VLLM_MAX_NUM_SEQS="${VLLM_MAX_NUM_SEQS:-1024}" # responses that an engine decodes at once (vLLM's own: 128); as planned
-VLLM_MAX_NUM_BATCHED_TOKENS="${VLLM_MAX_NUM_BATCHED_TOKENS:-8192}" # and tokens of a step, prompts among them (2048)
+VLLM_MAX_NUM_BATCHED_TOKENS="${VLLM_MAX_NUM_BATCHED_TOKENS:-8192}" # and tokens in a step, including prompts (2048)
 
 SAMPLES_PER_PROMPT="${SAMPLES_PER_PROMPT:-16}" # G
 PROMPTS_PER_STEP="${PROMPTS_PER_STEP:-128}"
-TRAIN_BATCH="${TRAIN_BATCH:-128}"      # responses an optimizer step; 2048 makes one on-policy update of each rollout
+TRAIN_BATCH="${TRAIN_BATCH:-128}"      # responses per optimizer step; 2048 makes one on-policy update of each rollout
 PROMPT_LENGTH="${PROMPT_LENGTH:-2048}"
 RESPONSE_LENGTH="${RESPONSE_LENGTH:-4096}"
 LEARNING_RATE="${LEARNING_RATE:-1e-6}"
@@ -136,8 +136,8 @@ OUTPUT="$(realpath -m -- "$OUTPUT")"
 if $cpu; then
     # Two cores run this in a minute or two: a 2-layer model made on the spot (or CPU_MODEL=DIR), one-digit products,
     # Math-Verify as the reward. Algorithm, placement, backend and kind of layout stay: tensor and pipeline parallelism
-    # and nodes become at most 2, context parallelism 1 (CUDA only), FP8 is emulated, and colocated engines are as many as
-    # training processes; a split run has one.
+    # and nodes become at most 2, context parallelism 1 (CUDA only), FP8 is emulated, and there are as many colocated
+    # engines as training processes; a split run has one engine.
     ((TENSOR_PARALLEL <= 2)) || TENSOR_PARALLEL=2
     ((PIPELINE_PARALLEL <= 2)) || PIPELINE_PARALLEL=2
     CONTEXT_PARALLEL=1 processes="$((TENSOR_PARALLEL * PIPELINE_PARALLEL))"
@@ -153,7 +153,7 @@ if $cpu; then
     MODEL="${CPU_MODEL:-$root/.cache/quickstart/tiny-model}"
     GUIDE="${GUIDE:+$MODEL}"
     rows="$((STEPS * PROMPTS_PER_STEP))"
-    task="$OUTPUT/data/$rows-prompts" # another STEPS asks for others
+    task="$OUTPUT/data/$rows-prompts" # a different STEPS needs different ones
     DATA="$task/train.jsonl" EVAL_DATA="$task/eval.jsonl"
     export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
     export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
@@ -172,16 +172,16 @@ case "$ALGORITHM" in
     grpo_s) algorithm_args=(--algo.advantage.estimator grpo_s --algo.kl.init_coef 0 --algo.grpo_s.beta1 1.0 --algo.grpo_s.beta2 0.1) ;;
     dr_grpo | rloo | forking_tokens | entropy_bonus) algorithm_args=(--algo.advantage.estimator "$ALGORITHM" --algo.kl.init_coef 0) ;;
     dapo | gspo) algorithm_args=(--algo.preset "$ALGORITHM") ;;
-    # No KL term here, as with the others: one needs --algo.kl.init_coef 0.04 and GPUs for the reference model, --ref.*
+    # No KL term here, as with the others: it takes --algo.kl.init_coef 0.04 and GPUs for the reference model, --ref.*
     grpo) algorithm_args=(--algo.preset grpo --algo.kl.init_coef 0) ;;
 esac
 if [[ -n "$SURROGATE" ]]; then
     algorithm_args+=(--actor.policy_loss_type "$SURROGATE") # which brings its own clip range
-elif [[ "$ALGORITHM" != gspo ]]; then # whose range belongs to its ratio
+elif [[ "$ALGORITHM" != gspo ]]; then # whose clip range belongs to its ratio
     algorithm_args+=(--actor.eps_clip_low_high 0.2 0.28)
 fi
 
-# A job of a Ray cluster starts in a folder of the cluster's own.
+# A job on a Ray cluster starts in a folder of the cluster's own.
 absolute() { if [[ -e "$1" ]]; then realpath "$1"; else printf '%s' "$1"; fi; }
 model_args=(
     --actor.model_name_or_path "$(absolute "$MODEL")"
@@ -213,8 +213,8 @@ rollout_args=(
     --vllm.max_num_batched_tokens "$VLLM_MAX_NUM_BATCHED_TOKENS"
     --vllm.enable_prefix_caching
 )
-# --rollout.entropy sampler              no old-policy forward, where a rollout has one optimizer step
-# --vllm.sync_bucket_mb 1024             larger buckets of the weight transfer
+# --rollout.entropy sampler              no old-policy forward, if a rollout has one optimizer step
+# --vllm.sync_bucket_mb 1024             larger buckets for the weight transfer
 # --vllm.sync_checksum                   prove that every weight arrived
 guide_args=()
 if [[ -n "$GUIDE" ]]; then
@@ -246,7 +246,7 @@ if [[ -n "$FP8" ]]; then
     [[ ! "$ALGORITHM" =~ $with_entropies ]] || train_args+=(--megatron.fp8_audit_steps "$FP8_AUDIT_STEPS")
 fi
 [[ -z "$FP8_PARAM" ]] || train_args+=(--megatron.fp8_param)
-# --megatron.fp8_audit_gate 0.02         old-policy forward in BF16 while FP8 changes more signs of advantages than this
+# --megatron.fp8_audit_gate 0.02         old-policy forward in BF16 while FP8 changes more advantage signs than this
 placement_args=()
 if [[ "$PLACEMENT" == colocated ]]; then
     # Trainer and engines share the GPUs and take turns: while one works, the other's memory is given back.
@@ -260,16 +260,16 @@ log_args=(
     --ckpt.path "$OUTPUT/checkpoints"
     --ckpt.save_steps "$SAVE_STEPS"
     --ckpt.max_num 2
-    --ckpt.load_enable # goes on from the newest checkpoint, where there is one
+    --ckpt.load_enable # resumes from the newest checkpoint, if there is one
     --ckpt.best_metric_key none
 )
-# --logger.wandb.key WANDB_API_KEY --logger.wandb.project NAME     the word itself: the key is in the environment
+# --logger.wandb.key WANDB_API_KEY --logger.wandb.project NAME     literally this word: the key is in the environment
 if [[ -n "$EVAL_DATA" ]]; then
     log_args+=(--eval.dataset "$(absolute "$EVAL_DATA")" --eval.steps "$EVAL_STEPS" --eval.before_training)
     log_args+=(--eval.n_samples_per_prompt 4 --eval.temperature 1.0)
 fi
 
-# benchmark_train.sh has set the program: the benchmark, up to the trainer's flags.
+# If benchmark_train.sh sourced this, it has set program: the benchmark, up to the trainer's flags.
 command=("$(command -v python3 || printf python3)" -m "${program[@]:-openrlhf_gtpo.cli.train_ppo_ray}")
 [[ -z "$submit" ]] || command=(ray job submit --address "$submit" -- "${command[@]}")
 
@@ -279,7 +279,7 @@ words=("${algorithm_args[@]}" "${model_args[@]}" "${data_args[@]}" "${rollout_ar
 missing=''
 for variable in EVAL_DATA DATA; do
     file="${!variable}"
-    [[ -e "$file" || ! "$file" =~ \.(jsonl|json|csv|parquet)$ ]] || missing="$variable=$file is not there; bash examples/scripts/train.sh --help says how it is made."
+    [[ -e "$file" || ! "$file" =~ \.(jsonl|json|csv|parquet)$ ]] || missing="$variable=$file does not exist; bash examples/scripts/train.sh --help says how to make it."
 done
 if $dry_run; then
     printf -v line ' %q' "${command[@]}"

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Trains on several nodes of a SLURM cluster: a Ray cluster over the job's nodes, then train.sh with a preset on it.
+# Trains on several nodes of a SLURM cluster: starts a Ray cluster over its nodes and runs a train.sh preset on it.
 #
 #   sbatch examples/scripts/train_gtpo_slurm.sh                     from the project's root, after editing this header
 #   LAUNCHER=grpo_s_colocated NODES=2 sbatch --nodes=2 examples/scripts/train_gtpo_slurm.sh
 #   sbatch examples/scripts/train_gtpo_slurm.sh -- --actor.adam.lr 5e-7      what follows -- goes to the trainer
 #   bash examples/scripts/train_gtpo_slurm.sh --dry-run             print every command, start nothing; on any host
 #
-# At the job's end of time, before pre-emption and on `scancel --batch --signal=USR1 JOB` the run saves a checkpoint after
-# the step in progress, and the job goes back into the queue and on from there. docs/slurm.md has every message.
+# Before the job's time is over, before preemption and on `scancel --batch --signal=USR1 JOB` the run saves a
+# checkpoint after the step in progress, and the job goes back into the queue and continues from there. docs/slurm.md
+# has every message.
 
 #SBATCH --job-name=gtpo
 #SBATCH --nodes=4
@@ -22,25 +23,25 @@
 #SBATCH --output=slurm-%j.log
 ##SBATCH --account=…
 ##SBATCH --partition=…
-# @900: seconds before the end; more than one step and the writing of a checkpoint take.
+# @900: seconds before the end; must be more than one step and the writing of a checkpoint take.
 
 # What runs: a preset of train.sh, or a script (benchmark_train.sh, the planner's), from the project's root. Its own
 # variables (MODEL, STEPS, NODES, …) come from the environment too.
 LAUNCHER="${LAUNCHER:-gtpo_32b}"
 LAUNCHER_FLAGS="${LAUNCHER_FLAGS:-}"           # such as --cpu
-OUTPUT="${OUTPUT:-}"                           # on a disk that all nodes share; nothing: in runs/, named after LAUNCHER
-# Where it runs: bare, after these words of shell on each node …
+OUTPUT="${OUTPUT:-}"                           # on a disk that all nodes share; empty: in runs/, named after LAUNCHER
+# Where it runs: on the bare host, after these shell commands on each node …
 SETUP="${SETUP:-}"                             # such as: module load cuda; source /shared/venv/bin/activate
 # … or in a container: pyxis:IMAGE (srun --container-image) or apptainer:IMAGE.
 CONTAINER="${CONTAINER:-}"
 CONTAINER_MOUNTS="${CONTAINER_MOUNTS:-}"       # more folders, such as /shared/models,/scratch
-# The network between the nodes: an interface such as ib0, or nothing for the address that SLURM knows a node by.
+# The network between the nodes: an interface such as ib0, or empty for the address under which SLURM knows a node.
 INTERFACE="${INTERFACE:-}"
-PORT="${PORT:-}"                               # first of three on the head; nothing: one from the job's number
-RAY_FLAGS="${RAY_FLAGS:-}"                     # of `ray start` on every node
+PORT="${PORT:-}"                               # first of three on the head; empty: one derived from the job's number
+RAY_FLAGS="${RAY_FLAGS:-}"                     # flags of `ray start` on every node
 NODE_TMP="${NODE_TMP:-/tmp}"                   # on a disk of each node; a short name, as it holds Unix sockets
 JOIN_TIMEOUT="${JOIN_TIMEOUT:-600}"            # seconds until every node must have joined
-MAX_REQUEUES="${MAX_REQUEUES:-5}"              # for nodes that are lost; a signal requeues always
+MAX_REQUEUES="${MAX_REQUEUES:-5}"              # for lost nodes; a signal always requeues
 set -euo pipefail
 
 say() { printf '[slurm] %s\n' "$*" >&2; }
@@ -68,7 +69,7 @@ done
 # SLURM runs a copy of this file in a folder of its own.
 root="${ROOT:-${SLURM_SUBMIT_DIR:-$(pwd)}}"
 [[ -f "$root/examples/scripts/ray_cluster.sh" ]] ||
-    refuse "$root is not the project's root; call sbatch from there, or set ROOT to it."
+    refuse "$root is not the project's root; call sbatch from the root, or set ROOT to it."
 cd "$root"
 launcher=(bash "$LAUNCHER")
 if [[ -f "examples/scripts/presets/$LAUNCHER.sh" ]]; then
@@ -117,7 +118,7 @@ fi
 
 mkdir -p "$logs" || refuse "OUTPUT=$OUTPUT cannot be made."
 say "job $SLURM_JOB_ID, attempt $((attempt + 1)), on ${names[*]}; logs: $logs"
-run_on_cluster # sets status, and lost, stopping, cancelled where that is why it ended
+run_on_cluster # sets status, and lost, stopping or cancelled if that is why it ended
 case "$(what_next)" in
     requeue) requeue ;;
     finished) say "training is over; results: $OUTPUT" ;;

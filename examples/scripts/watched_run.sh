@@ -1,9 +1,9 @@
 # shellcheck shell=bash
 # To be sourced: a training run on this machine with its output in a log and its progress on the screen.
 
-# run_watched NAME HOW OUTPUT STEPS COMMAND...: ends as the command does, or with 143 or 130 where it was stopped.
-#   NAME   of the script, before what it says
-#   HOW    to go on with a run that was stopped
+# run_watched NAME HOW OUTPUT STEPS COMMAND...: ends as the command does, or with 143 or 130 if it was stopped.
+#   NAME   the script's name, which begins its messages
+#   HOW    how to continue a stopped run
 #   OUTPUT the folder of train.log and metrics.jsonl
 run_watched() {
     local name="$1" how="$2" output="$3" steps="$4" log="$3/train.log" status=0 logged watcher
@@ -12,7 +12,7 @@ run_watched() {
     logged="$(wc -c <"$log")" # by an earlier start
     setsid "$@" >>"$log" 2>&1 &
     trainer=$!
-    stopped=0 # Ctrl-C must reach the script alone, hence setsid: engines and workers that it ends make the trainer fail
+    stopped=0 # Ctrl-C must reach the script alone, hence setsid: if it ends engines and workers, the trainer fails
     trap 'stopped=143; kill "$trainer" 2>/dev/null || true' TERM HUP EXIT
     trap 'stopped=130; kill "$trainer" 2>/dev/null || true' INT
     python3 -m openrlhf_gtpo.cli.report watch "$output/metrics.jsonl" --steps "$steps" --pid "$trainer" &

@@ -15,5 +15,5 @@ NODES="${NODES:-4}"
 TENSOR_PARALLEL="${TENSOR_PARALLEL:-8}"
 FP8="${FP8-hybrid}" # empty: BF16
 FP8_AUDIT_STEPS="${FP8_AUDIT_STEPS:-20}"
-RECOMPUTE="${RECOMPUTE:-none}" # selective: 13 GiB less of the 66 that are planned on a GPU, full: 19; both slower
+RECOMPUTE="${RECOMPUTE:-none}" # selective: 13 GiB less than the 66 planned per GPU, full: 19 less; both slower
 VLLM_TENSOR_PARALLEL="${VLLM_TENSOR_PARALLEL:-8}"

@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034
-# GTPO on one GPU of 80 GB, trainer and vLLM engine in turns: Qwen2.5-1.5B, mathematics.
+# GTPO on one GPU of 80 GB, trainer and vLLM engine taking turns: Qwen2.5-1.5B, mathematics.
 #
 # Paper:      GTPO and GRPO-S: Token and Sequence-Level Reward Shaping with Policy Entropy, arXiv 2508.04349
 # Techniques: as gtpo_colocated, without parallelism and with fewer prompts a step

@@ -7,7 +7,7 @@
 #
 #   bash examples/scripts/train.sh gtpo_split
 PLACEMENT="${PLACEMENT:-split}"
-GPUS_PER_NODE="${GPUS_PER_NODE:-4}" # of training
+GPUS_PER_NODE="${GPUS_PER_NODE:-4}" # for training
 TENSOR_PARALLEL="${TENSOR_PARALLEL:-4}"
 VLLM_ENGINES="${VLLM_ENGINES:-4}"
 VLLM_TENSOR_PARALLEL="${VLLM_TENSOR_PARALLEL:-1}"
