@@ -136,7 +136,9 @@ def test_weights_that_do_not_arrive_stop_the_run(
 ) -> None:
     trainer = trainer_of(policy, actors, *argv, "--vllm.sync_checksum")
     trainer._parameters_to_send = lambda: list(policy.named_parameters())[:-1]  # type: ignore[method-assign]
-    with pytest.raises(TrainingStopped, match="loaded into 1.bias of worker 0 of vLLM engine 0"):
+    with pytest.raises(
+        TrainingStopped, match="1.bias was not loaded, or not completely, by worker 0 of vLLM engine 0"
+    ):
         trainer.broadcast_to_vllm()
 
 

@@ -252,7 +252,9 @@ def test_a_parameter_that_is_not_sent_is_named(synced: Synced, transport: str) -
         (f"{layer}mlp.down_proj.weight", f"{layer}mlp.down_proj.weight"),
         (f"{layer}self_attn.k_proj.weight", f"{layer}self_attn.qkv_proj.weight"),
     ):
-        with pytest.raises(WeightSyncError, match=f"loaded into {engines_name} of worker 0 of vLLM engine 0"):
+        with pytest.raises(
+            WeightSyncError, match=f"{engines_name} was not loaded, or not completely, by worker 0 of vLLM engine 0"
+        ):
             synced.send({n: w for n, w in weights.items() if n != name}, 20_000, transport)
     synced.send(weights, 20_000, transport)
     assert_equal_but_for_rounding(synced.engine_log_probs(), synced.trainer_log_probs(weights))

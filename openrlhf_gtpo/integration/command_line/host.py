@@ -51,7 +51,7 @@ def gpus_of(args: SimpleNamespace) -> Gpus:
     has_guide = guide.model_name_or_path and not guide.endpoint
     has_reference = args.algo.kl.init_coef > 0
     has_critic = bool(args.critic.model_name_or_path)
-    has_reward = bool(args.reward.model_name_or_path) and not args.reward.remote_url
+    has_reward = not args.reward.remote_url and bool(args.reward.model_name_or_path)
     paired = has_critic and args.train.colocate_critic_reward  # on GPUs of their own, whatever the others share
     with_engines = shared and not args.train.async_enable
     return Gpus(
