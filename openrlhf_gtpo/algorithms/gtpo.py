@@ -32,8 +32,8 @@ class GTPOConfig(Settings):
         alpha2: weight of the entropy share in the other variants (default: 0.1).
         kappa: ``v1_clipped`` and ``v2`` clip the token reward to [1, alpha1 + alpha1 / kappa]; must be > 1.
         success_threshold: rows with outcome >= this form O+, the others O-.
-        compare: what a token's entropy is compared with: the tokens at the same ``position`` of the other
-            responses, the same ``response``, or the whole ``group``.
+        compare: what a token's entropy is compared with: the tokens at the same ``position`` of its group, all tokens
+            of its ``response``, or those of the whole ``group``; each within its own polarity.
         entropy_mean: the mean in the share's denominator.
         normalise_over: in the two-set variants ``v2`` and ``v3``, normalize over all rows, with the other polarity as
             zeros (``zero_filled``), or only over the rows of one ``polarity``. No effect on the other variants.

@@ -368,7 +368,7 @@ def test_a_field_that_shares_its_description_gets_it_too() -> None:
     of_grpo_s = flags.field_descriptions(GRPOSConfig)
     assert of_grpo_s["beta1"] == of_grpo_s["beta2"] == "weights of outcome and entropy share in v3."
     assert "(Eq. 2)" in help_of["variant"] and "`" not in help_of["variant"]
-    assert help_of["compare"].endswith("or the whole group.")
+    assert help_of["compare"].endswith("each within its own polarity.")
 
 
 def test_settings_reach_the_configuration() -> None:
