@@ -35,12 +35,17 @@ if _STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # a work
 sys.path.append(_STARTUP)  # from which some processes get their PYTHONPATH
 
 
-# Files with whole runs, each of which takes some 4 GB of memory and often waits, in two queues: of the three
-# workers, two are at one of these at a time.
-_WHOLE_RUNS = (
-    ("e2e/test_slurm_training.py", "e2e/test_launch_scripts.py", "launch/test_slurm.py"),
-    ("e2e/test_stop.py", "e2e/test_quickstart.py", "weight_sync/test_vllm_sync.py", "benchmarks/test_actor.py"),
-)
+# Files with whole runs, each of which takes some 4 GB of memory and often waits, and their queues: two of the three
+# workers are at one of these at a time.
+_WHOLE_RUNS = {
+    "tests/e2e/test_slurm_training.py": "queue 0",
+    "tests/e2e/test_launch_scripts.py": "queue 0",
+    "tests/launch/test_slurm.py": "queue 0",
+    "tests/e2e/test_stop.py": "queue 1",
+    "tests/e2e/test_quickstart.py": "queue 1",
+    "tests/weight_sync/test_vllm_sync.py": "queue 1",
+    "tests/benchmarks/test_actor.py": "queue 1",
+}
 
 
 class _InQueues(LoadFileScheduling):
@@ -48,7 +53,7 @@ class _InQueues(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return next((f"queue {i}" for i, queue in enumerate(_WHOLE_RUNS) if file.endswith(queue)), file)
+        return _WHOLE_RUNS.get(file, file)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -58,12 +63,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _InQueues | 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What runs on a pool of ranks, or in a process of its own that imports torch, is slow. Files with whole runs come
-    first, in the order of their queues."""
-    order = {file: place for queue in _WHOLE_RUNS for place, file in enumerate(queue)}
+    first."""
     for item in items:
         if {"ranks", "one_rank", "four_ranks", "pools", "fresh"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
-    items.sort(key=lambda item: order.get("/".join(item.path.parts[-2:]), len(order)))
+    places = {file: place for place, file in enumerate(_WHOLE_RUNS)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
 
 
 @pytest.fixture(scope="session")

@@ -150,20 +150,16 @@ class SlurmCluster:
         shown = self.run("scontrol", "show", "job", job, "--oneliner")
         return int(dict(word.partition("=")[::2] for word in shown.split())["Restarts"])
 
-    def end_jobs(self) -> None:
-        """End what a failed test has left: it has the nodes."""
-        jobs = self.run("squeue", "--noheader", "--format", "%i", check=False).split()
-        if jobs:
-            self.run("scancel", *jobs, check=False)
-            until(lambda: not self.run("squeue", "--noheader", check=False).strip(), 200, "jobs end")
-
     def stop(self) -> None:
         """End jobs, then daemons."""
         try:
             for node in NODES:
                 if node not in self._daemons:  # a test has ended between the death and the return of one
                     self.start_node(node)
-            self.end_jobs()
+            jobs = self.run("squeue", "--noheader", "--format", "%i", check=False).split()
+            if jobs:
+                self.run("scancel", *jobs, check=False)
+                until(lambda: not self.run("squeue", "--noheader", check=False).strip(), 200, "jobs end")
         finally:
             self._end_daemons()
 

@@ -55,22 +55,23 @@ def test_a_run_that_is_killed_stopped_and_resumed_makes_the_steps_of_one_that_is
     argv += ["--actor.adam.lr", "3e-4"]
     argv += ["--train.batch_size", "12"]  # a rollout of 16 rows is a step, and a filtered one as well
     argv += ["--ckpt.save_steps", "2", "--ckpt.best_metric_key", "none", "--ckpt.load_enable"]
-    replay = [*argv, "--train.replay_rollouts", str(tmp_path / "run" / "checkpoints")]
+    folder = tmp_path / "run"
+    replay = [*argv, "--train.replay_rollouts", str(folder / "checkpoints"), "--ckpt.save_steps", "-1"]
 
-    argv, hold = _own_folder([*argv, "--logger.dump_rollouts", "1", "--train.max_restarts", "1"], tmp_path / "run")
-    actor = tmp_path / "run" / "checkpoints" / "_actor"
+    argv, hold = _own_folder([*argv, "--logger.dump_rollouts", "1", "--train.max_restarts", "1"], folder)
+    actor = folder / "checkpoints" / "_actor"
     (actor / "global_step2").mkdir(parents=True)  # what a run leaves that died in its first checkpoint
-    _train_until_stopped([*argv, "--vllm.num_engines", "2"], tmp_path / "run", hold)
+    _train_until_stopped([*argv, "--vllm.num_engines", "2"], folder, hold)
     size = sum(path.stat().st_size for path in (actor / "global_step5").rglob("*") if path.is_file())
     estimate = checkpoint_bytes(parameters_of(str(tiny_model)))  # from below, and not by much
     assert estimate <= size < 1.5 * estimate
-    (tmp_path / "run" / "checkpoints" / "stop").touch()  # one that came too late for the first run
-    run = finish(argv, tmp_path / "run")
+    (folder / "checkpoints" / "stop").touch()  # one that came too late for the first run
+    run = finish(argv, folder)
     assert run.code == 0, run.log[-4000:]
 
     steps = [step["step"] for step in run.steps]  # how many, the filter decides
     assert steps == [1, 2, 3, *range(3, steps[-1] + 1)] and steps[-1] >= 6
-    planned = {read_settings(dump)["max_steps"] for dump in find_dumps(tmp_path / "run" / "checkpoints")}
+    planned = {read_settings(dump)["max_steps"] for dump in find_dumps(folder / "checkpoints")}
     assert planned == {24}, "of the learning rate's schedule: rollouts of 4 of 32 prompts, three times"
     for step in run.steps:  # a rollout that the data set's end leaves short is trained on too
         assert math.isfinite(step["policy_loss"]) and math.isfinite(step["kl"]) and step[names.ENTROPY_ALL] > 0
@@ -85,7 +86,8 @@ def test_a_run_that_is_killed_stopped_and_resumed_makes_the_steps_of_one_that_is
 
     replayed = finish(_own_folder(replay, tmp_path / "replayed")[0], tmp_path / "replayed")
     assert replayed.code == 0 and "StrictRolloutActor" not in replayed.log, replayed.log[-4000:]
-    [made] = read_runs(tmp_path / "run" / "metrics.jsonl")
+    assert not (replayed.folder / "checkpoints" / "_actor").exists()
+    [made] = read_runs(folder / "metrics.jsonl")
     for one, other in zip(replayed.steps, [line for line in made if line["kind"] == "train"], strict=True):
         assert _to_compare(one) == _to_compare(other, *OF_SAMPLING)
     assert _logged(replayed.folder) == _logged(run.folder, *(f"train/{name}" for name in OF_SAMPLING))

@@ -19,11 +19,12 @@ from tests.slurm_cluster import SlurmCluster, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
-# A job with a process that has left its parents, and its session.
-DETACHED = """
+# A process that has left its parents, and its session, beside one that has not.
+LEAVE = 'setsid bash -c "sleep 4321 & sleep 4322" & sleep 4323'
+
+ON_RAY = """
 while [[ "$1" != --submit ]]; do shift; done
-exec ray job submit --address "$2" -- \
-    bash -c '{first}; touch {started}; setsid bash -c "sleep 4321 & sleep 4322" & sleep 4323'
+exec ray job submit --address "$2" -- bash -c 'cd {folder}; python3 look.py >said; touch started; {leave}'
 """
 
 # What the trainer does first: it has each node of the cluster look for its files.
@@ -100,7 +101,7 @@ def lost(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Job
     shared.mkdir()
     alone.mkdir()
     look.write_text(LOOK.format(folders=[str(shared), str(alone)]))
-    launcher.write_text(DETACHED.format(first=f"python3 {look} >{folder}/said", started=folder / "started"))
+    launcher.write_text(ON_RAY.format(folder=folder, leave=LEAVE))
     # As when memory runs out: the raylet, a child of `ray start`, which is one of the process that this shell becomes.
     raylet = "for child in $(pgrep -P $$); do pgrep -P $child raylet; done"
     dies = f"(until [[ -e {die} ]]; do sleep 0.2; done; kill -9 $({raylet})) &"
@@ -117,7 +118,7 @@ def jobs(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> dic
     trainings = {
         "stuck": "touch {started}",
         "broken": "touch {started}",
-        "cancelled": 'setsid bash -c "sleep 4321 & sleep 4322" & sleep 4323',
+        "cancelled": LEAVE,
         "stopped": STOPPABLE,
     }
     submitted = {}
