@@ -13,7 +13,8 @@ MicroBatch = list[TokenRow]
 
 
 class TokenValues(NamedTuple):
-    """Log-probs of tokens and entropies (nats) of the distributions they come from: (B, T) each, 0 outside actions."""
+    """Log-probs of tokens and entropies (nats) of the distributions they come from, of one shape: (B, T), 0 outside
+    actions, or (N,), the actions of all rows alone."""
 
     log_probs: Tensor
     entropy: Tensor

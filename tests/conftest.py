@@ -1,4 +1,4 @@
-"""What holds for every room: a test's outcome depends neither on how busy the machine is nor on who starts pytest."""
+"""For every room: a test's outcome depends neither on how busy the machine is nor on who starts pytest."""
 
 import fcntl
 import os
@@ -13,30 +13,30 @@ from xdist.scheduler import LoadFileScheduling
 
 from tests.startup import sitecustomize
 
-# A first example may import Megatron, and a machine that others share may stand still for seconds: no time limits. The
-# same examples every time: a rare input is found by whoever changes the test or runs it under another profile
-# (--hypothesis-profile=default), not by whoever happens to push. Without a database no earlier run counts.
+# No time limits: a first example may import Megatron, and a shared machine may stall for seconds. The same examples
+# every time: a rare input is found by whoever changes the test or runs it under another profile
+# (--hypothesis-profile=default), not by whoever happens to push. No database, so that no earlier run counts.
 settings.register_profile(
     "suite", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("suite")
 
-# What makes programs colour or wrap their output as if they wrote to a terminal, or another pytest select other tests.
+# These make programs color or wrap their output as if they wrote to a terminal, or another pytest select other tests.
 for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "TTY_COMPATIBLE", "COLUMNS", "LINES", "PYTEST_ADDOPTS"):
     os.environ.pop(name, None)
 
 
-# Models this small only have threads wait for each other, and there are more processes than cores.
+# With models this small, threads only wait for each other, and there are more processes than cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-_STARTUP = str(Path(sitecustomize.__file__).parent)  # which is read here, and below by all that the tests start
-if _STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # a worker of pytest's has it already
+_STARTUP = str(Path(sitecustomize.__file__).parent)  # read here, and by every process that the tests start
+if _STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # a pytest worker has it already
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, os.environ.get("PYTHONPATH")]))
 sys.path.append(_STARTUP)  # from which some processes get their PYTHONPATH
 
 
-# Files with whole runs, each of which takes some 4 GB of memory and often waits, and their queues: two of the three
-# workers are at one of these at a time.
+# Files with whole runs, and their queues: each run takes some 4 GB of memory and often waits, so that two of the three
+# workers are on these at a time.
 _WHOLE_RUNS = {
     "tests/e2e/test_slurm_training.py": "queue 0",
     "tests/e2e/test_launch_scripts.py": "queue 0",
@@ -49,7 +49,7 @@ _WHOLE_RUNS = {
 
 
 class _InQueues(LoadFileScheduling):
-    """A worker gets a file, or a queue of them."""
+    """Gives a worker one file at a time, or a queue of files."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
@@ -62,7 +62,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _InQueues | 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What runs on a pool of ranks, or in a process of its own that imports torch, is slow. Files with whole runs come
+    """Mark as slow what runs on a pool of ranks, or in its own process that imports torch. Put files with whole runs
     first."""
     for item in items:
         if {"ranks", "one_rank", "four_ranks", "pools", "fresh"} & set(getattr(item, "fixturenames", ())):
@@ -73,21 +73,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
-    """The smoke run's model, from the project's cache where a smoke run has made this version of it."""
+    """The smoke run's model, from the project's cache if a smoke run has already made this version."""
     from openrlhf_gtpo.cli import prepare
 
     folder = Path(__file__).resolve().parents[1] / ".cache" / "quickstart" / "tiny-model"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / "tiny-model.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one of pytest's workers makes it, which takes 20 s
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one pytest worker makes it, which takes 20 s
         assert prepare.main(["tiny-model", "--output", str(folder)]) == 0
     return folder
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_ray_is_left() -> Iterator[None]:
-    """A Ray that a module leaves up would serve every later test; and when one of those ends its processes, Ray ends
-    this one a minute later, with status 1 and without a word."""
+    """A Ray that a module leaves running would serve every later test, and when one of these ends its processes, Ray
+    ends this process a minute later, with status 1 and no message."""
     yield
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():

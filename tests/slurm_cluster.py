@@ -1,8 +1,8 @@
 """A real SLURM on this machine: munged, slurmctld and two slurmd, with all of their files in one folder.
 
-The nodes n1 and n2 have the addresses 127.0.0.2 and 127.0.0.3, so that what runs on them can use one port
-on both, as on two hosts. No cgroups, no accounting; any user may run it, and several at once: their ports differ, and
-the numbers of their jobs, by which a job's processes are found.
+The nodes n1 and n2 have the addresses 127.0.0.2 and 127.0.0.3, so that what runs on them can use the same port on
+both, as on two hosts. There are no cgroups and no accounting. Any user may run it, and several may run at once: their
+ports differ, and so do the numbers of their jobs, by which a job's processes are found.
 """
 
 import getpass
@@ -55,15 +55,15 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscrib
 
 
 def missing_daemons() -> list[str]:
-    """Those that are not installed."""
+    """The daemons that are not installed."""
     return [name for name in DAEMONS if _program(name) is None]
 
 
-_ports = itertools.count(15000 + os.getpid() % 400 * 30, 3)  # of each process that tests, 30
+_ports = itertools.count(15000 + os.getpid() % 400 * 30, 3)  # 30 for each process that tests
 
 
 def three_free_ports() -> list[int]:
-    """In a row, ones that nobody listens on at the moment, below those that the system hands out; others each time."""
+    """Three consecutive ports that nobody listens on now, below those that the system hands out; new each time."""
     while True:
         first = next(_ports)
         ports = [first, first + 1, first + 2]
@@ -86,7 +86,7 @@ def until(condition: Callable[[], object], seconds: float, what: str) -> None:
 
 
 class SlurmCluster:
-    """Runs until :meth:`stop`; ``environment`` makes SLURM's commands talk to it.
+    """A cluster that runs until :meth:`stop`; ``environment`` makes SLURM's commands talk to it.
 
     Raises:
         AssertionError: its daemons do not come up on this host.
@@ -121,11 +121,11 @@ class SlurmCluster:
     def start_node(self, node: str) -> None:
         """Start the slurmd of ``node`` and wait until jobs can run there."""
         self._start(node, "slurmd", "-D", "-N", node)
-        up = ("idle", "mix", "alloc", "comp")  # a * behind it: does not answer
+        up = ("idle", "mix", "alloc", "comp")  # with a trailing *, the node does not answer
         until(lambda: self.node_state(node).startswith(up) and self.node_state(node)[-1] != "*", 200, f"{node} is up")
 
     def kill_node(self, node: str) -> None:
-        """End the slurmd of ``node`` at once, as a host that loses its power does."""
+        """End the slurmd of ``node`` at once, as when a host loses power."""
         daemon = self._daemons.pop(node)
         daemon.kill()
         daemon.wait()
@@ -134,7 +134,7 @@ class SlurmCluster:
         return self.run("sinfo", "--noheader", "--nodes", node, "--format", "%T", check=False).strip()
 
     def run(self, *command: str, check: bool = True, **environment: str) -> str:
-        """A command of SLURM's; what it prints."""
+        """Run a SLURM command and return what it prints."""
         ended = subprocess.run(
             command, env=self.environment | environment, capture_output=True, text=True, timeout=120, cwd=self.folder
         )
@@ -142,7 +142,7 @@ class SlurmCluster:
         return ended.stdout
 
     def job_state(self, job: str) -> str:
-        """Such as RUNNING, PENDING, COMPLETED; with the reason behind a pending one."""
+        """Such as RUNNING, PENDING or COMPLETED."""
         shown = self.run("scontrol", "show", "job", job, "--oneliner")
         return dict(word.partition("=")[::2] for word in shown.split())["JobState"]
 
@@ -154,7 +154,7 @@ class SlurmCluster:
         """End jobs, then daemons."""
         try:
             for node in NODES:
-                if node not in self._daemons:  # a test has ended between the death and the return of one
+                if node not in self._daemons:  # a test ended between its death and its return
                     self.start_node(node)
             jobs = self.run("squeue", "--noheader", "--format", "%i", check=False).split()
             if jobs:

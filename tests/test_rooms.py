@@ -1,5 +1,5 @@
-"""Would catch a room that knows what it must not: cli -> integration -> {weight_sync, algorithms, lm_head}, never
-back. That keeps an OpenRLHF upgrade inside ``integration`` and lets the mathematics run anywhere.
+"""These tests catch a room that imports what it must not: cli -> integration -> {weight_sync, algorithms, lm_head},
+never back. That keeps an OpenRLHF upgrade inside ``integration`` and lets the mathematics run anywhere.
 """
 
 import ast
@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "openrlhf_gtpo"
 HEAVY = {"openrlhf", "ray", "vllm", "megatron", "transformer_engine", "transformers", "deepspeed", "mbridge", "peft"}
 HEAVY |= {"flash_attn", "datasets", "torch"}
 
-# What importing all of a room may bring in of those.
+# Those of them that importing a whole room may bring in.
 MAY_BRING_IN = {
     "algorithms": {"torch"},
     "lm_head": {"torch"},
@@ -32,7 +32,7 @@ MAY_BRING_IN = {
     "experiment": set(),
 }
 
-# Rooms of this package that a room's sources may name. Every room may know its own.
+# Rooms of this package that a room's sources may import. Every room may import its own.
 MAY_KNOW = {
     "algorithms": set(),
     "lm_head": set(),
@@ -42,7 +42,7 @@ MAY_KNOW = {
     "report": set(),
     "view": {"algorithms", "report"},
     "tasks": set(),
-    "planner": {"lm_head", "megatron"},  # their arithmetic alone, which knows no torch either
+    "planner": {"lm_head", "megatron"},  # only their arithmetic, which does not import torch either
     "integration": {"algorithms", "lm_head", "megatron", "weight_sync", "platform", "report"},
     "scoring": {"integration", "megatron", "platform"},
     "experiment": {"platform", "report", "launch"},
@@ -53,7 +53,7 @@ MAY_KNOW = {
 }
 MAY_NAME_OPENRLHF = {"integration", "scoring", "benchmarks", "cli"}
 
-# Rooms within a room: each may know those before it, and none the files beside them.
+# Rooms within a room: each may import those before it, and none may import the files beside them.
 INNER = {
     "megatron": ("parallel", "fp8", "model", "train", "checkpoint"),
     "integration": ("credit", "command_line", "rollout", "actors", "controller"),
@@ -73,7 +73,7 @@ def modules(room: str) -> list[str]:
 
 
 def imported(path: Path) -> Iterator[tuple[str, int]]:
-    """Full names that a source file imports anywhere in it, also inside functions, and their lines."""
+    """Yield the full names that a source file imports, even inside functions, and their line numbers."""
     package = path.relative_to(PACKAGE.parent).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -110,7 +110,7 @@ def test_importing_a_room_brings_in_no_more_than_it_may(room: str) -> None:
         ("openrlhf_gtpo.megatron.parallel.layout", set()),
         ("openrlhf_gtpo.integration.command_line.megatron_overrides", set()),
         ("openrlhf_gtpo.cli.plan", set()),
-        ("openrlhf_gtpo.cli.train_ppo_ray", {"torch"}),  # a wrong flag is told before OpenRLHF is imported
+        ("openrlhf_gtpo.cli.train_ppo_ray", {"torch"}),  # a wrong flag is reported before OpenRLHF is imported
     ],
 )
 def test_what_a_driver_asks_brings_in_nothing_heavy(module: str, heavy: set[str]) -> None:

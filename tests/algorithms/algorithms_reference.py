@@ -62,7 +62,7 @@ def clip(value, low, high):
 
 
 def gtpo_reward_lists(entropy, mask, outcome, group_ids, config):
-    """(rewards of O+ tokens or of the one set, rewards of O- tokens), zeros included."""
+    """(rewards of the O+ tokens, or of the only set where a variant has one; rewards of the O- tokens), with zeros."""
     H = [[max(h, config.entropy_eps) for h in row] for row in tokens_of(entropy, mask)]
     r = [float(x) for x in outcome]
     positive = [[0.0] * len(row) for row in H]
@@ -89,7 +89,7 @@ def gtpo_reward_lists(entropy, mask, outcome, group_ids, config):
 
 
 def grpo_s_reward_lists(entropy, mask, outcome, group_ids, config):
-    """As above with one value a row, in a list of one so that both normalise alike."""
+    """The same with one value per row, in a list of one so that both are normalized by the same code."""
     H = [[max(h, config.entropy_eps) for h in row] for row in tokens_of(entropy, mask)]
     r = [float(x) for x in outcome]
     mean_H = [MEANS[config.entropy_mean](row) if row else None for row in H]
@@ -190,11 +190,11 @@ def ragged_batch(seed, num_groups=3, num_columns=7, empty_row=False, dtype=torch
 
 
 def penalties(num_rows, seed):
-    """(B,) random ones between -1 and 0."""
+    """Random penalties (B,) between -1 and 0."""
     return -torch.rand(num_rows, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-# ── Other methods: a response is three lists, of its tokens' new and old log-probs and advantages ──
+# ── Other methods: a response is three lists: its tokens' new log-probs, old log-probs and advantages ──
 
 
 def grpo_lists(outcome, group_ids, lengths, penalty=None):
@@ -217,7 +217,7 @@ def bonus_lists(H, advantages, alpha, kappa):
 
 
 def pair_of(ratio, a, config):
-    """A clipped term's loss and its derivative by the log of the ratio."""
+    """The loss of a clipped term, and its derivative with respect to the log of the ratio."""
     bounded = clip(ratio, 1 - config.clip_low, 1 + config.clip_high) * a
     loss, slope = (-bounded, 0.0) if bounded < ratio * a else (-ratio * a, -ratio * a)
     if config.dual_clip is not None and a < 0 and -config.dual_clip * a < loss:
@@ -245,7 +245,7 @@ def sapo_row(new, old, advantages, config):
 
 
 def gmpo_row(new, old, advantages, config):
-    """As many pairs as tokens; the response's loss is their sum."""
+    """One pair per token; the response's loss is their sum."""
     a, low, high = advantages[0], 1 - config.clip_low, 1 + config.clip_high
     ratios = [math.exp(n - o) for n, o in zip(new, old)]
     bounded = [min(w, high) if a > 0 else max(w, low) for w in ratios]
@@ -257,7 +257,7 @@ ROWS = {"gspo_token": gspo_token_row, "cispo": cispo_row, "sapo": sapo_row, "gmp
 
 
 def covariances(new, advantages):
-    """(row, token) -> its part of the covariance of log-prob and advantage."""
+    """Each token's part of the covariance of log-prob and advantage, by (row, token)."""
     mean_new, mean_a = (arithmetic_mean([x for row in rows for x in row]) for rows in (new, advantages))
     return {
         (i, t): (n - mean_new) * (a - mean_a)
@@ -267,7 +267,7 @@ def covariances(new, advantages):
 
 
 def clip_cov_pairs(new, old, advantages, config):
-    """With every candidate drawn."""
+    """Clip-Cov with every candidate drawn."""
     cov, pairs = covariances(new, advantages), []
     for i, rows in enumerate(zip(new, old, advantages)):
         pairs.append([pair_of(math.exp(n - o), a, config) for n, o, a in zip(*rows)])
@@ -303,7 +303,7 @@ def stare_pairs(new, old, advantages, config):
 
 
 def surrogate_pairs(name, new, old, advantages, config):
-    """Per row and token its part of the loss and the derivative by its log-prob of the whole sum."""
+    """For each row and token: its part of the loss, and the derivative of the whole sum by its log-prob."""
     if name == "clip_cov":
         return clip_cov_pairs(new, old, advantages, config)
     if name == "kl_cov":

@@ -1,4 +1,4 @@
-"""What configs and batches are refused, and that the message says which field, which value and why."""
+"""Unusable configs and batches are refused with a message that says which field, which value and why."""
 
 import dataclasses
 

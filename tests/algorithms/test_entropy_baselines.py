@@ -35,7 +35,7 @@ def test_forking_tokens_keeps_a_fifth_by_default():
     entropy = torch.randperm(100).float().reshape(5, 20)
     kept = forking_token_mask(entropy, torch.ones(5, 20, dtype=torch.bool))
     assert torch.equal(kept, entropy >= 80)
-    # 0.1 * 30 is 3 whatever binary fractions make of it
+    # 0.1 * 30 counts as 3, whatever binary fractions make of it
     assert forking_token_mask(entropy[:2, :15], torch.ones(2, 15, dtype=torch.bool), 0.1).sum() == 3
 
 
@@ -70,7 +70,7 @@ def test_bonus_is_detached_from_the_entropy():
     penalized=st.booleans(),
 )
 def test_both_credits_are_the_loops(seed, percent, alpha, kappa, empty_row, penalized):
-    """On rewards between 0 and 1, which GRPO does not split at a threshold."""
+    """On continuous rewards between 0 and 2, which GRPO does not split at a threshold."""
     entropy, mask, outcome, group_ids = ragged_batch(seed, empty_row=empty_row)
     outcome = outcome + torch.rand(len(outcome), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     penalty = penalties(len(outcome), seed) if penalized else None
@@ -92,7 +92,7 @@ def test_both_credits_are_the_loops(seed, percent, alpha, kappa, empty_row, pena
 
 
 def test_grpo_is_openrlhfs_group_norm():
-    """openrlhf 0.11.2, trainer/ppo_utils/experience_maker.py."""
+    """The formula of openrlhf 0.11.2, trainer/ppo_utils/experience_maker.py."""
     outcome = torch.rand(6, generator=torch.Generator().manual_seed(0)).repeat(2)
     mask = torch.ones(12, 4, dtype=torch.bool)
     by_group = outcome.view(3, 4)

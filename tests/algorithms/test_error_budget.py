@@ -16,7 +16,7 @@ B, T, G = 8, 50, 4
 
 
 def spearman(x: list[float], y: list[float]) -> float:
-    """Pearson's coefficient of ranks; equal values have the mean of their ranks."""
+    """Pearson's coefficient of the ranks; equal values share the mean of their ranks."""
     ranks = [[np.mean([i for i, other in enumerate(sorted(z)) if other == value]) for value in z] for z in (x, y)]
     return float(np.corrcoef(*ranks)[0, 1])
 
@@ -29,7 +29,7 @@ def batch(seed: int = 0) -> tuple[TokenValues, torch.Tensor]:
 
 
 def moved(values: TokenValues, mask: torch.Tensor, size: float, seed: int = 1) -> TokenValues:
-    """Moved by up to ``size`` where there is an action, and by much more where there is none."""
+    """``values`` moved by up to ``size`` at action tokens, and by much more elsewhere."""
     generator = torch.Generator().manual_seed(seed)
     noise = [2 * size * torch.rand(B, T, generator=generator) - size for _ in range(2)]
     return TokenValues(
@@ -42,7 +42,7 @@ def test_the_numbers_are_those_of_a_loop() -> None:
     rough = moved(exact, mask, 0.3)
 
     def advantages(entropy: torch.Tensor) -> torch.Tensor:
-        return torch.where(entropy > 0.5, entropy - 1.0, 0.0)  # both signs, and none
+        return torch.where(entropy > 0.5, entropy - 1.0, 0.0)  # positive, negative and zero
 
     found = error_budget(exact, rough, mask, lambda entropy: entropy[mask], advantages)
     entropy_errors, log_prob_errors, before, after, flips = [], [], [], [], []

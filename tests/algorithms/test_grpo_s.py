@@ -79,7 +79,7 @@ def test_beta_zero_is_openrlhf_group_norm_bit_for_bit(group_size):
 
 
 def test_rewards_add_up():
-    """Sum of r-hat = (1 + beta) sum of r over O+ (3.5.2), and each v3 polarity gives out beta1 + beta2 a row."""
+    """Sum of r-hat = (1 + beta) sum of r over O+ (3.5.2), and each v3 polarity hands out beta1 + beta2 per row."""
     for seed in range(5):
         batch = ragged_batch(seed, num_groups=1)
         outcome = batch[2]

@@ -1,4 +1,4 @@
-"""GTPO rewards and advantages against loops, identities of the paper and known cases."""
+"""GTPO rewards and advantages against loops, identities from the paper and known cases."""
 
 import itertools
 
@@ -127,7 +127,7 @@ def test_a_clip_of_width_zero_is_allowed_and_rounds_to_one():
 
 
 def test_zero_filled_keeps_the_outcome_where_polarity_cancels_it():
-    """Why zeros are included: normalised alone, the advantages of the correct tokens sum to zero."""
+    """Zeros are included because the advantages of the correct tokens, normalized alone, sum to zero."""
     entropy, mask, outcome, group_ids = ragged_batch(4, num_groups=1, num_columns=40)
     right = mask & (outcome == 1)[:, None]
     assert 0 < right.sum() < mask.sum()
@@ -164,7 +164,7 @@ def test_a_reward_at_the_threshold_is_a_success_in_its_own_precision(threshold, 
 
 
 def test_a_constant_reward_has_no_advantage():
-    """Rounding must not be blown up by the 1e-9 that is added to a std of 0."""
+    """Dividing by the 1e-9 that is added to a std of 0 must not blow up rounding errors."""
     mask = torch.ones(4, 3001, dtype=torch.bool)
     config = GTPOConfig(shape_uniform_groups=True, normalise_over="polarity")
     advantages = gtpo_advantages(torch.full(mask.shape, 0.3), mask, torch.ones(4), torch.zeros(4).long(), config)
@@ -211,7 +211,7 @@ def test_padding_does_not_matter(compare):
 
 
 def test_moving_one_response_within_its_row_does_not_matter():
-    """Positions count action tokens, so a response that starts elsewhere, or has holes, is the same response."""
+    """Positions count action tokens, so a response that starts elsewhere or has holes is the same response."""
     values = torch.tensor([0.5, 1.0, 2.0])
     entropy, mask = torch.zeros(3, 8), torch.zeros(3, 8, dtype=torch.bool)
     for row, columns in enumerate(([0, 1, 2], [5, 6, 7], [1, 4, 6])):

@@ -1,4 +1,4 @@
-"""A full batch of 1024 x 8192 tokens is shaped in under 2 s on two cores, in under 3 times its inputs' memory."""
+"""Shaping a full batch of 1024 x 8192 tokens takes under 2 s on two cores, and under 3 times its inputs' memory."""
 
 import json
 import subprocess
@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# A fresh process, because the peak resident size of a process never goes down; VmHWM, because a new process inherits
-# `ru_maxrss` from its parent, and a pytest that has run other tests has a larger one than this needs. One thread and
-# its CPU time, because wall time measures the neighbours too; what one core does in under 2 s, two idle cores do too.
+# This runs in a fresh process, because the peak resident size of a process never goes down. It reads VmHWM, because a
+# new process inherits `ru_maxrss` from its parent, and that of a pytest that has run other tests exceeds what this
+# needs. It takes one thread's CPU time, as wall time includes the neighbors; two idle cores are no slower than one.
 PROGRAM = """
 import json, time, torch
 from openrlhf_gtpo.algorithms import GTPOConfig, gtpo_advantages

@@ -24,7 +24,7 @@ OPTIONS = [(level, mean, dual) for (level, mean), dual in itertools.product(LEVE
 
 
 def make_batch(seed, level, empty_row=False, spread=0.5):
-    """log_probs, old_log_probs, advantages, mask with junk outside the mask."""
+    """log_probs, old_log_probs, advantages and mask, with junk outside the mask."""
     _, mask, _, _ = ragged_batch(seed, empty_row=empty_row)
     generator = torch.Generator().manual_seed(seed)
     old = -torch.rand(mask.shape, generator=generator, dtype=torch.float64) * 3
@@ -83,7 +83,7 @@ def test_clipped_tokens_have_no_gradient():
     out = policy_loss(new, torch.zeros(1, 4), advantages, mask, level="token", **CLIP)
     out.loss.backward()
     ratio = torch.tensor([0.5, -0.5, 0.5, -0.5]).exp()
-    # Pushed further out of the clip range by its advantage: tokens 0 and 3.
+    # Tokens 0 and 3 are the ones that their advantage pushes further out of the clip range.
     torch.testing.assert_close(new.grad[0], torch.tensor([0.0, -ratio[1], ratio[2], 0.0]) / 4)
     assert out.clip_fraction.item() == 0.5 and out.approx_kl.item() == 0.0
 

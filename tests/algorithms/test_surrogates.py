@@ -1,4 +1,4 @@
-"""The surrogates against loops with derivatives by hand, identities, and degenerate cases."""
+"""The surrogates against loops with hand-written derivatives, identities, and degenerate cases."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ from openrlhf_gtpo.algorithms.surrogates import (
     stare_surrogate,
 )
 
-# Settings under which something of a small batch is clipped, drawn or marked, and something is not.
+# Settings under which part of a small batch is clipped, drawn or marked, and part is not.
 CONFIGS = {
     "gspo_token": [GSPOTokenConfig(0.05, 0.1), GSPOTokenConfig(0.05, 0.1, dual_clip=1.05)],
     "cispo": [CISPOConfig(), CISPOConfig(clip_low=0.3, clip_high=0.2)],
@@ -44,7 +44,7 @@ CASES = [(name, config) for name, configs in CONFIGS.items() for config in confi
 
 
 def make_batch(seed, level, empty_row=False, spread=0.5, dtype=torch.float64):
-    """log_probs, old_log_probs, advantages, mask; junk outside the mask, but in log_probs, whose gradient is taken."""
+    """log_probs, old_log_probs, advantages, mask; junk outside it except in log_probs, whose gradient is taken."""
     _, mask, _, _ = ragged_batch(seed, empty_row=empty_row)
     generator = torch.Generator().manual_seed(seed)
     old = -torch.rand(mask.shape, generator=generator, dtype=torch.float64) * 3
@@ -100,7 +100,7 @@ def test_the_cases_clip_something_and_not_everything(name, config):
 
 @pytest.mark.parametrize("name", SURROGATES)
 def test_on_policy_each_is_reinforce(name):
-    """Where the policy has not moved: minus the advantage for a token, its share of the mean for a response's."""
+    """Before the policy moves, the gradient is minus the advantage, divided by the row's tokens at sequence level."""
     new, _, advantages, mask = make_batch(3, "sequence")
     config = ClipCovConfig(cov_low=1e6, cov_high=1e7) if name == "clip_cov" else SURROGATES[name].config()
     _, gradient = run(name, (new, new.detach(), advantages, mask), config)

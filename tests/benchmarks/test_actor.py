@@ -14,7 +14,7 @@ from openrlhf_gtpo.integration import run as trainer
 
 @pytest.mark.parametrize("estimator", ["group_norm", "gtpo"])
 def test_the_trainer_takes_the_flags_of_a_step(estimator: str, actor_model: str) -> None:
-    """As ``benchmark overhead`` and ``benchmark actor`` give them, which start no engine."""
+    """The flags are as ``benchmark overhead`` and ``benchmark actor`` give them, which start no engine."""
     step = Namespace(model=actor_model, prompts=2, samples=3, micro_batch_size=2, prompt_tokens=8, response_tokens=8)
     args = trainer.parse([*trainer_argv(step, {}), "--algo.advantage.estimator", estimator])
     assert (args.train.batch_size, args.data.max_len) == (6, 16)

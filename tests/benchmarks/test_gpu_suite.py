@@ -47,7 +47,7 @@ def test_every_part_is_one_that_can_run(tiny: list[str], monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("memory", "smaller"), [(79, True), (140, False)])
 def test_a_smaller_gpu_gets_smaller_measurements(memory: int, smaller: bool, tmp_path: Path) -> None:
-    """On a host whose Python does nothing but say what its GPU has."""
+    """The host's Python does nothing but print how much memory its GPU has."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\n[ "$1" = -m ] || echo {memory}\n')
     python.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The harness: who is called when, what is counted, and what a table and a results file hold."""
+"""The harness: what is called when, what is counted, and what a table and a results file hold."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""``benchmark layers`` and ``train-step``: operations are counted by hand, ratios are of the same batches, and what
+"""``benchmark layers`` and ``train-step``: operations are counted by hand, ratios are on the same batches, and what
 the GPU suite runs needs neither OpenRLHF nor Ray, vLLM or DeepSpeed.
 """
 
@@ -20,8 +20,8 @@ from openrlhf_gtpo.cli import benchmark
 from openrlhf_gtpo.model_shape import PRESETS, ModelShape, decoder_flops
 from tests.startup import sitecustomize
 
-# A Python that has none of these, however it is started: only its path finder knows where they are. It stands in front
-# of the tests' own sitecustomize, which it keeps.
+# Makes a Python that has none of these packages, however it is started: only its path finder knows where they are. It
+# comes before the tests' own sitecustomize on the path, and includes it.
 WITHOUT = Path(sitecustomize.__file__).read_text() + """
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
@@ -29,8 +29,8 @@ def find_spec(name, path=None, target=None):
     return None if name.split(".")[0] in {"openrlhf", "ray", "vllm", "deepspeed"} else find(name, path, target)
 PathFinder.find_spec = staticmethod(find_spec)
 """
-# The first commands are told that they are a launch of one process, and start none of their own; what takes a process
-# for each precision does.
+# The first commands are told that they are a launch of one process, so they start none of their own; train-step, which
+# takes a process for each precision, starts its own.
 ALONE = """
 import os, socket, sys
 from openrlhf_gtpo.cli import benchmark
@@ -58,7 +58,7 @@ COMMANDS = (
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What each command writes where OpenRLHF, Ray, vLLM and DeepSpeed are not installed."""
+    """The results that each command writes where OpenRLHF, Ray, vLLM and DeepSpeed are not installed."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "sitecustomize.py").write_text(WITHOUT)
     (folder / "alone.py").write_text(ALONE)
@@ -156,7 +156,7 @@ def test_fp8_is_the_mode_of_the_host() -> None:
     assert fp8_options("blockwise", cuda=True).mode == "e4m3"
     for recipe in ("blockwise", "tensorwise"):
         formats = {fp8_options(recipe, cuda=cuda).gradients_in_e5m2 for cuda in (True, False)}
-        assert len(formats) == 1, "the emulation is of what is measured"
+        assert len(formats) == 1, "the emulation has the formats of what is measured"
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -1,4 +1,4 @@
-"""``benchmark lm-head``: every way gives the same numbers, sharded or not, and ratios are of one repetition."""
+"""``benchmark lm-head``: every way gives the same numbers, sharded or not, and each ratio is within one repetition."""
 
 import json
 import math

@@ -1,5 +1,5 @@
-"""``benchmark train``: every configuration is checked before the first run, all do the same work, GPUs are those a run
-holds, and a trainer ends with its last step or leaves its log.
+"""``benchmark train``: every configuration is checked before the first run, all do the same work, the GPUs are those
+that a run holds, and a trainer ends with its last step or leaves its log.
 """
 
 import json
@@ -55,7 +55,7 @@ def rows(steps: int, times: float) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the runs that were started, which are made up: Megatron is twice as fast."""
+    """Names of the runs that were started; their metrics are made up: Megatron is twice as fast."""
     found: list[str] = []
 
     def run(name: str, argv: list[str], folder: Path, steps: int) -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ Refuse = Callable[..., str]
 
 @pytest.fixture
 def refuse(command: dict[str, Any], started: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refuse:
-    """The one sentence that a command line gets before anything is run."""
+    """Return the one sentence with which a command line is refused before anything is run."""
 
     def run(*words: str, changes: dict[str, Any] | None = None) -> str:
         asked = ["train", "--runs", str(tmp_path / "runs"), *words, "--", *argv_of(command | (changes or {}))]
@@ -168,7 +168,7 @@ def test_flags_of_a_configuration_are_split_as_a_shell_does() -> None:
 SPLIT = {"rollout": 2, "old_log_probs": 4, "shaping": 0, "train": 4, "weight_sync": 6}
 COLOCATED = {"rollout": 4, "old_log_probs": 4, "shaping": 0, "train": 4, "weight_sync": 4}
 REFERENCE = {"--algo.kl.init_coef": 0.1, "--algo.kl.use_loss": True, "--ref.num_gpus_per_node": 4}
-# One optimizer step a rollout.
+# One optimizer step per rollout.
 SAMPLER = {"--rollout.entropy": "sampler", "--logger.entropy_enable": True, "--train.batch_size": 4096}
 
 
@@ -237,7 +237,7 @@ sys.exit(9)
 
 @pytest.fixture
 def fake_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A trainer that makes as many steps as it is told, and after more than two of them goes on forever."""
+    """A trainer that makes as many steps as it is told and, if they are more than two, never ends by itself."""
     (tmp_path / "trainer.py").write_text(TRAINER)
     monkeypatch.setattr(train_benchmark, "_POLL_SECONDS", 0.05)
     monkeypatch.setattr(train_benchmark, "COMMAND", (sys.executable, str(tmp_path / "trainer.py")))

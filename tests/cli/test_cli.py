@@ -41,7 +41,7 @@ def test_a_usage_and_a_help(name: str, words: list[str], capsys: pytest.CaptureF
 
 
 def test_two_dashes_are_a_value() -> None:
-    """Also where Python makes an empty list of them."""
+    """Even where Python makes an empty list of them."""
     parser = Parser()
     parser.add_argument("--name")
     parser.add_argument("--number", type=int)
@@ -53,7 +53,7 @@ def test_two_dashes_are_a_value() -> None:
 
 
 def test_every_default_is_in_the_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for switches that are off, and what is left out (an output, a text)."""
+    """Except for switches that are off, and for what may be left out (an output, a text)."""
     seen: list[argparse.Action] = []
     add = argparse._ActionsContainer._add_action
 

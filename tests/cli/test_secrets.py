@@ -1,4 +1,4 @@
-"""W&B's key is on no command line once a run has read its own, and in nothing that a run prints or sends on."""
+"""The W&B key is on no command line once a run has read its own, nor in anything that a run prints or passes on."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def test_a_command_line_without_a_key_stays_as_it_is(argv: list[str]) -> None:
 
 
 def test_the_arguments_keep_the_key_for_wandb_and_show_it_to_nobody() -> None:
-    from wandb.util import json_friendly_val  # what its configuration goes through
+    from wandb.util import json_friendly_val  # W&B's configuration goes through this
 
     args = pickle.loads(pickle.dumps(upstream_parser.parse([*RUN, "--logger.wandb.key", KEY])))
     assert str(args.logger.wandb.key) == KEY

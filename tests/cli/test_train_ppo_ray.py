@@ -1,4 +1,4 @@
-"""A supervised run is started again after what a new start can mend, and after nothing else."""
+"""A supervised run is restarted after failures that a new start can mend, and after nothing else."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def args(tmp_path: Path) -> SimpleNamespace:
 
 
 class Runs:
-    """In the place of processes: each of ``statuses`` is that of one, or what it does to come to one."""
+    """Stands in for processes: each of ``statuses`` is that of one, or a function that acts for it and returns it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *statuses: int | Run) -> None:
         self.commands: list[list[str]] = []
@@ -95,7 +95,7 @@ def test_restarts_are_counted(restarts: int, said: str, args, monkeypatch, capsy
 
 
 def test_a_request_to_stop_outlives_the_run_that_it_was_made_to(args, tmp_path, monkeypatch) -> None:
-    (tmp_path / "stop").touch()  # to an earlier run
+    (tmp_path / "stop").touch()  # a request to an earlier run
 
     def dies_when_asked(*_: Any) -> int:
         assert not (tmp_path / "stop").exists()
@@ -111,7 +111,7 @@ def test_a_request_to_stop_outlives_the_run_that_it_was_made_to(args, tmp_path, 
 
 
 def test_a_run_without_a_sign_of_life_hangs(args, tmp_path, monkeypatch, capsys) -> None:
-    """Not while it starts, not while its steps follow each other, not for what an earlier run has left."""
+    """But not while it starts, while its steps follow each other, or because of what an earlier run left behind."""
     args.train.stall_timeout = 60.0
     now = 1000.0
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now)
@@ -120,12 +120,12 @@ def test_a_run_without_a_sign_of_life_hangs(args, tmp_path, monkeypatch, capsys)
 
     def stalls(command: Any, environment: Any, hangs: Callable[[], bool]) -> int:
         nonlocal now
-        for seconds in (0, 1000):  # engines start
+        for seconds in (0, 1000):  # while engines start
             now += seconds
             assert not hangs()
         for beat in range(3):
             controller.beat()
-            os.utime(tmp_path / "heartbeat", ns=(beat, beat))  # an hour away, by the clock of another node
+            os.utime(tmp_path / "heartbeat", ns=(beat, beat))  # a wrong time, as by another node's clock
             assert not hangs()
             now += 59
             assert not hangs()
@@ -159,7 +159,7 @@ def test_only_a_stall_timeout_counts_silence(args, monkeypatch) -> None:
 
 @pytest.fixture
 def training(args, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What training raises, and that it began."""
+    """What training is to raise, and whether it began."""
     said: dict[str, Any] = {"error": None, "began": False}
 
     def train(args: SimpleNamespace) -> None:
@@ -200,7 +200,7 @@ def test_a_run_tells_its_supervisor_whether_it_would_fail_again(
 def test_a_path_that_no_file_can_have_is_the_users_mistake(args, training, monkeypatch, capsys) -> None:
     def check(args: SimpleNamespace) -> None:
         Path("x" * 300).exists()
-        raise AssertionError("Python sees no mistake there any more, and so should not this test")
+        raise AssertionError("Python no longer sees a mistake there, and neither should this test")
 
     monkeypatch.setattr(train_ppo_ray, "check", check)
     assert train_ppo_ray.main([]) == 2 and not training["began"]

@@ -1,4 +1,4 @@
-"""Would catch a patch or stand-in that changes what OpenRLHF's own tests, which its wheel ships, hold it to."""
+"""Catches a patch or stand-in that changes behavior which OpenRLHF's own tests, shipped in its wheel, check."""
 
 import importlib.util
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PLUGIN = Path(__file__).with_name("upstream_plugin.py")
-# As many as 0.11.2 has on this stack; a suite that is skipped or not found shows nothing.
+# The number that 0.11.2 has on this stack; a suite that is skipped or not found shows nothing.
 AT_LEAST = 140
 
 
@@ -25,7 +25,7 @@ def test_openrlhfs_own_tests_pass_with_our_patch_active(tmp_path: Path) -> None:
     options = ["-q", "-p", PLUGIN.stem, "-p", "no:cacheprovider", f"--rootdir={tmp_path}", "-c", os.devnull]
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(suite)],
-        cwd=tmp_path,  # this project's own `tests` must not stand in front of upstream's package of that name
+        cwd=tmp_path,  # this project's own `tests` must not shadow upstream's package of that name
         env=environment,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""A pytest plugin that makes a process one of our runs before collecting anything: stand-ins, patch, workers' classes.
+"""A pytest plugin that sets a process up as in our runs before it collects anything: stand-ins, patch, worker classes.
 
 Named with ``-p`` by ``test_upstream_suite.py``; on a CUDA host only the patch does anything.
 """
@@ -19,6 +19,6 @@ from openrlhf_gtpo.integration.actors.policy_model import PolicyModel  # noqa: E
 patch.apply(
     run.parse(["--reward.remote_url", "none", "--vllm.num_engines", "1", "--algo.advantage.estimator", "gtpo"])
 )
-# What the policy's worker process replaces when it loads its model.
+# The policy's worker process makes these replacements when it loads its model.
 ppo_actor.ActorPPOTrainer = DeepspeedActorTrainer
 ppo_actor.Actor = PolicyModel

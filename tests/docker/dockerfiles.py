@@ -16,7 +16,7 @@ class Instruction(NamedTuple):
 
 
 def instructions(platform: str) -> list[Instruction]:
-    """What a Dockerfile says, in order, without comments."""
+    """The instructions of a Dockerfile, in order, without comments."""
     lines = [line for line in DOCKERFILES[platform].read_text().splitlines() if not re.match(r"\s*#|\s*$", line)]
     joined = re.sub(r"\s*\\\n\s*", " ", "\n".join(lines))
     return [Instruction(*line.split(maxsplit=1)) for line in joined.splitlines()]
@@ -28,7 +28,7 @@ def arguments(platform: str) -> dict[str, str]:
 
 
 def is_ignored(path: str) -> bool:
-    """Whether .dockerignore keeps a file out of the build: the last pattern that matches it or a parent decides."""
+    """True if .dockerignore keeps a file out of the build: the last pattern that matches it or a parent decides."""
     ignored = False
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         pattern = line.strip()

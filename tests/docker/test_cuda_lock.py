@@ -17,7 +17,7 @@ from packaging.version import Version
 from openrlhf_gtpo.integration.command_line import guard
 from openrlhf_gtpo.megatron.fp8.options import TRANSFORMER_ENGINE
 
-# Where the two environments cannot agree: what asks for which.
+# Packages on which the two environments cannot agree, and why.
 DIFFERENT = {
     "torch": "the CPU build against the CUDA build of one version",
     "triton": "torch's CUDA build pins its own",
@@ -25,7 +25,7 @@ DIFFERENT = {
     "protobuf": "nvidia-cutlass-dsl, which vllm pins, stays below 7",
     "setuptools": "DeepSpeed does not build with 77.0.3 where it finds torch (pytorch/pytorch#149798)",
 }
-# Asked for, and neither imported nor installed: requirements/README.md.
+# Asked for, but neither imported nor installed: requirements/README.md.
 LEFT_OUT = {"transformers-stream-generator", "pynvml", "llm", "llama-cpp-python"}
 BUILT_FROM_SOURCE = ("deepspeed", "flash-attn", "transformer-engine-torch")
 
@@ -72,7 +72,7 @@ def test_versions_are_those_the_code_supports() -> None:
 
 
 def test_openrlhf_and_megatron_get_what_their_metadata_pins() -> None:
-    """OpenRLHF's pins of flash-attn and vLLM cannot be checked by an installation here: it has neither."""
+    """An installation here cannot check OpenRLHF's pins of flash-attn and vLLM: it has neither."""
     try:
         metadata = importlib.metadata.distribution("openrlhf")
     except importlib.metadata.PackageNotFoundError:
@@ -141,7 +141,7 @@ def test_the_dockerfile_splits_the_lock_without_losing_a_line(tmp_path) -> None:
         line.split("==")[0] for line in parts["torch"]
     }
     assert [len(parts[name]) for name in ("flash-attn", "transformer-engine", "deepspeed")] == [1, 1, 1]
-    # Nothing of another part is named by the stage that compiles.
+    # The stage that compiles a part names nothing of another.
     for name in ("flash-attn", "transformer-engine", "deepspeed"):
         (copied,) = [i.value for i in instructions("cuda") if i.name == "COPY" and f"/locks/{name}.txt" in i.value]
         assert copied.startswith("--from=locks ")

@@ -1,4 +1,4 @@
-"""Images run as a user, copy what is there, keep no secret, and install no package again for a change of code."""
+"""Images run as a user, copy what is there, keep no secret, and install no package again after a change of code."""
 
 import json
 import re
@@ -73,7 +73,7 @@ def test_no_package_lists_and_no_secrets_are_kept(platform: str) -> None:
 
 @both
 def test_a_stage_declares_the_arguments_that_it_uses(platform: str) -> None:
-    """Not every builder hands a parent stage's arguments on."""
+    """Not every builder passes on a parent stage's arguments."""
     declared: set[str] = set()
     used = []
     for name, value in instructions(platform):

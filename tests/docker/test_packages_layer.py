@@ -1,4 +1,4 @@
-"""The layer of packages needs none of the project's code, so that no change of it makes the layer again."""
+"""The package layer needs none of the project's code, so that no change to the code rebuilds the layer."""
 
 import hashlib
 import shutil
@@ -14,7 +14,7 @@ SETUP_ENV = "examples/scripts/setup_env.sh"
 
 @pytest.fixture
 def layer(tmp_path) -> Path:
-    """What Dockerfile.cpu copies before it installs packages, with an environment that is said to be complete."""
+    """The files that Dockerfile.cpu copies before it installs packages, with an environment marked as complete."""
     said = [f"{i.name} {i.value}" for i in instructions("cpu")]
     (install,) = [n for n, text in enumerate(said) if text.startswith("RUN") and "--packages-only" in text]
     for text in said[:install]:
@@ -44,7 +44,7 @@ def test_packages_alone_need_no_code_and_leave_the_project_for_later(layer: Path
     ended = set_up(layer, "--packages-only")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
     assert not (layer / ".venv" / ".project_stamp").exists()
-    # Without the flag the project is asked for.
+    # Without the flag the project is needed.
     assert set_up(layer).returncode != 0
 
 

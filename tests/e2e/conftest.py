@@ -1,4 +1,4 @@
-"""Runs the trainer through the real stack on a tiny model; what a run leaves behind is what the tests look at."""
+"""Runs the trainer through the real stack on a tiny model; the tests look at what a run leaves behind."""
 
 import json
 import os
@@ -26,7 +26,7 @@ class Finished:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Of training and evaluation, as lines; a resumed run has more lines of its starts."""
+        """The lines of training and evaluation, from all starts of a resumed run."""
         entries = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
         return [entry for entry in entries if entry["kind"] != "run"]
 
@@ -74,7 +74,7 @@ def trainer_argv(tiny_model: Path, task: Path, tmp_path: Path) -> list[str]:
 
 
 def finish(argv: list[str], folder: Path, timeout: float = 800, command: list[str] | None = None) -> Finished:
-    """Train with ``argv`` in a process of its own and return what it left. The limit is for a run that hangs."""
+    """Train with ``argv`` in its own process and return what it leaves behind. The limit is for a run that hangs."""
     command = command or [sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray"]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     ended = subprocess.run(

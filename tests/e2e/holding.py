@@ -46,7 +46,7 @@ def reward_func(queries, prompts, labels):
 
 
 class Hold:
-    """Of the run whose metrics are in ``folder``."""
+    """Holds the run whose metrics are in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -55,15 +55,15 @@ class Hold:
         self.reward.write_text(_PROGRAM.format(folder=str(folder), reward=str(REWARD)))
 
     def after(self, step: int) -> None:
-        """Let steps up to this one be made; the rollout of the next waits."""
+        """Let the run make steps up to this one; the rollout of the next waits."""
         fresh = self._limit.with_suffix(".new")
         fresh.write_text(str(step))
         fresh.rename(self._limit)
 
     def held(self) -> list[int]:
-        """Engines that have waited, by their actors' processes."""
+        """Process ids of the actors whose engines have waited."""
         return [int(path.name.partition("-")[2]) for path in self._folder.glob("held-*")]
 
     def release(self) -> None:
-        """Let all be made."""
+        """Let the run make all further steps."""
         self._limit.unlink()

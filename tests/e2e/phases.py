@@ -1,4 +1,4 @@
-"""What holds for the phases of real training steps, whoever ran them."""
+"""Checks that hold for the phases of real training steps, whoever ran them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.step_phases import PHASES, STEP, Setup, of_run
 
-# An actor and an engine on a GPU each, which work in turns except in the weight sync.
+# An actor and an engine on a GPU each, which take turns except in the weight sync.
 SPLIT = Setup(
     gpus=2,
     busy={"rollout": 1, "old_log_probs": 1, "shaping": 0, "train": 1, "weight_sync": 2},
@@ -19,14 +19,14 @@ SPLIT = Setup(
 
 
 def check_phases(rows: Sequence[Mapping[str, Any]], setup: Setup = SPLIT) -> dict[str, Any]:
-    """Phases neither overlap nor leave the step, tokens are those of the phase, and every process reports its memory.
+    """Check that phases do not overlap or leave the step, tokens are the phase's, and every process reports memory.
 
     Args:
         rows: metrics of steps.
-        setup: what their numbers depend on; its arithmetic is checked whatever their placement.
+        setup: what the phases' numbers depend on; its arithmetic is checked for any placement.
 
     Returns:
-        What ``of_run`` makes of them.
+        The result of ``of_run``.
     """
     run = of_run(rows, setup)
     phases = run["phases"]
@@ -34,7 +34,7 @@ def check_phases(rows: Sequence[Mapping[str, Any]], setup: Setup = SPLIT) -> dic
     parts = {phase: phases[phase]["seconds"] for phase in PHASES}
     assert all(seconds > 0 for seconds in parts.values())
     assert sum(parts.values()) + run["idle"]["seconds"] == pytest.approx(step["seconds"])
-    assert 0 <= run["idle"]["share"] < 0.5, "a phase is counted twice, or most of the step in none"
+    assert 0 <= run["idle"]["share"] < 0.5, "a phase is counted twice, or most of the step is in none"
     for row in rows:
         assert row[names.TIMING_OLD_LOG_PROBS] + row[names.TIMING_ADVANTAGES] <= row[names.TIMING_MAKE_EXPERIENCE]
     for one in phases.values():

@@ -33,16 +33,16 @@ EVERYWHERE = Setup(
 @pytest.mark.timeout(1800)
 def test_the_cpu_version_runs_and_is_measured(tmp_path: Path) -> None:
     """The most demanding preset: two logical nodes, tensor parallelism across them, colocated engines, emulated FP8,
-    with FP8 primary weights, which go to the host and back and to the engines.
+    with FP8 primary weights, which go to the host and back, and to the engines.
 
     At an audit gate of 0 the old-policy forward falls back to BF16 as soon as a sign flips.
     """
     command = ["bash", str(ROOT / "examples/scripts/benchmark_train.sh"), "--cpu", "--", "--train.seed", "2"]
     command += ["--vllm.sync_checksum", "--algo.advantage.is_correction_level", "token"]
     command += ["--megatron.fp8_audit_gate", "0", "--algo.gtpo.alpha2", "2"]
-    # A reference model on the policy's GPUs, which offloads to make room.
+    # A reference model on the policy's GPUs, offloaded to make room.
     command += ["--ref.num_nodes", "2", "--ref.num_gpus_per_node", "1", "--algo.kl.init_coef", "0.01"]
-    command += ["--algo.kl.estimator", "k3"]  # which no sample makes negative
+    command += ["--algo.kl.estimator", "k3"]  # not negative for any sample
     environment = os.environ | {"MEASURE": "gtpo_32b", "OUTPUT": str(tmp_path / "run"), "FP8_PARAM": "1"}
     environment |= {"FP8_AUDIT_STEPS": "1", "WARMUP": "1", "STEPS": "1", "REPEAT": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1500)
@@ -53,11 +53,11 @@ def test_the_cpu_version_runs_and_is_measured(tmp_path: Path) -> None:
     assert [entry["step"] for entry in steps] == [1, 2]
     assert all(0 <= entry["reward/mean"] <= 1 and entry["grading_timed_out"] == 0 for entry in steps)
     assert all(entry["no_answer"] < 1 for entry in steps)  # Math-Verify read what the model wrote
-    # The engines have the weights that the trainer multiplies with; activations are in FP8 here alone.
+    # The engines have the weights that the trainer multiplies with; only the trainer's activations are in FP8.
     assert all(abs(entry["vllm_kl"]) < 0.05 for entry in steps)
     assert steps[0]["kl"] == pytest.approx(0, abs=1e-6) and steps[1]["kl"] > 0  # the reference is not trained
     for entry in steps:
-        # Exactly 0 would be BF16 compared with itself, and 1 a pass without scales.
+        # Exactly 0 would mean BF16 compared with itself, and 1 a pass without scales.
         assert 1e-4 < entry["fp8/entropy_error_mean"] < 0.2 and 1 < entry["fp8/ratio_error"] < 1.2
         assert entry["fp8/share_rank_correlation"] > 0.5
         assert entry["fp8/old_policy_in_fp8"] == float(entry["fp8/sign_flips"] == 0)

@@ -1,4 +1,4 @@
-"""The README's command as written: would catch a launcher whose flags, files or reports do not fit together."""
+"""The README's command as written: these tests catch a launcher whose flags, files or reports do not fit together."""
 
 import json
 import re
@@ -29,12 +29,12 @@ def _busy_seconds() -> float:
 
 
 def own_seconds(run: psutil.Popen, timeout: float) -> float:
-    """Wait for the end of ``run``; the seconds it took, less its share of what other programs took of the cores."""
+    """Wait for ``run`` to end and return the seconds it took, less the share that other programs took of the cores."""
     started, busy = time.monotonic(), _busy_seconds()
     own: dict[psutil.Process, float] = {}
     try:
         while run.poll() is None:
-            assert time.monotonic() - started < timeout, "it hangs"
+            assert time.monotonic() - started < timeout, "the run hangs"
             processes = [psutil.Process(run.pid)]
             with suppress(psutil.Error):
                 processes += processes[0].children(recursive=True)
@@ -53,7 +53,7 @@ def own_seconds(run: psutil.Popen, timeout: float) -> float:
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_a_smoke_run_ends_with_a_table_curves_and_a_model(tmp_path: Path) -> None:
-    """Stopped while it starts it leaves no process; that it leaves none later, test_launch_scripts.py shows."""
+    """A run stopped while it starts leaves no process; test_launch_scripts.py shows that it leaves none later."""
     output = tmp_path / "run"
     command = ["bash", str(SCRIPT), "--smoke", "--steps", "4", "--output", str(output), "--reward", str(REWARD)]
     command += ["--", "--algo.advantage.is_correction_level", "token", "--train.colocate_all"]
@@ -61,7 +61,7 @@ def test_a_smoke_run_ends_with_a_table_curves_and_a_model(tmp_path: Path) -> Non
 
     shell = psutil.Popen(command, stderr=subprocess.PIPE, text=True)
     started = time.monotonic()
-    while not any("openrlhf_gtpo.cli.report" in process.cmdline() for process in shell.children()):  # which watches it
+    while not any("openrlhf_gtpo.cli.report" in process.cmdline() for process in shell.children()):  # to watch it
         assert shell.poll() is None and time.monotonic() - started < 400
         time.sleep(0.2)
     processes = shell.children(recursive=True)
@@ -79,9 +79,7 @@ def test_a_smoke_run_ends_with_a_table_curves_and_a_model(tmp_path: Path) -> Non
     assert shell.returncode == 0, progress[-3000:]
     assert seconds < 240  # what the script promises; about 90 on two cores of its own
     assert "products" in printed and "curves.png" in printed
-    assert (
-        "for example, with reward" in progress and "step 4/4" in progress
-    )  # a line per step where there is no terminal
+    assert "for example, with reward" in progress and "step 4/4" in progress  # a line per step if there is no terminal
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
     [metrics] = read_runs(output)
     metrics = [entry for entry in metrics if entry["kind"] != names.KIND_RUN]
@@ -94,9 +92,9 @@ def test_a_smoke_run_ends_with_a_table_curves_and_a_model(tmp_path: Path) -> Non
         assert step[names.tokens_per_second("generation")] > 0
         assert "assistant" in step[names.SAMPLE] and 0 <= step[names.SAMPLE_REWARD] <= 1
         assert abs(step["vllm_kl"]) < 0.05  # vLLM and the trainer agree on what was sampled
-    # Entropies come from the sampler, held against the actor's forward in the first step alone.
+    # Entropies come from the sampler, and are compared with the actor's forward in the first step alone.
     assert [step.get(names.SAMPLER_IN_USE) for step in metrics[1:5]] == [1, None, None, None]
-    forward = names.peak_memory("actor", "old_log_probs")  # of a process that worked in the phase
+    forward = names.peak_memory("actor", "old_log_probs")  # only if the process worked in the phase
     assert [forward in step for step in metrics[1:5]] == [True, False, False, False]
     check_phases(metrics[1:5])
     assert "openrlhf_gtpo.cli.view" in printed
@@ -104,7 +102,7 @@ def test_a_smoke_run_ends_with_a_table_curves_and_a_model(tmp_path: Path) -> Non
     (data,) = re.findall(r'id="data">(.*)</script>', (output / "view.html").read_text())
     steps = json.loads(data)["steps"]
     assert [(step["step"], len(step["row"])) for step in steps] == [(1, 32), (2, 32), (3, 32), (4, 32)]
-    for step in steps:  # what was trained on is what the dump is credited with
+    for step in steps:  # the dump's own credit is what was trained on
         assert all(step["credits"]) and step["trained"] is None and step["sampler"] is not None
     assert ask.answer(str(output / "model"), "What is 2 * 3?", max_tokens=4)
 
@@ -144,7 +142,7 @@ def test_wrong_flag_is_one_sentence_before_anything_is_set_up(flags: list[str], 
 def test_the_readmes_own_command_is_accepted(
     tiny_model: Path, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command for a model, data and a reward of one's own as printed, with files for its names."""
+    """The printed command for the user's own model, data and reward, with files in place of its names."""
     readme = (ROOT / "README.md").read_text()
     block = next(text for text in re.findall(r"```bash\n(.*?)```", readme, re.S) if "train_ppo_ray" in text)
     reward = tmp_path / "reward.py"
@@ -154,4 +152,4 @@ def test_the_readmes_own_command_is_accepted(
     monkeypatch.chdir(tmp_path)
     args = run.parse([str(files.get(word, word)) for word in shlex.split(command)[3:]])
     run.check(args)
-    assert sum(host.gpus_of(args)) == 2  # as many processes on a laptop
+    assert sum(host.gpus_of(args)) == 2  # on a laptop, as many processes

@@ -1,8 +1,8 @@
 """The Megatron actor in a real SLURM, on two nodes of this machine: the engine samples from the trained weights, and a
 job that loses a node is requeued and goes on from its checkpoint, at another layout.
 
-That a request to stop requeues it too, and that a folder which one node does not share is told, is shown without
-training, in tests/launch/test_slurm.py, and what the trainer makes of the request in test_stop.py.
+tests/launch/test_slurm.py shows without training that a request to stop requeues a job too, and that a folder which
+one node does not share is reported; test_stop.py shows what the trainer makes of the request.
 """
 
 import math
@@ -23,8 +23,8 @@ from tests.slurm_cluster import SlurmCluster, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-# What the train_*.sh scripts do with --submit: a job of Ray's, with the flags behind -- at the end; here with some
-# that differ once it is requeued.
+# What the train_*.sh scripts do with --submit: they submit a Ray job, with the flags after -- at the end. Here some
+# flags differ once the job is requeued.
 LAUNCHER = """
 while [[ "$1" != --submit ]]; do shift; done
 if ((SLURM_RESTART_COUNT == 0)); then own=({first}); else own=({requeued}); fi
@@ -45,7 +45,7 @@ def _train_log(job: Job, attempt: int) -> str:
 
 
 def _kill_ray(job: Job, node: str) -> None:
-    """As a node that loses its power does: no process of it ends in an orderly way."""
+    """As when a node loses power: none of its processes ends in an orderly way."""
     words = ["openrlhf_gtpo.cli.ray_cluster", "worker", "--name", node]
     found = [process for process in job.processes() if set(words) <= set(process.info["cmdline"] or [])]
     assert found
@@ -59,11 +59,12 @@ def _kill_ray(job: Job, node: str) -> None:
 def test_a_job_that_loses_a_node_goes_on_at_another_layout(
     cluster: SlurmCluster, trainer_argv: list[str], tmp_path: Path  # noqa: F811
 ) -> None:
-    """Upstream's GRPO with a reference model at TP2; requeued at PP2, with the model that all began from as a guide.
-    Each step's rollout log-probs come from the engine.
+    """Upstream's GRPO with a reference model at TP2; requeued at PP2, with the initial model as a guide. Each step's
+    rollout log-probs come from the engine.
 
-    OpenRLHF asks the engine for at least one token, so its first log-prob is that of a distribution without the end
-    token: at a learning rate of 1e-3 the policy soon wants to end at once, and the two differ for that reason.
+    OpenRLHF asks the engine for at least one token, so the engine's first log-prob is that of a distribution without
+    the end token. At a learning rate of 1e-3 the policy soon wants to end at once, and the trainer's and the engine's
+    log-probs differ for that reason.
     """
     hold = Hold(tmp_path)
     hold.after(5)
@@ -79,7 +80,7 @@ def test_a_job_that_loses_a_node_goes_on_at_another_layout(
     launcher = tmp_path / "launcher.sh"
     parts = {"first": first, "requeued": [*PP2, *guide], "argv": argv}
     launcher.write_text(LAUNCHER.format(**{name: shlex.join(words) for name, words in parts.items()}))
-    # Neither node has GPUs for all of the run.
+    # Neither node has enough GPUs for the whole run.
     job = submit(cluster, tmp_path, launcher, MAX_REQUEUES="1", RAY_FLAGS="--num-gpus=3 --num-cpus=8", **QUIET)
     run = Finished(0, "", tmp_path)
 
@@ -123,4 +124,4 @@ def test_a_job_that_loses_a_node_goes_on_at_another_layout(
     ratios, mask = dump["ratio"], dump["mask"].values
     rows = np.repeat(dump["guided"], np.diff(ratios.offsets))
     of_guide, own = (np.abs(np.log(ratios.values[mask & one])).mean() for one in (rows, ~rows))
-    assert of_guide > 2 * own and ratios.values[rows].max() <= 2.01  # the policy has moved from it, and the cap holds
+    assert of_guide > 2 * own and ratios.values[rows].max() <= 2.01  # the policy has left the guide; the cap holds

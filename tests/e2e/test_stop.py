@@ -1,7 +1,7 @@
-"""A run that loses an engine and a trainer, is asked to stop, and is resumed by the same command makes the steps that
-nobody disturbed: bit by bit, under ``--train.full_determinism_enable`` on a host without CUDA, with two DeepSpeed
+"""A run that loses an engine and a trainer, is asked to stop, and is resumed by the same command makes the steps of
+an undisturbed run: bit by bit, under ``--train.full_determinism_enable`` on a host without CUDA, with two DeepSpeed
 actors, a multi-turn agent and every OpenRLHF option that changes a step. benchmarks/reliability/resume_exact.py kills
-Megatron.
+runs on Megatron.
 """
 
 import math
@@ -32,15 +32,15 @@ from tests.slurm_cluster import until
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 NOT_COMPARED = ("time", names.TIMING_PREFIX, names.TOKENS_PER_SECOND_PREFIX, names.PEAK_MEMORY_PREFIX)
-NOT_COMPARED += (names.RESTARTS_ENGINES, names.DROPPED_PROMPTS)  # of a run that may start again
-OF_SAMPLING = ("score", "dynamic_filtering_pass_rate", names.TOKENS_SAMPLED)  # which a replay has not
+NOT_COMPARED += (names.RESTARTS_ENGINES, names.DROPPED_PROMPTS)  # only in a run that may be restarted
+OF_SAMPLING = ("score", "dynamic_filtering_pass_rate", names.TOKENS_SAMPLED)  # which a replay lacks
 
 
 def test_a_run_that_is_killed_stopped_and_resumed_makes_the_steps_of_one_that_is_not(
     trainer_argv: list[str], tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Step 3 is made twice, by the run that goes on over its checkpoint of step 2 and loses an engine, and by the one
-    that starts again from there. One run more trains on the rollouts of all steps, without an interruption."""
+    """Step 3 is made twice: by the run that goes on beyond its checkpoint of step 2 and loses an engine, and by the
+    one that starts again from there. One more run trains on the rollouts of all steps without an interruption."""
     argv = [*trainer_argv, "--algo.advantage.estimator", "grpo_s", "--train.agent_func_path", "agent.py"]
     argv += ["--train.full_determinism_enable", "--train.seed", "7"]
     argv += ["--train.dynamic_batch_enable", "--train.max_tokens_per_gpu", "256", "--actor.dual_clip", "3"]
@@ -53,27 +53,27 @@ def test_a_run_that_is_killed_stopped_and_resumed_makes_the_steps_of_one_that_is
     argv += ["--data.max_samples", "32", "--train.num_episodes", "3", "--rollout.micro_batch_size", "4"]
     # See test_slurm_training.py: at 1e-3 the policy may soon want to end at once, which OpenRLHF does not let it do.
     argv += ["--actor.adam.lr", "3e-4"]
-    argv += ["--train.batch_size", "12"]  # a rollout of 16 rows is a step, and a filtered one as well
+    argv += ["--train.batch_size", "12"]  # a rollout of 16 rows makes one step, and so does a filtered one
     argv += ["--ckpt.save_steps", "2", "--ckpt.best_metric_key", "none", "--ckpt.load_enable"]
     folder = tmp_path / "run"
     replay = [*argv, "--train.replay_rollouts", str(folder / "checkpoints"), "--ckpt.save_steps", "-1"]
 
     argv, hold = _own_folder([*argv, "--logger.dump_rollouts", "1", "--train.max_restarts", "1"], folder)
     actor = folder / "checkpoints" / "_actor"
-    (actor / "global_step2").mkdir(parents=True)  # what a run leaves that died in its first checkpoint
+    (actor / "global_step2").mkdir(parents=True)  # left behind by a run that died in its first checkpoint
     _train_until_stopped([*argv, "--vllm.num_engines", "2"], folder, hold)
     size = sum(path.stat().st_size for path in (actor / "global_step5").rglob("*") if path.is_file())
-    estimate = checkpoint_bytes(parameters_of(str(tiny_model)))  # from below, and not by much
+    estimate = checkpoint_bytes(parameters_of(str(tiny_model)))  # a lower bound, and a close one
     assert estimate <= size < 1.5 * estimate
-    (folder / "checkpoints" / "stop").touch()  # one that came too late for the first run
+    (folder / "checkpoints" / "stop").touch()  # a request that came too late for the first run
     run = finish(argv, folder)
     assert run.code == 0, run.log[-4000:]
 
-    steps = [step["step"] for step in run.steps]  # how many, the filter decides
+    steps = [step["step"] for step in run.steps]  # the filter decides how many
     assert steps == [1, 2, 3, *range(3, steps[-1] + 1)] and steps[-1] >= 6
     planned = {read_settings(dump)["max_steps"] for dump in find_dumps(folder / "checkpoints")}
-    assert planned == {24}, "of the learning rate's schedule: rollouts of 4 of 32 prompts, three times"
-    for step in run.steps:  # a rollout that the data set's end leaves short is trained on too
+    assert planned == {24}, "the learning rate's schedule: 32 prompts in rollouts of 4, three times"
+    for step in run.steps:  # a rollout that the data set's end cuts short is trained on too
         assert math.isfinite(step["policy_loss"]) and math.isfinite(step["kl"]) and step[names.ENTROPY_ALL] > 0
         # Two turns with an observation between them: fewer action tokens than the span from first to last.
         assert step[names.RESPONSE_LENGTH_MEAN] < step["response_length"]
@@ -93,7 +93,7 @@ def test_a_run_that_is_killed_stopped_and_resumed_makes_the_steps_of_one_that_is
     assert _logged(replayed.folder) == _logged(run.folder, *(f"train/{name}" for name in OF_SAMPLING))
     before = load_file(tiny_model / "model.safetensors")
     weights, again = (load_file(one.folder / "model" / "model.safetensors") for one in (run, replayed))
-    assert weights.keys() == again.keys() >= before.keys()  # DeepSpeed's writes a tied head too
+    assert weights.keys() == again.keys() >= before.keys()  # DeepSpeed writes a tied head too
     assert all(torch.equal(weights[name], again[name]) for name in weights)
     assert sum(not torch.equal(weights[name], before[name]) for name in before) > len(before) // 2
 
@@ -122,10 +122,10 @@ def _running(argv: list[str], folder: Path) -> Iterator[subprocess.Popen]:
 
 
 def _train_until_stopped(argv: list[str], folder: Path, hold: Hold) -> None:
-    """In the rollout of step 3 one of two engines is killed: the other answers its prompts, and it comes back with the
-    weights of that step. SIGKILL to one of the trainer's ranks in the rollout of step 4, when nobody waits for it; the
-    run is started again from step 2. SIGUSR1 in the rollout of step 5: the run makes it, saves it and ends with status
-    75."""
+    """Kill one of two engines in the rollout of step 3: the other answers its prompts, and it comes back with the
+    weights of that step. Send SIGKILL to one of the trainer's ranks in the rollout of step 4, when nobody waits for
+    it: the run is restarted from step 2. Send SIGUSR1 in the rollout of step 5: the run makes that step, saves it and
+    ends with status 75."""
     hold.after(2)
     with _running(argv, folder) as run:
         until(lambda: len(hold.held()) == 2 or run.poll() is not None, 600, "both engines are asked")
@@ -151,7 +151,7 @@ def _train_until_stopped(argv: list[str], folder: Path, hold: Hold) -> None:
 
 
 def _is_trainer(process: psutil.Process) -> bool:
-    """By its class in Ray's title, or upstream's while a method runs."""
+    """True if Ray's title of the process names its class, or upstream's while a method runs."""
     with suppress(psutil.Error):
         return re.match(r"ray::\w*Policy", " ".join(process.cmdline())) is not None
     return False
@@ -164,7 +164,7 @@ def _wait_for_step(step: int, run: subprocess.Popen, folder: Path) -> None:
 
 
 def _logged(folder: Path, *but: str) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard shows of a run, but for its times."""
+    """What TensorBoard shows of a run, except its times."""
     events = EventAccumulator(str(folder / "tensorboard" / "run")).Reload()
     tags = [tag for tag in events.Tags()["scalars"] if not tag.removeprefix("train/").startswith(NOT_COMPARED)]
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags if tag not in but}

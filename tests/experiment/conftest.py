@@ -1,4 +1,4 @@
-"""Lets these tests import what is beside them in any import mode."""
+"""Lets these tests import the helpers beside them in any import mode."""
 
 import sys
 from pathlib import Path

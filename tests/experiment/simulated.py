@@ -17,7 +17,7 @@ SCENARIOS = {  # standard deviations of seeds, of questions, and of what is left
 
 
 def draw(random: np.random.Generator, scenario: str, seeds: int, questions: int) -> np.ndarray:
-    """(seeds, questions) with mean ``EFFECT``; "answers": of 8 right or wrong ones to each question by both."""
+    """Draw (seeds, questions) with mean ``EFFECT``; "answers": both give 8 right or wrong ones to each question."""
     if scenario == "answers":
         by_seed, by_question = random.uniform(-0.05, 0.05, (seeds, 1)), random.uniform(-0.1, 0.1, questions)
         chance = random.uniform(0.25, 0.65, questions)
@@ -31,7 +31,7 @@ def draw(random: np.random.Generator, scenario: str, seeds: int, questions: int)
 
 
 def coverage(scenario: str, seeds: int, questions: int, repetitions: int) -> float:
-    """How often the interval holds the true effect."""
+    """The share of repetitions whose interval holds the true effect."""
     random = np.random.default_rng(0)
     found = (paired_difference(draw(random, scenario, seeds, questions)) for _ in range(repetitions))
     return float(np.mean([difference.low <= EFFECT <= difference.high for difference in found]))

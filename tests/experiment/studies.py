@@ -1,4 +1,4 @@
-"""A finished experiment on disk, of numbers drawn here."""
+"""Writes a finished experiment to disk, with numbers drawn here."""
 
 import json
 from contextlib import closing
@@ -11,7 +11,7 @@ from openrlhf_gtpo.report.metrics import MetricsWriter
 
 
 def write_run(folder: Path, seed: int, better: float, steps: int = 20, settings: dict | None = None) -> Path:
-    """A run whose answers to 40 questions score ``better`` more than one with the same seed; 0.5 without that."""
+    """Write a run whose answers to 40 questions score ``better`` more than the 0.5 of a run with the same seed."""
     random = np.random.default_rng([seed, round(1000 * better)])
     by_question = np.random.default_rng(0).uniform(0.2, 0.8, 40)
     with closing(MetricsWriter(folder / "metrics.jsonl")) as writer:

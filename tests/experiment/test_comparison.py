@@ -20,10 +20,10 @@ def test_one_number_a_seed_is_students_paired_interval() -> None:
 
 
 def test_where_seeds_do_not_differ_questions_decide() -> None:
-    """Without seeds' share or noise the interval is Student's over questions, however few the seeds."""
+    """Without an effect of seeds or noise, the interval is Student's over questions, however few the seeds."""
     by_question = np.random.default_rng(0).normal(0.2, 0.1, 20)
     found = paired_difference(np.tile(by_question, (3, 1)))
-    half = 2.0930241 * by_question.std(ddof=1) / 20**0.5  # t at 0.975 with 19
+    half = 2.0930241 * by_question.std(ddof=1) / 20**0.5  # t at 0.975 with 19 degrees of freedom
     assert (found.low, found.high) == pytest.approx((found.effect - half, found.effect + half), rel=1e-6)
 
 
@@ -31,7 +31,7 @@ def test_no_differences_have_an_interval_of_no_width_and_one_seed_has_none() -> 
     same = paired_difference(np.zeros((3, 10)))
     assert (same.effect, same.low, same.high, same.seen) == (0, 0, 0, 0)
     assert same.sentence("a", "b") == "a beside b: no difference seen (+0.000; 3 seeds without a spread)."
-    equal = paired_difference(np.array([0.3 - 0.2, 0.9 - 0.8])[:, None])  # as of a few questions, by chance
+    equal = paired_difference(np.array([0.3 - 0.2, 0.9 - 0.8])[:, None])  # as can happen by chance with few questions
     assert equal.sentence("a", "b") == "a beside b: the same difference in all (+0.100; 2 seeds without a spread)."
     one = paired_difference(np.array([[0.5, 0.7]]))
     assert one.effect == pytest.approx(0.6) and math.isnan(one.low) and math.isnan(one.seen)
@@ -43,12 +43,12 @@ def test_no_differences_have_an_interval_of_no_width_and_one_seed_has_none() -> 
     "scenario", ["noise alone", "mostly seeds", "seeds as questions", "mostly questions", "answers"]
 )
 def test_intervals_cover_the_true_effect(scenario: str, seeds: int) -> None:
-    """93 to 97 %; benchmarks/report_page.py has more draws."""
+    """In 93 to 97 % of the draws; benchmarks/report_page.py makes more."""
     assert 0.93 <= coverage(scenario, seeds, 50, 1500) <= 0.97
 
 
 def test_an_effect_that_can_be_seen_is_seen_in_four_cases_of_five() -> None:
-    """Of 5 normal differences it is 1.682 standard deviations (any table of the power of Student's test)."""
+    """For 5 normal differences it is 1.682 standard deviations (any table of the power of Student's test)."""
     values = np.random.default_rng(0).standard_normal((4000, 5, 1))
     assert paired_difference(values[0]).seen == pytest.approx(1.682 * values[0].std(ddof=1), rel=1e-3)
     assert np.mean([paired_difference(value + 1.682).low > 0 for value in values]) == pytest.approx(0.8, abs=0.02)

@@ -1,4 +1,4 @@
-"""The shipped experiments: parsed as training would, and what they hold equal."""
+"""The shipped experiments, parsed as training parses them, and what they hold equal."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def test_an_example_is_what_training_and_evaluation_take(file: Path) -> None:
         for label, args in runs.items()
         if label != "grpo"
     }
-    assert len({str(recipe) for recipe in recipes.values()}) == 1, recipes  # DAPO's, but for the credit
+    assert len({str(recipe) for recipe in recipes.values()}) == 1, recipes  # DAPO's, except for the credit
     assert grid.evaluate is not None
     flags = evaluate.build_parser().parse_args([*words(grid.evaluate), "--model", "MODEL", "--output", "OUTPUT"])
     assert [Path(name).stem for name in getattr(flags, "eval.dataset").split(",")] == list(BENCHMARKS)
@@ -67,7 +67,7 @@ def test_the_guides_demonstration_differs_in_the_guide_alone() -> None:
 
 
 def test_the_study_has_every_credit_and_surrogate() -> None:
-    """Each is trained in it, two optimizer steps to a rollout, and evaluated with the rollout's limits."""
+    """It trains each with two optimizer steps per rollout, and evaluates it with the rollout's limits."""
     grid = read_grid(EXPERIMENTS / "study.yaml")
     runs = [parse(words(run.flags)) for run in grid.runs if run.seed == 1]
     assert {*ESTIMATORS} <= {args.algo.advantage.estimator for args in runs}

@@ -75,7 +75,7 @@ def test_flags_become_a_command_line() -> None:
 )
 def test_a_wrong_file_is_one_sentence(tmp_path: Path, changed: dict[str, Any], sentence: str, capsys: Any) -> None:
     path = write(tmp_path, **({"baseline": None} if "methods" in changed else {}) | changed)
-    if "methods" in changed:  # a baseline that is not there is another mistake
+    if "methods" in changed:  # a missing baseline would be another mistake
         path.write_text(path.read_text().replace("baseline: null\n", ""))
     assert experiment.main([str(path)]) == 2
     error = capsys.readouterr().err
@@ -93,7 +93,7 @@ def test_what_comes_twice_is_not_lost(tmp_path: Path, text: str, key: str, capsy
     assert f"{key} is given twice; leave one out." in capsys.readouterr().err
     path.write_text(
         f"flags: &it {{}}\nmethods: {{a: *it, b: *it}}\noutput: {tmp_path}\nseeds: [1]\n"
-    )  # an alias is no repetition
+    )  # an alias is not a repetition
     with pytest.raises(UsageError, match="has no flags"):
         read_grid(path)
 
@@ -107,7 +107,7 @@ def test_what_is_no_yaml_is_said(tmp_path: Path, capsys: Any) -> None:
     assert "none.yaml cannot be read (No such file or directory)." in capsys.readouterr().err
 
 
-# What stands in for a training: it notes that it was started, writes metrics, and ends as its learning rate says.
+# Stands in for training: it notes that it was started, writes metrics, and ends as the file of --way says.
 TRAINER = """
 import json, os, signal, sys
 from pathlib import Path
@@ -140,11 +140,11 @@ with metrics.open("a") as file:
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An experiment of one method and three seeds whose trainings are ``TRAINER``."""
+    """An experiment of one method and three seeds whose training is ``TRAINER``."""
     (tmp_path / "stand_in.py").write_text(TRAINER)
 
     def run(command: list[str], *args: Any, **kwargs: Any) -> int:
-        """As ``run_and_clear``, which would end what pytest has started, says it."""
+        """Return the status as ``run_and_clear`` does, which would also end what pytest has started."""
         place = command.index(sys.executable)
         status = subprocess.call([*command[: place + 1], str(tmp_path / "stand_in.py"), *command[place + 3 :]])
         return 128 + signal.SIGTERM if status == -signal.SIGTERM else status
@@ -219,7 +219,7 @@ def test_other_flags_are_refused_and_so_is_a_foreign_folder(file: Path) -> None:
     with pytest.raises(UsageError, match="was run with --actor.adam.lr None, and the experiment now has 1.0"):
         runner.check_folders(read_grid(file))
     folder = file.parent / "runs" / "gtpo" / "seed-1"
-    (folder / "flags.json").rename(folder / ".flags.json.1")  # as of a process that was killed while it wrote it
+    (folder / "flags.json").rename(folder / ".flags.json.1")  # as left by a process that was killed while writing it
     with pytest.raises(UsageError, match="has files that are not runs of this experiment"):
         runner.check_folders(read_grid(file))
     for name in ("metrics.jsonl", "log"):
@@ -232,7 +232,7 @@ def test_other_flags_are_refused_and_so_is_a_foreign_folder(file: Path) -> None:
 def test_models_that_were_evaluated_with_other_flags_are_refused(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """They would stand beside those that are evaluated with the new ones."""
+    """They would stand beside models that are evaluated with the new flags."""
     asked = []
 
     def call(module: str, argv: list[str], *_: Any) -> int:
@@ -260,14 +260,14 @@ def test_models_that_were_evaluated_with_other_flags_are_refused(
 
 
 def test_a_combination_that_cannot_work_is_named_before_the_first_run(tmp_path: Path, capsys: Any) -> None:
-    """By training's own checks."""
+    """Training's own checks name it."""
     flags = {"actor.model_name_or_path": "/no/model", "reward.remote_url": "/no/reward.py", "vllm.num_engines": 1}
     flags["rollout.n_samples_per_prompt"] = 4
     methods = {"gtpo": {"algo.advantage.estimator": "gtpo"}, "grpo": {"algo.advantage.estimator": "grp"}}
     assert experiment.main([str(write(tmp_path, flags=flags, methods=methods, settings={})), "--dry-run"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("experiment: grpo: ") and "--algo.advantage.estimator" in error
-    for on in ("megatron.async_save", "algo.dynamic_filtering_enable"):  # by itself, and of the preset
+    for on in ("megatron.async_save", "algo.dynamic_filtering_enable"):  # on by itself, and on by the preset
         methods["grpo"] = {
             "algo.preset": "dapo",
             "actor.backend": "megatron",
@@ -286,7 +286,7 @@ def test_a_combination_that_cannot_work_is_named_before_the_first_run(tmp_path: 
 def test_a_run_whose_evaluation_was_interrupted_is_held_to_that_ones_checks_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Of its own metrics training would say that they are an earlier run's."""
+    """Training's checks would take the run's own metrics for those of an earlier run."""
     file = write(tmp_path, methods={"gtpo": None}, settings={}, seeds=[1], baseline="gtpo")
     for run in read_grid(file).runs:
         run.folder.mkdir(parents=True)
@@ -307,11 +307,11 @@ def test_a_run_whose_evaluation_was_interrupted_is_held_to_that_ones_checks_alon
 def test_what_is_evaluated_is_looked_at_before_the_first_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """The data set that every model is asked after its training: a missing one, and a JSONL file, which has no split
-    but train."""
+    """The data set on which every model is evaluated after its training: a missing one, and a JSONL file, whose only
+    split is train."""
     monkeypatch.setattr(
         "openrlhf_gtpo.integration.run.check", lambda args: None
-    )  # of training, which is not what is shown here
+    )  # the check of training, which is not under test here
     monkeypatch.setattr("openrlhf_gtpo.integration.command_line.input_checks.load_tokenizer", lambda *of: None)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"input": "1 + 1", "label": "2"}\n' * 8)

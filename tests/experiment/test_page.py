@@ -31,7 +31,7 @@ def test_an_experiments_page_has_figures_comparisons_and_what_differs(tmp_path: 
     for title in ("Policy entropy", "Response length", "Best of 32 held-out responses"):
         assert f'aria-label="{title}"' in text
     assert "<td>dapo</td><td>grpo&lt;b&gt;</td><td>gtpo</td>" in text  # algo.advantage.estimator
-    assert "MODEL" not in text  # which all have
+    assert "MODEL" not in text  # all runs have it
     assert len(list((tmp_path / "out").glob("*.png"))) == len(list((tmp_path / "out").glob("*.svg"))) == 4
 
 
@@ -44,13 +44,13 @@ def test_the_effect_is_that_of_pairs(tmp_path: Path) -> None:
         files = [study / label / f"seed-{seed}" / "evaluation" / "scores.json" for seed in (1, 2, 3)]
         return np.array([json.loads(file.read_text())["scores"]["math500"]["mean@32"] for file in files])
 
-    for setting in ("low", "high"):  # each beside the baseline with the same setting
+    for setting in ("low", "high"):  # each is beside the baseline with the same setting
         expected = paired_difference(scores(f"gtpo/{setting}") - scores(f"dapo/{setting}"))
         assert expected.sentence(f"gtpo/{setting}", f"dapo/{setting}") in text
 
 
 def test_evaluations_with_other_settings_are_seen_to_be(tmp_path: Path) -> None:
-    """Training's held-out reward does not ask what evaluations of a data set of the same name have answered."""
+    """Training's held-out reward ignores which questions evaluations of a data set of the same name have answered."""
     for label, temperature in (("gtpo", 1.0), ("dapo", 0.25)):
         for seed in (1, 2):
             file = write_run(tmp_path / label / f"{seed}", seed, 0.0) / "evaluation" / "scores.json"
@@ -74,7 +74,7 @@ def test_openrlhfs_own_folders_are_read(tmp_path: Path) -> None:
                 events.add_scalar("train/reward", reward, step)
                 events.add_scalar("train/reward/best_at_g", 1.0, step)
                 events.add_scalar("eval/eval_math_pass1", reward + 0.25 * step, step)
-            events.add_scalar("eval/eval_math_pass1", math.nan, 3)  # is no number here either
+            events.add_scalar("eval/eval_math_pass1", math.nan, 3)  # not a number here either
     rows = read_runs(tmp_path / "a_seed1")[-1]
     assert [row["reward/mean"] for row in rows if row["kind"] == "train"] == [0.25, 0.25]
     runs = [f"grpo={tmp_path / 'a_seed1'}", f"dapo={tmp_path / 'b_seed1'}"]

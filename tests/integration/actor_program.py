@@ -1,4 +1,4 @@
-"""What a process runs to compare the two actors: upstream's or Megatron's, with the same rollouts, without Ray."""
+"""The program that a process runs to compare upstream's actor with Megatron's on the same rollouts, without Ray."""
 
 import os
 import shutil
@@ -15,9 +15,9 @@ BATCHES = [[0, 1, 2], [3, 4], [5, 6, 7]]
 
 
 def run_actor(backend: str, model: str, argv: list[str], output: str | None = None) -> dict[str, Any]:
-    """Old log-probs, reference log-probs, the metrics of two rounds of training, and log-probs afterwards.
+    """Return the log-probs before training, the metrics of two rounds of training, and the log-probs afterwards.
 
-    The model is then saved to ``output``, where it can be written at the second attempt only.
+    The model is then saved to ``output``, where only the second attempt can write it.
     """
     from openrlhf.utils import get_strategy
     from rollouts import arguments
@@ -87,7 +87,7 @@ def _log_probs(result: Any) -> torch.Tensor:
 
 
 def _padded(members: list[int]) -> SimpleNamespace:
-    """Rows of ``members`` as OpenRLHF pads them: on the right, actions counted from the second token."""
+    """The rows of ``members`` as OpenRLHF pads them: on the right, with action columns from the second token on."""
     width = max(sum(ROWS[i]) for i in members)
     sequences = torch.zeros(len(members), width, dtype=torch.long)
     attention = torch.zeros_like(sequences)

@@ -1,4 +1,4 @@
-"""What a process of a DeepSpeed actor runs in the tests of its checkpoints, without Ray."""
+"""The program that a DeepSpeed actor's process runs in the tests of its checkpoints, without Ray."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ from actor_program import _policy_class, _start
 
 
 def run(model: str, folder: str, argv: list[str]) -> dict[str, Any]:
-    """Saves that succeed, that fail, and that an earlier version made, each followed by a load; what came of them."""
+    """Save as an earlier version did, successfully, and onto a full disk; return what was there and loaded then."""
     from openrlhf.utils import get_strategy
     from openrlhf.utils.deepspeed import DeepspeedStrategy
     from rollouts import arguments
@@ -47,7 +47,7 @@ def run(model: str, folder: str, argv: list[str]) -> dict[str, Any]:
         return HashedFile("/dev/full")
 
     found: dict[str, Any] = {}
-    # Upstream's own, as an earlier version wrote it.
+    # Upstream's own save, as an earlier version made it.
     DeepspeedStrategy.save_ckpt(strategy, engine, str(actor), "global_step1", client_state={"global_step": 1})
     found["earlier version"] = load(), there()
 

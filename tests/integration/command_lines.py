@@ -1,4 +1,4 @@
-"""Upstream's command line as upstream reads it, the same one as this package reads it, and values for its flags."""
+"""Command lines as upstream parses them and as this package parses them, and values for their flags."""
 
 import argparse
 import json
@@ -14,14 +14,14 @@ from unittest import mock
 
 from openrlhf_gtpo.integration.command_line import flags, upstream_parser
 
-# The least that upstream accepts: its default estimator (gae) wants a reward to copy its critic from.
+# The least that upstream accepts: its default estimator (gae) needs a reward model as critic, or a remote reward.
 BASE = ("--reward.remote_url", "reward.py", "--vllm.num_engines", "1")
 
 ROWS = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(4)]
 
 
 class FixedClock(datetime):
-    """Upstream's default run name has the minute in it, which could pass between two parses."""
+    """A clock that stands still: upstream's default run name has the minute in it, which could pass between parses."""
 
     @classmethod
     def now(cls, tz: Any = None) -> datetime:
@@ -29,12 +29,12 @@ class FixedClock(datetime):
 
 
 class Refused(Exception):
-    """A command line that did not get as far as training."""
+    """Raised for a command line that does not get as far as training."""
 
 
 @contextmanager
 def fake_modelscope() -> Iterator[None]:
-    """What ``--use_ms`` imports and calls: it is not installed, and would patch the hub for all tests."""
+    """Provide what ``--use_ms`` imports and calls: it is not installed, and would patch the hub for all tests."""
     module = types.ModuleType("modelscope.utils.hf_util")
     module.patch_hub = lambda: None  # type: ignore[attr-defined]
     names = ("modelscope", "modelscope.utils", "modelscope.utils.hf_util")
@@ -47,7 +47,7 @@ def fake_modelscope() -> Iterator[None]:
 
 
 def upstream(argv: Sequence[str]) -> dict[str, Any]:
-    """What upstream trains with: its own block with the real argparse, only ``train`` replaced."""
+    """The arguments that upstream trains with, from its own main block and real argparse; ``train`` is replaced."""
     kept: list[SimpleNamespace] = []
     namespace = {"argparse": argparse, "datetime": FixedClock, "train": kept.append, "print": lambda *values: None}
     with mock.patch.object(sys, "argv", ["train_ppo_ray", *argv]), fake_modelscope():
@@ -59,7 +59,7 @@ def upstream(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def ours(argv: Sequence[str]) -> dict[str, Any]:
-    """What this package trains with."""
+    """The arguments that this package trains with."""
     with mock.patch.object(upstream_parser, "datetime", FixedClock), fake_modelscope():
         try:
             return flatten(upstream_parser.parse(argv))
@@ -68,7 +68,7 @@ def ours(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def flatten(namespace: SimpleNamespace, prefix: str = "") -> dict[str, Any]:
-    """Nested namespace to dotted name -> value."""
+    """Flatten a nested namespace into a dict of dotted name -> value."""
     flat: dict[str, Any] = {}
     for name, value in vars(namespace).items():
         if isinstance(value, SimpleNamespace):
@@ -87,7 +87,7 @@ def outcome(parse: Any, argv: Sequence[str]) -> dict[str, Any] | str:
 
 
 def parser(extended: bool) -> argparse.ArgumentParser:
-    """The filled parser itself, upstream's or with this package's flags."""
+    """Upstream's parser with its flags and, if ``extended``, with this package's too."""
     kept: list[argparse.ArgumentParser] = []
 
     class Recorder(argparse.ArgumentParser):
@@ -106,7 +106,7 @@ def parser(extended: bool) -> argparse.ArgumentParser:
 
 
 def argv_of(command: Mapping[str, Any]) -> list[str]:
-    """Words of a command line given as flag to value: True is a flag alone, None leaves it out."""
+    """The words of a command line given as flag -> value: True gives the flag alone, None leaves it out."""
     argv: list[str] = []
     for flag, value in command.items():
         if value is not None:
@@ -120,7 +120,7 @@ def value_flags(filled: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def words(action: argparse.Action, flag: str) -> list[str]:
-    """``flag`` with valid values that differ from its default, by choices, type and nargs."""
+    """``flag`` with valid values that differ from its default, as its choices, type and nargs require."""
     if action.nargs == 0:
         return [flag]
     if action.choices is not None:
@@ -136,6 +136,6 @@ def words(action: argparse.Action, flag: str) -> list[str]:
 
 
 def table(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """A data set of JSON lines."""
+    """Write ``rows`` to ``path`` as a data set of JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

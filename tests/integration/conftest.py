@@ -1,5 +1,5 @@
-"""Lets these tests import OpenRLHF on a host without CUDA, and the helpers beside them in any import mode. Owns what
-the tests of refusals share.
+"""Lets these tests import OpenRLHF on a host without CUDA and, in any import mode, the helpers beside them. Owns the
+fixtures that the tests of refusals share.
 """
 
 import os
@@ -20,7 +20,7 @@ platform.activate()
 
 @pytest.fixture(scope="session")
 def actor_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny model with a tokenizer, which upstream's actors want."""
+    """A tiny model with a tokenizer, which upstream's actors need."""
     from families import make_checkpoint
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -47,7 +47,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def refused(command: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run the test's command line with changes and return its one sentence."""
+    """A function that runs the test's command line with changes, which must be refused, and returns the message."""
     from command_lines import argv_of
 
     from openrlhf_gtpo.cli import train_ppo_ray

@@ -1,4 +1,4 @@
-"""Rollout actors over a vLLM that answers with its request's seed, and a generator of samples over them."""
+"""Rollout actors over a vLLM that answers with its request's seed, and a samples generator over them."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,7 +22,7 @@ PROMPTS = 40
 
 
 class Remote:
-    """``method.remote(...)`` that is carried out when its result is asked for, as late as the test likes."""
+    """A ``method.remote(...)`` that runs only when its result is asked for, as late as the test likes."""
 
     def __init__(self, function: Any) -> None:
         self.remote = lambda *args, **kwargs: lambda: function(*args, **kwargs)
@@ -31,7 +31,7 @@ class Remote:
 class Engine(StrictRolloutActor):
     """The rollout actor over a vLLM that answers with its request's seed."""
 
-    def __init__(self) -> None:  # a coroutine in the actor itself
+    def __init__(self) -> None:  # a coroutine in the real actor
         self.executor = Executor()
         self.seeds: list[int | None] = []
         self._mm_pad_token_ids = None
@@ -51,7 +51,7 @@ class Engine(StrictRolloutActor):
 
 
 class Executor(AgentExecutorBase):
-    """Two turns; the agent's parameters for the second are new ones."""
+    """An agent with two turns, which makes new sampling parameters for the second."""
 
     fails: set[str] = set()
     failure: type[Exception] = RewardFailed
@@ -84,7 +84,7 @@ class Executor(AgentExecutorBase):
 
 
 class GuideExecutor(Executor):
-    """Says log-probs, as its engine does, and "guide" in its logs."""
+    """Also returns log-probs, as its engine does, and "guide" in its logs."""
 
     log_probs: Any = [0.0, -0.5]
     is_guide = 1
@@ -109,7 +109,7 @@ def guide_arguments(fraction: float, *argv: str, samples: int = 3) -> SimpleName
 
 
 def guided(monkeypatch: pytest.MonkeyPatch, fraction: float = 1 / 3, *argv: str) -> tuple[Any, list[Engine]]:
-    """A generator as of :func:`sampling` with a guide of two engines, and these."""
+    """A generator like that of :func:`sampling` with a guide of two engines, and those engines."""
     engines, handles = [Engine(), Engine()], []
     for engine in engines:
         engine.executor, engine.with_log_probs = GuideExecutor(), True
@@ -140,7 +140,7 @@ def fours(label: str) -> bool:
 
 
 def answers(engines: list[Engine], is_right: Callable[[str], bool]) -> None:
-    """Have a guide be right at even labels where ``is_right`` says so, and at the odd ones, as the policy is."""
+    """Make the guide right at odd labels, as the policy is, and at those even ones where ``is_right`` says so."""
     for engine in engines:
         engine.executor.is_right = is_right
 
@@ -185,5 +185,5 @@ def sampling(
 
 
 def rows(samples: list[Any]) -> list[tuple[str, int, int]]:
-    """(prompt, first turn's seed, second turn's)"""
+    """(prompt, first turn's seed, second turn's seed) of each sample."""
     return [(s.prompts[0], int(s.info["first"]), int(s.info["second"])) for s in samples]

@@ -1,6 +1,6 @@
-"""What a process runs to see who has device memory when: an actor on Megatron, called by upstream's own methods, and
-an engine that only notes when it is woken. torch's CUDA allocator is played: what was there at the last
-``empty_cache`` stays reserved until the next."""
+"""The program that a process runs to see who has device memory when: an actor on Megatron, called by upstream's own
+methods, and an engine that only records when it is woken. torch's CUDA allocator is simulated: what was there at the
+last ``empty_cache`` stays reserved until the next."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,12 +24,12 @@ from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints
 from openrlhf_gtpo.megatron.parallel import groups
 from openrlhf_gtpo.megatron.train.trainer import Trainer
 
-# When, and which parts the actor then reserves.
+# Each moment, and the parts for which the actor reserves memory then.
 Moments = list[tuple[str, set[str]]]
 
 
 class _Reserved:
-    """The parts of which an actor's process has not given all bytes back."""
+    """The parts of an actor whose memory its process has not given back entirely."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -55,7 +55,7 @@ class _Reserved:
 
 
 class _Group:
-    """Upstream's group of one actor, and its engine."""
+    """Stands for upstream's group of one actor, and for its engine."""
 
     def __init__(self, actor: Any) -> None:
         self._actor, self.reserved = actor, _Reserved(actor)
@@ -76,8 +76,8 @@ class _Group:
 
 
 def run_policy(model: str, argv: list[str]) -> tuple[Moments, list[list[list[float]]]]:
-    """A start or resume, an evaluation before training, a step with its checkpoint: the moments, and log-probs before
-    and after the step."""
+    """Go through a start or resume, an evaluation before training, and a step with its checkpoint; return the moments,
+    and the log-probs before and after the step."""
     args, strategy = _arguments(model, argv)
     policy = _start(MegatronPolicy, 1)
     group = _Group(policy)
@@ -90,7 +90,7 @@ def run_policy(model: str, argv: list[str]) -> tuple[Moments, list[list[list[flo
         trainer.critic_model_group, trainer.kl_ctl = None, SimpleNamespace(value=0.1)
         trainer.best_eval_metric_key, trainer.best_eval_metric_value = "", 0.0
         trainer._latest_eval_metric_value = None
-        # In the order of upstream's fit and train_step, with the evaluation that ours has before.
+        # In the order of upstream's fit and train_step, with the evaluation that ours makes before training.
         if args.ckpt.load_enable:
             BasePPOTrainer.broadcast_to_vllm(trainer)
         SamplesGenerator.generate_eval_samples(generator)
@@ -109,7 +109,7 @@ def run_policy(model: str, argv: list[str]) -> tuple[Moments, list[list[list[flo
 
 
 def run_reference(model: str, argv: list[str]) -> tuple[list[set[str]], list[list[list[float]]]]:
-    """What a reference reserves after its start and after two forward passes, and their log-probs."""
+    """The parts that a reference reserves after its start and after each of two forward passes, and the log-probs."""
     args, strategy = _arguments(model, argv)
     reference = _start(MegatronReference, 1)
     group = _Group(reference)
@@ -125,13 +125,13 @@ def run_reference(model: str, argv: list[str]) -> tuple[list[set[str]], list[lis
 def _arguments(model: str, argv: list[str]) -> tuple[SimpleNamespace, Any]:
     args = arguments(*argv, "--actor.model_name_or_path", model, "--actor.backend", "megatron", "--train.colocate_all")
     host.adapt(args)
-    args.vllm.enable_sleep = True  # which vLLM has on CUDA alone
+    args.vllm.enable_sleep = True  # which vLLM has on CUDA only
     return args, get_strategy(args)
 
 
 @contextmanager
 def _played(group: _Group) -> Iterator[None]:
-    """torch's allocator and Ray's answers are played, and ``group`` notes when its actor loads, saves or trains."""
+    """Simulate torch's allocator and Ray's answers, and have ``group`` note when its actor loads, saves or trains."""
 
     def noting(method: Any, *args: Any, **kwargs: Any) -> Any:
         group.note(method.__name__)

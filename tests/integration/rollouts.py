@@ -78,7 +78,7 @@ class Rollout:
 def rollout(
     seed: int = 0, prompts: int = 5, samples: int = 4, longest: int = 9, binary: bool = True, holes: bool = True
 ) -> Rollout:
-    """Ragged rows that start at different columns, every third one with ``holes`` (several turns)."""
+    """Ragged rows that start at different columns; with ``holes``, every third one has some (several turns)."""
     generator = torch.Generator().manual_seed(seed)
     rows = prompts * samples
     width = 4 + longest
@@ -122,7 +122,7 @@ class TableModel:
         answers = []
         for tokens, mask in zip(sequences, action_mask, strict=True):
             rows = [table[tokens[:, 0] - 1, : mask.shape[1]] for table in self.tables]
-            # A model answers at every column; outside the mask with anything, as padding does.
+            # A model answers at every column; outside the mask the values are arbitrary, as at padding.
             answers.append(self.result(*rows))
         per_rank = -(-len(answers) // self.processes)
         chunks = [answers[i : i + per_rank] for i in range(0, len(answers), per_rank)]

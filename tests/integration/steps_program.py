@@ -1,5 +1,5 @@
-"""What a process runs to train on given rollouts with DeepSpeed or Megatron, without Ray: the status of each round,
-and all that an optimizer step may change."""
+"""The program that a process runs to train on given rollouts with DeepSpeed or Megatron, without Ray. It returns the
+status of each round, and everything that an optimizer step may change."""
 
 import os
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ PROMPT = 3
 def run_rounds(
     backend: str, model: str, argv: list[str], rounds: list[list[int]], save_after: int = 0
 ) -> list[dict[str, float]]:
-    """The status of each round: lengths of its responses, dealt to the replicas as ``ActorGroup`` does; and, where
-    there is a moving average of the weights, its norm. The round ``save_after`` is followed by a checkpoint."""
+    """The status of each round, and the squared norm of the weights' moving average if there is one. A round is given
+    as response lengths, dealt to the replicas as ``ActorGroup`` does. A checkpoint follows round ``save_after``."""
     args, strategy, trained = _trained(backend, model, argv)
     critic = args.algo.advantage.estimator == "gae"
     found = []
@@ -43,9 +43,9 @@ def run_rounds(
 def run_ratios(
     backend: str, model: str, argv: list[str], lengths: list[int]
 ) -> tuple[dict[str, float], dict[int, dict[str, torch.Tensor]]]:
-    """The status of a round whose old log-probs are further from the policy's, by ``shift``, and of each row of this
-    replica but every fourth what the loss saw, as a dump has it: (T,) ``ratio`` and ``clipped``; with ``shift`` and
-    ``advantages``."""
+    """The status of a round whose old log-probs are shifted away from the policy's by ``shift``, and what the loss saw
+    in each row of this replica except every fourth, as a dump has it: (T,) ``ratio`` and ``clipped``, with ``shift``
+    and ``advantages``."""
     args, strategy, trained = _trained(backend, model, [*argv, "--logger.dump_rollouts", "1"])
     rows = {}
     for row, batch, old in _own_rows(trained, strategy, lengths):
@@ -71,12 +71,12 @@ def run_ratios(
 def run_poisoned(
     backend: str, model: str, argv: list[str], rounds: list[str | None], fused: bool = False
 ) -> list[tuple[dict[str, float], dict[str, torch.Tensor]]]:
-    """Of each round of four rows a replica: its status, and weights, masters, moments and counts after it.
+    """For each round of four rows per replica: its status, and the weights, masters, moments and counts after it.
 
     Args:
         rounds: what the last replica has that is not finite: nothing (None), the "gradient" or the "loss" of its
-            last row, the "log_probs" of all rows while it trains, or a "weight" of the optimizer's.
-        fused: with DeepSpeed's own optimizer for FusedAdam, around torch's Adam.
+            last row, the "log_probs" of all rows while it trains, or a "weight" in its optimizer.
+        fused: use DeepSpeed's own optimizer for FusedAdam, around torch's AdamW.
     """
     from deepspeed.runtime import engine
 
@@ -102,7 +102,7 @@ def _poisoned_round(backend: str, trained: Any, args: SimpleNamespace, replicas:
         sample = _sample(row, batch, old, args)
         if row % 4 == 3 and wrong == "gradient":
             sample.advantages = sample.returns = torch.full_like(sample.advantages, 3e38) * batch.action_mask
-        if row % 4 == 3 and wrong == "loss":  # of which a clamp gives the gradient 0
+        if row % 4 == 3 and wrong == "loss":  # a clamp gives it a gradient of 0
             sample.base_action_log_probs = torch.full_like(old, torch.nan)
         trained.append(sample)
     norm = [one for name, one in module.named_modules() if name.endswith("norm")][-1]
@@ -122,14 +122,14 @@ def _module(backend: str, trained: Any, critic: bool) -> torch.nn.Module:
 
 
 def _optimizers(backend: str, trained: Any, critic: bool) -> list[torch.optim.Optimizer]:
-    """torch's, within the backend's."""
+    """The torch optimizers inside the backend's."""
     if backend == "megatron":
         return [one.optimizer for one in trained.megatron.optimizer.chained_optimizers]
     return [(trained.critic if critic else trained.actor.model).basic_optimizer]
 
 
 def _state(backend: str, trained: Any, critic: bool) -> dict[str, torch.Tensor]:
-    """Copies, by name."""
+    """Copies of everything that an optimizer step may change, by name."""
     parameters = _module(backend, trained, critic).named_parameters()
     found = {name: getattr(p, "ds_tensor", p).detach().clone() for name, p in parameters}
     if backend == "megatron":
@@ -164,12 +164,12 @@ def _trained(backend: str, model: str, argv: list[str]) -> tuple[SimpleNamespace
     trained = _start(_critic_class() if critic else _policy_class(backend), int(os.environ["WORLD_SIZE"]))
     with mock.patch("deepspeed.ops.op_builder.builder.OpBuilder.jit_load") as compile_it:
         trained.init_model_from_pretrained(strategy, model, max_steps=100)
-    assert not compile_it.called, "DeepSpeed compiles its all-reduce through shared memory, or an Adam"
+    assert not compile_it.called, "DeepSpeed compiled its all-reduce through shared memory, or an Adam"
     return args, strategy, trained
 
 
 def _own_rows(trained: Any, strategy: Any, lengths: list[int]) -> Iterator[tuple[int, SimpleNamespace, torch.Tensor]]:
-    """This replica's, dealt as ``ActorGroup`` does: number, tokens, and what the model says of them."""
+    """This replica's rows, dealt as ``ActorGroup`` does: number, tokens, and what the model answers for them."""
     from openrlhf_gtpo.integration.actors.optimizer_steps import deal_rows
 
     replicas, order = strategy.ds_device_mesh["dp"], trained.row_order()
@@ -220,9 +220,9 @@ def _sample(row: int, batch: SimpleNamespace, old: torch.Tensor, args: SimpleNam
 def run_whole_step(
     backend: str, model: str, argv: list[str], missed: float = 0.0
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], int]:
-    """A rollout of eight responses of equal length from the experience maker to the end of training: its metrics, all
-    that it may change, and how often the policy was asked for a forward. What the sampler says is what a forward of
-    the policy says, in pairs of rows as ``argv`` is to have them; ``missed`` is how far weights have moved since."""
+    """Take a rollout of eight responses of equal length from the experience maker to the end of training; return its
+    metrics, all it may change, and how often the policy was asked for a forward. The sampler says what a forward of
+    the policy says, in pairs of rows, as ``argv`` must have them; ``missed`` is how far weights have moved since."""
     from openrlhf.trainer.ppo_utils import experience_maker as upstream
 
     from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker

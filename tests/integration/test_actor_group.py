@@ -35,13 +35,13 @@ PATCHED = (
 
 
 def put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have what a run patches as it was when the test ends."""
+    """Restore what a run patches when the test ends."""
     for module, name in PATCHED:
         monkeypatch.setattr(module, name, getattr(module, name))
 
 
 def start_nothing(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that has patched upstream and goes no further."""
+    """Begin a run, which patches upstream and goes no further."""
     put_back(monkeypatch)
     for module, name in ((run, "run"), (run.stop, "prepare"), (run.host, "start_ray")):
         monkeypatch.setattr(module, name, lambda *values: None)
@@ -49,11 +49,11 @@ def start_nothing(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeCluster:
-    """Ray's placement groups and actors: ``nodes`` has the node of each bundle."""
+    """Stands for Ray's placement groups and actors; ``nodes`` has the node of each bundle."""
 
     def __init__(self, nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.nodes = nodes
-        self.ranks: dict[int, tuple[int, Any]] = {}  # bundle, and what the rank is told of rank 0
+        self.ranks: dict[int, tuple[int, Any]] = {}  # bundle, and what the rank is told about rank 0
         self.group: Any = SimpleNamespace(ready=lambda: None)
         monkeypatch.setattr(dispatch, "placement_group", self._make_group)
         monkeypatch.setattr(
@@ -150,7 +150,7 @@ def test_engines_are_told_what_is_wanted_of_them(source: str, monkeypatch: pytes
 
 
 def test_nobody_else_gets_the_port_at_which_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's rendezvous does: it shares the store."""
+    """Only torch's rendezvous does, because it shares the store."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
@@ -175,7 +175,7 @@ def test_gloo_takes_the_interface_by_which_ray_knows_the_node(monkeypatch: pytes
     strategy = object.__new__(Strategy)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
     strategy.setup_distributed()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1", "the user's wins"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1", "the user's setting wins"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     strategy.setup_distributed()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"

@@ -1,4 +1,4 @@
-"""The DeepSpeed actor's checkpoints: whole or not there, damage is seen, a disk that is full names itself."""
+"""The DeepSpeed actor's checkpoints are whole or absent, damage is noticed, and a full disk is named as the cause."""
 
 from collections.abc import Iterator
 from pathlib import Path

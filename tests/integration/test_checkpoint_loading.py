@@ -1,4 +1,4 @@
-"""A checkpoint's files are data: what DeepSpeed reads of them runs no code that they bring."""
+"""A checkpoint's files are data: when DeepSpeed reads them, it runs no code that they contain."""
 
 import os
 import pickle
@@ -14,7 +14,7 @@ from openrlhf_gtpo.integration.actors.strategy import TorchCheckpointEngine
 
 
 class Command:
-    """What a hostile file is made of."""
+    """An object as a hostile file may contain: unpickling it runs a command."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

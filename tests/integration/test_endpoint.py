@@ -1,5 +1,5 @@
-"""A guide behind an OpenAI-compatible endpoint: what is asked of it, what its answers become, and what is refused. The
-server is a stand-in with the fields of vLLM 0.29's."""
+"""A guide behind an OpenAI-compatible endpoint: what it is asked, what its answers become, and what is refused. The
+server is a stand-in whose answers have the fields of vLLM 0.29's."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ from openrlhf_gtpo.integration.rollout.samples_generator import NumberedLabel
 def run_with(
     url: str, model: str = "guide", max_len: int = 64, temperature: float = 0.7, top_p: float = 1.0
 ) -> SimpleNamespace:
-    """Arguments of a run."""
+    """The arguments of a run with a guide at ``url``."""
     return SimpleNamespace(
         algo=SimpleNamespace(guide=SimpleNamespace(endpoint=url, model_name_or_path=model)),
         data=SimpleNamespace(max_len=max_len),
@@ -36,7 +36,7 @@ def run_with(
 
 
 class Server(ThreadingHTTPServer):
-    """Answers "42" with log-probs -0.25 and -0.5, after temperature, and notes what it was asked."""
+    """Answers "42" with log-probs -0.25 and -0.5, after temperature, and records what it was asked."""
 
     daemon_threads = True
     request_queue_size = 2000
@@ -53,9 +53,9 @@ class Server(ThreadingHTTPServer):
 
     def choice(self, asked: dict[str, Any]) -> dict[str, Any]:
         scale = 1.0 if self.is_raw else asked["temperature"]
-        sampled = {f"other {len(self.asked)}": -3.0 / scale}  # beside the likeliest
-        surely = asked["prompt"] == [1]  # what follows
-        highest = -1e-5 if surely else (-0.25 + 1e-3 * (len(self.asked) % 3)) / scale  # with its arithmetic's noise
+        sampled = {f"other {len(self.asked)}": -3.0 / scale}  # listed beside the likeliest
+        surely = asked["prompt"] == [1]  # its next token is certain
+        highest = -1e-5 if surely else (-0.25 + 1e-3 * (len(self.asked) % 3)) / scale  # with arithmetic noise
         said = {"token_logprobs": [-0.25, -0.5], "top_logprobs": [{"4": highest} | sampled, {"2": -0.5}]}
         said |= {"tokens": ["4", "2"], "text_offset": [0, 1]}
         choice = {"index": 0, "text": "42", "logprobs": said, "finish_reason": "stop", "token_ids": [52, 50]}
@@ -94,7 +94,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[Server]:
     with Server() as server:
-        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()  # seconds to its end
+        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()  # seconds to notice a shutdown
         yield server
         server.shutdown()
 
@@ -128,7 +128,7 @@ def answers(url: str, folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_response_of_a_server_is_one_of_an_engine(server: Server, tmp_path: Path) -> None:
-    """Tokens, log-probs in their places, reward and seeds; and the request says what the server would else choose."""
+    """It has tokens, log-probs in place, reward and seed; the request sets what the server would otherwise choose."""
     found = answers(server.url, tmp_path)
     for response in found:
         assert response["observation_tokens"] == [*b"6*7 = 42"] and response["action_ranges"] == [(6, 8)]
@@ -180,7 +180,7 @@ def test_a_server_that_refuses_stops_the_run_and_one_that_is_gone_is_dead(
 
 
 def test_a_busy_server_is_alive(server: Server) -> None:
-    """Its sign of life does not wait behind prompts, however many."""
+    """Its sign of life does not wait behind prompts, however many there are."""
 
     async def ask() -> None:
         endpoint = Endpoint(server.url, "guide")

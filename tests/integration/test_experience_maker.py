@@ -1,4 +1,4 @@
-"""Advantages land on the rows that they are of, entropies do not leak, and upstream's other duties are kept."""
+"""Advantages land on their own rows, entropies do not leak, and upstream's other duties are kept."""
 
 import copy
 import dataclasses
@@ -79,7 +79,7 @@ def test_gtpo_advantages_are_those_of_the_batch_in_sampling_order(
     assert len(experiences) > 2
     if layout:
         assert [row for e in experiences for row in e.index] != list(range(20)), "the rows came in order"
-        assert len({e.action_mask.shape[1] for e in experiences}) > 1, "all micro-batches are of one width"
+        assert len({e.action_mask.shape[1] for e in experiences}) > 1, "all micro-batches have the same width"
     expected = gtpo_advantages(batch.entropy, batch.mask, batch.outcome, batch.group_ids, GTPOConfig(**options))
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(advantages(experiences, batch), expected)
@@ -139,7 +139,7 @@ def assert_same_experience(found: Experience, wanted: Experience) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class OutcomeConfig:
-    """An estimator that nobody knows.
+    """The settings of an estimator that nobody knows.
 
     Fields:
         scale: what a response's outcome is multiplied by.
@@ -151,7 +151,7 @@ class OutcomeConfig:
 
 
 def test_a_new_estimator_is_a_line_in_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its choice, flags, settings, credit, loss level and metrics follow from it."""
+    """Its choice, flags, settings, credit, loss level and metrics all follow from that line."""
 
     def scaled(*batch: Any) -> torch.Tensor:
         entropy, mask, outcome, group_ids, config, length_penalty = batch
@@ -208,7 +208,7 @@ def test_upstreams_batch_helpers_work_on_the_result(estimator: str, monkeypatch:
     order = [row for e in experiences for row in e.index]
 
     def wide(values: torch.Tensor) -> torch.Tensor:
-        """In sampling order and as wide as ``expected``."""
+        """``values`` in sampling order and as wide as ``expected``."""
         missing = expected.shape[1] - values.shape[1]
         return torch.nn.functional.pad(values, (0, missing))[torch.tensor(order).argsort()]
 
@@ -371,7 +371,7 @@ def test_a_value_that_is_not_finite_stops_the_step_and_names_the_row(
             getattr(batch, what)[row, int(batch.mask[row].nonzero()[0])] = value
         made = maker(EntropyExperienceMaker, args, batch, monkeypatch, kl_coef=0.1)
         if what == "reference" and not use_loss and value in (float("inf"), float("-inf")):
-            made.make_experience_batch(batch.samples())  # upstream clamps the KL that it makes of it
+            made.make_experience_batch(batch.samples())  # upstream clamps the KL that it computes from it
             continue
         with pytest.raises(TrainingStopped) as stopped:
             made.make_experience_batch(batch.samples())
@@ -426,7 +426,7 @@ def test_metrics_of_a_batch_computed_by_hand(monkeypatch: pytest.MonkeyPatch) ->
     args = arguments("--algo.advantage.estimator", "gtpo", "--rollout.micro_batch_size", "2", samples=2)
     made, experiences = make(args, batch, monkeypatch)
     on_tokens = advantages(experiences, batch)[mask]
-    # Row 0 is O+ alone, row 1 O- alone; rows 2 and 3 are O-: 1/H against the mean of 1/H at each position.
+    # In group 0, row 0 alone is O+ and row 1 alone O-; rows 2 and 3 are O-: 1/H against its mean at each position.
     shares = torch.tensor([1, 1, 1, 1 / 0.625, 0.5 / 0.375, 1, 0.25 / 0.625, 0.25 / 0.375])
     expected = {
         names.REWARD_MEAN: 1.75 / 4,
@@ -456,7 +456,7 @@ def test_metrics_leave_out_a_mean_over_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("estimator", ["gtpo", "group_norm"])
 def test_a_row_without_a_token_has_finite_metrics(estimator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an agent of one's own may return it; upstream's means over its tokens are none."""
+    """A user's own agent may return such a row; upstream's means over its tokens are NaN."""
     batch = rollout()
     args = arguments("--algo.advantage.estimator", estimator, "--algo.kl.init_coef", "0.1")
     made = maker(EntropyExperienceMaker, args, batch, monkeypatch, 0.1)

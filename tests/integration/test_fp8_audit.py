@@ -1,5 +1,5 @@
-"""An audit compares row with row and changes no training data; its gate closes at once, takes the exact values
-and opens again; the actors are told.
+"""An audit compares row with row and changes no training data; its gate closes at once, uses the exact values, and
+opens again; the actors are told.
 """
 
 from dataclasses import asdict, replace
@@ -21,7 +21,7 @@ SHUFFLED = ("--train.dynamic_batch_enable", "--rollout.max_tokens_per_gpu", "30"
 
 
 class Policy:
-    """The actors: FP8's values are those of the batch, the exact ones those of its twin."""
+    """Stands for the actors: their FP8 values are those of the batch, the exact ones those of its twin."""
 
     def __init__(self, table_model: Any, twin: Rollout) -> None:
         self.rough, self.twin = table_model, twin
@@ -29,7 +29,7 @@ class Policy:
         self.high_precision = False
         self.told: list[bool] = []
         self.forwards = 0
-        self.forwards_in: list[bool] = []  # high precision
+        self.forwards_in: list[bool] = []  # whether in high precision
 
     def async_run_method(self, method_name: str, on: bool) -> None:
         assert method_name == "set_high_precision"
@@ -108,7 +108,7 @@ def test_every_third_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_gate_closes_for_the_batch_that_it_is_for_and_opens_again(
     layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Shares that weigh much make signs flip.
+    # Heavily weighted shares make signs flip.
     weights = ("--algo.gtpo.alpha1", "0.1", "--algo.gtpo.alpha2", "0.9")
     argv = ("--algo.advantage.estimator", "gtpo", *weights, *layout, "--megatron.fp8_audit_steps", "2")
     made, policy, batch = run(*argv, "--megatron.fp8_audit_gate", "0.001", monkeypatch=monkeypatch)
@@ -121,9 +121,9 @@ def test_the_gate_closes_for_the_batch_that_it_is_for_and_opens_again(
         made.rescued = [] if audited else batch.samples()  # before the batch's own rows
         experiences = made.make_experience_batch(batch.samples())
         if not audited:
-            assert policy.forwards_in == [True, True], "rescued rows too, whose forward comes first"
+            assert policy.forwards_in == [True, True], "including rescued rows, whose forward comes first"
             experiences = experiences[: len(experiences) // 2]
-        assert policy.high_precision is not audited  # of the batch's own forward, which an audit compares in FP8
+        assert policy.high_precision is not audited  # in the batch's own forward, which an audit compares in FP8
         torch.testing.assert_close(in_sampling_order(experiences, "advantages", width), wanted)
         log_probs = in_sampling_order(experiences, "action_log_probs", width)
         assert torch.equal(log_probs[batch.mask], policy.twin.log_probs[batch.mask])
@@ -142,5 +142,5 @@ def test_the_gate_closes_for_the_batch_that_it_is_for_and_opens_again(
 
 def test_without_fp8_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     made = maker(EntropyExperienceMaker, arguments("--algo.advantage.estimator", "gtpo"), rollout(), monkeypatch)
-    made.make_experience_batch(rollout().samples())  # the table model has no other method than a forward
+    made.make_experience_batch(rollout().samples())  # the table model has no method but a forward
     assert names.FP8_IN_USE not in made.metrics

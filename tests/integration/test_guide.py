@@ -1,5 +1,5 @@
-"""Groups that a guide answers in part: whose rows they are, how the guide's part anneals, and what becomes of it when
-it dies."""
+"""Groups that a guide answers in part: which rows are whose, how the guide's share anneals, and what happens when the
+guide dies."""
 
 import math
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ def marks(samples: list[Any]) -> list[float]:
 
 
 class Call:
-    """``method.remote()`` of an engine that notes it, or is dead."""
+    """An engine's ``method.remote()``, which records the call, or raises if the engine is dead."""
 
     def __init__(self, called: list[str], what: str) -> None:
         self.called, self.what, self.dies = called, what, False
@@ -39,8 +39,8 @@ class Call:
 
 @pytest.mark.parametrize(("fraction", "samples"), [(0.25, 8), (0.3, 10), (0.1, 4), (2 / 3, 3), (7 / 8, 8)])
 def test_the_guides_part_anneals_linearly(fraction: float, samples: int) -> None:
-    """Over the prompts of each step its rows are that part, to one row; no group has more than one above or below,
-    and after the last step of annealing it has none."""
+    """Over each step's prompts it has that share of the rows, to within one row; no two groups differ by more than one
+    of its rows, and after the last step of annealing it has none."""
     guide = Guide(["engine"], guide_arguments(fraction, "--algo.guide.steps", "10", samples=samples))
     number = 0
     for step in range(12):
@@ -76,7 +76,7 @@ def test_its_engines_have_about_as_many_rows_each(fraction: float, engines: int)
 
 
 def test_a_group_is_the_policys_rows_and_then_the_guides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with a seed of its own, the policy's with those of a run without a guide; evaluation is the policy's."""
+    """Each row has its own seed, the policy's rows those of a run without a guide; evaluation is only the policy's."""
     alone = rows(sampling(monkeypatch).generate_samples()[0])
     generator, engines = guided(monkeypatch)
     generator.tokenizer, seen = object(), []
@@ -84,7 +84,7 @@ def test_a_group_is_the_policys_rows_and_then_the_guides(monkeypatch: pytest.Mon
         answer = engine.executor.execute
         engine.executor.execute = lambda answer=answer, **of: seen.append(of["hf_tokenizer"]) or answer(**of)
     samples = generator.generate_samples()[0]
-    assert set(seen) == {None}, "it has the tokenizer already, which may be megabytes"
+    assert set(seen) == {None}, "the guide already has the tokenizer, which may be megabytes"
     assert marks(samples) == [float(sample.info["guide"]) for sample in samples] == [0.0, 0.0, 1.0] * 4
     assert [sample.prompts[0] for sample in samples] == [str(i) for i in range(4) for _ in range(3)]
     assert all(sample.rollout_log_probs.tolist() == [[-0.5]] for sample in samples)
@@ -98,7 +98,7 @@ def test_a_group_is_the_policys_rows_and_then_the_guides(monkeypatch: pytest.Mon
 
 
 def test_a_filter_sees_all_rows_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups that the policy fails at, with right responses of the guide's alone, are kept."""
+    """Groups in which only the guide's responses are right are kept."""
 
     class Fails(PolicyExecutor):
         async def execute(self, **given: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -110,7 +110,7 @@ def test_a_filter_sees_all_rows_of_a_group(monkeypatch: pytest.MonkeyPatch) -> N
     for handle in generator.vllm_engines:
         handle.engine.executor = Fails()
     samples = generator.generate_samples()[0]
-    assert [sample.prompts[0] for sample in samples] == [p for p in "1357" for _ in range(3)]  # the guide's odd ones
+    assert [sample.prompts[0] for sample in samples] == [p for p in "1357" for _ in range(3)]  # the guide's right ones
     assert [float(sample.rewards) for sample in samples] == marks(samples) == [0.0, 0.0, 1.0] * 4
 
 
@@ -135,7 +135,7 @@ def test_an_answer_without_log_probs_stops_the_run(log_probs: Any, got: str, mon
 
 
 def test_an_agent_without_log_probs_stops_the_run_at_the_policys_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which a rescue would hold against their engine; an evaluation has none."""
+    """A rescue would compare these rows with their engine, by its log-probs; an evaluation needs none."""
     generator, _ = guided(monkeypatch, 0.0, *RESCUE)
     for handle in generator.vllm_engines:
         handle.engine.executor = Executor()
@@ -158,7 +158,7 @@ def test_a_prompt_whose_reward_fails_at_the_guide_is_dropped_whole(monkeypatch: 
 def test_a_guide_that_dies_is_replaced_by_the_policy_or_stops_the_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """In its rows of the rollout it died in the policy answers; it is not asked again, which is said once."""
+    """The policy answers in its place in the rollout in which it died; it is not asked again, which is said once."""
     for on_failure in ("continue", "stop"):
         generator, engines = guided(monkeypatch, 1 / 3, "--algo.guide.on_failure", on_failure)
 
@@ -180,7 +180,7 @@ def test_a_guide_that_dies_is_replaced_by_the_policy_or_stops_the_run(
 
 
 def test_it_sleeps_but_while_it_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once around what samples in turn; where one dies the run goes on, and the others sleep."""
+    """It wakes once around all that samples in turn; if one engine dies, the run goes on and the others sleep."""
     generator, engines = guided(monkeypatch, 0.5, "--algo.guide.steps", "2", "--algo.guide.on_failure", "continue")
     guide, called = generator._guide, []
     guide._args.vllm.enable_sleep = True

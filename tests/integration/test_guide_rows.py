@@ -1,4 +1,4 @@
-"""Rows of the guide are held against the guide: ratio, truncation and gradient, whatever the loss."""
+"""The guide's rows are compared with the guide: ratio, truncation and gradient, whatever the loss."""
 
 import math
 from typing import Any
@@ -41,13 +41,13 @@ def batch(seed: int = 0, one_advantage: bool = False) -> dict[str, torch.Tensor]
 
 
 def call(loss: PolicyLoss, data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """As both trainers call it."""
+    """Call ``loss`` as both trainers do."""
     first = [data[name] for name in ("log_probs", "old_log_probs", "advantages")]
     return loss(*first, action_mask=data["action_mask"], rollout_log_probs=data["rollout_log_probs"])
 
 
 def by_hand(data: dict[str, torch.Tensor], level: str) -> tuple[float, list[list[float]]]:
-    """Loss and its derivative by each log-prob, token by token."""
+    """The loss and its derivative with respect to each log-prob, token by token."""
     rows, width = data["log_probs"].shape
     total, units = 0.0, 0
     slopes = [[0.0] * width for _ in range(rows)]
@@ -79,7 +79,7 @@ def by_hand(data: dict[str, torch.Tensor], level: str) -> tuple[float, list[list
     ids=["gtpo", "grpo_s", "upstream's"],
 )
 def test_the_ratio_of_a_guide_row_is_to_the_guide_and_truncated(level: str, argv: tuple[str, ...]) -> None:
-    """Loss and gradient of mixed rows are the loop's; a truncated ratio keeps its gradient."""
+    """The loss and gradient of mixed rows are the loop's; a truncated ratio keeps its gradient."""
     loss = credit_loss(arguments(*argv, *CLIP)) or PolicyLoss(LOW, HIGH - 1)
     ratios = GuideRatios(loss, CAP)
     ratios.rows = GUIDED
@@ -101,7 +101,7 @@ def test_the_ratio_of_a_guide_row_is_to_the_guide_and_truncated(level: str, argv
 
 @pytest.mark.parametrize("name", ["cispo", "gmpo", "gspo_token", "sapo"])
 def test_another_surrogate_gets_the_same_ratio(name: str) -> None:
-    """It cannot tell the guide's rows from an old policy's whose log-probs give the truncated ratio."""
+    """It cannot tell the guide's rows from those of an old policy whose log-probs give the truncated ratio."""
     argv = ("--algo.advantage.estimator", "group_norm", "--actor.policy_loss_type", name, "--algo.kl.init_coef", "0")
     plain, guided = (credit_loss(arguments(*argv)) for _ in range(2))
     data = batch(one_advantage=name == "gmpo")
@@ -117,7 +117,7 @@ def test_another_surrogate_gets_the_same_ratio(name: str) -> None:
 @pytest.mark.parametrize("estimator", ["gtpo", "group_norm"])
 @pytest.mark.parametrize("correction", ["token", "seq"])
 def test_the_correction_weighs_the_policys_rows_alone(correction: str, estimator: str) -> None:
-    """With thresholds that drop what differs at all: of the guide's rows nothing, of the policy's everything."""
+    """Thresholds that drop whatever differs at all drop all of the policy's rows and nothing of the guide's."""
     argv = ("--algo.advantage.estimator", estimator, *CLIP, "--algo.advantage.is_correction_level", correction)
     args = arguments(*argv, "--algo.advantage.is_correction_threshold", "0.999999", "1.000001")
     options = {name: value for name, value in vars(args.algo.advantage).items() if name.startswith("is_correction_")}
@@ -132,7 +132,7 @@ def test_the_correction_weighs_the_policys_rows_alone(correction: str, estimator
 
 
 def test_beside_own_log_probs_and_in_dumps() -> None:
-    """Where no old log-probs came, the policy's rows have a ratio of 1; a dump sees what the loss saw."""
+    """Without old log-probs, the policy's rows have a ratio of 1; a dump sees what the loss saw."""
     loss = credit_loss(arguments("--algo.advantage.estimator", "gtpo", *CLIP))
     assert loss is not None
     loss.register_forward_pre_hook(_own_as_old)
@@ -148,7 +148,7 @@ def test_beside_own_log_probs_and_in_dumps() -> None:
 
 
 def test_without_a_guide_nothing_is_touched() -> None:
-    """Bit by bit, and no metric more; also of a batch without marks after one with them."""
+    """Not one bit of the loss changes and no metric is added, even for a batch without marks after one with them."""
     plain, watched = (credit_loss(arguments("--algo.advantage.estimator", "gtpo", *CLIP)) for _ in range(2))
     assert plain is not None and watched is not None
     ratios = GuideRatios(watched, CAP)

@@ -23,7 +23,7 @@ WAITING = {"item", "tolist", "cpu", "nonzero", "masked_select", "__bool__", "__i
 
 
 class Waits(TorchFunctionMode):
-    """Notes what needs a number of the device's on the host."""
+    """Records the calls that need a number from the device on the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def test_packing_waits_for_nothing(context: tuple[int, int]) -> None:
 
 
 def step_loss(policy_loss: Any, device: torch.device) -> _StepLoss:
-    """A step with one micro-batch, whose rows are the host's."""
+    """A step with one micro-batch, whose rows are on the host."""
     step = object.__new__(_StepLoss)
     step.args, step.policy_loss, step.kl_ctl = arguments("--algo.advantage.estimator", "gtpo"), policy_loss, 0.0
     step.ratios, step.guide_ratios = None, GuideRatios(torch.nn.Identity(), 1.0)
@@ -68,7 +68,7 @@ def test_the_loss_takes_what_it_reads_and_metrics_stay_with_the_host() -> None:
 
 @pytest.mark.parametrize(("level", "loss"), [("token", 1), ("sequence", 2)])
 def test_a_micro_batch_waits_for_few_numbers(level: Any, loss: int) -> None:
-    """Whether labels are of the vocabulary, and whether all is finite (and a row has one advantage)."""
+    """They tell whether labels are in the vocabulary, and whether all is finite (and each row has one advantage)."""
     labels = torch.tensor([3, 0, 7, 1, 2])
     hidden, weight = torch.randn(5, 4), torch.randn(8, 4)
     step = step_loss(CreditLoss(level, **loss_options(arguments("--algo.advantage.estimator", "gtpo"))), hidden.device)

@@ -84,7 +84,7 @@ def test_dual_clip_changes_the_loss_it_is_tested_with() -> None:
 
 
 def test_whoever_changes_the_surrogate_changes_the_loss_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`policy_surrogate` is what docs/algorithms.md names as the place of the clipping."""
+    """docs/algorithms.md names `policy_surrogate` as the place of the clipping."""
     data = batch("token")
     unclipped = credit_loss("token")
     before = unclipped(**data)[0]
@@ -265,13 +265,13 @@ def test_micro_batches_sum_to_the_loss_of_the_whole_step(cuts: list[int], level:
 
 
 def other_loss(name: str, level: str, **options: Any) -> CreditLoss:
-    """Of the surrogate ``name`` with a mean of ``level``."""
+    """The loss of the surrogate ``name``, with its mean at ``level``."""
     kind = SURROGATES[name]
     surrogate = partial(kind.loss, config=kind.config())
     return CreditLoss(level, surrogate=surrogate, clip_eps_low=LOW, clip_eps_high=HIGH, **options)  # type: ignore[arg-type]
 
 
-# Those that see a micro-batch's tokens together depend on how a step is split.
+# Without those that see a micro-batch's tokens together, which depend on how a step is split.
 OF_TOKENS_ALONE = [
     (name, level)
     for name, kind in SURROGATES.items()
@@ -316,7 +316,7 @@ def test_gspo_token_with_a_mean_over_responses_is_upstreams_gspo() -> None:
 @pytest.mark.parametrize("correction", [CORRECTIONS["token clip"], CORRECTIONS["seq mask"]], ids=str)
 @pytest.mark.parametrize("name", SURROGATES)
 def test_the_correction_weighs_every_surrogate(name: str, correction: dict[str, Any]) -> None:
-    """A token's term by its own weight, a response's by their geometric mean, over the tokens that are kept."""
+    """It multiplies a token's term by the token's weight, a response's by the geometric mean over the tokens kept."""
     data = batch(seed=7)
     loss_fn = other_loss(name, "sequence", **correction)
     mask = data["action_mask"].bool()
@@ -367,7 +367,7 @@ def test_what_is_not_finite_stops_before_its_backward_pass(level: str, name: str
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_a_log_prob_that_is_not_finite_makes_the_loss_nan(level: str, bad: float) -> None:
-    """So that its optimizer step is skipped on every rank; outside the mask it counts for nothing."""
+    """Its optimizer step is then skipped on every rank; outside the mask, the log-prob counts for nothing."""
     data = batch(level, seed=9)
     expected = credit_loss(level)(**data)[0]
     outside = (~data["action_mask"].bool()).nonzero()[0]
@@ -380,4 +380,4 @@ def test_a_log_prob_that_is_not_finite_makes_the_loss_nan(level: str, bad: float
     loss_fn.register_forward_pre_hook(_own_as_old)
     log_probs, advantages = data.pop("log_probs"), data.pop("advantages")
     data.pop("old_log_probs")
-    assert loss_fn(log_probs, None, advantages, **data)[0].isnan(), "where they are the old ones too"
+    assert loss_fn(log_probs, None, advantages, **data)[0].isnan(), "even if they are the old ones too"

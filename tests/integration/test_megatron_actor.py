@@ -1,4 +1,4 @@
-"""Would catch a Megatron actor whose losses, metrics, schedule or batches mean something else than OpenRLHF's own."""
+"""These tests catch a Megatron actor whose losses, metrics, schedule or batches do not mean what OpenRLHF's do."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ def test_training_is_that_of_upstreams_actor(
 ) -> None:
     """Two rounds on the same rollouts. TP2 × PP2 in bf16 against one DeepSpeed process in bf16.
 
-    Both save what they trained, though at first it cannot be written: a folder stands in its place.
+    Both save what they trained, although the first attempt to write it fails: a folder stands in its place.
     """
     argv = [*COMMON, *ALGORITHMS[name]]
     layout = ["--megatron.tensor_model_parallel_size", "2", "--megatron.pipeline_model_parallel_size", "2"]
@@ -79,7 +79,7 @@ def test_the_trainer_rests_while_engines_work(
     step = [("wake", set()), ("sleep", set()), ("step", states | {"gradients"}), *sync, ("save", states)]
     evaluation = [("wake", set()), ("sleep", set())]
     assert started == [*evaluation, *step, *evaluation]
-    sync = [("wake weights", set()), ("send", parameters)]  # out of the rest, for once
+    sync = [("wake weights", set()), ("send", parameters)]  # straight from rest, this once
     assert resumed == [("load", states), *sync, *evaluation, *step, *evaluation]
 
 
@@ -98,7 +98,7 @@ def test_the_lm_heads_memory_is_given_in_mib() -> None:
         assert _model_options(arguments(*given, "--actor.backend", "megatron")).lm_head_bytes == expected
 
 
-# Stands for Transformer Engine: says what it finds when it is first imported, and by whom, and ends the process.
+# Stands for Transformer Engine: when first imported, it prints what it finds and who imports it, and ends the process.
 FIRST_IMPORT = """
 import os, traceback
 print("first imported with", os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES"), flush=True)
@@ -109,12 +109,12 @@ os._exit(0)
 
 @pytest.mark.slow
 def test_transformer_engine_finds_its_variable_however_early_it_is_imported(tmp_path: Path) -> None:
-    """In a worker's order: the actor's module, OpenRLHF, PEFT, which imports it long before Megatron does."""
+    """In a worker, the actor's module imports OpenRLHF, then PEFT, which imports it long before Megatron does."""
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").write_text(FIRST_IMPORT)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")}
     environment |= {"OPENRLHF_GTPO_PLATFORM": "cpu", "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    program = "from openrlhf_gtpo import platform; platform.activate(); "  # Ray's hook on such a host
+    program = "from openrlhf_gtpo import platform; platform.activate(); "  # as Ray's hook does on such a host
     program += "import openrlhf_gtpo.integration.actors.megatron_actor"
     ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert "first imported with 1\n" in ended.stdout, ended.stdout + ended.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""Every row is in one micro-batch that fits, there are few of them, and every value comes back to its token."""
+"""Every row is in one micro-batch that fits, micro-batches are few, and every value comes back to its token."""
 
 import random
 
@@ -27,7 +27,7 @@ def test_every_row_is_in_one_micro_batch_that_fits(lengths: list[int], max_token
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 150))
 def test_there_are_few_of_them(lengths: list[int], max_tokens: int) -> None:
-    """The fewest that any filling needs are those of the tokens alone; first-fit is known to stay below twice that."""
+    """No filling needs fewer than the token count alone implies; first-fit is known to stay below twice that."""
     too_long = [length for length in lengths if length > max_tokens]
     fitting = [length for length in lengths if length <= max_tokens]
     assert len(fill_micro_batches(lengths, max_tokens)) <= len(too_long) + 2 * (-(-sum(fitting) // max_tokens))
@@ -63,7 +63,7 @@ def test_room_for_no_token_is_refused() -> None:
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[PaddedBatch]:
-    """Ragged batches padded on either side, with holes between actions; every token of all of them is different."""
+    """Ragged batches padded on either side, with holes between actions; no two of their tokens are the same."""
     made, token = [], 1
     for _ in range(draw(st.integers(1, 4))):
         rows, width = draw(st.integers(1, 4)), draw(st.integers(2, 12))
@@ -85,7 +85,7 @@ def batches(draw: st.DrawFn) -> list[PaddedBatch]:
 @settings(max_examples=80, deadline=None)
 @given(batches(), st.integers(1, 30))
 def test_every_value_comes_back_to_its_token(given_batches: list[PaddedBatch], max_tokens: int) -> None:
-    """A model that answers every action with its own token id, negative for the entropy."""
+    """The model answers every action with its own token id, negated for the entropy."""
     seen: list[int] = []
 
     def forward(micro_batches: list[MicroBatch]) -> list[TokenValues]:

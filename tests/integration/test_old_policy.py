@@ -1,4 +1,4 @@
-"""With the sampler's entropies the policy is asked for a forward where something needs it; audits compare the two."""
+"""With the sampler's entropies, the policy runs a forward only if something needs it; audits compare the two."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ GUIDE = ("--algo.guide.model_name_or_path", "guide")
 NO_AUDIT = ("--rollout.entropy_audit_steps", "0")
 KL_LOSS = ("--algo.kl.init_coef", "0.1", "--algo.kl.use_loss")
 DYNAMIC = ("--train.dynamic_batch_enable", "--rollout.max_tokens_per_gpu", "30")
-# Shares that weigh much make signs flip.
+# Heavily weighted shares make signs flip.
 WEIGHTS = ("--algo.gtpo.alpha1", "0.1", "--algo.gtpo.alpha2", "0.9")
 
 
@@ -37,14 +37,14 @@ class Asked:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, batch: Rollout, *argv: str, kl_coef: float = 0.0) -> tuple[Any, Asked]:
-    """An experience maker whose policy says what ``batch`` has, and that policy."""
+    """An experience maker whose policy answers with the values of ``batch``, and that policy."""
     made = maker(EntropyExperienceMaker, arguments(*argv), batch, monkeypatch, kl_coef)
     made.actor_model_group = Asked(made.actor_model_group)
     return made, made.actor_model_group
 
 
 def samples(sampled: Rollout) -> list[Experience]:
-    """Rows as the engines' responses become them, with what the sampler said of each."""
+    """The rows that the engines' responses become, with what the sampler said about each."""
     found = sampled.samples()
     for row, sample in enumerate(found):
         width = sample.action_mask.shape[1]
@@ -54,7 +54,7 @@ def samples(sampled: Rollout) -> list[Experience]:
 
 
 def twin(batch: Rollout, distance: float) -> Rollout:
-    """What another policy, ``distance`` (0 to 1) away, says of the same responses."""
+    """The same responses with the values of another policy, ``distance`` (0 to 1) away."""
     other = rollout(seed=1)
     entropy = (1 - distance) * batch.entropy + distance * other.entropy
     return replace(batch, entropy=entropy, log_probs=batch.log_probs - 0.1 * distance)
@@ -76,7 +76,7 @@ def rows_of(experiences: Sequence[Experience], name: str, batch: Rollout) -> tor
 def test_the_samplers_entropies_shape_and_the_policy_is_not_asked(
     estimator: str, layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They lie on the rows that they are of, the reference model's log-probs beside them, and nothing stays behind."""
+    """They lie on their own rows, beside the reference model's log-probs, and nothing stays behind."""
     batch = rollout()
     sampled = twin(batch, 0.5)
     argv = ("--algo.advantage.estimator", estimator, *SAMPLER, *NO_AUDIT, *KL_LOSS, *layout)
@@ -104,8 +104,8 @@ def test_the_samplers_entropies_shape_and_the_policy_is_not_asked(
 def test_of_a_guides_rows_the_policy_is_asked_for_entropies(
     estimator: str, argv: tuple[str, ...], forwarded: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of these alone, where nothing else needs its forward; they are shaped by the old policy's, the others by the
-    sampler's, and what the guide's sampler did not say is not missing."""
+    """Its forward covers these rows alone if nothing else needs it; they are shaped by the old policy's entropies, the
+    others by the sampler's, and values that the guide's rows lack do not count as missing."""
     batch = rollout()
     sampled = twin(batch, 0.5)
     made, policy = run(monkeypatch, batch, "--algo.advantage.estimator", estimator, *SAMPLER, *NO_AUDIT, *argv)
@@ -147,7 +147,7 @@ def test_of_a_guides_rows_the_policy_is_asked_for_entropies(
 def test_the_policy_is_asked_where_its_log_probs_are_read(
     argv: tuple[str, ...], kl_coef: float, forwards: int, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They travel on where several optimizer steps are held to them; entropies are the sampler's all the same."""
+    """They travel on if several optimizer steps are compared with them; entropies are the sampler's all the same."""
     batch = rollout()
     sampled = twin(batch, 0.5)
     made, policy = run(monkeypatch, batch, *GTPO, *NO_AUDIT, *argv, kl_coef=kl_coef)
@@ -179,11 +179,11 @@ def test_what_a_filter_leaves_keeps_its_own_entropies(monkeypatch: pytest.Monkey
     torch.testing.assert_close(rows_of(experiences, "advantages", batch), wanted)
 
 
-# ── Tokens that the sampler said nothing of ──
+# ── Tokens that the sampler said nothing about ──
 
 
 def holed(batch: Rollout, tokens: int) -> Rollout:
-    """Without values at the first action tokens of the last rows."""
+    """``batch`` without values at the first action token of each of the last ``tokens`` rows."""
     entropy, log_probs = batch.entropy.clone(), batch.log_probs.clone()
     for row in range(len(batch.mask) - tokens, len(batch.mask)):
         column = int(batch.mask[row].nonzero()[0])
@@ -258,7 +258,7 @@ def test_without_credit_there_is_nothing_to_audit(monkeypatch: pytest.MonkeyPatc
 def test_a_stale_engine_closes_the_gate_until_it_has_new_weights(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What other weights say shapes nothing, from the audit that finds it on to the one that finds it no more."""
+    """What other weights say shapes nothing, from the audit that notices them to the first that no longer does."""
     batch = rollout()
     stale = twin(batch, 0.5)
     made, policy = run(monkeypatch, batch, *GTPO, "--rollout.entropy_audit_steps", "2")
@@ -279,7 +279,7 @@ def test_a_stale_engine_closes_the_gate_until_it_has_new_weights(
 
 
 def test_a_gate_that_was_closed_opens_in_a_run_without_audits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that goes on from a checkpoint of a run with them."""
+    """It goes on from the checkpoint of a run with audits."""
     made, policy = run(monkeypatch, rollout(), *GTPO, *NO_AUDIT)
     made.audit.batches, made.audit.closed = 3, True
     made.make_experience_batch(samples(rollout()))

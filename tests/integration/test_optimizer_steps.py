@@ -25,7 +25,7 @@ from openrlhf_gtpo.megatron.checkpoint.folder import write_manifest
 from openrlhf_gtpo.report import names
 
 LENGTHS = [9, 4, 12, 2, 7, 1, 10, 8, 5, 3, 11, 6, 13, 2, 9, 4]
-# The second round is short, as the end of the data or a filter leaves it; the last leaves one of two replicas no row.
+# The second round is short, as after the data's end or a filter; the last leaves one of two replicas without a row.
 ROUNDS = [LENGTHS, LENGTHS[:12], LENGTHS, LENGTHS[:1]]
 COMMON = ["--train.batch_size", "16", "--actor.adam.lr", "0", "--critic.adam.lr", "0", "--algo.kl.init_coef", "0"]
 WHOLE = ["--train.micro_batch_size", "16"]
@@ -108,7 +108,7 @@ def test_a_step_does_not_depend_on_how_its_rows_are_split(
     pools: dict[int, RankPool],
     whole: dict[str, Any],
 ) -> None:
-    """Gradient norms and every metric, in bf16; the learning rate is 0, so all rounds start from the same weights."""
+    """Gradient norms and all metrics agree in bf16; with learning rate 0, all rounds start from the same weights."""
     backend = "megatron" if "megatron" in argv else "deepspeed"
     for found in pools[processes].run(run_rounds, backend, actor_model, [*COMMON, *ESTIMATORS[name], *argv], ROUNDS):
         for i, (ours, theirs) in enumerate(zip(found, whole[name], strict=True)):
@@ -118,14 +118,14 @@ def test_a_step_does_not_depend_on_how_its_rows_are_split(
 
 
 def test_the_rounds_can_tell(whole: dict[str, Any]) -> None:
-    """Something is filtered, and a short round is not a whole one."""
+    """Something is filtered, and a short round differs from a whole one."""
     for name in ("gtpo", "grpo_s", "gtpo with a guide"):
         assert 0 < whole[name][0]["is_filter_ratio"] < 1
     for name, rescued in (("gtpo with a guide", None), ("grpo with rescues", 4 / 16)):
         first = whole[name][0]
         assert first[names.GUIDE_ROWS] == pytest.approx(5 / 16) and first.get(names.RESCUE_ROWS) == rescued
         assert 0 < first[names.GUIDE_TRUNCATED] < 5 / 16 + (rescued or 0)
-        assert first["ppo_kl"] == pytest.approx(0, abs=1e-3), "of the policy's rows, which have not moved"
+        assert first["ppo_kl"] == pytest.approx(0, abs=1e-3), "over the policy's rows, where it has not moved"
     for rounds in whole.values():
         full, short, again, _ = (r.get("actor_grad_norm", r.get("critic_grad_norm")) for r in rounds)
         assert again == pytest.approx(full, rel=0.01) and short != pytest.approx(full, rel=0.03)
@@ -145,7 +145,7 @@ def test_the_rounds_can_tell(whole: dict[str, Any]) -> None:
 def test_a_dump_gets_the_ratio_of_every_token_and_what_was_clipped(
     name: str, processes: int, argv: list[str], actor_model: str, pools: dict[int, RankPool]
 ) -> None:
-    """Of the rows that it has, over two optimizer steps, from the estimator's loss and from upstream's, both of which
+    """It gets them for its rows over two optimizer steps, from the estimator's loss and from upstream's, both of which
     decide by the token or by the row."""
     flags = ESTIMATORS | {"gspo": ["--algo.preset", "grpo", "--actor.policy_loss_type", "gspo"]}
     low, high = 0.9, 1.15
@@ -157,7 +157,7 @@ def test_a_dump_gets_the_ratio_of_every_token_and_what_was_clipped(
     assert sorted(rows) == [row for row in range(len(LENGTHS)) if row % 4]
     agreed = total = 0
     for seen in rows.values():
-        acts = torch.arange(len(seen["ratio"])) >= 2  # behind the prompt
+        acts = torch.arange(len(seen["ratio"])) >= 2  # after the prompt
         torch.testing.assert_close(seen["ratio"].log(), seen["shift"], atol=0.03, rtol=0)
         decides = seen["ratio"]
         if name == "grpo_s":
@@ -174,7 +174,7 @@ def test_a_dump_gets_the_ratio_of_every_token_and_what_was_clipped(
 def test_several_steps_and_epochs_train_alike(argv: list[str], actor_model: str, pools: dict[int, RankPool]) -> None:
     """Two epochs of two optimizer steps, at a learning rate that moves the second round's numbers.
 
-    Nothing is clipped or left out, which bf16's rounding would decide differently in other micro-batches.
+    Nothing is clipped or left out, as bf16's rounding would decide that differently in other micro-batches.
     """
     more = [
         "--train.batch_size",
@@ -188,7 +188,7 @@ def test_several_steps_and_epochs_train_alike(argv: list[str], actor_model: str,
     ]
     common = [*COMMON, "--algo.advantage.estimator", "gtpo", *ENTROPY, "--actor.eps_clip_low_high", "0.99", "9", *more]
     by_tokens = "--train.dynamic_batch_enable" in argv
-    reference = [*BY_TOKENS[:1], "--train.max_tokens_per_gpu", "9999"] if by_tokens else WHOLE  # neither is shuffled
+    reference = [*BY_TOKENS[:1], "--train.max_tokens_per_gpu", "9999"] if by_tokens else WHOLE  # one micro-batch
     expected = pools[1].run(run_rounds, "deepspeed", actor_model, [*common, *reference], [LENGTHS] * 2)[0]
     found = pools[1].run(run_rounds, "deepspeed", actor_model, [*common, *argv], [LENGTHS] * 2)[0]
     assert abs(expected[1]["policy_loss"] - expected[0]["policy_loss"]) > 1e-3
@@ -206,14 +206,14 @@ EMA = ["--algo.advantage.estimator", "gtpo", "--train.enable_ema", "--train.ema_
 def test_a_resumed_actor_trains_on_bit_by_bit(
     argv: list[str], actor_model: str, pools: dict[int, RankPool], tmp_path: Path
 ) -> None:
-    """Weights, optimizer, schedule, the order of rows, dropout, and the moving average of the weights."""
+    """This includes weights, optimizer, schedule, order of rows, dropout, and the moving average of the weights."""
     model = shutil.copytree(actor_model, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
     argv = [*argv, *THREES, "--train.batch_size", "6", "--train.max_epochs", "2"]
     argv += ["--ckpt.path", str(tmp_path / "saved"), "--actor.adam.lr", "1e-3", "--critic.adam.lr", "1e-3"]
     whole = pools[2].run(run_rounds, "deepspeed", str(model), argv, [LENGTHS[:12]] * 3, 2)
-    actors = tmp_path / "saved" / "_actor" / "global_step2"  # a critic goes on beside one
+    actors = tmp_path / "saved" / "_actor" / "global_step2"  # a critic resumes only beside one
     if not actors.exists():
         actors.mkdir(parents=True)
         write_manifest(actors, {})
@@ -224,14 +224,14 @@ def test_a_resumed_actor_trains_on_bit_by_bit(
     for (slow,), (as_saved,) in zip(slower, resumed, strict=True):
         [name] = [name for name in slow if name.endswith("_lr")]
         assert slow[name] == pytest.approx(as_saved[name] / 100)
-        assert slow != as_saved | {name: slow[name]}  # the first step of several has that rate too
+        assert slow != as_saved | {name: slow[name]}  # the first of the steps has that rate too
 
 
-# ── Entries that are no multiple of the replicas ──
+# ── Entries whose number is not a multiple of the replicas ──
 
 
 class Handler:
-    """A Ray actor that answers with what it was given, and notes how often it computed."""
+    """Stands for a Ray actor: answers with what it was given, and counts the entries that it computed."""
 
     def __init__(self) -> None:
         self.computed = 0
@@ -246,7 +246,7 @@ class Handler:
 
 @pytest.mark.parametrize("duplicates", [1, 2])
 def test_a_replica_with_fewer_entries(duplicates: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes part in every forward, whose results are those of the entries; one with none gets none to train on."""
+    """It takes part in every forward, whose results are the entries' alone; one without entries trains on none."""
     from openrlhf.trainer.ray import launcher
 
     for module in (launcher, dispatch):
@@ -270,7 +270,7 @@ def test_a_replica_with_fewer_entries(duplicates: int, monkeypatch: pytest.Monke
 
 
 def long_tailed(rows: int, seed: int) -> list[int]:
-    """Tokens of rows whose responses are log-normal and cut off at 4096, with prompts of a like length each."""
+    """Token counts of rows whose responses are log-normal and cut off at 4096, with prompts of similar length."""
     generator = np.random.default_rng(seed)
     responses = np.minimum(4096, generator.lognormal(np.log(683), 0.9, rows)).astype(int)
     return (responses + generator.integers(200, 400, rows)).tolist()
@@ -291,7 +291,7 @@ def steps_of(buffers: list[np.ndarray], order: RowOrder, epochs: int = 1) -> lis
 
 
 def imbalance(step: list[list[int]], lengths: list[int]) -> float:
-    """How much longer the heaviest replica's tokens are than those of a replica on average."""
+    """By what fraction the heaviest replica's tokens exceed the mean replica's."""
     tokens = [sum(lengths[row] for row in rows) for rows in step]
     return max(tokens) * len(tokens) / sum(tokens) - 1
 
@@ -301,7 +301,7 @@ def imbalance(step: list[list[int]], lengths: list[int]) -> float:
     [(10, 6, 1, 5 + 5), (11, 6, 2, 2 * 2 * (5 + 1)), (8, 64, 1, 4 + 4), (3, 6, 1, 2), (9, 5, 3, 2 * 3 * (4 * 2 + 1))],
 )
 def test_the_schedule_is_of_the_steps_that_are_made(prompts: int, batch_size: int, epochs: int, steps: int) -> None:
-    """Two episodes of rollouts of 2 prompts with 6 rows each, of which the last may have one."""
+    """Two episodes of rollouts of 2 prompts with 6 rows each; the last rollout of an episode may have one prompt."""
     order = RowOrder(batch_size, [1])
     rollouts = [12] * (prompts // 2) + [6] * (prompts % 2)
     made = sum(len(steps_of([np.arange(rows)], order, epochs)) for rows in 2 * rollouts)
@@ -312,8 +312,8 @@ def test_the_schedule_is_of_the_steps_that_are_made(prompts: int, batch_size: in
 
 @pytest.mark.parametrize("replicas", [2, 4, 8])
 def test_replicas_have_as_many_tokens_in_every_optimizer_step(replicas: int) -> None:
-    """16 steps of 128 rows, each with the rows that it has without dealing: how much the heaviest replica has above
-    the mean one, as docs/openrlhf.md has it (-s prints it)."""
+    """16 steps of 128 rows, each with the same rows as without dealing: by how much the heaviest replica exceeds the
+    mean one, as docs/openrlhf.md has it (-s prints it)."""
     lengths, order = long_tailed(2048, seed=replicas), RowOrder(128, [7, 48])
     chunks = np.array_split(np.arange(2048), replicas)
     before, after = steps_of(chunks, order), steps_of(deal_rows(lengths, replicas, order), order)
@@ -348,7 +348,7 @@ def test_rows_that_replicas_cannot_share_evenly_are_all_dealt_once() -> None:
 
 @pytest.mark.parametrize("order", [RowOrder(8, [0, 0]), None])
 def test_what_replicas_append_is_dealt_by_tokens(order: RowOrder | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of two ranks of two replicas gets its replica's rows, in micro-batches; rows in their own order stay."""
+    """Both ranks of each of two replicas get the replica's rows, in micro-batches; rows in their own order stay."""
     from openrlhf.trainer.ray import launcher
     from rollouts import arguments, maker, rollout
 
@@ -378,8 +378,8 @@ def test_what_replicas_append_is_dealt_by_tokens(order: RowOrder | None, monkeyp
 
 
 def test_rows_are_dealt_evenly() -> None:
-    """As many micro-batches for each of 4 replicas, none above the given size, or above two rows of one where rows are
-    no multiple of the replicas; fewer rows than replicas one by one."""
+    """Each of 4 replicas gets the same number of micro-batches, none above the given size (or above two rows for size
+    1 if rows are not a multiple of the replicas); fewer rows than replicas go one by one."""
     from rollouts import arguments, maker, rollout
 
     from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
@@ -427,8 +427,8 @@ def zero(stage: int, *more: str) -> list[str]:
 def test_a_step_that_is_not_finite_leaves_no_trace(
     wrongs: list[str], argv: list[str], fused: bool, actor_model: str, pools: dict[int, RankPool]
 ) -> None:
-    """Weights, masters, moments and counts are bitwise those of a run without it, right after it and a step later; two
-    ranks, of which one has the row."""
+    """Weights, masters, moments and counts are bitwise those of a run without it, right after it and a step later; one
+    of two ranks has the bad row."""
     backend = "megatron" if "megatron" in argv else "deepspeed"
     model = "critic" if "gae" in argv else "actor"
     with_them, without = (
@@ -455,7 +455,7 @@ def assert_the_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Te
 def test_too_many_in_a_row_and_a_weight_that_is_not_finite_stop_training(
     backend: str, actor_model: str, pools: dict[int, RankPool]
 ) -> None:
-    """In two ranks the last of which has what is wrong: both stop, or the one whose weight it is."""
+    """The last of two ranks has what is wrong: both stop or, if it is a weight, the one that holds it."""
     argv = [*TRAINS, *GTPO, "--actor.backend", backend, "--train.max_bad_steps", "2"]
     with pytest.raises(AssertionError) as stopped:
         pools[2].run(run_poisoned, backend, actor_model, argv, [None, "log_probs", None, "log_probs", "log_probs"])
@@ -470,7 +470,7 @@ def test_too_many_in_a_row_and_a_weight_that_is_not_finite_stop_training(
 
 @pytest.mark.parametrize("level", ["token", "seq"])
 def test_what_compares_the_policy_with_itself_is_of_its_own_rows(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A guide's, at which these are 0, are not counted, however they are dealt; of anything else they are."""
+    """A guide's rows, where these metrics are 0, do not count, however they are dealt; for other metrics they do."""
     from rollouts import arguments
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
@@ -486,7 +486,7 @@ def test_what_compares_the_policy_with_itself_is_of_its_own_rows(level: str, mon
 
 
 def test_fp16_lives_by_skipping_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed finds its loss scale so, and ends the run itself where there is none."""
+    """That is how DeepSpeed finds its loss scale; it ends the run itself if there is none."""
     from rollouts import arguments
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
@@ -498,7 +498,7 @@ def test_fp16_lives_by_skipping_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_muon_on_a_cpu_compiles_no_adam(actor_model: str, pools: dict[int, RankPool]) -> None:
-    """Nothing that the actors' own processes run here does: ``steps_program`` refuses it."""
+    """Nor does anything else that the actors' own processes run here: ``steps_program`` asserts it."""
     [[(status, _)]] = pools[1].run(
         run_poisoned, "deepspeed", actor_model, [*TRAINS, *GTPO, "--actor.optim", "muon"], [None]
     )
@@ -537,8 +537,8 @@ LEVEL = "--algo.advantage.is_correction_level"
 def test_a_whole_step_without_an_old_policy_forward_is_the_one_with_it(
     backend: str, argv: list[str], forwards: int, actor_model: str, pools: dict[int, RankPool]
 ) -> None:
-    """Where the sampler says what the actor would: status, weights and optimizer, bit by bit, of one optimizer step.
-    KL as a reward, and several optimizer steps, still ask the actor."""
+    """If the sampler says what the actor would, status, weights and optimizer are the same bit by bit after one
+    optimizer step. KL as a reward, and several optimizer steps, still ask the actor."""
     argv = [*PAIRS, "--train.batch_size", "8", "--algo.advantage.estimator", *argv]
     status, state, asked = pools[1].run(run_whole_step, backend, actor_model, argv)[0]
     assert asked == 1 and status["actor_grad_norm"] > 0.01
@@ -551,7 +551,7 @@ def test_a_whole_step_without_an_old_policy_forward_is_the_one_with_it(
 def test_an_engine_that_missed_an_update_shows_in_the_audit(
     backend: str, actor_model: str, pools: dict[int, RankPool]
 ) -> None:
-    """The gate closes, and the step is the one with the actor's entropies."""
+    """The gate closes, and the step is the same as with the actor's entropies."""
     argv = [*PAIRS, "--train.batch_size", "8", "--algo.advantage.estimator", "gtpo", *NO_KL]
     sampler = [*argv, *SAMPLER[:2], "--rollout.entropy_audit_gate", "0.05"]
     fresh, _, _ = pools[1].run(run_whole_step, backend, actor_model, sampler)[0]
@@ -568,7 +568,7 @@ def test_an_engine_that_missed_an_update_shows_in_the_audit(
 def test_log_probs_of_the_sampler_hold_several_optimizer_steps(
     backend: str, actor_model: str, pools: dict[int, RankPool]
 ) -> None:
-    """Each step has a ratio of 1 to itself, and the distance to what sampled is what the correction weighs by."""
+    """Each step has a ratio of 1 to itself, and the correction weighs by the distance to the policy that sampled."""
     argv = [*PAIRS, "--train.batch_size", "4", "--algo.advantage.estimator", "gtpo", *NO_KL, LEVEL, "token"]
     held, _, asked = pools[1].run(run_whole_step, backend, actor_model, [*argv, *SAMPLER])[0]
     assert asked == 1 and abs(held["ppo_kl"]) > 1e-4
@@ -580,8 +580,8 @@ def test_log_probs_of_the_sampler_hold_several_optimizer_steps(
 
 
 def test_deepspeeds_tensor_parallelism_sends_whole_weights(actor_model: str, pools: dict[int, RankPool]) -> None:
-    """Each parameter is sent as announced and as the checkpoint has it. The last test of a pool: the split stays on
-    for a process's life."""
+    """Each parameter is sent as announced and as the checkpoint has it. This must be a pool's last test: the split
+    stays on for a process's life."""
     from transformers import AutoModelForCausalLM
 
     whole = dict(AutoModelForCausalLM.from_pretrained(actor_model, dtype=torch.bfloat16).named_parameters())

@@ -28,7 +28,7 @@ TINY = {
 
 
 def forward(kind: str, *argv: str) -> tuple[Any, torch.Tensor, transformers.PreTrainedModel]:
-    """What a policy actor around a tiny model answers, the rows' action mask, and the model."""
+    """The answer of a policy actor around a tiny model, the log-probs and entropies expected, and the model."""
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**TINY)).eval()
     model.config.use_cache = False
@@ -64,7 +64,7 @@ def test_a_forward_without_entropies_is_upstreams() -> None:
 
 
 def loss_of(monkeypatch: pytest.MonkeyPatch, *argv: str) -> torch.nn.Module:
-    """The loss of a trainer, which needs no model to be made."""
+    """The loss of a trainer, which can be made without a model."""
     monkeypatch.setattr(ppo_actor, "torch_dist_barrier_and_cuda_sync", lambda: None)
     strategy = SimpleNamespace(args=arguments(*argv))
     return DeepspeedActorTrainer(strategy, None, None, None, None, vllm_engines=None).actor_loss_fn

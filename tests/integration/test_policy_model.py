@@ -1,6 +1,6 @@
-"""Would catch a policy model whose log-probs, entropies or gradients are not those of OpenRLHF's ``Actor``.
+"""These tests catch a policy model whose log-probs, entropies or gradients are not those of OpenRLHF's ``Actor``.
 
-Both run in fp32 on the same weights, so they may differ by rounding only. Upstream compiles its entropy; here it runs
+Both run in fp32 on the same weights, so they may differ only by rounding. Upstream compiles its entropy; here it runs
 as written, which needs no compiler.
 """
 
@@ -81,7 +81,7 @@ def run(actor: Actor, data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torc
 
 
 def gradients(actor: Actor, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of a loss that weighs every token differently and uses log-probs and entropies."""
+    """The gradients of a loss that weighs every token differently and uses log-probs and entropies."""
     actor.model.zero_grad()
     log_probs, entropy = run(actor, data)
     weights = torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)

@@ -1,4 +1,4 @@
-"""Prompts that no response of the policy's was right for: queued, answered by the guide, and trained on once."""
+"""Prompts at which the policy had no right response are queued, answered by the guide, and trained on once."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -83,7 +83,7 @@ def test_what_waits_is_in_a_checkpoint_that_runs_no_code(tmp_path: Any) -> None:
 
 
 def test_the_guide_answers_what_the_policy_failed_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The policy is right at odd prompts alone, which are kept; of the even ones the guide is at every second."""
+    """The policy is right only at odd prompts, which are kept; the guide is right at every second even one."""
     generator, engines = guided(monkeypatch, 0.0, *RESCUE)
     answers(engines, fours)
     for step in range(3):
@@ -93,19 +93,17 @@ def test_the_guide_answers_what_the_policy_failed_at(monkeypatch: pytest.MonkeyP
         rows, generator.rescued = generator.rescued, []
         assert [row.prompts[0] for row in rows] == [str(8 * step + i) for i in (0, 4) for _ in range(3)]
         assert [float(row.rewards) for row in rows] == [0, 0, 1] * 2 == [int(row.info["guide"]) for row in rows]
-        assert all(guide_rows(row).tolist() == [True] for row in rows), "held against their own engines"
+        assert all(guide_rows(row).tolist() == [True] for row in rows), "compared with their own engines"
         marks = [[float(row.info[name]) for row in rows] for name in (names.GUIDE_ROWS, names.RESCUE_ROWS)]
         assert marks == [[0, 0, 1] * 2, [1] * 6]
         assert all(row.rollout_log_probs.tolist() == [[-0.5]] for row in rows)
-        assert (
-            generator.tokens == 8 * 3 + 4
-        ), "one of each response: eight groups, and an answer to each of four prompts"
+        assert generator.tokens == 8 * 3 + 4, "one per response: eight groups, and an answer to each of four prompts"
         generator.tokens = 0
     assert (generator.rescue.rescued, generator.rescue.given_up, len(generator.rescue)) == (6, 6, 0)
 
 
 def test_rows_that_nobody_took_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a filter leaves a step no rows: no further prompts are asked until then."""
+    """As when a filter leaves a step without rows: until they are taken, no further prompts are asked."""
     generator, engines = guided(monkeypatch, 0.0, *RESCUE)
     answers(engines, fours)
     for waiting in (0, 4):
@@ -115,9 +113,9 @@ def test_rows_that_nobody_took_are_kept(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("of_guide", [1, 2])
 def test_a_group_of_both_waits_without_the_guides_rows(of_guide: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is a whole group again once the guide answers, however few rows of it were the policy's."""
+    """It is a whole group again once the guide answers, however few of its rows were the policy's."""
     generator, engines = guided(monkeypatch, of_guide / 3, *RESCUE, "--algo.guide.rescue_batch", "4")
-    generator.generate_samples(max_len=64)  # of which the four even ones are asked for again, in vain
+    generator.generate_samples(max_len=64)  # the guide is asked about the four even ones again, in vain
     answers(engines, fours)
     for number in (0, 2, 4, 6):
         generator.rescue.add([failure(str(number), number) | {"label": str(number)}] * (3 - of_guide))
@@ -145,7 +143,7 @@ def test_a_guide_that_dies_at_a_rescue(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_a_rescued_batch_has_its_weight_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither in dumps nor in audits, nor in the step's metrics; it joins one batch."""
+    """It is neither in dumps nor in audits nor in the step's metrics, and joins one batch only."""
     batch = rollout()
     flags = ("--algo.advantage.estimator", "gtpo", "--algo.kl.init_coef", "0", "--algo.guide.rescue_weight", "0.25")
     made = maker(EntropyExperienceMaker, arguments(*flags), batch, monkeypatch)
@@ -164,7 +162,7 @@ def test_a_rescued_batch_has_its_weight_and_leaves_no_trace(monkeypatch: pytest.
 
 
 def test_rescued_rows_are_trained_on_with_the_steps_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, in the same optimizer steps, in which alone a weight can count; what is logged of a rollout is its own."""
+    """Once, and in the same optimizer steps, as only there a weight can count; a rollout's log covers its own rows."""
 
     def train_step(self: Any, rows: Any, step: int) -> Any:
         taken, self.experience_maker.rescued = self.experience_maker.rescued, []

@@ -1,5 +1,5 @@
-"""A controller that goes on from any of its checkpoints does what one does that nobody interrupted. The actors' part
-is in test_optimizer_steps.py and tests/megatron; tests/e2e/test_stop.py kills whole runs.
+"""A controller that goes on from any of its checkpoints does what an uninterrupted one does. The actors' part is in
+test_optimizer_steps.py and tests/megatron; tests/e2e/test_stop.py kills whole runs.
 """
 
 import math
@@ -28,7 +28,7 @@ SLOWLY = ("--algo.guide.rescue_batch", "3", "--algo.guide.steps", "3")
 
 
 class Group:
-    """Actors that keep what they are to save, by its tag, and answer with what they were started from."""
+    """Actors that keep what they are told to save, by its tag, and answer with what they were started from."""
 
     def __init__(self, loaded: dict[str, Any]) -> None:
         self.loaded, self.saved = loaded, {}
@@ -41,7 +41,7 @@ class Group:
 
 
 class Controller(EntropyTrainer):
-    """The controller with upstream's ``fit``, over fake actors and engines; training takes down what it is given."""
+    """The controller with upstream's ``fit``, over fake actors and engines; training only records its inputs."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Controller(EntropyTrainer):
             answers(engines, fours)
             monkeypatch.setattr(trainer, "wait_for_engines", lambda *of: None)
         self.args = args = self.samples_generator.args
-        args.algo.dynamic_filtering_enable = filtered  # of even labels
+        args.algo.dynamic_filtering_enable = filtered  # drops even labels
         args.train.num_episodes, args.train.stall_timeout = 2, 0.0
         args.eval = SimpleNamespace(steps=2, before_training=False, temperature=0.0, n_samples_per_prompt=1)
         args.logger = SimpleNamespace(logging_steps=1)
@@ -119,7 +119,7 @@ def plain(value: Any) -> Any:
 def test_the_controller_goes_on_from_any_checkpoint(
     prompts: int, filtered: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The same prompts in the same order with the same seeds, KL coefficients, audits, evaluations and checkpoints."""
+    """The prompts, their order and seeds, KL coefficients, audits, evaluations and checkpoints are the same."""
     whole = Controller(monkeypatch, tmp_path / "whole", prompts, filtered, {})
     whole.fit()
     drawn = [prompt for _, sampled, *_ in whole.trained for prompt in {row[0] for row in sampled}]
@@ -168,7 +168,7 @@ def test_prompts_that_wait_for_the_guide_are_in_the_checkpoint(
 def test_an_evaluation_that_was_made_counts_for_the_best_checkpoint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A run that died between an evaluation and the checkpoint that it calls for."""
+    """The run died between an evaluation and the checkpoint that the evaluation calls for."""
     whole = Controller(monkeypatch, tmp_path, 8, False, {})
     whole.fit()
     saved = whole.actor_model_group.saved
@@ -179,7 +179,7 @@ def test_an_evaluation_that_was_made_counts_for_the_best_checkpoint(
 
 
 def test_tensorboard_has_each_step_once(tmp_path: Path) -> None:
-    """What a run has logged is there when it is killed; steps behind the checkpoint are of the run that went on."""
+    """What a run has logged is there when it is killed; steps after the checkpoint come from the run that went on."""
     args = SimpleNamespace(
         logger=SimpleNamespace(tensorboard_dir=str(tmp_path), wandb=SimpleNamespace(run_name="run"))
     )

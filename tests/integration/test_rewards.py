@@ -70,7 +70,7 @@ RETURNED_NONE = "it returned no 'rewards'"
     [
         ("raise KeyError('no key')", "KeyError: 'no key' ({file}, line 2)"),
         ("raise ValueError('two\\nlines')", "ValueError: two lines ({file}, line 2)"),
-        # Raised in the standard library; what a user can mend is the line that called it.
+        # Raised in the standard library; the line that a user can fix is the one that called it.
         ("import json; json.loads('')", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) ({file}, line 2)"),
         ("return {}", RETURNED_NONE),
         ("return None", RETURNED_NONE),
@@ -118,7 +118,7 @@ def test_without_a_reward_function_there_is_no_reward_to_wait_for() -> None:
     assert answer(StrictRewardExecutor(None, Patience()))["reward"] is None
 
 
-# ── More than one try, and only so long each ──
+# ── Several tries, each with a time limit ──
 
 PATIENT = Patience(tries=3)
 IN_TIME = Patience(tries=2, seconds=1)
@@ -148,7 +148,7 @@ def moody(tmp_path: Path, failures: int, failure: str, patience: Patience = PATI
     ("patience", "failure", "reason"),
     [
         (PATIENT, "raise OSError('no connection')", "OSError: no connection"),
-        (IN_TIME, "time.sleep(600)", "TimeoutError: no answer for 1 s"),  # leaves a thread, which keeps nobody
+        (IN_TIME, "time.sleep(600)", "TimeoutError: no answer for 1 s"),  # leaves a thread, which holds nobody up
     ],
 )
 def test_a_reward_that_raises_or_hangs_is_tried_again(
@@ -174,7 +174,7 @@ def test_what_is_no_reward_is_a_mistake_and_not_tried_again(tmp_path: Path) -> N
 
 
 class Agent:
-    """Asks the engine; its first ``failures`` episodes fail after that."""
+    """An agent that asks the engine; its first ``failures`` episodes fail after that."""
 
     def __init__(self, failures: int, fail: Callable[[], Awaitable[None]]) -> None:
         self.episodes, self._failures, self._fail = 0, failures, fail
@@ -212,7 +212,7 @@ def test_an_agent_that_raises_or_hangs_begins_anew(patience: Patience, fail: Any
 
 
 def test_the_engines_time_is_not_the_agents() -> None:
-    """Also of an agent that asks twice at once, and waits for both."""
+    """Not even if an agent asks twice at once and waits for both."""
 
     async def call(seconds: float) -> float:
         with engine_works():

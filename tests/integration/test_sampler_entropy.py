@@ -1,5 +1,5 @@
-"""What the sampler says of tokens, and where it ends up: vLLM's own samplers on one step's logits, and the rollout
-actor over an engine that answers by a table. A real engine's: ``tests/weight_sync/test_vllm_sync.py``."""
+"""What the sampler says about tokens, and where it ends up: vLLM's own samplers on one step's logits, and the rollout
+actor over an engine that answers from a table. For a real engine, see ``tests/weight_sync/test_vllm_sync.py``."""
 
 import asyncio
 import math
@@ -25,8 +25,8 @@ from openrlhf_gtpo.integration.rollout.samples_generator import NumberedLabel
 ROWS, VOCABULARY, TEMPERATURE = 5, 300, 0.7
 
 
-def metadata(**changed: Any) -> SamplingMetadata:
-    """Of a batch of random requests with a generator each, all the same."""
+def metadata() -> SamplingMetadata:
+    """Sampling metadata of a batch of random requests that are all the same, each with its own generator."""
     zeros = torch.zeros(ROWS)
     return SamplingMetadata(
         temperature=torch.full((ROWS,), TEMPERATURE),
@@ -49,7 +49,7 @@ def metadata(**changed: Any) -> SamplingMetadata:
 
 
 def captured(sampler: Any) -> Any:
-    """The sampler in a worker that was asked."""
+    """The sampler in a worker that was asked for entropies."""
     runner = SimpleNamespace(sampler=sampler, vllm_config=SimpleNamespace(speculative_config=None))
     assert capture(runner, TEMPERATURE) is None
     return sampler
@@ -71,7 +71,7 @@ def assert_said_of(tensors: Any, logits: torch.Tensor, sampled: torch.Tensor) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_v1_sampler_draws_the_same_tokens_and_says_more_of_them(dtype: torch.dtype) -> None:
-    """Of the raw logits, though the most likely token is banned, as ``min_tokens`` bans the end of a sequence."""
+    """It uses the raw logits even if the most likely token is banned, as ``min_tokens`` bans an end of sequence."""
     logits = torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(0)).mul(4).to(dtype)
     banned = metadata()
     banned.allowed_token_ids_mask = torch.zeros(ROWS, VOCABULARY, dtype=torch.bool).scatter_(
@@ -90,7 +90,7 @@ def test_the_v1_sampler_draws_the_same_tokens_and_says_more_of_them(dtype: torch
 
 @pytest.mark.parametrize("wanted", [(0, 0), None])
 def test_the_v2_sampler_keeps_vllms_own_passes_off(monkeypatch: pytest.MonkeyPatch, wanted: Any) -> None:
-    """Its own work, kernels of Triton's, is replaced by what it does with the dimensions of its log-probs."""
+    """Its own work, in Triton kernels, is replaced by what it does with the dimensions of its log-probs."""
     logits = torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(0)).bfloat16()
     sampled = torch.arange(ROWS).view(-1, 1)
 
@@ -131,7 +131,7 @@ def test_another_sampler_and_another_vllm_are_named(monkeypatch: pytest.MonkeyPa
 
 
 class Turns(AgentExecutorBase):
-    """An agent that asks ``turns``: (prompt, parameters) each, and answers with ``tokens`` and ``actions``."""
+    """An agent that asks ``turns``, (prompt, parameters) each, and answers with ``tokens`` and ``actions``."""
 
     def __init__(self, turns: list[tuple[list[int], dict[str, Any]]], tokens: list[int], actions: Any) -> None:
         self.turns, self.tokens, self.actions = turns, tokens, actions
@@ -141,7 +141,7 @@ class Turns(AgentExecutorBase):
         for turn, changed in self.turns:
             params = SamplingParams(temperature=TEMPERATURE, **changed) if changed else sampling_params
             answer = await engine.generate(turn, params)
-            turn += answer.outputs[0].token_ids  # a list of its own must have been kept
+            turn += answer.outputs[0].token_ids  # the actor must have kept a copy
         return {
             "prompt": prompt,
             "label": label,
@@ -154,7 +154,7 @@ class Turns(AgentExecutorBase):
 
 
 class TableEngine(Engine):
-    """Answers a prompt with what ``table`` has for its tokens: token ids, log-probs and entropies (a rank: an int)."""
+    """Answers a prompt with what ``table`` has for its tokens: token ids, log-probs and entropies (an int: a rank)."""
 
     with_entropy = True
     temperature = TEMPERATURE
@@ -196,13 +196,13 @@ def respond(engine: Any, is_trained: bool = True, **params: Any) -> dict[str, An
         ([[1, 2]], [1, 2, 5, 6, 7], [(2, 5)], [0, 0, 0.25, 0.5, 0.75]),
         # Two turns with an observation, 9, between them.
         ([[1, 2], [1, 2, 5, 6, 7, 9]], [1, 2, 5, 6, 7, 9, 8, 3], [(2, 5), (6, 8)], [0, 0, 0.25, 0.5, 0.75, 0, 1, 2]),
-        # The agent changed a token: what follows was drawn after another one.
+        # The agent changed a token: what follows was drawn after a different one.
         ([[1, 2]], [1, 2, 5, 4, 7], [(2, 5)], [0, 0, 0.25, NAN, NAN]),
-        # ... and cut the answer, asked with an observation that the response shows in full, or lengthened the answer.
+        # It cut the answer, asked with only a part of the observation that the response has, or lengthened the answer.
         ([[1, 2]], [1, 2, 5], [(2, 3)], [0, 0, 0.25]),
         ([[1, 2], [1, 2, 5, 6, 7, 9]], [1, 2, 5, 6, 7, 4, 9, 8], [(2, 5), (7, 8)], [0, 0, 0.25, 0.5, 0.75, 0, 0, NAN]),
         ([[1, 2]], [1, 2, 5, 6, 7, 7], [(2, 6)], [0, 0, 0.25, 0.5, 0.75, NAN]),
-        # Of several answers to one prompt it took one, here the first; and one of a response that came to nothing.
+        # It used only one of its answers, here the first; then the same with two answers to one prompt.
         ([[1, 2], [2]], [1, 2, 5, 6, 7], [(2, 5)], [0, 0, 0.25, 0.5, 0.75]),
         ([[1, 2], [1, 2]], [1, 2, 5, 6, 7], [(2, 5)], [0, 0, 0.25, 0.5, 0.75]),
         # It never asked the engine.
@@ -264,7 +264,7 @@ def test_another_temperature_is_refused_and_what_changes_no_distribution_is_not(
 @pytest.mark.parametrize(
     ("said", "got"),
     [
-        ((-0.1, 17), "log-prob -0.1, entropy nan"),  # a rank, of a sampler that was not asked
+        ((-0.1, 17), "log-prob -0.1, entropy nan"),  # a rank, from a sampler that was not asked for entropies
         ((-0.1, math.nan), "log-prob -0.1, entropy nan"),
         ((math.nan, 0.1), "log-prob nan, entropy 0.1"),
         ((-0.1, math.log(VOCABULARY) + 0.01), "log-prob -0.1, entropy 5.71378"),

@@ -22,7 +22,7 @@ from openrlhf_gtpo.integration.rollout.samples_generator import NumberedLabel
 
 
 def loader(seed: int, workers: int = 0, shuffle: bool = True) -> Any:
-    """As ``prepare_datasets`` asks for it, in a process whose own generator nobody seeds."""
+    """A data loader as ``prepare_datasets`` asks for it, in a process whose own generator nobody seeds."""
     torch.seed()
     args = SimpleNamespace(ds=SimpleNamespace(param_dtype="bf16"), train=SimpleNamespace())
     strategy = Strategy(seed=seed, args=args)
@@ -59,7 +59,7 @@ def test_evaluation_is_not_shuffled() -> None:
 
 
 def test_an_agent_that_asks_once_more_gets_another_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the same tokens, as one that wants the best of several; and again the same in the same sample."""
+    """It may ask with the same tokens, to take the best of several; the same sample gets the same answers again."""
 
     async def twice(engine: Any, index: int) -> list[int]:
         rollout_actor._sample_seed.set((1, index))
@@ -83,7 +83,7 @@ def test_rows_come_in_the_order_of_dispatch(monkeypatch: pytest.MonkeyPatch, eng
 
 def test_filtered_prompts_leave_the_same_rows_whatever_comes_back_first(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = sampling(monkeypatch)
-    generator.args.algo.dynamic_filtering_enable = True  # of even labels
+    generator.args.algo.dynamic_filtering_enable = True  # drops even labels
     samples, passed, consumed, _ = generator.generate_samples()
     assert [s.prompts[0] for s in samples] == [p for p in "1357" for _ in range(3)] and consumed == 8
     assert generator.dispatched == 8 and passed == 50, "percent of the prompts"
@@ -100,7 +100,7 @@ def test_under_full_determinism_every_turn_of_every_sample_has_a_seed_of_its_own
     steps = [rows(one.generate_samples()[0]) for _ in range(2)]
     seeds = [seed for step in steps for _, *turns in step for seed in turns]
     assert len(set(seeds)) == len(seeds) == 2 * 4 * 3 * 2
-    # An evaluation in between moves nothing, and the next one is the same but for the weights.
+    # An evaluation in between changes nothing, and the next one is the same except for the weights.
     first = rows(same.generate_samples()[0])
     evaluations = [rows(same.generate_eval_samples(n_samples_per_prompt=2)) for _ in range(2)]
     assert [first, rows(same.generate_samples()[0])] == steps
@@ -111,8 +111,8 @@ def test_under_full_determinism_every_turn_of_every_sample_has_a_seed_of_its_own
 
 @pytest.mark.parametrize("filtered", [False, True])
 def test_an_engine_that_dies_in_a_rollout_moves_nothing(monkeypatch: pytest.MonkeyPatch, filtered: bool) -> None:
-    """Its responses that nobody has taken are lost; its prompts are asked again, under their own numbers, and those of
-    the other engine are not."""
+    """Its responses that nobody has taken are lost; their prompts are asked again, under the same numbers, and those
+    of the other engine are not."""
     undisturbed = sampling(monkeypatch, engines=2)
     undisturbed.args.algo.dynamic_filtering_enable = filtered
     expected = undisturbed.generate_samples()
@@ -127,7 +127,7 @@ def test_an_engine_that_dies_in_a_rollout_moves_nothing(monkeypatch: pytest.Monk
     generator.args.algo.dynamic_filtering_enable = filtered
     monkeypatch.setattr(samples_generator, "ray", SimpleNamespace(**vars(upstream.ray), exceptions=ray.exceptions))
     dying, other = generator.vllm_engines
-    asked: list[int] = []  # of the other
+    asked: list[int] = []  # of the other engine
     answer = other.generate_responses.remote
 
     def dead() -> Any:
@@ -162,7 +162,7 @@ def test_a_prompt_whose_reward_or_agent_fails_is_dropped_and_counted(
 
 
 def test_a_dropped_prompt_has_nothing_left_at_the_engine() -> None:
-    """vLLM would go on sampling for nobody, into the transfer of weights, after which it cannot empty its cache."""
+    """vLLM would go on sampling for nobody, into the transfer of weights, after which it could not empty its cache."""
     from vllm import SamplingParams
 
     engine, calls = Engine(), Counter()
@@ -251,7 +251,7 @@ def test_otherwise_requests_are_left_to_the_engines_generator(monkeypatch: pytes
 
 
 def test_the_asynchronous_trainers_calls_pass_through() -> None:
-    """Upstream's generator there does not number its prompts."""
+    """The asynchronous trainer's generator does not number its prompts."""
     from vllm import SamplingParams
 
     engine, params = Engine(), SamplingParams()
@@ -263,7 +263,7 @@ def test_the_asynchronous_trainers_calls_pass_through() -> None:
 
 
 def engine_start(monkeypatch: pytest.MonkeyPatch, platform: str) -> dict[str, Any]:
-    """What upstream's actor is started with from now on."""
+    """A dict that gets the arguments with which upstream's actor is started from now on."""
     started: dict[str, Any] = {}
 
     async def start(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Would catch an actor trainer that takes the wrong transport, misses an engine, or goes on after a failed sync.
+"""These tests catch an actor trainer that takes the wrong transport, misses an engine, or goes on after a failed sync.
 
 Engines are processes with plain models; the trainer is one process.
 """
@@ -48,12 +48,12 @@ def started() -> Future:
 
 
 class Actor:
-    """A handle like Ray's to an engine, which notes what it is asked."""
+    """A handle like Ray's to an engine, which records what it is asked."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         self.engine = ProcessEngine(shapes, [torch.device("cpu")], Worker)
         self.asked: list[str] = []
-        self.proven: list[Any] = []  # whether each transfer, or bucket of one, was asked to be proven
+        self.proven: list[Any] = []  # for each transfer, or bucket of one, whether a proof was asked for
 
     def __getattr__(self, method: str) -> Any:
         def remote(*args: Any) -> Any:
@@ -73,7 +73,7 @@ def policy() -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def actors(policy: torch.nn.Module) -> Iterator[list[Actor]]:
-    """Two engines of the policy's shapes."""
+    """Two engines with tensors of the policy's shapes."""
     made = [Actor({name: tuple(p.shape) for name, p in policy.named_parameters()}) for _ in range(2)]
     yield made
     for actor in made:
@@ -116,7 +116,7 @@ def test_every_engine_gets_the_policy(
 def test_the_first_transfer_to_an_engine_that_came_back_is_proven(
     argv: tuple[str, ...], policy: torch.nn.Module, actors: list[Actor]
 ) -> None:
-    """It has lost the group that it had joined; the weights are those that it gets now."""
+    """It has lost the group that it had joined; its weights are those that it gets now."""
     trainer = trainer_of(policy, actors, *argv)
     trainer.broadcast_to_vllm()
     actors[1].engine("forget_group").result(60)
@@ -153,8 +153,8 @@ def test_rays_transfer_is_upstreams(
 
 
 def test_experts_in_an_engine_on_a_gpu_stay_as_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own conversion after loading leaves them alone, unlike those of the kernels that it prefers on Blackwell;
-    on a CPU it reloads them and has one kernel."""
+    """vLLM's own conversion after loading leaves them alone, unlike that for the kernels that it prefers on Blackwell;
+    on a CPU, vLLM reloads them and has only one kernel."""
     from vllm import AsyncEngineArgs
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 

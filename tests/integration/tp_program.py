@@ -1,4 +1,4 @@
-"""What a process runs to look at the weights that DeepSpeed's tensor parallelism sends, without Ray and engines."""
+"""The program that a process runs to see the weights that tensor-parallel DeepSpeed sends, without Ray or engines."""
 
 import os
 
@@ -6,7 +6,7 @@ import torch
 
 
 def sent_weights(model: str, argv: list[str]) -> dict[str, torch.Tensor]:
-    """Name to tensor, in the shape that is announced, of the second transfer of a trainer."""
+    """The tensors of a trainer's second transfer by name, in the shapes that are announced."""
     from actor_program import _policy_class, _start
     from openrlhf.utils import get_strategy
     from rollouts import arguments

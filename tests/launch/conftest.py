@@ -1,4 +1,4 @@
-"""A SLURM of two nodes for the tests of a file, and jobs in it that run this project's batch script."""
+"""A SLURM of two nodes for the tests in one file, and jobs in it that run this project's batch script."""
 
 import sys
 import tempfile
@@ -48,7 +48,7 @@ class Job:
 
     @property
     def everything(self) -> str:
-        """The ends of all its logs: what a failed assertion shows."""
+        """The ends of all its logs, for a failed assertion to show."""
         paths = [self.folder / "job.log", *sorted((self.folder / "run").glob("slurm/*/*.log"))]
         return "\n".join(f"== {path}\n{path.read_text()[-3000:]}" for path in paths if path.exists())
 
@@ -59,7 +59,7 @@ class Job:
         return self.state() not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
 
     def processes(self) -> list[psutil.Process]:
-        """All that run for it, with their ``info["name"]``: the trees under SLURM's step daemons."""
+        """The job's processes, with their ``info["name"]``: the trees under SLURM's step daemons."""
         found: set[int] = set()
         all_processes = list(psutil.process_iter(["cmdline", "name", "ppid"]))
         roots = [p for p in all_processes if " ".join(p.info["cmdline"] or []).startswith(self._step_daemon)]
@@ -75,8 +75,8 @@ class Job:
 
 
 def submit(cluster: SlurmCluster, folder: Path, launcher: Path, *trainer_flags: str, **environment: str) -> Job:
-    """``sbatch`` with what a user would change in the header for these two nodes."""
-    logical = "--num-gpus=2 --num-cpus=8"  # a host without GPUs counts them
+    """Submit a job with ``sbatch`` and what a user would change in the header for these two nodes."""
+    logical = "--num-gpus=2 --num-cpus=8"  # a host without GPUs just counts them
     port = three_free_ports()[0]
     settings = {
         "LAUNCHER": str(launcher),
@@ -85,7 +85,7 @@ def submit(cluster: SlurmCluster, folder: Path, launcher: Path, *trainer_flags: 
         "RAY_FLAGS": logical,
         "PORT": str(port),
         "ROOT": str(ROOT),
-        "NODE_TMP": str(cluster.folder),  # where a node that is killed leaves its files
+        "NODE_TMP": str(cluster.folder),  # where a killed node leaves its files
     }
     sbatch = ["sbatch", "--parsable", "--nodes=2", "--gpus-per-node=0", "--exclusive=user"]
     sbatch += [f"--output={folder}/job.log", str(SCRIPT), "--", *trainer_flags]

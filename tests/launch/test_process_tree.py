@@ -13,7 +13,7 @@ from tests.slurm_cluster import until
 
 PROGRAM = "import os, sys; from openrlhf_gtpo.launch.process_tree import run_and_clear; "
 PROGRAM += "sys.exit(run_and_clear(sys.argv[2:], os.environ, patience=float(sys.argv[1])))"
-# Half a second for what is not given the patience of the program.
+# Half a second for whatever does not get the program's patience.
 HASTY = f"from openrlhf_gtpo.launch import process_tree; process_tree._PATIENCE = 0.5; {PROGRAM}"
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,7 +65,7 @@ def test_what_ignores_the_request_is_killed(tmp_path: Path) -> None:
 
 
 def test_orphans_get_less_patience_than_the_program(tmp_path: Path) -> None:
-    """Seconds, however long the program may take: the next start waits for their end."""
+    """They get only seconds, however long the program may take, because the next start waits for their end."""
     run = start(600, DEAF_ORPHAN + "while [[ ! -s orphan ]]; do sleep 0.1; done", tmp_path)
     orphan = pid_in(tmp_path / "orphan")
     assert run.wait(timeout=60) == 0
@@ -73,7 +73,7 @@ def test_orphans_get_less_patience_than_the_program(tmp_path: Path) -> None:
 
 
 def test_what_hangs_is_ended_with_its_orphans(tmp_path: Path) -> None:
-    """Soon, although they are stopped, and the program would then take its time to end."""
+    """It ends soon, although both are stopped and the program would then take its time to end."""
     program = HASTY.replace("patience=", "hangs=lambda: os.path.exists('hangs'), patience=")
     run = start(600, ORPHAN + "trap '' TERM; echo $$ >own; while :; do sleep 1; done", tmp_path, program)
     orphan, own = pid_in(tmp_path / "orphan"), pid_in(tmp_path / "own")

@@ -1,4 +1,4 @@
-"""The wait ends when all nodes have joined, otherwise in time, with the names of those missing. Ray is a stand-in."""
+"""The wait ends when all nodes have joined, or else in time, with the names of those missing. Ray is a stand-in."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from openrlhf_gtpo.launch.ray_node import Node, make_token, with_token
 
 
 class Head(ThreadingHTTPServer):
-    """Answers as a dashboard does: with the nodes so far, one more each time it is asked."""
+    """Answers like a dashboard: with the nodes so far, one more each time it is asked."""
 
     def __init__(self, joining: list[str], job: str = "SUCCEEDED", refusals: int = 0) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -59,7 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
     def log_message(self, *unused: Any) -> None:
-        """Nothing on the terminal."""
+        """Print nothing."""
 
 
 @pytest.fixture
@@ -147,9 +147,9 @@ def test_a_host_without_ray_is_refused(tmp_path: Path, monkeypatch, capsys: pyte
 
 
 def test_a_node_keeps_rays_logs_and_nothing_else(tmp_path: Path) -> None:
-    """A stand-in for Ray that writes where a session's logs are, beside a file of the user's.
+    """The stand-in for Ray writes where a session's logs are, beside a file of the user's.
 
-    In a process of its own, all of whose descendants a node ends.
+    The node runs in its own process, because it ends all descendants of that process.
     """
     programs, temporary = tmp_path / "bin", tmp_path / "temporary"
     programs.mkdir()

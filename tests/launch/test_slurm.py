@@ -1,6 +1,6 @@
-"""Jobs of a real SLURM with two nodes on this machine: the batch script loses neither a node nor a process of its own.
+"""Jobs in a real SLURM of two nodes on this machine: the batch script loses track of no node or process of its own.
 
-Without training: the launcher is a stand-in, and so is Ray where a job ends before Ray matters.
+Nothing is trained: the launcher is a stand-in, and so is Ray where a job ends before Ray matters.
 """
 
 import os
@@ -19,7 +19,7 @@ from tests.slurm_cluster import SlurmCluster, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
-# A process that has left its parents, and its session, beside one that has not.
+# Processes that have left their parents and their session, beside one that has not.
 LEAVE = 'setsid bash -c "sleep 4321 & sleep 4322" & sleep 4323'
 
 ON_RAY = """
@@ -41,7 +41,7 @@ for folder in {folders!r}:
         print(error)
 """
 
-# A training that makes a step a second, follows a request to stop, and once requeued comes to its end.
+# A training run that makes a step a second, follows a request to stop, and finishes once it is requeued.
 STOPPABLE = """
 while [[ "$1" != --ckpt.stop_file ]]; do shift; done
 ((SLURM_RESTART_COUNT == 0)) || exit 0
@@ -73,14 +73,14 @@ signal.pause()
 
 
 def _listening(processes: list[psutil.Process]) -> list[tuple[str, str, int]]:
-    """Program, address and port of each server among them."""
+    """Program, address and port of each server among ``processes``."""
     found = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             connections = process.net_connections("tcp")
-            name = process.name()  # after it: a worker of Ray's takes its name shortly before it listens
+            name = process.name()  # read last: a Ray worker takes its name shortly before it listens
             found += [(name, c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN]
-    return [server for server in found if server[0] != "srun"]  # SLURM's own, which knows munge
+    return [server for server in found if server[0] != "srun"]  # SLURM's own, protected by munge
 
 
 def _is_zombie(process: psutil.Process) -> bool:
@@ -92,8 +92,8 @@ def _is_zombie(process: psutil.Process) -> bool:
 
 @pytest.fixture(scope="module", autouse=True)
 def lost(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """On a real Ray, beside the others: it loses the node n2 as soon as there is a file ``die``. The folder ``alone``
-    is another on each node where root runs the tests, who may give a node a file system of its own."""
+    """A job on a real Ray, beside the others: it loses the node n2 as soon as there is a file ``die``. If root runs
+    the tests, the folder ``alone`` is a different one on each node, as root may give a node its own file system."""
     folder = tmp_path_factory.mktemp("lost")
     shared, alone, launcher, look, die = (
         folder / name for name in ("shared", "alone", "launcher.sh", "look.py", "die")
@@ -102,7 +102,7 @@ def lost(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Job
     alone.mkdir()
     look.write_text(LOOK.format(folders=[str(shared), str(alone)]))
     launcher.write_text(ON_RAY.format(folder=folder, leave=LEAVE))
-    # As when memory runs out: the raylet, a child of `ray start`, which is one of the process that this shell becomes.
+    # As when memory runs out: kill the raylet, a grandchild of the process that this shell becomes, under `ray start`.
     raylet = "for child in $(pgrep -P $$); do pgrep -P $child raylet; done"
     dies = f"(until [[ -e {die} ]]; do sleep 0.2; done; kill -9 $({raylet})) &"
     mount = f"mount -t tmpfs none {shlex.quote(str(alone))}"
@@ -113,7 +113,7 @@ def lost(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Job
 
 @pytest.fixture(scope="module")
 def jobs(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
-    """On the stand-in for Ray, all at once, as each mostly waits."""
+    """Jobs on the stand-in for Ray, all at once, as each mostly waits."""
     on_n2 = {"stuck": "sleep 600", "broken": "exit 3"}
     trainings = {
         "stuck": "touch {started}",
@@ -193,7 +193,7 @@ def test_a_job_that_loses_a_node_leaves_no_process_and_a_folder_of_one_node_is_r
     assert not [name for folder in ("shared", "alone") for name in (job.folder / folder).iterdir()]
     before = job.processes()
     names = [process.info["name"] for process in before]
-    assert names.count("raylet") >= 2 and "gcs_server" in names  # a program that one starts has its name at first
+    assert names.count("raylet") >= 2 and "gcs_server" in names  # a raylet's child has its name at first
     listening = _listening(before)
     assert {address for _, address, port in listening if port == job.port + 1} == {"127.0.0.1"}
     # Ray's own servers cannot be bound to one address; they ask for the token. Nothing else is open.

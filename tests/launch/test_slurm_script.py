@@ -117,7 +117,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("found", ["", "wrong    model: half of it\nwrong    ports: taken"])
 def test_ray_starts_where_the_doctor_finds_nothing_wrong(found: str, launcher: Path, tmp_path: Path) -> None:
-    """Else the job ends with what it found."""
+    """Otherwise the job ends with what the doctor found."""
     for name, text in PROGRAMS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)

@@ -10,7 +10,7 @@ from openrlhf_gtpo.cli import benchmark
 
 
 def _asked(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the benchmark's own parser makes of the command."""
+    """The arguments that the benchmark's own parser makes of the command."""
     asked: list[Any] = []
     monkeypatch.setattr(benchmark, "run", asked.append)
     assert benchmark.main(words[words.index("openrlhf_gtpo.cli.benchmark") + 1 :]) == 0
@@ -30,7 +30,7 @@ def test_a_preset_is_measured_with_its_own_flags(preset: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("measured", ["planned.sh", "train_gtpo_split.sh"])
 def test_a_script_is_measured_too(measured: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One that sources train.sh, as the planner's do, and the name of a launcher of version 0.1."""
+    """A script that sources train.sh, as the planner's do, and the name of a launcher from version 0.1."""
     (tmp_path / "planned.sh").write_text(f'source {SCRIPTS}/train.sh gtpo_split "$@"\n')
     script = str(tmp_path / measured) if (tmp_path / measured).exists() else measured
     own = resolved("train.sh", "gtpo_split", OUTPUT="/tmp/out")

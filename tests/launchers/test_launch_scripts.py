@@ -1,4 +1,4 @@
-"""Every preset of train.sh against the trainer's real parser, and the paper's settings in what comes out."""
+"""Every preset of train.sh passes the trainer's real parser, with the paper's settings in what comes out."""
 
 import functools
 import os
@@ -25,7 +25,7 @@ def _arguments(preset: str, *flags: str, **environment: str) -> SimpleNamespace:
     return run.parse(command[command.index("openrlhf_gtpo.cli.train_ppo_ray") + 1 :])
 
 
-_parsed = functools.cache(_arguments)  # for tests that only look
+_parsed = functools.cache(_arguments)  # for tests that only read them
 
 
 def test_there_are_the_presets_that_the_documents_name() -> None:
@@ -229,7 +229,7 @@ def test_the_planners_script_has_its_fp8(tmp_path: Path) -> None:
     assert "--megatron.fp8_param" in done.stdout.split() and "--megatron.fp8" in done.stdout.split()
 
 
-# Bash functions of the environment: nothing is installed, and each command of Python's prints its arguments.
+# Bash functions in the environment: nothing is installed, and each Python command only prints its arguments.
 ONLY_PRINTED = {
     "BASH_FUNC_source%%": '() { [[ "$1" == *setup_env.sh ]] || builtin source "$@"; }',
     "BASH_FUNC_setsid%%": '() { "$@"; }',
@@ -244,7 +244,7 @@ ONLY_PRINTED = {
 def test_the_quickstart_gives_a_reward_of_ones_own_the_answers(
     tmp_path: Path, flags: list[str], label_key: str, reward: str
 ) -> None:
-    (tmp_path / "mine.py").touch()  # whose path is from the root, where the script is called
+    (tmp_path / "mine.py").touch()  # its path is given relative to /, where the script is called
     flags = [os.path.relpath(tmp_path / word, "/") if word == "mine.py" else word for word in flags]
     done = run_script("quickstart.sh", *flags, "--output", str(tmp_path), **ONLY_PRINTED)
     assert done.returncode == 0, done.stderr

@@ -80,7 +80,7 @@ def host(tmp_path) -> dict[str, str]:
 
 @pytest.fixture
 def cuda_host(host, tmp_path) -> dict[str, str]:
-    """The same with Python 3.12, on a system that is new enough."""
+    """The same host with Python 3.12, on a system that is new enough."""
     programs = {"python3.12": PYTHON, "getconf": "#!/bin/bash\necho glibc 2.34\n"}
     for name, text in programs.items():
         (tmp_path / "host" / name).write_text(text)
@@ -104,7 +104,7 @@ def run_setup_env(root: Path, *words: str, **environment: str) -> subprocess.Com
 
 
 def assert_made(result: subprocess.CompletedProcess[str], root: Path) -> None:
-    """A whole environment whose files name its final path lies in .venv, and nothing lies beside it."""
+    """Assert that .venv is a whole environment whose files name its final path, and that nothing lies beside it."""
     assert result.returncode == 0, result.stderr
     assert result.stderr.endswith(f"[setup] {root}/.venv is ready\n")
     venv = root / ".venv"
@@ -219,12 +219,12 @@ def test_a_set_up_that_is_killed_between_its_two_renames_is_mended(bare_project,
     assert run_setup_env(bare_project, **host).returncode == 0
     before = files(bare_project / ".venv")
     (bare_project / ".venv").rename(bare_project / ".venv.replaced")
-    assert_made(run_setup_env(bare_project, **host), bare_project)  # the old one fits the lock: it is put back
+    assert_made(run_setup_env(bare_project, **host), bare_project)  # the old one fits the lock, so it is put back
     assert files(bare_project / ".venv") == before
     change_lock(bare_project)
     assert run_setup_env(bare_project, **{**host, "PIP_FAILS_AT": "-e "}).returncode == 1
     (bare_project / ".venv").rename(bare_project / ".venv.replaced")
-    # The new one is whole but for the project, so nothing else is fetched.
+    # The new one is whole except for the project, so nothing else is fetched.
     assert_made(run_setup_env(bare_project, **{**host, "PIP_FAILS_AT": "download"}), bare_project)
 
 
@@ -244,7 +244,7 @@ def test_the_disk_must_have_room_for_the_new_environment_beside_the_old_one(bare
 
 
 def test_the_cuda_environment_is_the_images_beside_the_other_one(bare_project, cuda_host):
-    """Every line of its lock once; what docker/Dockerfile compiles is compiled, with the variables that it sets."""
+    """Each line of its lock comes once; what docker/Dockerfile compiles is compiled, with the variables it sets."""
     made = run_setup_env(bare_project, "--cuda", **cuda_host)
     assert made.returncode == 0, made.stderr
     venv = bare_project / ".venv-cuda"
@@ -273,9 +273,9 @@ def test_the_cuda_environment_is_the_images_beside_the_other_one(bare_project, c
     found = environments["transformer-engine-torch"]
     assert found["CPATH"] == f"{nvidia}/cudnn/include:{nvidia}/nccl/include"
     assert environments["flash-attn"]["FLASH_ATTN_CUDA_ARCHS"] == "90"
-    assert found["PATH"].startswith(f"{venv}.being_made/bin:")  # ninja's
+    assert found["PATH"].startswith(f"{venv}.being_made/bin:")  # where ninja is
 
-    # The compiler is the lock's, then and after activation.
+    # The compiler is the lock's, during set-up and after activation.
     assert all(each["CUDA_HOME"] == f"{nvidia}/cu13" for each in environments.values())
     toolkit = venv / "lib" / "python3.12" / "site-packages" / "nvidia" / "cu13"
     assert (toolkit / "lib64").is_dir() and os.readlink(toolkit / "lib" / "libcudart.so") == "libcudart.so.13"
@@ -301,7 +301,7 @@ def test_an_unknown_flag_is_refused(bare_project):
 
 
 def path_with_only(directory: Path, *programs: str) -> str:
-    """A PATH that has these programs, and basic tools, and no others."""
+    """A PATH that has only these programs and basic tools."""
     directory.mkdir()
     for program in (
         *"bash cat cut dirname df awk find grep id ls mkdir rm sha256sum touch uname wc".split(),
@@ -354,7 +354,7 @@ def test_missing_compiler_is_one_sentence(bare_project):
 
 @made_by_setup_env
 def test_full_disk_is_one_sentence_and_a_broken_environment_gets_that_far(bare_project):
-    """A `.venv` whose interpreter is gone is to be rebuilt; the disk check stops that here, before any download."""
+    """A `.venv` whose interpreter is gone must be rebuilt; the disk check stops that here, before any download."""
     (bare_project / ".venv" / "bin").mkdir(parents=True)
     (bare_project / ".venv" / ".made_by_setup_env").touch()
     (bare_project / ".venv" / "bin" / "python").symlink_to("/nowhere/python3.11")

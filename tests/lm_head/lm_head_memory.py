@@ -1,8 +1,8 @@
-"""Measures how far resident memory rises during a call at T = 16384; run in a process of its own, prints JSON.
+"""Measures how far resident memory rises during a call at T = 16384. Run it in its own process; it prints JSON.
 
 Usage: MALLOC_MMAP_THRESHOLD_=65536 python lm_head_memory.py
-Tiles are given the size they have off the CPU, so that the budget alone limits them. Linux with glibc: the peak is
-VmHWM, and the variable makes freed memory go back, so that no call lives off what another one left.
+Tiles get the size they have on an accelerator, so that only the budget limits them. Needs Linux with glibc: the peak
+is VmHWM, and the variable makes glibc return freed memory, so that no call reuses what another one left.
 """
 
 import json
@@ -14,7 +14,7 @@ from openrlhf_gtpo.platform.memory import PeakMemory
 
 TOKENS, WIDTH, COLUMNS = 16384, 64, 4096
 MIB = 2**20
-# (dtype, what it does, budget in MiB). In 5 MiB a float32 d_hidden of 4 MiB leaves too little room, and turns follow.
+# (dtype, what it does, budget in MiB). In 5 MiB, a float32 d_hidden of 4 MiB leaves too little room for one turn.
 CASES = [
     (dtype, what, budget)
     for dtype in ("bfloat16", "float32")
@@ -23,7 +23,7 @@ CASES = [
 
 
 def call(dtype: torch.dtype, what: str, chunk_bytes: int, tokens: int = TOKENS) -> int:
-    """Peak bytes beyond what was there before and the gradients and outputs that are there after."""
+    """Peak bytes, less what existed before the call and the gradients and outputs that exist after it."""
     hidden = torch.randn(tokens, WIDTH).to(dtype).requires_grad_()
     weight = torch.randn(COLUMNS, WIDTH).to(dtype).requires_grad_()
     labels = torch.randint(COLUMNS, (tokens,))

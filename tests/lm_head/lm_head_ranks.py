@@ -1,4 +1,4 @@
-"""What each rank of the tensor-parallel tests runs, in a process of its own over gloo."""
+"""The checks that each rank of the tensor-parallel tests runs, in its own process over gloo."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.02}
 
 
 def check_everything() -> None:
-    """All checks below, which cost less than starting processes."""
+    """Run all checks below in one go: they cost less than starting processes."""
     for check in CHECKS:
         check(dist.get_rank(), dist.get_world_size())
 
@@ -27,13 +27,13 @@ def equal_to_unsharded(rank: int, world_size: int) -> None:
 
 
 def unequal_shards(rank: int, world_size: int) -> None:
-    """Any split in rank order: a shard of one column, one of none, and one that is padding only."""
+    """Any split in rank order works: with a shard of one column, of none, or of padding only."""
     for sizes, vocabulary in (([100, 1, 0, 50], 151), ([3, 40, 70, 50], 100), ([90, 5, 10, 20], 80)):
         compare(rank, sizes[:world_size], min(vocabulary, sum(sizes[:world_size])), torch.float64)
 
 
 def compare(rank: int, sizes: list[int], vocabulary: int, dtype: torch.dtype) -> None:
-    """Forward and backward of this rank's shard against the whole vocabulary on one rank."""
+    """Compare forward and backward of this rank's shard with the whole vocabulary on one rank."""
     start, stop = sum(sizes[:rank]), sum(sizes[: rank + 1])
     whole = make_case(TOKENS, WIDTH, sum(sizes), dtype=dtype, real=vocabulary, seed=vocabulary)
     mine = Case(
@@ -74,7 +74,7 @@ def compare(rank: int, sizes: list[int], vocabulary: int, dtype: torch.dtype) ->
 
 
 def same_on_every_rank(*tensors: torch.Tensor) -> None:
-    """Bitwise: ranks that disagree in the last bit drift apart over a training run."""
+    """Compare bitwise: ranks that disagree in the last bit drift apart over a training run."""
     for tensor in tensors:
         tensor = tensor.detach().double()
         others = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
@@ -108,7 +108,7 @@ def small_budget(rank: int, world_size: int) -> None:
 
 
 def groups_of_one(rank: int, world_size: int) -> None:
-    """A group of one rank is no group; a subgroup counts its own ranks."""
+    """A group of one rank gives the same as no group; a subgroup counts its own ranks."""
     group = [dist.new_group([index]) for index in range(world_size)][rank]
     case = make_case(TOKENS, WIDTH, 33)
     alone = linear_log_prob_and_entropy(case.hidden, case.weight, case.labels, group=group)
@@ -126,7 +126,7 @@ def no_tokens(rank: int, world_size: int) -> None:
 
 
 def mistakes_are_raised_on_every_rank(rank: int, world_size: int) -> None:
-    """Where one rank alone raised, the others would wait for it in the next collective."""
+    """If only one rank raised, the others would wait for it in the next collective."""
 
     def call(tokens: int, label: int, vocab_size: int | None) -> None:
         case = make_case(tokens, WIDTH, 10)

@@ -18,7 +18,7 @@ def naive(
     bias: Tensor | None = None,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log_prob (T,) and entropy (T,) by a float64 softmax over float64 logits; differentiable by autograd."""
+    """log_prob (T,) and entropy (T,) from a float64 softmax over float64 logits; differentiable by autograd."""
     logits = hidden.double() @ weight.double().t()
     if bias is not None:
         logits = logits + bias.double()
@@ -26,7 +26,7 @@ def naive(
 
 
 def log_prob_and_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The same from logits (T, V), in their dtype."""
+    """log_prob (T,) and entropy (T,) of logits (T, V), in their dtype."""
     log_p = torch.log_softmax(logits, dim=1)
     log_prob = log_p.gather(1, labels.unsqueeze(1)).squeeze(1)
     return log_prob, -(log_p.exp() * log_p).sum(1)
@@ -73,8 +73,8 @@ def make_case(
 def make_logits(
     tokens: int, columns: int, *, dtype: torch.dtype, scale: float, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logits (T, V), a view into wider rows, of which a tenth is -inf and 1000 columns in all rows; labels (T,) among
-    the others; their log_prob and entropy (T,) in float64."""
+    """Logits (T, V), labels (T,), and their log_prob and entropy (T,) in float64. Logits are a view into wider rows; a
+    tenth of them is -inf, as are the first 1000 columns, but never a label's."""
     generator = torch.Generator().manual_seed(1)
     padded = torch.randn(tokens, columns + 63, generator=generator) * scale + 20
     logits = padded.to(dtype)[:, :columns]
@@ -87,7 +87,7 @@ def make_logits(
 
 
 def gradients(case: Case, log_prob: Tensor | None, entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients of hidden, weight and bias of a loss that weighs every token of either output differently."""
+    """Gradients for hidden, weight and bias of a loss that weights every token of either output differently."""
     loss = torch.zeros((), dtype=torch.float64)
     for output, phase in ((log_prob, 0.3), (entropy, 1.7)):
         if output is not None:

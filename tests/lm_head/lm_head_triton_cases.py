@@ -1,6 +1,6 @@
 """The Triton kernels against the portable implementation; `test_lm_head_triton` runs this file in its own process.
 
-Rows of several blocks and tiles: no row leaks into the next, blocks end where rows do, a label is found in its own
+Rows span several blocks and tiles: no row leaks into the next, blocks end where rows do, a label is found in its own
 tile, and statistics are carried from tile to tile.
 """
 
@@ -35,7 +35,7 @@ def both(case, **arguments):
     ]
 
 
-# Every pair of values once: the interpreter takes seconds where a GPU takes none. Logits are flat, ordinary or peaked.
+# Each pair of values occurs once: the interpreter takes seconds, a GPU none. Logits are flat, ordinary or peaked.
 @pytest.mark.parametrize(
     ("dtype", "scale", "with_bias", "chunk_bytes", "tokens"),
     [
@@ -81,7 +81,7 @@ def test_of_logits_that_exist_already_too(dtype, scale, temperature):
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_no_distribution_has_no_entropy(wrong):
-    """Nor has a row of -inf alone at its beginning lost anything."""
+    """A row that only begins with -inf keeps its entropy."""
     logits, labels = torch.zeros(3, 300, device=DEVICE), torch.tensor([7, 107, 107], device=DEVICE)
     logits[0, 200] = wrong
     logits[2, :100] = -math.inf

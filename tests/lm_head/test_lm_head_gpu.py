@@ -1,5 +1,5 @@
-"""On a CUDA device, at sizes only one can hold: products are added in float32, indices exceed 32 bits, and memory
-stays within the budget.
+"""On a CUDA device, at sizes that need one: products are added in float32, indices exceed 32 bits, and memory stays
+within the budget.
 """
 
 import pytest
@@ -71,7 +71,7 @@ def test_peak_memory_stays_within_the_budget(inputs, what):
 
 
 def test_gradients_are_summed_in_float32(inputs):
-    """Two calls at budgets that differ a hundredfold add up thousands of partial products, or a few."""
+    """At budgets that differ a hundredfold, one call adds up thousands of partial products and the other a few."""
     hidden, weight, labels = inputs
     gradients = []
     for budget in (24 * 2**20, 2**31):

@@ -148,7 +148,7 @@ class TestPlan:
         assert self.sweeps(0, 2**20) == []
 
     def test_a_device_has_large_tiles(self):
-        """Of Qwen2.5-32B's head at TP8."""
+        """The head of Qwen2.5-32B at TP8."""
         tokens, width, columns, budget = 12288, 5120, 19072, tiles.default_budget(on_cpu=False)
         assert tokens * width * 4 <= budget * tiles.ACCUMULATOR_SHARE, "one turn"
         sizes = {"per_logit": 2, "width": width, "item": 2, "wide": 4, "adds_in_place": True, "direct_from": None}

@@ -18,7 +18,7 @@ def test_peak_memory_beyond_inputs_and_outputs_stays_within_the_budget():
     done = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
-    # A few numbers a token and the allocator's rounding are beside the budget: 1 MiB at this size.
+    # A few numbers per token and the allocator's rounding come on top of the budget: 1 MiB at this size.
     # Where the CPU has no bfloat16 products, oneDNN makes float32 copies for them.
     room = {"float32": 1.1, "bfloat16": 1.1 if torch.cpu._is_avx512_bf16_supported() else 1.4}
     over = [row for row in rows if row["peak_mib"] > room[row["dtype"]] * row["budget_mib"] + 1]

@@ -1,4 +1,4 @@
-"""What a caller can get wrong is a ValueError of one sentence that says which value and why."""
+"""A caller's mistake raises a ValueError with one sentence that says which value is wrong and why."""
 
 import pytest
 import torch

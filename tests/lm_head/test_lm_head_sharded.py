@@ -16,7 +16,7 @@ from openrlhf_gtpo.lm_head.tiles import Tile
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_tensor_parallel_ranks(world_size):
-    """What the ranks check is in `lm_head_ranks`; a failure there is raised here with its traceback.
+    """The ranks' checks are in `lm_head_ranks`; a failure there is raised here with its traceback.
 
     A group of one rank is among the checks, so there is no world of one.
     """
@@ -31,7 +31,7 @@ def test_tensor_parallel_ranks(world_size):
     seed=st.integers(0, 50),
 )
 def test_statistics_of_up_to_eight_shards_merge_to_those_of_the_whole(cuts, tile, seed):
-    """Any split, shards of no column included, in any tiles."""
+    """For any split, including shards without columns, and any tiles."""
     case = make_case(6, 4, 120, scale=5.0, seed=seed)
     bits_per_logit = 1 / torch.log(torch.tensor(2.0, dtype=torch.float64)).item()
     total = None

@@ -16,7 +16,7 @@ from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_the_triton_kernels():
-    """Triton decides when it is imported whether it interprets, hence a process of its own."""
+    """Triton decides on import whether to interpret, hence the separate process."""
     cases = Path(__file__).with_name("lm_head_triton_cases.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)]
     environment = os.environ | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
@@ -37,7 +37,7 @@ def test_an_implementation_that_cannot_be_is_refused(monkeypatch):
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("optional", [True, False], ids=["all", "none"])
 def test_the_kernels_compile_for_hopper(optional, tmp_path, monkeypatch):
-    """Triton brings NVIDIA's assembler, so this needs no GPU. The interpreter takes more than the compiler does."""
+    """Triton ships NVIDIA's assembler, so this needs no GPU. The interpreter accepts more than the compiler does."""
     import triton
     from triton.backends.compiler import GPUTarget
 

@@ -60,7 +60,7 @@ def test_low_precision_is_no_worse_than_a_float32_softmax_over_the_same_product(
 
 @pytest.mark.parametrize("gap", [10.0, 20.0, 30.0, 90.0, 120.0, 1000.0])
 def test_an_almost_certain_token_has_a_tiny_entropy_and_never_a_negative_one(gap):
-    """One column ahead of 150 equal ones by `gap`, which for 90 to 120 underflows float32."""
+    """One column leads 150 equal ones by `gap`; gaps of 90 to 120 underflow float32."""
     weight = torch.zeros(151, 1)
     weight[7] = gap
     hidden, labels = torch.ones(2, 1), torch.tensor([7, 8])
@@ -131,7 +131,7 @@ def test_without_entropy_the_log_prob_is_the_same():
     seed=st.integers(0, 99),
 )
 def test_invariants(tokens, columns, padding, exponent, temperature, dtype, chunk_bytes, seed):
-    """0 <= entropy <= ln V and log_prob <= 0, and neither NaN, for logits of size 1e-3 to 1e3."""
+    """0 <= entropy <= ln V and log_prob <= 0, and neither is NaN, for logits of size 1e-3 to 1e3."""
     case = make_case(tokens, 4, columns + padding, dtype=dtype, real=columns, scale=10**exponent, seed=seed)
     with torch.no_grad():
         log_prob, entropy = linear_log_prob_and_entropy(
@@ -152,7 +152,7 @@ def test_invariants(tokens, columns, padding, exponent, temperature, dtype, chun
 @pytest.mark.parametrize("scale", [FLAT, ORDINARY, PEAKED])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_of_logits_that_exist_already_too(dtype, scale, temperature):
-    """Columns have padding behind them, and some are removed."""
+    """Padding follows the columns, and some columns are removed."""
     logits, labels, *exact = make_logits(37, 5001, dtype=dtype, scale=scale, temperature=temperature)
     before = logits.clone()
     found = openrlhf_gtpo.lm_head.log_prob_and_entropy(logits, labels, temperature=temperature)
@@ -164,7 +164,7 @@ def test_of_logits_that_exist_already_too(dtype, scale, temperature):
 
 @pytest.mark.slow
 def test_compiled_they_are_as_near_at_the_largest_vocabulary(monkeypatch):
-    """As vLLM's workers run it; in float32, sums of so many are off by more. One row is compiled with many."""
+    """As in vLLM's workers. Float32 sums over so many columns would be off by more. One row and many share a graph."""
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     portable._compiled_whole_rows.cache_clear()
     counters.clear()

@@ -1,4 +1,4 @@
-"""What the ranks run in the tests of checkpoints: some training steps, a save, and the steps after a load."""
+"""The functions that ranks run in the tests of checkpoints: training steps, a save, and the steps after a load."""
 
 import ctypes
 import math
@@ -36,7 +36,7 @@ def make_trainer(
 
 
 def train(trainer: Trainer, steps: range) -> list[tuple[float, float, float]]:
-    """(mean loss of a token, gradient norm, learning rate) of each step; the same micro-batches at every layout."""
+    """(mean loss per token, gradient norm, next learning rate) of each step; same micro-batches at every layout."""
     from megatron.core import parallel_state
 
     mine = parallel_state.get_data_parallel_rank()
@@ -59,12 +59,12 @@ def train(trainer: Trainer, steps: range) -> list[tuple[float, float, float]]:
 
 
 def save_and_go_on(source: str, layout: Layout, folder: str, dtype: str, distributed: bool) -> dict[str, Any]:
-    """Three steps, a save in each way, of a distributed optimizer in Megatron's own format too, and two more steps
-    while the asynchronous one is written."""
+    """Take three steps, save in each way (a distributed optimizer in Megatron's own format too), and take two more
+    steps while the asynchronous save is written."""
     with on(layout):
         trainer = make_trainer(source, layout, dtype, distributed)
         train(trainer, range(3))
-        torch.rand(5 + torch.distributed.get_rank())  # each rank's generator is somewhere else
+        torch.rand(5 + torch.distributed.get_rank())  # each rank's generator is in another state
         Checkpoints(Path(folder) / "now", hf_source=source).save("step3", trainer, CLIENT_STATE)
         if distributed:
             with gathered_by_megatron():
@@ -84,8 +84,8 @@ def latest(checkpoints: Checkpoints) -> str | None:
 
 
 def resume(source: str, layout: Layout, folders: list[str], dtype: str, distributed: bool) -> list[dict[str, Any]]:
-    """Load what ``save_and_go_on`` saved into trainers with other weights, and take the steps that it took; after the
-    first, every state of a distributed optimizer is compared with the checkpoint in Megatron's own format."""
+    """Load what ``save_and_go_on`` saved into trainers with other weights, and take its later steps; after the first
+    load, compare every state of a distributed optimizer with the checkpoint in Megatron's own format."""
     found = []
     with on(layout):
         for folder in folders:
@@ -102,8 +102,8 @@ def resume(source: str, layout: Layout, folders: list[str], dtype: str, distribu
 
 
 def resume_slower(source: str, folder: str) -> list[list[float]]:
-    """Learning rates before and after a step: resumed at the saved run's peak, at a hundredth of it, and at that again
-    from a checkpoint of the slower run."""
+    """Learning rates before and after a step of three resumed runs: at the saved run's peak, at a hundredth of it, and
+    at the same hundredth from a checkpoint of the slower run."""
     rates = []
     with on(Layout()):
         trainer = make_trainer(source, Layout())
@@ -121,7 +121,7 @@ def resume_slower(source: str, folder: str) -> list[list[float]]:
 
 @contextmanager
 def gathered_by_megatron() -> Iterator[None]:
-    """Saves gather the optimizer's states and write them whole, in Megatron's own format, as earlier versions did."""
+    """Make saves gather the optimizer's states and write them whole, in Megatron's format, as earlier versions did."""
     ours, checkpoint_state.METADATA = checkpoint_state.METADATA, {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": True,
@@ -134,7 +134,7 @@ def gathered_by_megatron() -> Iterator[None]:
 
 
 def differences_as_whole(trainer: Trainer, whole: str) -> list[str]:
-    """Tensors of the checkpoint in ``whole`` that are not bit for bit what Megatron gathers from the trainer."""
+    """Names of tensors of the checkpoint ``whole`` that are not bit for bit what Megatron gathers from the trainer."""
     from megatron.core.dist_checkpointing.serialization import load_plain_tensors
 
     again = f"{whole}-again"
@@ -149,7 +149,7 @@ def differences_as_whole(trainer: Trainer, whole: str) -> list[str]:
 
 
 def boxes_of(shape: tuple[int, ...]) -> int:
-    """How many boxes the flat ranges of a tensor take at most; each range is checked to be its boxes, in order."""
+    """The most boxes that any flat range of a tensor takes; checks that every range is its boxes, in order."""
     most = 0
     flat = torch.arange(math.prod(shape))
     for start in range(len(flat)):
@@ -166,8 +166,8 @@ def boxes_of(shape: tuple[int, ...]) -> int:
 
 
 def peak_of_save(source: str, layout: Layout, folder: str) -> tuple[float, float]:
-    """Bytes of this rank's memory (resident, as the kernel counts it) that asynchronous saves add at their peak, for
-    each parameter of its share of the model; and those that they keep."""
+    """Bytes of this rank's memory (resident, as the kernel counts it) that asynchronous saves add at their peak, per
+    parameter of its share of the model; and the bytes that they keep."""
     with on(layout):
         trainer = make_trainer(source, layout, "bfloat16")
         train(trainer, range(1))
@@ -191,8 +191,8 @@ def _resident(name: str) -> int:
 
 
 def save_while_parameters_are_gathered_late(source: str, layout: Layout, folder: str) -> bool:
-    """A save right after a step whose weights the replicas gather in the next forward pass; whether the weights that
-    it wrote are the optimizer's."""
+    """Save right after a step whose weights the replicas gather in the next forward pass; return True if the weights
+    that were written are the optimizer's."""
     from megatron.core.dist_checkpointing.serialization import load_plain_tensors
 
     config = trainer_module.DistributedDataParallelConfig
@@ -219,7 +219,7 @@ def refused(
     distributed: bool = True,
     tag: str | None = None,
 ) -> list[tuple[str, bool]]:
-    """What loading each folder says, and whether every weight and optimizer state is as it was before any of them."""
+    """Load each folder; return what each load said, and whether all weights and optimizer states are as before."""
     found = []
     with on(layout):
         trainer = make_trainer(source, layout, dtype, distributed)
@@ -239,8 +239,8 @@ def refused(
 
 
 def fall_back(source: str, layout: Layout, folder: str) -> tuple[str, list[str], str]:
-    """Two saves, the second damaged, and a load; what was loaded, what is there, and what a load says once the first
-    has lost a file too."""
+    """Save twice, damage the second and load; return what was loaded, what is in the folder then, and what a load says
+    once the first has lost a file too."""
     with on(layout):
         trainer = make_trainer(source, layout)
         checkpoints = Checkpoints(folder)
@@ -268,7 +268,7 @@ def fall_back(source: str, layout: Layout, folder: str) -> tuple[str, list[str],
 
 
 def resume_and_save(source: str, folder: str, tag: str) -> str:
-    """Load the latest checkpoint and save another one; the tag in the state of the one that was loaded."""
+    """Load the latest checkpoint and save another one; return the tag in the state that was loaded."""
     with on(Layout()):
         trainer = make_trainer(source, Layout())
         checkpoints = Checkpoints(folder)
@@ -278,8 +278,8 @@ def resume_and_save(source: str, folder: str, tag: str) -> str:
 
 
 def failing_saves(source: str, layout: Layout, folder: str) -> list[Any]:
-    """A good save, then one whose second rank cannot write, sync and async, the latter followed by a good one; what
-    is there after each."""
+    """Make a good save, then a synchronous and an asynchronous one that the second rank cannot write, the latter
+    followed by a good one; return the errors, and what is there after each."""
     with on(layout):
         trainer = make_trainer(source, layout)
         seen = []
@@ -315,7 +315,7 @@ def failing_saves(source: str, layout: Layout, folder: str) -> list[Any]:
 
 
 def before_any_step(source: str, other: str, layout: Layout, folder: str, distributed: bool) -> list[Any]:
-    """A save and a load of optimizers that have not stepped yet; the first steps of both."""
+    """Save an optimizer that has not stepped yet and load it into another; return the first steps of both."""
     with on(layout):
         trainer = make_trainer(source, layout, distributed=distributed)
         Checkpoints(folder).save("step0", trainer, {})
@@ -325,7 +325,7 @@ def before_any_step(source: str, other: str, layout: Layout, folder: str, distri
 
 
 def weights_alone(source: str, other: str, layout: Layout, folder: str) -> bool:
-    """A trainer's checkpoint loaded into a model without one."""
+    """Load a trainer's checkpoint into a model without a trainer; return True if their weights are equal."""
     with on(layout):
         trainer = make_trainer(source, layout)
         train(trainer, range(1))

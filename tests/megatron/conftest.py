@@ -1,5 +1,5 @@
-"""Rank processes the Megatron tests share, as starting them and importing Megatron costs more than most tests, and
-checkpoints of two shapes."""
+"""Rank processes that the Megatron tests share, since starting them and importing Megatron costs more than most tests,
+and checkpoints of two shapes."""
 
 import sys
 from collections.abc import Iterator
@@ -22,25 +22,25 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def one_rank() -> Iterator[RankPool]:
-    """One process with a gloo group of its own, for what needs no sharding."""
+    """One process with a gloo group of its own, for tests that need no sharding."""
     with RankPool(1) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint with every side of every matrix a multiple of 128, at TP2 too."""
+    """A checkpoint in which every side of every matrix is a multiple of 128, even at TP2."""
     directory = tmp_path_factory.mktemp("wide")
     return str(make_checkpoint(directory, "llama", hidden_size=256, intermediate_size=512, head_dim=32, **SHALLOW))
 
 
 @pytest.fixture(scope="session")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One of sizes that blocks do not divide."""
+    """A checkpoint with sizes that FP8 blocks do not divide."""
     return str(make_checkpoint(tmp_path_factory.mktemp("narrow"), "qwen2", **SHALLOW))
 
 
 @pytest.fixture(scope="session")
 def other(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """As ``narrow``, with other weights."""
+    """The same shape as ``narrow``, with other weights."""
     return str(make_checkpoint(tmp_path_factory.mktemp("other"), "qwen2", seed=1, **SHALLOW))

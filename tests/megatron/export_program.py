@@ -1,4 +1,4 @@
-"""What the ranks run in the tests of conversion: a model to a Megatron checkpoint and back to Hugging Face."""
+"""The functions that ranks run in the tests of conversion: to a Megatron checkpoint and back to Hugging Face."""
 
 import os
 from collections.abc import Callable
@@ -18,7 +18,7 @@ SHARD_BYTES = 64 * 2**10
 
 
 def round_trips(layout: Layout, models: list[tuple[str, str, str]]) -> None:
-    """(source, dtype, folder) each: to ``folder/megatron``, from there to ``folder/hf``; groups are made once."""
+    """Convert each (source, dtype, folder) to ``folder/megatron``, then to ``folder/hf``; groups are made once."""
     with on(layout):
         for source, dtype, folder in models:
             options = ModelOptions(layout=layout, dtype=getattr(torch, dtype))
@@ -29,7 +29,7 @@ def round_trips(layout: Layout, models: list[tuple[str, str, str]]) -> None:
 
 
 def alone(function: Callable, *args: Any) -> None:
-    """What a command runs in a process that nothing follows in."""
+    """Run a command's function, which expects its process to end afterwards, and destroy the groups that it leaves."""
     try:
         function(*args)
     finally:
@@ -37,7 +37,7 @@ def alone(function: Callable, *args: Any) -> None:
 
 
 def failing_export(source: str, layout: Layout, folder: str) -> tuple[str, list[str]]:
-    """An export whose disk is full; what it says, and what is in ``folder`` afterwards."""
+    """Export to a full disk; return the error message, and what is in ``folder`` afterwards."""
 
     def fail(*args: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -55,7 +55,7 @@ def failing_export(source: str, layout: Layout, folder: str) -> tuple[str, list[
 
 
 def export_into(source: str, folder: str, shard_bytes: int) -> None:
-    """Export into a folder that is there."""
+    """Export into a folder, which may exist already."""
     with on(Layout()):
         model = load_model(source, ModelOptions(dtype=torch.float32))
         export.save_hf(model, source, folder, shard_bytes=shard_bytes)

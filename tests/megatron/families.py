@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 
 LAYERS, HEADS, GROUPS, HIDDEN, HEAD_DIM = 4, 8, 4, 64, 16
-SHALLOW = {"num_hidden_layers": 2}  # one a stage at PP2; most files have a model with two as well
+SHALLOW = {"num_hidden_layers": 2}  # one per stage at PP2; most files also have a model with two
 
 
 def make_checkpoint(directory: Path, family: str, vocab_size: int = 151, *, seed: int = 0, **fields: object) -> Path:
-    """Write a fp32 checkpoint of ``family`` and return its folder. Biases and norms are random too."""
+    """Write an fp32 checkpoint of ``family`` and return its folder. Biases and norms are random too."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     common = {

@@ -1,4 +1,4 @@
-"""What the ranks run in the tests of FP8: a model's values with and without it, its training, and its checkpoints."""
+"""The functions that ranks run in the tests of FP8: a model's values with and without it, training and checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,19 @@ def load(source: str, layout: Layout, fp8: Fp8Options | None, dtype: str = "floa
 
 
 def values(model: LoadedModel, rows: list[list[int]]) -> Any:
-    """(2, B, A) log-probs and entropies."""
+    """(2, N) log-probs and entropies of the actions."""
     (statistics,) = schedule.forward(model, [all_actions(rows)])
     return torch.stack(statistics).numpy()
 
 
 def statistics(source: str, layout: Layout, fp8: Fp8Options | None, rows: list[list[int]]) -> Any:
-    """Values with ``fp8``."""
+    """The model's values with ``fp8``."""
     with on(layout):
         return values(load(source, layout, fp8), rows)
 
 
 def in_and_out(source: str, layout: Layout, fp8: Fp8Options, rows: list[list[int]]) -> list[Any]:
-    """Values with ``fp8``, in high precision in between, and with it again; then of a model that never had it."""
+    """Values with ``fp8``, in high precision, and with ``fp8`` again; then those of a model that never had it."""
     with on(layout):
         model = load(source, layout, fp8)
         found = [values(model, rows)]
@@ -60,12 +60,12 @@ def _trainer(source: str, layout: Layout, fp8: Fp8Options | None, **overrides: A
 
 
 def delayed_from_the_start(source: str, layout: Layout, rows: list[list[int]]) -> tuple[Any, list[list[float]]]:
-    """Whether the first values differ from those of scales that know nothing, and per linear layer the scale of its
-    weight and the largest of this rank's shard."""
+    """True if the first values differ from those with uncalibrated scales; and per linear layer, the scale of its
+    weight and the largest magnitude in this rank's shard of it."""
     with on(layout):
         model = load(source, layout, Fp8Options("emulated", "delayed"))
         assert model.fp8 is not None
-        with model.fp8.high_precision():  # as an audit's first pass is
+        with model.fp8.high_precision():  # like an audit's first pass
             values(model, rows)
         assert not model.fp8.calibrated
         model.fp8.calibrated = True
@@ -86,8 +86,8 @@ def sharded_products(layout: Layout, cases: list[tuple[str, str]], *matrices: to
 def _sharded_product(
     layout: Layout, kind: str, recipe: str, input: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor
 ) -> list[Any]:
-    """This rank's output, input gradient and weight gradient of a column- or row-parallel layer with the whole
-    ``weight`` (O, I), of ``input`` (T, I) and the gradient (T, O) of its output, both whole."""
+    """This rank's output, input gradient and weight gradient of a column- or row-parallel layer, from the whole
+    ``weight`` (O, I), the whole ``input`` (T, I) and the whole ``gradient`` (T, O) of the output."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import TransformerConfig
@@ -114,7 +114,7 @@ def _sharded_product(
     layer.weight.data.copy_(mine(weight, 0 if column else 1))
     layer._forward_impl = EmulatedLinear(Fp8Options("emulated", recipe), layer._forward_impl).forward
     along = 0 if layout.sequence_parallel else None
-    shares = (along, 1) if column else (1, along)  # of the input and the output, which a rank has a part of
+    shares = (along, 1) if column else (1, along)  # the sharded dimensions of the input and the output
     x, dy = (t if dim is None else mine(t, dim) for t, dim in zip((input, gradient), shares, strict=True))
     x = x.unsqueeze(1).clone().requires_grad_()
     y, _ = layer(x)
@@ -123,20 +123,20 @@ def _sharded_product(
 
 
 def scales_follow(source: str, layout: Layout, steps: int) -> list[list[list[float]]]:
-    """All scales after each training step; every replica has its own, the ranks of one the same."""
+    """All scales after each training step, by step, linear layer, and matrix (input, weight, gradient)."""
     with on(layout):
         trainer = _trainer(source, layout, Fp8Options("emulated", "delayed"))
         found = []
         for step in range(steps):
             train(trainer, range(step, step + 1))
-            assert trainer.model.fp8 is not None and trainer.model.fp8.calibrated  # without a forward before it
+            assert trainer.model.fp8 is not None and trainer.model.fp8.calibrated  # without a forward pass before it
             found.append([linear.scale.tolist() for linear in trainer.model.fp8._linears])
         return found
 
 
 def save_and_resume(source: str, other: str, layout: Layout, folder: str) -> list[Any]:
-    """The steps after a save, those of a twin with other weights that loaded it, those of a twin without FP8, and the
-    first step of a twin whose checkpoint was made without FP8."""
+    """The steps after a save, of a twin with other weights that loaded it, and of a twin that loaded it without FP8;
+    then the first step of a twin whose checkpoint was made without FP8."""
     fp8 = Fp8Options("emulated", "delayed")
     with on(layout):
         trainer = _trainer(source, layout, fp8)
@@ -158,7 +158,7 @@ def save_and_resume(source: str, other: str, layout: Layout, folder: str) -> lis
 
 
 def trained(source: str, layout: Layout, fp8: Fp8Options | None, offload: bool, rows: list[list[int]]) -> Any:
-    """Values after three steps, with everything on the host between them or not."""
+    """Values after three steps; with ``offload``, everything is on the host between them."""
     with on(layout):
         trainer = _trainer(source, layout, fp8)
         mover = Offload(trainer)

@@ -1,4 +1,4 @@
-"""FP8 by the book, in float64: every number of a format listed, the nearest one searched, ties to the even one."""
+"""FP8 by the book, in float64: list every number of a format and search for the nearest; ties go to the even one."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ FORMATS = {"e4m3": (4, 3, 7, 448.0), "e5m2": (5, 2, 15, 57344.0)}
 
 
 def numbers(name: str) -> np.ndarray:
-    """All numbers from 0 up to the largest, ascending; those at even places have an even mantissa."""
+    """All numbers from 0 up to the largest, ascending; those at even indices have an even mantissa."""
     exponents, bits, bias, largest = FORMATS[name]
     found = []
     for exponent in range(2**exponents):
@@ -21,25 +21,25 @@ def numbers(name: str) -> np.ndarray:
 
 
 def rounded(values: np.ndarray, name: str) -> np.ndarray:
-    """The nearest numbers of (N,) float64 values; saturated."""
+    """The format's numbers nearest to (N,) float64 values, saturated."""
     table = numbers(name)
     magnitudes = np.minimum(np.abs(values), table[-1])
     distances = np.abs(table - magnitudes[:, None])
-    lower = distances.argmin(-1)  # the first of two that are as near
+    lower = distances.argmin(-1)  # the first of two that are equally near
     upper = np.minimum(lower + 1, len(table) - 1)
     tie = np.take_along_axis(distances, upper[:, None], -1)[:, 0] == distances.min(-1)
     return np.copysign(table[np.where(tie & (lower % 2 == 1), upper, lower)], values)
 
 
 def scale(amax: float, name: str) -> np.float32:
-    """float32, as Transformer Engine keeps it."""
+    """The scale in float32, as Transformer Engine keeps it."""
     return np.float32(1.0) if amax == 0 else np.float32(FORMATS[name][3]) / np.float32(amax)
 
 
 def there_and_back(
     matrix: np.ndarray, name: str, block: tuple[int, int] | None, factor: float | None = None
 ) -> np.ndarray:
-    """Rounded to FP8 in blocks (the whole where there are none, by ``factor`` where it is given) and back."""
+    """Round to FP8 and back, in blocks (the whole if None) and with the scale ``factor`` if it is given."""
     matrix = np.asarray(matrix, dtype=np.float64)
     out = np.empty_like(matrix)
     height, width = block or matrix.shape

@@ -1,4 +1,4 @@
-"""What the ranks run in the tests of FP8 primary weights: training, checkpoints, moves to the host and exports."""
+"""The functions that ranks run in the tests of FP8 primary weights: training, checkpoints, offloading and exports."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.megatron.train.offload import Offload
 from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
 
-# Clipping multiplies by the norm of all gradients, whose last bit depends on the buffers that they lie in.
+# Clipping scales by the norm of all gradients, whose last bit depends on the buffers that hold them.
 OPTIONS = OptimizerOptions(lr=5e-3, max_norm=0.0)
 
 
@@ -41,13 +41,13 @@ def trained(
 
 
 def weight_bytes(source: str, layout: Layout, options: list[Fp8Options]) -> list[int]:
-    """In which this rank keeps its parameters, of a trainer with each of the options."""
+    """The bytes in which this rank keeps its parameters, for a trainer with each of the options."""
     with on(layout):
         return [bytes_of_weights(make(source, layout, fp8)) for fp8 in options]
 
 
 def bytes_of_weights(trainer: Trainer) -> int:
-    """In which this rank keeps its parameters: distinct storages alone."""
+    """The bytes in which this rank keeps its parameters; a shared storage counts once."""
     tensors = [part for parameter in trainer.model.stage.parameters() for part in fp8_weights.memory_of(parameter)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
@@ -61,8 +61,8 @@ def leaving(source: str, layout: Layout, fp8: Fp8Options) -> dict[str, torch.Ten
 
 
 def save_and_resume(source: str, other: str, layout: Layout, folder: str, recipe: str, primary: bool) -> list[Any]:
-    """The steps after a save, with FP8 primary weights or BF16 ones, and of twins with other weights that loaded it:
-    with FP8 primary weights, and with BF16 ones."""
+    """The steps after a save, with FP8 primary weights or BF16 ones, and those of two twins with other weights that
+    loaded it: one with FP8 primary weights, one with BF16 weights."""
     with on(layout):
         trainer = make(source, layout, Fp8Options("emulated", recipe, primary_weights=primary))
         train(trainer, range(2))
@@ -77,7 +77,7 @@ def save_and_resume(source: str, other: str, layout: Layout, folder: str, recipe
 
 
 def moved(source: str, layout: Layout, fp8: Fp8Options, rows: list[list[int]]) -> Any:
-    """Values after three steps with everything on the host between them; on the way, what is left of the weights."""
+    """Values after three steps with everything on the host between them, and the bytes of weights left meanwhile."""
     with on(layout):
         trainer = make(source, layout, fp8)
         mover = Offload(trainer)
@@ -92,8 +92,8 @@ def moved(source: str, layout: Layout, fp8: Fp8Options, rows: list[list[int]]) -
 
 
 def exported(source: str, layout: Layout, fp8: Fp8Options, folder: str, rows: list[list[int]]) -> list[Any]:
-    """Values of a trained model, of the Hugging Face folder that it left, loaded again in FP8, and of the one left
-    without its trainer; then the largest error of the engines' weights against the first folder's, over the largest.
+    """Values of a trained model, and of its Hugging Face exports with and without its trainer, loaded again in FP8;
+    then the largest error of the second export (the engines' weights), over each tensor's largest value in the first.
     """
     with on(layout):
         trainer = make(source, layout, fp8)
@@ -109,7 +109,7 @@ def exported(source: str, layout: Layout, fp8: Fp8Options, folder: str, rows: li
 
 
 def switched_off(source: str, layout: Layout, fp8: Fp8Options, folder: str, rows: list[list[int]]) -> list[Any]:
-    """Values with FP8, in high precision, with FP8 again; then those without FP8 of the weights that it has left."""
+    """Values with FP8, in high precision, and with FP8 again; then without FP8, from its rounded weights."""
     with on(layout):
         model = load(source, layout, fp8, "bfloat16")
         found = [values(model, rows)]

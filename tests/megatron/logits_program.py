@@ -1,4 +1,4 @@
-"""What the ranks run in the tests of the model: log-probs, entropies and logits at a layout."""
+"""The functions that ranks run in the tests of the model: log-probs, entropies and logits at a layout."""
 
 import os
 import time
@@ -20,7 +20,7 @@ _current: list[Layout] = []
 
 @contextmanager
 def on(layout: Layout) -> Iterator[None]:
-    """Megatron's groups for ``layout`` over all ranks of the pool, removed afterwards; within itself, nothing."""
+    """Megatron's groups for ``layout`` over all ranks of the pool, removed afterwards; does nothing if nested."""
     if _current:
         assert _current == [layout]
         yield
@@ -35,25 +35,25 @@ def on(layout: Layout) -> Iterator[None]:
 
 
 def several(layout: Layout, calls: list[tuple[Callable, tuple]]) -> list[Any]:
-    """What several functions return, run :func:`on` one layout, whose groups take longer than most of them."""
+    """Run several functions :func:`on` one layout, since creating its groups takes longer than most of them."""
     with on(layout):
         return [function(*args) for function, args in calls]
 
 
 def all_actions(rows: list[list[int]]) -> MicroBatch:
-    """A micro-batch whose actions are all tokens but each row's first."""
+    """A micro-batch in which every token but each row's first is an action."""
     return [(torch.tensor(row), torch.arange(len(row)) > 0) for row in rows]
 
 
 def logits(source: str, layout: Layout, micro_batches: list[list[list[int]]]) -> list[Any]:
-    """(tokens, V) logits of every micro-batch, from the last stage's first tensor-parallel rank; nothing elsewhere."""
+    """(tokens, V) logits of every micro-batch, on the last stage's first tensor-parallel rank; empty elsewhere."""
     with on(layout):
         model = load_model(source, ModelOptions(layout=layout, dtype=torch.float32))
         return [result.numpy() for result in _logits(model, micro_batches)]
 
 
 def logits_of_hub(name: str, fetched: str, *args: Any) -> list[Any]:
-    """As :func:`logits`, of the model ``name`` on the Hub, whose files are in the folder ``fetched`` once fetched."""
+    """:func:`logits` of the Hub model ``name``, whose download is replaced by the folder ``fetched``."""
     with mock.patch("huggingface_hub.snapshot_download", lambda asked, **patterns: {name: fetched}[asked]):
         return logits(name, *args)
 
@@ -90,7 +90,7 @@ def _logits(model: LoadedModel, micro_batches: list[list[list[int]]]) -> list[to
 def log_probs_and_entropies(
     source: str, layout: Layout, dtype: str, temperature: float, micro_batches: list[list[list[int]]]
 ) -> list[tuple[Any, Any]]:
-    """Of every micro-batch, (N,) of its actions each."""
+    """(log-probs, entropies) of every micro-batch's actions, (N,) each."""
     with on(layout):
         options = ModelOptions(layout=layout, dtype=getattr(torch, dtype), temperature=temperature)
         model = load_model(source, options)
@@ -100,7 +100,7 @@ def log_probs_and_entropies(
 
 
 def full_weights(source: str, layout: Layout, dtype: str, buckets: list[int]) -> dict[str, Any]:
-    """Name -> tensor as the weight transfer sees it, from every rank; the same with each size of ``buckets``."""
+    """Name -> tensor as the weight transfer sees them, on every rank; checked to be the same for all ``buckets``."""
     from openrlhf_gtpo.megatron.model.weights import FullWeights
 
     with on(layout):
@@ -117,7 +117,7 @@ def full_weights(source: str, layout: Layout, dtype: str, buckets: list[int]) ->
 
 
 def head_without_room(source: str) -> str:
-    """What a forward pass says whose LM head may use a byte."""
+    """The error message of a forward pass whose LM head may use only one byte."""
     with on(Layout()):
         model = load_model(source, ModelOptions(lm_head_bytes=1))
         try:
@@ -128,8 +128,7 @@ def head_without_room(source: str) -> str:
 
 
 def sft_losses(source: str, layout: Layout, rows: list[list[int]], steps: int) -> list[float]:
-    """The mean negative log-probability of ``rows`` before each of ``steps`` optimizer steps; empty but on a last
-    stage."""
+    """Mean negative log-prob of ``rows`` before each of ``steps`` optimizer steps; empty except on a last stage."""
     from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
 
     with on(layout):
@@ -145,8 +144,8 @@ def sft_losses(source: str, layout: Layout, rows: list[list[int]], steps: int) -
 
 
 def threads() -> int:
-    """Of this process: each gloo group has three. One that has been joined is listed until the kernel has buried it,
-    which takes a moment on a busy machine; one that was left behind stays."""
+    """The number of this process's threads: each gloo group has three. A thread that has been joined is listed until
+    the kernel has reaped it, which takes a moment on a busy machine; one that was left behind stays."""
     counts = []
     for _ in range(10):
         counts.append(len(os.listdir("/proc/self/task")))
@@ -157,7 +156,7 @@ def threads() -> int:
 def offloaded_twin(
     source: str, layout: Layout, dtype: str, distributed: bool, rows: list[list[int]]
 ) -> tuple[list[float], list[float], bool]:
-    """Losses and norms of three steps, the same with offloading between them, and whether that freed memory."""
+    """Losses and norms of three steps, without and with offloading between them, and whether it freed the memory."""
     from openrlhf_gtpo.megatron.train.offload import Offload
     from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer
 
@@ -189,7 +188,7 @@ def offloaded_twin(
 
 
 def pinned_memory(source: str) -> tuple[list[int], int]:
-    """Bytes that offloading pins (below zero: gives back), in order, over a start and three steps; and parameters."""
+    """Bytes that offloading pins (negative: unpins), in order, over a start and three steps; parameter count."""
     from openrlhf_gtpo.megatron.parallel import host
     from openrlhf_gtpo.megatron.train import offload
     from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer

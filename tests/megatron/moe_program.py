@@ -1,4 +1,4 @@
-"""What the tests of mixtures of experts share: their checkpoints, layouts and reference, and what only they run."""
+"""Checkpoints, layouts and reference tensors for the tests of mixtures of experts, and what ranks run only in them."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ LAYOUTS = {
     "TP2-SPxEP2": Layout(tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2),
 }
 # Vocabulary, other fields. The second weighs experts by the softmax over all of them, its head is tied, and it has two
-# layers in a stage of PP2.
+# layers per stage at PP2.
 MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "normalised": (151, SHALLOW | {"norm_topk_prob": True}),
     "as-they-are-tied": (896, {"norm_topk_prob": False, "tie_word_embeddings": True}),
@@ -38,7 +38,7 @@ def make_mixture(directory: Path, name: str, *, seed: int = 0) -> Path:
 
 
 def by_expert(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A Transformers model's tensors, which hold all experts of a layer, under the names of its checkpoint."""
+    """Split a Transformers model's tensors, which hold all experts of a layer, into those that its checkpoint has."""
     found = {}
     for name, tensor in tensors.items():
         match = re.fullmatch(r"(.*\.mlp\.experts)\.(gate_up|down)_proj", name)
@@ -53,7 +53,7 @@ def by_expert(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def uneven_log_probs(source: str, layout: Layout, micro_batches: list[list[list[int]]]) -> list[Any]:
-    """(N,) each, of the second replica's one micro-batch, the third's two, and so on; the first has none."""
+    """(N,) log-probs per micro-batch: the first replica has none, the second has one, the third has two, and so on."""
     from megatron.core import parallel_state
 
     with on(layout):

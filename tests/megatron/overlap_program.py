@@ -1,4 +1,4 @@
-"""What the ranks run in the tests of overlapped communication: steps, and who reads weights after them."""
+"""The functions that ranks run in the tests of overlapped communication: steps, and what reads weights after them."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ ROWS = ragged_rows(151, [9, 4, 7], seed=99)
 def with_and_without(
     source: str, layout: Layout, fp8: Fp8Options | None, folder: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What every reader finds, with gradients and weights exchanged while the passes run, and one after the other."""
+    """What every reader finds with gradients and weights exchanged while the passes run, and with no such overlap."""
     with on(layout):
         overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
         overlap |= {"bucket_size": 5000}  # every matrix a bucket of its own
@@ -31,7 +31,7 @@ def with_and_without(
         results = []
         for name, ddp in (("overlap", overlap), ("alone", alone)):
             model = load(source, layout, fp8, "bfloat16" if fp8 else "float32")
-            # Clipping multiplies by the norm of all gradients, whose last bit depends on the buffers that they lie in.
+            # Clipping scales by the norm of all gradients, whose last bit depends on the buffers that hold them.
             trainer = Trainer(model, OptimizerOptions(lr=5e-3, max_norm=0.0, ddp=ddp))
             results.append(_train_and_read(trainer, Path(folder) / name))
         torch.distributed.barrier()  # no rank closes its connections while another still works with it
@@ -75,13 +75,13 @@ def _train_and_read(trainer: Trainer, folder: Path) -> dict[str, Any]:
         return own((name, trainer.exact_weight(parameter)) for name, parameter in stage.named_parameters())
 
     found = {"at first": one_replica_scores()}
-    step(10, 3, another_follows=True)  # a replica has two micro-batches, the other one
+    step(10, 3, another_follows=True)  # one replica has two micro-batches, the other has one
     found["between"] = own(stage.named_parameters())
-    step(20, 1, another_follows=False)  # and here none
+    step(20, 1, another_follows=False)  # here the other replica has none
     found["scores"] = one_replica_scores()
     step(30, 3, another_follows=True)
     step(40, 3, another_follows=False)
-    # None of these but the last runs a forward pass, which could gather what is not.
+    # Only the last of these runs a forward pass, which could gather what has not been gathered yet.
     found |= {"engines": engines(), "exact": exact(), "saved": saved()}
     return found | {"offloaded": offloaded()}
 

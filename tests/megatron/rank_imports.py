@@ -1,4 +1,4 @@
-"""What every rank process, an actor too, has imported. The fork server of :mod:`rank_pool` imports it, then forks."""
+"""The imports that rank processes need, actors included: the fork server of :mod:`rank_pool` runs them, then forks."""
 
 import gc
 

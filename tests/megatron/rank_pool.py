@@ -14,15 +14,15 @@ from typing import Any
 
 from openrlhf_gtpo import platform
 
-TIMEOUT = 600  # seconds; a rank that waits for another forever is a failure, one on a busy machine is not
-GRACE = 10  # seconds for the other ranks once one has failed: they may wait for it
+TIMEOUT = 600  # seconds; a rank that waits forever for another is a failure, a slow one on a busy machine is not
+GRACE = 10  # seconds for the other ranks once one has failed, since they may be waiting for it
 
 
 class RankPool:
     """``size`` processes; :meth:`run` calls a module-level function in each and returns their results in rank order.
 
-    They start at the first call, and anew at the call after one that left a rank without an answer: what such a rank
-    says later belongs to no call.
+    They start at the first call. After a call that some rank did not answer, the next call starts new ones, since a
+    late answer belongs to no call.
     """
 
     def __init__(self, size: int) -> None:
@@ -32,7 +32,7 @@ class RankPool:
         self._store: Any = None
 
     def run(self, function: Callable, *args: Any) -> list[Any]:
-        """Raises AssertionError with the traceback of every rank that failed."""
+        """Call ``function`` on every rank; raises AssertionError with the traceback of every rank that failed."""
         if not self._processes:
             self._start()
         answers: list[tuple[bool, Any] | None] = [None]
@@ -40,7 +40,7 @@ class RankPool:
             for pipe in self._pipes:
                 pipe.send((function, args))
             answers = self._answers()
-        finally:  # of pytest's own time limit too
+        finally:  # also when pytest's own time limit strikes
             if None in answers:
                 self._stop()
         failures = [f"rank {i}:\n{a[1] if a else 'no answer'}" for i, a in enumerate(answers) if not (a and a[0])]
@@ -48,7 +48,7 @@ class RankPool:
         return [answer[1] for answer in answers if answer]
 
     def _answers(self) -> list[tuple[bool, Any] | None]:
-        """For every rank (whether it succeeded, its result or traceback); None for one that ended or says nothing."""
+        """Each rank's (success, result or traceback), in rank order; None for a rank that ended or did not answer."""
         answers: dict[Connection, tuple[bool, Any] | None] = {}
         deadline = time.monotonic() + TIMEOUT
         while len(answers) < self._size:
@@ -60,7 +60,7 @@ class RankPool:
                 assert isinstance(pipe, Connection)
                 try:
                     answers[pipe] = pipe.recv()
-                except (EOFError, ConnectionResetError):  # the latter where it has not even read its work
+                except (EOFError, ConnectionResetError):  # the latter if it has not even read its work
                     answers[pipe] = None
                 if not (answers[pipe] or (False,))[0]:
                     deadline = min(deadline, time.monotonic() + GRACE)
@@ -69,17 +69,17 @@ class RankPool:
     def _start(self) -> None:
         from torch.distributed import TCPStore
 
-        # Importing Megatron takes a rank 12 s of processor time; a rank that is forked has it imported.
+        # Importing Megatron takes 12 s of processor time; a forked rank has it imported already.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["rank_imports"])
-        # In this process: a port that is free now may be another program's by the time a rank has imported Megatron.
+        # The store starts here because another program could take the port before a rank has imported Megatron.
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         self._store = TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         environment = {platform.PLATFORM_VARIABLE: "cpu"}
-        environment["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server's, which Python 3.11 gives no other path
+        environment["PYTHONPATH"] = os.pathsep.join(sys.path)  # Python 3.11 gives the fork server no other path
         before = {name: os.environ.get(name) for name in environment}
         os.environ.update(environment)
         try:
@@ -114,7 +114,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     import rank_imports  # noqa: F401
     import torch
 
-    # Megatron collects garbage at every layout and every checkpoint; what is imported for good need not be visited.
+    # Megatron collects garbage at every layout and every checkpoint, which need not visit what stays imported.
     gc.freeze()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

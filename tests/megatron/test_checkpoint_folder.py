@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder go, in which order; a crash at any moment leaves a readable latest one."""
+"""Which checkpoints of a folder are removed, in which order; a crash at any moment leaves a readable latest one."""
 
 import json
 import os
@@ -22,13 +22,13 @@ MODEL = {"model": {}, "dtype": "float32", "optimizer": True}
 
 
 def write(folder: Path, tag: str, metric: float | None = None, *, size: int = 10, content: bytes = b"x") -> Path:
-    """What a save does on the first rank."""
+    """Write a checkpoint as the first rank does in a save."""
     temporary = checkpoint_folder.begin(folder / tag, whole_folder=True)
     (temporary / "shard").write_bytes(content * size)
     write_manifest(temporary, {**MODEL, "metric": {"key": "eval", "value": metric}})
     checkpoint_folder.publish(temporary, folder / tag)
     checkpoint_folder.set_latest(folder, tag)
-    # Times that tell ages apart on a file system with coarse clocks.
+    # Set times that tell ages apart even on a file system with coarse clocks.
     number = len(list(folder.iterdir()))
     os.utime(folder / tag, (number, number))
     return folder / tag
@@ -185,7 +185,7 @@ def test_a_metric_beyond_all_floats_is_none(tmp_path: Path) -> None:
 
 def test_the_newest_whole_one_is_found_without_latest(tmp_path: Path) -> None:
     assert newest_whole(tmp_path / "none") is None and candidate([tmp_path / "none"]) is None
-    for tag in ("t5", "t10", "t7"):  # in the order of writing, which may go back
+    for tag in ("t5", "t10", "t7"):  # in the order of writing, in which numbers may go back
         write(tmp_path, tag)
     for latest in ("t5", "gone"):
         (tmp_path / "latest").write_text(latest)
@@ -201,7 +201,7 @@ def test_the_newest_whole_one_is_found_without_latest(tmp_path: Path) -> None:
 
 
 def test_folders_that_belong_together_have_the_newest_in_common(tmp_path: Path) -> None:
-    """A kill between the actor's save and the critic's; with max_num 1 neither may then remove the older one."""
+    """After a kill between the actor's save and the critic's, max_num 1 lets neither remove the older one."""
     actor, critic = tmp_path / "_actor", tmp_path / "_critic"
     write(actor, "t1"), write(critic, "t1"), write(actor, "t2")
     assert newest_whole(actor, critic) == actor / "t1" and newest_whole(actor) == actor / "t2"
@@ -225,7 +225,7 @@ def test_checkpoints_of_an_earlier_version_are_taken_as_latest_names_them(tmp_pa
     assert candidate([tmp_path], "t2") == tmp_path / "t2"
     with pytest.raises(CheckpointError, match="has no checkpoint 't9'; it has t1, t2."):
         candidate([tmp_path], "t9")
-    write(tmp_path, "t2")  # in the place of one that may not be whole
+    write(tmp_path, "t2")  # replaces one that may not be whole
     assert checkpoint_folder.rotate(tmp_path, "t2", max_num=1, max_mem_gb=1) == ["t1"]
     assert tags(tmp_path) == ["t2"]
 

@@ -31,7 +31,7 @@ class Ended:
 def convert(
     ranks: RankPool, one_rank: RankPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Ended]:
-    """The command in this process, and its ranks in those that are there."""
+    """Runs the command in this process, and its ranks in the pools' processes."""
     pools = {4: ranks, 1: one_rank}
 
     def run(function: Callable, count: int, *args: Any) -> None:
@@ -58,7 +58,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_both_ways(convert: Callable[..., Ended], source: Path, tmp_path: Path, dtype: str) -> None:
-    sizes = ["--tensor-parallel", 2, "--pipeline-model-parallel-size", 2]  # the second as it was spelled before
+    sizes = ["--tensor-parallel", 2, "--pipeline-model-parallel-size", 2]  # the second in its earlier spelling
     chosen = ["--dtype", dtype] if dtype != "float32" else []
     ended = convert("hf-to-megatron", source, tmp_path / "megatron", *sizes, *chosen)
     assert ended.returncode == 0, ended.stderr

@@ -31,7 +31,7 @@ pytestmark = [
 
 
 def uneven(*shape: int) -> torch.Tensor:
-    """bfloat16 over four powers of ten, a block of zeros among them."""
+    """A bfloat16 matrix over four powers of ten, with one block of zeros."""
     generator = torch.Generator("cuda").manual_seed(0)
     found = torch.randn(shape, generator=generator, device="cuda")
     found *= 10 ** (4 * torch.rand(shape, generator=generator, device="cuda") - 2)
@@ -41,7 +41,7 @@ def uneven(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_a_product_is_the_emulated_one(recipe: str) -> None:
-    """One layer's output and both gradients: a whole model would magnify bfloat16's rounding as much as FP8's."""
+    """Checks a layer's output and both gradients: a whole model would magnify bfloat16's rounding as much as FP8's."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling
 
@@ -92,7 +92,7 @@ def test_blocks_round_as_the_emulation_s_do(dim: int, by_rows: Any, by_columns: 
         assert torch.equal(data.view(torch.uint8), ours.data.view(torch.uint8))
 
 
-# In a worker's order: this package, then OpenRLHF, which imports PEFT, and that Transformer Engine; Megatron last.
+# In a worker's order: this package, then OpenRLHF (which imports PEFT, hence Transformer Engine), and Megatron last.
 IN_FORCE = """
 import importlib.util
 import openrlhf_gtpo

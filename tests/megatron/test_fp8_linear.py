@@ -1,4 +1,4 @@
-"""The emulated product: which matrices are quantized, along which dimension, with scales of which step, and how long a
+"""The emulated product: which matrices are quantized, along which dimension, with which step's scales, and how long a
 quantized weight is kept.
 """
 
@@ -132,7 +132,7 @@ def test_a_weight_is_kept_only_while_it_may_be() -> None:
     assert torch.equal(product(w), -2 * first)
     with torch.no_grad():
         w.mul_(-2)
-    assert torch.equal(product(w), 4 * first)  # and never kept again
+    assert torch.equal(product(w), 4 * first)  # no longer kept
 
 
 def test_a_bias_is_added_and_frozen_weights_get_no_gradient() -> None:

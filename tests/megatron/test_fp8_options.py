@@ -1,4 +1,4 @@
-"""FP8 is refused on a device, build or width that cannot do it and on no other; Megatron knows the fields it sets."""
+"""FP8 is refused on a device, build or width that cannot do it, and on no other; Megatron knows the fields it sets."""
 
 import dataclasses
 import importlib.metadata
@@ -59,7 +59,7 @@ def test_widths_that_do_not_come_in_blocks() -> None:
     assert "multiples of 128, and hidden_size is 576" in message and "use another recipe" in message
     check_fp8(Fp8Options("e4m3", "tensorwise"), smollm2, Layout(), cuda=True)
     check_fp8(Fp8Options("emulated", "blockwise"), smollm2, Layout(), cuda=False)
-    narrow = model(intermediate_size=27648 // 8)  # 27 blocks, which 2 ranks do not share
+    narrow = model(intermediate_size=27648 // 8)  # 27 blocks, which 2 ranks cannot share evenly
     message = refusal(Fp8Options("hybrid", "blockwise"), narrow, Layout(tensor_model_parallel_size=2))
     assert "the MLP's columns on a rank is 1728" in message and message.endswith(
         "tensor_model_parallel_size can be 1."
@@ -173,7 +173,7 @@ def test_powers_of_two_that_the_user_asks_for_are_refused(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("rounded", ["", "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"])
 def test_the_recipe_in_force_has_float32_scales(monkeypatch: pytest.MonkeyPatch, rounded: str) -> None:
-    """Whoever imported Transformer Engine, and whenever: its class tells."""
+    """Transformer Engine's recipe class tells, no matter who imported it and when."""
     from openrlhf_gtpo.megatron.fp8.fp8 import check_host
 
     names = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")

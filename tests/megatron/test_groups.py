@@ -1,4 +1,4 @@
-"""Would catch groups that outlive their layout: their polling threads slow down all that the process does later."""
+"""These tests catch groups that outlive their layout, whose polling threads slow down all the process does later."""
 
 from pathlib import Path
 
@@ -21,6 +21,6 @@ def test_training_at_one_layout_after_another_leaves_no_thread_behind(
     counts = []
     for _ in range(2):
         ranks.run(sft_losses, str(source), pipeline, rows, 1)
-        ranks.run(sft_losses, str(source), Layout(), rows, 1)  # begins by collecting what the first has left
+        ranks.run(sft_losses, str(source), Layout(), rows, 1)  # begins by collecting what the first left behind
         counts.append(ranks.run(threads))
     assert counts[0] == counts[1]

@@ -1,4 +1,4 @@
-"""Would catch a layout refused although it runs, accepted although it does not, or refused without a way out."""
+"""These tests catch a layout refused although it runs, accepted although it does not, or refused without a way out."""
 
 import math
 from types import SimpleNamespace
@@ -226,7 +226,7 @@ def test_dense_layers_among_experts() -> None:
     assert "decoder_sparse_step" in refusal(experts(decoder_sparse_step=2), Layout())
 
 
-# ── What is said to be legal, is ──
+# ── Layouts and sizes listed as legal ──
 
 configs = st.builds(
     lambda groups, share, layers, width: model(

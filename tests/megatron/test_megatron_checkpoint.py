@@ -1,5 +1,5 @@
 """Checkpoints on 4 ranks: training goes on bit for bit at the same layout and within rounding at others, a failed or
-killed save leaves the previous one, and what is damaged or of another model is refused before anything changes.
+killed save leaves the previous one, and any that is damaged or of another model is refused before anything changes.
 """
 
 import functools
@@ -28,7 +28,7 @@ RESUMED_AT = {
     "TP2xPP2-SP": Layout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True),
 }
 # Family, vocabulary, other fields, dtype, distributed optimizer. At TP4 the padded vocabulary is larger than at TP2.
-# The second has two layers in a stage of PP2.
+# The second has two layers per stage at PP2.
 VARIANTS = {
     "llama": ("llama", 151, SHALLOW, "float32", True),
     "qwen2-tied-bf16": ("qwen2", 896, {"tie_word_embeddings": True}, "bfloat16", True),
@@ -39,8 +39,8 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory, ranks: RankPool) -> Callable[[str], tuple[Path, list]]:
-    """Of a variant: a folder with the model, another of the same shape to resume from, and its checkpoints; and what
-    training went on with. Made once."""
+    """Maps a variant to a folder (its model, another of the same shape to load into, and its checkpoints) and to every
+    rank's answer of ``save_and_go_on``. Each is made once."""
 
     @functools.cache
     def write(variant: str) -> tuple[Path, list]:
@@ -106,8 +106,8 @@ def test_a_flat_range_is_a_few_boxes(shape: tuple[int, ...], most: int, one_rank
 
 
 def test_a_save_takes_14_bytes_a_parameter_over_all_replicas(tmp_path: Path, ranks: RankPool) -> None:
-    """BF16 weights, float32 weights and two moments, each copied on one rank alone; 24 bytes where the first gathers
-    the states. Most tensors of a rank without CUDA are copied once more while the save is planned."""
+    """BF16 weights, float32 weights and two moments, each copied on only one rank; 24 bytes if the first rank gathers
+    the states. Without CUDA, most tensors of a rank are copied once more while the save is planned."""
     shape = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "head_dim": 64}
     source = str(make_checkpoint(tmp_path / "model", "llama", **shape))
     for tensor in (1, 2):
@@ -203,7 +203,7 @@ def _delete_all(folder: Path) -> None:
     shutil.rmtree(folder / "step3")
 
 
-# Fields of another model, the last of which the ranks refuse too.
+# Fields of other models, with the message that refuses them; the ranks refuse the last model too.
 FOREIGN = [
     ({"num_hidden_layers": 4}, "of another model: it has num_hidden_layers 2 and not 4."),
     ({"vocab_size": 152, "tie_word_embeddings": True}, "vocab_size 151 and not 152, tie_word_embeddings False and"),
@@ -235,7 +235,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_changes(
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_loaded(
     model: Path, tmp_path: Path, ranks: RankPool
 ) -> None:
-    """A flipped bit in a large file, which a damaged ``latest`` names, too."""
+    """A bit of a large file is flipped, and ``latest`` names a checkpoint that does not exist."""
     for loaded, alone, unloadable in ranks.run(program.fall_back, str(model), SAVED_AT, str(tmp_path)):
         assert loaded == "step1"
         assert "step2.corrupt" in unloadable and "--ckpt.load_tag" in unloadable

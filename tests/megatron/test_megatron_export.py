@@ -1,5 +1,5 @@
-"""HF -> Megatron -> HF keeps every weight bit for bit under its name; an export loads in transformers, keeps to its
-shards' size, and damages nothing in its folder.
+"""HF -> Megatron -> HF keeps every weight bit for bit under its name; an export loads in transformers, keeps to the
+shard size, and damages nothing in its folder.
 """
 
 import json
@@ -19,7 +19,7 @@ IN_BFLOAT16 = ("llama", "qwen2-tied", "qwen3-tied")
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All weights of a Hugging Face folder; fails where a name comes twice."""
+    """All weights of a Hugging Face folder; fails if a name occurs twice."""
     found: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -43,7 +43,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_there_and_back_is_bitwise(sources: dict[str, Path], at: str, tmp_path: Path, ranks: RankPool) -> None:
     layout = LAYOUTS[at]
     jobs = [(name, "float32") for name in MODELS] + [(name, "bfloat16") for name in IN_BFLOAT16]
-    if at == "TP4":  # biases, norms of heads under a tied head, and the other dtype
+    if at == "TP4":  # biases, per-head norms with a tied LM head, and the other dtype
         jobs = [("qwen2", "float32"), ("qwen3-tied", "float32"), ("llama", "bfloat16")]
     folders = {job: tmp_path / "-".join(job) for job in jobs}
     ranks.run(

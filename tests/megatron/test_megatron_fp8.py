@@ -26,7 +26,7 @@ LAYOUTS = {
 
 
 def distance(found: Any, expected: Any) -> float:
-    """Relative, of the whole."""
+    """The relative L2 distance, over the whole arrays."""
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
@@ -40,7 +40,7 @@ def test_it_is_close_to_high_precision_and_can_be_switched_off(wide: str, recipe
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_ranks_quantize_their_shards(sequence_parallel: bool, ranks: RankPool) -> None:
-    """Each rank's part is that of a layer that has this shard alone; of blocks it is that of the whole layer too."""
+    """Each rank's part equals that of a layer with only this shard; with blocks, it also equals the whole layer's."""
     generator = torch.Generator().manual_seed(5)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -78,7 +78,7 @@ def test_a_sharded_model_gives_what_the_whole_gives(wide: str, one_rank: RankPoo
     there = whole != 0
     for name, layout in LAYOUTS.items():
         for found in ranks.run(program.statistics, wide, layout, BLOCKWISE, ROWS):
-            # A sum in another order takes some values to the next FP8 number, and from there on tokens differ.
+            # A sum in another order moves some values to the next FP8 number, and from there on tokens differ.
             assert np.median(np.abs(found - whole)[there]) < 0.25 * np.median(np.abs(exact - whole)[there]), name
 
 
@@ -104,7 +104,7 @@ def test_full_recompute_changes_nothing(wide: str, one_rank: RankPool) -> None:
 
 
 def test_which_layers_compute_in_fp8(tmp_path: Path, ranks: RankPool) -> None:
-    source = make_checkpoint(tmp_path, "qwen2", num_hidden_layers=4)  # two a stage
+    source = make_checkpoint(tmp_path, "qwen2", num_hidden_layers=4)  # two per stage
     layout = Layout(pipeline_model_parallel_size=2)
     fp8 = Fp8Options("emulated", "tensorwise", layers_at_start_in_bf16=1, layers_at_end_in_bf16=1)
     first, *_, last = ranks.run(program.emulated_layers, str(source), layout, fp8)
@@ -129,7 +129,7 @@ def test_all_ranks_have_the_same_delayed_scales_after_a_step(narrow: str, ranks:
 
 
 def test_training_goes_on_bit_for_bit(narrow: str, other: str, tmp_path: Path, ranks: RankPool) -> None:
-    """With scales from earlier steps; ``blockwise`` ones leave nothing behind (``test_megatron_fp8_weights.py``)."""
+    """With scales from earlier steps; ``blockwise`` ones leave no state behind (``test_megatron_fp8_weights.py``)."""
     layout = Layout(tensor_model_parallel_size=2)
     for answer in ranks.run(program.save_and_resume, narrow, other, layout, str(tmp_path)):
         went_on, resumed, without, after_without = answer
@@ -148,7 +148,7 @@ def test_offloading_changes_nothing(narrow: str, one_rank: RankPool) -> None:
 
 
 def test_training_sees_new_weights_at_every_step(narrow: str, one_rank: RankPool) -> None:
-    """No quantized weight outlives a step, which would leave the loss where it is."""
+    """No quantized weight outlives a step; otherwise the loss would stay where it is."""
     (before,) = one_rank.run(program.statistics, narrow, Layout(), BLOCKWISE, ROWS)
     (after,) = one_rank.run(program.trained, narrow, Layout(), BLOCKWISE, False, ROWS)
     (exact,) = one_rank.run(program.trained, narrow, Layout(), None, False, ROWS)

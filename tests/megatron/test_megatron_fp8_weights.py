@@ -1,5 +1,5 @@
-"""FP8 primary weights train bit for bit as BF16 ones do, also after a resume and a move to the host; engines get the
-numbers that train, and exports the exact ones.
+"""FP8 primary weights train bit for bit as BF16 ones do, even after a resume and a move to the host; engines get the
+numbers used in training, and exports the exact ones.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 
 ROWS = ragged_rows(151, [40, 150, 7], seed=4)
-# Scales come from the weights with two recipes. Shards of DP4 and of the two replicas of the others cut blocks.
+# These two recipes take scales from the weights. The shards of DP4, and of the others' two replicas, cut blocks.
 TRAINED_AT = {
     "tensorwise-DP4": ("tensorwise", Layout()),
     "blockwise-TP2-SP": ("blockwise", Layout(tensor_model_parallel_size=2, sequence_parallel=True)),
@@ -24,12 +24,12 @@ TRAINED_AT = {
 
 
 def both(recipe: str, **options: int) -> list[Fp8Options]:
-    """With BF16 weights, and with FP8 ones."""
+    """Options with BF16 weights, and with FP8 ones."""
     return [Fp8Options("emulated", recipe, **options, primary_weights=primary) for primary in (False, True)]
 
 
 def assert_same(found: list[tuple[float, float, float]], expected: list[tuple[float, float, float]]) -> None:
-    """Losses bit for bit; the norm of all gradients is a sum in the order of the buffers that they lie in."""
+    """Losses agree bit for bit, norms within rounding: the sum over all gradients is in the order of their buffers."""
     assert [loss for loss, _, _ in found] == [loss for loss, _, _ in expected]
     assert [norm for _, norm, _ in found] == pytest.approx([norm for _, norm, _ in expected], rel=1e-5)
 
@@ -38,7 +38,7 @@ def assert_same(found: list[tuple[float, float, float]], expected: list[tuple[fl
 def test_training_is_bit_for_bit_that_of_bf16_weights(
     narrow: str, recipe: str, layout: Layout, ranks: RankPool
 ) -> None:
-    """The float32 weights are rounded to BF16 before they are to FP8, as they are where BF16 weights lie between."""
+    """Float32 weights are rounded to BF16 before they are rounded to FP8, as they are with BF16 weights in between."""
     for expected, found in ranks.run(program.trained, narrow, layout, both(recipe), ROWS, 3):
         assert_same(found["reports"], expected["reports"])
         assert np.array_equal(found["before"], expected["before"]) and np.array_equal(
@@ -48,7 +48,7 @@ def test_training_is_bit_for_bit_that_of_bf16_weights(
 
 
 def test_weights_take_half_the_memory(wide: str, one_rank: RankPool) -> None:
-    """A byte instead of two for every number of the decoder's matrices, and a scale for each 16384 of them."""
+    """One byte instead of two for every number in the decoder's matrices, and a scale for every 16384 of them."""
     ((plain, primary),) = one_rank.run(program.weight_bytes, wide, Layout(), both("blockwise"))
     matrices = 2 * (256 * (256 + 2 * 128) + 256 * 256 + 3 * 256 * 512)
     assert abs(plain - primary - matrices * (1 - 4 / 128**2)) < 0.01 * matrices
@@ -91,7 +91,7 @@ def test_offloading_frees_them_and_changes_nothing(narrow: str, one_rank: RankPo
 
 
 def test_a_model_that_is_saved_has_the_exact_weights(wide: str, tmp_path: Path, ranks: RankPool) -> None:
-    """Half a step of E4M3 is 2^-4 of a number; the engines get what it has rounded, which is what trains."""
+    """Half a step of E4M3 is 2^-4 of a number; the engines get the rounded weights, which training uses too."""
     layout = Layout(tensor_model_parallel_size=2)
     fp8 = both("blockwise")[1]
     for trained, exact, rounded, error in ranks.run(program.exported, wide, layout, fp8, str(tmp_path), ROWS):

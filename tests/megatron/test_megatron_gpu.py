@@ -1,6 +1,6 @@
-"""On a CUDA device with Transformer Engine, which other hosts lack. Would catch layers unlike the portable ones,
-FP8 that stays on or off when it must not, quantised weights that outlive a step or an offload, and delayed scales
-that a resume forgets.
+"""These tests catch layers unlike the portable ones, FP8 that stays on or off when it must not, quantized weights that
+outlive a step or an offload, and delayed scales that a resume forgets. They need a CUDA device with Transformer
+Engine, which other hosts lack.
 """
 
 import gc
@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"),
 ]
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # every side of every matrix a multiple of 128
-# 256 tokens: FP8 pads to multiples of 128, and products of other sizes may be added up in another order.
+# 256 tokens: FP8 pads to multiples of 128, and products of other sizes may be summed in another order.
 LENGTHS = [40, 150, 66]
 TE = {recipe: Fp8Options("e4m3" if recipe == "blockwise" else "hybrid", recipe) for recipe in RECIPES}
 IMMEDIATE = ("tensorwise", "blockwise")  # recipes whose scales come from the tensor itself
@@ -60,7 +60,7 @@ def device_group() -> Iterator[None]:
 
 @pytest.fixture
 def alone(device_group: None) -> Iterator[None]:
-    """Megatron's groups for one rank; Transformer Engine forgets the delayed scales, and the groups, of all models."""
+    """Megatron's groups for one rank; afterwards Transformer Engine forgets all models' delayed scales and groups."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     with on(Layout()):
@@ -81,7 +81,7 @@ def trainer(source: str, fp8: Fp8Options | None) -> Trainer:
 
 
 def distance(found: Any, expected: Any) -> float:
-    """Relative, of the whole."""
+    """The relative L2 distance, over the whole arrays."""
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
@@ -119,7 +119,7 @@ def test_a_step_is_finite_and_changes_the_weights(recipe: str | None, sources: l
 @pytest.mark.parametrize("recipe", IMMEDIATE)
 def test_quantised_weights_do_not_outlive_a_step(recipe: str, sources: list[str], alone: None) -> None:
     trained = trainer(sources[0], TE[recipe])
-    program.values(trained.model, rows())  # an old policy's pass, whose quantised weights stay
+    program.values(trained.model, rows())  # as an old policy's pass, whose quantized weights stay
     train(trained, range(1))
     fresh = program.load(sources[1], Layout(), TE[recipe], "bfloat16")
     with torch.no_grad():
@@ -151,7 +151,7 @@ def test_offloading_frees_quantised_weights_too(recipe: str, sources: list[str],
 
 @pytest.mark.parametrize("recipe", IMMEDIATE)
 def test_fp8_primary_weights_train_as_bf16_weights_do(recipe: str, sources: list[str], alone: None) -> None:
-    """Float32 weights are rounded to BF16 before they are to FP8; kernels may still add up in another order."""
+    """Float32 weights are rounded to BF16 before they are rounded to FP8; kernels may still sum in another order."""
     found = []
     for fp8 in (TE[recipe], PRIMARY[recipe]):
         trained = trainer(sources[0], fp8)
@@ -202,15 +202,15 @@ def test_delayed_scales_are_resumed(sources: list[str], tmp_path: Path, alone: N
 
 
 def test_what_is_offloaded_is_free_for_an_engine(sources: list[str], tmp_path: Path, alone: None) -> None:
-    """At a colocated start and after a step: what PyTorch has reserved, which an engine finds taken."""
-    train(trainer(sources[0], None), range(1))  # workspaces of the libraries, which stay
+    """Checks what PyTorch has reserved, which an engine finds taken, at a colocated start and after a step."""
+    train(trainer(sources[0], None), range(1))  # allocates the libraries' workspaces, which stay
     wide = {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 128}
     source = str(make_checkpoint(tmp_path, "llama", **wide))
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     trained = trainer(source, None)
-    size = sum(parameter.nbytes for parameter in trained.model.stage.parameters())  # gradients have twice as much
+    size = sum(parameter.nbytes for parameter in trained.model.stage.parameters())  # gradients take twice as much
     mover = Offload(trained)
     for step in range(2):
         mover.optimizer()
@@ -225,7 +225,7 @@ def test_what_is_offloaded_is_free_for_an_engine(sources: list[str], tmp_path: P
 def test_full_determinism_reaches_attention(
     recipe: str | None, sources: list[str], alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sequence of many blocks, whose gradients of queries other kernels add up in the order in which they end."""
+    """Uses a sequence of many blocks: other kernels sum gradients of queries in the order in which blocks finish."""
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # read when a layer is built
     found = []
     for _ in range(2):

@@ -1,5 +1,5 @@
-"""Would catch a temperature that is left out, an entropy of a shard instead of the vocabulary, padding columns that
-count, a result in another row's place, and a loss that only suits policies.
+"""These tests catch a temperature that is left out, an entropy over a shard instead of the vocabulary, padding columns
+that count, a result in another row's place, and a train step that suits only policy losses.
 """
 
 import functools
@@ -17,7 +17,7 @@ from openrlhf_gtpo.megatron.parallel.layout import Layout
 
 TEMPERATURE = 0.7
 BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}
-MODELS = {"llama": (151, SHALLOW), "qwen2": (896, {})}  # the second has two layers in a stage of PP2
+MODELS = {"llama": (151, SHALLOW), "qwen2": (896, {})}  # the second has two layers per stage at PP2
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -34,7 +34,7 @@ def rows_of(vocab_size: int) -> list[list[list[int]]]:
 
 @functools.cache
 def exact(source: Path, vocab_size: int, dtype: str) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Log-probs and entropies of tokens 2…n of each micro-batch in float64, of the weights as ``dtype`` holds them."""
+    """Float64 log-probs and entropies of tokens 2…n of each micro-batch, with weights rounded to ``dtype``."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
@@ -66,12 +66,12 @@ def test_statistics_are_those_of_float64(checkpoint: tuple, name: str, dtype: st
     source, vocab_size = checkpoint
     layout, rows = LAYOUTS[name], rows_of(vocab_size)
     errors = []
-    for answer in ranks.run(log_probs_and_entropies, str(source), layout, dtype, TEMPERATURE, rows):  # of every rank
+    for answer in ranks.run(log_probs_and_entropies, str(source), layout, dtype, TEMPERATURE, rows):  # one per rank
         for result, expected in zip(answer, exact(source, vocab_size, dtype), strict=True):
             for found, values in zip(result, expected, strict=True):
-                errors.append(np.abs(found - values))  # of the actions alone, row after row
+                errors.append(np.abs(found - values))  # only of the actions, row after row
     error = np.concatenate(errors)
-    # In bfloat16 single tokens are off by more, as Transformers' are; the bound is for their mean.
+    # In bfloat16 single tokens are off by more, in Transformers too; the bound is for their mean.
     assert (error.mean() if dtype == "bfloat16" else error.max()) <= BOUNDS[dtype]
 
 
@@ -85,8 +85,7 @@ def test_supervised_fine_tuning_runs_on_it(checkpoint: tuple, ranks: RankPool) -
 
 @pytest.mark.parametrize(("dtype", "distributed"), [("bfloat16", True), ("float32", False)])
 def test_offloading_changes_nothing(checkpoint: tuple, distributed: bool, dtype: str, ranks: RankPool) -> None:
-    """Training with everything moved to the host and back between steps is training without; while it is away, the
-    memory is free."""
+    """Training is the same with everything moved to the host and back between steps; meanwhile the memory is free."""
     source, vocab_size = checkpoint
     layout = Layout(tensor_model_parallel_size=2)
     rows = ragged_rows(vocab_size, [9, 14, 5])
@@ -100,9 +99,9 @@ def test_the_lm_head_keeps_to_its_memory(narrow: str, one_rank: RankPool) -> Non
 
 
 def test_offloading_pins_what_it_moves_and_no_more(narrow: str, one_rank: RankPool) -> None:
-    """Once; AdamW's moments come with the first step, and what was pinned without them goes before."""
+    """Memory is pinned once. AdamW's moments come with the first step; the memory pinned before is unpinned first."""
     (masters, weights, without, states), parameters = one_rank.run(pinned_memory, narrow)[0]
     assert without == -masters and masters < states
-    # Megatron pads its buffers to multiples of 64 elements of each parameter, and of 128 in all.
+    # Megatron's buffers pad each parameter to a multiple of 64 elements, and the whole to a multiple of 128.
     for found, bytes_each in ((weights, 2), (masters, 4), (states, 12)):
         assert bytes_each * parameters <= found < 1.02 * bytes_each * parameters

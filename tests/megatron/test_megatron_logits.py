@@ -1,5 +1,5 @@
-"""A checkpoint's weights, shards, rotary base, norms, biases, packed rows and vocabulary match Transformers: the
-logits say so, and the full tensors that leave for vLLM.
+"""A checkpoint's weights, shards, rotary base, norms, biases, packed rows and vocabulary match Transformers, as the
+logits and the full tensors sent to vLLM show.
 """
 
 from pathlib import Path
@@ -32,7 +32,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# The second vocabulary leaves 384 of 512 columns, as 151936 does. Two models have two layers in a stage of PP2.
+# The second vocabulary leaves 384 of 512 columns, as 151936 does. Two models have two layers per stage at PP2.
 MODELS = {
     "llama": ("llama", 151, SHALLOW),
     "llama-tied": ("llama", 896, SHALLOW | {"tie_word_embeddings": True}),
@@ -44,12 +44,12 @@ MODELS = {
     "qwen3-tied": ("qwen3", 896, SHALLOW | {"tie_word_embeddings": True}),
 }
 MICRO_BATCHES = [[5, 1, 17, 9], [30], [3, 11]]
-BUCKETS = [1, 30_000, 2**30]  # bytes: a parameter each, some of a stage, a stage
+BUCKETS = [1, 30_000, 2**30]  # bytes: one parameter per bucket, several, a whole stage
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list, list]]:
-    """Of each model a checkpoint, its micro-batches, and Transformers' logits for them, one sequence at a time."""
+    """Each model's checkpoint, micro-batches, and Transformers' logits for them, one sequence at a time."""
     from transformers import AutoModelForCausalLM
 
     made = {}
@@ -65,8 +65,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def found(request: pytest.FixtureRequest, checkpoints: dict, ranks: RankPool) -> tuple[Layout, dict[str, list[tuple]]]:
-    """A layout, and every rank's (logits, full weights) of its models: one at every layout, the others where most
-    is cut at once."""
+    """A layout, and every rank's (logits, full weights) of its models: one at every layout, the others only where most
+    is sharded at once."""
     layout = LAYOUTS[request.param]
     models = list(MODELS) if request.param in ("TP4-SP", "TP2xPP2-SP") else ["llama"]
     calls: list[tuple] = []
@@ -89,7 +89,7 @@ def test_logits_are_those_of_transformers(found: tuple, checkpoints: dict) -> No
 
 
 def test_every_rank_gets_the_checkpoint(found: tuple, checkpoints: dict) -> None:
-    """Under the right names, in the right shapes and order, whatever the size of buckets: what is sent to vLLM."""
+    """What is sent to vLLM has the right names, shapes and order, whatever the size of buckets."""
     for name, ranks_of_model in found[1].items():
         exact = load_file(checkpoints[name][0] / "model.safetensors")
         for _, weights in ranks_of_model:

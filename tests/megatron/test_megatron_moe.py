@@ -1,5 +1,5 @@
 """Mixtures of experts at every layout: weights, routes, gradients, norms and optimizer steps match Transformers and
-torch's AdamW, and replicas that share experts wait for each other with unequal work.
+torch's AdamW, and replicas that share experts wait for each other when their work is unequal.
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ WITH_CONTEXT = {
 
 
 BUCKETS = [1, 30_000, 2**30]
-# Every layout with one mixture, the other where most is cut at once.
+# Every layout with one mixture, and the other only where most is sharded at once.
 CASES = {name: ["normalised"] for name in LAYOUTS}
 for _name in ("PP2xEP2", "TP2-SPxEP2"):
     CASES[_name].append("as-they-are-tied")
@@ -46,7 +46,7 @@ TRAINED = {  # by layout: the mixture, and whether its optimizer is distributed
 class Mixture(NamedTuple):
     """A checkpoint, micro-batches, Transformers' logits for them one sequence at a time, and optimizer steps.
 
-    There are five micro-batches in the first step: replicas that share experts have different numbers of them.
+    Each of ``uneven_steps`` has five micro-batches, so replicas that share experts have different numbers of them.
     """
 
     source: Path
@@ -132,7 +132,7 @@ def test_gradients_are_those_of_transformers(
 
 @pytest.fixture(scope="module")
 def exact_training(mixtures: dict[str, Mixture]) -> dict[str, tuple]:
-    """Of each mixture (losses, norms, parameters) of two steps of AdamW."""
+    """Each mixture's (losses, norms, parameters) from two steps of AdamW."""
     found = {}
     for name, mixture in mixtures.items():
         reference = Reference(mixture.source)
@@ -187,7 +187,7 @@ def test_there_and_back_is_bitwise(name: str, mixtures: dict[str, Mixture], tmp_
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory, ranks: RankPool) -> tuple[str, Path, list]:
-    """Another model to resume from, the checkpoints' folder, and what training went on with."""
+    """Another model to load into, the checkpoints' folder, and every rank's answer of ``save_and_go_on``."""
     folder = tmp_path_factory.mktemp("written")
     source, other = (make_mixture(folder / str(seed), "normalised", seed=seed) for seed in (0, 1))
     layout = LAYOUTS["EP2"]

@@ -1,4 +1,4 @@
-"""Gradients and weights that travel while passes run give what they give when they travel alone, to every reader."""
+"""Exchanging gradients and weights while passes run gives every reader the same tensors as without overlap."""
 
 from pathlib import Path
 
@@ -48,4 +48,4 @@ def test_every_reader_finds_the_same_weights(
         for reader, tensors in expected.items():
             for key, value in tensors.items():
                 assert torch.equal(found[reader][key], value), (reader, key)
-    assert stale, "weights of the next step are to be gathered in its forward pass"
+    assert stale, "the next step's weights should be gathered only in its forward pass"

@@ -1,4 +1,4 @@
-"""Gradients and optimizer steps at every layout are those of the same loss through Transformers and torch's AdamW."""
+"""Gradients and optimizer steps at every layout match the same loss through Transformers and torch's AdamW."""
 
 import functools
 from collections.abc import Callable
@@ -32,14 +32,14 @@ LAYOUTS = LAYOUTS | {
 MODELS = {
     "llama": ("llama", 151, SHALLOW),
     "qwen2-tied": ("qwen2", 896, SHALLOW | {"tie_word_embeddings": True}),
-    "qwen3": ("qwen3", 151, {}),  # two layers in a stage of PP2
+    "qwen3": ("qwen3", 151, {}),  # two layers per stage at PP2
 }
-# eps above the rounding of the smallest gradients, whose sign would otherwise decide a whole step.
+# eps exceeds the rounding of the smallest gradients, whose sign would otherwise decide a whole step.
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1, "max_norm": 0.3}
 
 
 def steps_for(vocab_size: int) -> list[list[tuple[list, list]]]:
-    """Two optimizer steps of four micro-batches: (rows, prompt lengths)."""
+    """Two optimizer steps of four micro-batches, each (rows, prompt lengths)."""
     shapes = [([9, 4, 7], [3, 2, 1]), ([12], [5]), ([6, 6], [2, 4]), ([3, 10], [1, 6])]
     return [
         [
@@ -50,7 +50,7 @@ def steps_for(vocab_size: int) -> list[list[tuple[list, list]]]:
     ]
 
 
-# At each layout (model, recompute): every layout with one model, the others where most is cut at once.
+# (model, recompute) at each layout: one model at every layout, the others only where most is sharded at once.
 CASES = {name: [("llama", ("none", "full")[place % 2])] for place, name in enumerate(LAYOUTS)}
 CASES["TP2xPP2-SP"] += [
     ("llama", kind) for kind in ("none", "selective") if ("llama", kind) not in CASES["TP2xPP2-SP"]
@@ -115,7 +115,7 @@ class Reference:
 
 
 def assert_close(found: dict[str, np.ndarray], exact: dict[str, np.ndarray], bound: float) -> None:
-    """The largest difference, relative to the largest value of each tensor."""
+    """Bounds the largest difference in each tensor, relative to the tensor's largest value."""
     assert set(found) == set(exact)
     for name, value in exact.items():
         assert np.abs(found[name] - value).max() <= bound * np.abs(value).max(), name
@@ -123,7 +123,7 @@ def assert_close(found: dict[str, np.ndarray], exact: dict[str, np.ndarray], bou
 
 @pytest.fixture(scope="module")
 def exact_gradients(checkpoints: dict) -> Callable[[str, bool], dict[str, np.ndarray]]:
-    """Of the first step's loss, by model and whether it has an entropy bonus."""
+    """The gradients of the first step's loss, by model and whether the loss has an entropy bonus."""
 
     @functools.cache
     def of(model: str, entropy: bool) -> dict[str, np.ndarray]:
@@ -167,7 +167,7 @@ def test_full_determinism_is_megatrons_too(checkpoints: dict, exact_gradients: C
 
 @pytest.fixture(scope="module")
 def exact_training(checkpoints: dict) -> dict[str, tuple]:
-    """Of each model (losses, norms, parameters) of two steps of AdamW."""
+    """Each model's (losses, norms, parameters) from two steps of AdamW."""
     found = {}
     for model, (source, vocab_size) in checkpoints.items():
         reference = Reference(source)
@@ -193,7 +193,7 @@ def test_two_steps_are_those_of_adamw(
 
 
 def assert_same_training(found: tuple, exact: tuple) -> None:
-    """(parameters, norms, losses) of ranks and (losses, norms, parameters) of the reference."""
+    """Compares the ranks' (parameters, norms, losses) with the reference's (losses, norms, parameters)."""
     parameters, norms, losses = found
     exact_losses, exact_norms, exact_parameters = exact
     np.testing.assert_allclose(losses, exact_losses, rtol=1e-4, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Would catch a test of ranks that, by failing, makes the tests after it fail or take another call's results."""
+"""These tests catch a failing test of ranks that makes later tests fail or receive another call's results."""
 
 import os
 
@@ -11,7 +11,7 @@ from rank_pool import RankPool
 def _fail_on_second() -> int:
     if torch.distributed.get_rank() == 1:
         raise ValueError("the second rank's own words")
-    torch.distributed.barrier()  # the second never comes
+    torch.distributed.barrier()  # the second rank never comes
     return 0
 
 

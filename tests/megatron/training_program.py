@@ -1,4 +1,4 @@
-"""What the ranks run in the tests of training: gradients and optimizer steps at a layout, as Hugging Face tensors."""
+"""Functions that ranks run in training tests: gradients and optimizer steps at a layout, as Hugging Face tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,19 +19,19 @@ ENTROPY_COEFFICIENT = 0.05
 
 
 def batch_of(rows: list[list[int]], prompts: list[int]) -> MicroBatch:
-    """Rows whose first ``prompts[i]`` tokens are the prompt."""
+    """A micro-batch in which the first ``prompts[i]`` tokens of row i are its prompt."""
     return [(torch.tensor(row), torch.arange(len(row)) >= prompt) for row, prompt in zip(rows, prompts, strict=True)]
 
 
 def actions(micro_batch: MicroBatch) -> int:
-    """Their number N."""
+    """The number N of actions."""
     return sum(int(marks.sum()) for _, marks in micro_batch)
 
 
 def gtpo_loss(batches: list[MicroBatch], seeds: list[int], tokens: float, entropy: bool) -> Callable:
-    """The token-level policy loss over all ``tokens`` actions of a step, with an entropy bonus where asked for.
+    """The token-level policy loss over all ``tokens`` actions of a step, with an entropy bonus if asked for.
 
-    Old log-probs and advantages (N,) are made up, the same wherever they are made.
+    Old log-probs and advantages (N,) are drawn from ``seeds``, so they are the same wherever they are drawn.
     """
 
     def loss(index: int, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> tuple[torch.Tensor, float]:
@@ -63,7 +63,7 @@ def _make(source: str, options: ModelOptions, optimizer: OptimizerOptions) -> Tr
 
 
 def gradients(source: str, layout: Layout, options: dict, steps: list[list[tuple[list, list]]], entropy: bool) -> Any:
-    """Name -> gradient (numpy) of the first step's loss, from rank 0; nothing elsewhere."""
+    """Name -> gradient (numpy) of the first step's loss, on rank 0; empty elsewhere."""
     with on(layout):
         model_options = ModelOptions(layout=layout, dtype=torch.float32, temperature=TEMPERATURE, **options)
         trainer = _make(source, model_options, OptimizerOptions(max_norm=0, distributed=False))
@@ -82,8 +82,8 @@ def gradients(source: str, layout: Layout, options: dict, steps: list[list[tuple
 
 
 class _AddsToMainGrad(torch.autograd.Function):
-    """A weight whose gradient its layer adds to ``main_grad`` itself, as Transformer Engine's do, and gives autograd
-    something else."""
+    """A weight whose layer adds the gradient to ``main_grad`` itself, as Transformer Engine's layers do, and gives
+    autograd something else."""
 
     @staticmethod
     def forward(context: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ class _AddsToMainGrad(torch.autograd.Function):
 
 
 def fused_gradients(*args: Any) -> tuple[Any, int]:
-    """:func:`gradients` with layers that accumulate as Transformer Engine's, and how many of their passes did."""
+    """:func:`gradients` with layers that accumulate as Transformer Engine's do, and the number of passes that did."""
     plain, passes = NormColumnParallelLinear.forward, []
 
     def forward(layer: Any, hidden: torch.Tensor) -> Any:
@@ -146,7 +146,7 @@ def _sum_over_ranks(value: float) -> float:
 
 
 def _named(model: LoadedModel, of: Callable) -> dict[str, Any]:
-    """Hugging Face names to full tensors of ``of(parameter)``, gathered over the shards."""
+    """Hugging Face name -> full tensor of ``of(parameter)``, gathered over the shards."""
     import copy
 
     from openrlhf_gtpo.megatron.parallel.host import megatron_calls
@@ -161,7 +161,7 @@ def _named(model: LoadedModel, of: Callable) -> dict[str, Any]:
 
 
 def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """``value`` with the attributes by which shards are merged."""
+    """``value`` with the attributes that say how shards are merged."""
     value = value.detach().clone()
     value.tensor_model_parallel = parameter.tensor_model_parallel  # type: ignore[attr-defined]
     value.partition_dim = parameter.partition_dim  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""Makes the programs beside the tests importable, and those of the Megatron tests with their pool of ranks.
+"""Makes the programs beside the tests importable, and also those of the Megatron tests with their pool of ranks.
 
-The pools are not those of the Megatron tests: what earlier layouts left behind would be measured too.
+The tests here start their own pools: in those of the Megatron tests, what earlier layouts left would be measured too.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""What the ranks run in the tests of the planner's memory: optimizer steps, and the bytes of tensors at their peak.
+"""The program of the ranks in the tests of the planner's memory: optimizer steps, and the peak bytes of their tensors.
 
-What a trainer holds throughout is counted from its storages; what comes and goes in a step, from every allocation of
-torch's CPU allocator, which its profiler reports. Both are exact; resident memory is not. Matrix products are zeros:
-no byte depends on their values, and a CPU without bfloat16 instructions takes minutes to compute them.
+Memory that a trainer holds throughout is counted from its storages; memory that comes and goes in a step, from every
+allocation of torch's CPU allocator, as its profiler reports them. Both are exact; resident memory is not. Matrix
+products are zeros: no byte depends on their values, and a CPU without bfloat16 instructions takes minutes for them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,10 +26,10 @@ _STEP = "planner: step"
 
 
 def measure(config: dict, layout: Layout, recompute: str, distributed: bool, rows: list) -> dict[str, Any]:
-    """Bytes of this rank: ``weights``, ``gradients``, ``optimizer``, and ``beside``, the most beside them in a step.
+    """Bytes on this rank: ``weights``, ``gradients``, ``optimizer``, and ``beside``, the most a step adds to them.
 
     Args:
-        rows: (tokens of rows, lengths of prompts) of each micro-batch; every replica gets all.
+        rows: (tokens of the rows, lengths of the prompts) per micro-batch; every replica gets all of them.
     """
     with on(layout), _products_are_zeros():
         model = random_model(config, ModelOptions(layout=layout, recompute=recompute), seed=1)
@@ -38,7 +38,7 @@ def measure(config: dict, layout: Layout, recompute: str, distributed: bool, row
         loss = gtpo_loss(batches, list(range(len(batches))), 1000.0, False)
         tokens, prompts = rows[0]
         short = [batch_of([tokens[0][:32]], prompts[:1])]
-        trainer.step(short, gtpo_loss(short, [0], 1000.0, False))  # which makes the optimizer's states
+        trainer.step(short, gtpo_loss(short, [0], 1000.0, False))  # creates the optimizer's states
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function(_STEP):
             trainer.step(batches, loss)
         holder = Offload(trainer)
@@ -66,14 +66,14 @@ def _products_are_zeros() -> Iterator[None]:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Address to bytes of each storage, once."""
+    """The bytes of each storage by its address, so that shared storages count once."""
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
 def _most_beside(profiler: Any) -> int:
-    """Of bytes allocated since the profiler began; what is freed of before does not count.
+    """The most bytes live at once of those allocated since the profiler began; frees of older memory do not count.
 
-    gloo's threads free the copies that they send at any time and unseen, so these count at the moment they are made.
+    gloo's threads free the copies that they send at any time and unseen, so a copy counts only when it is made.
     """
     events = []
     waiting = [(event, False) for event in profiler.profiler.kineto_results.experimental_event_tree()]

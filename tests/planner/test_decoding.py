@@ -1,4 +1,4 @@
-"""What an engine decodes when: against vLLM's scheduler, and where the answer is known."""
+"""The schedule of an engine's decoding, against vLLM's scheduler and in cases with a known answer."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def rollout(
 
 ROLLOUTS = [
     rollout(0, rows=8, longest=30, prompt=5, samples=1, cache=1000, most_rows=64),  # room for all
-    rollout(1, rows=8, longest=30, prompt=5, samples=1, cache=40, most_rows=64),  # for one or two
+    rollout(1, rows=8, longest=30, prompt=5, samples=1, cache=40, most_rows=64),  # room for one or two
     rollout(2, rows=40, longest=30, prompt=20, samples=4, cache=300, most_rows=64),
     rollout(3, rows=40, longest=30, prompt=20, samples=4, cache=300, most_rows=6),  # fewer rows than fit
     rollout(4, rows=100, longest=30, prompt=7, samples=5, cache=500, most_rows=64),
@@ -44,7 +44,7 @@ def test_rows_of_every_step_are_those_of_vllm() -> None:
     for one, vllm in zip(ROLLOUTS, json.loads(done.stdout.splitlines()[-1]), strict=True):
         stretches = list(decode(**one))
         assert [stretch.rows for stretch in stretches for _ in range(stretch.steps)] == vllm["rows"]
-        # vLLM may find some tokens of a row that waited still in its cache.
+        # vLLM's cache may still hold some tokens of a row that waited.
         once = sum(one["lengths"]) + one["prompt"] * -(-len(one["lengths"]) // one["samples"])
         again = sum(sum(stretch.again) for stretch in stretches)
         assert 0 <= vllm["computed"] - once <= again
@@ -60,7 +60,7 @@ def test_with_room_for_all_the_batch_shrinks() -> None:
 
 
 def test_a_full_cache_preempts_the_last_row() -> None:
-    """Two rows of 2 + 4 tokens in a cache of 9: both get two tokens, the second waits and returns with its 2 + 2."""
+    """Two rows of 2 + 4 tokens in a cache of 9: both get two tokens; the second waits, then returns with its 2 + 2."""
     assert list(decode([4, 4], 2, 1, 9, 8)) == [
         Stretch(steps=2, rows=2, context=3, again=()),
         Stretch(steps=2, rows=1, context=5, again=()),
@@ -73,6 +73,6 @@ def test_every_row_gets_its_tokens_and_the_cache_is_never_too_full(one: dict[str
     stretches = list(decode(**one))
     assert sum(stretch.steps * stretch.rows for stretch in stretches) == sum(one["lengths"])
     for stretch in stretches:
-        held = (stretch.context + stretch.steps / 2) * stretch.rows  # prompts of siblings counted more than once
+        held = (stretch.context + stretch.steps / 2) * stretch.rows  # counts the prompt of siblings more than once
         shared = one["prompt"] * (stretch.rows - -(-stretch.rows // one["samples"]))
         assert stretch.steps > 0 and stretch.rows <= one["most_rows"] and held - shared <= one["cache_tokens"]

@@ -1,4 +1,4 @@
-"""Input that makes no sense is refused in one sentence that says what would do."""
+"""Input that makes no sense is refused in one sentence that says what would work."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_a_cluster_line() -> None:
 
 
 def test_every_gpu_is_plausible() -> None:
-    """Memory is a little less than its name says, which counts decimal gigabytes as the maker does."""
+    """Memory is a little less than the name says, because names count decimal gigabytes as the maker does."""
     for name, gpu in GPUS.items():
         billions = int(name.split("-")[-1][:-1])
         assert 0.9 * billions < gpu.memory / GIB < 1.01 * billions
@@ -148,7 +148,7 @@ def test_a_mistake_is_one_sentence(words: str, sentence: str, capsys: pytest.Cap
 
 
 def test_a_script_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Said before anything is planned."""
+    """The error comes before anything is planned."""
     (tmp_path / "file").touch()
     inside = tmp_path / "file" / "plan.sh"
     for emit, problem in (
@@ -181,7 +181,7 @@ KINDS = "is neither tiny, 3b, 7b, 32b nor a Hugging Face config.json or a folder
         (None, f"{KINDS}(No such file or directory)."),
         ("{", f"{KINDS}(it is not JSON: "),
         ("[]", f"{KINDS}(it has no model_type)."),
-        # a published GPT-2 has other names for its sizes; what is said is that it is GPT-2
+        # a published GPT-2 has other names for its sizes; the message says that it is GPT-2
         (
             {"model_type": "gpt2", "n_embd": 768},
             "the Megatron actor does not support the architecture 'gpt2'; it supports llama, mistral, qwen2",
@@ -195,7 +195,7 @@ KINDS = "is neither tiny, 3b, 7b, 32b nor a Hugging Face config.json or a folder
         ({k: v for k, v in QWEN2.items() if k != "vocab_size"}, "number vocab_size from 1 to 16777216 in its "),
         (QWEN2 | {"model_type": "qwen3_moe"}, "number moe_intermediate_size from 1 to 16777216 in its config.json, "),
         (QWEN2 | {"quantization_config": {}}, "this checkpoint is quantized"),
-        # transformers' default of a Mistral model that says nothing of its window
+        # transformers' default for a Mistral model that does not mention its window
         (
             QWEN2 | {"model_type": "mistral"},
             "has no sliding-window attention, which this mistral model uses over 4096",
@@ -205,7 +205,7 @@ KINDS = "is neither tiny, 3b, 7b, 32b nor a Hugging Face config.json or a folder
 def test_a_configuration_that_cannot_be_planned_for(
     tmp_path: Path, fields: Any, part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is said of the trainer's flags, which the planner does not have."""
+    """The message does not mention the trainer's flags, which the planner does not have."""
     if fields is not None:
         write(tmp_path, fields)
     assert plan.main(["--model", str(tmp_path), "--gpus", "8"]) == 2
@@ -223,7 +223,7 @@ def test_lengths_have_the_mean_that_is_asked_for() -> None:
 
 
 def test_micro_batches_hold_every_row() -> None:
-    """Eight rows of 1024 + about 978 tokens in one, two whole rows in each of 32, and an overlong row alone."""
+    """One holds eight rows of 1024 + about 978 tokens, 32 hold two whole rows each, and an overlong row is alone."""
     work = Workload(samples_per_prompt=1, prompts_per_step=8)
     count, tokens = work.micro_batches(replicas=1)
     assert count == 1 and tokens == pytest.approx(8 * work.prompt + 8 * work.response, rel=0.1)

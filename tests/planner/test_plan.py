@@ -1,4 +1,4 @@
-"""The best candidate fits and is fast, times move the right way, and launcher and shellcheck take the script."""
+"""The best candidate fits and is fast, times move the right way, and launcher and shellcheck accept the script."""
 
 import argparse
 import json
@@ -106,7 +106,7 @@ def test_times_move_the_right_way() -> None:
     ids=str,
 )
 def test_the_samplers_entropies_save_the_policys_forward(changes: dict[str, Any], forwards: int) -> None:
-    """Where one optimizer step a rollout, or the sampler's log-probs, need no log-probs of the policy."""
+    """With one optimizer step per rollout, or the sampler's log-probs, no log-probs of the policy are needed."""
     base = one(request(**FIXED)).seconds["forward"]
     found = one(request(workload=replace(WORK, entropy="sampler", **changes), **FIXED))
     assert found.seconds["forward"] == pytest.approx(forwards * base, rel=0.2)
@@ -159,7 +159,7 @@ def test_less_is_kept_the_more_is_computed_again() -> None:
 
 
 def test_a_pipeline_waits_for_its_first_micro_batch() -> None:
-    """Two stages and m micro-batches take (m + 1) / m of what their work does."""
+    """On two stages, m micro-batches take (m + 1) / m times as long as their work alone."""
     work = Workload(
         prompt_length=100, response_length=900, mean_prompt=100, mean_response=900, max_tokens_per_gpu=1000
     )
@@ -171,7 +171,7 @@ def test_a_pipeline_waits_for_its_first_micro_batch() -> None:
 
 
 def test_decoding_reads_what_it_must() -> None:
-    """One sequence on one GPU: the weights but the embedding, at 70 % of 3350 GB/s, and next to nothing besides."""
+    """One sequence on one GPU: the weights except the embedding, at 70 % of 3350 GB/s, and next to nothing else."""
     work = Workload(prompt_length=1, response_length=100, mean_response=100, samples_per_prompt=1, prompts_per_step=1)
     engines = one(request(gpus=1, workload=work, **FIXED | {"tensor": 1, "vllm_tensor": 1})).engines
     read = 2 * (engines.shape.parameters - 152064 * 3584) / (0.7 * 3350e9)
@@ -179,7 +179,7 @@ def test_decoding_reads_what_it_must() -> None:
 
 
 def test_full_engines_take_turns() -> None:
-    """Rows that the cache has no room for wait."""
+    """Rows wait if the cache has no room for them."""
     work = Workload(prompts_per_step=64)
     small, large = (
         one(replace(request("7b", 1, work, **FIXED | {"tensor": 1, "vllm_tensor": 1}), vllm_memory=m))
@@ -210,8 +210,8 @@ def test_without_offload_both_must_fit_at_once() -> None:
 
 
 def test_start_and_save_are_planned_for() -> None:
-    """32B on eight GPUs, where a resumed optimizer beside gradients and a reference, or gradients beside the engines'
-    weights, would not fit."""
+    """32B on eight GPUs, where neither a resumed optimizer with gradients and a reference nor gradients with the
+    engines' weights would fit."""
     eight = replace(request("32b", 8, replace(WORK, kl=True), **FIXED | {"tensor": 8, "recompute": "full"}))
     found = one(eight)
     weights, optimizer = 2 * found.training.shape.parameters / 8, 12 * found.training.shape.parameters / 8
@@ -222,7 +222,7 @@ def test_start_and_save_are_planned_for() -> None:
     assert start["optimizer"] == save["optimizer"] == pytest.approx(optimizer, rel=0.01)
     assert save.keys() == {"context", "vllm_weights", "vllm_working", "weights", "optimizer"}
     assert found.breaks[0] == "save" and found.fits
-    # Of many replicas the float32 weights and gradients of a start, not the optimizer's share of a resume.
+    # With many replicas, a start holds its float32 weights and gradients, not the optimizer's share of a resume.
     many = one(replace(eight, cluster=parse_cluster("h100-80g", 64))).memory["start"]
     assert many["gradients"] == pytest.approx(2 * weights, rel=0.01)
     assert many["optimizer"] == pytest.approx(optimizer / 8 / 3, rel=0.01)
@@ -232,7 +232,7 @@ def test_start_and_save_are_planned_for() -> None:
 
 
 def test_host_memory_of_a_node(capsys: pytest.CaptureFixture[str]) -> None:
-    """Two replicas, two copies of the reference and two engines, of 2 bytes a parameter each; one optimizer of 12."""
+    """Two replicas, two copies of the reference and two engines, at 2 bytes a parameter each; one optimizer at 12."""
     found = one(request("7b", 8, replace(WORK, kl=True), **FIXED))
     in_all = 8 * found.host_bytes
     assert in_all == pytest.approx((3 * 2 * 2 + 12) * found.training.shape.parameters, rel=0.01)
@@ -357,7 +357,7 @@ def test_flags_of_the_script_are_the_trainer_s() -> None:
 
 
 def test_the_script_of_a_plan_with_a_reference_has_one(tmp_path: Path) -> None:
-    """On the GPUs that were planned, and not without its coefficient."""
+    """The reference runs on the GPUs that were planned, and never without its coefficient."""
     path = tmp_path / "plan.sh"
     (tmp_path / "examples" / "scripts").mkdir(parents=True)
     (tmp_path / "examples" / "scripts" / "train.sh").write_text('echo "$NODES×$GPUS_PER_NODE $*"\n')

@@ -1,4 +1,4 @@
-"""The planner's numbers are near those that others have measured, and documented as they are."""
+"""The planner's numbers are close to those that others have measured, and the documentation shows them as they are."""
 
 import json
 import re

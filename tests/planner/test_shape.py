@@ -1,4 +1,4 @@
-"""Parameters are counted as the checkpoint and each rank have them, and operations as by hand."""
+"""Parameter counts match the checkpoint and each rank, and operation counts match those done by hand."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def shape(family: str = "qwen2", **fields: object) -> ModelShape:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_together_hold_the_model(family: str) -> None:
-    """Everything but norms and routers is shared out; the vocabulary is padded to 1024 at TP 2 and 4."""
+    """Everything except norms and routers is split; the vocabulary is padded to 1024 at TP 2 and 4."""
     whole, layers = shape(family), 3
     for tensor in (2, 4):
         stages = [whole.stage_parameters(i, tensor=tensor, pipeline=3) for i in range(3)]
@@ -67,7 +67,7 @@ def test_experts_are_shared_out() -> None:
 
 
 def test_operations_by_hand() -> None:
-    """Three layers: Q 64, K and V 32 of eight heads, four groups of 8; rows of 2 and 3 tokens see 3 and 6 places."""
+    """Three layers, eight heads and four groups of 8: Q 64, K and V 32. Rows of 2 and 3 tokens see 3 and 6 places."""
     a_token = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 96
     assert decoder_flops(shape(), [2, 3]) == 3 * (2 * 5 * a_token + 2 * 2 * (3 + 6) * 64)
     assert head_flops(shape(), 4) == 2 * 4 * 64 * 1000
@@ -81,7 +81,7 @@ def test_experts_that_a_token_is_not_given_to_do_nothing() -> None:
 
 
 def test_a_config_that_leaves_fields_to_their_defaults(tmp_path: Path) -> None:
-    """A llama's are derived, those of other classes are read as transformers has them."""
+    """A Llama's defaults are derived; those of other classes are the ones in transformers."""
     fields = {name: value for name, value in COMMON.items() if name != "num_key_value_heads"}
     for family, groups, head_dim in (("llama", 8, 8), ("mistral", 8, 8), ("qwen3", 8, 128)):
         (tmp_path / "config.json").write_text(json.dumps(fields | {"model_type": family}))

@@ -1,8 +1,8 @@
-"""The planner's memory of a train step is that of real Megatron actors on gloo processes, at every kind of layout.
+"""The planner's memory of a train step is that of real Megatron actors on gloo processes, in every kind of layout.
 
 The formulas were written from the code with the layouts of ``SEEN`` at hand. Those of ``UNSEEN`` have other models and
-were measured when the formulas were done; docs/results/planner.md says what that showed. A model takes 100 to 600 MB a
-rank, a third to a half of it only within the step.
+were measured when the formulas were done; docs/results/planner.md says what that showed. A model takes 100 to 600 MB
+per rank, a third to a half of it only during the step.
 """
 
 from dataclasses import dataclass, field, replace
@@ -117,7 +117,7 @@ UNSEEN = {
 
 
 def measured_and_planned(case: Case, pool: RankPool) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """Each rank's bytes by part: ``weights``, ``gradients``, ``optimizer``, and the most ``beside`` them in a step."""
+    """Each rank's bytes of ``weights``, ``gradients``, ``optimizer``, and the most that a step adds, as ``beside``."""
     rows = [
         (ragged_rows(case.config["vocab_size"], list(case.rows), seed=i), [PROMPT] * len(case.rows))
         for i in range(case.micro_batches)
@@ -132,7 +132,7 @@ def measured_and_planned(case: Case, pool: RankPool) -> list[tuple[dict[str, flo
     return both
 
 
-# benchmarks/planner_memory.py measures all of them.
+# benchmarks/planner_memory.py measures all of SEEN and UNSEEN.
 OF_SEEN = ("one-full", "one-selective-short", "TP2-SP-DP2", "PP4-selective")
 
 
@@ -143,7 +143,7 @@ def test_memory_is_what_is_measured(name: str, one_rank: RankPool, four_ranks: R
         for part in ("weights", "gradients", "optimizer"):
             assert planned[part] == pytest.approx(measured[part], rel=0.01), part
         total = sum(measured.values())
-        assert measured["beside"] > 0.12 * total, "what comes and goes is not measured"
+        assert measured["beside"] > 0.12 * total, "memory that comes and goes is not measured"
         assert sum(planned.values()) == pytest.approx(total, rel=0.04)
 
 
@@ -154,7 +154,7 @@ def test_a_short_row_is_the_actor_s() -> None:
 
 
 def test_what_saves_memory_does() -> None:
-    """Of one model on four GPUs with Transformer Engine: recompute and sharding, each against its absence."""
+    """One model on four GPUs with Transformer Engine: recompute and sharding, each against its absence."""
 
     def peak(**fields: Any) -> float:
         case = Case(rows=(4096,), micro_batches=8, **fields)
@@ -174,7 +174,7 @@ def test_fp8_keeps_inputs_in_a_byte_and_weights_twice_more() -> None:
     primary = held_bytes(replace(bf16, fp8=Fp8Options("hybrid", "tensorwise", primary_weights=True)), 0)
     assert (
         primary["fp8_caches"] == 0 and held_bytes(bf16, 0)["weights"] == primary["weights"]
-    )  # 2 bytes a number both ways
+    )  # 2 bytes a number either way
     emulated = held_bytes(replace(bf16, fp8=Fp8Options("emulated", "tensorwise", primary_weights=True)), 0)
     assert held_bytes(bf16, 0)["weights"] - emulated["weights"] == matrices
     half = replace(bf16, fp8=Fp8Options("emulated", "tensorwise", bf16.shape.num_layers // 2, primary_weights=True))

@@ -1,7 +1,7 @@
-"""Prints, for each rollout given as JSON, how many rows vLLM's own scheduler lets decode in each of its steps.
+"""Prints, for each rollout given as JSON, how many rows vLLM's own scheduler decodes in each of its steps.
 
-A program of its own, since importing vLLM changes a process. No model runs: the scheduler is told that every row it
-scheduled got a token. Cache blocks hold one token, and only the last token of a prompt differs between its samples.
+This is a separate program because importing vLLM changes a process. No model runs: the scheduler is told that every
+row it scheduled got a token. Cache blocks hold one token, and only a prompt's last token differs between its samples.
 """
 
 import json
@@ -33,14 +33,14 @@ def make_scheduler(model: str, cache_tokens: int, most_rows: int) -> Scheduler:
         max_model_len=4096,
     ).create_engine_config()
     config.cache_config.block_size = 1
-    config.cache_config.num_gpu_blocks = cache_tokens + 1  # one is vLLM's own
+    config.cache_config.num_gpu_blocks = cache_tokens + 1  # vLLM keeps one for itself
     spec = FullAttentionSpec(block_size=1, num_kv_heads=1, head_size=32, dtype=torch.float32)
     cache = KVCacheConfig(cache_tokens + 1, [], [KVCacheGroupSpec(["layer"], spec)])
     return Scheduler(config, cache, StructuredOutputManager(config), block_size=1)
 
 
 def rows_by_step(model: str, rollout: dict[str, Any]) -> dict[str, Any]:
-    """``rows`` of each step, and ``computed``: tokens of all steps together."""
+    """``rows`` of each step, and ``computed``, the tokens of all steps together."""
     scheduler = make_scheduler(model, rollout["cache_tokens"], rollout["most_rows"])
     hasher = get_request_block_hasher(1, sha256)
     for row, length in enumerate(rollout["lengths"]):

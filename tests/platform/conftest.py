@@ -1,4 +1,4 @@
-"""What the tests of `platform` share: a fresh interpreter, because what they look at is the state of a process."""
+"""Shared by the tests of `platform`: a fresh interpreter, because they look at the state of a process."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ Fresh = Callable[..., str]
 
 @pytest.fixture
 def fresh() -> Fresh:
-    """Run a program in a process of its own and return what it printed. ``variables`` are all it inherits of ours."""
+    """Run a program in its own process, with ``variables`` and little else of ours, and return what it printed."""
 
     def run(program: str, **variables: str) -> str:
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR", "OMP_NUM_THREADS") if name in os.environ}

@@ -1,4 +1,4 @@
-"""What ranks run in the tests of ``run_processes``; in a file of its own because processes find functions by name."""
+"""Functions for ranks in the tests of ``run_processes``; in their own file, as processes find functions by name."""
 
 import importlib
 import os
@@ -18,7 +18,7 @@ class Misprint(ValueError):
 
 
 class Importing:
-    """Becomes the module of that name where it is unpickled."""
+    """Becomes the module of that name when it is unpickled."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -28,7 +28,7 @@ class Importing:
 
 
 def describe(addend: int, module: Any = None) -> dict[str, Any]:
-    """What a rank sees, and the sum of all ranks, each plus ``addend``; ``module`` is one that came as an argument."""
+    """Return what a rank sees, and the sum of all ranks, each plus ``addend``; ``module`` came as an argument."""
     total = torch.tensor(torch.distributed.get_rank() + addend)
     torch.distributed.all_reduce(total)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
@@ -59,14 +59,14 @@ def _listening() -> set[tuple[str, int]]:
 
 
 def misprint_on(rank: int) -> None:
-    """One rank refuses, the others wait for it."""
+    """One rank refuses while the others wait for it."""
     if torch.distributed.get_rank() == rank:
         raise Misprint("line 3 is no number")
     torch.distributed.barrier()
 
 
 def interrupt_on(rank: int, how: str) -> None:
-    """One rank ends in a bad way, the others wait for it."""
+    """One rank ends badly while the others wait for it."""
     if torch.distributed.get_rank() == rank:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -79,17 +79,17 @@ def interrupt_on(rank: int, how: str) -> None:
 
 
 def end_unheard(pipe: Any) -> None:
-    """In the place of a rank's life: it ends before it has read its work."""
+    """Stands in for a rank's whole life: it ends before it has read its work."""
     os._exit(4)
 
 
 def unpicklable() -> Any:
-    """A result that cannot travel."""
+    """Return what cannot be pickled."""
     return lambda: None
 
 
 def rank_0_ends_first(addend: int, module: Any) -> dict[str, Any]:
-    """What :func:`describe` says; the other ranks go on without rank 0 and make a group."""
+    """Return what :func:`describe` does; the other ranks go on without rank 0 and make a group."""
     seen = describe(addend, module)
     if torch.distributed.get_rank() > 0:
         time.sleep(1.5)
@@ -98,13 +98,13 @@ def rank_0_ends_first(addend: int, module: Any) -> dict[str, Any]:
 
 
 def sleep() -> None:
-    """Says its process id on stdout, then stays."""
+    """Print the process id, then stay."""
     say(os.getpid())
     time.sleep(600)
 
 
 def say(what: object) -> None:
-    """On stdout in one write: `print` makes two where Python does not buffer, and the lines of two ranks mix."""
+    """Print in one write: `print` makes two where Python does not buffer, and then the lines of two ranks mix."""
     sys.stdout.write(f"{what}\n")
     sys.stdout.flush()
 

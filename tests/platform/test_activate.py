@@ -1,6 +1,6 @@
-"""Stand-ins are active where a host has no CUDA, and only there.
+"""Stand-ins are active on a host without CUDA, and only there.
 
-Each test looks at a process of its own.
+Each test looks at its own process.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ CPU = {"OPENRLHF_GTPO_PLATFORM": "cpu"}
 
 
 def test_a_process_of_a_cpu_run_answers_what_openrlhf_asks(fresh: Fresh) -> None:
-    """Also where it is activated twice; what the user has set stays."""
+    """Even if it is activated twice; what the user has set stays."""
     program = """
 import importlib.util, os, sys, torch
 from openrlhf_gtpo import platform

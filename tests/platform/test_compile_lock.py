@@ -1,4 +1,4 @@
-"""A lock that a killed compiler left is taken over; one that is held is waited for. Nothing is compiled."""
+"""A lock that a killed compiler left behind is taken over; one that is held is waited for. Nothing is compiled."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ HOLD = "import os, sys, time; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); prin
 
 @pytest.fixture
 def killed(tmp_path: Path) -> Path:
-    """The lock of a process that was killed while it had it, as torch's."""
+    """A lock like torch's, left behind by a process that was killed while it held it."""
     lock = tmp_path / "fused_adam" / "lock"
     lock.parent.mkdir()
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(lock)], stdout=subprocess.PIPE)
@@ -38,7 +38,7 @@ def test_the_lock_of_a_killed_compiler_is_taken_over(killed: Path, capsys: pytes
 
 
 def test_a_lock_at_work_is_waited_for(killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of this host or of another that shares the folder: a compiler writes files."""
+    """A compiler on this host, or on another that shares the folder, is writing files."""
     os.utime(killed, (0, 0))
     (killed.parent / "multi_tensor_adam.o").touch()
     baton, acquired = CompileLock(str(killed), wait_seconds=0.01), threading.Event()

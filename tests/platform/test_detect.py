@@ -1,4 +1,4 @@
-"""A host with GPUs is told from one without."""
+"""A host with GPUs is told apart from one without."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

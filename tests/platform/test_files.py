@@ -1,5 +1,5 @@
-"""A model of the Hub is fetched once, whole and nothing else; without a network the cache does, or one sentence says
-what is missing."""
+"""A model on the Hub is fetched once, whole and without anything else; without a network the cache suffices, or one
+sentence says what is missing."""
 
 import json
 import os
@@ -25,7 +25,7 @@ UNREAD = dict.fromkeys(["consolidated.safetensors", "original/model.safetensors"
 
 @pytest.fixture
 def hub() -> Iterator[tuple[str, list[str]]]:
-    """The address of a Hub with the model ``someone/something`` alone, and the files it was asked for."""
+    """The address of a Hub that has only the model ``someone/something``, and the files that it was asked for."""
     asked: list[str] = []
 
     class Hub(BaseHTTPRequestHandler):
@@ -105,7 +105,7 @@ def test_processes_fetch_a_model_once_and_nothing_that_is_not_read(hub: tuple[st
 
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Lay out the cache's folder of ``someone/something`` with these files of it; nothing can be fetched."""
+    """Lay out the cache folder of ``someone/something`` with these of its files; nothing can be fetched."""
     files._snapshot.cache_clear()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

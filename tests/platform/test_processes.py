@@ -37,17 +37,17 @@ def host_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_rank_is_left(host_without_cuda: None) -> Iterator[None]:
-    """Other tests of this process may have children of their own."""
+    """No child is left but those that other tests in this process started."""
     before = set(multiprocessing.active_children())
     yield
     assert set(multiprocessing.active_children()) <= before
 
 
 def test_ranks_are_joined_and_share_the_cores() -> None:
-    """A module given as an argument was imported after the platform was prepared; ranks listen on loopback only; and
+    """A module given as an argument is imported after the platform is prepared, ranks listen on loopback only, and
     rank 0 may end before the others."""
     before = dict(os.environ)
-    listening = process_functions.listeners(psutil.Process())  # of other tests
+    listening = process_functions.listeners(psutil.Process())  # those of other tests
     seen = run_processes(
         process_functions.rank_0_ends_first, 2, 10, process_functions.Importing("flash_attn.bert_padding")
     )
@@ -154,7 +154,7 @@ def test_half_a_launch_is_refused(monkeypatch: pytest.MonkeyPatch, environment: 
 
 def test_a_process_that_nobody_launched_speaks_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launched_world_size() is None and is_first_process()
-    monkeypatch.setenv("RANK", "1")  # alone it is no launcher's
+    monkeypatch.setenv("RANK", "1")  # alone it does not come from a launcher
     assert launched_world_size() is None and is_first_process()
 
 

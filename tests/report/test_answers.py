@@ -35,8 +35,8 @@ def test_pass_at_k_refuses_what_is_no_count(arguments: tuple[int, int, int]) -> 
     [
         (["7", "7", "9"], [True, True, False], 1.0),
         (["7", "9", "9"], [True, False, False], 0.0),
-        (["7", "9"], [True, False], 0.5),  # as frequent
-        (["7", None, None], [True, False, False], 1.0),  # no answer has no vote
+        (["7", "9"], [True, False], 0.5),  # a tie
+        (["7", None, None], [True, False, False], 1.0),  # a missing answer has no vote
         ([None, None], [False, False], 0.0),
     ],
 )
@@ -55,7 +55,7 @@ def test_a_summary_has_means_and_standard_errors_over_questions() -> None:
     names = ["mean@3", "pass@1", "pass@2", "pass@3", "best@3", "majority@3", "length", "cut_off", "entropy"]
     assert list(found) == names and found["entropy"][0] == 1.0
     assert list(per_question([questions[0], questions[1] | {"entropies": None, "answers": None}])) == [
-        name for name in names if name not in ("majority@3", "entropy")  # which only some questions have
+        name for name in names if name not in ("majority@3", "entropy")  # only some questions have these
     ]
     assert found["mean@3"] == (pytest.approx(0.7), pytest.approx(stdev([0.4, 1]) / 2**0.5))
     assert found["pass@1"][0] == pytest.approx((1 / 3 + 1) / 2)

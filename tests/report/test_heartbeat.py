@@ -1,4 +1,4 @@
-"""A controller that samples for hours gives a sign of life, one that is stopped or over does not."""
+"""A controller that samples for hours gives signs of life; one that is stopped or has finished does not."""
 
 import time
 from pathlib import Path
@@ -10,7 +10,7 @@ from openrlhf_gtpo.report.heartbeat import Heartbeat
 
 
 def beats(path: Path, within: float = 60) -> bool:
-    """Whether anything touches the file in so many seconds."""
+    """True if anything touches the file within so many seconds."""
     before, deadline = path.stat().st_mtime_ns, time.monotonic() + within
     while path.stat().st_mtime_ns == before and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -101,7 +101,7 @@ def test_a_repeated_step_counts_once_with_its_later_line(tmp_path):
 
 
 def _start(path, *steps, after=0):
-    """A start of the trainer: its first line, and a line of each step with the reward that the step's number is."""
+    """One start of the trainer: its first line, and a line for each step whose metric ``a`` is the step's number."""
     with closing(MetricsWriter(path)) as writer:
         writer.begin(after, {"seed": 1})
         for step in steps:
@@ -120,12 +120,12 @@ def test_runs_in_one_file_stay_apart_and_a_resumed_one_stays_one(tmp_path):
 
 
 def test_steps_that_a_resumed_run_has_not_made_again_are_not_its_own(tmp_path):
-    """It ended after 5 steps, with an evaluation; then it went on from step 2, and was killed after 4."""
+    """The run ended after 5 steps with an evaluation; then it went on from step 2 and was killed after step 4."""
     path = tmp_path / "m.jsonl"
     _start(path, 1, 2, 3, 4, 5)
     _write(path, ("eval", 5, {"b": 1}), ("run", 5, {"run": "x", "ended": True}))
     _start(path, after=2)
-    assert series(read_runs(path)[-1], "train", "a")[0] == [1, 2, 3, 4, 5]  # it may never have trained
+    assert series(read_runs(path)[-1], "train", "a")[0] == [1, 2, 3, 4, 5]  # the new start may never have trained
     _write(path, ("train", 3, {"a": 30}), ("train", 4, {"a": 40}))
     (rows,) = read_runs(path)
     assert series(rows, "train", "a") == ([1, 2, 3, 4], [1, 2, 30, 40])
@@ -134,7 +134,7 @@ def test_steps_that_a_resumed_run_has_not_made_again_are_not_its_own(tmp_path):
 
 @pytest.mark.parametrize("evaluated", [True, False])
 def test_runs_of_version_0_1_stay_apart(tmp_path, evaluated):
-    """Which have no line of their own: five good steps, then two bad ones of another start."""
+    """Such runs do not begin with a line of kind run: five good steps, then two bad ones from another start."""
     before = [("eval", 0, {"b": 0.5})] if evaluated else []
     steps = [*before, *(("train", step, {"a": 0.9}) for step in range(1, 6))]
     steps += [*before, *(("train", step, {"a": 0.1}) for step in range(1, 3))]

@@ -77,7 +77,7 @@ def test_every_kind_of_run_is_summed_up(tmp_path, settings):
 def test_the_summary_has_the_change_and_the_median_time(tmp_path, capsys):
     assert main(["run", str(_run(tmp_path / "m.jsonl"))]) == 0
     out = capsys.readouterr().out
-    assert "\x1b" not in out  # no terminal, no colours
+    assert "\x1b" not in out  # no terminal, no colors
     for cells in (("products", "0.200", "0.500", "+0.300"), ("generation", "2.00", "25%", "1,234"), ("8.00", "100%")):
         assert any(all(cell in line for cell in cells) for line in out.splitlines()), cells
 
@@ -96,7 +96,7 @@ def test_two_runs_in_one_file_are_two_runs_in_every_report(tmp_path, capsys):
 
 def test_a_run_that_died_and_was_started_anew_is_not_one_more_seed(tmp_path, capsys):
     path = tmp_path / "m.jsonl"
-    for ends in (False, True, False):  # the last may still run
+    for ends in (False, True, False):  # the last may still be running
         with closing(MetricsWriter(path)) as metrics:
             metrics.begin(0, {"seed": 1})
             metrics.write("train", 1, {"reward": 0.5})

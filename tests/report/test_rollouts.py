@@ -1,4 +1,4 @@
-"""Rollout dumps: what is written is read, whole or not at all, and what is no dump is named."""
+"""Rollout dumps: what is written is read back, whole or not at all, and a file that is not a dump is named."""
 
 import os
 import signal
@@ -56,7 +56,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_a_killed_writer_leaves_the_dump_before_it_or_none(tmp_path: Path) -> None:
-    """The process dies where the file is complete but for its rename: nothing that a reader takes for a dump."""
+    """The process dies just before it renames the complete file: it leaves nothing that a reader takes for a dump."""
     program = (
         "import os, signal, sys\nfrom pathlib import Path\nfrom openrlhf_gtpo.report import rollouts\n"
         "os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)\n"

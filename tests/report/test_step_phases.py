@@ -1,4 +1,4 @@
-"""Phases of a step by hand: each rate is of its own tokens, ratios are of one alternation, MFU is over all GPUs."""
+"""Phases of a step by hand: each rate has its own tokens, ratios are within one alternation, MFU is over all GPUs."""
 
 from dataclasses import replace
 
@@ -30,14 +30,14 @@ PEAK = names.peak_memory("actor", names.PPO_TRAIN)
 
 
 def row(step, times=1.0, **more):
-    """A step of 20 s, of which 2 in no phase, over 300 prompt and 100 response tokens."""
+    """A step of 20 s, 2 s of it in no phase, over 300 prompt and 100 response tokens."""
     seconds = (4.0, 3.0, 1.0, 8.0, 2.0)
     return {
         "kind": "train",
         "step": step,
         **{phase.timing: value * times for phase, value in zip(PHASES.values(), seconds, strict=True)},
         names.TIMING_STEP_WALL: 20.0 * times,
-        names.TIMING_STEP_TOTAL: 1.0,  # upstream's sum, which is not the step
+        names.TIMING_STEP_TOTAL: 1.0,  # upstream's sum, which is not the whole step
         names.TOKENS_PROMPT: 300,
         names.TOKENS_RESPONSE: 100,
         names.FLOPS_FORWARD: 1e9,
@@ -87,7 +87,7 @@ def test_a_summary_is_of_medians_and_mfu_is_over_all_gpus():
     assert found["phases"]["train"]["seconds"] == 16 and found["idle"]["seconds"] == 4
     assert found["phases"]["train"]["mfu"] == pytest.approx(6e9 / 16 / 1e9)
     assert found["phases"]["step"]["mfu"] == pytest.approx(9e9 / 40 / 1e9)
-    assert found["phases"]["shaping"]["mfu"] is None, "it multiplies nothing"
+    assert found["phases"]["shaping"]["mfu"] is None, "shaping multiplies nothing"
     assert found["phases"]["rollout"]["tokens_per_second_per_gpu"] == pytest.approx(100 / 8 / 4)
     assert summary(runs, None)["phases"]["train"]["mfu"] is None
 
@@ -100,7 +100,7 @@ def test_without_the_model_s_operations_there_is_no_mfu():
 
 
 def test_a_ratio_above_one_is_faster_than_the_first_alternation_by_alternation():
-    """Twice, four and three times as fast in their alternations, while the machine slows down threefold."""
+    """Two, four and three times as fast in successive alternations, while the machine slows down threefold."""
     base = [of_run([row(1, times)], SETUP) for times in (1.0, 2.0, 3.0)]
     other = [of_run([row(1, times)], SETUP) for times in (0.5, 0.5, 1.0)]
     found = ratios(base, other)

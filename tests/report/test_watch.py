@@ -57,7 +57,7 @@ def test_watch_prints_every_line_and_ends_with_the_process(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("after", [0, 3])
 def test_watch_prints_steps_that_the_file_has_already(tmp_path: Path, after: int) -> None:
-    """Of a run that died after its fifth step: the next begins anew, or goes on from step 3."""
+    """An earlier run died after its fifth step: the next begins anew, or goes on from step 3."""
     path = tmp_path / "metrics.jsonl"
     with closing(MetricsWriter(path)) as writer:
         writer.begin(0, {})
@@ -85,7 +85,7 @@ def test_watch_of_a_run_that_dies_before_its_first_line_ends_quietly(tmp_path: P
 
 
 def test_on_a_terminal_the_bar_says_the_phase_and_the_time_left_inside_a_step(tmp_path: Path) -> None:
-    """The second of four steps of 30 s; what an earlier start said of its phase is not repeated."""
+    """In the second of four steps of 30 s; the phase that an earlier start reported is not repeated."""
     path = tmp_path / "metrics.jsonl"
     shown: list[str] = []
     for said_before_the_start in (True, False):
@@ -102,6 +102,6 @@ def test_on_a_terminal_the_bar_says_the_phase_and_the_time_left_inside_a_step(tm
     stale, bar = shown
     assert "starting Ray, vLLM and the trainer" in stale and "training" not in stale and "left" not in stale
     assert "reward 0.25; training" in bar and "1/4" in bar
-    assert "0:01:29 left" in bar or "0:01:28 left" in bar  # three steps, less what the second one has taken
+    assert "0:01:29 left" in bar or "0:01:28 left" in bar  # three steps, less the time spent on the second
     writer.end()
     assert not (tmp_path / "metrics.jsonl.phase").exists()

@@ -28,8 +28,8 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama of 16 tokens, at most 24 a row, whose tokenizer knows eight words and would begin every text with a
-    BOS (8)."""
+    """A tiny Llama with a vocabulary of 16 and rows of at most 24 tokens, whose tokenizer knows eight words and begins
+    every text with a BOS (8) by default."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

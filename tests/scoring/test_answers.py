@@ -1,4 +1,4 @@
-"""Answers of a model to data sets: what is kept, gone on with, refused; and a real engine."""
+"""A model's answers to data sets: which are kept, resumed or refused; and a run on a real engine."""
 
 import json
 import math
@@ -32,11 +32,11 @@ class Tokenizer:
 
 
 class Engine:
-    """Answers with the question's digit, and then with its seed's; remembers what it was asked."""
+    """Answers with the question's digit and then with its seed's, and remembers what it was asked."""
 
     def __init__(self, rank: int = 1) -> None:
         self.asked: list[str] = []
-        self.rank = rank  # of every token: a sampler that was not asked for entropies says ranks
+        self.rank = rank  # of every token: a sampler that was not asked for entropies reports ranks
 
     def get_tokenizer(self) -> Tokenizer:
         return Tokenizer()
@@ -160,7 +160,7 @@ def test_wrong_input_is_one_sentence_before_an_engine_starts(
 def test_answers_that_other_weights_or_another_reward_have_scored_are_refused(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Also where weights are PyTorch's own file. The engine is a stand-in."""
+    """Even when the weights are in a file of PyTorch's own format. The engine is a stand-in."""
     model, grader = tmp_path / "model", tmp_path / "reward.py"
     shutil.copytree(place / "model", model)
     (weights,) = model.glob("*.safetensors")
@@ -189,8 +189,8 @@ def test_answers_that_other_weights_or_another_reward_have_scored_are_refused(
 
 @pytest.mark.slow
 def test_a_model_is_evaluated_once(place: Path, capsys: pytest.CaptureFixture) -> None:
-    """On a real engine, with more tokens of prompts than one of its batches takes; the same command again reads what
-    there is."""
+    """On a real engine, with more prompt tokens than one of its batches takes; running the command again reads what is
+    there."""
     words = command(place, "right", **{"eval.n_samples_per_prompt": 64, "rollout.max_new_tokens": 4})
     assert evaluate.main(words) == 0
     table = (place / "right" / "table.md").read_text()

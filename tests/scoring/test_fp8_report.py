@@ -46,7 +46,7 @@ def test_the_page_of_a_tiny_model(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """On ranks that are there; that the engine starts its own is tested with ``cli.score``."""
+    """On ranks that already run; the tests of ``cli.score`` have the engine start its own."""
     monkeypatch.setattr(score, "run_processes", lambda function, processes, *args: ranks.run(function, *args))
     out = tmp_path / "page"
     recipes = ("tensorwise", "blockwise")
@@ -67,7 +67,7 @@ def test_the_page_of_a_tiny_model(
 
 
 class Scores:
-    """Stands in for the engine: values of each precision from a table."""
+    """Stands in for the engine: the values of each precision come from a table."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **offsets: float) -> None:
         generator = torch.Generator().manual_seed(3)

@@ -1,4 +1,4 @@
-"""``report mismatch``: a dump that says what the model says has no errors, one that does not those that were made."""
+"""``report mismatch``: a dump that agrees with the model has no errors, and an altered one has the errors put in."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ PROMPTS, RESPONSES = (3, 2, 4, 3), (5, 7, 4, 6)
 
 @pytest.fixture
 def rollout(model: Path, tmp_path: Path, ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A dump's columns of two groups, as the model itself sees them at temperature 0.7."""
+    """The columns of a dump with two groups, as the model itself scores them at temperature 0.7."""
     monkeypatch.setattr(score, "run_processes", lambda function, processes, *args: ranks.run(function, *args))
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(16, (p + n,), generator=generator).tolist() for p, n in zip(PROMPTS, RESPONSES)]

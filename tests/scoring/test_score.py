@@ -1,4 +1,4 @@
-"""Scores depend neither on the backend, nor on the layout, nor on the company a row has, and rows keep their places.
+"""Scores do not depend on the backend, the layout or the other rows of a batch, and rows keep their places.
 
 The reference is a float64 loop over the logits of Transformers, one row at a time.
 """
@@ -23,7 +23,7 @@ from openrlhf_gtpo.scoring.score import fill_padded
 VOCABULARY, TEMPERATURE = 151, 0.7
 LENGTHS = [3, 1, 40, 17, 5, 2, 80, 6, 33, 9, 2, 64]
 
-# Four ranks in all: what a layout leaves is data parallelism.
+# Four ranks in all; data parallelism takes what a layout leaves.
 MODELS: dict[str, dict[str, Any]] = {
     "deepspeed": {"backend": "deepspeed"},
     "TP1": {"backend": "megatron"},
@@ -42,10 +42,10 @@ def write_rows(path: Path, rows: list[list[int]]) -> RowFile:
 def exact(
     checkpoint: Path, rows: list[list[int]], dtype: str = "float32", temperature: float = TEMPERATURE
 ) -> list[dict[str, list[float]]]:
-    """Log-probs and entropies of tokens 2…n of every row, in float64, of the weights as ``dtype`` holds them."""
+    """Log-probs and entropies of tokens 2…n of every row, in float64, with the weights rounded to ``dtype``."""
     from transformers import AutoModelForCausalLM
 
-    # Experts in a loop: the grouped product of Transformers knows no float64.
+    # Experts run in a loop: the grouped product of Transformers does not support float64.
     options = {"dtype": getattr(torch, dtype), "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(checkpoint, **options).double().eval()
     found = []

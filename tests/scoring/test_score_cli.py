@@ -1,5 +1,5 @@
-"""The command line: what it takes as input, what it refuses, and that it reaches both backends. What they compute is
-tested in ``test_score.py``.
+"""The command line: what it accepts and refuses as input, and that it reaches both backends, whose results
+``test_score.py`` tests.
 """
 
 import json
@@ -53,7 +53,7 @@ def test_text_is_tokenized_as_it_is_and_only_the_response_is_scored(model: Path,
 
 @pytest.mark.slow
 def test_both_backends_from_the_command_line(model: Path, tmp_path: Path) -> None:
-    """Megatron in processes of its own; Transformers in those of torchrun."""
+    """Megatron runs in processes of its own, Transformers in those of torchrun."""
     source = tmp_path / "in.jsonl"
     tokens, text = {"tokens": [1, 3, 2, 4, 5, 7]}, {"id": 7, "prompt": "two times three is", "response": "six ."}
     source.write_text("".join(json.dumps(entry) + "\n" for entry in (tokens, {"tokens": [4]}, text)))
@@ -210,7 +210,7 @@ def test_code_of_the_checkpoint_is_not_run_unasked(
     refuse(chosen, f"--model {folder} brings Python code of its own (auto_map in its config.json)", capsys)
     assert not (tmp_path / "mark").exists()
     flags["--input"].write_text("")
-    assert cli.main([*argv(chosen), "--trust-remote-code"]) == 2  # for its input, read after the configuration
+    assert cli.main([*argv(chosen), "--trust-remote-code"]) == 2  # because of its input, read after the configuration
     assert (tmp_path / "mark").exists()
 
 
@@ -223,7 +223,7 @@ def test_a_launch_of_another_size_is_refused(
 
 
 def refuse(flags: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command line ends with 2 and one sentence, and leaves no file behind."""
+    """Check that the command line ends with 2 and one sentence, and leaves no file behind."""
     folder = flags["--input"].parent if isinstance(flags["--input"], Path) else None
     before = sorted(folder.iterdir()) if folder else None
     assert cli.main(argv(flags)) == 2

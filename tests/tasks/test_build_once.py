@@ -102,7 +102,7 @@ def test_the_first_of_two_processes_wins_at_the_last_moment(tmp_path, monkeypatc
 
 
 def test_a_kill_while_a_damaged_result_is_deleted_is_made_good(tmp_path, monkeypatch):
-    """Whatever is deleted first, what is left does not stand where the result belongs."""
+    """Whatever is deleted first, the remains are not where the result belongs."""
     out = build_once(tmp_path / "out", {}, _builder([]))
     (out / "sub" / "file.txt").write_text("con")
 

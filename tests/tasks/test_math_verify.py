@@ -24,7 +24,7 @@ def pool():
     [
         (r"so \boxed{\frac{1}{2}}", "0.5", Grade(True, True)),
         (r"\boxed{34}. No: after checking, the answer is \boxed{5}.", "5", Grade(True, True)),  # the last one counts
-        (r"\boxed{34} or 5", "34", Grade(True, True)),  # what is boxed goes before what is not
+        (r"\boxed{34} or 5", "34", Grade(True, True)),  # a boxed answer goes before an unboxed one
         ("3 * 4 = 12.", "12", Grade(True, True)),
         ("3 * 4 = 13.", "12", Grade(False, True)),
         (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", Grade(True, True)),
@@ -69,12 +69,12 @@ RIGHT, WRONG, UNANSWERED = Grade(True, True), Grade(False, True), Grade(False, F
         ("$x = 3$ looks right, but $x = 4$.", RIGHT),
         ("The answer is $3$. On second thought: $4$.", RIGHT),
         ("The final answer is $3$. I hope it is correct. Oh, it is $4$.", RIGHT),
-        # What stands around the last box is no answer.
+        # Text around the last box is not an answer.
         (r"\boxed{4} for all 7 of them, in $9$ steps", RIGHT),
         (r"\boxed{4}\text{ m}^2", RIGHT),
         (r"x=\boxed{3}, y=\boxed{4}", RIGHT),
         (r"\boxed{\boxed{4}}", RIGHT),
-        # Of several answers only the last one earns anything.
+        # Of several answers, only the last one counts.
         (r"\boxed{4} \boxed{3}", WRONG),
         (r"\boxed{4}, no, \boxed{3}", WRONG),
         (r"$\boxed{4}$ or $\boxed{3}$", WRONG),
@@ -83,7 +83,7 @@ RIGHT, WRONG, UNANSWERED = Grade(True, True), Grade(False, True), Grade(False, F
         (r"\boxed{3 \text{ or } 4}", WRONG),
         (r"\boxed{3}, or 4", WRONG),
         ("The answer is 4. No wait, it is 3.", WRONG),
-        # A box that is empty, or that the end of the response cuts off, is passed over.
+        # A box that is empty, or cut off by the end of the response, is skipped.
         (r"It is \boxed{4}. I have put it into \boxed{} as asked, and \boxed shows it.", RIGHT),
         (r"I shall put it into \boxed{}. It is 4.", RIGHT),
         (r"It is \boxed{4}, that is \boxed{\frac{8}{2", RIGHT),
@@ -128,7 +128,7 @@ def test_one_box_may_hold_an_answer_of_any_form(boxed, answer):
     ],
 )
 def test_a_number_with_an_exponent_is_read(boxed, answer, expected):
-    """As benchmarks of physics write their answers."""
+    """Physics benchmarks write their answers like this."""
     assert judge(rf"It is \boxed{{{boxed}}}.", answer) == expected
 
 
@@ -147,7 +147,7 @@ def test_a_number_with_an_exponent_is_read(boxed, answer, expected):
     ],
 )
 def test_small_numbers_are_not_all_equal(boxed, answer, expected):
-    """Math-Verify rounds to six decimals, and takes a difference below 1e-15 for none."""
+    """Math-Verify rounds to six decimals, and ignores a difference below 1e-15."""
     assert judge(rf"\boxed{{{boxed}}}", answer) == expected
 
 
@@ -236,7 +236,7 @@ def test_a_data_set_is_cleaned_and_split(tmp_path, capsys):
 
 
 def test_empty_answers_and_problems_that_differ_in_blanks_alone_are_left_out(tmp_path):
-    """A null as text would be a product of letters, and the same problem could be trained on and held out."""
+    """As text, a null would be a product of letters; a repeated problem could be both trained on and held out."""
     rows = [
         {"problem": "1 + 1?", "answer": "2"},
         {"problem": "1 + 1?\n", "answer": "2"},
@@ -256,7 +256,7 @@ def test_empty_answers_and_problems_that_differ_in_blanks_alone_are_left_out(tmp
 
 
 def test_a_tables_cells_are_text(tmp_path):
-    """Whole numbers stay whole beside an empty cell, and so does a column without a name."""
+    """Whole numbers stay whole, even next to an empty cell or a column without a name."""
     (tmp_path / "a.csv").write_text(",problem,answer\n0,1 + 6?,007\n1,nothing,\n2,Digits of pi?,3.140\n")
     assert main(["math", "--source", str(tmp_path / "a.csv"), "--output", str(tmp_path / "out")]) == 0
     assert [row["label"] for row in _rows(tmp_path / "out" / "train.jsonl")] == ["007", "3.140"]

@@ -77,7 +77,7 @@ def test_a_directory_in_use_is_not_overwritten(tmp_path, capsys):
         assert "not made by this command" in capsys.readouterr().err
 
 
-# The first rows of each data set's columns, shortened.
+# The first row of each data set, shortened.
 BENCHMARK_ROWS = {
     "aime2024": {
         "id": 60,

@@ -88,7 +88,7 @@ def test_a_task_that_is_not_about_numbers(tmp_path):
     assert len(_rows(out, "train")) == 3
     out = write_task_files("spell_backward", tmp_path / "spell", 3, 2)
     assert json.loads(_rows(out, "train")[0]["scorer_label"])["task"] == "spell_backward"
-    out = write_task_files("graph_color", tmp_path / "colors", 1, 1)  # its scorer knows a right one; there are many
+    out = write_task_files("graph_color", tmp_path / "colors", 1, 1)  # its scorer accepts any of many right ones
     assert _rows(out, "train")[0]["label"] is None
 
 

@@ -42,7 +42,7 @@ def test_the_last_number_or_the_tagged_answer_is_scored(response, expected):
 def test_the_prompt_is_not_searched_for_the_answer():
     prompt = PROMPT.replace("3 * 4", "3 * 4 (hint: 12)")
     assert _score("I do not know", prompt=prompt) == 0.0
-    cut = "(hint: 12)<|im_end|>\n<|im_start|>assistant\n"  # the prompt's end, as when it was cut to fit
+    cut = "(hint: 12)<|im_end|>\n<|im_start|>assistant\n"  # the end of a prompt that was cut to fit
     assert reward.reward_func([cut + "I do not know<|im_end|>"], [prompt], [LABEL])["rewards"] == 0.0
 
 

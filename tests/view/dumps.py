@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def columns(groups: int = 3, samples: int = 4, longest: int = 12, seed: int = 0) -> dict[str, Any]:
-    """Ragged responses with holes in some masks and hostile text in the first one; the second group has only
+    """Ragged responses with holes in some masks and hostile text in the first; the second group has only
     failures."""
     random = np.random.default_rng(seed)
     rows = groups * samples
@@ -75,7 +75,7 @@ def columns(groups: int = 3, samples: int = 4, longest: int = 12, seed: int = 0)
 
 
 def write(folder: Path, step: int = 1, table: dict[str, Any] | None = None, **settings: Any) -> Path:
-    """A dump of step ``step`` in ``folder``; its path."""
+    """Write a dump of step ``step`` to ``folder`` and return its path."""
     table = table or columns(seed=step)
     path = dump_file(folder, step)
     defaults = SETTINGS | {"step": step, "batch_rows": len(table["row"])}

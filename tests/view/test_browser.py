@@ -1,4 +1,4 @@
-"""The page in a real Chromium: keys, filters, numbers, hostile text, accessibility; and nothing is asked of anyone."""
+"""The page in a real Chromium: keys, filters, numbers, hostile text, accessibility; and it sends no requests."""
 
 import shutil
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def dumps_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def open_page(browser: Any, dumps_folder: Path, tmp_path: Path) -> Iterator[Any]:
-    """A function of what Chromium is told of the screen; afterwards the page has logged nothing and asked nobody."""
+    """Open the page with these settings of the screen; it must log nothing and request nothing else until the end."""
     dumps = [read_dump(path) for path in find_dumps(dumps_folder)]
     file = tmp_path / "view.html"
     file.write_text(make_page(dumps, read_methods(METHODS, dumps[0]), 10**9)[0])
@@ -68,7 +68,7 @@ def number(text: str) -> float:
 
 
 def numbers(page: Any) -> dict[str, float]:
-    """Of the chosen token, by name."""
+    """The chosen token's numbers, by name."""
     shown = page.locator("#values dd[data-value]:not([data-value=clipped])").evaluate_all(
         "all => all.map(one => [one.dataset.value, one.textContent])"
     )
@@ -80,7 +80,7 @@ def three_digits(value: Any) -> float:
 
 
 def test_the_numbers_of_a_token_are_those_of_the_algorithms(open_page: Any, dumps_folder: Path) -> None:
-    """By pointer and by keys, of tokens with holes between them; and the formula has the numbers of its peers."""
+    """By pointer and by keys, for tokens with holes between them; and the formula has the numbers of the peers."""
     page = open_page()
     dump = read_dump(find_dumps(dumps_folder)[0])
     made = credit(dump, read_methods(["gtpo"], dump)[0])
@@ -119,7 +119,7 @@ def test_keys_go_through_tokens_and_through_the_group(open_page: Any) -> None:
     text.press("End")
     assert page.locator("#token").text_content().endswith("token t = 12 of 12")
     text.press("ArrowLeft")
-    text.press("ArrowDown")  # to the second response, which is shorter or has as many
+    text.press("ArrowDown")  # to the second response, which is no longer than the first
     assert "response 2" in page.locator("#reading-title").text_content()
     text.press("Home")
     text.press("ArrowUp")
@@ -152,7 +152,7 @@ def test_filter_sort_and_brush(open_page: Any) -> None:
     page.locator("#from").blur()
     assert page.locator("#count").text_content() == "1 of 12 responses"
     page.locator("#brush button").click()
-    page.locator("#count", has_text="12 of 12 responses").wait_for()  # a function of ours the page's policy forbids
+    page.locator("#count", has_text="12 of 12 responses").wait_for()  # the page's policy forbids a function of ours
     page.locator("#prompt-filter").select_option(index=2)
     assert page.locator("#list button").count() == 4
     box = page.locator("#histogram").bounding_box()
@@ -165,7 +165,7 @@ def test_filter_sort_and_brush(open_page: Any) -> None:
 
 
 def test_two_credits_side_by_side(open_page: Any, dumps_folder: Path) -> None:
-    """The difference of their advantages, and the tokens whose sign it changes."""
+    """The page shows the difference of their advantages, and marks the tokens whose sign changes."""
     page = open_page()
     page.select_option("#value", "difference")
     page.select_option("#other", "2")
@@ -226,7 +226,7 @@ def test_accessible_at_any_width_in_light_and_dark(scheme: str, width: int, open
 
 
 def test_right_to_left_text_runs_right_to_left(browser: Any, tmp_path: Path) -> None:
-    """Its arrows follow the eye: left is the next token."""
+    """The arrow keys follow the eye: left is the next token."""
     table = columns(groups=1)
     table["pieces"][0] = [" مرحبا"] * len(table["pieces"][0])
     dump = read_dump(write(tmp_path, table=table))
@@ -242,7 +242,7 @@ def test_right_to_left_text_runs_right_to_left(browser: Any, tmp_path: Path) -> 
 
 
 def test_what_a_dump_lacks_is_left_out(browser: Any, tmp_path: Path) -> None:
-    """Without entropies there is the advantage that was trained on; a response without tokens says so."""
+    """Without entropies the page shows the advantage that was trained on; for a response without tokens it says so."""
     table = columns(groups=1) | {"entropy": None, "log_probs": None, "ratio": None, "clipped": None}
     for name in ("tokens", "pieces", "mask", "advantages"):
         table[name][1] = table[name][1][:0]
@@ -264,7 +264,7 @@ def test_what_a_dump_lacks_is_left_out(browser: Any, tmp_path: Path) -> None:
 
 
 def test_a_click_is_answered_within_a_tenth_of_a_second(browser: Any, tmp_path: Path) -> None:
-    """Of 8 responses of 1000 tokens; the fastest of ten, which a busy host does not spoil."""
+    """In groups of 8 responses of up to 1000 tokens; for the fastest of ten, which a busy host does not spoil."""
     dump = read_dump(write(tmp_path, table=columns(groups=20, samples=8, longest=1000)))
     file = tmp_path / "view.html"
     file.write_text(make_page([dump], read_methods([], dump), 10**9)[0])

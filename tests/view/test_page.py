@@ -23,7 +23,7 @@ from openrlhf_gtpo.view.page import decimal_codes, make_page
 
 
 def read_codes(codes: np.ndarray) -> list[float]:
-    """As page.js reads them."""
+    """Decode them as page.js does."""
     return [math.nan if not c & 2047 else float(f"{(c & 2047) - 1024}e{(c >> 11) - 20}") for c in codes.tolist()]
 
 
@@ -81,7 +81,7 @@ def test_the_pages_numbers_are_those_of_the_algorithms(text: str, tmp_path: Path
         assert tokens(made["share"]) == printed(sum(gtpo_shares(*double))[mask])
         rewards = sum(gtpo_rewards(*double)) + penalty[:, None]
         assert tokens(made["reward"]) == printed(rewards[mask])
-        # By the mean and std that are printed.
+        # By hand, with the mean and std that the page prints.
         full = credit(dump, method).parts
         by_hand = (full.reward - full.mean[:, None]) / (full.std[:, None] + 1e-9)
         learned = advantages != 0
@@ -101,7 +101,7 @@ WITH_FORMULA = [
 
 @pytest.mark.parametrize("text", WITH_FORMULA)
 def test_the_formula_on_the_page_is_the_one_that_was_computed(text: str, tmp_path: Path) -> None:
-    """Filled in with outcome and share it gives the reward, of either polarity."""
+    """With outcome and share filled in, it gives the reward of either polarity."""
     table = columns()
     table["length_penalty"] = np.zeros(12)
     dump = read_dump(write(tmp_path, table=table))
@@ -142,7 +142,7 @@ def test_an_estimator_without_parts_shows_its_advantages(tmp_path: Path) -> None
 
 
 def test_advantages_that_no_method_made_are_shown_as_they_were_trained_on(tmp_path: Path) -> None:
-    """A run's own credit is on the page once, where nothing (a KL reward, a clip range) was done to it."""
+    """A run's own credit is on the page only once if nothing (a KL reward, a clip range) was done to it."""
     table = columns()
     dump = read_dump(write(tmp_path / "other", table=table))
     methods = read_methods([], dump)

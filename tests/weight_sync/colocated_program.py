@@ -1,4 +1,4 @@
-"""What the ranks of a trainer do in the tests of the colocated transfer. Rank 0 starts the engines."""
+"""The program of a trainer's ranks in the tests of the colocated transfer. Rank 0 starts the engines."""
 
 import os
 import time
@@ -22,7 +22,7 @@ def all_gather(mine: Any) -> list[Any]:
 
 
 class Rank:
-    """One rank of the trainer, with the engines where it is the first."""
+    """One rank of the trainer; the first one also has the engines."""
 
     def __init__(self, *sizes: int) -> None:
         self.rank = torch.distributed.get_rank()
@@ -43,7 +43,7 @@ class Rank:
 
 
 def story() -> None:
-    """All in one, because starting processes takes most of the time."""
+    """All steps in one, because starting processes takes most of the time."""
     rank = Rank(1, 2)
     open_files = len(os.listdir("/proc/self/fd"))
     for bucket_bytes in (1, 10**6, 300, 700):  # every tensor alone, one bucket, some together
@@ -77,7 +77,7 @@ def story() -> None:
     rank.send(weights(6))
     assert_arrived(rank.engines, weights(6))
 
-    # A rank that fails ends the sync on the other as well.
+    # A rank that fails ends the sync on the other rank as well.
     broken = weights(7)
     if rank.rank == 1:
         broken[1] = torch.zeros(3)
@@ -100,11 +100,11 @@ def story() -> None:
 
 
 def own_place(rank: Rank) -> None:
-    """Each engine reads what the rank on its own GPU has filled, and one on neither's says so."""
+    """Each engine reads what the rank on its own GPU filled; an engine on neither rank's GPU says so."""
     sender.memory_of = lambda device: f"GPU {rank.rank}"
     for engine in range(2):
         rank.tell(engine, "set_place", f"GPU {engine}")
-    rank.send(weights(rank.rank), prove=False)  # ranks differ, so that one can tell whose arrived
+    rank.send(weights(rank.rank), prove=False)  # ranks send different weights, to show whose arrived
     if rank.rank == 0:
         for engine in range(2):
             assert_arrived(rank.engines[engine : engine + 1], weights(engine))

@@ -1,4 +1,4 @@
-"""Would catch a tensor that arrives under another name, cut off, out of order, or in a bucket over its budget."""
+"""Catches a tensor that arrives under another name, cut off, out of order, or in a bucket over its budget."""
 
 import json
 

@@ -1,7 +1,7 @@
-"""Would catch a colocated engine that loads a buffer as the next bucket overwrites it, reads another GPU's, keeps old
-weights unnoticed, or leaves ranks waiting for one that has failed.
+"""Catches a colocated engine that loads a buffer while the next bucket overwrites it, reads another GPU's buffer,
+keeps old weights unnoticed, or leaves ranks waiting for one that has failed.
 
-Trainer ranks (gloo) and engines are real processes, and so is the memory between them; vLLM's model is a plain one.
+Trainer ranks (gloo) and engines are real processes with real memory between them; a plain model stands in for vLLM's.
 """
 
 import pytest

@@ -1,5 +1,5 @@
-"""On a CUDA device: the trainer's process and an engine's share its memory. Would catch a buffer read before it is
-filled, overwritten before it is read, or kept after the sync.
+"""Catches a buffer that is read before it is filled, overwritten before it is read, or kept after the sync, where the
+trainer's process and an engine's share the memory of a CUDA device.
 """
 
 import pytest
@@ -27,7 +27,7 @@ def test_an_engine_on_the_same_gpu_gets_every_sync():
         before = torch.cuda.memory_allocated()
         for seed, bucket_bytes in enumerate([1, 20 * 2**20, 20 * 2**20, 2**30]):
             generator = torch.Generator(device).manual_seed(seed)
-            # Made on the way, so that filling a buffer is under way on the device while the engine loads the other.
+            # Made lazily, so that the device is still filling one buffer while the engine loads the other.
             tensors = (torch.randn(shape, generator=generator, device=device) for shape in SHAPES.values())
             sender.send(TensorBuckets(parameters, tensors, bucket_bytes))
             del tensors

@@ -1,4 +1,4 @@
-"""Would catch a checksum that misses swapped elements, a shift or a single bit, or depends on the device's order."""
+"""Catches a checksum that misses swapped elements, a shift or a single bit, or depends on the device's order."""
 
 from collections.abc import Iterable
 
@@ -10,12 +10,12 @@ from openrlhf_gtpo.weight_sync.receipts import Arrivals, checksum
 
 
 def wrapped(value: int) -> int:
-    """Of 64 bits, signed."""
+    """``value`` as a signed integer of 64 bits."""
     return (value + 2**63) % 2**64 - 2**63
 
 
 def by_hand(tensor: torch.Tensor) -> int:
-    """The formula in Python's integers."""
+    """The formula with Python's integers."""
     total = 0
     for i, bits in enumerate(tensor.view(-1).view(torch.int16).tolist()):
         chunk, place = divmod(i, module._CHUNK)
@@ -60,7 +60,7 @@ def test_any_change_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class LatentAttention(torch.nn.Module):
-    """As vLLM's, which has a part of a weight under a name of its own that its loader knows nothing of."""
+    """Like vLLM's, which also holds part of a weight under another name that its loader does not know."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def test_a_view_of_another_parameter_is_written_with_it() -> None:
 
 
 class Experts(torch.nn.Module):
-    """As vLLM's Qwen3MoeForCausalLM, whose loader has an earlier name for them."""
+    """Like vLLM's Qwen3MoeForCausalLM, whose loader has an earlier name for the experts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Would catch an engine that samples from other weights than the trainer's: stale, partly new, or under a wrong name.
+"""Catches an engine that samples from weights other than the trainer's: stale, partly new, or under a wrong name.
 
-Ray and vLLM are the real ones. Every parameter changes by as much as its own spread, so that one left behind moves the
-log-probs ten times further than bf16 rounding does; that this is so is tested too.
+Ray and vLLM are real. Every parameter changes by as much as its own spread, so that a parameter left behind moves the
+log-probs ten times further than bf16 rounding does; a test checks this too.
 """
 
 import threading
@@ -16,7 +16,7 @@ import torch
 
 VOCABULARY, LENGTH = 96, 40
 PREFIX = 200  # more than a block of vLLM's cache, 128 tokens on CPU
-# Mean and maximum over tokens of the difference that bf16 makes, seen: 0.013 and 0.06.
+# Bounds on the mean and maximum over tokens of the difference that bf16 makes; observed: 0.013 and 0.06.
 ROUNDING_MEAN, ROUNDING_MAX = 0.04, 0.3
 LEFT_BEHIND_MEAN = 0.15
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def bundle() -> Iterator[Any]:
-    """Two GPUs' worth of a Ray of this test's own, started as a run starts it; engines take turns in it."""
+    """Two GPUs' worth of this module's own Ray, started as a run starts it; engines take turns in it."""
     import os
 
     from openrlhf_gtpo import platform
@@ -44,7 +44,7 @@ def bundle() -> Iterator[Any]:
 
 
 def save_checkpoint(directory: Path, tied: bool) -> Path:
-    """A random Llama (head dimension 32: the least that vLLM's CPU attention takes) and a tokenizer for it."""
+    """A random Llama (head dimension 32, the least that vLLM's CPU attention supports) and a tokenizer for it."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -71,7 +71,7 @@ def save_checkpoint(directory: Path, tied: bool) -> Path:
 
 
 class WithoutRayWorkers:
-    """The rollout actor, whose vLLM starts its workers itself: on CPU it cannot leave that to Ray."""
+    """The rollout actor with a vLLM that starts its workers itself, because on CPU it cannot leave that to Ray."""
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
@@ -135,7 +135,7 @@ class Synced:
         return {name: w + noise[name] * (0.5 if "norm" in name else w.std()) for name, w in start.items()}
 
     def send(self, weights: dict[str, torch.Tensor], bucket_bytes: int, transport: str = "broadcast") -> None:
-        """With checksums, so that what did not arrive, or was not loaded, raises."""
+        """Send with checksums, so that a weight that did not arrive or was not loaded raises."""
         import ray
 
         from openrlhf_gtpo.weight_sync.buckets import ParameterMeta, TensorBuckets
@@ -173,13 +173,13 @@ class Synced:
     def trainer_distributions(
         self, weights: dict[str, torch.Tensor], tokens: torch.Tensor, temperature: float = 1.0
     ) -> torch.Tensor:
-        """(n, t - 1, V) the log-probs of all that could follow in ``tokens`` (n, t)."""
+        """(n, t - 1, V) the log-probs of every possible next token in ``tokens`` (n, t)."""
         on_the_wire = {name: w.bfloat16().float() for name, w in weights.items()}
         logits = torch.func.functional_call(self.model, on_the_wire, (tokens,)).logits
         return (logits[:, :-1] / temperature).log_softmax(-1)
 
     def responses(self, prompt_tokens: int, **params: Any) -> list[dict[str, Any]]:
-        """Four to one prompt, as a rollout asks for them."""
+        """Four responses to one prompt, requested as in a rollout."""
         import ray
         from vllm import SamplingParams
 
@@ -214,7 +214,7 @@ def test_the_engine_follows_every_transfer(synced: Synced, transport: str) -> No
     before = synced.perturbed(100)
     synced.send(before, 20_000, transport)
     assert_equal_but_for_rounding(synced.engine_log_probs(), synced.trainer_log_probs(before))
-    # One parameter to a bucket, a few, a few once more, all in one.
+    # One parameter per bucket, a few, a few again, all in one.
     for seed, bucket_bytes in enumerate([2, 20_000, 20_000, 2**28]):
         weights = synced.perturbed(seed)
         synced.send(weights, bucket_bytes, transport)
@@ -278,8 +278,8 @@ def test_one_parameter_left_behind_would_show(synced: Synced) -> None:
 @pytest.mark.parametrize(
     ("prompt_tokens", "params"),
     [
-        # All four begin in a block of 128 tokens each, and need a second one where there is none left: most are
-        # preempted, and computed again.
+        # All four begin in a block of 128 tokens each and then need a second one when none is left: most are
+        # preempted and computed again.
         (100, {"max_tokens": 100, "ignore_eos": True}),
         (150, {"max_tokens": 50, "stop": ["e", "a"]}),  # the prompt's first block is in the cache
         (20, {"max_tokens": 8, "detokenize": False}),
@@ -289,7 +289,7 @@ def test_one_parameter_left_behind_would_show(synced: Synced) -> None:
 def test_the_sampler_says_what_the_trainers_weights_say(
     synced: Synced, prompt_tokens: int, params: dict[str, Any]
 ) -> None:
-    """In bf16, of whole distributions at the run's temperature; an engine with other weights does not."""
+    """Up to bf16, for whole distributions at the run's temperature; an engine with other weights does not."""
     weights, others = synced.perturbed(40), synced.perturbed(41)
     synced.send(weights, 2**28)
     differences, stale = [], []
@@ -308,7 +308,7 @@ def test_the_sampler_says_what_the_trainers_weights_say(
 
 @pytest.mark.timeout(200)
 def test_the_death_of_vllms_process_ends_a_transfer(synced: Synced) -> None:
-    """The last test of an engine. vLLM itself leaves the calls that are under way without an answer."""
+    """The last test of an engine. vLLM itself never answers the calls that are under way."""
     import psutil
     from vllm.v1.engine.exceptions import EngineDeadError
 

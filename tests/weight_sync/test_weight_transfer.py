@@ -1,6 +1,6 @@
-"""All workers end up with the weights that were sent, and an engine's failure is heard of.
+"""All workers end up with the weights that were sent, and an engine's failure is reported.
 
-The processes and their gloo group are real; vLLM's model is a plain one.
+The processes and their gloo group are real; a plain model stands in for vLLM's.
 """
 
 import logging
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start engines, by their numbers of workers."""
+    """Start engines with the given numbers of workers."""
     engines: list[ProcessEngine] = []
 
     def run(*sizes: int) -> list[ProcessEngine]:
@@ -47,7 +47,7 @@ def bucketed(tensors: list[torch.Tensor], bucket_bytes: int = 300) -> TensorBuck
 
 
 def test_engines_that_work_and_engines_that_fail(start: Start) -> None:
-    """One story, because starting processes takes most of its time."""
+    """All cases in one test, because starting processes takes most of its time."""
     engines = start(1, 1)
     for bucket_bytes in (1, 10**6, 300):  # every tensor alone, one bucket, some together
         group = join(engines, 1, prove=bucket_bytes == 300)
@@ -76,7 +76,7 @@ def test_engines_that_work_and_engines_that_fail(start: Start) -> None:
     group.send(bucketed(sent))
     assert_arrived(engines, sent)
 
-    # The first bucket is on its way to an engine that takes no more: without a look at the engines, for half an hour.
+    # The first bucket goes to an engine that takes no more; a sender that ignored the engines would wait half an hour.
     engines[1]("set_fault", "fail", "embed.weight").result(60)
     with pytest.raises(RuntimeError, match="cannot load embed.weight"):
         group.send(bucketed(weights(5)))
@@ -93,7 +93,7 @@ def test_every_worker_gets_every_tensor_and_its_death_ends_the_transfer(start: S
     with pytest.raises((RuntimeError, EOFError, OSError)):
         group.send(bucketed(weights(2)))
     with pytest.raises((RuntimeError, EOFError, OSError)):
-        join(engines, 2)  # which on its own waits half an hour for the others
+        join(engines, 2)  # which would otherwise wait half an hour for the others
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Workers of engines without vLLM that fail, cheat or tell what they hold, as a test asks them to."""
+"""Workers for engines without vLLM that fail, cheat or report what they hold when a test asks them to."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -20,7 +20,7 @@ Pairs = Iterable[tuple[str, torch.Tensor]]
 
 
 class Model(PlainModel):
-    """Loads as told: fails at a name, leaves one out, changes one element of one, says nothing of what it loaded."""
+    """Loads as told: fails or stops at a name, leaves one out, or does not report what it loaded."""
 
     fault: tuple[str, str] | None = None
     silent = False
@@ -61,7 +61,7 @@ class Worker(PlainWorker):
         return super().receive_bucket(*args)
 
     def forget_group(self) -> None:
-        """As an engine that was started again has none."""
+        """Leave the engine without a group, like one that was restarted."""
         self.__dict__.pop("_broadcast", None)
 
     def set_place(self, place: str) -> None:
@@ -86,7 +86,7 @@ def start_engine(workers: int = 1) -> ProcessEngine:
 
 
 def weights(seed: int) -> list[torch.Tensor]:
-    """A tensor of every shape, in float32: the wire rounds them."""
+    """A tensor of every shape, in float32, which the wire rounds."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
 

@@ -1,4 +1,4 @@
-"""The command line that the tests of refusals break one thing of."""
+"""The valid command line in which each refusal test breaks one thing."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ REWARD = "def reward_func(queries, prompts, labels):\n    return {'rewards': [1.
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with a tokenizer of one token a character and no chat template."""
+    """A checkpoint whose tokenizer has one token per character and no chat template."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def command(model: Path, tmp_path: Path) -> dict[str, Any]:
-    """A command line that passes every check; a test breaks one thing of it. None leaves a flag out."""
+    """A command line that passes every check; a test breaks one thing in it. None leaves a flag out."""
     (tmp_path / "reward.py").write_text(REWARD)
     table(tmp_path / "train.jsonl", ROWS)
     return {

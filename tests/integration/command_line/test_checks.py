@@ -1,4 +1,4 @@
-"""A contradiction in the command line is one sentence before any engine starts, and what works is not refused."""
+"""A contradiction in the command line is refused in one sentence before any engine starts; what works is accepted."""
 
 import dataclasses
 import json
@@ -234,7 +234,7 @@ def test_a_folder_that_cannot_be_written(
         assert refused({flag: tmp_path}).endswith(
             f"cannot be a folder, as {tmp_path}/_actor is a file; give another path."
         )
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # which nothing keeps from root
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # mocked, since root may write anywhere
     path = tmp_path / "not" / "yet"
     assert refused({flag: path}).startswith(f"{flag} {path} cannot be written, as {tmp_path} is not writable;")
 
@@ -253,7 +253,7 @@ def test_a_cluster_that_does_not_answer(
 
 
 def test_the_engines_are_told_their_sizes(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to the start of Ray, a run does what it does."""
+    """Everything up to the start of Ray runs for real."""
     from openrlhf.cli import train_ppo_ray
     from openrlhf.trainer import ppo_trainer
     from openrlhf.trainer.ray import vllm_engine
@@ -266,7 +266,7 @@ def test_the_engines_are_told_their_sizes(refused: Callable[..., str], monkeypat
         (deepspeed, "DeepspeedStrategy"),
     ):
         for one in name.split():
-            monkeypatch.setattr(module, one, getattr(module, one))  # as it is, and was, at the end
+            monkeypatch.setattr(module, one, getattr(module, one))  # set to itself, so that it is restored at the end
 
     def start_ray(*args: Any) -> None:
         raise UsageError("as far as this test goes.")
@@ -275,6 +275,6 @@ def test_the_engines_are_told_their_sizes(refused: Callable[..., str], monkeypat
     for sizes in ({}, {"--vllm.max_num_seqs": 512, "--vllm.max_num_batched_tokens": 4096}):
         assert refused(sizes) == "as far as this test goes."
         actor = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class
-        copy = cloudpickle.loads(cloudpickle.dumps(actor))  # the way to its process
+        copy = cloudpickle.loads(cloudpickle.dumps(actor))  # as sent to its process
         assert list(copy.engine_args.values()) == (list(sizes.values()) or [None, None])
         assert set(copy.engine_args) <= {field.name for field in dataclasses.fields(vllm_engine.vllm.AsyncEngineArgs)}

@@ -1,4 +1,4 @@
-"""Where entropies and old log-probs come from is decided once, before any engine starts, and said where it matters."""
+"""The source of entropies and old log-probs is chosen once, before any engine starts, and printed if it matters."""
 
 from collections.abc import Callable
 from importlib import metadata
@@ -13,7 +13,7 @@ from openrlhf_gtpo.integration.command_line.entropy_source import choose_entropy
 SAMPLER = {"--rollout.entropy": "sampler"}
 LOG_PROBS = {"--rollout.log_probs": "sampler"}
 FP8 = {"--actor.backend": "megatron", "--megatron.fp8": "emulated", "--megatron.fp8_audit_steps": 5}
-# One optimizer step a rollout.
+# One optimizer step per rollout.
 ONE = ("--algo.advantage.estimator", "gtpo", "--algo.kl.init_coef", "0", "--rollout.batch_size", "4")
 KL_REWARD = ("--algo.kl.init_coef", "0.1")
 TWO = ("--train.batch_size", "8")

@@ -1,4 +1,4 @@
-"""What this package's flags set: presets, what an estimator brings, contradictions, and the frozen list of all."""
+"""What this package's flags set: presets, what an estimator brings, contradictions, and the frozen list of flags."""
 
 import argparse
 import dataclasses
@@ -33,7 +33,7 @@ def refusal(*argv: str) -> str:
     return message
 
 
-# ── Words that are no flag ──
+# ── Words that are not flags ──
 
 
 def test_an_unknown_flag_names_the_nearest() -> None:
@@ -108,10 +108,10 @@ def test_a_clip_range_for_both_sides_wins_over_its_preset_too(preset: str) -> No
 
 
 def test_the_presets_penalty_is_dapos_under_rewards_of_0_and_1() -> None:
-    """Normalized over a group, they are rewards of -1 and 1 with twice the penalty."""
+    """Normalized over a group, these rewards equal rewards of -1 and 1 with twice the penalty."""
     factor = parse("--algo.preset", "dapo")["reward.overlong_penalty_factor"]
     correct = torch.tensor([1.0, 0.0, 1.0, 0.0])
-    penalty = torch.tensor([0.0, 0.0, 0.3, 1.0])  # of DAPO's own size
+    penalty = torch.tensor([0.0, 0.0, 0.3, 1.0])  # at DAPO's own scale
     ours, papers = correct - factor * penalty, 2 * correct - 1 - penalty
     torch.testing.assert_close((ours - ours.mean()) / ours.std(), (papers - papers.mean()) / papers.std())
 
@@ -167,7 +167,7 @@ def test_a_surrogate_brings_its_clip_range_and_mean(name: str) -> None:
     if kind.level == "token":
         assert parse(*chosen, "--actor.loss_agg_mode", "seq-mean-token-mean")["actor.loss_agg_mode"][:3] == "seq"
     preset = parse("--algo.preset", name)
-    different = {key for key in args if preset[key] != args[key]} - {"logger.wandb.run_name"}  # which has the time
+    different = {key for key in args if preset[key] != args[key]} - {"logger.wandb.run_name"}  # contains the time
     assert different == {"algo.preset"}
 
 
@@ -245,7 +245,7 @@ def test_a_range_of_rewards_clips_shaped_advantages_only_where_it_is_given(estim
 def test_the_advantage_of_a_short_lone_success_arrives(
     given: tuple[str, ...], largest: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """300 tokens of a success among 15 failures of 4,096: sqrt(15 * 4096 / 300), every entropy being the same."""
+    """A success of 300 tokens among 15 failures of 4,096 gets sqrt(15 * 4096 / 300) if all entropies are equal."""
     lengths = torch.tensor([300] + [4096] * 15)
     mask = torch.arange(4096) < lengths.unsqueeze(-1)
     values = torch.ones(mask.shape)
@@ -423,7 +423,7 @@ def test_every_range_is_a_flags() -> None:
     assert {name for *_, flags_of in checks._RANGES for name in flags_of.split()} <= parse().keys()
 
 
-# Every flag that this package adds, with its default: whoever changes this list changes what people's scripts do.
+# Every flag that this package adds, with its default. Changing this list changes what people's scripts do.
 FROZEN = """
 --actor.backend 'deepspeed'
 --actor.clip_cov.cov_high 5.0

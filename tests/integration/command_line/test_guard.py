@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the modules that we rely on, found in the place of the installed OpenRLHF."""
+    """A copy of the modules that we rely on, found in place of the installed OpenRLHF."""
     package = tmp_path / "openrlhf"
     for module in RELIED_ON:
         source = guard.source_path(module)
@@ -98,7 +98,7 @@ def test_every_name_that_is_relied_on_is_looked_for(installed: Path, module: str
 
 
 def test_few_names_go_without_their_parameters() -> None:
-    """Without them only the name matters, which a slip of the pen would widen to everything."""
+    """Without parameters only the name is checked, which a slip of the pen could extend to every entry."""
     bare = [wanted for names in RELIED_ON.values() for wanted in names if not wanted.endswith(")")]
     assert bare == ["create_vllm_engines", "WorkerWrap"]
 

@@ -1,4 +1,4 @@
-"""A guide that a run cannot have is refused in one sentence, and one that samples nothing is none."""
+"""A guide that a run cannot use is refused in one sentence, and one that samples nothing counts as no guide."""
 
 import json
 import shutil
@@ -102,7 +102,7 @@ def test_what_it_does_not_go_with(
 def test_engines_on_the_same_gpus_need_room_together(
     guided: dict[str, Any], refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a host with GPUs: on CPU the shares are of the host's memory, and small."""
+    """As on a host with GPUs; on CPU, engines get small shares of the host's memory."""
     monkeypatch.setattr("openrlhf_gtpo.integration.command_line.host.adapt", lambda args: None)
     shared = guided | {"--train.colocate_all": True, "--algo.guide.gpu_memory_utilization": 0.3}
     assert "on the same GPUs (--train.colocate_all) to be at most 1 together, got 1.25." in refused(shared)
@@ -143,7 +143,7 @@ def test_an_endpoint_that_is_no_url_is_refused(url: str, guided: dict[str, Any],
 
 
 def test_an_empty_endpoint_is_refused(guided: dict[str, Any], refused: Callable[..., str]) -> None:
-    """As of a script's variable that is not set."""
+    """A script passes one when a variable in it is not set."""
     assert refused(guided | {"--algo.guide.endpoint": ""}).endswith("http://HOST:PORT/v1, got an empty string.")
 
 

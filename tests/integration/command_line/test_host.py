@@ -1,5 +1,5 @@
-"""A run's GPUs are those that OpenRLHF's ``train`` makes placement groups for; a missing Ray is one sentence; workers
-start with the variables that are read before any code of theirs runs."""
+"""A run's GPUs are those for which OpenRLHF's ``train`` makes placement groups; a missing Ray is reported in one
+sentence; workers start with the variables that libraries read before any of the workers' code runs."""
 
 import os
 from typing import Any
@@ -65,7 +65,7 @@ def test_a_laptop_starts_no_gpu_nodes_worth_of_processes(argv: str, sizes: tuple
     before = gpus_of(args)
     adapt(args)
     assert gpus_of(args) == sizes
-    assert args.ref.num_gpus_per_node in (2, args.actor.num_gpus_per_node)  # what shares is compared by upstream
+    assert args.ref.num_gpus_per_node in (2, args.actor.num_gpus_per_node)  # upstream compares groups that share
     said = capsys.readouterr().err
     for name, was, size in zip(("actor", "ref"), before, sizes):
         assert (f"No CUDA on this host: --{name}.num_gpus_per_node {was} becomes {size}." in said) == (was != size)
@@ -96,7 +96,7 @@ MEGATRON = "--actor.backend megatron"
 
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A command line and the driver's environment to the runtime environment that Ray is given, of VARIABLES."""
+    """Maps a command line, and VARIABLES in the driver's environment, to the runtime environment that Ray is given."""
 
     def started(argv: str, **environment: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -117,7 +117,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("argv", "expected"),
     [
         ("", ("1", None, None, None)),
-        ("--train.full_determinism_enable", ("1", None, None, None)),  # OpenRLHF's own on DeepSpeed
+        ("--train.full_determinism_enable", ("1", None, None, None)),  # left to OpenRLHF on DeepSpeed
         (MEGATRON, ("1", None, None, None)),
         (f"{MEGATRON} --megatron.tensor_model_parallel_size 2", ("1", "1", None, None)),
         (f"{MEGATRON} --megatron.context_parallel_size 2", ("1", "1", None, None)),
@@ -138,8 +138,8 @@ def test_what_the_user_has_set_reaches_the_workers_instead(workers: Any) -> None
 
 
 def test_a_submitted_jobs_own_environment_is_no_conflict(workers: Any) -> None:
-    """`ray job submit --runtime-env-json` puts it into the driver's environment too."""
-    from ray.runtime_env.runtime_env import _merge_runtime_env  # as ray.init of 2.55 does
+    """`ray job submit --runtime-env-json` puts the job's environment into the driver's, too."""
+    from ray.runtime_env.runtime_env import _merge_runtime_env  # as ray.init does in 2.55
 
     of_job = {"NCCL_DEBUG": "INFO", "CUDA_DEVICE_MAX_CONNECTIONS": "8", "OF_THE_JOB": "x"}
     of_run = workers(f"{MEGATRON} --megatron.tensor_model_parallel_size 2", **of_job)

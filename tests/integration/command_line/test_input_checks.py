@@ -1,4 +1,4 @@
-"""What a run is given (models, rewards, data) is refused in one sentence before any engine starts, or works."""
+"""A run's inputs (models, rewards, data) work, or are refused in one sentence before any engine starts."""
 
 import json
 import socket
@@ -103,7 +103,7 @@ def test_a_chat_template_that_is_not_there(refused: Callable[..., str]) -> None:
 
 
 def test_weights_of_another_configuration(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
-    """Transformers makes up the weights of a layer that is not there, differently each time."""
+    """Transformers makes up the weights of a missing layer, differently each time."""
     for change, message in (
         ({"num_hidden_layers": 2}, "lacks 9 of the weights that its config.json asks for, such as model.layers.1."),
         ({"intermediate_size": 32}, "is (16, 16), and its config.json asks for (16, 32); are weights and config.json"),
@@ -133,7 +133,7 @@ def test_experts_that_vllm_cannot_take(refused: Callable[..., str], model: Path,
 
 @pytest.fixture
 def with_code(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """A copy of the model where one configuration file names a class in a file that leaves a mark when imported."""
+    """A copy of the model in which one configuration file names a class in a file that leaves a mark when imported."""
 
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
 
@@ -174,7 +174,7 @@ def test_code_of_a_checkpoint_is_run_where_the_flag_is_given(
     command: dict[str, Any], with_code: Callable[[str], Path], tmp_path: Path, file: str
 ) -> None:
     trusted = {"--actor.model_name_or_path": with_code(file), "--actor.trust_remote_code": True}
-    # A prompt longer in bytes than there is room for has to be tokenised.
+    # A prompt with more bytes than there is room for has to be tokenized.
     rows = table(tmp_path / "long.jsonl", [{"question": "é" * 30, "answer": ""}])
     args = parse(argv_of(command | trusted | {"--data.prompt_dataset": rows}))
     check_every_run(args)
@@ -341,7 +341,7 @@ def test_a_data_set_that_cannot_be_read(
 def test_a_folder_of_data(
     refused: Callable[..., str], command: dict[str, Any], data_flag: str, tmp_path: Path
 ) -> None:
-    """An empty one is refused; one of files, and one that datasets saved, are looked into."""
+    """An empty folder is refused; the contents of a folder of files, or of one saved by datasets, are checked."""
     empty = folder(tmp_path / "empty")
     assert refused({data_flag: empty}).startswith(f"{data_flag} {empty} cannot be read as a data set: ")
     files, saved = folder(tmp_path / "files"), tmp_path / "saved"
@@ -445,7 +445,7 @@ def test_a_file_of_another_kind_gets_no_metrics(refused: Callable[..., str], tmp
 
 
 def test_the_trained_model_replaces_no_other(command: dict[str, Any], model: Path, tmp_path: Path) -> None:
-    """But the one of the run that is gone on with."""
+    """Except the model of the run that is resumed."""
     with pytest.raises(UsageError, match="is the --actor.model_name_or_path, which the trained model would replace"):
         check_results(parse(argv_of(command | {"--ckpt.output_dir": model})))
     command |= {"--ckpt.output_dir": copy_model(model, tmp_path / "trained"), "--ckpt.path": tmp_path / "checkpoints"}
@@ -460,7 +460,7 @@ def test_the_trained_model_replaces_no_other(command: dict[str, Any], model: Pat
 
 
 def make_checkpoint(path: Path, tag: str = "global_step1", **contents: Any) -> Path:
-    """A whole one without any files, DeepSpeed's unless ``contents`` say otherwise."""
+    """A whole checkpoint without any files, DeepSpeed's unless ``contents`` say otherwise."""
     folder = path / "_actor" / tag
     folder.mkdir(parents=True)
     write_manifest(folder, contents)
@@ -492,11 +492,11 @@ def test_what_cannot_be_gone_on_from_is_refused(
     message = refused(resume | {"--ckpt.load_tag": "global_step2"})
     assert message.endswith("/_actor has no checkpoint 'global_step2'; it has global_step1.")
     assert "give --ckpt.load_enable with it" in refused({"--ckpt.load_tag": "global_step1"})
-    (folder / "checkpoint.json").write_text("{")  # the training's ranks set it aside
+    (folder / "checkpoint.json").write_text("{")  # the training ranks set it aside
     check_checkpoints(parse(argv_of(command | resume)))
     assert "cannot be read" in refused(
         resume | {"--ckpt.load_tag": "global_step1"}
-    )  # but take no other than asked for
+    )  # but they take no checkpoint other than the one asked for
     assert refused({"--ckpt.path": "x" * 300}).endswith("cannot be read (File name too long); give another folder.")
     folder.rename(folder.with_name("global_step1.corrupt"))
     assert "no checkpoint that is known to be whole (global_step1.corrupt)" in refused(resume)

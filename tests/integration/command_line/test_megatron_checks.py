@@ -1,4 +1,4 @@
-"""A run on Megatron that cannot work is one sentence before any engine starts, and one that works is not refused."""
+"""A Megatron run that cannot work is refused in one sentence before any engine starts; what works is accepted."""
 
 import json
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def command(model: Path) -> dict[str, Any]:
-    """A command line that passes every check; a test breaks one thing of it. None leaves a flag out."""
+    """A command line that passes every check; a test breaks one thing in it. None leaves a flag out."""
     return {
         "--actor.backend": "megatron",
         "--algo.advantage.estimator": "group_norm",
@@ -211,7 +211,7 @@ def test_context_parallelism_needs_cuda(command: dict[str, Any], monkeypatch: py
 
 
 def test_a_tensor_parallel_group_stays_in_a_node(command: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes of a host without CUDA are one host."""
+    """Without CUDA, all nodes are one host."""
     three = {TP: 2, "--actor.num_nodes": 2, "--actor.num_gpus_per_node": 3, "--train.batch_size": 6}
     args = parse(argv_of(command | three))
     check_megatron(args)
@@ -228,7 +228,7 @@ def test_a_tensor_parallel_group_stays_in_a_node(command: dict[str, Any], monkey
 
 
 def test_a_host_without_cuda_still_hears_of_offloading(command: dict[str, Any]) -> None:
-    """Moving states is Megatron's own there, while DeepSpeed's needs CUDA."""
+    """Megatron can move states without CUDA, while DeepSpeed's offloading needs CUDA."""
     if platform.detect() != "cpu":
         pytest.skip("this host has CUDA")
     assert parse(argv_of(command | {"--megatron.offload": True})).ds.enable_sleep

@@ -60,11 +60,11 @@ def test_flags_reach_the_layout() -> None:
 
 
 def test_upstream_counts_replicas_by_the_layout() -> None:
-    """It pairs batches with ranks, and counts micro-batches, by ``ds.tensor_parallel_size``."""
+    """Upstream pairs batches with ranks, and counts micro-batches, by ``ds.tensor_parallel_size``."""
     two_by_two = ("--megatron.tensor_model_parallel_size", "2", "--megatron.pipeline_model_parallel_size", "2")
     args = args_of(*MEGATRON, *two_by_two)
     assert args.ds.tensor_parallel_size == 4 and args.ds.ring_attn_size == 1
-    # One batch for the one replica of four processes; upstream's check of the command line must see it so.
+    # One batch is enough for the one replica of four processes; upstream's check of the command line must agree.
     few = ("--rollout.batch_size", "1", "--rollout.micro_batch_size", "8", "--actor.num_gpus_per_node", "4")
     args_of(*MEGATRON, *two_by_two, *few)
     with pytest.raises(UsageError, match="effective number of actor processes"):
@@ -118,11 +118,11 @@ def test_deepspeeds_own_parallelism_is_refused(flag: str, remedy: str) -> None:
 
 
 def test_every_flag_of_deepspeeds_is_read_or_named() -> None:
-    """What reads the others: the layout, offloading, or a refusal in ``megatron_checks`` and ``checks``."""
+    """The others are read by the layout and offloading, or refused in ``megatron_checks`` and ``checks``."""
     read = {"ds.tensor_parallel_size", "ds.ring_attn_size", "ds.enable_sleep"}
     refused = {"ds.adam_offload", "ds.param_dtype", "ds.load_in_4bit"}
     known = {action.dest for action in command_lines.value_flags(command_lines.parser(extended=False))}
-    named = (*megatron_flags.NOT_READ, *megatron_flags.READ_BY_REWARD_MODEL, "ds.lora.")  # refused, or named as such
+    named = (*megatron_flags.NOT_READ, *megatron_flags.READ_BY_REWARD_MODEL, "ds.lora.")  # refused or named as unread
     assert {name for name in known if name.startswith("ds.") and not name.startswith(named)} == read | refused
     assert all(any(name.startswith(beginning) for name in known) for beginning in named)
 
@@ -135,7 +135,7 @@ def test_flags_of_deepspeeds_are_named_where_nothing_runs_on_it(capsys: pytest.C
         "(not read by the Megatron actor)."
     ]
     reward_model = ("--reward.model_name_or_path", "m")
-    args_of(*argv, *reward_model)  # which the function of GROUP replaces
+    args_of(*argv, *reward_model)  # replaced by the reward function in GROUP
     assert "--ds.zero_stage" in capsys.readouterr().err
     without_function = ["--vllm.num_engines", "1", "--rollout.n_samples_per_prompt", "8", *reward_model]
     without_function += ["--algo.advantage.estimator", "group_norm", *argv]

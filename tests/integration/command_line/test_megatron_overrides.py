@@ -1,4 +1,4 @@
-"""Would catch an override that Megatron gets as the wrong type, or that contradicts another flag without a word."""
+"""These tests catch an override that reaches Megatron with the wrong type or silently contradicts another flag."""
 
 import dataclasses
 import importlib

@@ -1,4 +1,4 @@
-"""Dumps that a replay cannot train on, and flags that it does not go with, are refused in one sentence."""
+"""Dumps that a replay cannot train on, and flags that do not go with one, are refused in one sentence."""
 
 import re
 from collections.abc import Callable
@@ -21,7 +21,7 @@ NOT_SAMPLED = ("--vllm.num_engines", "--reward.remote_url", "--data.prompt_datas
 
 @pytest.fixture
 def dump(model: Path, tmp_path: Path) -> Callable[..., Path]:
-    """Writes a dump that the command line can replay, but for ``settings`` and ``table``; its folder."""
+    """Writes a dump that the command line can replay unless ``settings`` or ``table`` spoil it; returns its folder."""
     vocabulary = vocabulary_digest(load_tokenizer(str(model), "--actor.model_name_or_path"))
 
     def write(step: int = 1, folder: str = "rollouts", table: dict[str, Any] | None = None, **settings: Any) -> Path:

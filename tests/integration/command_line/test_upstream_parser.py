@@ -1,4 +1,4 @@
-"""Every flag of upstream's means here what it means in OpenRLHF: value, default and refusal."""
+"""Every upstream flag means here what it means in OpenRLHF: value, default and refusal."""
 
 import argparse
 from unittest import mock
@@ -16,7 +16,7 @@ OURS = {action.dest for action in command_lines.value_flags(command_lines.parser
 UPSTREAM_DESTINATIONS = {action.dest for action in command_lines.value_flags(UPSTREAM)}
 CASES = [(flag, action) for action in command_lines.value_flags(UPSTREAM) for flag in action.option_strings]
 
-# What a flag needs beside it before upstream accepts it.
+# The flags that upstream requires alongside a flag.
 COMPANIONS = {
     "--train.partial_rollout_enable": ["--train.async_enable"],
     "--algo.dynamic_filtering_enable": ["--rollout.n_samples_per_prompt", "2"],
@@ -98,7 +98,7 @@ def test_a_refusal_of_upstream_is_one_sentence_also_where_upstream_trips() -> No
 def test_help_begins_with_the_flags_of_this_package_and_their_defaults(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")  # one line a flag
+    monkeypatch.setenv("COLUMNS", "1000")  # one line per flag
     with pytest.raises(SystemExit):
         upstream_parser.parse(["--help"])
     ours, _, theirs = capsys.readouterr().out.partition("\nOpenRLHF's own:\n")
@@ -111,7 +111,7 @@ def test_help_begins_with_the_flags_of_this_package_and_their_defaults(
 
 
 def _prefixes() -> list[tuple[str, str]]:
-    """(abbreviation, flag) of every abbreviation that argparse can resolve upstream, the shortest of each flag."""
+    """Each flag's shortest abbreviation that argparse can resolve upstream, as pairs (abbreviation, flag)."""
     known = [flag for flag, _ in CASES]
     found = []
     for flag in known:

@@ -83,7 +83,7 @@ def test_engines_for_which_no_node_has_enough_gpus_are_refused(
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What lies under the run's folder on the node n2; n1 sees what the driver sees."""
+    """The run's folder as node n2 sees it; n1 sees what the driver sees."""
     folder = tmp_path / "n2"
 
     def look(where: dict[str, Any], token: Path) -> str | None:
@@ -136,7 +136,7 @@ def test_only_a_run_that_saves_needs_a_shared_folder(tmp_path: Path, elsewhere: 
 def test_a_guide_that_is_larger_than_memory_is_refused(
     kind: str, memory: float, size: int, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Qwen2.5-7B has 7.6e9 parameters, which the planner gives 2 bytes each; a quantized one is not judged."""
+    """Qwen2.5-7B has 7.6e9 parameters, which the planner gives 2 bytes each; a quantized model is not checked."""
 
     def remote(function: Any) -> Any:
         assert function.__name__ == {"cuda": "gpu_memory", "cpu": "free_memory"}[kind]
@@ -251,7 +251,7 @@ def test_a_dead_node_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise_if_lost(task_error(ray.exceptions.ActorDiedError()))
     nodes.pop()
     died = ray.exceptions.ActorDiedError(), ray.exceptions.OutOfMemoryError("low on memory")
-    for error in (*died, task_error(EngineDeadError())):  # of vLLM's process, whose actor lives
+    for error in (*died, task_error(EngineDeadError())):  # in the last, vLLM's process died, not its actor
         with pytest.raises(Restartable, match="a process of the run died"):
             raise_if_lost(error)
     raise_if_lost(task_error(ValueError("a bug")))

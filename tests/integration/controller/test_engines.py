@@ -1,5 +1,5 @@
 """Engines that die or hang leave the list of those that serve, come back with a new group for weights, and may do so
-only so often. The engines are stand-ins, and Ray's part is tested in tests/e2e/test_stop.py.
+only so often. The engines are stand-ins; Ray's part is tested in tests/e2e/test_stop.py.
 """
 
 import sys
@@ -25,7 +25,7 @@ NEVER = object()
 
 
 class Engine:
-    """A handle. ``state`` is what its calls raise, None where it serves, or NEVER."""
+    """An engine's handle. ``state`` is what its calls raise, None if it serves, or NEVER if it does not answer."""
 
     def __init__(self) -> None:
         self.state: Any = None
@@ -37,8 +37,8 @@ class Engine:
 
 @pytest.fixture
 def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
-    """Those that were killed, with a Ray that has a result at once, or never; the dead are being started. The thread
-    that watches engines ends with the test: later it would ask, and thereby start, the real Ray."""
+    """The engines that were killed, under a Ray that has a result at once or never; killed engines are being started.
+    The thread that watches engines ends with the test: later it would ask, and thereby start, the real Ray."""
     found: list[Engine] = []
     over, before = threading.Event(), threading.enumerate()
 
@@ -55,7 +55,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
 
     def wait(refs: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
         if over.is_set():
-            sys.exit()  # the watching thread, without a word
+            sys.exit()  # ends the watching thread silently
         return [ref for ref in refs if ref[1]() is not NEVER], [ref for ref in refs if ref[1]() is NEVER]
 
     stand_in = SimpleNamespace(get=get, kill=kill, wait=wait, exceptions=ray.exceptions)
@@ -69,7 +69,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
 
 
 def task_error(cause: Exception) -> Exception:
-    """As Ray hands on what an actor's method raised."""
+    """``cause`` as Ray hands it on when an actor's method raised it."""
     return ray.exceptions.RayTaskError("serves", "Traceback ...", cause).as_instanceof_cause()
 
 
@@ -94,7 +94,7 @@ def until(happened: Callable[[], bool]) -> None:
         (ActorUnavailableError("it is being started", None), False),
         (OutOfMemoryError("Ray's memory monitor ended it"), False),
         (task_error(EngineRestarted("it has old weights")), False),
-        (task_error(EngineDeadError()), True),  # vLLM's process died, and its actor did not
+        (task_error(EngineDeadError()), True),  # vLLM's process died, but its actor did not
     ],
     ids=["died", "out-of-memory", "restarted", "core-died"],
 )
@@ -109,7 +109,7 @@ def test_an_engine_that_died_is_left_out_and_comes_back_with_the_next_weights(
     engines.recover(state)
     assert serving == [zero] and engines.restarts == 1 and killed == [one] * kills
     assert "vLLM engine 1 of 2 (counted from 0) died: " in capsys.readouterr().out
-    engines.recover(state)  # of another of its calls
+    engines.recover(state)  # from another of its calls
     assert serving == [zero] and engines.restarts == 1
 
     joined: list[int] = []
@@ -152,7 +152,7 @@ def test_a_slow_engine_is_not_dead_and_a_hanging_one_is_killed(killed: list[Engi
     assert Engines(list(serving), max_restarts=1, stall_timeout=0).check() == 0 and not killed
     engines = Engines(serving, max_restarts=0, stall_timeout=0.1)
     time.sleep(0.5)
-    assert not killed, "engines may still load"
+    assert not killed, "engines may still be loading"
     engines.watch()
     until(lambda: bool(killed))
     assert killed == [one]
@@ -170,17 +170,17 @@ def test_an_engine_whose_vllm_process_died_starts_again_before_anybody_needs_it(
     engines.watch()
     one.state = task_error(EngineDeadError())
     until(lambda: bool(killed))
-    one.state = task_error(EngineDeadError())  # as an answer that was under way
+    one.state = task_error(EngineDeadError())  # like an answer that was under way
     time.sleep(0.2)
     assert engines.check() == 1 and killed == [one], "once"
     assert serving == [zero]
     assert "vLLM engine 1 of 2 (counted from 0) died: EngineCore" in capsys.readouterr().out
     engines.bring_back(policy(lambda: None))
-    until(lambda: len(killed) == 2)  # as it is watched again
+    until(lambda: len(killed) == 2)  # since it is watched again
 
 
 def test_a_hanging_engine_of_the_guide_is_killed_with_a_word(killed: list[Engine], capsys: Any) -> None:
-    """And whoever waits for it hears of a death, as in tests/integration/test_guide.py."""
+    """Whoever waits for the engine hears of a death, as in tests/integration/test_guide.py."""
     engines = [Engine(), Engine()]
     engines[1].state = NEVER
     kill_hanging(engines, 0.1, Guide(engines, guide_arguments(0.5)).hangs)

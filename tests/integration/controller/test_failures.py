@@ -1,4 +1,4 @@
-"""A rank that dies ends what the driver waits for."""
+"""A rank that dies ends the driver's wait."""
 
 import signal
 import subprocess
@@ -14,7 +14,7 @@ from openrlhf_gtpo.integration.controller.failures import answering, deaths_noti
 
 
 class Rank:
-    """Answers at once, until it is dead; as Ray's handles, ``__ray_ready__.remote()`` is what it will have said."""
+    """Answers at once until it is dead. As with Ray's handles, ``__ray_ready__.remote()`` returns a reference."""
 
     def __init__(self) -> None:
         self.dead = False
@@ -49,7 +49,7 @@ def _wait(condition: Any) -> None:
 
 @pytest.mark.parametrize("interrupt", [signal.default_int_handler, signal.SIG_IGN])
 def test_a_dead_rank_ends_the_wait(interrupt: Any) -> None:
-    """Also of a run in the background of a script, whose shell has it ignore SIGINT."""
+    """Even in a run that a script starts in the background, where the shell makes it ignore SIGINT."""
     ranks, before = [Rank(), Rank()], signal.signal(signal.SIGINT, interrupt)
     try:
         with pytest.raises(ray.exceptions.ActorDiedError):
@@ -63,7 +63,7 @@ def test_a_dead_rank_ends_the_wait(interrupt: Any) -> None:
 
 @pytest.mark.slow
 def test_what_a_signal_raises_comes_out_of_rays_get_as_it_is() -> None:
-    """With a real Ray, whose ``get`` lets nothing but KeyboardInterrupt out of a signal's handler."""
+    """With a real Ray, whose ``get`` lets nothing but KeyboardInterrupt out of a signal handler."""
     program = """
 import os, signal, sys, threading
 import ray
@@ -92,7 +92,7 @@ def test_ctrl_c_stays_what_it_is() -> None:
 
 
 def test_after_the_end_nobody_is_interrupted() -> None:
-    """Not even where a rank and the run end together, to the millisecond."""
+    """Not even if a rank and the run end in the same millisecond."""
     rank = Rank()
     for _ in range(100):
         rank.dead = False
@@ -111,7 +111,7 @@ def test_ranks_have_to_answer_again_and_again(monkeypatch: pytest.MonkeyPatch) -
     assert answered() and answered()
     silent.add(ranks[1])
     assert not answered() and not answered()
-    assert [rank.asked for rank in ranks] == [2, 2]  # one that has not answered is not asked more
+    assert [rank.asked for rank in ranks] == [2, 2]  # a rank that has not answered is not asked again
     silent.clear()
     assert answered()
     assert answering([])()

@@ -1,4 +1,4 @@
-"""Rollout dumps of a controller: the rows that were trained on, written beside training and never in its way."""
+"""The controller's rollout dumps: the rows that were trained on, written alongside training and never in its way."""
 
 import threading
 from pathlib import Path
@@ -22,7 +22,7 @@ from openrlhf_gtpo.token_values import TokenValues
 
 
 class Tokenizer:
-    """Of bytes of UTF-8; a first token loses its blank, as SentencePiece's does."""
+    """Its tokens are the bytes of UTF-8; a first token loses its blank, as SentencePiece's does."""
 
     def get_vocab(self) -> dict[str, int]:
         return {chr(byte): byte for byte in range(256)}
@@ -55,7 +55,7 @@ PENALTY = ("--reward.overlong_buffer_len", "4", "--rollout.max_new_tokens", "9")
 
 
 def test_a_dump_has_what_was_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In sampling order, from each response's first action token to its end; and it credits to the same advantages."""
+    """In sampling order, from each response's first action token to its last; the credit gives the same advantages."""
     batch = rollout(seed=3)
     flags = ("--algo.advantage.estimator", "gtpo", *PENALTY, *DYNAMIC)
     _, experiences = dumped(batch, tmp_path, monkeypatch, *flags)
@@ -93,7 +93,7 @@ def test_a_dump_has_what_was_trained_on(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("source", ["actor", "sampler"])
 def test_a_replay_gets_what_was_sampled(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that training reads, bit by bit, holes and truncation included; and it makes the same experiences."""
+    """All that training reads is equal bit for bit, holes and truncation included, and makes the same experiences."""
     batch = rollout(seed=3, binary=False)
     flags = ("--algo.advantage.estimator", "gtpo", "--rollout.entropy", source, "--rollout.entropy_audit_steps", "0")
     args = arguments("--logger.dump_rollouts", "1", "--ckpt.path", str(tmp_path), *flags)
@@ -143,13 +143,13 @@ def test_dumps_are_replayed_in_the_order_of_steps_after_the_checkpoint(
         assert torch.equal(torch.cat([row.rewards for row in rows]), rollout(seed=step).outcome)
         left.append(exhausted)
     assert left == [False, True] and replay.max_steps == 7
-    assert replay.generate_samples() == ([], None, 0, True)  # of a second episode
+    assert replay.generate_samples() == ([], None, 0, True)  # in a second episode
     with pytest.raises(TrainingStopped, match="has no dump after step 20, .* its last dump is of step 20"):
         ReplayedSamples(args).begin_after(20)
 
 
 def test_whole_groups_are_sampled_anew_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a generator that is nobody else's: the run's stay where they were."""
+    """A generator of its own samples them: the run's generators stay where they were."""
     torch.manual_seed(1)
     drawn = torch.get_rng_state()
     dumped(rollout(), tmp_path, monkeypatch, "--logger.dump_rows", "9", steps=(1,))
@@ -163,7 +163,7 @@ def test_whole_groups_are_sampled_anew_each_step(tmp_path: Path, monkeypatch: py
 
 
 def test_training_may_take_experiences_apart_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Upstream's ``split_experience_batch``, which deals rows to replicas, leaves them without an index."""
+    """Upstream's ``split_experience_batch``, which deals rows to replicas, leaves experiences without an index."""
     args, split = arguments("--logger.dump_rollouts", "1", "--ckpt.path", str(tmp_path)), threading.Event()
     batch, rows = rollout(seed=3), RolloutDumper._rows
     made = maker(EntropyExperienceMaker, args, batch, monkeypatch)
@@ -180,8 +180,8 @@ def test_training_may_take_experiences_apart_meanwhile(tmp_path: Path, monkeypat
 def test_a_dump_has_the_ratios_of_its_rows_once_the_step_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training gets the numbers of the rows that are dumped, in the place of labels. A step that training fails in has
-    no ratios, one that is not dumped asks for none."""
+    """Training gets the numbers of the rows that are dumped, in place of labels. A step in which training fails has no
+    ratios, and a step that is not dumped asks for none."""
     args = arguments("--logger.dump_rollouts", "2", "--logger.dump_rows", "9", "--ckpt.path", str(tmp_path))
     batch = rollout(seed=3)
     made = maker(EntropyExperienceMaker, args, batch, monkeypatch)
@@ -196,7 +196,7 @@ def test_a_dump_has_the_ratios_of_its_rows_once_the_step_is_trained(
         ]
         if dumper.step < 4:
             dumper.trained(lambda: ranks if dumper.step == 2 else pytest.fail("nothing is dumped"))  # noqa: B023
-        dumper.close()  # a dump that is still being written leaves the next one out
+        dumper.close()  # while a dump is being written, the next one is left out
     columns, failed = (read_dump(path).columns for path in find_dumps(tmp_path))
     assert failed["ratio"] is failed["clipped"] is None and len(failed["row"]) == 8
     for row, ratio, clipped in zip(columns["row"], read_rows(columns["ratio"]), read_rows(columns["clipped"])):
@@ -233,7 +233,7 @@ def test_a_dump_that_fails_is_a_warning(
 def test_training_does_not_wait_for_a_dump(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A disk that hangs costs dumps and no steps: one is held, those that would follow are left out."""
+    """A disk that hangs costs dumps but no steps: one dump is held, and those that would follow are left out."""
     disk = threading.Event()
     write = rollout_dump.write_dump
     monkeypatch.setattr(rollout_dump, "write_dump", lambda *what: (disk.wait(60), write(*what)))

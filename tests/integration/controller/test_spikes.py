@@ -1,4 +1,4 @@
-"""A step whose numbers stand out ends the run before it is saved, and an adaptive KL coefficient stays a number."""
+"""A step whose numbers stand out ends the run before being saved, and an adaptive KL coefficient stays a number."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from openrlhf_gtpo.report.metrics import MetricsWriter
 
 
 def after(steps: int, limit: float = 8.0) -> Spikes:
-    """After so many steps whose gradient norms are normal, around 1 and 0.1 apart."""
+    """``Spikes`` after ``steps`` steps whose gradient norms are normal with mean 1 and standard deviation 0.1."""
     spikes, generator = Spikes(limit), random.Random(0)
     for step in range(steps):
         spikes.check(step + 1, {"actor_grad_norm": generator.gauss(1.0, 0.1), "kl": 0.01, "policy_loss": None})
@@ -28,7 +28,7 @@ def after(steps: int, limit: float = 8.0) -> Spikes:
 @pytest.mark.parametrize(("steps", "window"), [(20, 20), (200, 50)])
 def test_a_spike_is_named(steps: int, window: int) -> None:
     spikes = after(steps)
-    with pytest.raises(  # (5 - 1) / 0.1 is 40; of 20 numbers the spread is known to about a quarter
+    with pytest.raises(  # (5 - 1) / 0.1 is 40; 20 numbers give the spread to within about a quarter
         Restartable,
         match=rf"^actor_grad_norm of step {steps + 1} is 5, [3-5]\d\.\d robust standard deviations above the "
         rf"(1\.\d+|0\.9\d+) of the {window} steps before it \(--train\.spike_zscore 8\)\. It is not saved; ",
@@ -42,9 +42,9 @@ def test_what_is_no_spike() -> None:
     spikes = after(60)
     spikes.check(61, {"actor_grad_norm": 0.0})  # a step without a gradient
     spikes.check(62, {"actor_grad_norm": math.nan, "kl": math.inf})  # skipped, which is counted elsewhere
-    spikes.check(63, {"kl": 5.0})  # of numbers that do not vary none says how far is far
+    spikes.check(63, {"kl": 5.0})  # kl has not varied, so nothing says how far is far
     spikes.check(64, {"reward/mean": 1e9})
-    spikes.check(65, {"actor_grad_norm": 1e9, names.RESCUE_ROWS: 0.1})  # rows of a rescue are not like the others
+    spikes.check(65, {"actor_grad_norm": 1e9, names.RESCUE_ROWS: 0.1})  # rescue rows are not like the others
     assert max(spikes.recent["actor_grad_norm"]) < 2
     with pytest.raises(Restartable, match="ppo_kl of step 96 "):
         for step in range(66, 97):
@@ -55,7 +55,7 @@ def test_what_is_no_spike() -> None:
 def test_a_spike_is_logged_and_neither_saved_nor_forgotten_by_a_resumed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that goes on from the checkpoint before it knows the steps before it, and meets it again."""
+    """A run resumed from the checkpoint before the spike knows the steps before it, and meets it again."""
     controller = object.__new__(EntropyTrainer)
     ckpt = SimpleNamespace(save_steps=1, path=str(tmp_path), stop_file=None)
     controller.args = SimpleNamespace(ckpt=ckpt, actor=SimpleNamespace(backend="deepspeed"))

@@ -1,4 +1,4 @@
-"""What a step took: padding is no token, each phase has its own memory, the head is counted for responses alone."""
+"""A step's costs: padding is not a token, each phase has its own memory, the head is counted for responses alone."""
 
 import asyncio
 from types import SimpleNamespace
@@ -45,7 +45,7 @@ def costs(monkeypatch: pytest.MonkeyPatch, shape: ModelShape | None) -> StepCost
 
 
 def sample(prompt: int, response: int, pad: int = 0) -> Experience:
-    """A row; of its response the second token is an environment's."""
+    """A row; the second token of its response is an environment's."""
     attention = torch.tensor([[1] * (prompt + response) + [0] * pad])
     action = torch.zeros(1, prompt + response + pad - 1, dtype=torch.long)
     action[:, prompt - 1 : prompt + response - 1] = 1

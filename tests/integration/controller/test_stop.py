@@ -19,7 +19,7 @@ from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray starts itself where it is asked for results, and there are none here."""
+    """Ray starts itself when it is asked for results, and there are none here."""
     monkeypatch.setattr(ray, "get", lambda results: results)
 
 
@@ -47,7 +47,7 @@ def arguments(path: Path, stop_file: Path | None = None, **ckpt: Any) -> SimpleN
 
 
 class Group:
-    """Actors that only take down what they were asked for."""
+    """Actors that only record what they were asked to do."""
 
     def __init__(self) -> None:
         self.called: list[tuple[str, Any]] = []
@@ -81,7 +81,7 @@ def test_a_request_saves_whatever_the_schedule_says_and_waits_for_it(tmp_path: P
         trainer.save_logs_and_checkpoints(step, {}, {"global_step": step})
     assert trainer.actor_model_group.called == [("save_checkpoint", f"global_step{step}"), ("finish_checkpoint", None)]
     assert args.ckpt.save_steps == save_steps
-    assert not stop.stop_file(args).exists()  # followed, so the resumed run must not see it
+    assert not stop.stop_file(args).exists()  # already followed, so the resumed run must not see it
 
 
 def test_without_a_request_steps_are_saved_as_upstream_does(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_both_actors_can_be_waited_for() -> None:
 
 
 def test_the_driver_hands_the_request_on() -> None:
-    """Out of a controller's task error, with the text that it had there."""
+    """It comes out of the controller's task error with the text that it had there."""
     from openrlhf_gtpo.integration.controller.failures import cause_of
 
     inner = ray.exceptions.RayTaskError("fit", "traceback", StoppedOnRequest("asked to")).as_instanceof_cause()

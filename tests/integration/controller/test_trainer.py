@@ -1,4 +1,4 @@
-"""What the controller adds to a step's log and to an evaluation: warnings, and standard errors."""
+"""The warnings that the controller adds to a step's log, and the standard errors that it adds to an evaluation."""
 
 import json
 import math
@@ -99,7 +99,7 @@ def test_a_warning_is_printed_when_it_begins_and_written_as_long_as_it_holds(
     assert begun == ["Warning, from step 2 on", "Warning, from step 3 on", "Warning, from step 6 on"]
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     held = [[name for name in row if name.startswith(names.WARNING_PREFIX)] for row in rows]
-    assert [row[names.TOKENS_SAMPLED] for row in rows] == [7, 0, 0, 0, 0, 0], "each step its own"
+    assert [row[names.TOKENS_SAMPLED] for row in rows] == [7, 0, 0, 0, 0, 0], "each step has its own"
     groups, truncated = "warning/groups", "warning/truncated"
     assert held == [[], [groups], [groups, truncated], [groups], [], [groups]]
 
@@ -110,15 +110,15 @@ def test_a_warning_is_printed_when_it_begins_and_written_as_long_as_it_holds(
 def test_an_evaluation_that_an_interruption_cut_off_is_made_when_the_run_goes_on(
     saved: int, evaluated: list[int], made: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every second step is evaluated; the engines have the checkpoint's weights by then, which they are sent once, and
-    a best one is kept, also where it was only that which the interruption cut off."""
+    """Every second step is evaluated. By then the engines have the checkpoint's weights, which are sent once. A best
+    checkpoint is kept, even if the interruption cut off only its saving."""
     args = arguments("--algo.advantage.estimator", "gtpo", "--eval.before_training", "--eval.dataset", "x")
     args.eval.steps, args.train.num_episodes = 2, 1
     controller = object.__new__(EntropyTrainer)
     controller.args, controller.eval_dataloader, controller.generate_kwargs = args, [], {}
     controller.costs = SimpleNamespace(begin=lambda: None)
     controller.wandb_logger = controller.critic_model_group = None
-    purged: list[int] = []  # also before the first checkpoint: an earlier start may have made steps
+    purged: list[int] = []  # even before the first checkpoint: an earlier start may have made steps
     controller.tensorboard_logger = SimpleNamespace(go_on=purged.append, close=lambda: None)
     controller.kl_ctl, controller.heartbeat, controller.spikes = SimpleNamespace(value=0.5), None, Spikes(0.0)
     controller.engines = SimpleNamespace(watch=lambda: None, check=lambda: 0, bring_back=lambda policy: None)
@@ -146,7 +146,7 @@ def test_an_evaluation_that_an_interruption_cut_off_is_made_when_the_run_goes_on
 
     controller.actor_model_group = SimpleNamespace(async_run_method=save)
     monkeypatch.setattr(trainer.ray, "get", lambda references: references)
-    # Of an episode that is over, so that upstream's fit ends where steps would follow.
+    # The episode is over, so upstream's fit ends where steps would follow.
     states = {"global_step": saved, "episode": 1, "total_consumed_prompts": 64, "data_loader_state_dict": {}}
     states |= {"best_eval_metric_key": "eval_x_pass1", "best_eval_metric_value": 0.125}
     monkeypatch.setattr(EntropyTrainer, "init_checkpoint_states", lambda self: states)
@@ -175,6 +175,6 @@ def test_the_standard_error_of_held_out_reward_is_over_questions() -> None:
 def test_the_best_of_16_is_that_of_all_draws_from_a_questions_responses() -> None:
     rewards = [1.0, 0.5] + 15 * [0.0]
     samples: Any = [SimpleNamespace(prompts=["a"], rewards=torch.tensor([reward])) for reward in rewards]
-    # One of 17 is left out: the best in one draw, and not in the 16 others.
+    # Each draw leaves out one of 17: the best in one draw, another one in the other 16.
     assert held_out_statistics(samples, {"a": "x"}, 17) == {"eval_x_pass16": pytest.approx((0.5 + 16 * 1.0) / 17)}
-    assert held_out_statistics(samples[:16], {"a": "x"}, 16) == {}  # which upstream has
+    assert held_out_statistics(samples[:16], {"a": "x"}, 16) == {}  # upstream reports this one
