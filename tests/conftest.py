@@ -35,25 +35,36 @@ if _STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # a pyte
 sys.path.append(_STARTUP)  # from which some processes get their PYTHONPATH
 
 
-# Files with whole runs, and their queues: each run takes some 4 GB of memory and often waits, so that two of the three
-# workers are on these at a time.
-_WHOLE_RUNS = {
-    "tests/e2e/test_slurm_training.py": "queue 0",
-    "tests/e2e/test_launch_scripts.py": "queue 0",
-    "tests/launch/test_slurm.py": "queue 0",
-    "tests/e2e/test_stop.py": "queue 1",
-    "tests/e2e/test_quickstart.py": "queue 1",
-    "tests/weight_sync/test_vllm_sync.py": "queue 1",
-    "tests/benchmarks/test_actor.py": "queue 1",
+# Files that one worker has to itself, one after the other. Whole runs take some 4 GB of memory each and often wait, so
+# two of the three workers are on these at a time. Ranks are forked by a server that imports Megatron, one per worker.
+_QUEUES = {
+    "tests/e2e/test_slurm_training.py": "runs 0",
+    "tests/e2e/test_launch_scripts.py": "runs 0",
+    "tests/launch/test_slurm.py": "runs 0",
+    "tests/e2e/test_stop.py": "runs 1",
+    "tests/e2e/test_quickstart.py": "runs 1",
+    "tests/weight_sync/test_vllm_sync.py": "runs 1",
+    "tests/benchmarks/test_actor.py": "runs 1",
+    "tests/megatron/": "ranks",
+    "tests/integration/test_optimizer_steps.py": "ranks",
+    "tests/integration/test_checkpoint_files.py": "ranks",
+    "tests/integration/test_megatron_actor.py": "ranks",
+    "tests/planner/test_training_memory.py": "ranks",
+    "tests/scoring/test_score.py": "ranks",
+    "tests/scoring/test_mismatch.py": "ranks",
+    "tests/lm_head/test_lm_head_sharded.py": "ranks",
 }
+
+
+def _place(nodeid: str) -> int:
+    return next((place for place, path in enumerate(_QUEUES) if nodeid.startswith(path)), len(_QUEUES))
 
 
 class _InQueues(LoadFileScheduling):
     """Gives a worker one file at a time, or a queue of files."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = super()._split_scope(nodeid)
-        return _WHOLE_RUNS.get(file, file)
+        return [*_QUEUES.values(), super()._split_scope(nodeid)][_place(nodeid)]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -62,13 +73,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _InQueues | 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what runs on a pool of ranks, or in its own process that imports torch. Put files with whole runs
-    first."""
+    """Mark as slow what runs on a pool of ranks, or in its own process that imports torch. Put the queues first."""
     for item in items:
         if {"ranks", "one_rank", "four_ranks", "pools", "fresh"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
-    places = {file: place for place, file in enumerate(_WHOLE_RUNS)}
-    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+    items.sort(key=lambda item: _place(item.nodeid))
 
 
 @pytest.fixture(scope="session")

@@ -172,10 +172,11 @@ fail() {
 
 locked() { grep -E "^($1)==" "$lock"; }
 
-# torch is fetched first, since an index may not have its CPU build, and unpacked last, since DeepSpeed's build behaves
-# differently if it finds torch (its setup.py, torch_available).
+# In two processes, as pip unpacks on one core. torch is fetched first, since an index may not have its CPU build, and
+# unpacked after DeepSpeed, whose build behaves differently if it finds torch (its setup.py, torch_available).
 install_cpu_packages() {
-    local pins="$TMPDIR/pins.txt" torch
+    local pins="$TMPDIR/pins.txt" torch failed
+    local -a install=("$target/bin/python" -I -m pip install "${pip_flags[@]}")
     grep -Ev '^(#|torch==|setuptools==|wheel==|$)' "$lock" >"$pins"
     torch="$(locked torch)"
     if ! run_pip 1 download -d "$TMPDIR/torch" "$torch"; then
@@ -183,10 +184,13 @@ install_cpu_packages() {
         run_pip 1 download -d "$TMPDIR/torch" --extra-index-url "$torch_index" "$torch" || fail "pip could not fetch $torch"
     fi
     install_tools
-    split --number=r/2 "$pins" "$pins." # for two processes, as pip unpacks on one core
-    printf '%s\n' "$pins".?? | xargs -P 2 -n 1 "$target/bin/python" -I -m pip install "${pip_flags[@]}" -r 2>&1 |
-        show_progress "$(wc -l <"$pins")" || fail "pip could not install the packages of requirements/cpu.lock"
-    run_pip 1 install --no-index --find-links "$TMPDIR/torch" "$torch" || fail "pip could not install $torch"
+    grep '^[a-o]' "$pins" >"$pins.first" # with deepspeed
+    grep '^[^a-o]' "$pins" >"$pins.second"
+    {
+        { "${install[@]}" -r "$pins.first" && "${install[@]}" --no-index --find-links "$TMPDIR/torch" "$torch"; } &
+        "${install[@]}" -r "$pins.second" || failed=true
+        wait $! && ! ${failed:-false}
+    } 2>&1 | show_progress "$(wc -l <"$pins")" || fail "pip could not install the packages of requirements/cpu.lock"
 }
 
 # Like docker/Dockerfile, which says what each variable is for: wheels first, then what is compiled against their

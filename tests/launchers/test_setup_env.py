@@ -180,7 +180,7 @@ def test_a_checkout_that_is_reached_through_a_link_has_one_environment(bare_proj
     assert_ready(tmp_path / "link", host)
 
 
-@pytest.mark.parametrize("step", ["download", "pins.txt", "--find-links", "-e "])
+@pytest.mark.parametrize("step", ["download", "pins.txt.first", "pins.txt.second", "--find-links", "-e "])
 def test_a_set_up_that_fails_leaves_the_old_environment_as_it_was(bare_project, host, step):
     assert run_setup_env(bare_project, **host).returncode == 0
     before = files(bare_project / ".venv")
