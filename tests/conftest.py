@@ -38,9 +38,9 @@ sys.path.append(_STARTUP)  # from which some processes get their PYTHONPATH
 # Files that one worker has to itself, one after the other. Whole runs take some 4 GB of memory each and often wait, so
 # two of the three workers are on these at a time. Ranks are forked by a server that imports Megatron, one per worker.
 _QUEUES = {
+    "tests/launch/test_slurm.py": "runs 0",
     "tests/e2e/test_slurm_training.py": "runs 0",
     "tests/e2e/test_launch_scripts.py": "runs 0",
-    "tests/launch/test_slurm.py": "runs 0",
     "tests/e2e/test_stop.py": "runs 1",
     "tests/e2e/test_quickstart.py": "runs 1",
     "tests/weight_sync/test_vllm_sync.py": "runs 1",

@@ -5,6 +5,7 @@ source, not by importing it: the check takes milliseconds and needs neither torc
 """
 
 import ast
+import functools
 import importlib.util
 from contextlib import suppress
 from importlib import metadata
@@ -162,6 +163,7 @@ def source_path(module: str) -> Path:
     return path
 
 
+@functools.cache  # an experiment parses hundreds of command lines
 def signatures(path: Path) -> dict[str, str]:
     """Name -> ``name(parameters)``, no keyword-only ones, of each top-level class, function and method in a file."""
     found: dict[str, str] = {}

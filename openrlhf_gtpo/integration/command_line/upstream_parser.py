@@ -126,6 +126,7 @@ def parse(argv: Sequence[str]) -> SimpleNamespace:
     return kept[0]
 
 
+@functools.cache
 def main_block() -> CodeType:
     """The code under upstream's ``if __name__ == "__main__"``, compiled with upstream's file name."""
     path = source_path(MODULE)
