@@ -1,6 +1,7 @@
 """For every room: a test's outcome depends neither on how busy the machine is nor on who starts pytest."""
 
 import fcntl
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ sys.path.append(_STARTUP)  # from which some processes get their PYTHONPATH
 # Files that one worker has to itself, one after the other. Whole runs take some 4 GB of memory each and often wait, so
 # two of the three workers are on these at a time. Ranks are forked by a server that imports Megatron, one per worker.
 _QUEUES = {
-    "tests/launch/test_slurm.py": "runs 0",
+    "tests/launch/": "runs 0",  # these often wait too
     "tests/e2e/test_slurm_training.py": "runs 0",
     "tests/e2e/test_launch_scripts.py": "runs 0",
     "tests/e2e/test_stop.py": "runs 1",
@@ -78,6 +79,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if {"ranks", "one_rank", "four_ranks", "pools", "fresh"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
     items.sort(key=lambda item: _place(item.nodeid))
+
+
+def pytest_sessionfinish() -> None:
+    gc.freeze()  # pytest collects garbage five times at the end, which takes seconds once torch is imported
 
 
 @pytest.fixture(scope="session")

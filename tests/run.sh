@@ -76,5 +76,5 @@ if ((${#failed[@]} > 0)); then
 fi
 
 printf '== pytest\n'
-# Three workers on two cores: two wait for whole runs (tests/conftest.py). Up to 14 GB of memory.
+# Three workers on two cores, as whole runs often wait (tests/conftest.py). Up to 17 GB of memory.
 exec python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations=20 "${quick[@]}" "$@"
