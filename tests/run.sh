@@ -2,7 +2,7 @@
 # Every check of this project: the environment, the linters, then pytest.
 #
 #   bash tests/run.sh                          everything
-#   bash tests/run.sh --quick                  no engine, no ranks: a few minutes
+#   bash tests/run.sh --quick                  no engine, no ranks: one to two minutes
 #   bash tests/run.sh -k gtpo tests/algorithms arguments go to pytest; -n 0 runs its tests in one process, as --pdb wants
 #
 # All linters run before any failure stops the run, and pytest's summary is the last line.
