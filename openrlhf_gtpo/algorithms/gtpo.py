@@ -1,7 +1,8 @@
 """GTPO (arXiv 2508.04349): one reward and one advantage per action token.
 
 From the top: settings, reward formulas, entropy shares, rewards, advantages. To try another token reward, change
-:func:`positive_token_reward` or :func:`negative_token_reward`. The loss must be the token-level one.
+:func:`positive_token_reward` or :func:`negative_token_reward`; how an entropy becomes a token's weight in its share is
+in :class:`TokenShares`. The loss must be the token-level one.
 
 Zeros of the other polarity count in the mean and std by default (``normalise_over``); the paper leaves this open.
 """

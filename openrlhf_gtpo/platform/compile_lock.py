@@ -14,7 +14,7 @@ class CompileLock(FileBaton):
     of every checkout would wait for it silently (torch 2.13, utils/file_baton.py). Here it is taken over."""
 
     def try_acquire(self) -> bool:
-        """Wait for the lock and return True: whoever comes second finds everything compiled."""
+        """Wait for the lock and return True. A process that had to wait finds everything compiled."""
         folder = os.path.dirname(self.lock_file_path)
         if os.path.exists(self.lock_file_path):
             print(f"Waiting for another compilation, until {_QUIET:.0f} s after its last file: {folder}", flush=True)

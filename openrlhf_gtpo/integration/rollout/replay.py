@@ -58,7 +58,8 @@ class ReplayedSamples:
             )
 
     def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Experience], float | None, int, bool]:
-        """Like upstream's, for the next dump: its rows, no pass rate, 1 for a dump, and whether it was the last."""
+        """Replace upstream's: return the next dump's rows, no pass rate, how many dumps that is, and True if it is the
+        last."""
         if not self._files:  # in an episode after the first
             return [], None, 0, True
         self.step = min(self._files)

@@ -223,7 +223,7 @@ class EmulatedLinear(torch.nn.Module):
         return self._weight
 
     def keep_weight(self, keeps: bool) -> None:
-        """From now on quantize the weight once (True) or for each product (False), and drop what is held."""
+        """From now on, quantize the weight once if ``keeps``, else for each product; drop the one kept so far."""
         self.keeps_weight, self._weight = keeps, None
 
     def by_rows(self, which: int, matrix: Tensor) -> Quantized:
