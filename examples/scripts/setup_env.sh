@@ -175,8 +175,8 @@ locked() { grep -E "^($1)==" "$lock"; }
 # In two processes, as pip unpacks on one core. torch is fetched first, since an index may not have its CPU build, and
 # unpacked after DeepSpeed, whose build behaves differently if it finds torch (its setup.py, torch_available).
 install_cpu_packages() {
-    local pins="$TMPDIR/pins.txt" torch failed
-    local -a install=("$target/bin/python" -I -m pip install "${pip_flags[@]}")
+    local pins="$TMPDIR/pins.txt" torch install
+    install="${target@Q}/bin/python -I -m pip install ${pip_flags[*]}"
     grep -Ev '^(#|torch==|setuptools==|wheel==|$)' "$lock" >"$pins"
     torch="$(locked torch)"
     if ! run_pip 1 download -d "$TMPDIR/torch" "$torch"; then
@@ -186,11 +186,10 @@ install_cpu_packages() {
     install_tools
     grep '^[a-o]' "$pins" >"$pins.first" # with deepspeed
     grep '^[^a-o]' "$pins" >"$pins.second"
-    {
-        { "${install[@]}" -r "$pins.first" && "${install[@]}" --no-index --find-links "$TMPDIR/torch" "$torch"; } &
-        "${install[@]}" -r "$pins.second" || failed=true
-        wait $! && ! ${failed:-false}
-    } 2>&1 | show_progress "$(wc -l <"$pins")" || fail "pip could not install the packages of requirements/cpu.lock"
+    # By xargs and not with &, after which Ctrl-C would not reach pip.
+    printf '%s\0' "$install -r ${pins@Q}.first && $install --no-index --find-links ${TMPDIR@Q}/torch $torch" \
+        "$install -r ${pins@Q}.second" | xargs -0 -P 2 -n 1 bash -c 2>&1 |
+        show_progress "$(wc -l <"$pins")" || fail "pip could not install the packages of requirements/cpu.lock"
 }
 
 # Like docker/Dockerfile, which says what each variable is for: wheels first, then what is compiled against their
