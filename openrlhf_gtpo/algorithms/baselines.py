@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import check_finite, check_rows, check_tokens
+from .checks import check_finite, check_tokens
 from .config import Settings, check_number, number
 from .groups import STD_EPS, RowMoments, mean_and_std, output_dtype, split_rows
 
@@ -23,11 +23,8 @@ def grpo_advantages(
     As in OpenRLHF's ``group_norm``, the std is the unbiased one plus ``STD_EPS``. Arguments, errors and return value
     are those of :func:`gtpo_advantages`, except that only the shape and dtype of ``entropy`` are used.
     """
-    rows = split_rows(entropy, mask, outcome, group_ids, threshold=0.0)  # no formula here reads the split
-    reward = rows.outcome
-    if length_penalty is not None:
-        check_rows("length_penalty", length_penalty, len(entropy))
-        reward = reward + length_penalty.detach().to(reward)
+    rows = split_rows(entropy, mask, outcome, group_ids, 0.0, length_penalty)  # no formula here reads the split
+    reward = rows.outcome + rows.penalty
     moments = RowMoments(torch.ones_like(reward), reward, torch.zeros_like(reward))
     mean, std = mean_and_std(moments, rows, two_sets=False, scope="group", over="zero_filled")
     advantage = (reward - mean) / (std + STD_EPS)

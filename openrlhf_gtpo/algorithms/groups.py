@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import check_batch
+from .checks import check_batch, check_rows
 from .config import NormaliseOver, Scope
 
 # Work on a (B, T) batch runs over slices of whole rows of about this many elements, so that its float64 and int64
@@ -29,6 +29,7 @@ class Rows:
 
     outcome: Tensor  # (B,) float64
     success: Tensor  # (B,) bool, True for O+
+    penalty: Tensor  # (B,) float64, for the response's length; 0 without one
     length: Tensor  # (B,) int64, number of action tokens
     group: Tensor  # (B,) int64, numbered from 0 without gaps
     polar_group: Tensor  # (B,) int64 in [0, num_polar_groups): the O+ or the O- of a group
@@ -51,13 +52,22 @@ def success(outcome: Tensor, threshold: float = 1.0) -> Tensor:
     return outcome >= (outcome.new_tensor(threshold) if outcome.is_floating_point() else threshold)
 
 
-def split_rows(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, threshold: float) -> Rows:
+def split_rows(
+    entropy: Tensor,
+    mask: Tensor,
+    outcome: Tensor,
+    group_ids: Tensor,
+    threshold: float,
+    length_penalty: Tensor | None = None,
+) -> Rows:
     """Sort the rows of a (B, T) batch into groups and polarities.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or a non-finite outcome (the message names the row).
+        ValueError: shapes or dtypes that do not fit, or a non-finite outcome or penalty (the message names the row).
     """
     check_batch(entropy, mask, outcome, group_ids)
+    penalty = torch.zeros(len(entropy)) if length_penalty is None else length_penalty
+    check_rows("length_penalty", penalty, len(entropy))
     outcome, group_ids = outcome.detach().to(mask.device), group_ids.to(mask.device, torch.int64)
     succeeded = success(outcome, threshold)
     groups, group = torch.unique(group_ids, return_inverse=True)
@@ -67,6 +77,7 @@ def split_rows(entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor
     return Rows(
         outcome=outcome.double(),
         success=succeeded,
+        penalty=penalty.detach().to(mask.device, torch.float64),
         length=mask.sum(-1),
         group=group,
         polar_group=polar_group,
@@ -127,7 +138,8 @@ def mean_and_std(
             row = int(alone.nonzero()[0])
             raise ValueError(
                 f"group_ids: group {rows.group_ids[row].item()} has only row {row}, but scope='group' normalizes over "
-                "the rows of a group; sample at least 2 responses per prompt or use scope='batch'."
+                "the rows of a group; sample at least 2 responses per prompt or, if the estimator has it, "
+                "use scope='batch'."
             )
     everyone = rows.group if scope == "group" else torch.zeros_like(rows.group)
     if not two_sets:

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .checks import check_finite, check_rows
+from .checks import check_finite
 from .config import Mean, NormaliseOver, Scope, Settings, number
 from .groups import STD_EPS, RowMoments, Rows, mean_and_std, output_dtype, row_chunks, split_rows, sum_by
 from .rewards import CreditParts, ShapedRewards
@@ -177,8 +177,8 @@ def grpo_s_advantages(
     Raises:
         ValueError: as for :func:`grpo_s_rewards`, or a group of one row under ``scope="group"``.
     """
-    rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold)
-    _, reward, mean, std, _ = _parts(entropy, mask, rows, config, length_penalty)
+    rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold, length_penalty)
+    _, reward, mean, std, _ = _parts(entropy, mask, rows, config)
     if config.variant == "v1" and config.beta == 0:
         # This is GRPO. OpenRLHF's group_norm takes the difference and the quotient in the precision of the rewards,
         # and rounding at the same places makes the two agree bit for bit.
@@ -199,27 +199,23 @@ def grpo_s_parts(
     length_penalty: Tensor | None = None,
 ) -> CreditParts:
     """The parts that :func:`grpo_s_advantages` combines, (B,) float64 each. Same arguments and errors."""
-    rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold)
-    return _parts(entropy, mask, rows, config, length_penalty)
+    rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold, length_penalty)
+    return _parts(entropy, mask, rows, config)
 
 
-def _parts(
-    entropy: Tensor, mask: Tensor, rows: Rows, config: GRPOSConfig, length_penalty: Tensor | None
-) -> CreditParts:
+def _parts(entropy: Tensor, mask: Tensor, rows: Rows, config: GRPOSConfig) -> CreditParts:
     share, row_entropy = _shares(entropy, mask, rows, config)
     reward = _own_reward(share, rows, config)
-    if length_penalty is not None:
-        check_rows("length_penalty", length_penalty, len(entropy))
-        reward = reward + length_penalty.detach().to(reward)
     moments = RowMoments(torch.ones_like(reward), reward, torch.zeros_like(reward))  # a row is one value
     mean, std = mean_and_std(moments, rows, two_sets=config.two_sets, scope=config.scope, over=config.normalise_over)
     return CreditParts(share, reward, mean, std, row_entropy)
 
 
 def _own_reward(share: Tensor, rows: Rows, config: GRPOSConfig) -> Tensor:
-    """A row's reward in its own set, (B,) float64."""
-    return torch.where(
+    """A row's reward in its own set, with the length penalty, (B,) float64."""
+    reward = torch.where(
         rows.success,
         positive_sequence_reward(share, rows.outcome, config),
         negative_sequence_reward(share, config),
     )
+    return reward + rows.penalty

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .checks import check_finite, check_rows
+from .checks import check_finite
 from .config import Mean, NormaliseOver, Scope, Settings, check_number, number
 from .groups import STD_EPS, RowMoments, Rows, mean_and_std, output_dtype, row_chunks, split_rows, sum_by
 from .rewards import CreditParts, ShapedRewards
@@ -70,15 +70,8 @@ class GTPOConfig(Settings):
         for name, value in filled.items():
             object.__setattr__(self, name, value)
         super().__post_init__()
-        if clips:
-            self._check_clip()
-
-    @property
-    def two_sets(self) -> bool:
-        """True if O+ and O- are normalized as two sets (Eq. 14, 15) instead of one (Eq. 3)."""
-        return self.variant in ("v2", "v3")
-
-    def _check_clip(self) -> None:
+        if not clips:
+            return
         total, upper = self.alpha1 + self.alpha2, self.alpha1 + self.alpha1 / self.kappa
         if not math.isclose(total, 1, abs_tol=1e-9):
             raise ValueError(
@@ -91,6 +84,11 @@ class GTPOConfig(Settings):
                 f"variant={self.variant!r} clips to [1, alpha1 + alpha1/kappa] (Eq. 11) and so needs "
                 "alpha1 + alpha1/kappa >= 1; raise alpha1 or lower kappa."
             )
+
+    @property
+    def two_sets(self) -> bool:
+        """True if O+ and O- are normalized as two sets (Eq. 14, 15) instead of one (Eq. 3)."""
+        return self.variant in ("v2", "v3")
 
 
 def positive_token_reward(share: Tensor, outcome: Tensor, config: GTPOConfig) -> Tensor:
@@ -253,17 +251,17 @@ def gtpo_advantages(
     Raises:
         ValueError: as for :func:`gtpo_rewards`, or a group of one row under ``scope="group"``.
     """
-    shares, length_penalty = _shares_and_penalty(entropy, mask, outcome, group_ids, config, length_penalty)
-    rows = shares.rows
+    rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold, length_penalty)
+    shares = TokenShares(entropy, mask, rows, config)
     # Rewards are computed twice rather than kept in float64: that costs less than the memory it saves.
-    mean, std = _mean_and_std(shares, length_penalty)
+    mean, std = _mean_and_std(shares)
 
     scale = 1 / (std + STD_EPS)
     if not config.shape_uniform_groups:
         scale.masked_fill_(rows.uniform, 0)
     advantages = torch.empty_like(entropy, dtype=output_dtype(entropy))
     for chunk in row_chunks(*entropy.shape):
-        reward = _own_reward(shares, chunk, length_penalty)
+        reward = _own_reward(shares, chunk)
         reward.sub_(mean[chunk, None]).mul_(scale[chunk, None])
         advantages[chunk] = reward.masked_fill_(~mask[chunk], 0)
     return advantages
@@ -285,34 +283,20 @@ def gtpo_parts(
     Returns:
         share and reward, (B, T), 0 where the mask is False; mean and std, (B,); all float64.
     """
-    shares, length_penalty = _shares_and_penalty(entropy, mask, outcome, group_ids, config, length_penalty)
+    rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold, length_penalty)
+    shares = TokenShares(entropy, mask, rows, config)
     share, reward = (torch.empty_like(entropy, dtype=torch.float64) for _ in range(2))
     for chunk in row_chunks(*entropy.shape):
-        share[chunk], reward[chunk] = shares(chunk), _own_reward(shares, chunk, length_penalty)
-    return CreditParts(share, reward, *_mean_and_std(shares, length_penalty))
+        share[chunk], reward[chunk] = shares(chunk), _own_reward(shares, chunk)
+    return CreditParts(share, reward, *_mean_and_std(shares))
 
 
-def _shares_and_penalty(
-    entropy: Tensor,
-    mask: Tensor,
-    outcome: Tensor,
-    group_ids: Tensor,
-    config: GTPOConfig,
-    length_penalty: Tensor | None,
-) -> tuple[TokenShares, Tensor | None]:
-    rows = split_rows(entropy, mask, outcome, group_ids, config.success_threshold)
-    if length_penalty is not None:
-        check_rows("length_penalty", length_penalty, len(entropy))
-        length_penalty = length_penalty.detach().to(mask.device, torch.float64)
-    return TokenShares(entropy, mask, rows, config), length_penalty
-
-
-def _mean_and_std(shares: TokenShares, length_penalty: Tensor | None) -> tuple[Tensor, Tensor]:
+def _mean_and_std(shares: TokenShares) -> tuple[Tensor, Tensor]:
     """The mean and std that a row's token rewards are normalized with, (B,) float64 each."""
     rows, mask, config = shares.rows, shares.mask, shares.config
     per_row = torch.zeros(3, len(mask), dtype=torch.float64, device=mask.device)
     for chunk in row_chunks(*mask.shape):
-        reward, count = _own_reward(shares, chunk, length_penalty), rows.length[chunk].double()
+        reward, count = _own_reward(shares, chunk), rows.length[chunk].double()
         mean = reward.sum(-1) / count.clamp_min(1)
         squares = (reward - mean[:, None]).square_().masked_fill_(~mask[chunk], 0).sum(-1)
         per_row[:, chunk] = torch.stack([count, mean, squares])
@@ -321,17 +305,16 @@ def _mean_and_std(shares: TokenShares, length_penalty: Tensor | None) -> tuple[T
     )
 
 
-def _own_reward(shares: TokenShares, chunk: slice, length_penalty: Tensor | None = None) -> Tensor:
-    """Token rewards of the rows of ``chunk``, each in its own set, (R, T) float64, 0 where the mask is False."""
+def _own_reward(shares: TokenShares, chunk: slice) -> Tensor:
+    """Token rewards of the rows of ``chunk``, each in its own set, with the length penalty; (R, T) float64, 0 where
+    the mask is False."""
     share, rows, config = shares(chunk), shares.rows, shares.config
     reward = torch.where(
         rows.success[chunk, None],
         positive_token_reward(share, rows.outcome[chunk, None], config),
         negative_token_reward(share, config),
     )
-    if length_penalty is not None:
-        reward += length_penalty[chunk, None]
-    return reward.masked_fill_(~shares.mask[chunk], 0)
+    return reward.add_(rows.penalty[chunk, None]).masked_fill_(~shares.mask[chunk], 0)
 
 
 def _by_polarity(values: Callable[[slice], Tensor], rows: Rows, entropy: Tensor) -> tuple[Tensor, Tensor]:

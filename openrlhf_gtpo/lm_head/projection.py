@@ -196,7 +196,7 @@ def backward(
         out = Gradients(
             hidden=hidden_sum,
             weight=None if d_weight is None or not part.adds_weight else d_weight[: shard.columns],
-            bias=None if d_bias is None or not part.adds_bias else d_bias[: shard.columns],
+            bias=None if d_bias is None or not part.adds_weight else d_bias[: shard.columns],
             weight_is_fresh=d_weight_is_fresh,
         )
         accumulated = 0 if hidden_sum is None or in_place else hidden_sum.nbytes
@@ -231,12 +231,11 @@ def backward(
 
 
 class Sweep(NamedTuple):
-    """One pass over the logits of some tokens, and which gradients it adds to."""
+    """One pass over the logits of some tokens, and which gradients it adds to: d_hidden, and weight's and bias's."""
 
     tokens: slice
     adds_hidden: bool
     adds_weight: bool
-    adds_bias: bool
 
 
 def plan_sweeps(hidden: Tensor, d_weight: Tensor | None, needs_hidden: bool, settings: Settings) -> list[Sweep]:
@@ -252,19 +251,14 @@ def plan_sweeps(hidden: Tensor, d_weight: Tensor | None, needs_hidden: bool, set
     tokens, width = hidden.shape
     wide = accumulation_dtype(hidden.dtype)
     everything = slice(0, tokens)
-    needs_weight = d_weight is not None
     if tokens == 0:
         return []
-    if not needs_hidden:
-        return [Sweep(everything, False, needs_weight, True)]
     fits = settings.accumulator_bytes // (width * wide.itemsize)
-    if hidden.dtype == wide or tokens <= fits:
-        return [Sweep(everything, True, needs_weight, True)]
-    turns_add_weight = d_weight is not None and d_weight.dtype == wide
-    sweeps = [Sweep(turn, True, turns_add_weight, True) for turn in spans(tokens, fits)]
-    if needs_weight and not turns_add_weight:
-        sweeps.append(Sweep(everything, False, True, False))
-    return sweeps
+    if not needs_hidden or hidden.dtype == wide or tokens <= fits:
+        return [Sweep(everything, needs_hidden, True)]
+    turns_add_weight = d_weight is None or d_weight.dtype == wide
+    sweeps = [Sweep(turn, True, turns_add_weight) for turn in spans(tokens, fits)]
+    return sweeps if turns_add_weight else [*sweeps, Sweep(everything, False, True)]
 
 
 def sweep(

@@ -35,7 +35,9 @@ class VocabularyShard:
         """
         lowest, highest = torch.stack(labels.aminmax()).tolist() if labels.numel() else (0, -1)
         mine = (local_columns, labels.numel(), -1 if vocab_size is None else vocab_size, lowest, highest)
-        ranks = _gather_integers(mine, labels.device, group)
+        ranks = [mine]
+        if _is_sharded(group):
+            ranks = torch.stack(_gather(torch.tensor(mine, device=labels.device), group)).tolist()
         sizes, tokens, vocab_sizes, lows, highs = zip(*ranks, strict=True)
         if len(set(tokens)) > 1 or len(set(vocab_sizes)) > 1:
             raise ValueError(
@@ -53,38 +55,30 @@ class VocabularyShard:
         offset = sum(sizes[:rank])
         return cls(offset, max(0, min(local_columns, real - offset)), real, group)
 
-    @property
-    def is_sharded(self) -> bool:
-        return self.group is not None and dist.get_world_size(self.group) > 1
-
     def merged(self, statistics: TokenStatistics, bits_per_logit: float) -> TokenStatistics:
         """Statistics over all shards: one all-gather of (3 or 4, T) numbers, merged in rank order on every rank.
 
         Gathered rather than reduced so that all ranks hold bitwise the same result.
         """
-        if not self.is_sharded:
+        if not _is_sharded(self.group):
             return statistics
-        mine = statistics.packed()
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(gathered, mine, group=self.group)
-        total, *others = (TokenStatistics.unpacked(rows) for rows in gathered)
+        total, *others = (TokenStatistics.unpacked(rows) for rows in _gather(statistics.packed(), self.group))
         for other in others:
             total.merge_(other, bits_per_logit)
         return total
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sum over the shards, in place."""
-        if self.is_sharded and tensor.numel():
+        if _is_sharded(self.group) and tensor.numel():
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
 
-def _gather_integers(
-    mine: tuple[int, ...], device: torch.device, group: dist.ProcessGroup | None
-) -> list[tuple[int, ...]]:
-    if group is None or dist.get_world_size(group) == 1:
-        return [mine]
-    sent = torch.tensor(mine, dtype=torch.int64, device=device)
-    received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(received, sent, group=group)
-    return [tuple(row) for row in torch.stack(received).tolist()]
+def _is_sharded(group: dist.ProcessGroup | None) -> bool:
+    return group is not None and dist.get_world_size(group) > 1
+
+
+def _gather(mine: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    return gathered

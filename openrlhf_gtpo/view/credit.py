@@ -53,7 +53,7 @@ def read_methods(texts: Sequence[str], dump: RolloutDump) -> list[Method]:
         if name not in ESTIMATORS:
             raise ValueError(f"Expected --estimators of {', '.join(ESTIMATORS)}, got {name!r}.")
         kind = ESTIMATORS[name].config
-        settings = dict(dump.settings["config"] or {}) if name == own else {}
+        settings = _run_settings(kind, dump.settings["config"] or {}) if name == own else {}
         types = typing.get_type_hints(kind)
         for pair in pairs:
             field, _, value = pair.partition("=")
@@ -65,6 +65,12 @@ def read_methods(texts: Sequence[str], dump: RolloutDump) -> list[Method]:
         except (TypeError, ValueError) as error:
             raise ValueError(f"--estimators {text}: {error}") from error
     return methods
+
+
+def _run_settings(kind: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run, without what is its variant's default: another variant may refuse that."""
+    variant = {"variant": config["variant"]} if "variant" in config else {}
+    return variant | dict(config.items() - vars(kind(**variant)).items())
 
 
 def _value(text: str, kind: Any, value: str) -> Any:
@@ -86,9 +92,10 @@ def credit(dump: RolloutDump, method: Method) -> Credit:
     """
     columns = dump.columns
     if columns["entropy"] is None:
-        raise ValueError("the dump has no entropies (--logger.entropy_enable gives them to OpenRLHF's estimators too)")
-    mask = padded(columns["mask"])
-    entropy = padded(columns["entropy"])
+        raise ValueError(
+            "the dump has no entropies (--logger.entropy_enable gives them to OpenRLHF's estimators too)."
+        )
+    entropy, mask = padded(columns["entropy"]), padded(columns["mask"])
     outcome = torch.from_numpy(columns["outcome"].copy()).to(getattr(torch, dump.settings["outcome_dtype"]))
     penalty = torch.from_numpy(columns["length_penalty"].copy())
     groups = torch.from_numpy(columns["group"].copy())

@@ -29,7 +29,7 @@ const VALUES = {  // what tokens can be colored by: its name, unit, scale, and w
 
 const state = {step: 0, row: 0, token: 0, value: "", credit: 0, other: 0, shown: LIST_PAGE, tokens: TEXT_PAGE,
   kept: null, brush: null};
-let step, rows = [], range = [0, 1];
+let step, range = [0, 1];
 
 // ── Arrays ──
 
@@ -150,9 +150,9 @@ function setRange() {  // from the 2nd to the 98th percentile of the step's toke
   }
   found.sort((a, b) => a - b);
   const at = (part) => found[Math.min(found.length - 1, Math.floor(part * found.length))] ?? 1;
-  const high = Number((at(0.98) || found.at(-1) || 1).toPrecision(3));
-  range = signed ? [middle - high, middle + high]
-    : [["entropy", "share"].includes(state.value) ? 0 : Number(at(0.02).toPrecision(3)), high];
+  const low = ["entropy", "share"].includes(state.value) ? 0 : Number(at(0.02).toPrecision(3));
+  const high = Number((at(0.98) || found.at(-1) || (low < 0 ? 0 : 1)).toPrecision(3));
+  range = signed ? [middle - high, middle + high] : [low, high];
   $("low").textContent = text?.(range[0]) ?? `≤ ${format(range[0])}`;
   $("high").textContent = text?.(range[1]) ?? `≥ ${format(range[1])}`;
   $("unit").textContent = `${VALUES[state.value].name}, ${unit}`
@@ -186,7 +186,7 @@ const said = (good) => good === undefined ? "" : good ? "correct, " : "incorrect
 const nameOf = (s, row) => `prompt ${s.group[row] + 1}, response ${group(s, row).indexOf(row) + 1}`;
 
 function showList() {
-  rows = filtered();
+  const rows = filtered();
   $("count").textContent = `${rows.length} of ${step.row.length} responses`;
   const sizes = {}, place = step.group.map((one) => (sizes[one] = (sizes[one] ?? 0) + 1));  // of a row in its group
   $("list").replaceChildren(...rows.slice(0, state.shown).map((row) => {
@@ -485,7 +485,10 @@ async function openStep(index, row = 0) {
   $("notes").lastElementChild.replaceChildren(...step.notes.map((note) => element("li", note)));
   state.row = row;
   state.token = 0;
-  if (step.credits[state.credit] === null) state.credit = Math.max(0, step.credits.findIndex(Boolean));
+  if (step.credits[state.credit] === null) {
+    state.credit = Math.max(0, step.credits.findIndex(Boolean));
+    $("credit").value = state.credit;
+  }
   showList();  // needs no array, and is seen before they are unpacked
   await new Promise((painted) => setTimeout(painted));
   await load(index);
@@ -533,6 +536,7 @@ $("histogram").addEventListener("pointerdown", (event) => {
   $("histogram").setPointerCapture(event.pointerId);
 });
 $("histogram").addEventListener("pointerup", (event) => {
+  if (dragged === null) return;  // pressed elsewhere
   const [from, to] = [dragged, atPointer(event)].sort((a, b) => a - b);
   dragged = null;
   if (from === to) return;

@@ -16,9 +16,9 @@ import numpy as np
 from torch import Tensor
 
 from openrlhf_gtpo import __version__
-from openrlhf_gtpo.algorithms import ESTIMATORS
+from openrlhf_gtpo.algorithms import ESTIMATORS, CreditParts
 from openrlhf_gtpo.report.rollouts import RolloutDump, Tokens
-from openrlhf_gtpo.view.credit import Credit, Method, credit
+from openrlhf_gtpo.view.credit import Method, credit
 
 _LOWEST = -20  # power of ten of code 0 << 11; there are 32
 _SAME = 1e-5  # difference, over the largest value, up to which recomputed advantages count as the run's
@@ -43,9 +43,6 @@ class Packed:
         planes = values.view(np.uint8).reshape(len(values), values.itemsize).T.tobytes()
         self.arrays.append(base64.b64encode(zlib.compress(planes, 7)).decode())
         return len(self.arrays) - 1
-
-    def numbers(self, values: np.ndarray, mask: np.ndarray) -> int:
-        return self.array(decimal_codes(np.where(mask, values, np.nan)))
 
 
 def decimal_codes(values: np.ndarray) -> np.ndarray:
@@ -115,7 +112,7 @@ def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Pac
         return [_printed(values[row].item()) for row in rows]
 
     def of_tokens(values: np.ndarray) -> int:
-        return packed.numbers(values[shown], mask)
+        return packed.array(decimal_codes(np.where(mask, values[shown], np.nan)))
 
     def of_column(name: str) -> int | None:
         return None if columns[name] is None else of_tokens(columns[name].values)
@@ -126,21 +123,22 @@ def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Pac
         array: np.ndarray = values.numpy()
         return array[np.arange(array.shape[1]) < width]
 
+    def of_part(values: Tensor | None) -> Any:
+        return None if values is None else of_tokens(of_batch(values)) if values.dim() == 2 else of_rows(values)
+
     credits: list[Any] = []
-    trained: int | None = None  # the run's own advantages, if no method has the same
-    own_is_shown = False
+    own_is_shown = False  # whether a method has the run's own advantages
     for method in methods:
         try:
             made = credit(dump, method)
         except ValueError as error:
             credits.append(None)
-            notes.append(f"Not credited by {method.label}: {error}.")
+            notes.append(f"Not credited by {method.label}: {error}")
             continue
         advantages = of_batch(made.advantages)
         own_is_shown |= method.name == settings["estimator"] and _equal(advantages, columns["advantages"].values)
-        credits.append(_credit(made, advantages, of_rows, of_tokens, of_batch))
-    if not own_is_shown:
-        trained = of_tokens(columns["advantages"].values)
+        parts = {name: of_part(getattr(made.parts, name, None)) for name in CreditParts._fields}
+        credits.append({"success": made.success[rows].int().tolist(), "advantage": of_tokens(advantages), **parts})
 
     pieces = columns["pieces"].values[shown]
     ids = packed.pieces
@@ -164,34 +162,17 @@ def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Pac
         "sampler": of_column("rollout_log_probs"),
         "ratio": of_column("ratio"),
         "clipped": of_column("clipped"),
-        "trained": trained,
+        "trained": None if own_is_shown else of_tokens(columns["advantages"].values),
         "credits": credits,
-    }
-
-
-def _credit(made: Credit, advantages: np.ndarray, of_rows: Any, of_tokens: Any, of_batch: Any) -> dict[str, Any]:
-    parts = made.parts
-
-    def number(values: Tensor | None) -> Any:
-        return None if values is None else of_tokens(of_batch(values)) if values.dim() == 2 else of_rows(values)
-
-    return {
-        "success": [int(value) for value in of_rows(made.success)],
-        "share": number(parts and parts.share),
-        "reward": number(parts and parts.reward),
-        "mean": parts and of_rows(parts.mean),
-        "std": parts and of_rows(parts.std),
-        "advantage": of_tokens(advantages),
-        "row_entropy": number(parts and parts.row_entropy),
     }
 
 
 def _sampled_rows(dump: RolloutDump, part: float) -> np.ndarray:
     """Rows of random groups with at most ``part`` of all tokens, but at least one group, in the dump's order."""
     group = dump.columns["group"]
-    order = sorted(set(group.tolist()))
     if part == 1:
         return np.arange(len(group))
+    order = sorted(set(group.tolist()))
     random.Random(dump.step).shuffle(order)
     lengths = np.diff(dump.columns["tokens"].offsets)
     room = part * lengths.sum()

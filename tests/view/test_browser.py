@@ -156,6 +156,8 @@ def test_filter_sort_and_brush(open_page: Any) -> None:
     page.locator("#prompt-filter").select_option(index=2)
     assert page.locator("#list button").count() == 4
     box = page.locator("#histogram").bounding_box()
+    page.locator("#histogram").dispatch_event("pointerup", {"clientX": box["x"] + 60})  # pressed elsewhere: no range
+    assert page.locator("#to").input_value() == "" and page.locator("#text .out").count() == 0
     page.mouse.move(box["x"] + 5, box["y"] + 5)
     page.mouse.down()
     page.mouse.move(box["x"] + 60, box["y"] + 5)
@@ -260,6 +262,23 @@ def test_what_a_dump_lacks_is_left_out(browser: Any, tmp_path: Path) -> None:
     assert "Not in the dump: entropies" in page.locator("#notes").text_content()
     page.locator("#list button[data-row='1']").click()
     assert page.locator("#text").text_content() == "The response has no tokens." and errors == []
+    page.close()
+
+
+def test_the_page_names_the_credit_and_the_scale_that_it_shows(browser: Any, tmp_path: Path) -> None:
+    """If the first credit refuses a step, the choice shows the one in its place; certain tokens have log-prob 0."""
+    table = columns(groups=4, samples=1)
+    for row, values in enumerate(table["log_probs"]):
+        values[row % 2 :: 2] = 0
+    dump = read_dump(write(tmp_path, table=table))
+    file = tmp_path / "view.html"
+    file.write_text(make_page([dump], read_methods(["gtpo", "gtpo:scope=batch"], dump), 10**9)[0])
+    page = browser.new_page()
+    page.goto(file.as_uri())
+    page.wait_for_selector("body[data-ready]")
+    assert page.locator("#credit").evaluate("select => select.value") == "1"
+    page.select_option("#value", "log_prob")
+    assert page.locator("#high").text_content() == "≥ 0"
     page.close()
 
 

@@ -1,6 +1,7 @@
 """The page's numbers are those of ``algorithms``, and what it cannot show is named."""
 
 import base64
+import dataclasses
 import errno
 import json
 import math
@@ -91,12 +92,13 @@ def test_the_pages_numbers_are_those_of_the_algorithms(text: str, tmp_path: Path
         assert made["row_entropy"] == printed(sequence_entropy(entropy, mask))
 
 
-WITH_FORMULA = [
-    f"{name}:variant={variant}"
-    for name, estimator in ESTIMATORS.items()
-    if estimator.formula
-    for variant in get_args(get_type_hints(estimator.config)["variant"])
-]
+def variants_of(name: str) -> list[str]:
+    """The estimator with each of its variants, or as it is if its settings have none."""
+    variants = get_args(get_type_hints(ESTIMATORS[name].config).get("variant"))
+    return [f"{name}:variant={variant}" for variant in variants] or [name]
+
+
+WITH_FORMULA = [text for name, estimator in ESTIMATORS.items() if estimator.formula for text in variants_of(name)]
 
 
 @pytest.mark.parametrize("text", WITH_FORMULA)
@@ -126,6 +128,20 @@ def test_without_settings_the_runs_own_come_first(tmp_path: Path) -> None:
     methods = read_methods([], dump)
     assert [method.label for method in methods] == ["grpo_s", "gtpo"]
     assert methods[0].config.beta == 0.5 and methods[1].config == ESTIMATORS["gtpo"].config()
+
+
+def test_another_variant_has_its_own_defaults_and_the_other_settings_of_the_run(tmp_path: Path) -> None:
+    """A dump holds alpha1 and alpha2 as the run's variant set them, which the clipped variants would refuse."""
+    for run, text, expected in (
+        ({"scope": "batch"}, "gtpo:variant=v2", {"variant": "v2", "scope": "batch"}),
+        ({"alpha2": 0.3}, "gtpo:variant=v2", {"variant": "v2", "alpha2": 0.3}),
+        ({"alpha1": 0.5}, "gtpo:kappa=3", {"alpha1": 0.5, "kappa": 3.0}),
+        ({"variant": "v2"}, "gtpo:variant=v3", {"variant": "v3"}),
+        ({"variant": "v2"}, "gtpo:alpha2=0.2", {"variant": "v2", "alpha2": 0.2}),
+    ):
+        kind = ESTIMATORS["gtpo"].config
+        dump = read_dump(write(tmp_path, config=dataclasses.asdict(kind(**run))))
+        assert read_methods([text], dump)[0].config == kind(**expected)
 
 
 def test_an_estimator_without_parts_shows_its_advantages(tmp_path: Path) -> None:
@@ -187,6 +203,7 @@ def test_a_single_response_per_prompt_is_not_credited_but_shown(tmp_path: Path) 
     dump = read_dump(write(tmp_path, table=columns(groups=4, samples=1)))
     page, notes = make_page([dump], read_methods([], dump), 10**9)
     assert any("Not credited by gtpo: group_ids: group 0 has only row 0" in note for note in notes)
+    assert not any(note.endswith("..") for note in notes)
     assert data_of(page)["steps"][0]["row"] == [0, 1, 2, 3]
 
 
