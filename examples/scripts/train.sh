@@ -274,12 +274,11 @@ command=("$(command -v python3 || printf python3)" -m "${program[@]:-openrlhf_gt
 [[ -z "$submit" ]] || command=(ray job submit --address "$submit" -- "${command[@]}")
 
 words=("${algorithm_args[@]}" "${model_args[@]}" "${data_args[@]}" "${rollout_args[@]}" "${guide_args[@]}" "${train_args[@]}"
-    "${placement_args[@]}"
-    "${log_args[@]}" "$@")
+    "${placement_args[@]}" "${log_args[@]}" "$@")
 missing=''
 for variable in EVAL_DATA DATA; do
     file="${!variable}"
-    [[ -e "$file" || ! "$file" =~ \.(jsonl|json|csv|parquet)$ ]] || missing="$variable=$file does not exist; bash examples/scripts/train.sh --help says how to make it."
+    [[ -e "$file" || ! "$file" =~ ^[^,]*\.(jsonl|json|csv|parquet)$ ]] || missing="$variable=$file does not exist; bash examples/scripts/train.sh --help says how to make it."
 done
 if $dry_run; then
     printf -v line ' %q' "${command[@]}"

@@ -32,11 +32,13 @@ run_watched() {
 
 # print_result OUTPUT TITLE QUESTION: the run's table, curves, and what to do with its model.
 print_result() {
+    local model
+    model="$(printf %q "$1/model")"
     python3 -m openrlhf_gtpo.cli.report run "$1" --title "$2"
     cat <<END
 
 The model is in $1/model. Ask it, from $(pwd), with .venv active:
-  python3 -m openrlhf_gtpo.cli.ask $1/model "$3"
-Load it: AutoModelForCausalLM.from_pretrained("$1/model") in Transformers, vllm serve $1/model in vLLM.
+  python3 -m openrlhf_gtpo.cli.ask $model "$3"
+Load it: AutoModelForCausalLM.from_pretrained("$1/model") in Transformers, vllm serve $model in vLLM.
 END
 }

@@ -8,7 +8,7 @@ from typing import Any
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.integration import patch
 from openrlhf_gtpo.integration.command_line import host, replay, upstream_parser
-from openrlhf_gtpo.integration.command_line.checks import check_every_run, check_guide, check_inputs
+from openrlhf_gtpo.integration.command_line.checks import check_every_run, check_guide, check_inputs, check_shared_gpus
 from openrlhf_gtpo.integration.command_line.entropy_source import choose_entropy
 from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
 from openrlhf_gtpo.integration.command_line.input_checks import (
@@ -67,6 +67,7 @@ def check(args: SimpleNamespace) -> None:
     check_results(args)
     check_inputs(args)
     check_guide(args)
+    check_shared_gpus(args)
     if args.train.replay_rollouts:
         replay.check(args)
     check_weights_fit(args.actor.model_name_or_path, "--actor.model_name_or_path")
@@ -100,10 +101,7 @@ def run(args: SimpleNamespace) -> None:
     # has just installed, aborts the process instead (https://github.com/ray-project/ray/issues/37288).
     with raised_on(signal.SIGTERM, lambda: SystemExit(128 + signal.SIGTERM)):
         try:
-            with (
-                explained(),
-                deaths_noticed(lambda: [rank for group in groups for rank in group._actor_handlers]),
-            ):
+            with explained(), deaths_noticed(lambda: [rank for group in groups for rank in group._actor_handlers]):
                 check_nodes(args)
                 train_ppo_ray.train(args)
         finally:

@@ -35,13 +35,12 @@ def run_and_clear(
     If this process is killed, the program gets SIGTERM.
 
     Args:
-        command: program and arguments.
         environment: the program's whole environment.
         patience: seconds that the program has after such a signal, until SIGKILL.
         hangs: called about once a second; True ends the program too, with little patience.
 
     Returns:
-        the program's exit status, or 128 + the signal that this process received, or HUNG.
+        the program's exit status, -N if signal N killed it, 128 + the signal that this process received, or HUNG.
 
     Raises:
         OSError: the program cannot be started.

@@ -1,6 +1,7 @@
 """Waits until every node of a Ray cluster has joined and the cluster takes jobs, over its dashboard's HTTP API."""
 
 import json
+import math
 import time
 import urllib.error
 import urllib.request
@@ -8,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_ENDED = {"STOPPED", "SUCCEEDED", "FAILED"}
 _PAUSE = 1.0  # seconds between two checks
 
 
@@ -36,15 +36,16 @@ class Dashboard:
         except (OSError, ValueError, KeyError, TypeError):
             return set()
 
-    def runs_a_job(self) -> str | None:
-        """Submit a job that does nothing; return None if it succeeds, otherwise what is in the way."""
+    def runs_a_job(self, deadline: float = math.inf) -> str | None:
+        """Submit a job that does nothing; return None if it succeeds before ``deadline`` (of ``time.monotonic``),
+        otherwise what is in the way."""
         try:
             job = self._ask("/api/jobs/", {"entrypoint": "true"})["submission_id"]
-            while True:
-                status = self._ask(f"/api/jobs/{job}")["status"]
-                if status in _ENDED:
-                    return None if status == "SUCCEEDED" else f"a job that does nothing ended as {status}"
+            while (status := self._ask(f"/api/jobs/{job}")["status"]) in ("PENDING", "RUNNING"):
+                if time.monotonic() > deadline:
+                    return f"a job that does nothing is still {status}"
                 time.sleep(_PAUSE)
+            return None if status == "SUCCEEDED" else f"a job that does nothing ended as {status}"
         except urllib.error.HTTPError as error:
             return " ".join(error.read().decode(errors="replace").split())[-300:]
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -79,7 +80,7 @@ def wait_for_nodes(dashboard: Dashboard, names: Sequence[str], seconds: float) -
                 "Often the head's address cannot be reached from there."
             )
         time.sleep(_PAUSE)
-    while (obstacle := dashboard.runs_a_job()) is not None:
+    while (obstacle := dashboard.runs_a_job(deadline)) is not None:
         if time.monotonic() > deadline:
             raise NotJoined(f"All {len(names)} nodes joined, but after {seconds:g} s Ray takes no job: {obstacle}")
         time.sleep(_PAUSE)

@@ -199,16 +199,24 @@ def test_a_busy_server_is_alive(server: Server) -> None:
 
 def test_a_server_that_cannot_be_the_guide_is_refused_before_the_run(server: Server) -> None:
     check_endpoint(run_with(server.url))
-    with pytest.raises(UsageError, match="serves guide, and not --algo.guide.model_name_or_path other; start it with"):
+    said = f"^--algo.guide.endpoint {server.url} cannot be a guide: it serves"
+    with pytest.raises(UsageError, match=f"{said} guide, and not --algo.guide.model_name_or_path other; start it"):
         check_endpoint(run_with(server.url, model="other"))
     with pytest.raises(
-        UsageError, match="rows of at most 64 tokens, and --data.max_len is 65; start it with --max-mod"
+        UsageError, match=f"{said} rows of at most 64 tokens, and --data.max_len is 65; start it with --max-mod"
     ):
         check_endpoint(run_with(server.url, max_len=65))
     with pytest.raises(UsageError, match="does not answer as an http://HOST:PORT/v1 would: Error code: 404"):
         check_endpoint(run_with(server.url.removesuffix("/v1")))
     with pytest.raises(UsageError, match="does not answer as an http://HOST:PORT/v1 would: Connection error"):
         check_endpoint(run_with("http://127.0.0.1:9/v1"))
+    for url, why in (
+        ("127.0.0.1:9/v1", "it is not of the form http://HOST:PORT/v1"),
+        ("http://127.0.0.256:9/v1", "Invalid IPv4 address: '127.0.0.256'"),
+        ("http://127.0.0.1:99999/v1", "Port out of range"),
+    ):
+        with pytest.raises(UsageError, match=f"^--algo.guide.endpoint {url} cannot be a guide: {why}"):
+            check_endpoint(run_with(url))
 
 
 def test_log_probs_before_temperature_are_refused_where_they_differ(server: Server) -> None:

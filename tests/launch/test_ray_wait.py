@@ -110,6 +110,8 @@ def test_a_cluster_that_takes_no_job_says_why(serve: Any, capsys: pytest.Capture
     assert "All 1 nodes joined, but after 1 s Ray takes no job" in capsys.readouterr().err
     assert wait(serve(["n1"], job="FAILED").url, "n1", timeout="1") == 1
     assert "a job that does nothing ended as FAILED" in capsys.readouterr().err
+    assert wait(serve(["n1"], job="PENDING").url, "n1", timeout="1") == 1
+    assert "Ray takes no job: a job that does nothing is still PENDING" in capsys.readouterr().err
 
 
 def test_only_the_user_reads_the_secret_and_it_is_made_once(tmp_path: Path) -> None:

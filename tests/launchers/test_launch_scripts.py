@@ -255,6 +255,14 @@ def test_the_quickstart_gives_a_reward_of_ones_own_the_answers(
     assert ("to show learning" in done.stdout) == ("--smoke" in flags)
 
 
+def test_what_the_quickstart_says_to_run_next_can_be_pasted(tmp_path: Path) -> None:
+    output = tmp_path / "my run"
+    done = run_script("quickstart.sh", "--output", str(output), **ONLY_PRINTED)
+    ask, view = (shlex.split(line) for line in done.stdout.splitlines() if line.startswith("  python3 -m "))
+    assert ask[2:] == ["openrlhf_gtpo.cli.ask", f"{output}/model", "What is 3 * 4?"]
+    assert view[2:] == ["openrlhf_gtpo.cli.view", str(output), "--output", f"{output}/view.html"]
+
+
 def test_a_cpu_run_of_a_preset_is_watched_and_its_noise_goes_to_the_log(tmp_path: Path) -> None:
     data = tmp_path / "data" / "16-prompts" / "train.jsonl"
     data.parent.mkdir(parents=True)

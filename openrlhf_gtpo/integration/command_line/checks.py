@@ -104,15 +104,12 @@ def check_values(values: dict[str, Any]) -> None:
             "--reward.model_name_or_path, or --train.agent_func_path."
         )
     # Groups of processes that this run does not have; their numbers may be anything.
-    absent = tuple(
-        beginning
-        for beginning, is_there in (
-            ("critic.", values["algo.advantage.estimator"] == "gae"),
-            ("ref.", values["algo.kl.init_coef"] > 0),
-            ("reward.num_", not reward_url),
-        )
-        if not is_there
-    )
+    there = {
+        "critic.": values["algo.advantage.estimator"] == "gae",
+        "ref.": values["algo.kl.init_coef"] > 0,
+        "reward.num_": not reward_url,
+    }
+    absent = tuple(beginning for beginning, is_there in there.items() if not is_there)
     check_ranges({name: value for name, value in values.items() if not name.startswith(absent)})
 
 
@@ -161,24 +158,25 @@ def check_every_run(args: SimpleNamespace) -> None:
         (args.actor.freeze_visual_encoder, "--actor.freeze_visual_encoder", "which sends a part of the model"),
     ):
         if args.vllm.sync_checksum and given:
-            raise UsageError(f"--vllm.sync_checksum does not go with {flag}, {why}; leave one of them out.")
+            raise UsageError(f"--vllm.sync_checksum cannot be combined with {flag}, {why}; leave one of them out.")
     if args.train.max_restarts and args.vllm.sync_with_ray:
         raise UsageError(
-            "--train.max_restarts does not go with --vllm.sync_with_ray, whose transfer is OpenRLHF's own; leave one "
-            "of them out."
+            "--train.max_restarts cannot be combined with --vllm.sync_with_ray, whose transfer is OpenRLHF's own; "
+            "leave one of them out."
         )
     refuse_quantized(args.actor.model_name_or_path, "--actor.model_name_or_path")
     if not args.actor.trust_remote_code:
-        for role in ("actor", "critic") if args.reward.remote_url else ("actor", "critic", "reward"):
-            name = getattr(args, role).model_name_or_path
-            refuse_own_code(name, f"--{role}.model_name_or_path", "--actor.trust_remote_code")
-        refuse_own_code(
-            args.algo.guide.model_name_or_path, "--algo.guide.model_name_or_path", "--actor.trust_remote_code"
-        )
+        roles = {"actor": args.actor, "critic": args.critic, "algo.guide": args.algo.guide}
+        roles |= {} if args.reward.remote_url else {"reward": args.reward}
+        for role, section in roles.items():
+            refuse_own_code(section.model_name_or_path, f"--{role}.model_name_or_path", "--actor.trust_remote_code")
 
 
 def check_inputs(args: SimpleNamespace) -> None:
-    """Raise UsageError for the first thing that cannot work with this run's estimator or surrogate."""
+    """Raise UsageError for a policy without a name, or the first thing that cannot work with this run's estimator or
+    surrogate."""
+    if not args.actor.model_name_or_path:
+        raise UsageError("--actor.model_name_or_path is missing; give a Hugging Face checkpoint.")
     _check_loss(args)
     if args.algo.advantage.estimator not in ESTIMATORS:
         if args.train.async_enable:
@@ -211,8 +209,24 @@ def check_inputs(args: SimpleNamespace) -> None:
     if replays:
         return
     check_dataset(args, tokenizer, args.data.prompt_dataset, args.data.prompt_split, "--data.prompt_dataset")
+    _check_prompt_probs(args)
     if args.eval.dataset:
         check_dataset(args, tokenizer, args.eval.dataset, args.eval.split, "--eval.dataset")
+
+
+def _check_prompt_probs(args: SimpleNamespace) -> None:
+    if args.data.prompt_probs is None:
+        return
+    count = len(args.data.prompt_dataset.split(","))
+    try:
+        probs = [float(word) for word in args.data.prompt_probs.split(",")]
+    except ValueError:
+        probs = []
+    if len(probs) != count or min(probs) < 0 or not math.isclose(sum(probs), 1, abs_tol=1e-8):
+        raise UsageError(
+            f"Expected --data.prompt_probs to be {count} probabilities that add up to 1, one for each data set of "
+            f"--data.prompt_dataset, got {args.data.prompt_probs}."
+        )
 
 
 def check_guide(args: SimpleNamespace) -> None:
@@ -239,7 +253,7 @@ def check_guide(args: SimpleNamespace) -> None:
         (args.data.max_images_per_prompt > 0, "--data.max_images_per_prompt", "as the guide is given only text"),
     ):
         if given:
-            raise UsageError(f"{flag} does not go with {other}, {why}; leave one of them out.")
+            raise UsageError(f"{flag} cannot be combined with {other}, {why}; leave one of them out.")
     if samples < 2:
         raise UsageError(f"Expected --rollout.n_samples_per_prompt >= 2, for the guide and the policy, got {samples}.")
     if math.ceil(guide.fraction * samples - 1e-6) >= samples:
@@ -290,6 +304,43 @@ def _check_same_tokenizer(args: SimpleNamespace, flag: str) -> None:
         )
 
 
+def check_shared_gpus(args: SimpleNamespace) -> None:
+    """Refuse groups that do not fit on the GPUs that they share, which upstream's ``train`` finds only once Ray has
+    started, and for critic and reward the engines too.
+
+    Raises:
+        UsageError: the first group that does not fit.
+    """
+    train, gpus = args.train, args.actor.num_nodes * args.actor.num_gpus_per_node
+    engines, size = args.vllm.num_engines, args.vllm.tensor_parallel_size
+    if train.colocate_all and not train.async_enable and engines and engines * size != gpus:
+        raise UsageError(
+            f"Expected --vllm.num_engines × --vllm.tensor_parallel_size to be {gpus}, as the engines share the "
+            f"actor's GPUs (--train.colocate_all), got {engines} × {size}."
+        )
+    pairs = []
+    if (train.colocate_all or train.colocate_actor_ref) and args.algo.kl.init_coef > 0:
+        pairs.append(("actor", "ref"))
+    if train.colocate_critic_reward and args.critic.model_name_or_path:
+        pairs.append(("critic", "reward"))
+    elif train.colocate_all:
+        for name, there in (("critic", args.critic.model_name_or_path), ("reward", not args.reward.remote_url)):
+            section = getattr(args, name)
+            if there and section.num_nodes * section.num_gpus_per_node > gpus:
+                raise UsageError(
+                    f"Expected --{name}.num_nodes × --{name}.num_gpus_per_node to be at most {gpus}, as {name} shares "
+                    f"the actor's GPUs (--train.colocate_all), got {section.num_nodes} × {section.num_gpus_per_node}."
+                )
+    for first, second in pairs:
+        one, other = getattr(args, first), getattr(args, second)
+        if (one.num_nodes, one.num_gpus_per_node) != (other.num_nodes, other.num_gpus_per_node):
+            raise UsageError(
+                f"Expected --{second}.num_nodes {one.num_nodes} and --{second}.num_gpus_per_node "
+                f"{one.num_gpus_per_node}, as {second} shares the GPUs of {first} (--train.colocate_*), got "
+                f"{other.num_nodes} and {other.num_gpus_per_node}."
+            )
+
+
 def _check_async(args: SimpleNamespace) -> None:
     """Refuse what only this package's controller does: asynchronous training keeps upstream's."""
     for given, flag, remedy in (
@@ -305,7 +356,7 @@ def _check_async(args: SimpleNamespace) -> None:
     ):
         if given:
             raise UsageError(
-                f"{flag} does not go with --train.async_enable, whose controller is OpenRLHF's; {remedy}."
+                f"{flag} cannot be combined with --train.async_enable, whose controller is OpenRLHF's; {remedy}."
             )
     rows = args.rollout.batch_size * args.rollout.n_samples_per_prompt
     if rows % args.train.batch_size:  # a rollout makes whole steps here: see count_all_steps
@@ -328,7 +379,7 @@ def _check_modes(args: SimpleNamespace) -> None:
     ):
         if given:
             raise UsageError(
-                f"{flag} does not go with --algo.advantage.estimator {estimator}: {reason}; leave it out."
+                f"{flag} cannot be combined with --algo.advantage.estimator {estimator}: {reason}; leave it out."
             )
     buffer, longest = args.reward.overlong_buffer_len, rollout.max_new_tokens
     if buffer is not None and not longest:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx2  # openai depends on it
 import openai  # vLLM depends on it
 
 from openrlhf_gtpo.errors import UsageError
@@ -67,14 +68,14 @@ def check_endpoint(args: SimpleNamespace) -> None:
         client = openai.OpenAI(base_url=guide.endpoint, api_key=api_key(), max_retries=0, timeout=_LOOK_LIMIT)
         served = {one.id: one for one in client.models.list()}
         if model not in served:
-            raise UsageError(
-                f"{said} serves {', '.join(sorted(served)) or 'no model'}, and not --algo.guide.model_name_or_path "
+            raise ValueError(
+                f"it serves {', '.join(sorted(served)) or 'no model'}, and not --algo.guide.model_name_or_path "
                 f"{model}; start it with --served-model-name {model}, or give another."
             )
         longest = getattr(served[model], "max_model_len", None)
         if longest is not None and longest < max_len:
-            raise UsageError(
-                f"{said} serves rows of at most {longest} tokens, and --data.max_len is {max_len}; start it with "
+            raise ValueError(
+                f"it serves rows of at most {longest} tokens, and --data.max_len is {max_len}; start it with "
                 f"--max-model-len {max_len}."
             )
         for token in _PROBES:
@@ -83,7 +84,7 @@ def check_endpoint(args: SimpleNamespace) -> None:
     except openai.APIError as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"{said} does not answer as an http://HOST:PORT/v1 would: {reason}") from error
-    except (ValueError, AttributeError, LookupError, TypeError) as error:
+    except (httpx2.InvalidURL, ValueError, AttributeError, LookupError, TypeError) as error:
         raise UsageError(f"{said} cannot be a guide: {error}") from error
     if not moves and (args.rollout.temperature, args.rollout.top_p) != (1, 1):
         raise UsageError(

@@ -48,11 +48,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # Each surrogate with what it takes from its paper, on GRPO's advantages.
     **{
-        name: {
-            "algo.advantage.estimator": "group_norm",
-            "actor.policy_loss_type": name,
-            "algo.kl.init_coef": 0.0,
-        }
+        name: {"algo.advantage.estimator": "group_norm", "actor.policy_loss_type": name, "algo.kl.init_coef": 0.0}
         for name in SURROGATES
     },
 }
@@ -349,9 +345,11 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
     if "reward.overlong_penalty_factor" in PRESETS.get(preset, ()) and "reward.overlong_buffer_len" not in given:
         longest = values["rollout.max_new_tokens"]
         if not longest:
+            # OpenRLHF's penalty counts back from --data.max_len then; that of our estimators does not.
+            instead = ", or --reward.overlong_buffer_len to count back from --data.max_len"
             raise UsageError(
                 f"--algo.preset {preset} penalizes responses that come close to --rollout.max_new_tokens, which is "
-                "missing; give it, or --reward.overlong_buffer_len to count back from --data.max_len."
+                f"missing; give it{'' if values['algo.advantage.estimator'] in ESTIMATORS else instead}."
             )
         values["reward.overlong_buffer_len"] = float(max(1, int(longest * _DAPO_BUFFER_SHARE)))
 
@@ -361,9 +359,8 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
         _follow_loss_level(values, given)
         if "actor.eps_clip_low_high" not in given:
             values["actor.eps_clip_low_high"] = [0.2, 0.28]
-    if values["algo.advantage.estimator"] in ESTIMATORS:
-        if "reward.clip_range" not in given:
-            values["reward.clip_range"] = None  # OpenRLHF's ±10 is for rewards, and would cut shaped advantages
+    if values["algo.advantage.estimator"] in ESTIMATORS and "reward.clip_range" not in given:
+        values["reward.clip_range"] = None  # OpenRLHF's ±10 is for rewards, and would cut shaped advantages
     megatron_flags.adjust(args, given)
     _follow_guide(values)
     _name_flags_without_effect(values, given)
@@ -404,7 +401,7 @@ def _follow_surrogate(values: dict[str, Any], given: frozenset[str]) -> None:
         if "actor.loss_agg_mode" in given and values["actor.loss_agg_mode"] != AGGREGATION["sequence"]:
             raise UsageError(
                 f"--actor.loss_agg_mode {values['actor.loss_agg_mode']} does not fit --actor.policy_loss_type {name}, "
-                f"whose terms are responses; leave it out or give {AGGREGATION['sequence']}."
+                f"which has one loss term per response; leave it out or give {AGGREGATION['sequence']}."
             )
     if "actor.loss_agg_mode" not in given:
         values["actor.loss_agg_mode"] = AGGREGATION[kind.aggregation]
@@ -413,7 +410,7 @@ def _follow_surrogate(values: dict[str, Any], given: frozenset[str]) -> None:
 
 
 def _follow_guide(values: dict[str, Any]) -> None:
-    """Leave out a guide that samples nothing."""
+    """Leave out a guide that samples nothing, and refuse one without a name."""
     if values["algo.guide.endpoint"] == "":
         raise UsageError("Expected --algo.guide.endpoint to look like http://HOST:PORT/v1, got an empty string.")
     asked = [name for name in ("fraction", "rescue_batch") if values[f"algo.guide.{name}"] > 0]
@@ -443,7 +440,7 @@ def _check_one_advantage_per_row(values: dict[str, Any], name: str, estimator: s
 def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) -> None:
     """Print one line that names the ``given`` flags that this run does not read."""
     estimator, with_ray = values["algo.advantage.estimator"], values["vllm.sync_with_ray"]
-    loss_type = values["actor.policy_loss_type"]
+    loss_type, guide = values["actor.policy_loss_type"], values["algo.guide.model_name_or_path"]
     rows = values["rollout.batch_size"] * values["rollout.n_samples_per_prompt"]
     shapes_credit = estimator in ESTIMATORS
     reward_url = values["reward.remote_url"] or values["train.agent_func_path"]
@@ -479,28 +476,20 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
             "there is no --reward.overlong_buffer_len",
             ("reward.overlong_form", "reward.overlong_penalty_factor"),
         ),
+        (loss_type == "gspo", "gspo always takes the mean over responses", ("actor.loss_agg_mode",)),
         (
-            loss_type == "gspo",
-            "gspo always takes the mean over responses",
-            ("actor.loss_agg_mode",),
-        ),
-        (
-            values["algo.guide.model_name_or_path"] is None and values["train.replay_rollouts"] is None,
+            guide is None and values["train.replay_rollouts"] is None,
             "neither --algo.guide.fraction nor --algo.guide.rescue_batch gives a guide anything to do",
             ("algo.guide.",),
         ),
+        (guide and values["algo.guide.fraction"] == 0, "there is no --algo.guide.fraction", ("algo.guide.steps",)),
         (
-            values["algo.guide.model_name_or_path"] and values["algo.guide.fraction"] == 0,
-            "there is no --algo.guide.fraction",
-            ("algo.guide.steps",),
-        ),
-        (
-            values["algo.guide.model_name_or_path"] and values["algo.guide.rescue_batch"] == 0,
+            guide and values["algo.guide.rescue_batch"] == 0,
             "there is no --algo.guide.rescue_batch",
             ("algo.guide.rescue_weight",),
         ),
         (
-            values["algo.guide.model_name_or_path"] and values["algo.guide.endpoint"],
+            guide and values["algo.guide.endpoint"],
             "--algo.guide.endpoint replaces the guide's engines",
             ("algo.guide.num_engines", "algo.guide.tensor", "algo.guide.gpu"),
         ),

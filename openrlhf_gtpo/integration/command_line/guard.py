@@ -67,10 +67,8 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
         "ActorPPOTrainer.training_step(self, experience, kl_ctl, step, loss_batch_info)",
         "ActorPPOTrainer._init_vllm_sync_group(self, backend)",
         "ActorPPOTrainer.broadcast_to_vllm(self)",
-        (
-            "PolicyModelActor.forward(self, sequences, action_mask, attention_mask, packed_seq_lens, "
-            "mm_train_inputs_list)"
-        ),
+        "PolicyModelActor.forward(self, sequences, action_mask, attention_mask, packed_seq_lens, "
+        "mm_train_inputs_list)",
         "PolicyModelActor.init_model_from_pretrained(self, strategy, pretrain, max_steps, vllm_engines)",
         "PolicyModelActor.save_checkpoint(self, tag, client_states, metric_value, metric_key)",
     ),

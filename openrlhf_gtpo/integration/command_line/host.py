@@ -102,7 +102,6 @@ def start_ray(args: SimpleNamespace, gpus: int) -> None:
     """Connect to the cluster that RAY_ADDRESS names, or start Ray on this host.
 
     Args:
-        args: the run's arguments.
         gpus: the number of GPUs that Ray is to assume on a host without CUDA, if it is started here.
 
     Raises:

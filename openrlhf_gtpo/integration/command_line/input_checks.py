@@ -243,7 +243,11 @@ def check_weights_fit(model: str, flag: str) -> None:
     logging.disable_progress_bar()
     try:
         _, found = AutoModelForCausalLM.from_pretrained(
-            path, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True
+            path,
+            device_map="meta",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            trust_remote_code=False,  # None, the default, would ask on the terminal
         )
     except Exception:
         return
@@ -334,14 +338,15 @@ def check_reward(args: SimpleNamespace) -> None:
             except (OSError, ValueError) as error:
                 raise UsageError(f"--reward.remote_url {url}: no reward server answers there ({error}).") from error
     else:
-        for name in args.reward.model_name_or_path.split(","):
-            check_model(name, "--reward.model_name_or_path", args.actor.trust_remote_code)
+        check_model(args.reward.model_name_or_path, "--reward.model_name_or_path", args.actor.trust_remote_code)
 
 
 def import_file(file: str, flag: str, name: str) -> Callable[..., Any]:
     """Return ``name`` from a Python file; refuse a file that is missing, cannot be imported, or lacks it."""
     if not Path(file).is_file():
         raise UsageError(f"{flag} {file} does not exist.")
+    if not file.endswith(".py"):
+        raise UsageError(f"{flag} {file} is not a .py file; give a Python file with {name}.")
     spec = importlib.util.spec_from_file_location("openrlhf_gtpo_checked_file", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -363,7 +368,7 @@ def table_rows(names: str, split: str, flag: str) -> int | None:
         UsageError: a data set that is missing or cannot be read.
     """
     tables = [table for _, table in _tables(names, split, flag)]
-    return None if any(table is None for table in tables) else sum(map(len, tables))
+    return None if None in tables else sum(map(len, tables))
 
 
 def _tables(names: str, split: str, flag: str) -> Iterator[tuple[str, Any]]:
@@ -384,17 +389,9 @@ def _load_table(name: str, split: str, flag: str) -> Any:
     path = Path(folder)
     if path.is_file() and path.stat().st_size == 0:
         raise UsageError(f"{flag} {path} is empty.")
-    if _TABLES.get(path.suffix) == "json":
-        # A null row kills the process that reads it: https://github.com/apache/arrow/issues/47409
-        with path.open("rb") as rows:
-            first, number = rows.read(4096), None
-            if re.match(rb"(\xef\xbb\xbf)?[\s\[]*null", first):
-                number = 1
-            elif not first.lstrip().startswith(b"["):  # one row per line
-                rows.seek(0)
-                number = next((n for n, row in enumerate(rows, 1) if row.lstrip().startswith(b"null")), None)
-        if number is not None:
-            raise UsageError(f"{flag} {path}: row {number} is null; drop it.")
+    for file in [path] if path.is_file() else sorted((path / data_dir).rglob("*")):
+        if _TABLES.get(file.suffix) == "json" and file.is_file():
+            _refuse_null_rows(file, flag)
     progress, verbosity = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
@@ -424,6 +421,19 @@ def _load_table(name: str, split: str, flag: str) -> Any:
     return loaded
 
 
+def _refuse_null_rows(file: Path, flag: str) -> None:
+    """Refuse a null row, which kills the process that reads it: https://github.com/apache/arrow/issues/47409"""
+    with file.open("rb") as rows:
+        first, number = rows.read(4096), None
+        if re.match(rb"(\xef\xbb\xbf)?[\s\[]*null", first):
+            number = 1
+        elif not first.lstrip().startswith(b"["):  # one row per line
+            rows.seek(0)
+            number = next((n for n, row in enumerate(rows, 1) if row.lstrip().startswith(b"null")), None)
+    if number is not None:
+        raise UsageError(f"{flag} {file}: row {number} is null; drop it.")
+
+
 def check_dataset(args: SimpleNamespace, tokenizer: Any, names: str | None, split: str, flag: str) -> None:
     """Refuse local data sets that are missing, unreadable, empty, lack a column, a prompt or a label, or hold a prompt
     that does not fit."""
@@ -449,7 +459,8 @@ def _check_rows(args: SimpleNamespace, tokenizer: Any, table: Any, where: str) -
     from openrlhf.datasets.prompts_dataset import preprocess_data
 
     template = tokenizer.apply_chat_template if args.data.apply_chat_template else None
-    room = args.data.max_len - (args.rollout.max_new_tokens or 1)
+    longest = args.rollout.max_new_tokens
+    room = args.data.max_len - (longest or 1)
     keys = args.data.input_key, args.data.label_key
     if args.data.apply_chat_template and tokenizer.chat_template is None:
         raise UsageError(
@@ -477,10 +488,10 @@ def _check_rows(args: SimpleNamespace, tokenizer: Any, table: Any, where: str) -
             continue
         length = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
         if length > room:
+            with_responses = f" with --rollout.max_new_tokens {longest}" if longest else ""
             raise UsageError(
-                f"{where}: the prompt of row {row} has {length} tokens, but --data.max_len {args.data.max_len} with "
-                f"--rollout.max_new_tokens {args.rollout.max_new_tokens} leaves {room}; "
-                "raise --data.max_len or drop it."
+                f"{where}: the prompt of row {row} has {length} tokens, but --data.max_len {args.data.max_len}"
+                f"{with_responses} leaves {room}; raise --data.max_len or drop it."
             )
 
 

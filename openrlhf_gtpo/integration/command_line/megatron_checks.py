@@ -34,7 +34,12 @@ def check_megatron(args: SimpleNamespace) -> None:
         if fp8 is not None:
             check_fp8(fp8, config, layout, cuda=platform.chosen_platform() == "cuda")
             _check_fp8_flags(args, fp8)
-        _check_batch(args, layout)
+        replicas = layout.data_parallel_size(args.actor.num_nodes * args.actor.num_gpus_per_node)
+        if args.train.batch_size % replicas:
+            raise UsageError(
+                f"--train.batch_size {args.train.batch_size} cannot be shared evenly by the {replicas} data-parallel "
+                f"replicas of the actor; give a multiple of {replicas}."
+            )
         if args.ckpt.load_enable:
             folder, tag = Path(args.ckpt.path) / "_actor", args.ckpt.load_tag
             try:
@@ -96,15 +101,6 @@ def _check_router(overrides: dict[str, Any]) -> None:
             )
 
 
-def _check_batch(args: SimpleNamespace, layout: Layout) -> None:
-    replicas = layout.data_parallel_size(args.actor.num_nodes * args.actor.num_gpus_per_node)
-    if args.train.batch_size % replicas:
-        raise UsageError(
-            f"--train.batch_size {args.train.batch_size} cannot be shared evenly by the {replicas} data-parallel "
-            f"replicas of the actor; give a multiple of {replicas}."
-        )
-
-
 def _check_modes(args: SimpleNamespace, layout: Layout) -> None:
     """Refuse what OpenRLHF's DeepSpeed actor offers and the Megatron actor does not."""
     if args.critic.model_name_or_path:
@@ -121,7 +117,7 @@ def _check_modes(args: SimpleNamespace, layout: Layout) -> None:
     nondeterministic = os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     if args.train.full_determinism_enable and nondeterministic != "0":
         raise UsageError(
-            "--train.full_determinism_enable does not go with NVTE_ALLOW_NONDETERMINISTIC_ALGO="
+            "--train.full_determinism_enable cannot be combined with NVTE_ALLOW_NONDETERMINISTIC_ALGO="
             f"{nondeterministic} in the environment; unset it, or leave the flag out."
         )
     images, aux_loss = args.data.max_images_per_prompt, args.actor.aux_loss_coef

@@ -197,8 +197,8 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
             raise UsageError(
                 f"--{flag} {values[flag]} is DeepSpeed's; with --actor.backend megatron give --megatron.{ours}."
             )
-    sizes = {name: values[f"megatron.{name}"] for name in (*SIZES, "sequence_parallel")}
-    layout = layout_of(SimpleNamespace(megatron=SimpleNamespace(**sizes)))
+    with refusals_name_flags():
+        layout = Layout(**{name: values[f"megatron.{name}"] for name in SIZES})
     values["ds.tensor_parallel_size"] = layout.model_parallel_size
     values["ds.enable_sleep"] = values["megatron.offload"] = values["ds.enable_sleep"] or values["megatron.offload"]
     values["ref.offload"] = values["ref.offload"] or values["megatron.offload"]

@@ -14,8 +14,7 @@ import types
 import typing
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.parallel.layout import SIZES
@@ -137,64 +136,43 @@ def parse_overrides(words: Sequence[str], flag: str = "override") -> dict[str, A
 
 def _value(shown: str, text: str, hint: Any) -> Any:
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    readers = [_reader(kind, text) for kind in (typing.get_args(hint) if union else (hint,))]
-    known = [reader for reader in readers if reader is not None]
-    if len(known) < len(readers):
-        raise UsageError(f"{shown}: the field takes a Python object, which text cannot express.")
-    for reader in sorted(known, key=lambda reader: reader.rank):
+    readers = [_reader(shown, kind, text) for kind in (typing.get_args(hint) if union else (hint,))]
+    for _, read, _ in sorted(readers, key=lambda reader: reader[0]):
         with contextlib.suppress(ValueError, KeyError):
-            return reader.read(text)
-    *most, last = [wanted for reader in known for wanted in reader.wanted]
+            return read(text)
+    *most, last = [one for *_, wanted in readers for one in wanted]
     choices = f"{', '.join(most)} or {last}" if most else last
     raise UsageError(f"{shown}: {text!r} is not one of its values; give {choices}.")
 
 
-class _Reader(NamedTuple):
-    """A parser of text into values of one type.
+def _reader(shown: str, kind: Any, text: str) -> tuple[int, Callable[[str], Any], list[str]]:
+    """For a type: its turn in a union (types that fit any text come last, and lists before them if there are commas),
+    what reads text or raises ValueError or KeyError if it is no such value, and what a message says to give.
 
-    Fields:
-        rank: when a union tries it: types that fit any text come last, and lists before them if there are commas.
-        read: raises ValueError or KeyError if the text is not such a value.
-        wanted: what a message says to give.
+    Raises:
+        UsageError: text cannot express its values.
     """
-
-    rank: int
-    read: Callable[[str], Any]
-    wanted: list[str]
-
-
-def _reader(kind: Any, text: str) -> _Reader | None:
-    """The reader for a type; None if text cannot express its values."""
     if kind is type(None):
-        return _Reader(0, lambda text: {"none": None}[text.lower()], ["none"])
+        return 0, lambda text: {"none": None}[text.lower()], ["none"]
     if kind is bool:
-        return _Reader(1, lambda text: _TRUTH[text.lower()], ["true", "false"])
+        return 1, lambda text: _TRUTH[text.lower()], ["true", "false"]
     if kind is int:
-        return _Reader(2, int, ["a whole number"])
+        return 2, int, ["a whole number"]
     if kind is float:
-        return _Reader(3, _finite, ["a number"])
+        return 3, _finite, ["a number"]
     if kind is str:
-        return _Reader(6, str, ["text"])
+        return 6, str, ["text"]
     if typing.get_origin(kind) is list:
-        item = _reader(typing.get_args(kind)[0], text)
-        if item is None:
-            return None
-        return _Reader(
-            5 if "," in text else 7,
-            partial(_items, item.read),
-            ["a list with commas between its items"],
-        )
+        _, read, _ = _reader(shown, typing.get_args(kind)[0], text)
+        wanted = ["a list with commas between its items"]
+        return 5 if "," in text else 7, lambda text: [read(part.strip()) for part in text.split(",") if text], wanted
     if typing.get_origin(kind) is typing.Literal:
         choices = {str(choice): choice for choice in typing.get_args(kind)}
     elif isinstance(kind, type) and issubclass(kind, enum.Enum):
         choices = dict(kind.__members__)
     else:
-        return None
-    return _Reader(4, choices.__getitem__, list(choices))
-
-
-def _items(read: Callable[[str], Any], text: str) -> list[Any]:
-    return [read(part.strip()) for part in text.split(",")] if text else []
+        raise UsageError(f"{shown}: the field takes a Python object, which text cannot express.")
+    return 4, choices.__getitem__, list(choices)
 
 
 def _finite(text: str) -> float:

@@ -24,7 +24,6 @@ _NOT_READ = (
     "data.apply_chat_template",
     "data.max_samples",
     "data.dataloader_num_workers",
-    "rollout.top_p",
     "rollout.vllm_generate_batch_size",
     "rollout.entropy_audit",
     "algo.dynamic_filtering",
@@ -49,7 +48,7 @@ def adjust(values: dict[str, Any], given: frozenset[str]) -> None:
         raise UsageError("Expected --train.replay_rollouts to be a folder with dumps, got an empty string.")
     unread = sorted(f"--{flag}" for flag in given if flag.startswith(_NOT_READ))
     if unread:
-        why = "--train.replay_rollouts has no engines, and the dumps have what was sampled"
+        why = "a replay starts no engines, and takes prompts, responses and rewards from the dumps"
         print(f"These flags were given but have no effect here: {', '.join(unread)} ({why}).", file=sys.stderr)
     values |= {"vllm.num_engines": 1, "eval.dataset": None, "train.agent_func_path": None}
     values |= {"algo.dynamic_filtering_enable": False, "rollout.entropy_audit_steps": 0}
@@ -76,7 +75,7 @@ def check(args: SimpleNamespace) -> None:
         (args.data.max_images_per_prompt, "--data.max_images_per_prompt", "since dumps hold no images"),
     ):
         if given:
-            raise UsageError(f"--train.replay_rollouts does not go with {flag}, {why}; leave one of them out.")
+            raise UsageError(f"--train.replay_rollouts cannot be combined with {flag}, {why}; leave one of them out.")
     model = args.actor.model_name_or_path
     vocabulary = vocabulary_digest(load_tokenizer(model, "--actor.model_name_or_path", args.actor.trust_remote_code))
     try:

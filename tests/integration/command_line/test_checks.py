@@ -16,7 +16,7 @@ from command_lines import argv_of
 from openrlhf_gtpo.cli import train_ppo_ray
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line import host
-from openrlhf_gtpo.integration.command_line.checks import check_every_run, check_inputs
+from openrlhf_gtpo.integration.command_line.checks import check_every_run, check_inputs, check_shared_gpus
 from openrlhf_gtpo.integration.run import parse
 
 pytestmark = pytest.mark.usefixtures("no_engine")
@@ -56,14 +56,14 @@ def test_upstreams_estimators_are_not_held_to_our_rules(command: dict[str, Any])
         ({"--vllm.num_engines": None, "--ds.packing_samples": True}, "OpenRLHF cannot work with these arguments"),
         (
             {"--vllm.sync_checksum": True, "--vllm.sync_with_ray": True},
-            "--vllm.sync_checksum does not go with --vllm.sync_with_ray",
+            "--vllm.sync_checksum cannot be combined with --vllm.sync_with_ray",
         ),
         (
             {"--vllm.sync_checksum": True, "--actor.freeze_visual_encoder": True},
-            "--vllm.sync_checksum does not go with --actor.freeze_visual_encoder",
+            "--vllm.sync_checksum cannot be combined with --actor.freeze_visual_encoder",
         ),
-        ({"--train.async_enable": True}, "--train.async_enable does not go with"),
-        ({"--data.max_images_per_prompt": 1}, "--data.max_images_per_prompt 1 does not go with"),
+        ({"--train.async_enable": True}, "--train.async_enable cannot be combined with"),
+        ({"--data.max_images_per_prompt": 1}, "--data.max_images_per_prompt 1 cannot be combined with"),
         (
             {"--reward.overlong_buffer_len": 16},
             "Expected 0 < --reward.overlong_buffer_len < 16 tokens, got 16.",
@@ -72,7 +72,7 @@ def test_upstreams_estimators_are_not_held_to_our_rules(command: dict[str, Any])
             {"--reward.overlong_buffer_len": 8, "--rollout.max_new_tokens": None},
             "--reward.overlong_buffer_len 8 counts back from the longest response",
         ),
-        ({"--rollout.top_p": 0.9}, "--rollout.top_p 0.9 does not go with --algo.advantage.estimator gtpo"),
+        ({"--rollout.top_p": 0.9}, "--rollout.top_p 0.9 cannot be combined with --algo.advantage.estimator gtpo"),
         (
             {"--reward.overlong_buffer_len": -1},
             "Expected 0 < --reward.overlong_buffer_len < 16 tokens, got -1.",
@@ -148,7 +148,7 @@ def test_a_contradiction_in_the_command_line(
         ({"--train.stall_timeout": "inf"}, "Expected a finite --train.stall_timeout >= 0, got inf."),
         (
             {"--train.max_restarts": 1, "--vllm.sync_with_ray": True},
-            "--train.max_restarts does not go with --vllm.sync_with_ray, whose transfer is OpenRLHF's own",
+            "--train.max_restarts cannot be combined with --vllm.sync_with_ray, whose transfer is OpenRLHF's own",
         ),
         ({"--actor.entropy_coef": "inf"}, "Expected a finite --actor.entropy_coef, got inf."),
     ],
@@ -201,6 +201,63 @@ def test_what_asynchronous_training_does_not_do(
 ) -> None:
     message = refused({"--algo.advantage.estimator": "group_norm", "--train.async_enable": True, flag: value})
     assert message.startswith(flag) and "--train.async_enable" in message and message.endswith(remedy)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"--train.colocate_all": True, "--vllm.num_engines": 2},
+            "Expected --vllm.num_engines × --vllm.tensor_parallel_size to be 1, as the engines share the actor's GPUs "
+            "(--train.colocate_all), got 2 × 1.",
+        ),
+        (
+            {"--train.colocate_all": True, "--ref.num_gpus_per_node": 2},
+            "Expected --ref.num_nodes 1 and --ref.num_gpus_per_node 1, as ref shares the GPUs of actor "
+            "(--train.colocate_*), got 1 and 2.",
+        ),
+        (
+            {"--train.colocate_actor_ref": True, "--ref.num_nodes": 2, "--ref.num_gpus_per_node": 1},
+            "Expected --ref.num_nodes 1 and --ref.num_gpus_per_node 1, as ref shares the GPUs of actor",
+        ),
+        (
+            {
+                "--algo.advantage.estimator": "gae",
+                "--train.colocate_critic_reward": True,
+                "--critic.num_gpus_per_node": 2,
+                "--reward.num_gpus_per_node": 3,
+            },
+            "Expected --reward.num_nodes 1 and --reward.num_gpus_per_node 2, as reward shares the GPUs of critic",
+        ),
+        (
+            {"--algo.advantage.estimator": "gae", "--train.colocate_all": True, "--critic.num_gpus_per_node": 2},
+            "Expected --critic.num_nodes × --critic.num_gpus_per_node to be at most 1, as critic shares the actor's "
+            "GPUs (--train.colocate_all), got 1 × 2.",
+        ),
+    ],
+    ids=str,
+)
+def test_groups_that_share_gpus_fit_on_them(
+    refused: Callable[..., str], changes: dict[str, Any], message: str
+) -> None:
+    assert refused(changes).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"--train.colocate_all": True, "--algo.kl.init_coef": 0, "--ref.num_gpus_per_node": 2},
+        {"--algo.advantage.estimator": "group_norm", "--train.colocate_all": True, "--train.async_enable": True}
+        | {"--vllm.num_engines": 2, "--ref.num_gpus_per_node": 1},
+        {"--vllm.num_engines": 2, "--ref.num_gpus_per_node": 2},
+        {"--train.colocate_critic_reward": True, "--reward.num_gpus_per_node": 2},
+        {"--algo.advantage.estimator": "gae", "--train.colocate_all": True, "--algo.kl.init_coef": 0}
+        | {"--actor.num_gpus_per_node": 2, "--vllm.num_engines": 2, "--critic.num_gpus_per_node": 1},
+    ],
+    ids=str,
+)
+def test_groups_may_differ_if_they_fit_or_share_no_gpus(command: dict[str, Any], changes: dict[str, Any]) -> None:
+    check_shared_gpus(parse(argv_of(command | changes)))
 
 
 def test_asynchronous_training_has_no_step_beside_upstreams_plan(

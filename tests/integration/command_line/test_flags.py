@@ -118,8 +118,10 @@ def test_the_presets_penalty_is_dapos_under_rewards_of_0_and_1() -> None:
 
 def test_dapos_penalty_needs_to_know_the_longest_response() -> None:
     without = [*BASE, "--rollout.n_samples_per_prompt", "8", "--algo.preset", "dapo"]
-    with pytest.raises(UsageError, match=r"--rollout.max_new_tokens, which is missing; give it"):
+    with pytest.raises(UsageError, match=r"which is missing; give it, or --reward.overlong_buffer_len to count back"):
         upstream_parser.parse(without)
+    with pytest.raises(UsageError, match=r"--rollout.max_new_tokens, which is missing; give it\.$"):
+        upstream_parser.parse([*without[:-1], "forking_tokens"])  # an estimator of ours counts back from nothing else
     args = upstream_parser.parse([*without, "--reward.overlong_buffer_len", "7"])
     assert args.reward.overlong_buffer_len == 7
 
@@ -179,7 +181,10 @@ def test_a_surrogate_brings_its_clip_range_and_mean(name: str) -> None:
         ("gae gmpo", "but --algo.advantage.estimator gae gives every token its own"),
         ("reinforce gmpo --algo.advantage.gamma 0.9", "but --algo.advantage.estimator reinforce gives every token"),
         ("group_norm gmpo", "but the KL in the reward gives every token its own; give --algo.kl.use_loss"),
-        ("grpo_s gmpo --actor.loss_agg_mode token-mean", "--actor.loss_agg_mode token-mean does not fit"),
+        (
+            "grpo_s gmpo --actor.loss_agg_mode token-mean",
+            "token-mean does not fit --actor.policy_loss_type gmpo, which has one loss term per response; leave it",
+        ),
         (
             "gtpo gspo",
             "--actor.policy_loss_type gspo does not fit --algo.advantage.estimator gtpo; for GSPO's ratio give "

@@ -76,15 +76,15 @@ def test_what_a_guide_goes_with(guided: dict[str, Any], changes: dict[str, Any])
         ({"--algo.guide.num_engines": 0}, "Expected --algo.guide.num_engines >= 1, got 0."),
         (
             {"--algo.kl.unbiased_gradient": True},
-            "--algo.guide.model_name_or_path does not go with --algo.kl.unbiased_gradient, whose ratio",
+            "--algo.guide.model_name_or_path cannot be combined with --algo.kl.unbiased_gradient, whose ratio",
         ),
         (
             {"--algo.advantage.estimator": "group_norm", "--train.async_enable": True},
-            "does not go with --train.async_enable, whose controller is OpenRLHF's",
+            "cannot be combined with --train.async_enable, whose controller is OpenRLHF's",
         ),
         (
             {"--algo.advantage.estimator": "gae"},
-            "does not go with --algo.advantage.estimator gae, whose critic learns what the policy's own",
+            "cannot be combined with --algo.advantage.estimator gae, whose critic learns what the policy's own",
         ),
         (
             {"--train.colocate_all": True, "--algo.guide.num_engines": 2},

@@ -13,7 +13,12 @@ from command_lines import ROWS, argv_of, table
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line.checks import check_every_run, check_inputs
-from openrlhf_gtpo.integration.command_line.input_checks import check_checkpoints, check_metrics_file, check_results
+from openrlhf_gtpo.integration.command_line.input_checks import (
+    check_checkpoints,
+    check_metrics_file,
+    check_results,
+    check_weights_fit,
+)
 from openrlhf_gtpo.integration.controller.step_costs import dense_shape
 from openrlhf_gtpo.integration.run import parse
 from openrlhf_gtpo.megatron.checkpoint.folder import write_manifest
@@ -34,7 +39,9 @@ def folder(path: Path, **files: str) -> Path:
 
 def test_a_model_that_is_not_there(refused: Callable[..., str], tmp_path: Path) -> None:
     flag = "--actor.model_name_or_path"
-    assert refused({flag: None}) == f"{flag} is missing; give a Hugging Face checkpoint."
+    for estimator in ("gtpo", "group_norm"):
+        missing = refused({flag: None, "--algo.advantage.estimator": estimator})
+        assert missing == f"{flag} is missing; give a Hugging Face checkpoint."
     assert refused({flag: tmp_path / "nowhere"}) == f"{flag} {tmp_path / 'nowhere'} does not exist."
     assert "HF_HUB_OFFLINE is set, and the cache" in refused({flag: "no-such-user/no-such-model"})
     assert "without config.json" in refused({flag: folder(tmp_path / "empty")})
@@ -182,6 +189,18 @@ def test_code_of_a_checkpoint_is_run_where_the_flag_is_given(
     assert (tmp_path / "mark").exists()
 
 
+def test_nobody_is_asked_on_the_terminal_whether_to_run_the_code(
+    with_code: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Transformers would ask if it knew no class of its own for the model, and wait 15 seconds for the answer."""
+    path = with_code("config.json")
+    fields = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(fields | {"model_type": "own"}))
+    monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))
+    check_weights_fit(str(path), "--actor.model_name_or_path")
+    assert not (tmp_path / "mark").exists()
+
+
 def test_code_of_every_model_that_is_named_is_looked_for(
     refused: Callable[..., str], with_code: Callable[[str], Path]
 ) -> None:
@@ -265,6 +284,16 @@ def test_a_reward_that_is_not_there(refused: Callable[..., str], tmp_path: Path)
     )
 
 
+def test_several_reward_models_are_refused_as_openrlhf_loads_only_one(
+    command: dict[str, Any], refused: Callable[..., str], model: Path, tmp_path: Path
+) -> None:
+    """It takes the whole text as one name, so that a folder may have a comma in its name."""
+    two = {"--reward.remote_url": None, "--reward.model_name_or_path": f"{model},{model}"}
+    assert refused(two) == f"--reward.model_name_or_path {model},{model} does not exist."
+    one = two | {"--reward.model_name_or_path": copy_model(model, tmp_path / "a,b")}
+    check_inputs(parse(argv_of(command | one)))
+
+
 def test_a_reward_server_that_does_not_answer(refused: Callable[..., str]) -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -288,6 +317,10 @@ def test_an_agent_that_cannot_be_used(refused: Callable[..., str], tmp_path: Pat
     assert "does not exist" in refused({"--train.agent_func_path": agent})
     agent.write_text("class Agent: ...\n")
     assert "defines no AgentExecutor" in refused({"--train.agent_func_path": agent})
+    text = agent.rename(tmp_path / "agent.txt")
+    assert refused({"--train.agent_func_path": text}) == (
+        f"--train.agent_func_path {text} is not a .py file; give a Python file with AgentExecutor."
+    )
 
 
 # ── The data ──
@@ -355,6 +388,8 @@ def test_a_folder_of_data(
     assert refused({data_flag: splits, split: "test"}).endswith(f"no split 'test' ({split}); it has train.")
     table(rows, [{"text": "a"}])
     assert "has no column 'question'" in refused({data_flag: files})
+    rows.write_text("null\n")
+    assert refused({data_flag: files}) == f"{data_flag} {rows}: row 1 is null; drop it."
 
 
 def test_a_data_set_without_the_columns(refused: Callable[..., str], data_flag: str, tmp_path: Path) -> None:
@@ -401,9 +436,12 @@ def test_a_row_with_a_gap(
 
 def test_a_prompt_that_does_not_fit(refused: Callable[..., str], data_flag: str, tmp_path: Path) -> None:
     path = table(tmp_path / "long.jsonl", [*ROWS, {"question": "x" * 49, "answer": ""}])
-    found = refused({data_flag: path})
-    assert found.startswith(f"{data_flag} {path}: the prompt of row 5 has 49 tokens, but --data.max_len 64 with ")
-    assert "leaves 48" in found
+    said = f"{data_flag} {path}: the prompt of row 5 has 49 tokens, but"
+    assert refused({data_flag: path}).startswith(
+        f"{said} --data.max_len 64 with --rollout.max_new_tokens 16 leaves 48; "
+    )
+    unlimited = {data_flag: path, "--rollout.max_new_tokens": None, "--data.max_len": 49}
+    assert refused(unlimited) == f"{said} --data.max_len 49 leaves 48; raise --data.max_len or drop it."
 
 
 def test_a_prompt_that_just_fits(command: dict[str, Any], tmp_path: Path) -> None:
@@ -414,6 +452,19 @@ def test_a_prompt_that_just_fits(command: dict[str, Any], tmp_path: Path) -> Non
 def test_every_one_of_several_data_sets_is_looked_at(refused: Callable[..., str], tmp_path: Path) -> None:
     good = table(tmp_path / "good.jsonl", ROWS)
     assert refused({"--data.prompt_dataset": f"{good},{tmp_path}/no.jsonl"}).endswith("no.jsonl does not exist.")
+
+
+@pytest.mark.parametrize("probs", ["0.5", "0.5,0.4", "1.5,-0.5", "half,half", ""])
+def test_every_data_set_has_its_probability(
+    refused: Callable[..., str], command: dict[str, Any], tmp_path: Path, probs: str
+) -> None:
+    good = table(tmp_path / "good.jsonl", ROWS)
+    both = {"--data.prompt_dataset": f"{good},{good}"}
+    assert refused(both | {"--data.prompt_probs": probs}) == (
+        "Expected --data.prompt_probs to be 2 probabilities that add up to 1, one for each data set of "
+        f"--data.prompt_dataset, got {probs}."
+    )
+    check_inputs(parse(argv_of(command | both | {"--data.prompt_probs": "0.3,0.7"})))
 
 
 def test_metrics_of_another_run_are_not_added_to(command: dict[str, Any], tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_full_determinism_against_transformer_engines_own_variable(
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
     check_megatron(parse(argv_of(command)))
     message = refused({"--train.full_determinism_enable": True})
-    assert "does not go with NVTE_ALLOW_NONDETERMINISTIC_ALGO=1 in the environment" in message
+    assert "cannot be combined with NVTE_ALLOW_NONDETERMINISTIC_ALGO=1 in the environment" in message
 
 
 @pytest.mark.parametrize("estimator", ["gtpo", "group_norm"])

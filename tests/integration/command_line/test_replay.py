@@ -88,14 +88,15 @@ def test_files_that_are_no_whole_dumps(refused: Callable[..., str], dump: Callab
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"--logger.dump_rollouts": 1}, "does not go with --logger.dump_rollouts, which would write again"),
+        ({"--logger.dump_rollouts": 1}, "cannot be combined with --logger.dump_rollouts, which would write again"),
         (
             {"--algo.advantage.estimator": "group_norm", "--data.max_images_per_prompt": 1},
-            "does not go with --data.max_images_per_prompt, since dumps hold no images",
+            "cannot be combined with --data.max_images_per_prompt, since dumps hold no images",
         ),
+        ({"--rollout.top_p": 0.9}, "--rollout.top_p 0.9 cannot be combined with --algo.advantage.estimator gtpo"),
         (
             {"--algo.advantage.estimator": "group_norm", "--train.async_enable": True},
-            "does not go with --train.async_enable, whose controller is OpenRLHF's; leave one of them out.",
+            "cannot be combined with --train.async_enable, whose controller is OpenRLHF's; leave one of them out.",
         ),
         ({"--rollout.entropy": "sampler"}, "has no entropies of the sampler; give --rollout.entropy actor."),
         ({"--algo.advantage.is_correction_level": "token"}, "has no log-probs of the sampler, which .*; give off."),
