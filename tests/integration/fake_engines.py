@@ -132,6 +132,32 @@ def guided(monkeypatch: pytest.MonkeyPatch, fraction: float = 1 / 3, *argv: str)
     return generator, engines
 
 
+class Call:
+    """An engine's ``method.remote()``, which records the call, or raises if the engine is dead."""
+
+    def __init__(self, called: list[str], what: str) -> None:
+        self.called, self.what, self.dies = called, what, False
+
+    def remote(self) -> Any:
+        return self
+
+    def __call__(self) -> None:
+        if self.dies:
+            raise ray.exceptions.ActorDiedError
+        self.called.append(self.what)
+
+
+def sleeping(guide: Guide, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have the guide's two engines, "a" and "b", sleep between rollouts; returns the record of their calls."""
+    called: list[str] = []
+    guide._args.vllm.enable_sleep = True
+    for name, handle in zip("ab", guide.engines, strict=True):
+        for call in ("wake_up", "sleep"):
+            setattr(handle, call, Call(called, f"{name} {call}"))
+    monkeypatch.setattr("openrlhf_gtpo.integration.rollout.guide.ray", SimpleNamespace(get=lambda ref: ref()))
+    return called
+
+
 RESCUE = ("--algo.guide.rescue_batch", "2", "--algo.dynamic_filtering_enable")
 
 

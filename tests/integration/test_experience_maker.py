@@ -264,6 +264,19 @@ def test_overlong_penalty_is_added_after_shaping(
     assert_penalised(estimator, experiences, batch, penalty)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_an_agents_reward_may_be_a_truth_value_or_a_whole_number(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = rollout(seed=7)
+    argv = ("--algo.advantage.estimator", "gtpo", "--rollout.max_new_tokens", "7", "--reward.overlong_buffer_len", "3")
+    _, expected = make(arguments(*argv), batch, monkeypatch)
+    batch.outcome = batch.outcome.to(dtype)
+    _, experiences = make(arguments(*argv), batch, monkeypatch)
+    for found, wanted in zip(experiences, expected, strict=True):
+        assert_same_experience(dataclasses.replace(found, scores=wanted.scores), wanted)
+
+
 @pytest.mark.parametrize("estimator", ["gtpo", "grpo_s"])
 @pytest.mark.parametrize("form", ["continuous", "as_printed"])
 @pytest.mark.parametrize("coefficient", [0.5, -0.5])

@@ -2,12 +2,21 @@
 guide dies."""
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
-from fake_engines import RESCUE, Executor, GuideExecutor, PolicyExecutor, guide_arguments, guided, rows, sampling
+from fake_engines import (
+    RESCUE,
+    Executor,
+    GuideExecutor,
+    PolicyExecutor,
+    guide_arguments,
+    guided,
+    rows,
+    sampling,
+    sleeping,
+)
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.rollout.guide import Guide
@@ -17,21 +26,6 @@ from openrlhf_gtpo.report import names
 
 def marks(samples: list[Any]) -> list[float]:
     return [float(sample.info[names.GUIDE_ROWS]) for sample in samples]
-
-
-class Call:
-    """An engine's ``method.remote()``, which records the call, or raises if the engine is dead."""
-
-    def __init__(self, called: list[str], what: str) -> None:
-        self.called, self.what, self.dies = called, what, False
-
-    def remote(self) -> Any:
-        return self
-
-    def __call__(self) -> None:
-        if self.dies:
-            raise ray.exceptions.ActorDiedError
-        self.called.append(self.what)
 
 
 # ── How many rows ──
@@ -179,15 +173,19 @@ def test_a_guide_that_dies_is_replaced_by_the_policy_or_stops_the_run(
         assert capsys.readouterr().out.count("Warning: the guide died") == 1
 
 
+@pytest.mark.parametrize(("endpoint", "logs"), [(None, "its node's Ray logs"), ("http://a/v1", "its server's logs")])
+def test_a_guide_that_dies_says_where_to_look(endpoint: str | None, logs: str) -> None:
+    guide = Guide(["engine"], guide_arguments(0.5))
+    guide._args.algo.guide.endpoint = endpoint
+    with pytest.raises(TrainingStopped, match=rf"the guide died \(no answer\); {logs} say more\."):
+        guide.died("no answer")
+
+
 def test_it_sleeps_but_while_it_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """It wakes once around all that samples in turn; if one engine dies, the run goes on and the others sleep."""
     generator, engines = guided(monkeypatch, 0.5, "--algo.guide.steps", "2", "--algo.guide.on_failure", "continue")
-    guide, called = generator._guide, []
-    guide._args.vllm.enable_sleep = True
-    for name, handle in zip("ab", guide.engines, strict=True):
-        for call in ("wake_up", "sleep"):
-            setattr(handle, call, Call(called, f"{name} {call}"))
-    monkeypatch.setattr("openrlhf_gtpo.integration.rollout.guide.ray", SimpleNamespace(get=lambda ref: ref()))
+    guide = generator._guide
+    called = sleeping(guide, monkeypatch)
     for guide.step in (0, 1, 2):
         generator.generate_samples()
     assert called == ["a wake_up", "b wake_up", "a sleep", "b sleep"] * 2

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from fake_engines import RESCUE, answers, fours, guided
+from fake_engines import RESCUE, answers, fours, guided, sleeping
 from rollouts import arguments, in_sampling_order, maker, rollout
 
 from openrlhf_gtpo.integration.controller import trainer
@@ -125,7 +125,9 @@ def test_a_group_of_both_waits_without_the_guides_rows(of_guide: int, monkeypatc
 
 
 def test_a_guide_that_dies_at_a_rescue(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Its engines, woken for the rescue alone, sleep again: one may live, on the trainer's GPU."""
     generator, _ = guided(monkeypatch, 0.0, *RESCUE, "--algo.guide.on_failure", "continue")
+    called = sleeping(generator._guide, monkeypatch)
 
     def dead(calls: list[Any]) -> Any:
         for call in calls:
@@ -136,6 +138,7 @@ def test_a_guide_that_dies_at_a_rescue(monkeypatch: pytest.MonkeyPatch, capsys: 
     for _ in range(2):
         assert len(generator.generate_samples(max_len=64)[0]) == 12
     assert generator.rescued == [] and generator.rescue.given_up == 4
+    assert called == ["a wake_up", "b wake_up", "a sleep", "b sleep"]
     assert capsys.readouterr().out.count("Warning: the guide died (ActorDiedError at a rescue)") == 1
 
 

@@ -11,7 +11,7 @@ import pytest
 import ray
 import torch
 from fake_engines import RESCUE, answers, fours, guided, rows, sampling
-from openrlhf.trainer.ppo_utils.kl_controller import AdaptiveKLController
+from openrlhf.trainer.ppo_utils.kl_controller import AdaptiveKLController, FixedKLController
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from openrlhf_gtpo.integration.actors.strategy import Strategy
@@ -163,6 +163,17 @@ def test_prompts_that_wait_for_the_guide_are_in_the_checkpoint(
         ]
         assert ends[0] == ends[1]
     assert waiting > 3
+
+
+def test_a_fixed_kl_coefficient_is_what_the_command_line_of_the_resumed_run_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    states = {"global_step": 3, "episode": 0, "total_consumed_prompts": 12, "kl_coefficient": 0.1}
+    for coefficient, goes_on_with in ((FixedKLController(0.5), 0.5), (AdaptiveKLController(0.5, 6.0, 100), 0.1)):
+        resumed = Controller(monkeypatch, tmp_path, 16, False, states)
+        resumed.kl_ctl = coefficient
+        resumed.init_checkpoint_states()
+        assert resumed.kl_ctl.value == goes_on_with
 
 
 def test_an_evaluation_that_was_made_counts_for_the_best_checkpoint(

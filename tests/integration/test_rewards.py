@@ -114,6 +114,14 @@ def test_a_reward_server_that_does_not_answer_is_named_with_its_error(monkeypatc
         answer(StrictRewardExecutor(["http://127.0.0.1:9/"], Patience()))
 
 
+def test_servers_that_take_turns_are_all_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream does not say which of them it asked."""
+    executor = StrictRewardExecutor(["http://a/", "http://b/"], Patience())
+    monkeypatch.setattr(executor, "_fetch_rewards_via_http", lambda *columns: asyncio.sleep(0, [{"rewards": None}]))
+    with pytest.raises(TrainingStopped, match="response from http://a/ or http://b/: it returned no 'rewards'"):
+        answer(executor)
+
+
 def test_without_a_reward_function_there_is_no_reward_to_wait_for() -> None:
     assert answer(StrictRewardExecutor(None, Patience()))["reward"] is None
 

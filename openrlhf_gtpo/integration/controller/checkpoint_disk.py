@@ -15,8 +15,11 @@ _STATE_BYTES = 12
 
 
 def writes_checkpoints(args: SimpleNamespace) -> bool:
-    """True if the run was told to save or load checkpoints; a request to stop may make any run save one."""
-    return not args.ckpt.disable_ds and bool(args.ckpt.save_steps > 0 or args.ckpt.stop_file or args.ckpt.load_enable)
+    """True if the run was told to save or load checkpoints, or is to keep the one that an evaluation finds best, as
+    upstream does whatever ``--ckpt.save_steps`` says; a request to stop may make any run save one."""
+    ckpt = args.ckpt
+    keeps_best = args.eval.dataset and args.eval.steps > 0 and ckpt.best_metric_key != "none"
+    return not ckpt.disable_ds and bool(ckpt.save_steps > 0 or ckpt.stop_file or ckpt.load_enable or keeps_best)
 
 
 def check_room(args: SimpleNamespace) -> None:

@@ -49,27 +49,26 @@ def check_nodes(args: SimpleNamespace) -> None:
 def check_gpus(args: SimpleNamespace, nodes: list[dict[str, Any]]) -> None:
     """Refuse fewer GPUs than the run needs, for which Ray would wait forever, and engines for which no node has enough
     GPUs: their tensor-parallel groups would cross nodes."""
-    there = {_name(node): int(node["Resources"].get("GPU", 0)) for node in nodes}
+    counts = [int(node["Resources"].get("GPU", 0)) for node in nodes]
+    there = ", ".join(f"{_name(node)}: {count}" for node, count in zip(nodes, counts, strict=True))
     needed = gpus_of(args)
-    if sum(there.values()) < sum(needed):
+    if sum(counts) < sum(needed):
         groups = ", ".join(f"{group} {count}" for group, count in needed._asdict().items() if count)
         raise UsageError(
-            f"The run needs {sum(needed)} GPUs ({groups}), and the Ray cluster has {sum(there.values())} "
-            f"({', '.join(f'{name}: {count}' for name, count in there.items())}); add nodes, give "
-            "--train.colocate_all, or lower --vllm.num_engines, --algo.guide.num_engines or num_nodes and "
-            "num_gpus_per_node of --actor, --ref, --critic or --reward."
+            f"The run needs {sum(needed)} GPUs ({groups}), and the Ray cluster has {sum(counts)} ({there}); add "
+            "nodes, give --train.colocate_all, or lower --vllm.num_engines, --algo.guide.num_engines or num_nodes "
+            "and num_gpus_per_node of --actor, --ref, --critic or --reward."
         )
     size, engines = args.vllm.tensor_parallel_size, args.vllm.num_engines or 0
     fitting = [
         divisor
         for divisor in range(1, size + 1)
-        if size % divisor == 0 and sum(count // divisor for count in there.values()) * divisor >= engines * size
+        if size % divisor == 0 and sum(count // divisor for count in counts) * divisor >= engines * size
     ]
     if size not in fitting and platform.chosen_platform() != "cpu":  # where nodes may share one host
         raise UsageError(
             f"--vllm.tensor_parallel_size {size} for --vllm.num_engines {engines} would cross nodes, which have "
-            f"{', '.join(f'{name}: {count}' for name, count in there.items())} GPUs; sizes that fit, with as many "
-            f"more engines: {', '.join(map(str, fitting))}."
+            f"{there} GPUs; sizes that fit, with as many more engines: {', '.join(map(str, fitting))}."
         )
 
 
@@ -95,14 +94,8 @@ def check_guide_memory(guide: SimpleNamespace, nodes: list[dict[str, Any]]) -> N
     Raises:
         UsageError: names both sizes.
     """
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(guide.model_name_or_path, trust_remote_code=False)
-        check_architecture(config)
-    except ValueError:  # a LayoutError, or a configuration that only the model's own code can read
-        return
-    if getattr(config, "quantization_config", None) is not None:
+    config = known_config(guide.model_name_or_path)
+    if config is None or getattr(config, "quantization_config", None) is not None:
         return
     weights = int(_WEIGHT_BYTES * ModelShape.of(config).parameters / guide.tensor_parallel_size)
     on_cpu = platform.chosen_platform() == "cpu"
@@ -122,6 +115,19 @@ def check_guide_memory(guide: SimpleNamespace, nodes: list[dict[str, Any]]) -> N
         f"--algo.guide.model_name_or_path {guide.model_name_or_path} has {gigabytes(weights)} of weights for each of "
         f"its {guide.tensor_parallel_size} GPUs, and {of}, or serve it elsewhere and give --algo.guide.endpoint."
     )
+
+
+def known_config(model: str) -> Any | None:
+    """The configuration of a checkpoint; None if the planner does not know its layers, or if only the model's own code
+    can read it."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        check_architecture(config)
+    except ValueError:  # also a LayoutError
+        return None
+    return config
 
 
 def free_memory() -> int:
@@ -148,16 +154,16 @@ def check_shared_folder(folder: str, nodes: list[dict[str, Any]]) -> None:
     except OSError as error:
         raise UsageError(f"--ckpt.path {path} cannot be written to: {error.strerror}.") from error
     try:
-        answers = {_name(node): _look_from(node, token) for node in nodes}
-        for name, answer in answers.items():
+        answers = [(node, _look_from(node, token)) for node in nodes]
+        for node, answer in answers:
             try:
                 complaint = ray.get(answer, timeout=_LOOK_LIMIT)
             except (ray.exceptions.RayError, TimeoutError) as error:
                 complaint = f"could not be checked ({' '.join(str(error).split())[:200]})"
             if complaint:
                 raise UsageError(
-                    f"--ckpt.path {path} {complaint} on node {name}, and all {len(nodes)} nodes must read and write "
-                    "the same folder; give one on a shared file system (NFS, Lustre, …)."
+                    f"--ckpt.path {path} {complaint} on node {_name(node)}, and all {len(nodes)} nodes must read and "
+                    "write the same folder; give one on a shared file system (NFS, Lustre, …)."
                 )
     finally:
         token.unlink(missing_ok=True)

@@ -1,4 +1,5 @@
 """The run's vLLM engines as its controller sees them: which serve, which have died or hang, and how they come back.
+Also starts the engines of the guiding policy, to which no weights are sent.
 
 Ray restarts an engine that died (``max_restarts`` of its actor) on the same GPUs and behind the same handle, and the
 run goes on with the others. A restarted engine has the weights of the model's checkpoint and refuses to sample from
@@ -10,15 +11,20 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import ray
+from openrlhf.trainer.ray import vllm_engine
 from ray.exceptions import RayError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.integration.actors.dispatch import engine_bundles
 from openrlhf_gtpo.integration.controller.failures import DIED, cause_of
-from openrlhf_gtpo.integration.rollout.rollout_actor import EngineRestarted
+from openrlhf_gtpo.integration.rollout.endpoint import EndpointActor
+from openrlhf_gtpo.integration.rollout.rewards import Patience
+from openrlhf_gtpo.integration.rollout.rollout_actor import MAX_CALLS, EngineRestarted, StrictRolloutActor
 
 _ANSWER = 10.0  # seconds for an engine to say that it serves; a slower one is not taken for dead
 _LOOK_EVERY = 1.0
@@ -107,7 +113,8 @@ class Engines:
         if not lost:
             return
         began = time.monotonic()
-        ray.get([actor.__ray_call__.remote(_rejoin) for actor in policy._actor_handlers])
+        ranks = policy._actor_handlers
+        ray.get([rank.__ray_call__.remote(lambda actor: actor.trainer.rejoin_engines()) for rank in ranks])
         self.serving[:] = self._all
         numbers = ", ".join(str(self._all.index(engine)) for engine in lost)
         print(f"vLLM engines {numbers} are back, after {time.monotonic() - began:.0f} s of waiting.", flush=True)
@@ -161,5 +168,39 @@ def kill_hanging(
         threading.Thread(target=watch, daemon=True).start()
 
 
-def _rejoin(actor: Any) -> None:
-    actor.trainer.rejoin_engines()
+def start_guide(args: SimpleNamespace, tokenizer: Any, shared: Any) -> list[Any]:
+    """Start rollout actors with ``--algo.guide.model_name_or_path``, which may still be loading it when this returns,
+    or one that asks ``--algo.guide.endpoint``.
+
+    Args:
+        args: the run's arguments.
+        tokenizer: shared by the policy and the guide.
+        shared: placement group of the trainer's GPUs, on which to put them; None to give them their own GPUs.
+    """
+    guide, vllm = args.algo.guide, args.vllm
+    with_rewards = {"agent_func_path": args.train.agent_func_path, "remote_rm_url": args.reward.remote_url}
+    fields: dict[str, Any] = {"patience": Patience.of(args), "with_log_probs": True, "gets_weights": False}
+    fields["tokenizer"] = tokenizer
+    if guide.endpoint:
+        actor = ray.remote(max_concurrency=MAX_CALLS)(type("GuideActor", (EndpointActor,), fields))
+        return [actor.options(num_cpus=0).remote(guide.endpoint, guide.model_name_or_path, **with_rewards)]
+    fields["engine_args"] = {name: getattr(vllm, name) for name in ("max_num_seqs", "max_num_batched_tokens")}
+    # This is the controller's process, in which nobody else makes engines.
+    vllm_engine.get_bundle_indices = engine_bundles
+    guide_actor = type("GuideActor", (StrictRolloutActor,), fields)
+    vllm_engine.RolloutRayActor = ray.remote(max_concurrency=MAX_CALLS)(guide_actor)
+    return vllm_engine.create_vllm_engines(
+        guide.num_engines,
+        guide.tensor_parallel_size,
+        guide.model_name_or_path,
+        args.train.seed + vllm.num_engines,
+        args.train.full_determinism_enable,
+        vllm.enable_prefix_caching,
+        vllm.enforce_eager,
+        args.data.max_len,
+        shared,
+        guide.gpu_memory_utilization,
+        vllm.enable_sleep,
+        "processed_logprobs",
+        **with_rewards,
+    )

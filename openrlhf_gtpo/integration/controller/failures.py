@@ -55,7 +55,7 @@ def explained() -> Iterator[None]:
     try:
         yield
     except ray.exceptions.RayError as error:
-        failed = cause_of(error, CheckpointError) or cause_of(error, CheckpointWriteError)
+        failed = cause_of(error, (CheckpointError, CheckpointWriteError))
         if failed is not None:
             raise TrainingStopped(str(failed)) from None
         for kind in (UsageError, Restartable, TrainingStopped, StoppedOnRequest):

@@ -56,6 +56,8 @@ class RolloutDumper:
                 target=self._write, args=(step, batch, copies, groups, self._ratios), name="rollout-dump"
             )
             self._thread.start()
+        if step <= args.critic.freezing_steps + 1:  # the actor trains on these rows later, beside those of other steps
+            groups = set()
         for experience in experiences:
             experience.labels = [row if int(batch.group_ids[row]) in groups else None for row in experience.index]
 

@@ -13,7 +13,7 @@ import ray
 from openrlhf.trainer.ppo_utils.experience import Experience
 from ray.exceptions import RayError
 
-from openrlhf_gtpo.megatron.parallel.layout import check_architecture
+from openrlhf_gtpo.integration.controller.cluster_checks import known_config
 from openrlhf_gtpo.model_shape import ModelShape, forward_flops
 from openrlhf_gtpo.report import names
 
@@ -75,14 +75,8 @@ class StepCosts:
 
 def dense_shape(model: str) -> ModelShape | None:
     """Shape of a checkpoint; None if :func:`forward_flops` does not know its layers. Does not run the model's code."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-        check_architecture(config)
-    except ValueError:  # a LayoutError, or a configuration that only the model's own code can read
-        return None
-    return None if getattr(config, "num_experts", None) else ModelShape.of(config)
+    config = known_config(model)
+    return None if config is None or getattr(config, "num_experts", None) else ModelShape.of(config)
 
 
 def _largest(process: str, peaks: Iterable[Peaks]) -> dict[str, float]:

@@ -11,6 +11,7 @@ import ray
 import torch
 from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.kl_controller import AdaptiveKLController
 from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
 from openrlhf.utils.logging_utils import TensorboardLogger
 
@@ -18,9 +19,8 @@ from openrlhf_gtpo.errors import StoppedOnRequest
 from openrlhf_gtpo.integration.actors.actor_trainer import keep_trying, wait_for_engines
 from openrlhf_gtpo.integration.actors.token_ratios import take_ratios
 from openrlhf_gtpo.integration.controller import stop
-from openrlhf_gtpo.integration.controller.engines import Engines, kill_hanging
+from openrlhf_gtpo.integration.controller.engines import Engines, kill_hanging, start_guide
 from openrlhf_gtpo.integration.controller.failures import answering, write_errors
-from openrlhf_gtpo.integration.controller.guide_engines import start_guide
 from openrlhf_gtpo.integration.controller.rollout_dump import RolloutDumper
 from openrlhf_gtpo.integration.controller.spikes import Spikes
 from openrlhf_gtpo.integration.controller.step_costs import StepCosts
@@ -272,14 +272,15 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         return super()._compute_rollout_stats(own)
 
     def init_checkpoint_states(self) -> dict[str, Any]:
-        """Load upstream's states, once; the KL coefficient, response seeds and audits go on from where they were.
+        """Load upstream's states, once; an adaptive KL coefficient, seeds and audits go on from where they were.
 
         A run that died before its first checkpoint was complete leaves a folder without one, for which upstream has no
         state to start from (https://github.com/OpenRLHF/OpenRLHF/pull/1208 left out its PPO trainer): it starts anew.
         """
         if self._states is None:
             self._states = states = super().init_checkpoint_states() or dict(_FRESH)
-            self.kl_ctl.value = states.get(_KL_COEFFICIENT, self.kl_ctl.value)
+            if isinstance(self.kl_ctl, AdaptiveKLController):  # a fixed one is what the command line says
+                self.kl_ctl.value = states.get(_KL_COEFFICIENT, self.kl_ctl.value)
             self.spikes.recent = states.get(_RECENT, {})
             self.samples_generator.dispatched = states["total_consumed_prompts"]
             if self.guide:

@@ -23,24 +23,15 @@ from openrlhf_gtpo.token_values import TokenValues
 
 
 class _Rough(NamedTuple):
-    """The source that is audited, and how messages and metrics name it.
+    """The source that is audited, and how messages and metrics name it."""
 
-    Attributes:
-        gated: the field of ``ErrorBudget`` that the gate is on.
-        found: the gated value in words, to begin a sentence.
-        gate: the flag that sets the gate.
-        closes, opens: what happens when the gate closes or opens, to end a sentence.
-        metrics: fields of ``ErrorBudget``, each with the name of its metric.
-        in_use: metric that is 1 while the rough values are in use, else 0.
-    """
-
-    gated: str
-    found: str
-    gate: str
-    closes: str
-    opens: str
-    metrics: Mapping[str, str]
-    in_use: str
+    gated: str  # the field of ErrorBudget that the gate is on
+    found: str  # the gated value in words, to begin a sentence
+    gate: str  # the flag that sets the gate
+    closes: str  # what happens when the gate closes, to end a sentence
+    opens: str  # likewise, when it opens
+    metrics: Mapping[str, str]  # fields of ErrorBudget, each with the name of its metric
+    in_use: str  # metric that is 1 while the rough values are in use, else 0
 
 
 _FP8 = _Rough(

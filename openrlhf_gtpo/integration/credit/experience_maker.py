@@ -104,7 +104,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         """
         started = time.perf_counter()
         due = self.audit.due()
-        without_fp8 = self.audit.without_fp8(due, self.actor_model_group, lambda: self._policy_forward(samples_list))
+        exact = self.audit.without_fp8(due, self.actor_model_group, lambda: self._policy_forward(samples_list))
         sampled, rows = _take(samples_list, "sampler_values"), sum(len(s.sequences) for s in samples_list)
         self._in_its_place = None
         if sampled is not None:
@@ -117,7 +117,6 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
             for name in ("kl", "logprobs_diff"):  # upstream's mean over no tokens is NaN
                 experience.info[name] = experience.info[name].where(experience.action_mask.any(dim=-1), 0)
         values, self._policy_values = self._policy_values, None
-        exact = without_fp8
         if sampled is not None:
             assert values is not None, "the policy returned no entropies"
             exact = values if due else None
@@ -256,7 +255,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
             apply_stop_properly_penalty(experiences, reward.stop_properly_penalty_coef)
         for experience in experiences:
             experience.info["reward"] = experience.rewards.clone()
-        return in_sampling_order(torch.cat([e.rewards for e in experiences]), batch.order) - batch.outcome
+        return in_sampling_order(torch.cat([e.rewards for e in experiences]), batch.order) - batch.outcome.float()
 
     def _kl_return(self, experience: Experience) -> torch.Tensor:
         """(b, t) return of upstream's KL reward: its sum from each token on, or over the whole response if the

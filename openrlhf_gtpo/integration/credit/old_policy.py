@@ -31,9 +31,10 @@ def count_all_steps(args: SimpleNamespace, prompts: int) -> int:
     """Number of optimizer steps in a run over ``prompts`` prompts, which learning rates are scheduled by. Upstream
     counts the batches in all episodes' rows (openrlhf 0.11.2, trainer/ppo_trainer.py, prepare_datasets), which is too
     few or too many if a rollout's rows are not a multiple of a batch."""
-    whole, rest = divmod(prompts, args.rollout.batch_size)
+    drawn = min(args.rollout.batch_size, args.rollout.vllm_generate_batch_size)  # for each rollout
+    whole, rest = divmod(prompts, drawn)
     samples, batch = args.rollout.n_samples_per_prompt, args.train.batch_size
-    steps = whole * count_steps(args.rollout.batch_size * samples, batch)
+    steps = whole * count_steps(drawn * samples, batch)
     steps += count_steps(rest * samples, batch) if rest else 0
     return steps * args.train.max_epochs * args.train.num_episodes
 

@@ -17,28 +17,17 @@ from openrlhf_gtpo.token_values import TokenValues
 
 @dataclass
 class RolloutBatch:
-    """Rows in sampling order, so that the G responses to one prompt are adjacent. B rows, T columns.
+    """Rows in sampling order, so that the G responses to one prompt are adjacent. B rows, T columns."""
 
-    Attributes:
-        order: (B,) the sampling-order row of each row in the concatenated micro-batches (``Experience.index``).
-        mask: (B, T) bool, True at action tokens.
-        outcome: (B,) the rewards before any length penalty, in their original precision, in which they are compared.
-        group_ids: (B,) int, one per prompt.
-        values: (B, T) values of the old policy; None if the run does not capture entropies.
-        kl, reference_log_probs: (B, T) float; reference log-probs are None if KL is not a loss.
-        prompts: B texts, for messages.
-        guided: (B,) bool, the guide's rows (see ``guide_rows``); None in a run without a guide.
-    """
-
-    order: Tensor
-    mask: Tensor
-    outcome: Tensor
-    group_ids: Tensor
-    values: TokenValues | None
-    kl: Tensor
-    reference_log_probs: Tensor | None
-    prompts: list[str]
-    guided: Tensor | None
+    order: Tensor  # (B,) the sampling-order row of each row in the concatenated micro-batches (Experience.index)
+    mask: Tensor  # (B, T) bool, True at action tokens
+    outcome: Tensor  # (B,) rewards before any length penalty, in their original precision, in which they are compared
+    group_ids: Tensor  # (B,) int, one per prompt
+    values: TokenValues | None  # (B, T) of the old policy; None if the run does not capture entropies
+    kl: Tensor  # (B, T)
+    reference_log_probs: Tensor | None  # (B, T); None if KL is not a loss
+    prompts: list[str]  # B texts, for messages
+    guided: Tensor | None  # (B,) bool, the guide's rows (see guide_rows); None in a run without a guide
 
     @classmethod
     def gather(

@@ -27,15 +27,10 @@ _ROUNDING = 1e-6  # of rows, over the prompts of a run
 
 
 class GuideRows(NamedTuple):
-    """How much of a prompt's group the guide is to answer.
+    """How much of a prompt's group the guide is to answer."""
 
-    Attributes:
-        engine: handle of the rollout actor to ask.
-        num_rows: rows of the group that it samples.
-    """
-
-    engine: Any
-    num_rows: int
+    engine: Any  # handle of the rollout actor to ask
+    num_rows: int  # rows of the group that it samples
 
 
 class Guide:
@@ -88,9 +83,10 @@ class Guide:
             TrainingStopped: ``--algo.guide.on_failure`` says to stop.
         """
         if self._args.algo.guide.on_failure == "stop":
+            logs = "its server's logs" if self._args.algo.guide.endpoint else "its node's Ray logs"
             raise TrainingStopped(
-                f"An engine of the guide died ({how}); its node's Ray logs say more. --algo.guide.on_failure continue "
-                "goes on without it."
+                f"An engine of the guide died ({how}); {logs} say more. --algo.guide.on_failure continue goes on "
+                "without it."
             )
         if not self._is_dead:
             print(f"Warning: the guide died ({how}); the policy samples all rows from now on.", flush=True)

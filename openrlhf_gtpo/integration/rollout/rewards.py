@@ -99,6 +99,7 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
 
     def __init__(self, remote_rm_url: Any, patience: Patience) -> None:
         super().__init__(remote_rm_url)
+        self._source = " or ".join(self.reward_endpoints)  # upstream takes turns among several servers
         self._patience = patience
         self._threads = asyncio.Semaphore(_THREADS)
 
@@ -111,7 +112,7 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
             for name in returned:
                 output[name] = torch.as_tensor(output[name], dtype=torch.float64).reshape(()).item()
         except (TypeError, ValueError, RuntimeError, OverflowError):
-            endpoint, logs = self.reward_endpoints[0], output["extra_logs"]
+            logs = output["extra_logs"]
             failure = logs.get(_FAILURE) if isinstance(logs, dict) else None
             reason = "it returned no 'rewards'"
             if output["reward"] is not None:
@@ -119,17 +120,18 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
                 reason = f"expected one number for the one response, got {got}"
             if failure is not None:
                 frames = traceback.extract_tb(failure.__traceback__)
-                frame = ([f for f in frames if f.filename == os.path.abspath(endpoint)] or frames)[-1]
+                source = os.path.abspath(self.reward_endpoints[0])
+                frame = ([f for f in frames if f.filename == source] or frames)[-1]
                 reason = f"{described(failure)} ({frame.filename}, line {frame.lineno})"
             raise (TrainingStopped if failure is None else RewardFailed)(
-                f"Could not get the reward of a response from {endpoint}: {reason}. Prompt: {prompt!r}"
+                f"Could not get the reward of a response from {self._source}: {reason}. Prompt: {prompt!r}"
             ) from failure
         try:
             for value in output["extra_logs"].values():  # the controller makes a tensor of each
                 torch.as_tensor(value, dtype=torch.float64).flatten()[0]
         except (AttributeError, IndexError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise TrainingStopped(
-                f"Expected 'extra_logs' from {self.reward_endpoints[0]} to map each name to a number, got "
+                f"Expected 'extra_logs' from {self._source} to map each name to a number, got "
                 f"{str(output['extra_logs'])[:200]!r}. Prompt: {prompt!r}"
             ) from error
         return output
@@ -146,7 +148,7 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
     async def _or_failure(self, fetch: Callable[[], Awaitable[list[dict[str, Any]]]]) -> list[dict[str, Any]]:
         """The rewards or, if fetching them raises, what upstream's ``execute`` takes for a response without one."""
         try:
-            return await self._patience.ask(fetch, f"the reward from {self.reward_endpoints[0]}")
+            return await self._patience.ask(fetch, f"the reward from {self._source}")
         except Exception as failure:  # a user's code
             return [{"rewards": None, "extra_logs": {_FAILURE: failure}}]
 

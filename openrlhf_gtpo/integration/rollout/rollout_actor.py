@@ -19,6 +19,7 @@ from copy import copy
 from functools import partial
 from typing import Any
 
+import numpy as np
 import psutil  # vLLM and DeepSpeed depend on it
 import ray
 from openrlhf.trainer.ray import vllm_engine
@@ -36,7 +37,7 @@ from openrlhf_gtpo.integration.rollout.rewards import (
     engine_works,
 )
 from openrlhf_gtpo.integration.rollout.sampler_calls import Answer, refuse_other_distributions, sampler_values
-from openrlhf_gtpo.integration.rollout.samples_generator import DROPPED, SAMPLER_VALUES, NumberedLabel, request_seed
+from openrlhf_gtpo.integration.rollout.samples_generator import DROPPED, SAMPLER_VALUES, NumberedLabel
 from openrlhf_gtpo.weight_sync.buckets import Bucket
 from openrlhf_gtpo.weight_sync.receipts import Receipt
 
@@ -223,7 +224,8 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         sampling_params = copy(sampling_params)
         if key is not None:
             length, asked = len(prompt_token_ids), _asked.get()
-            sampling_params.seed = request_seed(*key, length, *([asked[length]] if asked[length] else []))
+            words = [*key, length, asked[length]] if asked[length] else [*key, length]
+            sampling_params.seed = int(np.random.SeedSequence(words).generate_state(1)[0])  # far apart for near keys
             asked[length] += 1
         if answers is not None:
             refuse_other_distributions(sampling_params, self.temperature)
@@ -239,18 +241,19 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         """See ``WeightReceiver.join_weight_group``; one result per worker, here and below."""
         return await self.llm.collective_rpc("join_weight_group", args=args)
 
-    async def receive_weights(self, buckets: list[Bucket], prove: bool) -> list[Receipt | None]:
+    async def receive_weights(self, buckets: list[Bucket], sync_checksum: bool) -> list[Receipt | None]:
         """See ``WeightReceiver.receive_weights``."""
-        receipts = await self.llm.collective_rpc("receive_weights", args=(buckets, prove))
+        receipts = await self.llm.collective_rpc("receive_weights", args=(buckets, sync_checksum))
         await self._forget_prefixes()
         self._has_old_weights = False
         return receipts
 
     async def receive_bucket(
-        self, bucket: Bucket, handles: dict[str, bytes], index: int, count: int, prove: bool
+        self, bucket: Bucket, handles: dict[str, bytes], index: int, count: int, sync_checksum: bool
     ) -> list[Receipt | None]:
         """See ``WeightReceiver.receive_bucket``."""
-        receipts = await self.llm.collective_rpc("receive_bucket", args=(bucket, handles, index, count, prove))
+        arguments = (bucket, handles, index, count, sync_checksum)
+        receipts = await self.llm.collective_rpc("receive_bucket", args=arguments)
         if index + 1 == count:
             await self._forget_prefixes()
             self._has_old_weights = False

@@ -13,7 +13,6 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import ray
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
@@ -33,26 +32,13 @@ _MAY_DROP = 0.1  # of a rollout's prompts, and one in any case
 
 
 class NumberedLabel(NamedTuple):
-    """What a rollout actor gets in place of a prompt's label, which upstream passes on unread.
+    """What a rollout actor gets in place of a prompt's label, which upstream passes on unread."""
 
-    Attributes:
-        label: the prompt's own label.
-        number: of the prompt, in the order of dispatch.
-        seed: what the seeds of the prompt's requests are made from; None leaves sampling to the engine's generator.
-        is_trained: whether the policy learns from the responses, as it does not in an evaluation.
-        guide: the guide's part of the responses; None for none.
-    """
-
-    label: Any
-    number: int
-    seed: tuple[int, ...] | None
-    is_trained: bool = True
-    guide: GuideRows | None = None
-
-
-def request_seed(*key: int) -> int:
-    """A seed for one request, well spread over 32 bits however close the keys are to each other."""
-    return int(np.random.SeedSequence(key).generate_state(1)[0])
+    label: Any  # the prompt's own
+    number: int  # of the prompt, in the order of dispatch
+    seed: tuple[int, ...] | None  # from which its requests' seeds are made; None: the engine's generator samples
+    is_trained: bool = True  # whether the policy learns from the responses, as it does not in an evaluation
+    guide: GuideRows | None = None  # the guide's part of the responses
 
 
 class OrderedSamplesGenerator(SamplesGenerator):
@@ -247,8 +233,8 @@ class OrderedSamplesGenerator(SamplesGenerator):
         count = max(samples // 2, samples - min(map(len, failures)))
         engines = self.vllm_engines
         self.vllm_engines: Sequence[Any] = guide.engines
-        try:
-            with guide.awake():
+        with guide.awake():  # around all of this, so that its living engines sleep again if one dies
+            try:
                 refs = SamplesGenerator._dispatch_prompts_to_vllm(
                     self,
                     [responses[0]["prompt"] for responses in failures],
@@ -256,12 +242,12 @@ class OrderedSamplesGenerator(SamplesGenerator):
                     **generate_kwargs | {"n_samples_per_prompt": count},
                 )
                 answers = ray.get(refs)
-        except DEATHS as death:
-            guide.died(f"{type(death).__name__} at a rescue")
-            self.rescue.given_up += len(failures)
-            return
-        finally:
-            self.vllm_engines = engines
+            except DEATHS as death:
+                guide.died(f"{type(death).__name__} at a rescue")
+                self.rescue.given_up += len(failures)
+                return
+            finally:
+                self.vllm_engines = engines
         for responses, theirs in zip(failures, answers, strict=True):
             rows = []
             if not any(DROPPED in answer for answer in theirs):

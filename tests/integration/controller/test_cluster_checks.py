@@ -62,6 +62,7 @@ def test_too_few_gpus_are_refused_with_each_nodes_share(args: SimpleNamespace, n
         check_gpus(args, [node("n1", half), node("n2", half - 1)])
     there = f"the Ray cluster has {needed - 1} (n1: {half}, n2: {half - 1})"
     assert f"needs {needed} GPUs ({groups}), and {there}" in str(refusal.value)
+    check_gpus(args, [node("n1", half), node("n1", half)])  # two of Ray's nodes on one host have its name
 
 
 @pytest.mark.parametrize("colocated", [True, False])
@@ -114,14 +115,17 @@ def test_only_a_run_that_saves_needs_a_shared_folder(tmp_path: Path, elsewhere: 
     nodes = [node("n1", 2) | {"Alive": True}, node("n2", 2) | {"Alive": True}]
     monkeypatch.setattr(cluster_checks.ray, "nodes", lambda: nodes)
     args = run_of(1, 1)
-    args.ckpt = saving("none", tmp_path / "checkpoints", save_steps=-1).ckpt
+    vars(args).update(vars(saving("none", tmp_path / "checkpoints", save_steps=-1)) | {"actor": args.actor})
     fetched: list[tuple[str, bool]] = []
     monkeypatch.setattr(cluster_checks, "fetch_model", lambda name, nodes, weights: fetched.append((name, weights)))
     check_nodes(args)
     assert fetched == [("someone/something", True)]
-    args.ckpt.save_steps = 5
-    with pytest.raises(UsageError, match="does not exist on node n2"):
-        check_nodes(args)
+    for flags in ({"save_steps": 5}, {"best_metric_key": ""}):  # the latter keeps the best evaluation's
+        args.ckpt = saving("none", tmp_path / "checkpoints", **{"save_steps": -1} | flags).ckpt
+        args.eval = SimpleNamespace(dataset="held_out", steps=4)
+        with pytest.raises(UsageError, match="does not exist on node n2"):
+            check_nodes(args)
+        args.eval.steps = -1
 
 
 @pytest.mark.parametrize(
@@ -188,10 +192,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def saving(model: Path | str, path: Path, **ckpt: Any) -> SimpleNamespace:
     values = {"path": str(path), "output_dir": str(path), "save_steps": 5, "stop_file": None, "load_enable": False}
-    values |= {"disable_ds": False} | ckpt
+    values |= {"disable_ds": False, "best_metric_key": "none"} | ckpt
     return SimpleNamespace(
         ckpt=SimpleNamespace(**values),
         actor=SimpleNamespace(model_name_or_path=str(model)),
+        eval=SimpleNamespace(dataset=None, steps=-1),
         logger=SimpleNamespace(tensorboard_dir=None),
         ds=SimpleNamespace(lora=SimpleNamespace(rank=0)),
     )

@@ -206,6 +206,25 @@ def test_a_dump_has_the_ratios_of_its_rows_once_the_step_is_trained(
         np.testing.assert_array_equal(clipped, ratio % 1 > 0.04)
 
 
+def test_rows_that_wait_for_the_critic_take_no_ratios_of_another_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The actor trains on the first two rollouts with the third, in which rows have the same numbers again."""
+    args = arguments("--logger.dump_rollouts", "1", "--ckpt.path", str(tmp_path), "--critic.freezing_steps", "1")
+    batch = rollout()
+    made = maker(EntropyExperienceMaker, args, batch, monkeypatch)
+    made.on_batch = dumper = RolloutDumper(args, Tokenizer(), made.credit, max_steps=7)
+    numbers = []
+    for dumper.step in (1, 2, 3):
+        rows = [row for experience in made.make_experience_batch(batch.samples()) for row in experience.labels]
+        numbers.append(rows)
+        seen = {row: (np.ones(99), np.zeros(99, dtype=bool)) for row in rows if row is not None}
+        dumper.trained(lambda: [seen])  # noqa: B023
+        dumper.close()
+    assert numbers == [[None] * 20, [None] * 20, list(range(20))]
+    assert [read_dump(path).columns["ratio"] is None for path in find_dumps(tmp_path)] == [True, True, False]
+
+
 def test_an_estimator_of_upstream_has_a_dump_without_entropies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
