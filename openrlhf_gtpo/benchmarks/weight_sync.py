@@ -101,16 +101,15 @@ def measure_syncs(
         torch.cuda.set_device(device)
     senders: dict[str, Any] = {}
     if "colocated" in transports:  # one trainer process: what it gathers from all is its own
-        senders["colocated"] = ColocatedSender([engine], lambda mine: [mine], device, False)
+        senders["colocated"] = ColocatedSender([engine], lambda mine: [mine], device)
     if "broadcast" in transports:
-        senders["broadcast"] = WeightSender([engine], workers, "127.0.0.1", device, False)
+        senders["broadcast"] = WeightSender([engine], workers, "127.0.0.1", device)
     weights = [torch.randn(p.shape, device=device).to(WIRE_DTYPE) for p in parameters]
     flat, copy = (torch.zeros(numel(parameters), dtype=WIRE_DTYPE, device=device) for _ in range(2))
 
     def sync(case: Case) -> None:
-        sender = senders[case.transport]
-        sender.prove = case.checksum
-        sender.send(TensorBuckets(parameters, iter(weights), case.bucket_mb * 2**20 or 1))
+        buckets = TensorBuckets(parameters, iter(weights), case.bucket_mb * 2**20 or 1)
+        senders[case.transport].send(buckets, case.checksum)
 
     sides: dict[str, Any] = {COPY: partial(copy.copy_, flat)} | {str(case): partial(sync, case) for case in cases}
     return measure({name: {_SYNC: call} for name, call in sides.items()}, repeat)

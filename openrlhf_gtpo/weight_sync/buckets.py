@@ -65,12 +65,7 @@ def plan_buckets(parameters: Iterable[ParameterMeta], bucket_bytes: int) -> list
     """Cut ``parameters``, in their order, into buckets of at most ``bucket_bytes`` on the wire.
 
     A parameter larger than that gets a bucket of its own.
-
-    Raises:
-        ValueError: ``bucket_bytes`` is not positive.
     """
-    if bucket_bytes <= 0:
-        raise ValueError(f"Expected bucket_bytes > 0, got {bucket_bytes}.")
     buckets: list[list[ParameterMeta]] = []
     free = 0
     for parameter in parameters:

@@ -122,16 +122,17 @@ def as_integers(found: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
 
 
-def check_receipts(sent: Mapping[str, int], receipts: Sequence[Sequence[Receipt]]) -> None:
-    """Compare what was sent with what every worker of every engine reports.
+def check_receipts(sent: Mapping[str, torch.Tensor], receipts: Sequence[Sequence[Receipt]]) -> None:
+    """Compare the checksums of what was sent with what every worker of every engine reports.
 
     Raises:
         WeightSyncError: a parameter did not arrive as it was sent, or was not loaded; names the first and its engine.
     """
+    sums = as_integers(sent)
     for engine, workers in enumerate(receipts):
         for worker, (arrived, unwritten) in enumerate(workers):
             where = f"worker {worker} of vLLM engine {engine}"
-            for name, expected in sent.items():
+            for name, expected in sums.items():
                 if name not in arrived:
                     raise WeightSyncError(f"Weight sync: {name} was sent, but never reached {where}.")
                 if arrived[name] != expected:

@@ -45,29 +45,29 @@ class WeightReceiver:
         rank = rank_offset + self._rank_in_engine()
         self._broadcast = transports.join(host, port, rank, world_size, self.device)
 
-    def receive_weights(self, buckets: list[Bucket], prove: bool) -> Receipt | None:
+    def receive_weights(self, buckets: list[Bucket], sync_checksum: bool) -> Receipt | None:
         """Take every broadcast bucket in turn and load it. ``buckets`` lists the whole model, in wire order.
 
         At most two buckets are held at a time, and on CPU also the layers that are not complete. Returns what arrived
-        if asked to ``prove`` it.
+        if ``sync_checksum`` asks for it.
         """
         incoming = self._incoming(buckets)
-        arrivals = Arrivals(self.model_runner.get_model()) if prove else None
+        arrivals = Arrivals(self.model_runner.get_model()) if sync_checksum else None
         self._load(incoming, arrivals)
         for _ in incoming:  # a loader that stops early must not leave the trainer waiting
             pass
         return arrivals.receipt() if arrivals else None
 
     def receive_bucket(
-        self, bucket: Bucket, handles: dict[str, bytes], index: int, count: int, prove: bool
+        self, bucket: Bucket, handles: dict[str, bytes], index: int, count: int, sync_checksum: bool
     ) -> Receipt | None:
         """Take bucket ``index`` of ``count`` from the memory that a trainer process on this GPU, or host, has filled.
 
         The bucket has been read when this returns. After the last one the memory is released, and what arrived is
-        returned if asked to ``prove`` it.
+        returned if ``sync_checksum`` asks for it.
         """
         if index == 0:
-            self._sync = _ColocatedSync(Arrivals(self.model_runner.get_model()) if prove else None)
+            self._sync = _ColocatedSync(Arrivals(self.model_runner.get_model()) if sync_checksum else None)
         sync = self._sync
         here = memory_of(self.device)
         if here not in handles:

@@ -11,8 +11,8 @@ import torch
 
 from openrlhf_gtpo.weight_sync import transports
 from openrlhf_gtpo.weight_sync.buckets import WIRE_DTYPE, Weights, numel
-from openrlhf_gtpo.weight_sync.receipts import WeightSyncError, as_integers, check_receipts, checksums
-from openrlhf_gtpo.weight_sync.transports import Finish, SharedBuffer, memory_of, shared_buffer
+from openrlhf_gtpo.weight_sync.receipts import WeightSyncError, check_receipts, checksums
+from openrlhf_gtpo.weight_sync.transports import Finish, memory_of, shared_buffer
 
 T = TypeVar("T")
 
@@ -46,17 +46,13 @@ class WeightSender:
         tensor_parallel_size: workers in each engine.
         host: an address of this process that the engines can reach.
         device: where this process's tensors live.
-        prove: check by checksum that every parameter arrived; may change between syncs.
 
     Raises the exception of an engine that cannot join or has died.
     """
 
-    def __init__(
-        self, engines: Sequence[Engine], tensor_parallel_size: int, host: str, device: torch.device, prove: bool
-    ) -> None:
+    def __init__(self, engines: Sequence[Engine], tensor_parallel_size: int, host: str, device: torch.device) -> None:
         self._engines = list(engines)
         self._device = device
-        self.prove = prove
         world_size = len(self._engines) * tensor_parallel_size + 1
         listener = transports.listen()
         port = int(listener.getsockname()[1])
@@ -77,15 +73,15 @@ class WeightSender:
         _results([joined, *joining])
         self._broadcast = joined.result()
 
-    def send(self, weights: Weights) -> None:
+    def send(self, weights: Weights, sync_checksum: bool = False) -> None:
         """Send the whole model; other ranks that share it call :func:`gather` meanwhile.
 
         An engine's exception, or its death, is passed on.
 
         Raises:
-            WeightSyncError: an engine did not get what was sent.
+            WeightSyncError: by its checksums, for which ``sync_checksum`` asks, an engine did not get what was sent.
         """
-        receiving = [engine("receive_weights", weights.buckets, self.prove) for engine in self._engines]
+        receiving = [engine("receive_weights", weights.buckets, sync_checksum) for engine in self._engines]
         # An engine that has failed takes no more buckets, and nothing else would notice.
         check = partial(_raise_failure, receiving)
         sent: dict[str, torch.Tensor] = {}
@@ -94,7 +90,7 @@ class WeightSender:
             for index, bucket in enumerate(weights.buckets):
                 buffer = torch.empty(numel(bucket), dtype=WIRE_DTYPE, device=self._device)
                 weights.fill(index, buffer)  # gathers this bucket while the previous one is on its way
-                if self.prove:
+                if sync_checksum:
                     sent.update(checksums(bucket, buffer))
                 if under_way:
                     under_way(check)
@@ -106,8 +102,8 @@ class WeightSender:
             check()
             raise
         receipts = _results(receiving)
-        if self.prove:
-            check_receipts(as_integers(sent), receipts)
+        if sync_checksum:
+            check_receipts(sent, receipts)
 
 
 def gather(weights: Weights, device: torch.device) -> None:
@@ -126,35 +122,33 @@ class ColocatedSender:
         engines: those that rank 0 calls; the other ranks have none.
         exchange: all-gather among the ranks, in rank order.
         device: of this rank's tensors and of the engine workers that it serves.
-        prove: check by checksum that every parameter arrived; may change between syncs.
     """
 
-    def __init__(self, engines: Sequence[Engine], exchange: Exchange, device: torch.device, prove: bool) -> None:
+    def __init__(self, engines: Sequence[Engine], exchange: Exchange, device: torch.device) -> None:
         self._engines = list(engines)
         self._exchange = exchange
         self._device = device
-        self.prove = prove
 
-    def send(self, weights: Weights) -> None:
+    def send(self, weights: Weights, sync_checksum: bool = False) -> None:
         """Send the whole model. Collective; a failure of any rank or engine is raised on every rank.
 
         Raises:
-            WeightSyncError: an engine did not get what was sent.
+            WeightSyncError: by its checksums, for which ``sync_checksum`` asks, an engine did not get what was sent.
         """
         sent: dict[str, torch.Tensor] = {}
-        buffers: list[SharedBuffer] = []
+        buffers: list[tuple[torch.Tensor, bytes]] = []
         loading: list[Future[list[Any]]] = []
 
         def share(stack: ExitStack) -> dict[str, list[bytes]]:
             for turn in (weights.buckets[::2], weights.buckets[1::2]):
                 if turn:
                     buffers.append(stack.enter_context(shared_buffer(max(map(numel, turn)), self._device)))
-            return {memory_of(self._device): [buffer.handle for buffer in buffers]}
+            return {memory_of(self._device): [handle for _, handle in buffers]}
 
         def fill(index: int) -> None:
-            buffer = buffers[index % 2].tensor
+            buffer, _ = buffers[index % 2]
             weights.fill(index, buffer)
-            if self.prove and self._engines:
+            if sync_checksum and self._engines:
                 sent.update(checksums(weights.buckets[index], buffer))
             if buffer.is_cuda:
                 torch.cuda.synchronize(self._device)  # another process reads it, on its own stream
@@ -162,8 +156,8 @@ class ColocatedSender:
 
         def finish() -> None:
             receipts = _results(loading)
-            if self.prove:
-                check_receipts(as_integers(sent), receipts)
+            if sync_checksum:
+                check_receipts(sent, receipts)
 
         with ExitStack() as stack:
             handles: dict[str, list[bytes]] = {}
@@ -172,7 +166,7 @@ class ColocatedSender:
             for index, bucket in enumerate(weights.buckets):
                 self._agree(partial(fill, index))
                 here = {where: of_buffers[index % 2] for where, of_buffers in handles.items()}
-                arguments = (bucket, here, index, len(weights.buckets), self.prove)
+                arguments = (bucket, here, index, len(weights.buckets), sync_checksum)
                 loading = [engine("receive_bucket", *arguments) for engine in self._engines]
             self._agree(finish)
         buffers.clear()

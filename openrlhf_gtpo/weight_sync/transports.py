@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -77,14 +76,6 @@ def listen() -> socket.socket:
     return socket.create_server(("", 0))
 
 
-@dataclass(frozen=True)
-class SharedBuffer:
-    """A flat ``tensor`` (N,) and the ``handle`` by which other processes open it."""
-
-    tensor: torch.Tensor
-    handle: bytes
-
-
 def memory_of(device: torch.device) -> str:
     """Name of the memory that processes can share: the physical GPU, whatever each process calls it, or the host."""
     if device.type == "cuda":
@@ -93,8 +84,9 @@ def memory_of(device: torch.device) -> str:
 
 
 @contextmanager
-def shared_buffer(numel: int, device: torch.device) -> Iterator[SharedBuffer]:
-    """``numel`` elements on ``device``, which other processes can open until the end of the context.
+def shared_buffer(numel: int, device: torch.device) -> Iterator[tuple[torch.Tensor, bytes]]:
+    """A flat tensor (``numel``,) on ``device`` and the handle by which other processes can open it, until the end of
+    the context.
 
     Raises:
         OSError: a host without CUDA has no room for them.
@@ -103,7 +95,7 @@ def shared_buffer(numel: int, device: torch.device) -> Iterator[SharedBuffer]:
         from torch.multiprocessing.reductions import reduce_tensor
 
         tensor = torch.empty(numel, dtype=WIRE_DTYPE, device=device)
-        yield SharedBuffer(tensor, pickle.dumps(reduce_tensor(tensor)))
+        yield tensor, pickle.dumps(reduce_tensor(tensor))
         return
     # A file without a name, which goes with its last user, however that ends. torch's shared memory counts its users
     # on the assumption that each handle is opened once (torch 2.13.0, multiprocessing/reductions.py, reduce_storage),
@@ -112,7 +104,7 @@ def shared_buffer(numel: int, device: torch.device) -> Iterator[SharedBuffer]:
     try:
         os.posix_fallocate(file, 0, max(1, numel * WIRE_DTYPE.itemsize))
         path = f"/proc/{os.getpid()}/fd/{file}"
-        yield SharedBuffer(_map(path, numel), pickle.dumps((path, numel)))
+        yield _map(path, numel), pickle.dumps((path, numel))
     finally:
         os.close(file)
 

@@ -75,7 +75,8 @@ def run_poisoned(
 
     Args:
         rounds: what the last replica has that is not finite: nothing (None), the "gradient" or the "loss" of its
-            last row, the "log_probs" of all rows while it trains, or a "weight" in its optimizer.
+            last row, the "log_probs" of all rows while it trains, a "weight" in its optimizer, or the "padding" of
+            what it has of a weight under ZeRO 3.
         fused: use DeepSpeed's own optimizer for FusedAdam, around torch's AdamW.
     """
     from deepspeed.runtime import engine
@@ -111,6 +112,8 @@ def _poisoned_round(backend: str, trained: Any, args: SimpleNamespace, replicas:
     )
     if wrong == "weight":
         optimizers[0].param_groups[0]["params"][0].data.view(-1)[0] = torch.nan
+    if wrong == "padding":
+        trained.actor_optim.fp32_partitioned_groups_flat[0].data[-1] = torch.nan
     try:
         return _numbers(trained.fit() if critic else trained.fit(0.1)), _state(backend, trained, critic)
     finally:
@@ -172,7 +175,7 @@ def _own_rows(trained: Any, strategy: Any, lengths: list[int]) -> Iterator[tuple
     """This replica's rows, dealt as ``ActorGroup`` does: number, tokens, and what the model answers for them."""
     from openrlhf_gtpo.integration.actors.optimizer_steps import deal_rows
 
-    replicas, order = strategy.ds_device_mesh["dp"], trained.row_order()
+    replicas, order = strategy.ds_device_mesh["dp"], trained.trainer.row_order()
     if order is None or len(lengths) < replicas.size():
         dealt = np.array_split(np.arange(len(lengths)), replicas.size())
     else:

@@ -1,5 +1,5 @@
-"""How often the host waits for the device in a training micro-batch. Tensors on ``meta`` stand for the device's: they
-have no values that could be read."""
+"""What a training micro-batch spends no time on: waiting for the device, and gradients that nothing needs. Tensors on
+``meta`` stand for the device's: they have no values that could be read."""
 
 from typing import Any
 
@@ -64,6 +64,21 @@ def test_the_loss_takes_what_it_reads_and_metrics_stay_with_the_host() -> None:
     total, metrics = step.loss(0, torch.zeros(5, device="meta"), None)
     assert total.is_meta and set(metrics) == {"policy_loss", "ppo_clip_ratio", "ppo_kl"}
     assert not any(value.is_meta for value in vars(step.experiences[0]).values() if isinstance(value, torch.Tensor))
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.01])
+def test_entropies_that_are_only_logged_get_no_gradient(coefficient: float) -> None:
+    """As upstream's ``--actor.entropy_coef 0``: one that overflows does not skip the step either."""
+    step = step_loss(CreditLoss("token", **loss_options(arguments("--algo.advantage.estimator", "gtpo"))), MASK.device)
+    step.args.actor.entropy_coef = coefficient
+    entropy = torch.tensor([0.0, 1.0, 2.0, 3.0, torch.inf if coefficient == 0 else 4.0], requires_grad=True)
+    total, metrics = step.loss(0, torch.zeros(5, requires_grad=True), entropy)
+    total.backward()
+    assert total.isfinite() and metrics["entropy_loss"] == entropy.detach().sum() / 5
+    if coefficient == 0:
+        assert entropy.grad is None
+    else:
+        torch.testing.assert_close(entropy.grad, torch.full((5,), -coefficient / 5))
 
 
 @pytest.mark.parametrize(("level", "loss"), [("token", 1), ("sequence", 2)])

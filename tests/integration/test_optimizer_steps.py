@@ -305,9 +305,10 @@ def test_the_schedule_is_of_the_steps_that_are_made(prompts: int, batch_size: in
     order = RowOrder(batch_size, [1])
     rollouts = [12] * (prompts // 2) + [6] * (prompts % 2)
     made = sum(len(steps_of([np.arange(rows)], order, epochs)) for rows in 2 * rollouts)
-    rollout = SimpleNamespace(batch_size=2, n_samples_per_prompt=6)
     train = SimpleNamespace(batch_size=batch_size, max_epochs=epochs, num_episodes=2)
-    assert count_all_steps(SimpleNamespace(rollout=rollout, train=train), prompts) == made
+    for size in (2, 4):  # where upstream draws fewer prompts than a rollout may have, it trains on those
+        rollout = SimpleNamespace(batch_size=size, vllm_generate_batch_size=2, n_samples_per_prompt=6)
+        assert count_all_steps(SimpleNamespace(rollout=rollout, train=train), prompts) == made
 
 
 @pytest.mark.parametrize("replicas", [2, 4, 8])
@@ -361,11 +362,12 @@ def test_what_replicas_append_is_dealt_by_tokens(order: RowOrder | None, monkeyp
     batch = rollout(prompts=4, samples=4)
     samples = maker(EntropyExperienceMaker, args, batch, monkeypatch).split_rollout_samples(batch.samples())
     lengths = [int(length) for one in samples for length in one.total_length]
+    trainer = SimpleNamespace(row_order=lambda: order)
     group = object.__new__(ActorGroup)
     group.duplicate_actors = 2
     group._actor_handlers = [
         SimpleNamespace(
-            row_order=SimpleNamespace(remote=lambda: order),
+            __ray_call__=SimpleNamespace(remote=lambda call: call(SimpleNamespace(trainer=trainer))),
             execute_batch=SimpleNamespace(remote=lambda method, columns, *part: columns["experience"]),
         )
         for _ in range(4)
@@ -466,6 +468,16 @@ def test_too_many_in_a_row_and_a_weight_that_is_not_finite_stop_training(
     assert str(stopped.value).count(sentence) == 2
     with pytest.raises(AssertionError, match="TrainingStopped: The actor's weight .* is not finite"):
         pools[2].run(run_poisoned, backend, actor_model, argv, [None, "weight"])
+
+
+def test_what_fills_up_the_last_ranks_part_of_a_weight_is_no_weight(actor_model: str) -> None:
+    """Three ranks share no power of 2 evenly. DeepSpeed leaves the rest as it finds the memory, which torch's
+    deterministic mode fills with NaN."""
+    argv = [*TRAINS, *GTPO, *zero(3)]
+    with RankPool(3) as three:
+        for rounds in three.run(run_poisoned, "deepspeed", actor_model, argv, ["padding", None]):
+            for status, _ in rounds:
+                assert status["actor_bad_steps"] == 0 and status["actor_grad_norm"] > 0
 
 
 @pytest.mark.parametrize("level", ["token", "seq"])

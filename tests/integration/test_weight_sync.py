@@ -53,14 +53,14 @@ class Actor:
     def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
         self.engine = ProcessEngine(shapes, [torch.device("cpu")], Worker)
         self.asked: list[str] = []
-        self.proven: list[Any] = []  # for each transfer, or bucket of one, whether a proof was asked for
+        self.sync_checksums: list[Any] = []  # for each transfer, or bucket of one, whether they were asked for
 
     def __getattr__(self, method: str) -> Any:
         def remote(*args: Any) -> Any:
             if method == "__ray_ready__":
                 return SimpleNamespace(future=started)
             self.asked.append(method)
-            self.proven.append(args[-1])
+            self.sync_checksums.append(args[-1])
             return SimpleNamespace(future=lambda: self.engine(method, *args))
 
         return SimpleNamespace(remote=remote)
@@ -113,7 +113,7 @@ def test_every_engine_gets_the_policy(
 
 
 @pytest.mark.parametrize("argv", [(), ("--train.colocate_all",)], ids=["broadcast", "colocated"])
-def test_the_first_transfer_to_an_engine_that_came_back_is_proven(
+def test_the_first_transfer_to_an_engine_that_came_back_is_verified_by_checksums(
     argv: tuple[str, ...], policy: torch.nn.Module, actors: list[Actor]
 ) -> None:
     """It has lost the group that it had joined; its weights are those that it gets now."""
@@ -121,11 +121,11 @@ def test_the_first_transfer_to_an_engine_that_came_back_is_proven(
     trainer.broadcast_to_vllm()
     actors[1].engine("forget_group").result(60)
     trainer.rejoin_engines()
-    for proven in (True, False):
+    for verified in (True, False):
         for actor in actors:
-            actor.proven.clear()
+            actor.sync_checksums.clear()
         trainer.broadcast_to_vllm()
-        assert [set(actor.proven) for actor in actors] == [{proven}] * 2
+        assert [set(actor.sync_checksums) for actor in actors] == [{verified}] * 2
     expected = [(name, p.bfloat16().flatten().tolist(), tuple(p.shape)) for name, p in policy.named_parameters()]
     assert actors[1].engine("holds").result(60)[0] == expected
 

@@ -28,9 +28,9 @@ class Rank:
         self.rank = torch.distributed.get_rank()
         self.engines = [start_engine(size) for size in sizes] if self.rank == 0 else []
 
-    def send(self, sent: list[torch.Tensor], bucket_bytes: int = 300, prove: bool = True) -> None:
-        colocated = sender.ColocatedSender(self.engines, all_gather, torch.device("cpu"), prove)
-        colocated.send(TensorBuckets(PARAMETERS, iter(sent), bucket_bytes))
+    def send(self, sent: list[torch.Tensor], bucket_bytes: int = 300, sync_checksum: bool = True) -> None:
+        colocated = sender.ColocatedSender(self.engines, all_gather, torch.device("cpu"))
+        colocated.send(TensorBuckets(PARAMETERS, iter(sent), bucket_bytes), sync_checksum)
 
     def tell(self, engine: int, method: str, *args: Any) -> None:
         if self.rank == 0:
@@ -47,9 +47,9 @@ def story() -> None:
     rank = Rank(1, 2)
     open_files = len(os.listdir("/proc/self/fd"))
     for bucket_bytes in (1, 10**6, 300, 700):  # every tensor alone, one bucket, some together
-        for prove in (False, True):
-            sent = weights(bucket_bytes + prove)
-            rank.send(sent, bucket_bytes, prove)
+        for sync_checksum in (False, True):
+            sent = weights(bucket_bytes + sync_checksum)
+            rank.send(sent, bucket_bytes, sync_checksum)
             assert_arrived(rank.engines, sent)
     assert len(os.listdir("/proc/self/fd")) == open_files, "shared memory is left open"
 
@@ -104,7 +104,7 @@ def own_place(rank: Rank) -> None:
     sender.memory_of = lambda device: f"GPU {rank.rank}"
     for engine in range(2):
         rank.tell(engine, "set_place", f"GPU {engine}")
-    rank.send(weights(rank.rank), prove=False)  # ranks send different weights, to show whose arrived
+    rank.send(weights(rank.rank), sync_checksum=False)  # ranks send different weights, to show whose arrived
     if rank.rank == 0:
         for engine in range(2):
             assert_arrived(rank.engines[engine : engine + 1], weights(engine))
@@ -112,4 +112,4 @@ def own_place(rank: Rank) -> None:
     with pytest.raises(RuntimeError, match=r"No trainer process shares weights with an engine on GPU 7"):
         rank.send(weights(2))
     rank.tell(1, "set_place", "GPU 1")
-    rank.send(weights(2), prove=False)
+    rank.send(weights(2), sync_checksum=False)

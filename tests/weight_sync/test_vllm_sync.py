@@ -143,13 +143,13 @@ class Synced:
 
         engines, device = [ray_engine(self.engine)], torch.device("cpu")
         if transport == "colocated":
-            sender: Any = ColocatedSender(engines, lambda mine: [mine], device, True)
+            sender: Any = ColocatedSender(engines, lambda mine: [mine], device)
         else:
             if self.broadcaster is None:
-                self.broadcaster = WeightSender(engines, self.workers, ray.util.get_node_ip_address(), device, True)
+                self.broadcaster = WeightSender(engines, self.workers, ray.util.get_node_ip_address(), device)
             sender = self.broadcaster
         metas = [ParameterMeta(name, tuple(w.shape)) for name, w in weights.items()]
-        sender.send(TensorBuckets(metas, iter(weights.values()), bucket_bytes))
+        sender.send(TensorBuckets(metas, iter(weights.values()), bucket_bytes), True)
 
     def engine_log_probs(self) -> torch.Tensor:
         """(4, LENGTH - 1) vLLM's log-probs of the tokens."""

@@ -38,8 +38,8 @@ def start() -> Iterator[Start]:
         engine.close()
 
 
-def join(engines: list[ProcessEngine], size: int, prove: bool = False) -> WeightSender:
-    return WeightSender(engines, size, "127.0.0.1", torch.device("cpu"), prove)
+def join(engines: list[ProcessEngine], size: int) -> WeightSender:
+    return WeightSender(engines, size, "127.0.0.1", torch.device("cpu"))
 
 
 def bucketed(tensors: list[torch.Tensor], bucket_bytes: int = 300) -> TensorBuckets:
@@ -50,10 +50,10 @@ def test_engines_that_work_and_engines_that_fail(start: Start) -> None:
     """All cases in one test, because starting processes takes most of its time."""
     engines = start(1, 1)
     for bucket_bytes in (1, 10**6, 300):  # every tensor alone, one bucket, some together
-        group = join(engines, 1, prove=bucket_bytes == 300)
+        group = join(engines, 1)
         for seed in range(3):
             sent = weights(seed)
-            group.send(bucketed(sent, bucket_bytes))
+            group.send(bucketed(sent, bucket_bytes), sync_checksum=bucket_bytes == 300)
             assert_arrived(engines, sent)
 
     for fault, sentence in (
@@ -70,16 +70,16 @@ def test_engines_that_work_and_engines_that_fail(start: Start) -> None:
     ):
         engines[1]("set_fault", *fault).result(60)
         with pytest.raises(WeightSyncError, match=sentence):
-            group.send(bucketed(weights(3)))
+            group.send(bucketed(weights(3)), sync_checksum=True)
     engines[1]("set_fault", None).result(60)
     sent = weights(4)
-    group.send(bucketed(sent))
+    group.send(bucketed(sent), sync_checksum=True)
     assert_arrived(engines, sent)
 
     # The first bucket goes to an engine that takes no more; a sender that ignored the engines would wait half an hour.
     engines[1]("set_fault", "fail", "embed.weight").result(60)
     with pytest.raises(RuntimeError, match="cannot load embed.weight"):
-        group.send(bucketed(weights(5)))
+        group.send(bucketed(weights(5)), sync_checksum=True)
 
 
 def test_every_worker_gets_every_tensor_and_its_death_ends_the_transfer(start: Start) -> None:

@@ -15,6 +15,7 @@ from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 from ray.exceptions import ActorUnavailableError
 
 from openrlhf_gtpo.errors import Restartable, TrainingStopped
+from openrlhf_gtpo.integration.actors.optimizer_steps import all_gather_objects
 from openrlhf_gtpo.integration.actors.token_ratios import TokenRatios
 from openrlhf_gtpo.integration.credit.guide_rows import GuideRatios
 from openrlhf_gtpo.integration.credit.loss import credit_loss
@@ -124,7 +125,6 @@ class ActorTrainer(ActorPPOTrainer):
                     self.args.vllm.tensor_parallel_size,
                     ray.util.get_node_ip_address(),
                     torch.device(torch.cuda.current_device()),
-                    self.args.vllm.sync_checksum,
                 )
             except ray.exceptions.RayError:
                 wait_for_engines(self.vllm_engines)  # which names the one that died
@@ -136,7 +136,7 @@ class ActorTrainer(ActorPPOTrainer):
         """Join the engines again after some were restarted; the next transfer is verified by checksums.
 
         Raises:
-            TrainingStopped: one of them died in the meantime.
+            Restartable: one of them died in the meantime.
         """
         self._rejoined = True
         if torch.distributed.get_rank() == 0:
@@ -165,14 +165,13 @@ class ActorTrainer(ActorPPOTrainer):
         device = torch.device(torch.cuda.current_device())
         first = torch.distributed.get_rank() == 0
         # Checksums would take a transfer of only a part of the model for an incomplete one.
-        prove = self.args.vllm.sync_checksum or (self._rejoined and not self.args.actor.freeze_visual_encoder)
+        sync_checksum = self.args.vllm.sync_checksum or (self._rejoined and not self.args.actor.freeze_visual_encoder)
         self._rejoined = False
         if self._colocated:
             engines = self._engines() if first else []
-            ColocatedSender(engines, _all_gather_objects, device, prove).send(weights)
+            ColocatedSender(engines, all_gather_objects, device).send(weights, sync_checksum)
         elif first:
-            self._broadcaster.prove = prove
-            self._broadcaster.send(weights)
+            self._broadcaster.send(weights, sync_checksum)
         else:
             gather(weights, device)
 
@@ -202,10 +201,3 @@ def keep_trying(write: Callable[[str], Any], directory: str) -> None:
         f"{failure} Make room for it and start the same command with --ckpt.load_enable, which goes on from the last "
         "checkpoint of --ckpt.path."
     )
-
-
-def _all_gather_objects(mine: Any) -> list[Any]:
-    """Every rank's ``mine``, in the order of ranks."""
-    gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, mine)
-    return gathered

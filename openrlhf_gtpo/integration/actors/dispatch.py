@@ -96,7 +96,7 @@ class ActorGroup(RayActorGroup):
     def _deal(self, experiences: Sequence[Experience]) -> Sequence[Experience]:
         """The same rows in the same number of entries for each replica, replica after replica."""
         replicas = len(self._actor_handlers) // self.duplicate_actors
-        order = ray.get(self._actor_handlers[0].row_order.remote())
+        order = ray.get(self._actor_handlers[0].__ray_call__.remote(lambda actor: actor.trainer.row_order()))
         if order is None or sum(len(experience.sequences) for experience in experiences) < replicas:
             return experiences
         rows = [row for experience in experiences for row in split_experience_batch(experience)]

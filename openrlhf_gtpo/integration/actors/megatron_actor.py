@@ -18,7 +18,6 @@ from transformers import get_scheduler
 from openrlhf_gtpo.integration.actors.actor_trainer import keep_trying
 from openrlhf_gtpo.integration.actors.megatron_trainer import MegatronActorTrainer
 from openrlhf_gtpo.integration.actors.micro_batches import PaddedBatch, forward_padded
-from openrlhf_gtpo.integration.actors.optimizer_steps import RowOrder
 from openrlhf_gtpo.integration.command_line.megatron_flags import fp8_of, layout_of, refusals_name_flags
 from openrlhf_gtpo.integration.command_line.megatron_overrides import parse_overrides
 from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy
@@ -33,7 +32,6 @@ from openrlhf_gtpo.megatron.train.offload import Offload
 from openrlhf_gtpo.megatron.train.trainer import MakeSchedule, OptimizerOptions, Trainer
 from openrlhf_gtpo.platform.memory import ReportsPeakMemory
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.token_values import TokenValues
 
 # transformers' schedules that support a floor, which upstream gives as a fraction of the peak.
 _FLOORED = {"cosine_with_min_lr", "cosine_warmup_with_min_lr"}
@@ -53,22 +51,14 @@ class MegatronModelActor(BaseModelActor):
             self.model = load_model(source, _model_options(args), for_training=self.trains)
 
     def execute_batch(self, method_name: str, all_data: dict[str, list], start_idx: int, end_idx: int) -> list[Any]:
-        """Like upstream's; a forward takes its micro-batches from all entries dispatched, not one entry at a time."""
+        """Like upstream's; a forward takes its micro-batches from all entries dispatched, not one entry at a time, and
+        maps each entry's (b, t) tokens to (b, a) values on the CPU, on every rank of the replica."""
         if method_name != "forward":
             return super().execute_batch(method_name, all_data, start_idx, end_idx)
         columns = [all_data[name][start_idx:end_idx] for name in ("sequences", "attention_mask", "action_mask")]
         return self._forward_all(list(zip(*columns, strict=True)))
 
-    def forward(
-        self, sequences: torch.Tensor, action_mask: torch.Tensor, attention_mask: torch.Tensor, **unused: Any
-    ) -> Any:
-        """Map (b, t) tokens of one micro-batch to (b, a) values on the CPU, on every rank of the replica."""
-        return self._forward_all([(sequences, attention_mask, action_mask)])[0]
-
     def _forward_all(self, batches: list[PaddedBatch]) -> list[Any]:
-        return [result.log_probs for result in self._values(batches)]
-
-    def _values(self, batches: list[PaddedBatch]) -> list[TokenValues]:
         args = self.strategy.args
         budget = args.rollout.max_tokens_per_gpu or args.train.max_tokens_per_gpu
         return forward_padded(batches, budget, partial(schedule.forward, self.model))
@@ -110,7 +100,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
             self.offload.restore(optimizer=False)
             fp8 = self.model.fp8
             with fp8.high_precision() if fp8 and self.high_precision else nullcontext():
-                results = self._values(batches)
+                results = super()._forward_all(batches)
             return results if captures_entropy(self.strategy.args) else [result.log_probs for result in results]
 
     def set_high_precision(self, on: bool) -> None:
@@ -121,16 +111,10 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
         """Add the rows of one micro-batch to this replica's replay buffer."""
         self.trainer.replay_buffer.append(experience)
 
-    def row_order(self) -> RowOrder:
-        """See ``MegatronActorTrainer``."""
-        return self.trainer.row_order()
-
     def fit(self, kl_ctl: float = 0) -> dict[str, float]:
         """Train on the replay buffer and empty it; returns the metrics, the same on every rank."""
         with self.peaks.phase(names.PPO_TRAIN):
             self.offload.restore()
-            if self.strategy.args.train.async_enable:  # upstream's controller, which does not poll
-                self.checkpoints.poll()
             status = self.trainer.ppo_train(kl_ctl)
             self.trainer.replay_buffer.clear()
         return status
@@ -222,7 +206,7 @@ class MegatronReference(MegatronModelActor):
         self.offload.restore()
         results = super()._forward_all(batches)
         self._rest()
-        return results
+        return [result.log_probs for result in results]
 
     def _rest(self) -> None:
         if self.strategy.args.ref.offload:

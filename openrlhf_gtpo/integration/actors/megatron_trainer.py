@@ -14,7 +14,14 @@ from torch import Tensor
 
 from openrlhf_gtpo.integration.actors.actor_trainer import ActorTrainer
 from openrlhf_gtpo.integration.actors.micro_batches import fill_micro_batches, token_row
-from openrlhf_gtpo.integration.actors.optimizer_steps import BadSteps, RowOrder, StepMetrics, optimizer_steps, poisoned
+from openrlhf_gtpo.integration.actors.optimizer_steps import (
+    BadSteps,
+    RowOrder,
+    StepMetrics,
+    count_actions,
+    optimizer_steps,
+    poisoned,
+)
 from openrlhf_gtpo.integration.credit.guide_rows import guide_rows
 from openrlhf_gtpo.megatron.fp8.weights import in_high_precision
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
@@ -107,13 +114,7 @@ class _StepLoss:
         self.micro_batches = [[tokens_of[i] for i in part] for part in members]
         self.experiences = [make_experience_batch([rows[i] for i in part], True) for part in members]
         self.with_entropy = self.args.actor.entropy_coef is not None
-        masks = [experience.action_mask for experience in self.experiences]
-        counts = torch.tensor(
-            [float(sum(mask.sum() for mask in masks)), float(sum(mask.any(-1).sum() for mask in masks))],
-            device=device(),
-        )
-        torch.distributed.all_reduce(counts, group=trainer._data_group())
-        tokens, samples = counts.clamp_min(1)
+        tokens, samples = count_actions([row.action_mask for row in rows], trainer._data_group(), device())
         self._totals = {"dp_size": 1, "batch_num_tokens": tokens, "global_batch_size": samples}
 
     def loss(self, index: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -147,7 +148,8 @@ class _StepLoss:
             metrics |= {"kl": kl, "logprobs_diff": difference}
         if entropy is not None:
             bonus = aggregate_loss(place(entropy, mask.bool()), mask, **self._totals)
-            total = total - bonus * self.args.actor.entropy_coef
+            if self.args.actor.entropy_coef:  # 0 only logs it, without the LM head's second gradient
+                total = total - bonus * self.args.actor.entropy_coef
             metrics["entropy_loss"] = bonus
         return poisoned(total), {name: value.detach() for name, value in metrics.items()}
 

@@ -17,12 +17,7 @@ def fill_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int
 
     There are about as few as first-fit needs. A row longer than ``max_tokens`` gets a micro-batch to itself. The same
     lengths (each at least 1) give the same micro-batches in every process.
-
-    Raises:
-        ValueError: ``max_tokens`` is below 1.
     """
-    if max_tokens < 1:
-        raise ValueError(f"Expected max_tokens >= 1, got {max_tokens}.")
     too_long = [[row] for row, length in enumerate(lengths) if length > max_tokens]
     rows = [row for row, length in enumerate(lengths) if length <= max_tokens]
     if not rows:

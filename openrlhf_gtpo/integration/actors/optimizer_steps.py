@@ -85,6 +85,19 @@ def deal_rows(lengths: Sequence[int], replicas: int, order: RowOrder) -> list[np
     return dealt
 
 
+def count_actions(masks: Iterable[Tensor], group: ProcessGroup, device: torch.device) -> Tensor:
+    """(2,): an optimizer step's action tokens, and its rows that have any, over all replicas; each at least 1.
+
+    Args:
+        masks: the action mask (A,) of each of this replica's rows.
+        group: the replicas' group; the call is collective over it.
+    """
+    tokens = [int(mask.sum()) for mask in masks]
+    counts = torch.tensor([float(sum(tokens)), float(np.count_nonzero(tokens))], device=device)
+    all_reduce(counts, group=group)
+    return counts.clamp_min(1)
+
+
 class StepMetrics:
     """A training phase's metrics by OpenRLHF's names: sums over micro-batches, and in :meth:`averages` over replicas.
 
@@ -126,8 +139,7 @@ class StepMetrics:
 
     def averages(self, steps: int, reports: bool) -> dict[str, float]:
         """Averages over ``steps`` optimizer steps and all ranks that set ``reports``, one per replica. Collective."""
-        gathered: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(gathered, (dict(self._sums), self._weights) if reports else None)
+        gathered = all_gather_objects((dict(self._sums), self._weights) if reports else None)
         sums: dict[tuple[str, str], float] = defaultdict(float)
         weights: dict[str, float] = defaultdict(float, step=float(steps))
         for theirs in filter(None, gathered):
@@ -136,6 +148,13 @@ class StepMetrics:
             for kind, value in theirs[1].items():
                 weights[kind] += value
         return {name: value / max(weights[kind], 1.0) for (name, kind), value in sums.items()}
+
+
+def all_gather_objects(mine: Any) -> list[Any]:
+    """Every rank's ``mine``, in the order of ranks."""
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, mine)
+    return gathered
 
 
 def poisoned(loss: Tensor) -> Tensor:
@@ -161,9 +180,7 @@ class BadSteps:
             self._in_a_row = 0
             return False
         self._in_a_row += 1
-        everywhere: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everywhere, found)
-        what = ", ".join(["the gradient", *sorted(set().union(*everywhere))])
+        what = ", ".join(["the gradient", *sorted(set().union(*all_gather_objects(found)))])
         sentence = f"The {self._model}'s optimizer step after its {steps} good ones was skipped: {what} was not finite"
         if self._in_a_row >= self._limit:
             raise TrainingStopped(
@@ -175,7 +192,7 @@ class BadSteps:
 
     def check_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Raise TrainingStopped if one of this rank's ``weights``, each with its name, is not finite."""
-        largest = {name: torch.linalg.vector_norm(weight, math.inf) for name, weight in weights}
+        largest = {name: torch.linalg.vector_norm(weight, math.inf) for name, weight in weights if weight.numel()}
         finite = torch.stack(list(largest.values())).isfinite().tolist()
         if not all(finite):
             raise TrainingStopped(
@@ -204,17 +221,22 @@ class WholeSteps:
         self._trained = "critic" if hasattr(self, "critic") else "actor"
         self._bad_steps = BadSteps(self._trained, self.args)
 
-    def train(self, engine: Any, step: Callable[[Experience, int], dict[str, Any]]) -> dict[str, float]:
-        """Train on the whole replay buffer; ``step`` runs a micro-batch's forward and backward pass on ``engine``.
+    @property
+    def _engine(self) -> Any:
+        """DeepSpeed's engine around the model that is trained."""
+        return self.critic if self._trained == "critic" else self.actor.model  # type: ignore[attr-defined]
+
+    def train(self, step: Callable[[Experience, int], dict[str, Any]]) -> dict[str, float]:
+        """Train on the whole replay buffer; ``step`` runs a micro-batch's forward and backward pass.
 
         Returns:
             its metrics over all replicas (see ``StepMetrics``); for learning rate and gradient norm, the last value.
         """
-        mesh = self.strategy.ds_device_mesh
+        engine, mesh = self._engine, self.strategy.ds_device_mesh
         metrics = StepMetrics(self.args, mesh["dp"].size())
         last: dict[str, float] = {}
         bad = 0
-        for number, experience, rows in self.micro_batches(engine):
+        for number, experience, rows in self.micro_batches():
             values = step(experience, number)
             last = {name: values.pop(name) for name in list(values) if name.endswith(("_lr", "_grad_norm"))}
             if rows:
@@ -225,43 +247,38 @@ class WholeSteps:
                     last[f"{self._trained}_grad_norm"] = math.nan
                 good = engine.global_steps - engine.skipped_steps
                 bad += self._bad_steps.add(last[f"{self._trained}_grad_norm"], good, metrics)
-        parameters = engine.module.named_parameters()  # with ZeRO 3 a rank has a part of each
-        self._bad_steps.check_weights((name, getattr(p, "ds_tensor", p.data)) for name, p in parameters)
+        self._bad_steps.check_weights((name, _own_part(p)) for name, p in engine.module.named_parameters())
         last[f"{self._trained}_bad_steps"] = bad
         reports = mesh["sp"].get_local_rank() == 0 and mesh["tp"].get_local_rank() == 0  # one rank of each replica
         return metrics.averages(sum(self.replay_buffer.dynamic_optimizer_step), reports) | last
 
-    def row_order(self, engine: Any) -> RowOrder | None:
-        """The order of rows in the next training phase on ``engine``: the same on every rank of a replica, and after a
-        resume. None for the rows' own order, in which dynamic batches are already sorted for balance."""
-        train = self.strategy.args.train
+    def row_order(self) -> RowOrder | None:
+        """The order of rows in the next training phase: the same on every rank of a replica, and after a resume. None
+        for the rows' own order, in which dynamic batches are already sorted for balance."""
+        engine, train = self._engine, self.strategy.args.train
         if train.dynamic_batch_enable:
             return None
         return RowOrder(train.batch_size, [train.seed, engine.global_steps - engine.skipped_steps])
 
-    def micro_batches(self, engine: Any) -> Iterator[tuple[int, Experience, int]]:
-        """For each backward pass on ``engine``: its number, the batch, and how many rows of it count."""
+    def micro_batches(self) -> Iterator[tuple[int, Experience, int]]:
+        """For each backward pass: its number, the batch, and how many rows of it count."""
+        engine = self._engine
         assert (
             engine.gradient_accumulation_steps() == 1
         ), "DeepSpeed divides losses that are divided already; see Strategy"
         args, buffer = self.strategy.args, self.replay_buffer
         group = self.strategy.ds_device_mesh["dp"].get_group()
         device = torch.device(torch.cuda.current_device())
-        order = self.row_order(engine)
+        order = self.row_order()
         shuffle = None if order is None else np.random.default_rng(order.seed)
         buffer.dynamic_optimizer_step, buffer.dynamic_sample_loss_scale = [], []
         buffer.dynamic_batch_num_tokens, buffer.dynamic_global_batch_size = [], []
         for rows in optimizer_steps(len(buffer.items), args, group, device, shuffle):
             items = [buffer.items[row] for row in rows]
             parts = self._split(items)
-            masks = [item.action_mask for item in items]
-            counts = torch.tensor(
-                [float(sum(m.sum() for m in masks)), float(sum(m.any() for m in masks))], device=device
-            )
-            all_reduce(counts, group=group)
+            tokens, samples = count_actions([item.action_mask for item in items], group, device).tolist()
             most = torch.tensor(len(parts), device=device)
             all_reduce(most, op=ReduceOp.MAX, group=group)
-            tokens, samples = counts.clamp_min(1).tolist()
             parts += [[]] * (int(most) - len(parts))
             for place, part in enumerate(parts):
                 last = place + 1 == len(parts)
@@ -283,6 +300,15 @@ class WholeSteps:
         return [
             [items[i] for i in part] for part in fill_micro_batches([int(item.total_length) for item in items], budget)
         ]
+
+
+def _own_part(parameter: Any) -> Tensor:
+    """What this rank has of a parameter: with ZeRO 3 its partition, without the padding at the end, which DeepSpeed
+    leaves uninitialized (0.19.6, runtime/zero/partition_parameters.py, _partition_param)."""
+    if not hasattr(parameter, "ds_tensor"):
+        return parameter.data
+    partition = parameter.ds_tensor
+    return partition[: max(0, parameter.ds_numel - parameter.ds_zero_partition_rank * partition.numel())]
 
 
 def _no_actions() -> Experience:

@@ -14,7 +14,7 @@ from openrlhf.trainer.ray.ppo_critic import CriticPPOTrainer
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.integration.actors.actor_trainer import ActorTrainer, keep_trying
-from openrlhf_gtpo.integration.actors.optimizer_steps import RowOrder, WholeSteps
+from openrlhf_gtpo.integration.actors.optimizer_steps import WholeSteps
 from openrlhf_gtpo.integration.actors.policy_model import PolicyModel
 from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy
 from openrlhf_gtpo.integration.credit.guide_rows import guide_rows
@@ -42,7 +42,7 @@ class DeepspeedActorTrainer(WholeSteps, ActorTrainer):
             self.guide_ratios.rows = guide_rows(batch)
             return self.training_step(batch, kl_ctl, number)["metrics"] | self.guide_ratios.metrics()
 
-        return self.train(self.actor.model, step)
+        return self.train(step)
 
     def _weights_to_send(self) -> Weights:
         return TensorBuckets(self._metas, self._full_tensors(), self.args.vllm.sync_bucket_mb * 2**20)
@@ -124,10 +124,6 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
             entropy = output.entropy[:, -action_mask.shape[1] :]
             return TokenValues(log_probs.to("cpu"), (entropy * action_mask.to(device)).to("cpu"))
 
-    def row_order(self) -> RowOrder | None:
-        """See ``WholeSteps``."""
-        return self.trainer.row_order(self.actor.model)
-
     def fit(self, kl_ctl: float = 0) -> dict[str, float]:
         with self.peaks.phase(names.PPO_TRAIN):
             return super().fit(kl_ctl)
@@ -151,7 +147,7 @@ class DeepspeedCriticTrainer(WholeSteps, CriticPPOTrainer):
 
     def ppo_train(self) -> dict[str, float]:
         """Train on everything in the replay buffer; returns upstream's metrics."""
-        return self.train(self.critic, self.training_step)
+        return self.train(self.training_step)
 
 
 class DeepspeedCriticActor(_UpstreamCriticActor):  # type: ignore[misc]
@@ -161,10 +157,6 @@ class DeepspeedCriticActor(_UpstreamCriticActor):  # type: ignore[misc]
         """Like upstream's."""
         ppo_critic.CriticPPOTrainer = DeepspeedCriticTrainer
         super().init_model_from_pretrained(*args, **kwargs)
-
-    def row_order(self) -> RowOrder | None:
-        """See ``WholeSteps``."""
-        return self.trainer.row_order(self.critic)
 
     def save_model(self) -> None:
         """Like upstream's, but retried if the model cannot be written."""

@@ -5,8 +5,6 @@ Face model runs with its head switched to the identity, and ``linear_log_prob_an
 action tokens into log-probs and entropies of the temperature-scaled policy.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -65,8 +63,11 @@ class PolicyModel(Actor):
         num_actions = actions.shape[1]
         # The hidden state at column t predicts the token at t + 1; action columns are the last ones.
         predicts = torch.nn.functional.pad(actions, (sequences.shape[1] - num_actions - 1, 1))
-        with _identity(head):
+        head.forward = lambda hidden: hidden  # type: ignore[method-assign]
+        try:
             output, hidden = self._hidden_states(sequences, attention_mask, predicts)
+        finally:
+            del head.forward
         labels = sequences[:, -num_actions:][actions]
         log_probs, entropy = linear_log_prob_and_entropy(
             hidden,
@@ -99,19 +100,5 @@ class PolicyModel(Actor):
 
     def _plain_head(self) -> torch.nn.Linear | None:
         model: Any = getattr(self.model, "module", self.model)
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        if getattr(getattr(model, "config", None), "model_type", None) not in PLAIN_HEADS:
-            return None
-        if head is None or type(head) is not torch.nn.Linear or hasattr(head.weight, "ds_id"):
-            return None
-        return head
-
-
-@contextmanager
-def _identity(head: torch.nn.Linear) -> Iterator[None]:
-    """Make ``head`` return its input unchanged while the model runs."""
-    head.forward = lambda hidden: hidden  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del head.forward
+        head: Any = model.get_output_embeddings() if model.config.model_type in PLAIN_HEADS else None
+        return head if type(head) is torch.nn.Linear and not hasattr(head.weight, "ds_id") else None

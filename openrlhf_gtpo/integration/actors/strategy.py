@@ -29,7 +29,7 @@ from torch.utils.serialization import config as serialization
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
-from openrlhf_gtpo.integration.actors.optimizer_steps import poisoned
+from openrlhf_gtpo.integration.actors.optimizer_steps import all_gather_objects, poisoned
 from openrlhf_gtpo.megatron.checkpoint import folder as checkpoint_folder
 from openrlhf_gtpo.megatron.checkpoint.files import Entry, HashedFile
 from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
@@ -131,9 +131,7 @@ class Strategy(DeepspeedStrategy):
         Raises:
             CheckpointWriteError: on all ranks, if one could not write; earlier checkpoints are as they were.
         """
-        randoms: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(randoms, random_state())
-        states = (client_state or {}) | {_RANDOM: randoms}
+        states = (client_state or {}) | {_RANDOM: all_gather_objects(random_state())}
         target = Path(save_dir, tag)
         temporary = from_first_rank(partial(checkpoint_folder.begin, target, whole_folder=True), CheckpointWriteError)
         upstream_engine, copy_script = model.checkpoint_engine, model._copy_recovery_script

@@ -4,7 +4,6 @@ mbridge 0.15.1 knows the names and layouts of each architecture; this module add
 models read, layers for hosts without Transformer Engine, and tied heads under pipeline parallelism.
 """
 
-import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,8 @@ EXPERTS = ".mlp.experts.linear_fc"  # in Megatron's names of expert weights, and
 
 
 def read_config(source: str | Path) -> PretrainedConfig:
-    """The checkpoint's configuration, with the fields that mbridge reads and transformers 5 has moved. Can go once
-    mbridge reads ``rope_parameters`` (mbridge 0.15.1, core/llm_bridge.py, _get_gptmodel_args)."""
-    config = copy.deepcopy(AutoConfig.from_pretrained(source))
-    rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
-    theta = rope.get("rope_theta", getattr(config, "rope_theta", None))
-    config.rope_theta = 10000.0 if theta is None else theta
-    config.rope = rope
+    """The checkpoint's configuration, with the head size that mbridge reads where only a default implies it."""
+    config = AutoConfig.from_pretrained(source)
     if getattr(config, "head_dim", None) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
     return config
@@ -78,28 +72,25 @@ class _AdaptedBridge:
         return portable_layer_spec(self.config, vp_stage)
 
     def _get_gptmodel_args(self) -> dict[str, Any]:
-        rope = self.hf_config.rope
-        kind = rope.get("rope_type", rope.get("type", "default"))
+        # mbridge's reads the fields of transformers 4. Can go once it reads ``rope_parameters`` (mbridge 0.15.1,
+        # core/llm_bridge.py, _get_gptmodel_args).
+        rope = self.hf_config.rope_parameters
         options: dict[str, Any] = {}
-        if kind == "linear":
-            options["seq_len_interpolation_factor"] = rope["factor"]
-        elif kind == "llama3":
-            options |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+        if rope["rope_type"] == "linear":
+            options = {"seq_len_interpolation_factor": rope["factor"]}
+        elif rope["rope_type"] == "llama3":
+            options = {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
         return {
             "vocab_size": self.hf_config.vocab_size,
             "max_sequence_length": self.hf_config.max_position_embeddings,
             "position_embedding_type": "rope",
-            "rotary_base": self.hf_config.rope_theta,
+            "rotary_base": rope["rope_theta"],
         } | options
 
 
 class _Llama(_AdaptedBridge, LLaMABridge):
     def _build_config(self) -> Any:
         return self._build_base_config(add_qkv_bias=getattr(self.hf_config, "attention_bias", False))
-
-
-class _Mistral(_Llama):
-    """Llama's names and layout; its sliding window must be off."""
 
 
 class _Qwen2(_AdaptedBridge, Qwen2Bridge):
@@ -128,7 +119,7 @@ class _Qwen3Moe(_AdaptedBridge, Qwen3MoEBridge):
 
 _BRIDGES: dict[str, Any] = {
     "llama": _Llama,
-    "mistral": _Mistral,
+    "mistral": _Llama,  # the same names and layout; its sliding window must be off
     "qwen2": _Qwen2,
     "qwen3": _Qwen3,
     "qwen3_moe": _Qwen3Moe,

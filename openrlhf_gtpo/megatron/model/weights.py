@@ -57,7 +57,8 @@ class FullWeights:
 
     Args:
         bucket_bytes: how much is gathered at once; a larger parameter is a bucket of its own.
-        read: returns a parameter's values on this rank; by default, FP8 primary weights as products read them.
+        read: returns a parameter's values on this rank; by default those that the model computes with, so that an FP8
+            primary weight comes out rounded.
 
     Fields:
         buckets: for each bucket, the (name, full shape) of the tensors that are gathered at once.

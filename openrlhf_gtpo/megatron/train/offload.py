@@ -88,8 +88,8 @@ class Offload:
             yield from memory_of(parameter)
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
-        chained = getattr(self._trainer.optimizer, "chained_optimizers", [self._trainer.optimizer])
-        for optimizer in (one.optimizer for one in chained if getattr(one, "optimizer", None) is not None):
+        chained = self._trainer.optimizer.chained_optimizers
+        for optimizer in (one.optimizer for one in chained if one.optimizer is not None):
             for group in optimizer.param_groups:
                 yield from (parameter.data for parameter in group["params"])
             for state in optimizer.state.values():
