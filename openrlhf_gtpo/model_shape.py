@@ -59,9 +59,14 @@ PRESETS = {
 # Defaults of transformers' configuration classes for fields that matter here and that a config.json may omit.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"use_sliding_window": False},
-    "qwen3": {"use_sliding_window": False, "head_dim": 128},
-    "qwen3_moe": {"use_sliding_window": False, "norm_topk_prob": False, "num_experts_per_tok": 8},
+    "qwen2": {"num_key_value_heads": 32, "use_sliding_window": False},
+    "qwen3": {"num_key_value_heads": 32, "use_sliding_window": False, "head_dim": 128},
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "use_sliding_window": False,
+        "norm_topk_prob": False,
+        "num_experts_per_tok": 8,
+    },
 }
 
 

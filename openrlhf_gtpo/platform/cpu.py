@@ -9,7 +9,6 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable
 
 _ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
@@ -68,10 +67,6 @@ def activate() -> None:
         flash_attn_stand_in.install()
     torch.cuda.current_device = _CpuDevice  # type: ignore[assignment]
     for name in ("synchronize", "empty_cache", "set_device"):
-        setattr(torch.cuda, name, _do_nothing())
-
-
-def _do_nothing() -> Callable[..., None]:
-    """A separate function for each name: torch._dynamo keeps a rule for each function object and refuses shared ones
-    (https://github.com/pytorch/pytorch/pull/115059)."""
-    return lambda *args, **kwargs: None
+        # A new function for each name: torch._dynamo keeps a rule for each function object and refuses shared ones
+        # (https://github.com/pytorch/pytorch/pull/115059).
+        setattr(torch.cuda, name, lambda *args, **kwargs: None)

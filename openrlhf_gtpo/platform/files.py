@@ -10,6 +10,7 @@ from openrlhf_gtpo.errors import UsageError
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "*.safetensors"
+_SECOND_COPY = "consolidated*"  # of all weights of a Mistral model, under other names
 SIDE_FILE_PATTERNS = (
     "config.json",
     "generation_config.json",
@@ -47,7 +48,6 @@ def model_folder(source: str | Path, *, weights: bool = True, fetch: bool = True
     from huggingface_hub import constants, errors
 
     where = f"{source} is not a folder on {socket.gethostname()}"
-    lacking = f"the cache {constants.HF_HUB_CACHE} does not have all of it"
     try:
         folder = _snapshot(str(source), weights, fetch)
     except errors.HFValidationError as error:
@@ -61,8 +61,8 @@ def model_folder(source: str | Path, *, weights: bool = True, fetch: bool = True
         offline = isinstance(error.__cause__, errors.OfflineModeIsEnabled)
         reason = "HF_HUB_OFFLINE is set" if offline else f"the Hugging Face Hub cannot be reached ({error.__cause__})"
         raise UsageError(
-            f"{where}, {reason}, and {lacking}; fetch it where there is a network (hf download {source}), or give a "
-            "folder."
+            f"{where}, {reason}, and the cache {constants.HF_HUB_CACHE} does not have all of it; fetch it where there "
+            f"is a network (hf download {source}), or give a folder."
         ) from error
     except (OSError, httpx.HTTPError) as error:
         raise UsageError(f"{where}, and could not be fetched from the Hugging Face Hub: {error}") from error
@@ -87,7 +87,7 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     from safetensors import SafetensorError, safe_open  # here, because the doctor may run where nothing is installed
 
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob(WEIGHTS)):
+    for file in sorted(set(folder.glob(WEIGHTS)) - set(folder.glob(_SECOND_COPY))):
         try:
             with safe_open(file, framework="pt") as tensors:
                 shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
@@ -101,8 +101,7 @@ def _snapshot(name: str, weights: bool, fetch: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = [*SIDE_FILE_PATTERNS, *((WEIGHTS, INDEX) if weights else ())]
-    # Subfolders hold other formats, and consolidated.safetensors is a second copy of a whole Mistral model.
-    unread = ["*/*", "consolidated*"]
+    unread = ["*/*", _SECOND_COPY]  # subfolders hold other formats
     return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=unread, local_files_only=not fetch))
 
 

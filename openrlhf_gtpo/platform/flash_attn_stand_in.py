@@ -43,18 +43,15 @@ def _no_ring_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 def install() -> None:
     """Register the stand-in as ``flash_attn`` in this process."""
-    package = types.ModuleType("flash_attn")
-    package.__path__ = []
-    padding = types.ModuleType("flash_attn.bert_padding")
-    padding.__dict__.update(
-        index_first_axis=index_first_axis, unpad_input=unpad_input, pad_input=pad_input, rearrange=rearrange
-    )
-    utils = types.ModuleType("flash_attn.utils")
-    utils.__path__ = []
-    distributed = types.ModuleType("flash_attn.utils.distributed")
-    distributed.__dict__.update(all_gather=_no_ring_attention)
-    for module in (package, padding, utils, distributed):
+    padding = {f.__name__: f for f in (index_first_axis, unpad_input, pad_input, rearrange)}
+    contents: dict[str, dict[str, Any]] = {
+        "flash_attn": {"__path__": []},
+        "flash_attn.bert_padding": padding,
+        "flash_attn.utils": {"__path__": []},
+        "flash_attn.utils.distributed": {"all_gather": _no_ring_attention},
+    }
+    for name, attributes in contents.items():
+        module = sys.modules[name] = types.ModuleType(name)
         # transformers asks importlib for the spec; a module without one is an error there (transformers 5.15.0,
         # utils/import_utils.py, _is_package_available).
-        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, loader=None)
-        sys.modules[module.__name__] = module
+        vars(module).update(attributes, __spec__=importlib.machinery.ModuleSpec(name, loader=None))

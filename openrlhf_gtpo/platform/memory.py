@@ -15,24 +15,19 @@ class PeakMemory:
     """Peak memory of what runs after construction.
 
     On the CPU it is exact to about a MiB: resident memory counts pages, and the allocator keeps some. Not measurable
-    where the system has neither a CUDA device nor Linux's ``/proc/self/clear_refs``.
+    where the system has neither a CUDA device nor a ``/proc/self/clear_refs`` (Linux) that can be written.
     """
 
     def __init__(self) -> None:
-        self._cuda = torch.cuda.is_available()
-        self.measurable = self._cuda or (_PROCESS / "clear_refs").exists()
-        if self._cuda:
+        if torch.cuda.is_available():
             torch.cuda.synchronize()
-            self._before = torch.cuda.memory_allocated()
-        elif self.measurable:
+        elif (_PROCESS / "clear_refs").exists():
             ctypes.CDLL("libc.so.6").malloc_trim(0)
-            self._before = _resident("VmRSS")
-        if self.measurable:
-            _begin_anew()
+        self._before = _peak() if _begin_anew() else None
 
     def beyond(self) -> int | None:
         """The peak since construction beyond what was in use then, in bytes; None if it cannot be measured."""
-        return _peak() - self._before if self.measurable else None
+        return None if self._before is None else _peak() - self._before
 
 
 class PeakByPhase:
@@ -49,25 +44,19 @@ class PeakByPhase:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count what runs in this context toward the phase ``name``, which may come in several pieces."""
-        self._begin()
+        self._measurable = _begin_anew()
         yield
         self._record(name)
 
     def until_now(self, name: str) -> None:
-        """Count toward the phase ``name`` what has run since the last phase ended, or since this was last called."""
+        """Count toward the phase ``name`` what has run since this was last called, or since a phase began."""
         self._record(name)
-        self._begin()
+        self._measurable = _begin_anew()
 
     def take(self) -> dict[str, int]:
         """The peaks by phase, in bytes, since this was last called."""
         taken, self._peaks = self._peaks, {}
         return taken
-
-    def _begin(self) -> None:
-        try:
-            _begin_anew()
-        except OSError:  # no Linux, or a container that keeps /proc to itself
-            self._measurable = False
 
     def _record(self, name: str) -> None:
         if self._measurable:
@@ -94,18 +83,20 @@ class ReportsPeakMemory:
         return self.peaks.take()
 
 
-def _begin_anew() -> None:
-    """Reset the peak to what is in use now."""
+def _begin_anew() -> bool:
+    """Reset the peak to what is in use now; False if it cannot be measured."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    else:
+        return True
+    try:
         (_PROCESS / "clear_refs").write_text("5")
+    except OSError:  # no Linux, or a container that keeps /proc to itself
+        return False
+    return True
 
 
 def _peak() -> int:
-    return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else _resident("VmHWM")
-
-
-def _resident(field: str) -> int:
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
     with (_PROCESS / "status").open() as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))

@@ -1,9 +1,11 @@
 """Which checkpoints of a folder are removed, in which order; a crash at any moment leaves a readable latest one."""
 
+import errno
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -203,8 +205,14 @@ def test_the_newest_whole_one_is_found_without_latest(tmp_path: Path) -> None:
 def test_folders_that_belong_together_have_the_newest_in_common(tmp_path: Path) -> None:
     """After a kill between the actor's save and the critic's, max_num 1 lets neither remove the older one."""
     actor, critic = tmp_path / "_actor", tmp_path / "_critic"
-    write(actor, "t1"), write(critic, "t1"), write(actor, "t2")
+    write(actor, "t1")
+    with pytest.raises(CheckpointError, match=r"known to be whole and that .*_critic has too \(t1\)"):
+        candidate([actor, critic])
+    write(critic, "t1"), write(actor, "t2")
     assert newest_whole(actor, critic) == actor / "t1" and newest_whole(actor) == actor / "t2"
+    (critic / "t2").mkdir()  # an empty folder is not a checkpoint
+    with pytest.raises(CheckpointError, match="_critic has no checkpoint 't2'; it has t1.$"):
+        candidate([actor, critic], "t2")
     assert checkpoint_folder.rotate(actor, "t2", [critic], max_num=1, max_mem_gb=1) == []
     write(critic, "t2")
     assert checkpoint_folder.rotate(critic, "t2", [actor], max_num=1, max_mem_gb=1) == ["t1"]
@@ -239,3 +247,51 @@ def test_what_is_set_aside_is_neither_found_nor_removed(tmp_path: Path) -> None:
     write(tmp_path, "t2")
     assert checkpoint_folder.rotate(tmp_path, "t2", max_num=1, max_mem_gb=0) == []
     assert checkpoint_folder.names(tmp_path) == ["t1.corrupt", "t2"]
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process is the only rank."""
+    import torch
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    """The manifest of the newest of two checkpoints."""
+    write(tmp_path, "t1"), write(tmp_path, "t2")
+    manifest = tmp_path / "t2" / checkpoint_folder.MANIFEST
+    manifest.write_text("{")
+    os.utime(manifest.parent)  # which its age is now taken from
+    return manifest
+
+
+def test_a_warning_says_what_was_wrong_and_where_it_is_now(
+    alone: None, damaged: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from openrlhf_gtpo.megatron.checkpoint.together import choose
+
+    folder = damaged.parent
+    assert choose([folder.parent]) == folder.with_name("t1")
+    said = (
+        f"Warning: {damaged} cannot be read (JSONDecodeError); use another checkpoint; it is now {folder}.corrupt. "
+        "Trying the one before it.\n"
+    )
+    assert capsys.readouterr().out.startswith(said)
+
+
+def test_a_folder_in_which_nothing_can_be_set_aside(
+    alone: None, damaged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks fail, not the first alone."""
+    from openrlhf_gtpo.megatron.checkpoint.together import choose
+
+    def refuse(path: Path, target: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(CheckpointError, match="Read-only file system: '.*t2'"):
+        choose([damaged.parent.parent])

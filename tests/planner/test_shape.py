@@ -80,13 +80,16 @@ def test_experts_that_a_token_is_not_given_to_do_nothing() -> None:
     assert decoder_flops(moe, [1]) == 3 * (2 * a_token + 2 * 2 * 128)
 
 
-def test_a_config_that_leaves_fields_to_their_defaults(tmp_path: Path) -> None:
-    """A Llama's defaults are derived; those of other classes are the ones in transformers."""
-    fields = {name: value for name, value in COMMON.items() if name != "num_key_value_heads"}
-    for family, groups, head_dim in (("llama", 8, 8), ("mistral", 8, 8), ("qwen3", 8, 128)):
-        (tmp_path / "config.json").write_text(json.dumps(fields | {"model_type": family}))
-        found = ModelShape.of(SimpleNamespace(**read_config(tmp_path)))
-        assert (found.num_key_value_heads, found.head_dim, found.tied) == (groups, head_dim, False)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_that_leaves_fields_to_their_defaults(family: str, tmp_path: Path) -> None:
+    """The defaults are those of transformers' configuration class."""
+    from transformers import AutoConfig
+
+    fields = COMMON | FAMILIES[family] | {"model_type": family}
+    given = {name: value for name, value in fields.items() if name not in ("num_key_value_heads", "head_dim")}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    found = ModelShape.of(SimpleNamespace(**read_config(tmp_path)))
+    assert found == ModelShape.of(AutoConfig.from_pretrained(tmp_path))
 
 
 def test_experts_as_transformers_5_writes_them(tmp_path: Path) -> None:

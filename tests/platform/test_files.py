@@ -11,10 +11,12 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.platform import files
-from openrlhf_gtpo.platform.files import INDEX, model_folder, replace_text
+from openrlhf_gtpo.platform.files import INDEX, model_folder, replace_text, weight_shapes
 
 COMMIT = "0" * 40
 SHARDS = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
@@ -154,6 +156,13 @@ def test_a_model_that_is_neither_here_nor_cached(
     monkeypatch.setattr("huggingface_hub.hf_api.ENDPOINT", "http://127.0.0.1:9", raising=False)
     with pytest.raises(UsageError, match="the Hugging Face Hub cannot be reached .*refused.*, and the cache"):
         model_folder("someone/something")
+
+
+def test_a_second_copy_of_the_weights_does_not_count(tmp_path: Path) -> None:
+    """As in the folder of a Mistral model, under other names."""
+    for file, name in (("model.safetensors", "model.norm.weight"), ("consolidated.safetensors", "norm.weight")):
+        save_file({name: torch.zeros(2, 3)}, tmp_path / file)
+    assert weight_shapes(tmp_path) == {"model.norm.weight": (2, 3)}
 
 
 def test_a_text_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:

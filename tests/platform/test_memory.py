@@ -37,3 +37,15 @@ def test_where_memory_cannot_be_told_nothing_is(fresh):
     )
     program = program.replace("peaks = ", "memory._PROCESS = Path('/nowhere')\npeaks = ")
     assert json.loads(fresh(program, OPENRLHF_GTPO_PLATFORM="cpu", CUDA_VISIBLE_DEVICES="")) == [{}, {}]
+
+
+def test_a_container_that_lets_nobody_reset_the_peak(fresh, tmp_path):
+    (tmp_path / "clear_refs").mkdir()  # is there, and cannot be written
+    (tmp_path / "status").write_text("VmHWM: 2 kB\nVmRSS: 1 kB\n")
+    program = f"""
+from pathlib import Path
+from openrlhf_gtpo.platform import memory
+memory._PROCESS = Path({str(tmp_path)!r})
+print(memory.PeakMemory().beyond())
+"""
+    assert fresh(program, OPENRLHF_GTPO_PLATFORM="cpu", CUDA_VISIBLE_DEVICES="").strip() == "None"

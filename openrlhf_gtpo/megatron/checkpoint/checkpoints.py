@@ -74,7 +74,8 @@ class Checkpoints:
         """Write the checkpoint ``tag``, and remove those that are then in excess.
 
         Args:
-            client_state: whatever else a resumed run needs; picklable, and the first rank's is kept.
+            client_state: whatever else a resumed run needs, in plain values and tensors, which are all that a load
+                accepts; the first rank's is kept.
             metric_value: of this checkpoint; greater is better, and the worst are removed first.
 
         Raises:
@@ -254,7 +255,7 @@ def _load_verified(path: Path, target: Trainer | LoadedModel) -> dict[str, Any]:
         missing = checkpoint_state.missing_keys(state, load_sharded_metadata(str(path)))
         if missing:
             raise CheckpointError(f"{path} lacks {len(missing)} tensors that this run needs, such as {missing[0]}.")
-        # Megatron lets such a load make NumPy's arrays, among others (megatron-core 0.16.1, core/safe_globals.py).
+        # Besides tensors and plain values, it makes the few classes of megatron-core 0.16.1, core/safe_globals.py.
         small.update(torch.load(path / TRAINING_STATE, map_location="cpu", weights_only=True))
         if trainer is not None and (trainer.lr_schedule is None) != (small["trainer"]["lr_schedule"] is None):
             raise CheckpointError(f"{path} and this run do not both have a learning-rate schedule.")

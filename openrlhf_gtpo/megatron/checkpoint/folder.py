@@ -70,12 +70,10 @@ def newest_whole(*folders: str | Path) -> Path | None:
         CheckpointError: a checkpoint was written by a later version.
     """
     for path in _checkpoints(*folders):
-        try:
+        with suppress(DamagedError):
             for folder in folders:
                 _check_sizes(Path(folder, path.name))
-        except DamagedError:
-            continue
-        return path
+            return path
     return _named_by_latest(folders[0])
 
 
@@ -83,13 +81,13 @@ def candidate(folders: Sequence[Path], tag: str | None = None) -> Path | None:
     """The checkpoint to try next: ``tag``, or else the newest, its files unchecked; None in folders without any.
 
     Raises:
-        CheckpointError: there is no ``tag``, or it is not whole; or there are checkpoints, but none to go on from.
+        CheckpointError: a folder has no ``tag``, or not a whole one; or there are checkpoints, but none to go on from.
     """
-    there = names(folders[0])
     if tag is not None:
-        if tag not in there or not all((folder / tag).is_dir() for folder in folders):
-            raise CheckpointError(f"{folders[0]} has no checkpoint {tag!r}; it has {', '.join(there) or 'none'}.")
         for folder in folders:
+            there = names(folder)
+            if tag not in there:
+                raise CheckpointError(f"{folder} has no checkpoint {tag!r}; it has {', '.join(there) or 'none'}.")
             if _is_checkpoint(folder / tag):
                 _check_sizes(folder / tag)
         return folders[0] / tag
@@ -98,12 +96,13 @@ def candidate(folders: Sequence[Path], tag: str | None = None) -> Path | None:
         with suppress(DamagedError):  # which the ranks find too
             read_manifest(path)  # raises if it is of a later version
         return path
-    path = _named_by_latest(folders[0])
+    path, there = _named_by_latest(folders[0]), names(folders[0])
     if path is None and (there or (folders[0] / LATEST).exists()):
         others = ", ".join(there) or f"what {LATEST} names is gone"
+        shared = "".join(f" and that {folder} has too" for folder in folders[1:])
         raise CheckpointError(
-            f"{folders[0]} has no checkpoint that is known to be whole ({others}); choose one with --ckpt.load_tag, "
-            "or another folder to start anew."
+            f"{folders[0]} has no checkpoint that is known to be whole{shared} ({others}); choose one with "
+            "--ckpt.load_tag, or another folder to start anew."
         )
     return path
 
@@ -127,8 +126,7 @@ def set_aside(path: Path) -> Path:
     aside = path.with_name(path.name + _DAMAGED)
     while aside.exists():
         aside = aside.with_name(aside.name + _DAMAGED)
-    with suppress(FileNotFoundError):  # the critic's ranks have found the same
-        path.rename(aside)
+    path.rename(aside)
     return aside
 
 
@@ -268,7 +266,11 @@ def write_manifest(folder: Path, contents: dict[str, Any], known: dict[str, Entr
     missing = sorted(known.keys() - files.keys())
     if missing:
         raise FileNotFoundError(f"{missing[0]}, which a rank has written, is not in {folder}")
-    described = {"format": FORMAT, "written": time.time(), **contents, "versions": _versions(), "files": files}
+    versions = {}
+    for name in _DISTRIBUTIONS:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    described = {"format": FORMAT, "written": time.time(), **contents, "versions": versions, "files": files}
     write_text(folder / MANIFEST, json.dumps(described, indent=1))
     for directory in {path.parent for path in paths} | {folder}:
         sync(directory)
@@ -395,13 +397,3 @@ def _remove(path: Path) -> None:
 
 def _unfinished(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _DISTRIBUTIONS:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found

@@ -39,9 +39,10 @@ def choose(folders: Sequence[Path], tag: str | None = None) -> Path | None:
         except DamagedError as error:
             if tag is not None:
                 raise
+            aside = from_first_rank(partial(checkpoint_folder.set_aside, folder / path.name), CheckpointError)
             if get_rank() == 0:
-                aside = checkpoint_folder.set_aside(folder / path.name)
-                print(f"Warning: {error}; it is now {aside}. Trying the one before it.", flush=True)
+                reason = str(error).removesuffix(".")
+                print(f"Warning: {reason}; it is now {aside}. Trying the one before it.", flush=True)
         else:
             if get_rank() == 0:
                 print(checkpoint_folder.announcement(path), flush=True)
@@ -54,10 +55,10 @@ def verify(path: Path) -> None:
     Raises:
         DamagedError: on all ranks, if a file is not what was written.
     """
-    if not (path / checkpoint_folder.MANIFEST).is_file():
-        return  # DeepSpeed's, of an earlier version: nothing to compare with
 
     def read_share() -> None:
+        if not (path / checkpoint_folder.MANIFEST).is_file():
+            return  # DeepSpeed's, of an earlier version: nothing to compare with
         files = checkpoint_folder.read_manifest(path)["files"]
         largest_first = sorted(files.items(), key=lambda item: -item[1]["size"])
         with ThreadPoolExecutor(_READERS) as pool:

@@ -62,14 +62,13 @@ class Fp8Options:
         """TransformerConfig fields for Transformer Engine's modes; none for the emulation, unknown to Megatron."""
         if self.emulated:
             return {}
-        in_bf16 = self.layers_at_start_in_bf16 + self.layers_at_end_in_bf16 > 0
         return {
             "fp8": self.mode,
             "fp8_recipe": self.recipe,
             "fp8_param": self.primary_weights,
             # Replicas differ in their number of micro-batches, so none may wait for another's amax.
             "tp_only_amax_red": True,
-            "first_last_layers_bf16": in_bf16,
+            "first_last_layers_bf16": self.layers_at_start_in_bf16 + self.layers_at_end_in_bf16 > 0,
             "num_layers_at_start_in_bf16": self.layers_at_start_in_bf16,
             "num_layers_at_end_in_bf16": self.layers_at_end_in_bf16,
         }

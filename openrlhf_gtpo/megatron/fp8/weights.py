@@ -8,6 +8,7 @@ The optimizer's weights must be the checkpoint's, not what FP8 left of them: :fu
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -165,17 +166,15 @@ def _plain(value: Any) -> Any:
     return value.dequantize() if isinstance(value, EmulatedWeight) else value
 
 
+@cache
 def _teach_megatron() -> None:
-    """Make Megatron treat :class:`EmulatedWeight` as one of Transformer Engine's tensors. Safe to call twice.
+    """Make Megatron treat :class:`EmulatedWeight` as one of Transformer Engine's tensors.
 
     megatron-core 0.16.1 uses the functions and classes replaced here (``megatron/core/fp8_utils.py``) to tell if a
     parameter is in FP8, to place it, and to quantize the optimizer's shards into it. Can go once a tensor can be
     registered.
     """
-    known = fp8_utils.FP8_TENSOR_CLASS if fp8_utils.HAVE_TE_FP8_TENSOR_CLASS else ()
-    known = known if isinstance(known, tuple) else (known,)
-    if EmulatedWeight in known:
-        return
+    known = (fp8_utils.FP8_TENSOR_CLASS,) if fp8_utils.HAVE_TE_FP8_TENSOR_CLASS else ()
     fp8_utils.FP8_TENSOR_CLASS = (*known, EmulatedWeight)
     fp8_utils.HAVE_TE_FP8_TENSOR_CLASS = True
     place, quantize_shards = fp8_utils._modify_underlying_storage_impl, fp8_utils._quantize_param_shard_impl

@@ -1,7 +1,7 @@
 """Lets megatron-core 0.16.1 run on a host without CUDA, over gloo. Never used on a CUDA host.
 
 Megatron writes ``device="cuda"`` and ``.cuda()`` in its calls, compares ``tensor.type()`` with CUDA's names, and keeps
-a tracker of CUDA random states. Inside ``cuda_calls_on_cpu`` those land on the CPU; all of this can go when Megatron
+a tracker of CUDA random states. Inside ``CudaCallsOnCpu`` those land on the CPU; all of this can go when Megatron
 asks ``torch.accelerator`` instead.
 """
 
@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-class _CudaIsCpu(TorchFunctionMode):
-    """Rewrites the device of factory and conversion calls, and answers ``type()`` with CUDA's spelling."""
+class CudaCallsOnCpu(TorchFunctionMode):
+    """Within this context, the CPU serves this thread's requests for a CUDA device: factory and conversion calls get
+    another device, and ``type()`` answers with CUDA's spelling."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -48,11 +49,10 @@ class _NoStates:
         return {}
 
     def set_states(self, states: dict) -> None:
-        """Do nothing: there are no states to set."""
+        pass
 
     def fork(self, name: str = "") -> contextlib.AbstractContextManager:
-        """Nothing switches; dropout draws from the CPU's own generator."""
-        return contextlib.nullcontext()
+        return contextlib.nullcontext()  # dropout draws from the CPU's own generator
 
 
 def activate() -> None:
@@ -143,10 +143,3 @@ def _gather_buffers_one_by_one() -> None:
             handle.works += one.works
 
     param_and_grad_buffer._coalescing_manager = one_by_one
-
-
-@contextlib.contextmanager
-def cuda_calls_on_cpu() -> Iterator[None]:
-    """Within this context, the CPU serves this thread's requests for a CUDA device."""
-    with _CudaIsCpu():
-        yield

@@ -28,7 +28,7 @@ def has_transformer_engine() -> bool:
 
 def megatron_calls() -> contextlib.AbstractContextManager:
     """The context in which Megatron is called."""
-    return contextlib.nullcontext() if on_cuda() else cpu_host.cuda_calls_on_cpu()
+    return contextlib.nullcontext() if on_cuda() else cpu_host.CudaCallsOnCpu()
 
 
 class HostMemory:

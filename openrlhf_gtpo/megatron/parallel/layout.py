@@ -78,16 +78,13 @@ class Layout:
             WorldSizeError: the processes do not divide evenly into replicas, or there are none.
         """
         if world_size < 1 or world_size % self.model_parallel_size:
+            factors = f"{_TP} {self.tensor_model_parallel_size} × {_PP} {self.pipeline_model_parallel_size}"
+            factors += f" × {_CP} {self.context_parallel_size}" if self.context_parallel_size > 1 else ""
             raise WorldSizeError(
                 f"{world_size} process{'es' * (world_size != 1)} cannot be split into model replicas of "
-                f"{self.model_parallel_size} ({self._factors()}); give a multiple of {self.model_parallel_size}."
+                f"{self.model_parallel_size} ({factors}); give a multiple of {self.model_parallel_size}."
             )
         return world_size // self.model_parallel_size
-
-    def _factors(self) -> str:
-        sizes = [(_TP, self.tensor_model_parallel_size), (_PP, self.pipeline_model_parallel_size)]
-        sizes += [(_CP, self.context_parallel_size)] if self.context_parallel_size > 1 else []
-        return " × ".join(f"{flag} {size}" for flag, size in sizes)
 
 
 def check_layout(hf_config: Any, layout: Layout, world_size: int, *, cuda: bool) -> None:
@@ -104,8 +101,17 @@ def check_layout(hf_config: Any, layout: Layout, world_size: int, *, cuda: bool)
             legal; a :class:`WorldSizeError` if the sizes fit the model but not ``world_size``.
     """
     check_architecture(hf_config)
-    _check_tensor_parallel(hf_config, layout)
-    _check_pipeline_parallel(hf_config, layout)
+    for what, number in _sharded_over_tensor_parallel(hf_config):
+        if number % layout.tensor_model_parallel_size:
+            raise LayoutError(
+                f"{_TP} {layout.tensor_model_parallel_size} does not divide this model's {number} {what}; it can be "
+                f"{_either(legal_tensor_parallel_sizes(hf_config))}."
+            )
+    if hf_config.num_hidden_layers % layout.pipeline_model_parallel_size:
+        raise LayoutError(
+            f"{_PP} {layout.pipeline_model_parallel_size} does not divide this model's {hf_config.num_hidden_layers} "
+            f"layers; it can be {_either(legal_pipeline_parallel_sizes(hf_config))}."
+        )
     if layout.context_parallel_size > 1 and not cuda:
         raise LayoutError(
             f"{_CP} {layout.context_parallel_size} needs the attention of Transformer Engine, which runs only on "
@@ -174,7 +180,7 @@ def check_architecture(hf_config: Any) -> None:
 
 
 def _assumed(hf_config: Any) -> dict[str, Any]:
-    """Configuration entries with the only values that the converted model supports."""
+    """The values that the converted model takes for granted, by configuration entry."""
     assumed: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     if hf_config.model_type == "qwen3_moe":
         assumed |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -217,25 +223,6 @@ def _sharded_over_tensor_parallel(hf_config: Any) -> list[tuple[str, int]]:
     if _experts(hf_config):
         return [*sharded, ("columns in an expert (moe_intermediate_size)", hf_config.moe_intermediate_size)]
     return [*sharded, ("columns in the MLP (intermediate_size)", hf_config.intermediate_size)]
-
-
-def _check_tensor_parallel(hf_config: Any, layout: Layout) -> None:
-    size = layout.tensor_model_parallel_size
-    for what, number in _sharded_over_tensor_parallel(hf_config):
-        if number % size:
-            raise LayoutError(
-                f"{_TP} {size} does not divide this model's {number} {what}; it can be "
-                f"{_either(legal_tensor_parallel_sizes(hf_config))}."
-            )
-
-
-def _check_pipeline_parallel(hf_config: Any, layout: Layout) -> None:
-    size, layers = layout.pipeline_model_parallel_size, hf_config.num_hidden_layers
-    if layers % size:
-        raise LayoutError(
-            f"{_PP} {size} does not divide this model's {layers} layers; it can be "
-            f"{_either(legal_pipeline_parallel_sizes(hf_config))}."
-        )
 
 
 def _check_world_size(hf_config: Any, layout: Layout, world_size: int) -> None:
