@@ -18,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import ray
-import torch
 
 from openrlhf_gtpo import platform
 
@@ -31,6 +30,7 @@ from openrlhf.utils.utils import get_tokenizer
 from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES
 from openrlhf_gtpo.benchmarks.actor import Policy, rollout, trainer_argv
 from openrlhf_gtpo.benchmarks.harness import Side, measure, median_and_range, print_table, ratios, write_results
+from openrlhf_gtpo.benchmarks.synthetic import even_lengths
 from openrlhf_gtpo.integration import patch
 from openrlhf_gtpo.integration import run as trainer
 from openrlhf_gtpo.integration.actors.policy_actor import DeepspeedActorTrainer, EntropyPolicyActor
@@ -109,9 +109,7 @@ def main() -> None:
         methods = {name: Method([*argv, *flags], policy) for name, flags in METHODS.items()}
 
         def new_round(repetition: int) -> None:
-            generator = torch.Generator().manual_seed(repetition)
-            longest, rows = args.response_tokens, args.prompts * args.samples
-            lengths = torch.randint(longest // 2, longest + 1, (rows,), generator=generator)
+            lengths = even_lengths(args.prompts * args.samples, args.response_tokens, repetition)
             for method in methods.values():
                 method.samples = rollout(method.args, args.prompt_tokens, lengths, repetition)
 

@@ -30,22 +30,15 @@ from openrlhf_gtpo.planner.training_memory import Training, step_bytes  # noqa: 
 from openrlhf_gtpo.planner.training_speed import TrainingSpeed  # noqa: E402
 from openrlhf_gtpo.planner.workload import Workload  # noqa: E402
 
-LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
-LLAMA_8B = LLAMA | {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-}
-LLAMA_70B = LLAMA | {
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-}
-# 126 layers, which 16 and 8 stages share unevenly; the planner's stages are even.
-LLAMA_405B = LLAMA | {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 128}
-LLAMA_405B |= {"num_attention_heads": 128}
+
+def _llama(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
+    same = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
+    sizes = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers}
+    return same | sizes | {"num_attention_heads": heads}
+
+
+LLAMA_8B, LLAMA_70B = _llama(4096, 14336, 32, 32), _llama(8192, 28672, 80, 64)
+LLAMA_405B = _llama(16384, 53248, 128, 128)  # of 126 layers, which 16 and 8 stages share unevenly; here they are even
 QWEN3_32B = {"model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64}
 QWEN3_32B |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
 QWEN3_32B |= {"max_position_embeddings": 40960}
@@ -141,7 +134,7 @@ def against_measured(results: dict[str, Any]) -> Iterator[Row]:
         ValueError: it was measured without one of them, or on a GPU that the planner does not know.
     """
     machine, measured, settings = results["machine"], results["measured"]["bf16"], results["settings"]
-    gpu = next((kind for kind in GPUS if any(_is(kind, name) for name in machine["gpus"])), None)
+    gpu = kind_of(machine["gpus"])
     if gpu is None or "transformer-engine" not in machine["versions"]:
         raise ValueError(
             f"measured on {machine['gpus'] or 'no GPU'}, or without Transformer Engine: nothing to compare"
@@ -167,9 +160,12 @@ def against_measured(results: dict[str, Any]) -> Iterator[Row]:
         yield Row(f"{name}: {phase}", "s", statistics.median(measured["seconds"][phase]), seconds)
 
 
-def _is(kind: str, name: str) -> bool:
-    """Whether a device that the driver calls ``name`` is of the planner's ``kind``; both have the family in them."""
-    return kind.split("-")[0] in name.lower() and ("pcie" in kind) == ("pcie" in name.lower())
+def kind_of(devices: Sequence[str]) -> str | None:
+    """The planner's kind of GPU that has most parts of its name in the driver's names of equal ``devices``, such as
+    "NVIDIA A100-SXM4-40GB"; None where not even the family is known."""
+    driver = " ".join(devices).lower()
+    shared = {kind: [part in driver for part in kind.split("-")] for kind in GPUS}
+    return max((kind for kind in GPUS if shared[kind][0]), key=lambda kind: sum(shared[kind]), default=None)
 
 
 def _of_file(path: Path) -> Iterator[Row]:

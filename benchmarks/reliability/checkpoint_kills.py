@@ -63,6 +63,7 @@ def main() -> None:
     args = parser.parse_args()
     found = {}
     with tempfile.TemporaryDirectory() as name:
+        tempfile.tempdir = name  # the killed ranks clean up nothing
         source = str(make_checkpoint(Path(name) / "model", "llama", 2048, **SHAPE))
         for kind in args.kinds:
             folder = Path(name) / kind / "_actor"

@@ -78,9 +78,8 @@ def broken(valid: Any) -> st.SearchStrategy[Any]:
 
 def _paths(value: Any) -> Iterator[tuple[Any, ...]]:
     yield ()
-    for key, inner in (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    ):
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in parts:
         yield from ((key, *path) for path in _paths(inner))
 
 
@@ -134,10 +133,13 @@ class Parser(NamedTuple):
 
 
 @cache
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    """Lives as long as the process."""
+    return tempfile.TemporaryDirectory(prefix="fuzz")
+
+
 def folder() -> Path:
-    made = tempfile.TemporaryDirectory(prefix="fuzz")
-    globals()["_folder"] = made  # lives as long as the process
-    return Path(made.name)
+    return Path(_temporary().name)
 
 
 def written(name: str, data: bytes) -> Path:
@@ -197,12 +199,12 @@ EXPERTS = CONFIG | {
     "auto_map": {"AutoConfig": "x.Y"},
     "quantization_config": {"bits": 4},
 }
-PLAN = "--gpus 8 --tensor-parallel 2 --pipeline-parallel 1 --context-parallel 1 --fp8 off --recompute none".split()
+PLAN = "--gpus 8 --tensor-parallel 2 --pipeline-parallel 1 --context-parallel 1 --fp8 off --recompute none"
 
 
 def plan_model(data: bytes) -> None:
     path = written("plan/config.json", data)
-    command("plan", ["--model", str(path), *PLAN, "--vllm-tensor-parallel", "2", "--expert-parallel", "1"])
+    command("plan", ["--model", str(path), *PLAN.split(), "--vllm-tensor-parallel", "2", "--expert-parallel", "1"])
 
 
 def check_model_config(data: bytes) -> None:
@@ -599,7 +601,6 @@ def cli_flags(case: tuple[str, list[str]]) -> None:
     with contextlib.ExitStack() as stack:
         for module, work in (
             (ask, "answer"),
-            (benchmark, "run"),
             (ray_cluster, "run_node"),
             (ray_cluster, "wait_for_nodes"),
             (watch, "watch"),
@@ -608,33 +609,31 @@ def cli_flags(case: tuple[str, list[str]]) -> None:
         ):
             stack.enter_context(mock.patch.object(module, work, lambda *args, **options: 0))
         stack.enter_context(mock.patch.object(ray_cluster, "make_token", lambda path: None))
+        stack.enter_context(mock.patch.object(benchmark, "import_module", mock.Mock()))  # of the benchmark's file
         with tempfile.TemporaryDirectory(dir=folder()) as place:
             stack.enter_context(contextlib.chdir(place))
             command(name, argv)
 
 
 COMMANDS = {
-    "ask": [["/nowhere", "why?"]],
-    "score": [["--model", "/nowhere", "--input", "/nowhere", "--output", "scores"]],
-    "plan": [["--model", "3b", *PLAN]],
-    "report": [["run", "/nowhere"], ["compare", "a=/nowhere"], ["watch", "x", "--steps", "1", "--pid", "1"]]
-    + [["fp8", "--model", "/nowhere", "--input", "/nowhere", "--output", "out"]],
-    "convert": [["hf-to-megatron", "/nowhere", "out"], ["megatron-to-hf", "/nowhere", "out"]],
-    "prepare": [
-        ["smollm2", "--output", "out"],
-        ["tiny-model", "--output", "out"],
-        ["math", "--source", "/nowhere.jsonl"],
-    ]
-    + [["task", "--preset", "smoke", "--train-size", "2", "--eval-size", "1", "--output", "out"]],
-    "benchmark": [
-        ["overhead", "--model", "/nowhere"],
-        ["lm-head"],
-        ["weight-sync"],
-        ["layers"],
-        ["train-step"],
-        ["train"],
+    "ask": ["/nowhere why?"],
+    "score": ["--model /nowhere --input /nowhere --output scores"],
+    "plan": [f"--model 3b {PLAN}"],
+    "report": [
+        "run /nowhere",
+        "compare a=/nowhere",
+        "watch x --steps 1 --pid 1",
+        "fp8 --model /nowhere --input /nowhere --output out",
     ],
-    "ray_cluster": [["head", "--address", "127.0.0.1"], ["wait", "--nodes", "a"]],
+    "convert": ["hf-to-megatron /nowhere out", "megatron-to-hf /nowhere out"],
+    "prepare": [
+        "smollm2 --output out",
+        "tiny-model --output out",
+        "math --source /nowhere.jsonl",
+        "task --preset smoke --train-size 2 --eval-size 1 --output out",
+    ],
+    "benchmark": ["overhead --model /nowhere", "lm-head", "weight-sync", "layers", "train-step", "train"],
+    "ray_cluster": ["head --address 127.0.0.1", "wait --nodes a"],
 }
 
 
@@ -644,7 +643,7 @@ def command_lines() -> st.SearchStrategy[tuple[str, list[str]]]:
     found = []
     for name, starts in COMMANDS.items():
         whole = parser_of(import_module(f"openrlhf_gtpo.cli.{name}").main, [])
-        for start in starts:
+        for start in map(str.split, starts):
             parser = whole
             for action in parser._actions:
                 if isinstance(action, argparse._SubParsersAction) and start[0] in action.choices:
@@ -789,18 +788,15 @@ def quiet() -> None:
     datasets.disable_progress_bars()
 
 
+ANY_CASE = settings(database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+
+
 def fuzz(name: str, cases: int, number: int) -> Tally:
     """Run ``cases`` cases of one parser, drawn by Hypothesis from the seed ``number``."""
     tally = Tally(PARSERS[name]())
 
     @seed(number)
-    @settings(
-        max_examples=cases,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(ANY_CASE, max_examples=cases)
     @given(tally.parser.cases)
     def run(case: Any) -> None:
         tally.run(case)
@@ -817,7 +813,7 @@ def fuzz_by_coverage(name: str, cases: int, number: int, done: Callable[[Tally],
         fuzz(name, 5, number)  # what the first cases import is instrumented too
     tally = Tally(PARSERS[name]())
 
-    @settings(database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @ANY_CASE
     @given(tally.parser.cases)
     def run(case: Any) -> None:
         tally.run(case)
@@ -863,8 +859,10 @@ def main() -> None:
     names = args.parsers or list(PARSERS)
     for name in names:  # each in a process of its own, which a library may take down
         words = [sys.executable, __file__, name, "--alone", "--cases", str(args.cases), "--seed", str(args.seed)]
+        words += ["--atheris"] * args.atheris
         start = time.monotonic()
-        ended = subprocess.run(words + ["--atheris"] * args.atheris, stdout=subprocess.PIPE, text=True)
+        with tempfile.TemporaryDirectory(prefix="fuzz") as place:  # the process cleans up nothing
+            ended = subprocess.run(words, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": place})
         if ended.returncode:
             one = {"crashed": 1, "crashes": {f"the process ended with status {ended.returncode}": ended.stdout[-300:]}}
         else:

@@ -28,18 +28,14 @@ def inputs(questions: int) -> Iterator[Path]:
     fails, it stays, and is named."""
     place = Path(tempfile.mkdtemp(prefix="reliability-"))
     try:
-        _make_inputs(place, questions)
+        assert prepare.main(["tiny-model", "--output", str(place / "model")]) == 0
+        sizes = ["--train-size", str(questions), "--eval-size", "8"]
+        assert prepare.main(["task", "--task", "products", *sizes, "--output", str(place / "task")]) == 0
         yield place
     except BaseException:
         print(f"What the runs left is in {place}.", file=sys.stderr)
         raise
     shutil.rmtree(place)
-
-
-def _make_inputs(place: Path, questions: int) -> None:
-    assert prepare.main(["tiny-model", "--output", str(place / "model")]) == 0
-    words = ["--task", "products", "--train-size", str(questions), "--eval-size", "8", "--output", str(place / "task")]
-    assert prepare.main(["task", *words]) == 0
 
 
 def start(place: Path, folder: Path, flags: Mapping[str, Any], *words: str) -> psutil.Popen:

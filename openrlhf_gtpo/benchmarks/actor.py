@@ -20,6 +20,7 @@ from transformers import AutoConfig
 
 from openrlhf_gtpo.benchmarks.harness import Measured, measure, print_table, ratios, spread, write_results
 from openrlhf_gtpo.benchmarks.synthetic import long_tailed_lengths
+from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration import patch
 from openrlhf_gtpo.integration import run as trainer
 from openrlhf_gtpo.integration.actors.policy_actor import PolicyActor
@@ -31,6 +32,8 @@ _PHASES = ("forward", "train")
 
 def run(args: argparse.Namespace) -> None:
     """Measure both actors, and print and write the results."""
+    if args.rows % 2:
+        raise UsageError(f"Expected an even number of --rows, two responses to each prompt, got {args.rows}.")
     from openrlhf_gtpo.integration.actors.megatron_actor import MegatronPolicyActor  # ``overhead`` needs no Megatron
 
     step = argparse.Namespace(**vars(args), prompts=args.rows // 2, samples=2)

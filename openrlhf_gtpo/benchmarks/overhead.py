@@ -16,12 +16,12 @@ from functools import partial
 from typing import Any
 
 import ray
-import torch
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor  # which `patch.apply` leaves unchanged
 
 from openrlhf_gtpo.benchmarks.actor import Policy, rollout, trainer_argv
 from openrlhf_gtpo.benchmarks.harness import Side, measure, print_table, ratios, spread, write_results
+from openrlhf_gtpo.benchmarks.synthetic import even_lengths
 from openrlhf_gtpo.integration import patch
 from openrlhf_gtpo.integration import run as trainer
 from openrlhf_gtpo.integration.actors.policy_actor import PolicyActor
@@ -38,7 +38,6 @@ VARIANTS: dict[str, tuple[Any, Any]] = {
 def run(args: argparse.Namespace) -> None:
     """Measure the three variants, and print and write the results."""
     argv = [*trainer_argv(args, {}), "--algo.advantage.estimator"]
-    rows = args.prompts * args.samples
     parsed = trainer.parse([*argv, "group_norm"])
     start_ray(parsed, gpus=len(VARIANTS))
     try:
@@ -49,9 +48,7 @@ def run(args: argparse.Namespace) -> None:
             policies[name] = Policy([*argv, "gtpo" if name == "gtpo" else "group_norm"], *classes)
 
         def new_round(repetition: int) -> None:
-            generator = torch.Generator().manual_seed(repetition)
-            longest = args.response_tokens
-            lengths = torch.randint(longest // 2, longest + 1, (rows,), generator=generator)
+            lengths = even_lengths(args.prompts * args.samples, args.response_tokens, repetition)
             for policy in policies.values():
                 policy.samples = rollout(policy.args, args.prompt_tokens, lengths, repetition)
 

@@ -87,6 +87,12 @@ def precisions(
     return found, absent
 
 
+def even_lengths(rows: int, longest: int, seed: int) -> Tensor:
+    """(B,) response lengths, uniform from half of ``longest`` to all of it."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(max(1, longest // 2), longest + 1, (rows,), generator=generator)
+
+
 def long_tailed_lengths(rows: int, longest: int, seed: int) -> Tensor:
     """(B,) response lengths, log-normal with median ``longest / 6``, cut off at ``longest`` as by a token limit."""
     generator = torch.Generator().manual_seed(seed)

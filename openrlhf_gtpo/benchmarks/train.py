@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.benchmarks.harness import SquareProduct, measure, print_table, write_results
+from openrlhf_gtpo.benchmarks.harness import SquareProduct, measure, median_and_range, print_table, write_results
 from openrlhf_gtpo.benchmarks.train_configurations import Configuration, configurations, split_compare
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.platform.processes import run_processes
@@ -223,7 +223,7 @@ def print_phases(results: Mapping[str, Any]) -> None:
         for phase in COUNTED:
             cells = [one.get(phase) for one in results["ratios"].values()]
             if any(cells):
-                texts = ("-" if cell is None else "{1:.2f} ({0:.2f} to {2:.2f})".format(*cell) for cell in cells)
+                texts = ("-" if cell is None else median_and_range(cell) for cell in cells)
                 rows.append((phase.replace("_", " "), *texts))
         base = next(iter(results["configurations"]))
         title = f"tokens/s/GPU, times {base}'s: median (lowest to highest)"

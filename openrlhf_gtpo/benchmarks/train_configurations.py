@@ -136,11 +136,12 @@ def _check_measurable(args: SimpleNamespace, steps: int) -> None:
         raise UsageError("--data.prompt_dataset is missing; give a data set.")
     rows = table_rows(args.data.prompt_dataset, args.data.prompt_split, "--data.prompt_dataset")
     needed = steps * args.rollout.batch_size
-    if rows is not None and min(rows, args.data.max_samples) < needed:
+    given = needed if rows is None else min(rows, args.data.max_samples) * args.train.num_episodes
+    if given < needed:
         raise UsageError(
-            f"--data.prompt_dataset {args.data.prompt_dataset} gives {min(rows, args.data.max_samples)} prompts, but "
-            f"{steps} steps of --rollout.batch_size {args.rollout.batch_size} take {needed}; give more data, "
-            "fewer steps or smaller ones."
+            f"--data.prompt_dataset {args.data.prompt_dataset} gives {given} prompts, but {steps} steps of "
+            f"--rollout.batch_size {args.rollout.batch_size} take {needed}; give more data, fewer steps or smaller "
+            "ones."
         )
 
 

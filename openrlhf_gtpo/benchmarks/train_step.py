@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +58,16 @@ def run(args: argparse.Namespace) -> None:
         absent[_DEEPSPEED] = "--no-deepspeed"
     else:
         measured[_DEEPSPEED] = _deepspeed(args, shape)
-    derived = _derived(measured)
+    compared = derived(measured)
     rows = []
-    for name, phases in derived.items():
+    for name, phases in compared.items():
         for phase, numbers in phases.items():
             speed = statistics.median(numbers["tokens_per_second"])
             rows.append((name, phase, f"{speed:,.0f}", median_and_range(numbers["times_bf16"])))
     title = f"{args.shape}: medians of {args.repeat} steps of {args.prompts} x {args.samples} responses, real tokens"
     notes = (f"{name} is absent: {reason}" for name, reason in absent.items())
     print_table(title, ("precision", "phase", "tokens/s", "x bf16"), rows, notes)
-    results = {"config": shape.to_dict(), "measured": measured, "derived": derived, "absent": absent}
+    results = {"config": shape.to_dict(), "measured": measured, "derived": compared, "absent": absent}
     write_results(args.output, args, results)
 
 
@@ -139,9 +139,8 @@ class Step:
 
         def loss(index: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, None]:
             old, advantages = self._old[index].log_probs, self._advantages[index]
-            given = (old, advantages, torch.ones_like(old, dtype=torch.bool))
-            of_rows = (values.to(log_probs.device)[None] for values in (log_probs, *given))
-            surrogate = policy_surrogate(*of_rows, level="token")
+            terms = (log_probs, old, advantages, torch.ones_like(old, dtype=torch.bool))
+            surrogate = policy_surrogate(*(term.to(log_probs.device)[None] for term in terms), level="token")
             return surrogate.loss.sum() / actions, None
 
         self.grad_norms.append(self._trainer.step(self.micro_batches, loss).grad_norm)
@@ -184,14 +183,20 @@ def _deepspeed(args: argparse.Namespace, shape: Any) -> dict[str, Any]:
     }
 
 
-def _derived(measured: dict[str, Any]) -> dict[str, Any]:
+def derived(measured: dict[str, Any]) -> dict[str, Any]:
     """For each precision, each phase and the whole ``step``: tokens/s of each step, and how many times as fast as
-    bfloat16 on Megatron it was."""
+    bfloat16 on Megatron it was in the same phases, which on DeepSpeed are without the advantages."""
+
+    def speeds(side: dict[str, Any], phases: Iterable[str]) -> dict[str, list[float]]:
+        seconds = {phase: side["seconds"][phase] for phase in phases}
+        seconds["step"] = [sum(parts) for parts in zip(*seconds.values(), strict=True)]
+        return {phase: ratios(side["tokens"], each) for phase, each in seconds.items()}
+
     found: dict[str, Any] = {}
-    for name, one in measured.items():  # BF16 is the first
-        found[name] = {}
-        steps = [sum(parts) for parts in zip(*one["seconds"].values(), strict=True)]
-        for phase, seconds in {**one["seconds"], "step": steps}.items():
-            found[name][phase] = {"tokens_per_second": (speeds := ratios(one["tokens"], seconds))}
-            found[name][phase]["times_bf16"] = ratios(speeds, found[BF16][phase]["tokens_per_second"])
+    for name, one in measured.items():
+        base = speeds(measured[BF16], one["seconds"])
+        found[name] = {
+            phase: {"tokens_per_second": own, "times_bf16": ratios(own, base[phase])}
+            for phase, own in speeds(one, one["seconds"]).items()
+        }
     return found

@@ -68,7 +68,7 @@ class Cluster:
 
     def of(self, gpus: int) -> "Cluster":
         """A cluster of the same kind of nodes with ``gpus`` GPUs in total: part of one node, or whole nodes."""
-        return replace(self, gpus=gpus, nodes=max(1, -(-gpus // self.gpus_per_node)))
+        return replace(self, gpus=gpus, nodes=-(-gpus // self.gpus_per_node))
 
 
 def parse_cluster(gpu: str, gpus: int, nodes: int | None = None, network_gbit: float = 400.0) -> Cluster:

@@ -164,21 +164,26 @@ def _engines(request: Request, gpus: int) -> Engines:
     """The fastest engines that fit on ``gpus`` GPUs.
 
     Raises:
-        SettingError: the tensor-parallel size that was asked for does not divide the heads, the GPUs or a node.
+        SettingError: vLLM, the GPUs or a node do not allow the tensor-parallel size that was asked for.
     """
-    assumed, most, asked = request.assumptions, request.cluster.gpus_per_node, request.vllm_tensor
-    share = request.vllm_memory
+    assumed, shape, asked = request.assumptions, request.shape, request.vllm_tensor
+    most, share = request.cluster.gpus_per_node, request.vllm_memory
     if share is None:
         share = assumed.vllm_memory_shared if request.colocated else assumed.vllm_memory
-    heads = request.config.num_attention_heads
-    legal = [size for size in range(1, most + 1) if heads % size == gpus % size == most % size == 0]
+    # What vLLM 0.29.0 splits evenly (model_executor/models/qwen2.py, layers/vocab_parallel_embedding.py).
+    heads, groups, columns = shape.num_attention_heads, shape.num_key_value_heads, shape.intermediate_size
+    vocabulary = -(-shape.vocab_size // 64) * 64
+    largest = math.gcd(heads, columns, vocabulary, gpus, most)
+    shared = [size for size in range(1, largest + 1) if largest % size == 0]
+    legal = [size for size in shared if groups % size == 0 or size % groups == 0]
     if asked is not None and asked not in legal:
         raise SettingError(
-            f"$vllm_tensor_parallel {asked} must divide the {heads} attention heads, the {gpus} GPUs of the rollout "
-            f"and the {most} of a node; it can be {', '.join(map(str, legal))}."
+            f"$vllm_tensor_parallel {asked} must divide the {heads} attention heads, the {columns} columns of the MLP "
+            f"and the {vocabulary} of the vocabulary, the {gpus} GPUs of the rollout and the {most} of a node, and "
+            f"divide the {groups} key-value heads or be a multiple of them; it can be {', '.join(map(str, legal))}."
         )
     cluster, sizes = request.cluster.of(gpus), legal if asked is None else [asked]
-    made = [Engines(request.shape, cluster, gpus, size, share, request.workload, assumed) for size in sizes]
+    made = [Engines(shape, cluster, gpus, size, share, request.workload, assumed) for size in sizes]
     fitting = [engines for engines in made if engines.fits]
     return min(fitting, key=lambda engines: engines.seconds) if fitting else made[-1]
 

@@ -7,6 +7,7 @@ weights are gathered during the next optimizer step's first forward pass.
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import fmean, pstdev
 
 from openrlhf_gtpo.model_shape import decoder_flops, head_flops
 from openrlhf_gtpo.planner.assumptions import Assumptions
@@ -47,9 +48,8 @@ class TrainingSpeed:
     def stragglers(self) -> float:
         """Time of the replica with the most tokens, as a multiple of the mean, when rows are dealt by count."""
         replicas, rows = self.training.data_parallel, self.workload.batch / self.training.data_parallel
-        mean = sum(self._lengths) / len(self._lengths)
-        deviation = math.sqrt(sum((length - mean) ** 2 for length in self._lengths) / len(self._lengths))
-        return 1 + deviation / mean * math.sqrt(2 * math.log(replicas) / rows) if replicas > 1 else 1.0
+        variation = pstdev(self._lengths) / fmean(self._lengths)
+        return 1 + variation * math.sqrt(2 * math.log(replicas) / rows)
 
     def optimizer_step(self) -> dict[str, float]:
         """Seconds of ``passes`` (forward and backward through the pipeline), of the parts of ``reduction`` and

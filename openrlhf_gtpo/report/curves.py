@@ -21,11 +21,12 @@ from openrlhf_gtpo.report.metrics import Rows, before_and_after, datasource_of, 
 # Okabe and Ito's colors, which stay apart for every common kind of color blindness. Black is for "all".
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
 STYLE = {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
+STYLE["text.parse_math"] = False  # a title or a label may have any text
 MARKERS = ("D", "s", "^", "v", "P", "X", "*")
 LINES = ("-", "--", ":", "-.")  # the next one after each round of colors
 _INK = "#010203"  # in a figure; its SVG takes the color of the page around it
 _IN_PAGE = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK)
-_SVG = {"svg.fonttype": "none", "svg.hashsalt": "", "text.parse_math": False, "legend.labelcolor": _INK}
+_SVG = {"svg.fonttype": "none", "svg.hashsalt": "", "legend.labelcolor": _INK}
 
 Points = tuple[Sequence[int], Sequence[float]]  # steps and values
 
@@ -145,9 +146,15 @@ def plot_figures(runs: Mapping[str, Sequence[Rows]], folder: Path) -> dict[str, 
 def _best_of(rows: Rows, k: int) -> Points:
     """Steps and mean best rewards of evaluations with ``k`` responses to a question; mean over data sources."""
     form = re.compile(names.eval_best_of(".*", k))
+    found = {name for row in rows if row["kind"] == names.KIND_EVAL for name in row if form.fullmatch(name)}
+    return _mean_by_step([series(rows, names.KIND_EVAL, name) for name in found])
+
+
+def _mean_by_step(lines: Sequence[Points]) -> Points:
+    """The steps that any of the lines has, and at each the mean over those that have it."""
     by_step: dict[int, list[float]] = {}
-    for name in {name for row in rows if row["kind"] == names.KIND_EVAL for name in row if form.fullmatch(name)}:
-        for step, value in zip(*series(rows, names.KIND_EVAL, name)):
+    for steps, values in lines:
+        for step, value in zip(steps, values):
             by_step.setdefault(step, []).append(value)
     return sorted(by_step), [fmean(by_step[step]) for step in sorted(by_step)]
 
@@ -179,16 +186,12 @@ def _line(axes: Axes, points: Points, label: str, color: str, **style: Any) -> N
 def _thin_and_mean(
     axes: Axes, lines: Sequence[Points], label: str, color: str, marker: str = "", line: str = "-"
 ) -> None:
-    by_step: dict[int, list[float]] = {}
     for steps, values in lines:
-        for step, value in zip(steps, values):
-            by_step.setdefault(step, []).append(value)
         if steps:
             dot = "o" if len(steps) == 1 else ""
             axes.plot(steps, values, color=color, linewidth=0.9, alpha=0.45, marker=dot, markersize=3, rasterized=True)
-    if by_step:
-        steps = sorted(by_step)
-        means = [sum(by_step[step]) / len(by_step[step]) for step in steps]
+    steps, means = _mean_by_step(lines)
+    if steps:
         marker = marker or ("o" if len(steps) == 1 else "")
         axes.plot(steps, means, line, color=color, linewidth=2.4, marker=marker, markersize=7, label=label)
 

@@ -144,7 +144,7 @@ def read_dump(path: Path) -> RolloutDump:
         ValueError: the file is cut off, not a dump, or a dump of another version.
     """
     with _whole(path):
-        table = pq.read_table(path, partitioning=None)
+        table = pq.ParquetFile(path).read()  # read_table would read all dumps of a folder as one
     settings = _settings(path, table.schema)
     return RolloutDump(path, settings, {field.name: _column(table, field) for field in SCHEMA})
 
@@ -176,8 +176,6 @@ def _column(table: pa.Table, field: pa.Field) -> Any:
     if field.name not in table.column_names:  # of an earlier version
         return None
     array = table[field.name].combine_chunks()
-    if isinstance(array, pa.ChunkedArray):
-        array = array.chunk(0)
     if len(array) and array.null_count == len(array):
         return None
     if pa.types.is_string(field.type):

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, median, stdev
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from openrlhf_gtpo.report import names
@@ -21,7 +22,7 @@ def print_run_summary(metrics: Rows, console: Console | None = None) -> None:
         cells = _cells(*before_and_after(metrics, name))
         for place, error in enumerate(before_and_after(metrics, name + names.EVAL_ERROR_SUFFIX)):
             cells[place] += "" if error is None else f" ± {error:.3f}"
-        held_out.add_row(datasource_of(name), *cells, str(evaluations))
+        held_out.add_row(escape(datasource_of(name)), *cells, str(evaluations))
     if not held_out.rows:
         held_out.add_row("no evaluation in this run", "-", "-", "-", "0")
 
@@ -66,14 +67,15 @@ def comparison_markdown(runs: Mapping[str, Sequence[Rows]]) -> str:
             run = f"{label}, run {number}" + (f" (seed {seeds[-1]})" if seeds else "")
             for name in held_out_names(rows) or [""]:
                 before, after = before_and_after(rows, name)
+                task = datasource_of(name).replace("|", r"\|")
                 if before is not None and after is not None:
-                    complete.setdefault(name, []).append((before, after))
+                    complete.setdefault(task, []).append((before, after))
                 cells = " | ".join(_cells(before, after))
-                lines.append(f"| {run} | {datasource_of(name) or 'none'} | {cells} | {_last_step(rows)} |")
-        for name, pairs in complete.items():
+                lines.append(f"| {run} | {task or 'none'} | {cells} | {_last_step(rows)} |")
+        for task, pairs in complete.items():
             spreads = [_with_spread(values, ".3f") for values in zip(*pairs)]
             spreads.append(_with_spread([after - before for before, after in pairs], "+.3f"))
-            lines.append(f"| **{label}, mean of {len(pairs)}** | {datasource_of(name)} | {' | '.join(spreads)} | |")
+            lines.append(f"| **{label}, mean of {len(pairs)}** | {task} | {' | '.join(spreads)} | |")
     return "\n".join(lines) + "\n"
 
 

@@ -26,7 +26,8 @@ def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> N
         pid: the training process.
     """
     console = console or Console(stderr=True)
-    what, count = (SpinnerColumn(), TextColumn("{task.description}")), (BarColumn(), MofNCompleteColumn())
+    what = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
+    count = (BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
     shown: Mapping[str, Any] | None = None  # the latest entry
     last: Mapping[str, Any] = {}
@@ -40,11 +41,9 @@ def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> N
                 entries = read_runs(path)[-1]
             except (OSError, ValueError):  # it does not exist yet, or has no whole line yet
                 entries = []
-            new = _behind(shown, entries)
-            if len(new) == len(entries):  # of another run, or of one that resumed from a checkpoint
-                last = {}
-            for entry in new:
-                if entry["kind"] == names.KIND_RUN:
+            for entry in _behind(shown, entries):
+                if entry["kind"] == names.KIND_RUN:  # a new run, or one that resumed from a checkpoint
+                    last = {"step": entry["step"]}
                     continue
                 line = describe(entry)
                 if entry["kind"] == names.KIND_TRAIN:
@@ -52,7 +51,7 @@ def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> N
                 if entry.get("time", started) < started:
                     continue  # from before this run resumed
                 if not console.is_terminal or entry["kind"] == names.KIND_EVAL:
-                    console.print(f"step {entry['step']}/{steps}  {line}", highlight=False)
+                    console.print(f"step {entry['step']}/{steps}  {line}", markup=False, highlight=False)
                 if names.SAMPLE in entry:
                     text = " ".join(entry[names.SAMPLE].split())
                     ending = text if len(text) <= _SAMPLE_LETTERS else f"…{text[-_SAMPLE_LETTERS:]}"
@@ -83,7 +82,8 @@ def _doing(path: Path, started: float) -> str | None:
 
 
 def _done(last: Mapping[str, Any], steps: int, begun: float) -> tuple[float, str]:
-    """Steps done, including a part of the current one, and the time left if each takes as long as the ``last``."""
+    """Steps done, including a part of the current one, and the time left if each takes as long as ``last``, which is
+    of the step before; at a start it has no more than the number of steps that are done."""
     seconds = last.get(names.TIMING_STEP_WALL)
     if not seconds:
         return last.get("step", 0), ""

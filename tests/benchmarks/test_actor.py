@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf_gtpo.benchmarks.actor import trainer_argv
+from openrlhf_gtpo.cli import benchmark
 from openrlhf_gtpo.integration import run as trainer
 
 
@@ -18,6 +19,13 @@ def test_the_trainer_takes_the_flags_of_a_step(estimator: str, actor_model: str)
     step = Namespace(model=actor_model, prompts=2, samples=3, micro_batch_size=2, prompt_tokens=8, response_tokens=8)
     args = trainer.parse([*trainer_argv(step, {}), "--algo.advantage.estimator", estimator])
     assert (args.train.batch_size, args.data.max_len) == (6, 16)
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_an_odd_number_of_rows_is_refused(actor_model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark.main(["actor", "--model", actor_model, "--rows", "5"]) == 2
+    sentence = "Expected an even number of --rows, two responses to each prompt, got 5."
+    assert capsys.readouterr().err == f"benchmark actor: {sentence}\n"
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from command_lines import argv_of
 
 from openrlhf_gtpo.benchmarks import train as train_benchmark
 from openrlhf_gtpo.benchmarks.train import measured_rate, run_trainer
-from openrlhf_gtpo.benchmarks.train_configurations import setup_of, split_compare
+from openrlhf_gtpo.benchmarks.train_configurations import configurations, setup_of, split_compare
 from openrlhf_gtpo.cli import benchmark
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.integration.run import parse
@@ -145,6 +145,13 @@ def test_one_configuration_needs_no_name(command: dict[str, Any], started: list[
 )
 def test_a_mistake_is_one_sentence_before_the_first_run(words: list[str], sentence: str, refuse: Refuse) -> None:
     assert sentence in refuse(*words)
+
+
+def test_every_episode_gives_its_prompts_again(command: dict[str, Any]) -> None:
+    argv = argv_of(command | {"--train.num_episodes": 2})
+    assert len(configurations(argv, {"this": []}, steps=8)) == 1
+    with pytest.raises(UsageError, match="gives 16 prompts, but 9 steps of --rollout.batch_size 2 take 18"):
+        configurations(argv, {"this": []}, steps=9)
 
 
 def test_a_missing_model_or_data_set_is_one_sentence(refuse: Refuse) -> None:

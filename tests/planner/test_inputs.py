@@ -107,8 +107,9 @@ def test_every_gpu_is_plausible() -> None:
         ),
         (
             "--gpus 8 --vllm-tensor-parallel 8",
-            "--vllm-tensor-parallel 8 must divide the 28 attention heads, the 8 GPUs of the rollout "
-            "and the 8 of a node; it can be 1, 2, 4.",
+            "--vllm-tensor-parallel 8 must divide the 28 attention heads, the 18944 columns of the MLP and the 152064 "
+            "of the vocabulary, the 8 GPUs of the rollout and the 8 of a node, and divide the 4 key-value heads or be "
+            "a multiple of them; it can be 1, 2, 4.",
         ),
         ("--gpus 8 --vllm-gpu-memory 80", "Expected 0 < --vllm-gpu-memory < 1, a share of the memory, got 80."),
         (

@@ -170,6 +170,29 @@ def test_a_pipeline_waits_for_its_first_micro_batch() -> None:
     assert ratio == pytest.approx(9 / 129, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "gpus", "legal"),
+    [
+        ({}, 6, {1, 2, 3, 6}),
+        ({"num_key_value_heads": 4}, 6, {1, 2}),  # 3 and 6 neither divide nor repeat four
+        ({"num_key_value_heads": 2}, 6, {1, 2, 6}),
+        ({"intermediate_size": 512}, 6, {1, 2}),
+        ({"vocab_size": 500}, 6, {1, 2}),  # padded to 512
+    ],
+    ids=str,
+)
+def test_engines_are_those_that_vllm_starts(sizes: dict[str, int], gpus: int, legal: set[int]) -> None:
+    divisible = {"num_attention_heads": 12, "num_key_value_heads": 12, "intermediate_size": 768, "vocab_size": 576}
+    config = SimpleNamespace(**PRESETS["tiny"] | divisible | {"hidden_size": 768} | sizes)
+    asked = Request(config, parse_cluster("h100-80g", gpus), replace(WORK, prompts_per_step=6), fp8="off")
+    for size in range(1, gpus + 1):
+        if size in legal:
+            assert candidates(replace(asked, vllm_tensor=size))[0].engines.tensor == size
+        else:
+            with pytest.raises(SettingError, match=f"vllm_tensor_parallel {size} must divide .*; it can be 1, 2"):
+                candidates(replace(asked, vllm_tensor=size))
+
+
 def test_decoding_reads_what_it_must() -> None:
     """One sequence on one GPU: the weights except the embedding, at 70 % of 3350 GB/s, and next to nothing else."""
     work = Workload(prompt_length=1, response_length=100, mean_response=100, samples_per_prompt=1, prompts_per_step=1)

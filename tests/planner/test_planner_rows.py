@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf_gtpo.model_shape import PRESETS
+from openrlhf_gtpo.planner.cluster import GPUS
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -70,6 +71,22 @@ def test_results_of_a_gpu_are_compared(tmp_path: Path, capsys: pytest.CaptureFix
     ]
     for row in planner_rows.against_measured(json.loads(path.read_text())):
         assert 0.2 < row.planned / row.published < 5
+
+
+def test_every_gpu_is_known_by_its_driver_s_name() -> None:
+    devices = {
+        "h100-80g": "NVIDIA H100 80GB HBM3",
+        "h100-pcie-80g": "NVIDIA H100 PCIe",
+        "h100-nvl-94g": "NVIDIA H100 NVL",
+        "h200-141g": "NVIDIA H200",
+        "h20-96g": "NVIDIA H20",
+        "h800-80g": "NVIDIA H800",
+        "a100-80g": "NVIDIA A100-SXM4-80GB",
+        "a100-40g": "NVIDIA A100-SXM4-40GB",
+        "l40s-48g": "NVIDIA L40S",
+    }
+    assert {kind: planner_rows.kind_of([device]) for kind, device in devices.items()} == {kind: kind for kind in GPUS}
+    assert planner_rows.kind_of(["NVIDIA A100-PCIE-40GB"] * 2) == "a100-40g"
 
 
 @pytest.mark.parametrize(

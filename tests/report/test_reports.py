@@ -123,6 +123,18 @@ def test_the_summary_repeats_warnings_in_a_line_each_and_has_standard_errors(tmp
     assert warning.endswith("and so on, ")
 
 
+@pytest.mark.parametrize("source", ["math[hard]", "math[/hard]", "math|hard", "$math_$"])
+def test_a_data_source_and_a_title_may_have_any_name(tmp_path, capsys, source):
+    evaluations = {f"eval_{source}_pass1": 0.25}
+    path = _run(tmp_path / "m.jsonl", more=lambda kind, step: evaluations if kind == "eval" else {})
+    png = tmp_path / "run.png"
+    assert main(["run", str(path), "--png", str(png), "--title", source]) == 0
+    assert any(source in line and "0.250" in line for line in capsys.readouterr().out.splitlines())
+    assert main(["compare", f"{source}={path}", "--png", str(png)]) == 0
+    lines = [line.replace(r"\|", "") for line in capsys.readouterr().out.splitlines()]
+    assert {line.count("|") for line in lines if line.startswith("|")} == {7}
+
+
 def test_comparison_has_a_row_a_run_and_means_of_the_complete_ones(tmp_path):
     runs = {
         "gtpo": [

@@ -111,6 +111,14 @@ def test_what_is_no_dump_is_named(tmp_path: Path) -> None:
         read_dump(path)
 
 
+def test_a_folder_of_dumps_is_not_read_as_one(tmp_path: Path) -> None:
+    for step in (7, 8):
+        write_dump(dump_file(tmp_path, step), SETTINGS, COLUMNS)
+    for read in (read_dump, rollouts.read_settings):
+        with pytest.raises(ValueError, match="is not a whole Parquet file .*directory"):
+            read(tmp_path)
+
+
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = dump_file(tmp_path, 7)
     monkeypatch.setattr(rollouts, "VERSION", 5)

@@ -40,7 +40,7 @@ def test_describe_names_the_held_out_task_and_leaves_out_what_is_absent() -> Non
 def test_watch_prints_every_line_and_ends_with_the_process(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     sampled = TRAIN | {names.SAMPLE: f"{'long ' * 40}What is\n[3 * 4]? 12", names.SAMPLE_REWARD: 1.0}
-    lines = [json.dumps({"kind": "eval", "step": 0, "eval_gcd_pass1": 0.1}), json.dumps(sampled)]
+    lines = [json.dumps({"kind": "eval", "step": 0, "eval_gcd[/hard]_pass1": 0.1}), json.dumps(sampled)]
     script = f"import time; time.sleep(0.3); open({str(path)!r}, 'w').write({chr(10).join(lines)!r} + chr(10))"
     trainer = subprocess.Popen([sys.executable, "-c", script])
     output = io.StringIO()
@@ -49,7 +49,7 @@ def test_watch_prints_every_line_and_ends_with_the_process(tmp_path: Path) -> No
     assert time.monotonic() - started < 20
     assert trainer.wait() == 0
     assert output.getvalue().splitlines() == [
-        "step 0/4  held-out reward gcd 0.100",
+        "step 0/4  held-out reward gcd[/hard] 0.100",
         "step 1/4  reward 0.25  entropy 1.50  length 12  seconds 20.4",
         f"  for example, with reward 1.00: …{('long ' * 40 + 'What is [3 * 4]? 12')[-80:]}",
     ]
@@ -105,3 +105,20 @@ def test_on_a_terminal_the_bar_says_the_phase_and_the_time_left_inside_a_step(tm
     assert "0:01:29 left" in bar or "0:01:28 left" in bar  # three steps, less the time spent on the second
     writer.end()
     assert not (tmp_path / "metrics.jsonl.phase").exists()
+
+
+def test_after_a_resume_the_bar_has_the_steps_of_the_checkpoint(tmp_path: Path) -> None:
+    """Five steps of eight are done when the run dies; it goes on from the third."""
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    writer.begin(0, {})
+    for step in range(1, 6):
+        writer.write(names.KIND_TRAIN, step, {names.TIMING_STEP_WALL: 30.0, names.REWARD_MEAN: 0.25})
+    writer.begin(3, {})
+    writer.phase(names.GENERATION)
+    os.utime(tmp_path / "metrics.jsonl.phase", (time.time() + 5,) * 2)
+    trainer = subprocess.Popen(["sleep", "0.5"])
+    output = io.StringIO()
+    watch(path, 8, trainer.pid, Console(file=output, force_terminal=True, width=160))
+    trainer.wait()
+    assert "3/8" in output.getvalue() and "5/8" not in output.getvalue()
