@@ -42,7 +42,9 @@ def answer(model: str, question: str, max_tokens: int) -> str:
     tokenizer = load_tokenizer(model, "MODEL")
     generate = pipeline("text-generation", AutoModelForCausalLM.from_pretrained(model), tokenizer=tokenizer)
     asked = [{"role": "user", "content": question}] if tokenizer.chat_template else question
-    [made] = generate(asked, max_new_tokens=max_tokens, do_sample=False, return_full_text=False)
+    # A penalty in the checkpoint's generation_config.json is not part of the policy: training does not read it either.
+    likeliest = {"do_sample": False, "repetition_penalty": 1.0}
+    [made] = generate(asked, max_new_tokens=max_tokens, return_full_text=False, **likeliest)
     return made["generated_text"].strip()
 
 

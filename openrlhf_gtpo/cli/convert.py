@@ -1,7 +1,7 @@
 """`python3 -m openrlhf_gtpo.cli.convert {hf-to-megatron,megatron-to-hf} SRC DST`: one model in either format.
 
 A Megatron checkpoint can be read at any TP × PP × DP, whatever it was written at. Conversion runs on the CPU, in host
-memory, even on hosts with GPUs. Parse, check, call; nothing else.
+memory, even on hosts with GPUs.
 """
 
 import argparse

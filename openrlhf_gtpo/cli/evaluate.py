@@ -105,17 +105,17 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
     check_model(model, "--model")
     run, tokenizer, reward = checked_inputs(flags, model)
     sets = [name.strip() for name in flags["eval.dataset"].split(",")]
+    paths = [args.output / f"{Path(name.partition('@')[0]).stem}.jsonl" for name in sets]
     answer_of = getattr(reward, "__globals__", {}).get("answer_of")
     before = args.output / "scores.json"
     known = json.loads(before.read_bytes())["scores"].keys() if before.exists() else set()
-    for name in sorted(known - {Path(name.partition("@")[0]).stem for name in sets}):
+    for name in sorted(known - {path.stem for path in paths}):
         raise UsageError(
             f"{before} has the scores of {name} too, which this evaluation would drop; name another folder, or "
             f"{name}'s data set as well."
         )
     work = {}
-    for name in sets:
-        path = args.output / f"{Path(name.partition('@')[0]).stem}.jsonl"
+    for name, path in zip(sets, paths, strict=True):
         if path in work:
             raise UsageError(f"--eval.dataset {flags['eval.dataset']}: two of them would be written to {path}.")
         questions = questions_of(run, tokenizer, name, flags["eval.split"])

@@ -60,7 +60,7 @@ def _check(grid: Grid) -> None:
     left = {run.label: run for run in reversed(grid.runs) if not is_trained(run)}
     parsed = {}
     for label, run in reversed(left.items()):
-        resume = ["--ckpt.load_enable"] if (run.folder / "checkpoints").exists() else []
+        resume = ["--ckpt.load_enable"] if (run.folder / "flags.json").exists() else []  # it has been started
         with _named(label):
             parsed[label] = parse([*words(run.flags), *resume])
             for flag in (name for name, value in run.flags.items() if value is False):
@@ -106,8 +106,8 @@ def _write_results(grid: Grid) -> None:
         (grid.output / "table.md").write_text(table, encoding="utf-8")
         plot_comparison(runs, grid.output / "curves.png", str(grid.output))
         print(table, end="")
-        baseline = grid.baseline if any(label.split("/")[0] == grid.baseline for label in runs) else None
         found, unfinished = find_runs([str(grid.output)])
+        baseline = grid.baseline if any(label.split("/")[0] == grid.baseline for label in found) else None
         print(write_page(found, grid.output / "report", str(grid.output), baseline, unfinished))
     finished = sum(map(len, runs.values()))
     if finished < len(grid.runs):

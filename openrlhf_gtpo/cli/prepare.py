@@ -1,6 +1,6 @@
 """`python3 -m openrlhf_gtpo.cli.prepare {smollm2,tiny-model,task,math,benchmarks} --output DIR`: models and data.
 
-A second call with the same settings returns at once.
+A second call of the first three with the same settings returns at once; `math` and `benchmarks` replace nothing.
 """
 
 import argparse

@@ -95,12 +95,10 @@ def read_grid(path: Path) -> Grid:
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
     _check_entries(path, entries)
-    methods, settings = entries["methods"], entries.get("settings") or {}
-    groups = {"flags": entries["flags"], "evaluate": entries.get("evaluate") or {}}
+    methods, settings = entries["methods"], entries.get("settings", {})
+    groups = {"flags": entries["flags"], "evaluate": entries.get("evaluate")}
     groups |= {f"methods.{name}": flags for name, flags in methods.items()}
     for axis, values in settings.items():
-        if not isinstance(values, dict) or not values:
-            raise UsageError(f"{path}: settings.{axis} must have values by name, each with its flags.")
         groups |= {f"settings.{axis}.{name}": flags for name, flags in values.items()}
     for place, flags in groups.items():
         _check_flags(path, place, flags)
@@ -162,10 +160,11 @@ def _check_entries(path: Path, entries: Any) -> None:
     missing = [name for name in _REQUIRED if not entries.get(name)]
     if missing:
         raise UsageError(f"{path} has no {' and no '.join(missing)}.")
-    for name in [
-        *entries["methods"],
-        *(n for values in (entries.get("settings") or {}).values() for n in values or ()),
-    ]:
+    settings = entries.get("settings", {})
+    for axis, values in settings.items():
+        if not isinstance(values, dict) or not values:
+            raise UsageError(f"{path}: settings.{axis} must have values by name, each with its flags.")
+    for name in itertools.chain(entries["methods"], *settings.values()):
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name.startswith("."):
             raise UsageError(f"{path}: the name {name!r} must be a folder name; use letters, digits and . + - _.")
 
@@ -180,7 +179,7 @@ def _check_flags(path: Path, place: str, flags: Any) -> None:
             raise UsageError(f"{path}: {place} has {name}; write flags without dashes, {name.lstrip('-')}.")
         if name in (_OURS_OF_EVALUATE if place == "evaluate" else OURS):
             raise UsageError(f"{path}: {place} sets {name}, which the experiment sets itself.")
-        if not isinstance(value, str | int | float | bool) and not (
+        if not isinstance(value, str | int | float) and not (
             isinstance(value, list) and all(isinstance(one, str | int | float) for one in value)
         ):
             raise UsageError(f"{path}: {place}.{name} must be text, a number, a list of them or true, got {value!r}.")

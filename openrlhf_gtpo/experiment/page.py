@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -82,13 +83,10 @@ def find_runs(arguments: Sequence[str]) -> tuple[Runs, list[Path]]:
         for folder, run in (evaluated or ended).items():
             runs.setdefault(folder.parent.relative_to(text).as_posix(), []).append(run)
         unfinished += [folder for folder in folders if folder not in (evaluated or ended)]
-    for label, found in runs.items():
-        paths: dict[int, Path] = {}
-        for run in found:
-            if run.seed is not None and run.seed in paths:
-                raise UsageError(f"{label} has seed {run.seed} twice, in {paths[run.seed]} and {run.path}; name one.")
-            if run.seed is not None:
-                paths[run.seed] = run.path
+    for label, group in runs.items():
+        for one, two in combinations(group, 2):
+            if one.seed is not None and one.seed == two.seed:
+                raise UsageError(f"{label} has seed {one.seed} twice, in {one.path} and {two.path}; name one.")
     if not runs:
         raise UsageError(f"None of the {len(unfinished)} runs of {', '.join(arguments)} is finished.")
     return runs, unfinished
@@ -105,13 +103,14 @@ def write_page(
     Raises:
         UsageError: the baseline is not among the runs, or it answered other questions.
     """
-    pairs = _compared(runs, baseline) if baseline is not None else []
-    runs = dict(sorted(runs.items(), key=lambda item: item[0] not in {base for _, base in pairs}))
+    bases = _bases(runs, baseline) if baseline is not None else {}
+    runs = dict(sorted(runs.items(), key=lambda item: item[0] not in bases.values()))
     found = [
         (label, base, *measure, difference)
-        for label, base in pairs
-        for measure, difference in _differences(label, runs[label], base, runs[base]).items()
+        for label, base in bases.items()
+        for measure, difference in _differences(label, runs[label], base, runs.get(base, [])).items()
     ]
+    compared = {row[0] for row in found}
     figures = plot_figures({label: [run.rows for run in group] for label, group in runs.items()}, folder)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(resources.files(__package__).joinpath("page.html").read_text("utf-8"))
@@ -122,7 +121,7 @@ def write_page(
         baseline=baseline,
         runs=runs,
         unfinished=unfinished,
-        alone=[label for label, base in pairs if not any(row[:2] == (label, base) for row in found)],
+        alone=[label for label in bases if label not in compared],
         sentences=[
             f"{data}, {measure}: {difference.sentence(label, base)}"
             for label, base, data, measure, difference in found
@@ -160,23 +159,21 @@ def _read(path: Path) -> FoundRun:
         after = before_and_after(rows, name)[1]
         if after is not None:
             scores[datasource_of(name), _HELD_OUT] = np.array([after])
-    named = re.search(r"seed[-_=]?(\d+)", str(path))  # as in OpenRLHF's folders, which say it nowhere else
-    seed = start.get("seed", int(named[1]) if named else None)
+    named = re.findall(r"seed[-_=]?(\d+)", str(path))  # as in OpenRLHF's folders, which say it nowhere else
+    seed = start.get("seed", int(named[-1]) if named else None)
     differing = {name: value for name, value in settings.items() if name not in _OF_A_START}
     return FoundRun(path, seed, rows, differing, scores, evaluated["questions"])
 
 
-def _compared(runs: Runs, baseline: str) -> list[tuple[str, str]]:
-    """Each label that is not the baseline's, and the label that it is compared with."""
-    bases = {label for label in runs if label == baseline or label.split("/")[0] == baseline}
-    if not bases:
+def _bases(runs: Runs, baseline: str) -> dict[str, str]:
+    """Each label that is not the baseline's, and the label to compare it with, which may have no run."""
+    own = {label for label in runs if label == baseline or label.split("/")[0] == baseline}
+    if not own:
         raise UsageError(f"The baseline {baseline!r} is not among the runs: {', '.join(runs)}.")
-    pairs = []
-    for label in runs.keys() - bases:
-        same = "/".join([baseline, *label.split("/")[1:]])
-        if (base := baseline if baseline in bases else same) in bases:
-            pairs.append((label, base))
-    return sorted(pairs)
+    return {
+        label: baseline if baseline in own else "/".join([baseline, *label.split("/")[1:]])
+        for label in sorted(runs.keys() - own)
+    }
 
 
 def _differences(

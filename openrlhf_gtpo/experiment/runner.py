@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -43,11 +43,10 @@ def check_folders(grid: Grid) -> None:
     for run in grid.runs:
         if grid.evaluate is not None:
             _refuse_others(run.folder / "evaluation", "evaluated", grid.evaluate)
-        if not (run.folder / "flags.json").exists():
-            if any(path.name != "lock" for path in run.folder.glob("[!.]*")):
-                raise UsageError(f"{run.folder} has files that are not runs of this experiment; name another output.")
-            continue
         _refuse_others(run.folder, "run", run.flags)
+        there = {path.name for path in run.folder.glob("[!.]*")}
+        if there - {"lock"} and "flags.json" not in there:
+            raise UsageError(f"{run.folder} has files that are not runs of this experiment; name another output.")
 
 
 def _refuse_others(folder: Path, done: str, flags: Mapping[str, Any]) -> None:
@@ -150,7 +149,6 @@ def _last_line(log: Path) -> str:
 def _locked(folder: Path) -> Iterator[bool]:
     """Lock ``folder`` until the end of the block or of the process; yields False if another process has the lock."""
     folder.mkdir(parents=True, exist_ok=True)
-    file: IO[str]
     with (folder / "lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

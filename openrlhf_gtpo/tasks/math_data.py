@@ -194,7 +194,8 @@ def _read_problems(
     for number, row in enumerate(table, 1):
         problem = _field(row, problem_key, number)
         answers = _field(row, answer_key, number)
-        answer = ", ".join(str(one) for one in (answers if isinstance(answers, list) else [answers]) if _is_there(one))
+        answers = answers if isinstance(answers, list) else [answers]
+        answer = ", ".join(str(one) for one in answers if one is not None and one == one)  # not an empty cell, or NaN
         if answer_after is not None:
             answer = answer.rpartition(answer_after)[2].strip()
         problem = problem.strip() if isinstance(problem, str) else problem
@@ -218,11 +219,6 @@ def _read_problems(
                     problem = [{"role": "system", "content": system}, {"role": "user", "content": problem}]
             problems[key] = {"input": problem, "label": answer}
     return list(problems.values()), repeated, without_answer
-
-
-def _is_there(answer: Any) -> bool:
-    """False for null and NaN, the empty cells of a table."""
-    return answer is not None and answer == answer
 
 
 def _field(row: Mapping[str, Any], key: str, number: int) -> Any:

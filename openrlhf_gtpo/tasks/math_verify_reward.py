@@ -31,6 +31,7 @@ BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace does not count
 WITHOUT_BRACES = re.compile(r"[-+]?(?:\d|\\[a-zA-Z{])(?:(?!\\[\])])[^\s$])*")
 ALONE = re.compile(r"\\boxed\{|\$[^$]+\$$")  # a lone formula, not a response that contains some
+MONEY = re.compile(r"(?<!\\)\\\$")  # an escaped dollar, of an amount of money
 SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+\.?\d*|\.\d+)e([-+]?\d+)(?![\w.])")
 
 
@@ -125,12 +126,12 @@ def _ask(child: subprocess.Popen[str], question: str, seconds: float) -> str | N
         line = ""
     finally:
         limit.cancel()
+    if too_late.is_set():
+        child.wait()  # even if it has just replied: it must not be asked again
+        return None
     if line:
         return line
-    status = child.wait()
-    if too_late.is_set():
-        return None
-    raise RuntimeError(f"The process that judges mathematical answers ended with status {status}.")
+    raise RuntimeError(f"The process that judges mathematical answers ended with status {child.wait()}.")
 
 
 def judge(response: str, answer: str) -> Grade:
@@ -175,14 +176,15 @@ def final_answer(response: str) -> str:
     skipped, so the one before it counts. `\boxed 4` without braces is a box if a number or command follows.
 
     In a text without a box, Math-Verify reads the last formula or number; formulas joined only by "and", "or" or a
-    comma are one set. The word "answer" is removed, since Math-Verify prefers what follows it to what comes last.
+    comma are one set. The word "answer" is removed, since Math-Verify prefers what follows it to what comes last; and
+    `\$`, after which it reads no number.
     """
     for box in reversed(list(BOX.finditer(response))):
         content, end = _box_content(response, box.end())
         if content:
             return f"\\boxed{{{content}}}"
         response = response[: box.start()] + response[end:]
-    return re.sub("(?i)answer", "", response)
+    return re.sub("(?i)answer", "", MONEY.sub("", response))
 
 
 def _box_content(text: str, start: int) -> tuple[str, int]:
@@ -200,7 +202,7 @@ def _box_content(text: str, start: int) -> tuple[str, int]:
 
 def parse_answer(answer: str) -> list[Any]:
     """Math-Verify's reading of a data set's answer, LaTeX or plain; empty if it is not a mathematical expression."""
-    text = answer.strip()
+    text = MONEY.sub("", answer).strip()
     boxed = text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}"
     return _parse(boxed) or _parse(text)
 

@@ -56,13 +56,14 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
 def extract_answer(response: str, expected: str) -> str:
     """The part of a response that is to be scored; "" if there is none.
 
-    The text inside the last `<answer></answer>`; else the last number, if one is expected; else the whole response.
+    The text inside the last `<answer></answer>`; else the last number, if one is expected, without a plus sign and
+    separators of thousands, since many scorers compare texts; else the whole response.
     """
     if tagged := TAGGED.findall(response):
         return tagged[-1].strip()
     if NUMBER.fullmatch(expected.strip()):
         numbers = NUMBER.findall(response)
-        return numbers[-1] if numbers else ""
+        return numbers[-1].lstrip("+").replace(",", "") if numbers else ""
     return response.strip()
 
 

@@ -3,14 +3,16 @@
 import re
 from collections.abc import Sequence
 
-SPECIAL_TOKEN = re.compile(r"<\|[^<>|]*\|>|</?s>|<pad>|<eos>")
+# Of ChatML, Llama 3, DeepSeek (whose bars are wide), Llama 2 and Gemma.
+SPECIAL_TOKEN = re.compile(r"<[|｜][^<>|｜]*[|｜]>|</?s>|<(?:pad|bos|eos|start_of_turn|end_of_turn)>")
+_ENDING = 20  # letters of a prompt's end by which it is found: about as long as the opening of a turn
 
 
 def response_and_label(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str]) -> tuple[str, str]:
     """The response to the one prompt, without special tokens, and its label.
 
     A query does not begin with its prompt if that was cut to fit or does not decode to itself; the response is then
-    what follows the opening of the last turn.
+    what follows the prompt's last letters, where they come last.
 
     Raises:
         ValueError: not exactly one response.
@@ -21,8 +23,5 @@ def response_and_label(queries: Sequence[str], prompts: Sequence[str], labels: S
             f"got {len(queries)} queries, {len(prompts)} prompts, {len(labels)} labels."
         )
     query, prompt = queries[0], prompts[0]
-    if query.startswith(prompt):
-        response = query[len(prompt) :]
-    else:
-        response = query.rsplit("<|im_start|>assistant", 1)[-1]
+    response = query[len(prompt) :] if query.startswith(prompt) else query.rsplit(prompt[-_ENDING:], 1)[-1]
     return SPECIAL_TOKEN.sub("", response).strip(), labels[0]

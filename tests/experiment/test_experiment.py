@@ -14,6 +14,7 @@ from openrlhf_gtpo.cli import experiment
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.experiment import runner
 from openrlhf_gtpo.experiment.grid import read_grid, words
+from openrlhf_gtpo.integration.command_line.input_checks import check_metrics_file
 
 
 def entries(tmp_path: Path, **changed: Any) -> dict[str, Any]:
@@ -70,6 +71,8 @@ def test_flags_become_a_command_line() -> None:
         ({"flags": {"--a": 1}}, "write flags without dashes, a"),
         ({"flags": {"a": {"b": 1}}}, "flags.a must be text, a number, a list of them or true"),
         ({"settings": {"lr": {}}}, "settings.lr must have values by name"),
+        ({"settings": {"lr": 5}}, "settings.lr must have values by name"),
+        ({"settings": {"lr": [1, 2]}}, "settings.lr must have values by name"),
         ({"methods": {"gtpo": {"actor.adam.lr": 1}}}, "settings.lr.low and methods.gtpo both set actor.adam.lr"),
     ],
 )
@@ -166,6 +169,19 @@ def test_the_table_begins_with_the_baseline_and_the_page_compares_with_it(file: 
     assert 0 < table.index("grpo, mean of 3") < table.index("gtpo, mean of 3")
     page = (file.parent / "runs" / "report" / "index.html").read_text()
     assert "task, held-out reward: gtpo beside grpo: no difference seen (+0.000" in page
+
+
+def test_an_evaluation_of_one_method_does_not_end_the_experiment(file: Path) -> None:
+    """The page then leaves out the baseline, and says so."""
+    changed = yaml.safe_load(file.read_text()) | {"methods": {"gtpo": None, "grpo": None}, "baseline": "grpo"}
+    file.write_text(yaml.safe_dump(changed, sort_keys=False))
+    scores = file.parent / "runs" / "gtpo" / "seed-1" / "evaluation" / "scores.json"
+    assert experiment.main([str(file)]) == 0
+    scores.parent.mkdir()
+    scores.write_text('{"questions": {"math": "digest"}, "scores": {"math": {"mean@1": [1.0, 0.0]}}}')
+    assert experiment.main([str(file)]) == 0
+    page = (file.parent / "runs" / "report" / "index.html").read_text()
+    assert "Runs: 1 gtpo." in page and f"left out: {file.parent / 'runs' / 'grpo' / 'seed-1'}" in page
 
 
 def starts(file: Path) -> list[str]:
@@ -302,6 +318,21 @@ def test_a_run_whose_evaluation_was_interrupted_is_held_to_that_ones_checks_alon
     assert experiment.main([str(file), "--dry-run"]) == 2
     assert capsys.readouterr().err.endswith(f"--eval.dataset {tmp_path}/none.jsonl does not exist.\n")
     assert asked == [str(run.folder / "model")]
+
+
+def test_a_run_that_died_before_its_first_checkpoint_may_be_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder of checkpoints is missing too if a stop file elsewhere is named."""
+    monkeypatch.setattr("openrlhf_gtpo.integration.run.check", check_metrics_file)
+    flags = {"actor.model_name_or_path": "MODEL", "reward.remote_url": "reward.py", "vllm.num_engines": 1}
+    flags |= {"rollout.n_samples_per_prompt": 4, "ckpt.stop_file": str(tmp_path / "stop")}
+    file = write(tmp_path, flags=flags, methods={"gtpo": {"algo.advantage.estimator": "gtpo"}}, baseline="gtpo")
+    run = read_grid(file).runs[0]
+    run.folder.mkdir(parents=True)
+    (run.folder / "flags.json").write_text(json.dumps(run.flags))
+    (run.folder / "metrics.jsonl").write_text('{"kind": "run", "step": 0, "run": "x"}\n')
+    assert experiment.main([str(file), "--dry-run"]) == 0
 
 
 def test_what_is_evaluated_is_looked_at_before_the_first_run(

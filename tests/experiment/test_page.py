@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,12 @@ def test_the_effect_is_that_of_pairs(tmp_path: Path) -> None:
     for setting in ("low", "high"):  # each is beside the baseline with the same setting
         expected = paired_difference(scores(f"gtpo/{setting}") - scores(f"dapo/{setting}"))
         assert expected.sentence(f"gtpo/{setting}", f"dapo/{setting}") in text
+    assert "is not compared" not in text
+    shutil.rmtree(study / "dapo" / "low")
+    assert page(study, "--baseline", "dapo", "--output", tmp_path / "out") == 0
+    text = (tmp_path / "out" / "index.html").read_text()
+    assert "gtpo/low is not compared: it shares no seed and measure with the baseline." in text
+    assert text.count("is not compared") == 1
 
 
 def test_evaluations_with_other_settings_are_seen_to_be(tmp_path: Path) -> None:
@@ -68,7 +75,8 @@ def test_evaluations_with_other_settings_are_seen_to_be(tmp_path: Path) -> None:
 
 def test_openrlhfs_own_folders_are_read(tmp_path: Path) -> None:
     writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter
-    for name, reward in (("a_seed1", 0.25), ("b_seed1", 0.5)):
+    tmp_path /= "seed2_of_the_data"  # names a folder of several runs
+    for name, reward in (("a_seed1", 0.25), ("a_seed2", 0.25), ("b_seed1", 0.5)):
         with writer(log_dir=str(tmp_path / name)) as events:
             for step in (1, 2):
                 events.add_scalar("train/reward", reward, step)
@@ -77,7 +85,7 @@ def test_openrlhfs_own_folders_are_read(tmp_path: Path) -> None:
             events.add_scalar("eval/eval_math_pass1", math.nan, 3)  # not a number here either
     rows = read_runs(tmp_path / "a_seed1")[-1]
     assert [row["reward/mean"] for row in rows if row["kind"] == "train"] == [0.25, 0.25]
-    runs = [f"grpo={tmp_path / 'a_seed1'}", f"dapo={tmp_path / 'b_seed1'}"]
+    runs = [f"grpo={tmp_path / 'a_seed1'}", f"grpo={tmp_path / 'a_seed2'}", f"dapo={tmp_path / 'b_seed1'}"]
     assert page(*runs, "--baseline", "grpo", "--output", tmp_path / "out") == 0
     text = (tmp_path / "out" / "index.html").read_text()
     assert "math, held-out reward: dapo is +0.250 beside grpo; 1 seed does not say whether that is chance." in text

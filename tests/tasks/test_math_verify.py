@@ -151,6 +151,21 @@ def test_small_numbers_are_not_all_equal(boxed, answer, expected):
     assert judge(rf"\boxed{{{boxed}}}", answer) == expected
 
 
+@pytest.mark.parametrize(
+    "response, answer",
+    [
+        (r"\boxed{\$18.90}", r"\$18.90"),
+        (r"\boxed{18.90}", r"\$18.90"),
+        (r"The 3 tickets cost \$1,200.", "1200"),
+        (r"The 3 tickets cost $\$1200$ in all.", r"\$1{,}200"),
+    ],
+)
+def test_an_amount_of_money_is_a_number(response, answer):
+    """MATH has such answers."""
+    assert judge(response, answer) == RIGHT
+    assert judge(response, "3") == WRONG
+
+
 def test_many_threads_share_few_processes():
     pool = GraderPool(2)
     with ThreadPoolExecutor(8) as threads:

@@ -44,15 +44,27 @@ def test_the_prompt_is_not_searched_for_the_answer():
     assert _score("I do not know", prompt=prompt) == 0.0
     cut = "(hint: 12)<|im_end|>\n<|im_start|>assistant\n"  # the end of a prompt that was cut to fit
     assert reward.reward_func([cut + "I do not know<|im_end|>"], [prompt], [LABEL])["rewards"] == 0.0
+    prompt, cut = (text + "<|start_header_id|>assistant<|end_header_id|>\n\n" for text in ("3 * 4 (not 12)", "12)"))
+    assert reward.reward_func([cut + "I do not know<|eot_id|>"], [prompt], [LABEL])["rewards"] == 0.0
 
 
-@pytest.mark.parametrize("response, number", [("1,200", "1,200"), ("a-3", "-3"), ("2.50.", "2.50"), ("1,2", "2")])
+@pytest.mark.parametrize(
+    "response, number", [("1,200", "1200"), ("+8", "8"), ("a-3", "-3"), ("2.50.", "2.50"), ("1,2", "2")]
+)
 def test_numbers(response, number):
     assert reward.extract_answer(response, "7") == number
 
 
-def test_text_answers_are_scored_whole():
+def test_scorers_that_compare_texts_see_a_number_as_labels_write_it():
+    label = json.dumps({"task": "lcm", "entry": {"answer": "1200", "metadata": {}}})
+    assert _score("It is 1,200.", label) == _score("So: +1200", label) == 1.0
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<｜end▁of▁sentence｜>", "<end_of_turn>", "</s>", "<|eot_id|>"])
+def test_text_answers_are_scored_whole_without_the_models_own_tokens(end):
     assert reward.extract_answer("  olleh \n", "olleh") == "olleh"
+    label = json.dumps({"task": "spell_backward", "entry": {"answer": "olleh", "metadata": {"word": "hello"}}})
+    assert _score(f"olleh{end}", label) == 1.0
 
 
 def test_what_openrlhf_reads_of_the_result():
