@@ -69,4 +69,11 @@ def run(model: str, folder: str, argv: list[str]) -> dict[str, Any]:
         largest.write_bytes(data)
     torch.distributed.barrier()
     found["damaged"] = load("global_step3"), load("global_step9"), load(), there()
+
+    for group in policy.actor_optim.param_groups:
+        group["weight_decay"] = 0.25  # of another command line
+    states = strategy.load_ckpt(engine, str(actor))[1]
+    found["settings"] = [group["weight_decay"] for group in policy.actor_optim.param_groups]
+    policy.save_checkpoint("best_global_step2", states)  # after an evaluation that an interruption had cut off
+    found["saved again"] = states, load("best_global_step2")
     return found

@@ -76,7 +76,7 @@ def run_poisoned(
     Args:
         rounds: what the last replica has that is not finite: nothing (None), the "gradient" or the "loss" of its
             last row, the "log_probs" of all rows while it trains, a "weight" in its optimizer, or the "padding" of
-            what it has of a weight under ZeRO 3.
+            what it has of a weight under ZeRO 3. Or its rows have "nothing" to learn from.
         fused: use DeepSpeed's own optimizer for FusedAdam, around torch's AdamW.
     """
     from deepspeed.runtime import engine
@@ -103,6 +103,8 @@ def _poisoned_round(backend: str, trained: Any, args: SimpleNamespace, replicas:
         sample = _sample(row, batch, old, args)
         if row % 4 == 3 and wrong == "gradient":
             sample.advantages = sample.returns = torch.full_like(sample.advantages, 3e38) * batch.action_mask
+        if wrong == "nothing":
+            sample.advantages = torch.zeros_like(sample.advantages)
         if row % 4 == 3 and wrong == "loss":  # a clamp gives it a gradient of 0
             sample.base_action_log_probs = torch.full_like(old, torch.nan)
         trained.append(sample)

@@ -30,6 +30,8 @@ def test_deepspeed_saves_and_loads(actor_model: str, tmp_path: Path, two: RankPo
         chosen, missing, fallen_back, there = found["damaged"]
         assert "global_step3 is damaged: its file" in chosen and "has no checkpoint 'global_step9'" in missing
         assert fallen_back == 2 and there == ["global_step2", "global_step3.corrupt"]
+        assert {*found["settings"]} == {0.25}
+        assert found["saved again"] == ({"global_step": 2, "averages": []}, 2)
 
 
 def test_what_is_written_is_what_is_described(tmp_path: Path) -> None:

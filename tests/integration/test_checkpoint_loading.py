@@ -3,14 +3,16 @@
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.utils.tensor_fragment import fragment_address
+from openrlhf.utils.deepspeed import DeepspeedStrategy
 
-from openrlhf_gtpo.integration.actors.strategy import TorchCheckpointEngine
+from openrlhf_gtpo.integration.actors.strategy import Strategy, TorchCheckpointEngine
 
 
 class Command:
@@ -33,6 +35,20 @@ def test_what_deepspeed_writes_is_read(engine: TorchCheckpointEngine, tmp_path: 
     torch.save(state, tmp_path / "states.pt")
     found = engine.load(str(tmp_path / "states.pt"), map_location="cpu")
     assert found["at"] == state["at"] and found["scaler"].cur_scale == 1.0 and torch.equal(found["w"], torch.ones(2))
+
+
+def test_a_universal_checkpoint_is_the_one_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+    load = lambda self, model, folder, tag: asked.append(tag) or (folder, {})  # noqa: E731
+    monkeypatch.setattr(DeepspeedStrategy, "load_ckpt", load)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    strategy = Strategy.__new__(Strategy)
+    strategy.use_ds_universal_ckpt = True
+    schedule = SimpleNamespace(base_lrs=[1.0], optimizer=SimpleNamespace(param_groups=[{"lr": 1.0}]))
+    for tag in ("global_step4_universal", None):  # None: the one that DeepSpeed's latest_universal names
+        strategy.args = SimpleNamespace(ckpt=SimpleNamespace(load_tag=tag))
+        strategy.load_ckpt(SimpleNamespace(lr_scheduler=schedule), "_actor")
+    assert asked == ["global_step4_universal", None]
 
 
 def test_code_in_a_file_is_not_run(engine: TorchCheckpointEngine, tmp_path: Path) -> None:

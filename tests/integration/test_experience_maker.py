@@ -295,6 +295,19 @@ def test_stop_properly_penalty_comes_after_the_overlong_one(
     assert_penalised(estimator, experiences, batch, torch.where(batch.truncated, truncated, rewards) - batch.outcome)
 
 
+@pytest.mark.parametrize("estimator", ["forking_tokens", "entropy_bonus"])
+def test_rows_penalized_down_to_one_reward_have_nothing_to_compare(
+    estimator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows are cut off, some of them with a partial or a whole success."""
+    batch = rollout(seed=8, binary=False)
+    batch.truncated[:] = True
+    args = arguments("--algo.advantage.estimator", estimator, "--reward.stop_properly_penalty_coef", "-0.7")
+    _, experiences = make(args, batch, monkeypatch)
+    assert advantages(experiences, batch).abs().max() < 1e-6
+    assert all((one.rewards == one.rewards[0]).all() for one in experiences)
+
+
 def assert_penalised(estimator: str, experiences: list[Experience], batch: Rollout, penalty: torch.Tensor) -> None:
     shape, config = (gtpo_advantages, GTPOConfig()) if estimator == "gtpo" else (grpo_s_advantages, GRPOSConfig())
     inputs = (batch.entropy, batch.mask, batch.outcome, batch.group_ids, config)

@@ -243,6 +243,16 @@ def test_train_rollout_correction_keeps_its_meaning_with_both_levels(
         torch.testing.assert_close(vllm_kl, difference)
 
 
+@pytest.mark.parametrize("level", ["token", "seq"])
+def test_a_divergence_that_rounding_makes_negative_is_in_the_trust_region(level: str) -> None:
+    data = batch("token", seed=7, rows=64)
+    data["rollout_log_probs"] = (data["old_log_probs"] + 1e-5) * data["action_mask"]
+    correction = {"is_correction_gating": "binary_kl", "is_correction_threshold": [0.0, 0.02]}
+    loss, *_, filtered = credit_loss("token", is_correction_level=level, **correction)(**data)
+    assert filtered.max() == 0
+    torch.testing.assert_close(loss, credit_loss("token")(**data)[0])
+
+
 # ── Micro-batches ──
 
 

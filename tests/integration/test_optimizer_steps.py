@@ -81,6 +81,7 @@ def whole(actor_model: str, pools: dict[int, RankPool]) -> dict[str, list[dict[s
         ("gtpo", 1, BY_TOKENS),
         ("gtpo", 2, THREES),
         ("gtpo", 2, [*BY_TOKENS, "--ds.zero_stage", "1"]),
+        ("gtpo", 2, [*THREES, "--ds.zero_stage", "1", "--ds.grad_accum_dtype", "fp32"]),
         ("gtpo", 2, [*BY_TOKENS, "--actor.backend", "megatron"]),
         ("grpo_s", 1, THREES),
         ("grpo_s", 2, BY_TOKENS),
@@ -445,6 +446,18 @@ def test_a_step_that_is_not_finite_leaves_no_trace(
         assert last[0][f"{model}_grad_norm"] == second[0][f"{model}_grad_norm"] > 0
         assert_the_same(last[1], second[1])
         assert any(not torch.equal(first[1][name], tensor) for name, tensor in last[1].items() if "weight" in name)
+
+
+@pytest.mark.parametrize("argv", [zero(1, "--ds.grad_accum_dtype", "fp32"), MEGATRON], ids=str)
+def test_a_step_with_nothing_to_learn_from_is_a_good_one(
+    argv: list[str], actor_model: str, pools: dict[int, RankPool]
+) -> None:
+    """As if all rewards of its groups are equal."""
+    backend = "megatron" if "megatron" in argv else "deepspeed"
+    rounds = [None, "nothing", None]
+    [[_, (status, _), (last, _)]] = pools[1].run(run_poisoned, backend, actor_model, [*TRAINS, *GTPO, *argv], rounds)
+    assert status["actor_grad_norm"] == status["actor_bad_steps"] == last["actor_bad_steps"] == 0
+    assert last["actor_grad_norm"] > 0
 
 
 def assert_the_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

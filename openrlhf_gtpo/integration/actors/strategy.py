@@ -38,7 +38,9 @@ from openrlhf_gtpo.megatron.parallel.agreement import failure_of, from_first_ran
 from openrlhf_gtpo.platform.compile_lock import CompileLock
 from openrlhf_gtpo.platform.random_state import apply_random_state, random_state
 
-_RANDOM = "random"  # of all ranks, in a checkpoint's client states
+# In a checkpoint's client states: those that were given, beside which DeepSpeed 0.19.6 returns entries of its own that
+# it refuses to save or that belong to one rank (runtime/engine.py, _load_checkpoint); and all ranks' random states.
+_GIVEN, _RANDOM = "given", "random"
 
 
 class Strategy(DeepspeedStrategy):
@@ -92,15 +94,23 @@ class Strategy(DeepspeedStrategy):
         elif isinstance(optimizer, FP16_Optimizer):
             optimizer.loss_scale_config.use_grad_scaling = True  # in bf16 the scale is 1
         elif isinstance(optimizer, BF16_Optimizer):
+            # The LM head may lie outside the engine's forward (policy_model.py). Its gradient is then there before
+            # DeepSpeed's prologue, which clears what an earlier backward pass left; here the epilogue does that.
+            optimizer.backward_prologue = lambda: None
+            optimizer.backward_epilogue = partial(optimizer.backward_epilogue, clear_lp_grads=True)
             step, optimizer.overflow = optimizer.step, False
 
             def step_if_finite() -> None:
-                found = (
-                    torch.stack([has_inf_or_nan(one) for one in optimizer.fp32_groups_gradients_flat]).any().float()
-                )
+                checks = [(has_inf_or_nan(one), one.any()) for one in optimizer.fp32_groups_gradients_flat]
+                found = torch.stack([torch.stack(each).any() for each in zip(*checks)]).float()
                 torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
-                optimizer.overflow = bool(found)
-                optimizer.clear_hp_grads() if optimizer.overflow else step()
+                bad, some = found.tolist()
+                optimizer.overflow = bool(bad)
+                if bad or not some:  # DeepSpeed asserts that there is a gradient, which equal rewards do not give
+                    optimizer._global_grad_norm = 0.0
+                    optimizer.clear_hp_grads()
+                else:
+                    step()
 
             optimizer.step = step_if_finite
         return model, optimizer, scheduler
@@ -131,7 +141,7 @@ class Strategy(DeepspeedStrategy):
         Raises:
             CheckpointWriteError: on all ranks, if one could not write; earlier checkpoints are as they were.
         """
-        states = (client_state or {}) | {_RANDOM: all_gather_objects(random_state())}
+        states = {_GIVEN: client_state or {}, _RANDOM: all_gather_objects(random_state())}
         target = Path(save_dir, tag)
         temporary = from_first_rank(partial(checkpoint_folder.begin, target, whole_folder=True), CheckpointWriteError)
         upstream_engine, copy_script = model.checkpoint_engine, model._copy_recovery_script
@@ -143,34 +153,43 @@ class Strategy(DeepspeedStrategy):
             model.checkpoint_engine = upstream_engine
             del model._copy_recovery_script
         agree(temporary, target, files.failure)
-        publish(temporary, target, {"metric": {"key": metric_key, "value": metric_value}}, files.entries)
+        metric = {"key": metric_key, "value": metric_value}
+        world_size = torch.distributed.get_world_size()
+        publish(temporary, target, {"metric": metric, "world_size": world_size}, files.entries)
         put_in_order(target, self._saved_together(target.parent)[1:], max_num=max_num, max_mem_gb=max_mem)
 
     def load_ckpt(self, model: Any, load_dir: str, tag: str | None = None, **kwargs: Any) -> Any:
         """Like upstream's, but loads the newest checkpoint that is still what was written, or ``--ckpt.load_tag``;
-        actor and critic load the same one. Learning rates are the command line's, where upstream's would be the
-        checkpoint's; random generators go on from where they were, unless the number of ranks has changed. DeepSpeed's
-        universal checkpoints are left to DeepSpeed.
+        actor and critic load the same one. The optimizer's settings are the command line's, where upstream's would be
+        the checkpoint's; random generators go on from where they were, unless the number of ranks has changed.
+        DeepSpeed's universal checkpoints are left to DeepSpeed.
 
         Raises:
             CheckpointError: there are checkpoints, but none that can be used.
         """
+        tag = tag or self.args.ckpt.load_tag
         if not self.use_ds_universal_ckpt:
-            path = choose(self._saved_together(Path(load_dir)), tag or self.args.ckpt.load_tag)
+            path = choose(self._saved_together(Path(load_dir)), tag)
             if path is None:
                 return None, {}
             tag = path.name
         schedule = model.lr_scheduler
         peaks = list(schedule.base_lrs)
+        of_groups = [
+            {name: group[name] for name in ("betas", "eps", "momentum", "weight_decay") if name in group}
+            for group in schedule.optimizer.param_groups
+        ]
         loaded, states = super().load_ckpt(model, load_dir, tag, **kwargs)
-        for group, saved, peak in zip(schedule.optimizer.param_groups, schedule.base_lrs, peaks, strict=True):
+        groups = schedule.optimizer.param_groups
+        for group, saved, peak, settings in zip(groups, schedule.base_lrs, peaks, of_groups, strict=True):
+            group.update(settings)
             group["lr"] *= peak / saved if saved not in (0, peak) else 1
             group["initial_lr"] = peak
         schedule.base_lrs = peaks
-        randoms = states.pop(_RANDOM, ())
+        randoms = states.get(_RANDOM, ())
         if len(randoms) == torch.distributed.get_world_size():
             apply_random_state(randoms[torch.distributed.get_rank()])
-        return loaded, states
+        return loaded, states.get(_GIVEN, states)  # an earlier version's are among DeepSpeed's
 
     def _saved_together(self, folder: Path) -> list[Path]:
         """``folder`` and, in a run with a critic, the other role's, which also has a checkpoint of each tag."""

@@ -220,7 +220,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         advantages = self.credit.advantages(entropy, batch.mask, batch.outcome, batch.group_ids, penalty)
         if self.args.reward.clip_range:
             advantages = advantages.clamp(*self.args.reward.clip_range)
-        rewards = batch.outcome.float() if penalty is None else batch.outcome + penalty
+        rewards = (batch.outcome if penalty is None else batch.outcome + penalty).float()
         deviation = rewards.view(-1, self.args.rollout.n_samples_per_prompt).std(dim=-1)
         deviation = deviation.repeat_interleave(self.args.rollout.n_samples_per_prompt)
 
@@ -236,6 +236,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
 
     def _length_penalty(self, batch: RolloutBatch, experiences: list[Experience]) -> torch.Tensor | None:
         """(B,) sum that length penalties add to the outcomes, in sampling order (§4.5.1); logged rewards include it.
+        float64: rows penalized down to the same reward must be equal again once it is added to their outcomes.
 
         The overlong penalty counts action tokens, while upstream's counts the span from the first to the last one
         (openrlhf 0.11.2, trainer/ppo_utils/samples_generator.py, _process_response_into_experience).
@@ -255,7 +256,8 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
             apply_stop_properly_penalty(experiences, reward.stop_properly_penalty_coef)
         for experience in experiences:
             experience.info["reward"] = experience.rewards.clone()
-        return in_sampling_order(torch.cat([e.rewards for e in experiences]), batch.order) - batch.outcome.float()
+        penalized = in_sampling_order(torch.cat([e.rewards for e in experiences]), batch.order)
+        return penalized.double() - batch.outcome.double()
 
     def _kl_return(self, experience: Experience) -> torch.Tensor:
         """(b, t) return of upstream's KL reward: its sum from each token on, or over the whole response if the

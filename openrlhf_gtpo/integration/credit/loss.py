@@ -15,6 +15,7 @@ from torch import Tensor
 from openrlhf_gtpo.algorithms import SURROGATES, Surrogate, policy_surrogate
 from openrlhf_gtpo.algorithms.config import Mean
 from openrlhf_gtpo.algorithms.losses import Level
+from openrlhf_gtpo.algorithms.surrogates import ClipConfig
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
 
@@ -34,6 +35,7 @@ def credit_loss(args: SimpleNamespace) -> "CreditLoss | None":
 
     Raises:
         UsageError: the surrogate refuses its settings; the message names the flags.
+        ValueError: PPO's clip, its dual clip or the train-rollout correction refuses them.
     """
     credit, name, options = entropy_credit(args), args.actor.policy_loss_type, loss_options(args)
     if name in SURROGATES:
@@ -49,6 +51,7 @@ def credit_loss(args: SimpleNamespace) -> "CreditLoss | None":
         return CreditLoss(level, surrogate=partial(kind.loss, config=config), **options)
     if credit is None:
         return None
+    ClipConfig(options["clip_eps_low"], options["clip_eps_high"])  # what policy_surrogate refuses, after a rollout
     return CreditLoss(credit.estimator.level, getattr(credit.config, "ratio_mean", "arithmetic"), **options)
 
 
@@ -157,7 +160,9 @@ class CreditLoss(PolicyLoss):
         else:  # a divergence of the sampled token's probability, which upstream keeps away from 0 and 1
             p, q = (values.exp().clamp(1e-6, 1 - 1e-6) for values in (rollout_log_probs, old_log_probs))
             both = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
-            statistic = both if self.is_correction_gating == "binary_kl" else (p - q).abs()
+            # Rounding may make it negative where p and q are closest, and upstream's own loss then drops the token
+            # (https://github.com/OpenRLHF/OpenRLHF/pull/1354).
+            statistic = both.clamp_min(0) if self.is_correction_gating == "binary_kl" else (p - q).abs()
         if self.is_correction_level == "seq":
             statistic = _token_mean(statistic, mask, dim=-1).unsqueeze(-1)
         if self.is_correction_gating == "ratio":
