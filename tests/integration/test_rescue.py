@@ -7,6 +7,7 @@ import pytest
 import ray
 import torch
 from fake_engines import RESCUE, answers, fours, guided, sleeping
+from openrlhf.trainer.ppo_utils.experience import Experience
 from rollouts import arguments, in_sampling_order, maker, rollout
 
 from openrlhf_gtpo.integration.controller import trainer
@@ -100,6 +101,15 @@ def test_the_guide_answers_what_the_policy_failed_at(monkeypatch: pytest.MonkeyP
         assert generator.tokens == 8 * 3 + 4, "one per response: eight groups, and an answer to each of four prompts"
         generator.tokens = 0
     assert (generator.rescue.rescued, generator.rescue.given_up, len(generator.rescue)) == (6, 6, 0)
+
+
+def test_rows_of_both_log_alike_whatever_type_the_numbers_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, engines = guided(monkeypatch, 0.0, *RESCUE)
+    answers(engines, fours)
+    for engine in engines:
+        engine.executor.is_guide = [1]
+    generator.generate_samples(max_len=64)
+    assert Experience.concat_experiences(generator.rescued, 0).info["guide"].tolist() == [0, 0, 1] * 2
 
 
 def test_rows_that_nobody_took_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

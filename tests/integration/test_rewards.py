@@ -76,10 +76,18 @@ RETURNED_NONE = "it returned no 'rewards'"
         ("return None", RETURNED_NONE),
         ("return {'scores': 1.0}", RETURNED_NONE),
         ("return {'rewards': None}", RETURNED_NONE),
-        ("return {'rewards': [1.0, 0.0]}", "expected one number for the one response, got 'rewards' '[1.0, 0.0]'"),
-        ("return {'rewards': 'good'}", "expected one number for the one response, got 'rewards' 'good'"),
-        ("return {'rewards': []}", "expected one number for the one response, got 'rewards' '[]'"),
-        ("return {'rewards': 1, 'scores': {}}", "expected one number for the one response, got 'scores' '{{}}'"),
+        (
+            "return {'rewards': [1.0, 0.0]}",
+            "expected one finite number for the one response, got 'rewards' '[1.0, 0.0]'",
+        ),
+        ("return {'rewards': 'good'}", "expected one finite number for the one response, got 'rewards' 'good'"),
+        ("return {'rewards': []}", "expected one finite number for the one response, got 'rewards' '[]'"),
+        (
+            "return {'rewards': 1, 'scores': {}}",
+            "expected one finite number for the one response, got 'scores' '{{}}'",
+        ),
+        ("return {'rewards': float('nan')}", "expected one finite number for the one response, got 'rewards' 'nan'"),
+        ("return {'rewards': 1e999}", "expected one finite number for the one response, got 'rewards' 'inf'"),
     ],
 )
 def test_a_reward_that_fails_stops_the_run_with_the_reason_and_the_prompt(
@@ -92,6 +100,13 @@ def test_a_reward_that_fails_stops_the_run_with_the_reason_and_the_prompt(
     assert str(stopped.value) == sentence
 
 
+def test_the_first_number_of_an_extra_log_is_logged(tmp_path: Path) -> None:
+    """OpenRLHF's own reward server answers with lists."""
+    logs = "{'x': [0.5], 'y': torch.tensor([[1, 2]]), 'z': [3, 4]}"
+    output = answer(executor(tmp_path, f"import torch; return {{'rewards': 1.0, 'extra_logs': {logs}}}"))
+    assert output["extra_logs"] == {"x": 0.5, "y": 1, "z": 3}
+
+
 @pytest.mark.parametrize("logs", ["['x']", "{'x': 'good'}", "{'x': []}", "{'x': object}", "'x'"])
 def test_extra_logs_that_are_no_numbers_stop_the_run(tmp_path: Path, logs: str) -> None:
     with pytest.raises(
@@ -101,7 +116,7 @@ def test_extra_logs_that_are_no_numbers_stop_the_run(tmp_path: Path, logs: str) 
 
 
 def test_a_number_beyond_all_floats_is_no_reward(tmp_path: Path) -> None:
-    with pytest.raises(TrainingStopped, match="expected one number for the one response"):
+    with pytest.raises(TrainingStopped, match="expected one finite number for the one response"):
         answer(executor(tmp_path, "return {'rewards': 10**400, 'extra_logs': 'x'}"))
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from fake_engines import PROMPTS, Engine, rows, sampling
+from fake_engines import PROMPTS, Engine, Executor, rows, sampling
 from openrlhf.trainer.ppo_utils import samples_generator as upstream
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -217,6 +218,88 @@ def test_without_restarts_the_first_failed_reward_stops_the_run(monkeypatch: pyt
     generator = sampling(monkeypatch)
     generator.vllm_engines[0].engine.executor.fails = {"1"}
     with pytest.raises(TrainingStopped, match="^no reward for 1$"):
+        generator.generate_samples()
+
+
+def respond_with(monkeypatch: pytest.MonkeyPatch, changed: Callable[[str], dict[str, Any]]) -> Any:
+    """A generator over an agent that answers as ever, but for what ``changed`` says of a prompt."""
+    generator, execute = sampling(monkeypatch), Executor.execute
+
+    async def other(self: Executor, **given: Any) -> dict[str, Any]:
+        return await execute(self, **given) | changed(given["prompt"])
+
+    monkeypatch.setattr(Executor, "execute", other)
+    return generator
+
+
+def test_samples_of_a_prompt_do_not_share_their_sampling_parameters() -> None:
+    """Upstream's agent takes what is left for the first turn of another sample for the least of its own, and would
+    cut the observation that this one begins with."""
+    from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+    from vllm import SamplingParams
+
+    class Growing(AgentInstanceBase):
+        made = 0
+
+        def __init__(self) -> None:
+            Growing.made += 1
+            self.number = Growing.made
+
+        async def reset(self, states: dict[str, Any], **_: Any) -> dict[str, Any]:
+            return {"observation": "x" * 5 * self.number}
+
+        async def step(self, states: dict[str, Any], **_: Any) -> dict[str, Any]:
+            states["sampling_params"].temperature = self.number / 10
+            done = len(states["observation_text"]) > 5 * self.number
+            return {"rewards": torch.tensor(1.0), "environment_feedback": "f", "done": done}
+
+    engine, asked = Engine(), []
+    engine.executor = MultiTurnAgentExecutor(Growing)
+
+    async def answer(prompt: Any, params: Any, request_id: str) -> Any:
+        asked.append((len(prompt["prompt_token_ids"]), params.max_tokens, params.temperature))
+        await asyncio.sleep(0)
+        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7], logprobs=None, finish_reason="stop", text="a")])
+
+    engine.llm.generate = answer
+    tokenizer = lambda text, **_: {"input_ids": torch.ones(1, len(text), dtype=torch.long)}  # noqa: E731
+    call = engine.generate_responses(
+        "p",
+        NumberedLabel("1", 0, None),
+        sampling_params=SamplingParams(max_tokens=None),
+        max_length=30,
+        hf_tokenizer=tokenizer,
+        num_samples=3,
+    )
+    assert [len(response["observation_tokens"]) for response in asyncio.run(call)] == [9, 14, 19]
+    assert sorted(asked) == [(5, 25, 1), (7, 23, 0.1), (10, 20, 1), (12, 18, 0.2), (15, 15, 1), (17, 13, 0.3)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"reward": float("nan")}, "its rewards are not finite"),
+        ({"scores": float("-inf")}, "its scores are not finite"),
+        ({"rollout_log_probs": [-0.5]}, "it has 1 rollout_log_probs for 2 observation_tokens"),
+        ({"reward": "good"}, "too many dimensions 'str'"),
+    ],
+)
+def test_an_agents_response_that_cannot_be_learned_from(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], what: str
+) -> None:
+    """A filter would take NaN for a group that teaches nothing; log-probs that lack a turn's would be padded."""
+    generator = respond_with(monkeypatch, lambda prompt: changed)
+    generator.args.algo.dynamic_filtering_enable = True
+    with pytest.raises(
+        TrainingStopped, match=f"Expected --train.agent_func_path to return .* cannot be read .*Error: {what}"
+    ):
+        generator.generate_samples()
+
+
+def test_responses_that_log_different_things(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = respond_with(monkeypatch, lambda prompt: {"extra_logs": {"parsed": 1} if prompt == "2" else {}})
+    assert len(generator.generate_eval_samples(n_samples_per_prompt=2)) == 12
+    with pytest.raises(TrainingStopped, match="the same names in every response's extra_logs.* got parsed only in"):
         generator.generate_samples()
 
 

@@ -30,7 +30,7 @@ class RescueQueue:
         """Add the policy's failures at a prompt; they replace earlier ones at the same prompt."""
         prompt = responses[0]["prompt"]
         self._failures.pop(prompt, None)
-        self._failures[prompt] = [_plain(response) for response in responses]
+        self._failures[prompt] = [plain(response) for response in responses]
         while len(self._failures) > _BOUND * self._batch_size:
             del self._failures[next(iter(self._failures))]
             self.given_up += 1
@@ -53,7 +53,7 @@ class RescueQueue:
         self.rescued, self.given_up = state["counts"]
 
 
-def _plain(response: Response) -> Response:
+def plain(response: Response) -> Response:
     """The part that training reads, as plain values; a reward's or agent's own numbers may come from any library."""
     kept = {name: response[name] for name in ("prompt", "label", "observation_tokens", "action_ranges")}
     kept |= {name: response[name] for name in ("rollout_log_probs", "prompt_number")}

@@ -111,13 +111,15 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
         try:
             for name in returned:
                 output[name] = torch.as_tensor(output[name], dtype=torch.float64).reshape(()).item()
+                if not math.isfinite(output[name]):  # a filter would drop its group without a word
+                    raise ValueError
         except (TypeError, ValueError, RuntimeError, OverflowError):
             logs = output["extra_logs"]
             failure = logs.get(_FAILURE) if isinstance(logs, dict) else None
             reason = "it returned no 'rewards'"
             if output["reward"] is not None:
                 got = f"{returned[name]!r} {str(output[name])[:200]!r}"
-                reason = f"expected one number for the one response, got {got}"
+                reason = f"expected one finite number for the one response, got {got}"
             if failure is not None:
                 frames = traceback.extract_tb(failure.__traceback__)
                 source = os.path.abspath(self.reward_endpoints[0])
@@ -127,8 +129,10 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
                 f"Could not get the reward of a response from {self._source}: {reason}. Prompt: {prompt!r}"
             ) from failure
         try:
-            for value in output["extra_logs"].values():  # the controller makes a tensor of each
-                torch.as_tensor(value, dtype=torch.float64).flatten()[0]
+            output["extra_logs"] = {  # upstream takes the first number of a tensor, but not of a list
+                name: torch.as_tensor(value, dtype=torch.float64).flatten()[0].item()
+                for name, value in output["extra_logs"].items()
+            }
         except (AttributeError, IndexError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise TrainingStopped(
                 f"Expected 'extra_logs' from {self._source} to map each name to a number, got "

@@ -15,8 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable
 from contextlib import suppress
 from contextvars import ContextVar
-from copy import copy
-from functools import partial
+from copy import copy, deepcopy
 from typing import Any
 
 import numpy as np
@@ -163,7 +162,13 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             answers: list[Answer] = []
             with_entropy = self.with_entropy and label.is_trained
             _answers.set(answers if with_entropy else None)
-            ask = partial(respond, prompt, label.label, *args, num_samples=1, **kwargs)
+
+            def ask() -> Awaitable[list[dict[str, Any]]]:
+                # Upstream hands all samples of a prompt the same parameters, which its agent changes in place: the
+                # first turn of one would limit the prompts of the others (openrlhf 0.11.2, utils/agent.py).
+                own = kwargs | {"sampling_params": deepcopy(kwargs["sampling_params"])}
+                return respond(prompt, label.label, *args, num_samples=1, **own)
+
             own_agent = not isinstance(self.executor, StrictRewardExecutor)
             [response] = await (self.patience.ask(ask, "the agent") if own_agent else ask())
             response["prompt_number"] = label.number

@@ -20,7 +20,7 @@ from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.rollout.guide import DEATHS, GUIDE_DIED, GUIDED, Guide, GuideRows
-from openrlhf_gtpo.integration.rollout.rescue import RescueQueue
+from openrlhf_gtpo.integration.rollout.rescue import RescueQueue, plain
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
 
@@ -110,7 +110,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
         """Like upstream's, but in prompt order, and even if an engine dies.
 
         Raises:
-            TrainingStopped: too many prompts were dropped, or ``recover`` gave up.
+            TrainingStopped: too many prompts were dropped, responses log different things, or ``recover`` gave up.
         """
         drawn: list[Any] = []
         before = self.dispatched, self._evaluated, self.tokens
@@ -134,6 +134,12 @@ class OrderedSamplesGenerator(SamplesGenerator):
         experiences, consumed, exhausted = found
         kept = [experience for experience in experiences if isinstance(experience, Experience)]
         kept.sort(key=lambda experience: experience.index)  # stable: a prompt's responses keep their order
+        for experience in kept if self._evaluated is None else ():
+            if differing := experience.info.keys() ^ kept[0].info.keys():
+                raise TrainingStopped(
+                    "Expected the same names in every response's extra_logs, which are averaged, got "
+                    f"{', '.join(sorted(differing))} only in some; give it a number in all of them."
+                )
         accepted = {experience.index[0] for experience in kept}
         for number in sorted(self._responses.keys() - accepted):
             self._queue_failures(self._responses[number])
@@ -184,6 +190,13 @@ class OrderedSamplesGenerator(SamplesGenerator):
             return SimpleNamespace(scores=[torch.tensor(float("nan"))])
         try:
             experience = super()._process_response_into_experience(response, **generate_kwargs)
+            for name in ("rewards", "scores"):
+                number = getattr(experience, name)
+                if number is not None and not number.isfinite().all():  # a filter would drop its group without a word
+                    raise ValueError(f"its {name} are not finite")
+            log_probs, tokens = response["rollout_log_probs"], response["observation_tokens"]
+            if log_probs is not None and len(log_probs) != len(tokens):  # as of an agent that does not ask for them
+                raise ValueError(f"it has {len(log_probs)} rollout_log_probs for {len(tokens)} observation_tokens")
         except Exception as error:  # a reward's answer has been checked, an agent's comes from the user's code
             what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise TrainingStopped(
@@ -252,7 +265,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
             rows = []
             if not any(DROPPED in answer for answer in theirs):
                 make = super()._process_response_into_experience
-                rows = [make(one, **generate_kwargs) for one in [*responses[: samples - count], *theirs]]
+                rows = [make(one, **generate_kwargs) for one in [*responses[: samples - count], *map(plain, theirs)]]
                 self.tokens += sum(int(row.action_mask.sum()) for row in rows[samples - count :])
             if not any(guide.is_success(row) for row in rows):
                 self.rescue.given_up += 1
