@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 from openrlhf_gtpo.cli import hide_key
 from openrlhf_gtpo.errors import STOPPED_STATUS, Restartable, StoppedOnRequest, TrainingStopped, UsageError
+from openrlhf_gtpo.integration.command_line.input_checks import checkpoint_folders
 from openrlhf_gtpo.integration.controller import stop
 from openrlhf_gtpo.integration.run import check, parse, train
 from openrlhf_gtpo.launch.process_tree import HUNG, run_and_clear
@@ -76,6 +77,7 @@ def supervise(command: Sequence[str], args: SimpleNamespace) -> int:
     """
     stop.prepare(args)
     command = [*command, "--ckpt.stop_file", str(stop.stop_file(args))]
+    command += ["--logger.wandb.run_name", args.logger.wandb.run_name]  # otherwise the time of each start
     limit, restarts = args.train.stall_timeout, args.train.max_restarts
     heartbeat = Heartbeat(args.ckpt.path)
     before = _newest(args)
@@ -103,12 +105,12 @@ def supervise(command: Sequence[str], args: SimpleNamespace) -> int:
             why = f"its driver was killed by signal {-status}"
         if restart <= restarts:
             newest = _newest(args)
-            place = "goes on from its last checkpoint" if newest else "begins again, as there is no checkpoint yet"
+            own = newest is not None and newest != before  # not the one asked for, nor an earlier run's
+            goes_on = own or newest is not None and args.ckpt.load_enable
+            place = "goes on from its last checkpoint" if goes_on else "begins again, as there is no checkpoint yet"
             print(f"train_ppo_ray: {why}; restart {restart} of {restarts} {place}.", file=sys.stderr, flush=True)
-            if restart == 1:
-                command += ["--ckpt.load_enable"]
-            if args.ckpt.load_tag and newest != before:  # the run's own is newer than the one asked for
-                command += ["--ckpt.load_tag", ""]
+            if own:
+                command += ["--ckpt.load_enable", "--ckpt.load_tag", ""]
     how = f"after {restarts} restarts; the same command with --ckpt.load_enable goes on from the last checkpoint"
     print(f"train_ppo_ray stopped: {why}, {how}.", file=sys.stderr)
     return 1
@@ -116,7 +118,7 @@ def supervise(command: Sequence[str], args: SimpleNamespace) -> int:
 
 def _newest(args: SimpleNamespace) -> tuple[Path, int] | None:
     """The newest complete checkpoint, and when it was written."""
-    path = newest_whole(Path(args.ckpt.path) / "_actor")
+    path = newest_whole(*checkpoint_folders(args))
     return None if path is None else (path, path.stat().st_mtime_ns)
 
 

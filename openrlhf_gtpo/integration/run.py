@@ -84,18 +84,25 @@ def run(args: SimpleNamespace) -> None:
     """
     import ray
     from openrlhf.cli import train_ppo_ray
+    from openrlhf.trainer import ppo_trainer
 
     from openrlhf_gtpo.integration.controller.cluster_checks import check_nodes
     from openrlhf_gtpo.integration.controller.failures import deaths_noticed, explained, raised_on
 
     groups: list[Any] = []
-    make_group = train_ppo_ray.RayActorGroup
+    controllers: list[Any] = []  # none of this package's in asynchronous training
+    make_group, make_controller = train_ppo_ray.RayActorGroup, ppo_trainer.PPOTrainer.remote
 
     def keep_group(*args: Any, **kwargs: Any) -> Any:
         groups.append(make_group(*args, **kwargs))
         return groups[-1]
 
+    def keep_controller(*args: Any, **kwargs: Any) -> Any:
+        controllers.append(make_controller(*args, **kwargs))
+        return controllers[-1]
+
     train_ppo_ray.RayActorGroup = keep_group
+    ppo_trainer.PPOTrainer = SimpleNamespace(remote=keep_controller)
 
     # A terminated run ends its workers and engines, as an interrupted one does. Ray's handler, which ray.init of 2.55
     # has just installed, aborts the process instead (https://github.com/ray-project/ray/issues/37288).
@@ -104,5 +111,6 @@ def run(args: SimpleNamespace) -> None:
             with explained(), deaths_noticed(lambda: [rank for group in groups for rank in group._actor_handlers]):
                 check_nodes(args)
                 train_ppo_ray.train(args)
+                ray.get([controller.end.remote() for controller in controllers])
         finally:
             ray.shutdown()

@@ -1,8 +1,8 @@
 """A run's metrics as JSON lines: the writer that the trainer holds, and the reader that reports use.
 
 One object per line: `{"kind": "train"|"eval"|"run", "step": int, "time": unix seconds, <metric name>: number, ...}`.
-Each start of the trainer writes a line of the kind "run" with the run's id, which a resumed run keeps; the end of
-training writes the same with `"ended": true`.
+Each start of the trainer writes a line of the kind "run" with the run's id, which a resumed run keeps; once the
+trained model is written, it writes the same with `"ended": true`.
 """
 
 import json
@@ -23,9 +23,12 @@ Rows = Sequence[Mapping[str, Any]]
 KINDS = (names.KIND_TRAIN, names.KIND_EVAL, names.KIND_RUN)
 RESERVED = ("kind", "step", "time")
 
+_ROOM = 2**20  # bytes of lines that may wait for a full disk
+
 
 class MetricsWriter:
-    """Appends a line per call and flushes it, so that a killed run loses at most the line it was writing.
+    """Appends a line per call and flushes it, so that a killed run loses at most the line it was writing. On a full
+    disk, lines wait in memory until there is room.
 
     A resumed run appends to the same file; `read_runs` then keeps the later of two lines for one step.
     """
@@ -34,7 +37,7 @@ class MetricsWriter:
         """Open `path` for appending; its parents are created."""
         self._path = path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "ab+")
+        self._file = open(path, "ab+", buffering=_ROOM)
         if self._file.tell():
             self._file.seek(-1, os.SEEK_END)
             if self._file.read() != b"\n":  # the last run died while writing; its line must not swallow the next one
@@ -66,7 +69,8 @@ class MetricsWriter:
 
     def phase(self, name: str) -> None:
         """Replace what the run is doing now, one of `names.DOING`; this is not part of its record."""
-        phase_file(self._path).write_text(name, encoding="utf-8")
+        with suppress(OSError):  # a full disk, on which a background save may just be failing
+            phase_file(self._path).write_text(name, encoding="utf-8")
 
     def write(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one line.
@@ -89,7 +93,12 @@ class MetricsWriter:
                 raise ValueError(f"metric {name!r} is reserved: every line has the fields {', '.join(RESERVED)}")
             row[name] = _json_value(name, value)
         self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
-        self._file.flush()
+        try:
+            self._file.flush()
+        except OSError as error:
+            print(
+                f"Warning: {self._path} could not be written ({error.strerror}); its lines wait for room.", flush=True
+            )
         self._step = int(step)
 
     def close(self) -> None:

@@ -30,7 +30,9 @@ def handler() -> Iterator[None]:
 @pytest.fixture
 def args(tmp_path: Path) -> SimpleNamespace:
     return SimpleNamespace(
-        ckpt=SimpleNamespace(path=str(tmp_path), stop_file=None, load_tag=None),
+        ckpt=SimpleNamespace(path=str(tmp_path), stop_file=None, load_enable=False),
+        critic=SimpleNamespace(model_name_or_path=None),
+        logger=SimpleNamespace(wandb=SimpleNamespace(run_name="ppo_at_noon")),  # TensorBoard's folder
         train=SimpleNamespace(async_enable=False, stall_timeout=0.0, max_restarts=2),
     )
 
@@ -57,13 +59,40 @@ def test_a_run_that_dies_goes_on_from_its_checkpoint_until_it_ends(args, tmp_pat
 
     runs = Runs(monkeypatch, 1, dies_after_a_checkpoint, 0)
     assert train_ppo_ray.supervise(["run"], args) == 0
-    first = ["run", "--ckpt.stop_file", str(tmp_path / "stop")]
-    assert runs.commands == [first, [*first, "--ckpt.load_enable"], [*first, "--ckpt.load_enable"]]
+    first = ["run", "--ckpt.stop_file", str(tmp_path / "stop"), "--logger.wandb.run_name", "ppo_at_noon"]
+    assert runs.commands == [first, first, [*first, "--ckpt.load_enable", "--ckpt.load_tag", ""]]
     assert capsys.readouterr().err.splitlines() == [
         "train_ppo_ray: it ended with status 1 (see its last lines); restart 1 of 2 begins again, as there is no "
         "checkpoint yet.",
         "train_ppo_ray: its driver was killed by signal 9; restart 2 of 2 goes on from its last checkpoint.",
     ]
+
+
+def save(folder: Path, tag: str, role: str = "_actor") -> None:
+    (folder / role / tag).mkdir(parents=True)
+    write_manifest(folder / role / tag, {})
+
+
+def test_a_run_goes_on_from_no_checkpoint_but_its_own_and_the_one_asked_for(
+    args, tmp_path, monkeypatch, capsys
+) -> None:
+    """With --ckpt.disable_ds the folder may have an earlier run's; a critic's is only whole with the actor's."""
+    save(tmp_path, "global_step9")
+    first = ["run", "--ckpt.stop_file", str(tmp_path / "stop"), "--logger.wandb.run_name", "ppo_at_noon"]
+    runs = Runs(monkeypatch, 1, 0)
+    assert train_ppo_ray.supervise(["run"], args) == 0 and runs.commands == [first, first]
+    assert "restart 1 of 2 begins again, as there is no checkpoint yet." in capsys.readouterr().err
+    args.ckpt.load_enable, args.critic.model_name_or_path = True, "MODEL"
+    save(tmp_path, "global_step9", "_critic")
+
+    def dies_in_a_save(*_: Any) -> int:
+        save(tmp_path, "global_step10")
+        return 1
+
+    runs = Runs(monkeypatch, dies_in_a_save, lambda *_: save(tmp_path, "global_step10", "_critic") or 1, 0)
+    assert train_ppo_ray.supervise(["run"], args) == 0
+    assert runs.commands == [first, first, [*first, "--ckpt.load_enable", "--ckpt.load_tag", ""]]
+    assert capsys.readouterr().err.count("goes on from its last checkpoint") == 2
 
 
 @pytest.mark.parametrize(("status", "kept"), [(0, 0), (2, 2), (65, 1), (75, 75), (143, 143), (129, 129)])

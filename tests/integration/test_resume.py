@@ -2,6 +2,7 @@
 test_optimizer_steps.py and tests/megatron; tests/e2e/test_stop.py kills whole runs.
 """
 
+import errno
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +12,18 @@ import pytest
 import ray
 import torch
 from fake_engines import RESCUE, answers, fours, guided, rows, sampling
+from openrlhf.cli import train_ppo_ray
+from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ppo_utils.kl_controller import AdaptiveKLController, FixedKLController
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from openrlhf_gtpo.integration.actors.strategy import Strategy
-from openrlhf_gtpo.integration.controller import trainer
+from openrlhf_gtpo.integration.controller import cluster_checks, trainer
 from openrlhf_gtpo.integration.controller.spikes import Spikes
 from openrlhf_gtpo.integration.controller.trainer import EntropyTrainer, FlushedTensorboard
-from openrlhf_gtpo.report.metrics import MetricsWriter
+from openrlhf_gtpo.integration.run import run
+from openrlhf_gtpo.report.metrics import MetricsWriter, read_runs
 
 SCORES = {2: 0.1, 4: 0.3, 6: 0.2}  # held-out reward, by step: the best is at 4
 
@@ -189,6 +194,28 @@ def test_an_evaluation_that_was_made_counts_for_the_best_checkpoint(
     assert plain(resumed.actor_model_group.saved["best_global_step4"]) == plain(saved["best_global_step4"])
 
 
+def test_a_run_has_ended_when_its_model_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Until then it is made again from its last checkpoint (``experiment/runner.py``)."""
+    whole = Controller(monkeypatch, tmp_path, 8, False, {})
+    monkeypatch.setattr(ppo_trainer, "PPOTrainer", SimpleNamespace(remote=lambda: SimpleNamespace(end=end)))
+    monkeypatch.setattr(train_ppo_ray, "RayActorGroup", None)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(cluster_checks, "check_nodes", lambda args: None)
+    end = SimpleNamespace(remote=whole.end)
+
+    def ended() -> bool:
+        return any(row.get("ended") for row in read_runs(tmp_path)[-1])
+
+    def train(args: SimpleNamespace) -> None:
+        ppo_trainer.PPOTrainer.remote()
+        whole.fit()
+        assert not ended()  # the driver has the model written
+
+    monkeypatch.setattr(train_ppo_ray, "train", train)
+    run(whole.args)
+    assert ended()
+
+
 def test_tensorboard_has_each_step_once(tmp_path: Path) -> None:
     """What a run has logged is there when it is killed; steps after the checkpoint come from the run that went on."""
     args = SimpleNamespace(
@@ -211,3 +238,24 @@ def test_tensorboard_has_each_step_once(tmp_path: Path) -> None:
     anew.go_on(0)
     anew.log_train(1, {"x": 3.0})
     assert read() == [(1, 3.0)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_costs_tensorboard_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = SimpleNamespace(tensorboard_dir=str(tmp_path), wandb=SimpleNamespace(run_name="run"))
+    logger, flush, full = FlushedTensorboard(SimpleNamespace(logger=names)), RecordWriter.flush, False
+
+    def flush_if_there_is_room(self: RecordWriter) -> None:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        flush(self)
+
+    monkeypatch.setattr(RecordWriter, "flush", flush_if_there_is_room)
+    for step, full in enumerate((False, True, True, False), start=1):  # noqa: B007, read above
+        logger.log_train(step, {"x": 1.0})
+    said = [f"Warning: TensorBoard misses logs of step {step} (No space left on device)." for step in (2, 3)]
+    assert [line for line in capsys.readouterr().out.splitlines() if "TensorBoard" in line] == said
+    found = EventAccumulator(str(tmp_path / "run")).Reload().Scalars("train/x")
+    assert [event.step for event in found if event.step not in (2, 3)] == [1, 4]

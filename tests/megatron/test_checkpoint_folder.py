@@ -208,6 +208,8 @@ def test_folders_that_belong_together_have_the_newest_in_common(tmp_path: Path) 
     write(actor, "t1")
     with pytest.raises(CheckpointError, match=r"known to be whole and that .*_critic has too \(t1\)"):
         candidate([actor, critic])
+    critic.mkdir()  # before its first save was over: the run has no checkpoint yet, whichever of them has saved
+    assert candidate([actor, critic]) is candidate([critic, actor]) is None
     write(critic, "t1"), write(actor, "t2")
     assert newest_whole(actor, critic) == actor / "t1" and newest_whole(actor) == actor / "t2"
     (critic / "t2").mkdir()  # an empty folder is not a checkpoint

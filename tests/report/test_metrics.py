@@ -1,6 +1,8 @@
 import json
 import math
 import os
+import subprocess
+import sys
 from contextlib import closing
 
 import numpy as np
@@ -35,6 +37,28 @@ def test_each_line_is_on_disk_when_write_returns(tmp_path):
     writer.write("train", 1, {})
     assert len(read_runs(tmp_path / "m.jsonl")[-1]) == 1
     writer.close()
+
+
+# Its file cannot grow beyond 9000 bytes, as on a full disk, until the last step.
+FULL = """
+import resource, signal, sys
+from openrlhf_gtpo.report.metrics import MetricsWriter
+
+writer = MetricsWriter(sys.argv[1])
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+for limit, steps in ((9000, range(1, 60)), (resource.RLIM_INFINITY, [60])):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    for step in steps:
+        writer.phase("x" * 9001)
+        writer.write("train", step, {"sample": 900 * "x"})
+"""
+
+
+def test_lines_wait_for_a_full_disk(tmp_path):
+    path = tmp_path / "m.jsonl"
+    ended = subprocess.run([sys.executable, "-c", FULL, str(path)], capture_output=True, text=True, timeout=60)
+    assert not ended.stderr and f"Warning: {path} could not be written (File too large)" in ended.stdout
+    assert [row["step"] for row in read_runs(path)[-1]] == list(range(1, 61))
 
 
 def test_scalars_of_numpy_and_torch_become_numbers(tmp_path):

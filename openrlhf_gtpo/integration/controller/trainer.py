@@ -50,15 +50,23 @@ _UpstreamTrainer: Any = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
 
 
 class FlushedTensorboard(TensorboardLogger):
-    """Upstream's logger; its logs are on disk before a checkpoint follows (torch's writer may hold them for 120 s)."""
+    """Upstream's logger; its logs are on disk before a checkpoint follows (torch's writer may hold them for 120 s). A
+    full disk costs a log and not the run."""
 
     def log_train(self, *args: Any) -> None:
-        super().log_train(*args)
-        self.writer.flush()
+        self._log(super().log_train, *args)
 
     def log_eval(self, *args: Any) -> None:
-        super().log_eval(*args)
-        self.writer.flush()
+        self._log(super().log_eval, *args)
+
+    def _log(self, log: Callable[..., None], step: int, logs: Mapping[str, Any]) -> None:
+        try:
+            log(step, logs)
+            self.writer.flush()
+        except OSError as error:
+            print(f"Warning: TensorBoard misses logs of step {step} ({error.strerror}).", flush=True)
+            # Its thread may have ended; the next event opens another file.
+            self.writer.file_writer = self.writer.all_writers = None
 
     def go_on(self, step: int) -> None:
         """Have TensorBoard discard what it was told about the steps after ``step``, which are run again."""
@@ -165,6 +173,11 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
                 self.dumper.close()
         if self.heartbeat:
             self.heartbeat.clear()
+        if self.metrics_writer:
+            self.metrics_writer.phase(names.CHECKPOINT)  # upstream's driver has the model written now
+
+    def end(self) -> None:
+        """Note that the run has ended: its model is written, and nobody makes it again."""
         if self.metrics_writer:
             self.metrics_writer.end()
 
@@ -348,12 +361,12 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         self.failed_saves = []
         self.spikes.check(global_step, logs)
         ckpt, save_steps, stopping = self.args.ckpt, self.args.ckpt.save_steps, stop.requested(self.args)
-        self._show(names.CHECKPOINT)
         if stopping:
             ckpt.save_steps = 1  # upstream saves if the step is divisible by it
         states = self._completed(client_states) if global_step % ckpt.save_steps == 0 else client_states
 
         def save() -> None:
+            self._show(names.CHECKPOINT)  # at every try
             super(EntropyTrainer, self).save_logs_and_checkpoints(global_step, logs, states)
 
         def save_at_last(path: str) -> None:

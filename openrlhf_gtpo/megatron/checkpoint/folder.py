@@ -78,7 +78,8 @@ def newest_whole(*folders: str | Path) -> Path | None:
 
 
 def candidate(folders: Sequence[Path], tag: str | None = None) -> Path | None:
-    """The checkpoint to try next: ``tag``, or else the newest, its files unchecked; None in folders without any.
+    """The checkpoint to try next: ``tag``, or else the newest, its files unchecked; None in folders without any, or
+    where a run died while it saved its first one, so that only one folder has it.
 
     Raises:
         CheckpointError: a folder has no ``tag``, or not a whole one; or there are checkpoints, but none to go on from.
@@ -96,6 +97,8 @@ def candidate(folders: Sequence[Path], tag: str | None = None) -> Path | None:
         with suppress(DamagedError):  # which the ranks find too
             read_manifest(path)  # raises if it is of a later version
         return path
+    if len(folders) > 1 and all(folder.is_dir() for folder in folders) and sum(map(len, map(names, folders))) == 1:
+        return None
     path, there = _named_by_latest(folders[0]), names(folders[0])
     if path is None and (there or (folders[0] / LATEST).exists()):
         others = ", ".join(there) or f"what {LATEST} names is gone"

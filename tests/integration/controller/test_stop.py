@@ -141,12 +141,14 @@ def test_a_request_to_stop_waits_for_room(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("time.sleep", waited.append)
     args = arguments(tmp_path)
     trainer = controller(args)
+    beats: list[Any] = []  # whoever watches the run learns of every try
+    trainer.heartbeat = SimpleNamespace(beat=beats.append)
     for failures, ending in ((3, StoppedOnRequest), (1000, TrainingStopped)):
         trainer.actor_model_group = FullDisk(failures)
         stop.stop_file(args).touch()
         with pytest.raises(ending):
             trainer.save_logs_and_checkpoints(3, {}, {})
-    assert len(waited) == 3 + 59
+    assert len(waited) == 3 + 59 and len(beats) == 4 + 60
 
 
 def test_an_asynchronous_save_comes_to_its_end_in_a_later_step(tmp_path: Path) -> None:
