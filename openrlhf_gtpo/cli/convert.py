@@ -69,7 +69,8 @@ def _hf_to_megatron(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.source} has no *.safetensors files, the only weight format that is read.")
     config = check_model(str(args.source), "SRC")
     try:
-        layout = Layout(args.tensor_parallel, args.pipeline_parallel)
+        # A mixture of experts on several ranks wants sequence parallelism, which changes no weight.
+        layout = Layout(args.tensor_parallel, args.pipeline_parallel, sequence_parallel=True)
         check_layout(config, layout, layout.model_parallel_size, cuda=False)
     except LayoutError as error:
         raise ValueError(error.with_flags(lambda name: FLAGS.get(name, name))) from None

@@ -102,7 +102,7 @@ def _score_block(forward: Forward, rows: list[Row]) -> dict[int, Any]:
         return {}
     micro_batches = [[some[i] for i in batch] for batch in forward.fill([len(rows[i].tokens) for i in some])]
     replica, place = divmod(dist.get_rank(), forward.replica_size)
-    own = _share(micro_batches, replica, dist.get_world_size() // forward.replica_size)
+    own = micro_batches[replica :: dist.get_world_size() // forward.replica_size]
     tokens = {i: torch.tensor(rows[i].tokens) for i in some}
     results = forward.run([[(tokens[i], torch.arange(len(tokens[i])) >= rows[i].first) for i in part] for part in own])
     found: dict[int, Any] = {}
@@ -113,16 +113,6 @@ def _score_block(forward: Forward, rows: list[Row]) -> dict[int, Any]:
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(found, everyone)
     return {row: scores for part in everyone or () for row, scores in part.items()}
-
-
-def _share(micro_batches: list[list[int]], replica: int, replicas: int) -> list[list[int]]:
-    """The micro-batches of one replica, as many as every other replica gets.
-
-    If they do not divide evenly, a replica that would otherwise wait for the others repeats one: experts shared among
-    replicas need all replicas at every step.
-    """
-    steps = math.ceil(len(micro_batches) / replicas)
-    return [micro_batches[(step * replicas + replica) % len(micro_batches)] for step in range(steps)]
 
 
 def _lines(source: RowFile, rows: list[Row], scores: dict[int, Any]) -> Iterator[str]:

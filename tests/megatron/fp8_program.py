@@ -67,6 +67,7 @@ def delayed_from_the_start(source: str, layout: Layout, rows: list[list[int]]) -
         assert model.fp8 is not None
         with model.fp8.high_precision():  # like an audit's first pass
             values(model, rows)
+        schedule.forward(model, [])  # as on a replica without rows
         assert not model.fp8.calibrated
         model.fp8.calibrated = True
         blind = values(model, rows)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from export_program import alone
 from families import make_checkpoint
+from moe_program import make_mixture
 from rank_pool import RankPool
 from safetensors.torch import save_file
 from test_megatron_export import tensors
@@ -77,6 +78,16 @@ def test_both_ways(convert: Callable[..., Ended], source: Path, tmp_path: Path, 
     assert {path.name for path in (tmp_path / "hf").iterdir()} == names
     assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == dtype
+
+
+def test_a_mixture_of_experts_on_several_ranks(convert: Callable[..., Ended], tmp_path: Path) -> None:
+    mixture = make_mixture(tmp_path / "mixture", "normalised")
+    ended = convert("hf-to-megatron", mixture, tmp_path / "megatron", "--tensor-parallel", 2, "--pipeline-parallel", 2)
+    assert ended.returncode == 0, ended.stderr
+    ended = convert("megatron-to-hf", tmp_path / "megatron", tmp_path / "hf")
+    assert ended.returncode == 0, ended.stderr
+    expected, found = tensors(mixture), tensors(tmp_path / "hf")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_mistakes_are_one_sentence(convert: Callable[..., Ended], source: Path, tmp_path: Path) -> None:

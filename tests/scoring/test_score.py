@@ -122,16 +122,6 @@ def test_experts_may_be_shared_by_replicas_that_have_fewer_micro_batches(ranks: 
         np.testing.assert_allclose(line["log_probs"], wanted["log_probs"], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-@pytest.mark.parametrize("count", [1, 2, 5, 8])
-def test_replicas_share_micro_batches_evenly(count: int, replicas: int) -> None:
-    micro_batches = [[i] for i in range(count)]
-    shares = [score._share(micro_batches, replica, replicas) for replica in range(replicas)]
-    assert len({len(share) for share in shares}) == 1, "experts need every replica at every step"
-    assert {batch[0] for share in shares for batch in share} == set(range(count))
-    assert sum(map(len, shares)) < count + replicas
-
-
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 60), max_size=30), st.integers(1, 100))
 def test_padded_micro_batches_hold_like_lengths_and_fit(lengths: list[int], max_tokens: int) -> None:

@@ -15,6 +15,7 @@ from openrlhf_gtpo.megatron.checkpoint.files import CheckpointError
 from openrlhf_gtpo.megatron.checkpoint.folder import check_checkpoint, newest_whole
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options, check_fp8
 from openrlhf_gtpo.megatron.parallel.layout import Layout, WorldSizeError, check_layout, legal_tensor_parallel_sizes
+from openrlhf_gtpo.platform.files import WEIGHTS
 
 _BACKEND = "--actor.backend megatron"
 
@@ -27,6 +28,10 @@ def check_megatron(args: SimpleNamespace) -> None:
     _check_modes(args, layout)
     name = args.actor.model_name_or_path
     config = check_model(name, "--actor.model_name_or_path", args.actor.trust_remote_code)
+    if Path(name).is_dir() and not any(Path(name).glob(WEIGHTS)):
+        raise UsageError(
+            f"--actor.model_name_or_path {name} has no {WEIGHTS} files, the one format that {_BACKEND} reads."
+        )
     with refusals_name_flags():
         _check_world_size(config, layout, args.actor, "actor")
         if args.algo.kl.init_coef > 0:

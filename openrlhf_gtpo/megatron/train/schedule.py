@@ -65,8 +65,8 @@ def forward_backward(
 
 def _calibrate(model: LoadedModel, micro_batches: Sequence[MicroBatch]) -> None:
     """Run a forward pass and drop its results, if that is needed: delayed scales follow only training passes, and have
-    seen none."""
-    if model.fp8 is None or model.fp8.calibrated:
+    seen none. A replica without rows waits for its first ones."""
+    if model.fp8 is None or model.fp8.calibrated or not micro_batches:
         return
 
     def drop(index: int, output: Any, non_loss_data: bool) -> None:

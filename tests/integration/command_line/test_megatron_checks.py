@@ -91,6 +91,12 @@ def test_a_checkpoint_that_is_not_whole_is_named_before_anything_starts(
     assert message.startswith("--ckpt.load_enable: ") and "what latest names is gone" in message
 
 
+def test_weights_in_another_format_than_safetensors(model: Path, refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    (tmp_path / "pytorch_model.bin").touch()
+    assert "has no *.safetensors files" in refused({"--actor.model_name_or_path": tmp_path})
+
+
 def test_deepspeed_is_not_held_to_these_rules(command: dict[str, Any]) -> None:
     odd = {"--actor.backend": None, "--actor.model_name_or_path": "/nowhere", "--actor.aux_loss_coef": 0.1}
     check_megatron(parse(argv_of(command | odd)))
