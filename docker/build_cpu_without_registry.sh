@@ -14,7 +14,7 @@
 # The image can then be given to a container engine: buildah --root DIR push openrlhf-gtpo:cpu docker-archive:cpu.tar
 set -euo pipefail
 
-project="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+project="$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 storage=/var/tmp/openrlhf-gtpo-images tag=openrlhf-gtpo:cpu debian=http://deb.debian.org/debian pip_config='' check=false
 volumes=()
 

@@ -18,7 +18,7 @@ WARMUP="${WARMUP:-1}"                  # steps before them
 REPEAT="${REPEAT:-3}"                  # runs of each configuration
 OUTPUT="${OUTPUT:-runs/benchmark_train}" # on a disk that all nodes share
 
-here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+here="$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 for variable in STEPS WARMUP REPEAT; do
     [[ "${!variable}" =~ ^[0-9]+$ ]] || {
         printf "benchmark_train: %s is '%s'; it must be a number.\n" "$variable" "${!variable}" >&2

@@ -3,7 +3,7 @@
 #
 #   bash examples/scripts/quickstart.sh                     SmolLM2-135M-Instruct on one-digit products, 6 to 10 minutes
 #   bash examples/scripts/quickstart.sh --smoke             a tiny model made on the spot, about 90 seconds
-#   bash examples/scripts/quickstart.sh --estimator grpo_s  or group_norm, dr_grpo, rloo, reinforce_baseline
+#   bash examples/scripts/quickstart.sh --estimator grpo_s  or group_norm, rloo, forking_tokens, …
 #   bash examples/scripts/quickstart.sh --task gcd          another reasoning-gym task
 #   bash examples/scripts/quickstart.sh --model DIR         another Hugging Face checkpoint
 #   bash examples/scripts/quickstart.sh --reward FILE.py    your own reward function
@@ -15,7 +15,7 @@
 # DIR/train.log. The model is made once and kept in .cache/quickstart; the task's files are in DIR/data.
 
 set -euo pipefail
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+root="$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 from="$PWD"
 cd "$root"
 

@@ -120,17 +120,16 @@ attend() {
     done
 }
 
-# lose NODE WHAT-HAPPENED   counted over all attempts of the job
+# lose NODE WHAT-HAPPENED
 lose() {
-    lost="$1"
+    lost="${lost:+$lost }$1"
     say "$2"
-    # Before the training, the header is most likely wrong, and would be wrong the next time too.
-    [[ -z "$trainer" ]] || printf '%s\n' "$1" >>"$losses"
 }
 
 # Counts nodes as lost if their Ray has ended, or if the doctor found something wrong there.
 find_lost() {
     local i log what
+    lost=''
     for i in "${!pids[@]}"; do
         if ! running "${pids[i]}"; then
             log="$logs/${names[i]}.log" what="Ray on the node ${names[i]} has ended"
@@ -187,7 +186,7 @@ on_stop() {
     # The end of the job's time, less what the tear-down takes; an hour if there is no end.
     local end left=3600
     # sbatch hands the user's SLURM_TIME_FORMAT to the job, and date reads only the standard one.
-    end="$(SLURM_TIME_FORMAT=standard squeue --noheader --jobs "$SLURM_JOB_ID" --format %e 2>/dev/null || true)"
+    end="$(SLURM_TIME_FORMAT=standard squeue --noheader --jobs "$job" --format %e 2>/dev/null || true)"
     ! end="$(date -d "${end:-no limit}" +%s 2>/dev/null)" || left=$((end - $(date +%s)))
     stop_deadline=$((SECONDS + (left > 120 ? left - 60 : left / 2)))
     say "SIGUSR1: a checkpoint after this step, then back into the queue ($left s left)."
@@ -227,7 +226,7 @@ tear_down() {
             [[ "$number" == TERM ]] || break
             number=KILL deadline=$((SECONDS + 10))
         fi
-        squeue --noheader --steps --jobs "$SLURM_JOB_ID" --format %i 2>/dev/null | grep -E '\.[0-9]+$' | while read -r step_id; do
+        squeue --noheader --steps --jobs "$job" --format %i 2>/dev/null | grep -E '\.[0-9]+$' | while read -r step_id; do
             scancel --signal="$number" "$step_id" 2>/dev/null || true
         done || true
         sleep 3
@@ -244,12 +243,15 @@ what_next() {
         echo finished
     elif $stopping; then
         echo requeue
-    elif [[ -n "$lost" && -z "$trainer" ]]; then
+    elif [[ -n "$lost" && -z "$trainer" ]]; then # most likely the header is wrong, and would be the next time too
         say "no training without all nodes: look at $lost, or at SETUP, CONTAINER and OUTPUT, which all nodes must share; then sbatch again."
         echo failed
-    elif [[ -n "$lost" ]] && (($(wc -l <"$losses") <= MAX_REQUEUES)); then
-        echo requeue
     elif [[ -n "$lost" ]]; then
+        printf '%s\n' "$lost" >>"$losses" # a line for each attempt of the job, however many nodes it lost
+        if (($(wc -l <"$losses") <= MAX_REQUEUES)); then
+            echo requeue
+            return
+        fi
         say "the job has lost nodes ($(paste -sd ' ' "$losses")), and MAX_REQUEUES is $MAX_REQUEUES: look at $lost, then sbatch again."
         echo failed
     else
@@ -259,7 +261,7 @@ what_next() {
 }
 
 requeue() {
-    if scontrol requeue "$SLURM_JOB_ID"; then
+    if scontrol requeue "$job"; then
         say "the job is back in the queue."
         exit 0
     fi

@@ -34,7 +34,7 @@ fi
 
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
+root="$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 environment_stamp=.environment_stamp # written last: its absence means an unfinished environment
 project_stamp=.project_stamp
 our_mark=.made_by_setup_env # written first: only a .venv that carries it, or is empty, is replaced

@@ -18,7 +18,7 @@
 #       --answer-key reward_model.ground_truth --eval-size 256 --output data/dapo_math
 set -euo pipefail
 
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+root="$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 name="$(basename "$0" .sh)" # or that of benchmark_train.sh or of the planner's script, if it sources this one
 
 refuse() {
@@ -271,10 +271,26 @@ fi
 
 # If benchmark_train.sh sourced this, it has set program: the benchmark, up to the trainer's flags.
 command=("$(command -v python3 || printf python3)" -m "${program[@]:-openrlhf_gtpo.cli.train_ppo_ray}")
-[[ -z "$submit" ]] || command=(ray job submit --address "$submit" -- "${command[@]}")
-
+# The planner's script sets planned, flags of the trainer.
+# shellcheck disable=SC2154
 words=("${algorithm_args[@]}" "${model_args[@]}" "${data_args[@]}" "${rollout_args[@]}" "${guide_args[@]}" "${train_args[@]}"
-    "${placement_args[@]}" "${log_args[@]}" "$@")
+    "${placement_args[@]}" "${log_args[@]}" "${planned[@]}" "$@")
+if [[ -n "$submit" ]]; then
+    # Ray joins a job's words as Windows would, in double quotes where there is a space, and sh reads them (ray 2.55.0,
+    # dashboard/modules/job/cli.py, list2cmdline). An empty $( ) has one, and keeps each \ away from a quote.
+    job=()
+    for word in "${command[@]}" "${words[@]}"; do
+        if [[ "$word" == *[!A-Za-z0-9_.,:/=@%+\ -]* ]]; then
+            # shellcheck disable=SC2016
+            word="$(printf '%s.' "$word" | sed 's/[\\$`]/\\&$( )/g')" # the dot keeps newlines at the end
+            word="${word%.}\$( )"
+        fi
+        job+=("$word")
+    done
+    # Otherwise RAY_ADDRESS would win over --address, and a proxy be asked for 127.0.0.1.
+    command=(env RAY_API_SERVER_ADDRESS="$submit" no_proxy='*' ray job submit --address "$submit" --)
+    words=("${job[@]}")
+fi
 missing=''
 for variable in EVAL_DATA DATA; do
     file="${!variable}"

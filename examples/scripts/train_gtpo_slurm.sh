@@ -93,10 +93,13 @@ if $dry_run; then
     names=(HEAD WORKER) addresses=(HEAD-ADDRESS WORKER-ADDRESS)
 else
     [[ -n "${SLURM_JOB_ID:-}" ]] || refuse "this is a batch script: sbatch $0, or bash $0 --dry-run to look at it."
+    unset SLURM_EXPORT_ENV # of sbatch --export=…: srun would keep from its steps what is exported below
     mapfile -t names < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     find_addresses "$INTERFACE"
 fi
 attempt="${SLURM_RESTART_COUNT:-0}"
+# To SLURM the number of an array's last task is that of the whole array.
+job="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 port="${PORT:-$((20000 + SLURM_JOB_ID % 1200 * 10))}"
 dashboard="http://127.0.0.1:$((port + 1))"
 logs="$OUTPUT/slurm/$SLURM_JOB_ID-$attempt"

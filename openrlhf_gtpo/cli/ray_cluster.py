@@ -1,4 +1,4 @@
-"""``python3 -m openrlhf_gtpo.cli.ray_cluster``: runs the nodes of a Ray cluster on several hosts, and waits for them.
+"""`python3 -m openrlhf_gtpo.cli.ray_cluster`: runs the nodes of a Ray cluster on several hosts, and waits for them.
 
     head   --address IP --token FILE                run the head on this host, until it is ended
     worker --address IP --token FILE --head IP:PORT run another node on this host, until it is ended
@@ -26,13 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     end = words.index("--") if "--" in words else len(words)
     args, more = _parser().parse_args(words[:end]), words[end + 1 :]
     try:
-        if args.command == "wait":
-            wait_for_nodes(Dashboard(args.dashboard, args.token), args.nodes, args.timeout)
-            return 0
         if args.token is not None and args.command == "head":
             make_token(args.token)
         elif args.token is not None and not args.token.is_file():
             return _say(f"--token {args.token} does not exist; the head creates it, on a shared disk.", 2)
+        if args.command == "wait":
+            wait_for_nodes(Dashboard(args.dashboard, args.token), args.nodes, args.timeout)
+            return 0
         node = Node(args.name, args.address, args.head, args.port, args.temporary, more)
         return run_node(node, args.token, args.logs)
     except NotJoined as error:
@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FileNotFoundError as error:
         hint = "activate the environment that has Ray" if error.filename == "ray" else "create it, or name another"
         return _say(f"{error.filename} was not found; {hint}.", 2)
+    except OSError as error:
+        return _say(f"{str(error)[:300]}.", 2)
 
 
 def _say(sentence: str, status: int) -> int:
@@ -48,7 +50,8 @@ def _say(sentence: str, status: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="ray_cluster", description=__doc__, formatter_class=RawHelpFormatter)
+    prog = "python3 -m openrlhf_gtpo.cli.ray_cluster"
+    parser = Parser(prog=prog, description=__doc__, formatter_class=RawHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     head = commands.add_parser("head", help="run the head on this host")
     head.set_defaults(head=None)

@@ -4,6 +4,7 @@ import os
 import resource
 import secrets
 import shutil
+import signal
 import tempfile
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -70,7 +71,7 @@ def with_token(environment: Mapping[str, str], token: Path | None) -> dict[str, 
     """``environment`` with which Ray, which listens on every interface, answers only those who know the token."""
     if token is None:
         return dict(environment)
-    return {**environment, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    return {**environment, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token.absolute())}
 
 
 def close_own_ray(environment: MutableMapping[str, str]) -> None:
@@ -90,16 +91,19 @@ def run_node(node: Node, token: Path | None, logs: Path | None) -> int:
         logs: folder to which Ray's own logs of this node are copied at the end; None for no copy.
 
     Raises:
-        OSError: `ray` is not on PATH, or a folder cannot be made.
+        OSError: `ray` is not on PATH, or a folder or a log cannot be written.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # As ray.init does, and `ray start` does not (ray 2.55.0, _private/worker.py).
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
-    folder = Path(tempfile.mkdtemp(prefix="ray", dir=node.temporary))
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once Ray has ended, as a job script repeats its request
     try:
-        return run_and_clear(node.command(folder), {**_NO_METRICS_SERVERS, **with_token(os.environ, token)})
+        with tempfile.TemporaryDirectory(prefix="ray", dir=node.temporary, ignore_cleanup_errors=True) as folder:
+            environment = {**_NO_METRICS_SERVERS, **with_token(os.environ, token)}
+            status = run_and_clear(node.command(Path(folder)), environment)
+            session = Path(folder, "session_latest", "logs")
+            if logs is not None and session.is_dir():
+                shutil.copytree(session, logs, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+            return status
     finally:
-        session = folder / "session_latest" / "logs"
-        if logs is not None and session.is_dir():
-            shutil.copytree(session, logs, dirs_exist_ok=True, ignore_dangling_symlinks=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        signal.signal(signal.SIGTERM, before)

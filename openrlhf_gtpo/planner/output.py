@@ -162,14 +162,14 @@ def launch_script(one: Candidate, *, algorithm: str, model: str, command: str) -
         },
     }
     groups = "".join(
-        f"\n# {title}\n" + "".join(f'export {name}="${{{name}:-{_inside(value)}}}"\n' for name, value in group.items())
+        f"\n# {title}\n" + "".join(f'export {name}="${{{name}-{_inside(value)}}}"\n' for name, value in group.items())
         for title, group in variables.items()
     )
     flags = trainer_flags(one)
     extra = f"""
-# Trainer flags that the launch scripts have no variable for.
-[[ " $* " == *" -- "* ]] || set -- "$@" --
-set -- "$@" {" ".join(flags)}
+# Trainer flags that {LAUNCHER} has no variable for; it puts them before those that are given after --.
+# shellcheck disable=SC2034
+planned=({" ".join(flags)})
 """
     header = "".join(f"#   {line}\n" for line in command.splitlines())
     return f"""\

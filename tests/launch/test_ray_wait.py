@@ -3,9 +3,11 @@
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -134,8 +136,9 @@ def test_no_flag_of_ours_opens_a_server_to_every_interface(tmp_path: Path) -> No
 
 def test_a_worker_without_the_heads_secret_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["worker", "--head", "10.0.0.1:6379", "--address", "10.0.0.2", "--token", str(tmp_path / "token")]
-    assert ray_cluster.main(words) == 2
-    assert f"--token {tmp_path}/token does not exist" in capsys.readouterr().err
+    for command in (words, ["wait", "--timeout", "5", "--nodes", "n1", *words[-2:]]):
+        assert ray_cluster.main(command) == 2
+        assert f"--token {tmp_path}/token does not exist" in capsys.readouterr().err
 
 
 def test_a_host_without_ray_is_refused(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,6 +149,11 @@ def test_a_host_without_ray_is_refused(tmp_path: Path, monkeypatch, capsys: pyte
     assert list(tmp_path.iterdir()) == []
     assert ray_cluster.main([*words[:-1], str(tmp_path / "gone")]) == 2
     assert "was not found; create it, or name another" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert ray_cluster.main([*words[:-1], str(tmp_path / "file")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"ray_cluster: [Errno 20] Not a directory: '{tmp_path}/file/ray") and said.count("\n") == 1
+    assert signal.getsignal(signal.SIGTERM) != signal.SIG_IGN
 
 
 def test_a_node_keeps_rays_logs_and_nothing_else(tmp_path: Path) -> None:
@@ -169,6 +177,28 @@ def test_a_node_keeps_rays_logs_and_nothing_else(tmp_path: Path) -> None:
     assert subprocess.run(command, env=os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}).returncode == 3
     assert (tmp_path / "logs" / "raylet.out").read_text() == "token\n"
     assert [path.name for path in temporary.iterdir()] == ["notes"]
+
+
+def test_a_job_script_may_repeat_its_request_to_end(tmp_path: Path) -> None:
+    (tmp_path / "temporary").mkdir()
+    ray = tmp_path / "ray"
+    ray.write_text(
+        "#!/bin/bash\nfor word; do [[ $word != --temp-dir=* ]] || folder=${word#*=}; done\n"
+        "mkdir -p $folder/session_1/logs; ln -s session_1 $folder/session_latest\n"
+        f"touch $folder/session_1/logs/{{1..3000}} {tmp_path}/runs; exec sleep 600\n"
+    )
+    ray.chmod(0o755)
+    words = ["head", "--address", "10.0.0.1", "--logs", str(tmp_path / "logs")]
+    command = [sys.executable, "-m", "openrlhf_gtpo.cli.ray_cluster", *words]
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    node = subprocess.Popen([*command, "--temporary", str(tmp_path / "temporary")], env=environment)
+    while node.poll() is None and not (tmp_path / "runs").exists():
+        time.sleep(0.05)
+    while node.poll() is None:
+        node.terminate()
+        time.sleep(0.02)
+    assert node.returncode in (128 + signal.SIGTERM, -signal.SIGTERM)  # its last words, too, may meet a request
+    assert len([*(tmp_path / "logs").iterdir()]) == 3000 and not [*(tmp_path / "temporary").iterdir()]
 
 
 def test_a_node_may_open_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

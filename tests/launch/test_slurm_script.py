@@ -107,7 +107,8 @@ def test_help_is_the_scripts_header() -> None:
 # One node, and a SLURM whose steps are processes of this host.
 PROGRAMS = {
     "scontrol": "[[ $2 == hostnames ]] && echo n1 || echo 'x NodeAddr=127.0.0.1 x'",
-    "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+    "srun": "while [[ $1 == --* ]]; do shift; done; "
+    '[[ ! -v SLURM_EXPORT_ENV ]] || exec env -i PATH="$PATH" "$@"; exec "$@"',
     "squeue": "true",
     "scancel": "true",
     "python3": "case $2-$3 in *-wait) sleep 3 ;; *-head) echo a Ray that ends ;; *doctor-*) "
@@ -124,6 +125,7 @@ def test_ray_starts_where_the_doctor_finds_nothing_wrong(found: str, launcher: P
     settings = {"LAUNCHER": str(launcher), "OUTPUT": str(tmp_path / "run"), "PORT": "7000", "MODEL": "a/model"}
     settings |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FOUND": found}
     settings |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_GPUS_ON_NODE": "8"}
+    settings |= {"SLURM_EXPORT_ENV": "NONE"}  # of sbatch --export=NONE
     command = ["bash", str(SCRIPT)]
     ended = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=90)
     assert ended.returncode == 1
@@ -137,3 +139,24 @@ def test_ray_starts_where_the_doctor_finds_nothing_wrong(found: str, launcher: P
     at = said.index(f"[slurm] {what}; {log} says why. Its last lines:")
     assert said[at + 1 : -1] == (others if found else [checked, *others])
     assert "no training without all nodes: look at n1" in said[-1]
+
+
+def test_an_attempt_that_loses_several_nodes_counts_once(launcher: Path, tmp_path: Path) -> None:
+    ray = f"until [[ -e {tmp_path}/trains ]]; do sleep 0.1; done"
+    programs = PROGRAMS | {
+        "scontrol": "case $2 in hostnames) printf 'n1\\nn2\\n' ;; node) echo 'x NodeAddr=127.0.0.1 x' ;; "
+        '*) echo "requeued: $2" ;; esac',
+        "python3": f"case $2-$3 in *cluster-head | *cluster-worker) {ray} ;; esac",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    launcher.write_text(f"touch {tmp_path}/trains; sleep 30")
+    settings = {"LAUNCHER": str(launcher), "OUTPUT": str(tmp_path / "run"), "PORT": "7000", "MAX_REQUEUES": "1"}
+    settings |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    settings |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}  # the array's last task, of the same number
+    command = ["bash", str(SCRIPT)]
+    ended = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=90)
+    assert ended.returncode == 0 and "the job is back in the queue" in ended.stderr, ended.stderr
+    assert ended.stdout == "requeued: 7_3\n"
+    assert (tmp_path / "run" / "slurm" / "7-lost").read_text() == "n1 n2\n"

@@ -1,10 +1,12 @@
 """Every preset of train.sh passes the trainer's real parser, with the paper's settings in what comes out."""
 
 import functools
+import json
 import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -147,7 +149,7 @@ def test_what_a_cluster_runs_has_absolute_paths(tmp_path: Path) -> None:
     for file in (data, data.with_name("eval.jsonl")):
         file.touch()
     command = resolved("train.sh", "gtpo_32b", "--submit", "http://127.0.0.1:8265", DATA=str(data), OUTPUT="runs/x")
-    assert command[:6] == ["ray", "job", "submit", "--address", "http://127.0.0.1:8265", "--"]
+    assert command[3:9] == ["ray", "job", "submit", "--address", "http://127.0.0.1:8265", "--"]
     assert command[command.index("--data.prompt_dataset") + 1] == str(data)
     assert command[command.index("--ckpt.path") + 1] == "/runs/x/checkpoints"
     assert Path(command[command.index("--reward.remote_url") + 1]).is_file()
@@ -218,7 +220,7 @@ def test_the_planners_script_is_one_of_them(placement: str, tmp_path: Path) -> N
     engines = args.vllm.num_engines * args.vllm.tensor_parallel_size
     assert (actor, engines) == (8, 8) if placement == "colocated" else actor + engines == 8
     assert (args.rollout.batch_size, args.train.batch_size) == (128, 128)
-    assert f'export VLLM_MAX_NUM_SEQS="${{VLLM_MAX_NUM_SEQS:-{Assumptions().vllm_rows}}}"\n' in path.read_text()
+    assert f'export VLLM_MAX_NUM_SEQS="${{VLLM_MAX_NUM_SEQS-{Assumptions().vllm_rows}}}"\n' in path.read_text()
     assert (args.vllm.max_num_seqs, args.vllm.max_num_batched_tokens) == (1024, Assumptions().vllm_tokens)
 
 
@@ -227,6 +229,64 @@ def test_the_planners_script_has_its_fp8(tmp_path: Path) -> None:
     assert plan.main(f"--model 32b --gpus 32 --nodes 4 --fp8-param --emit {path}".split()) == 0
     done = subprocess.run(["bash", str(path), "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "--megatron.fp8_param" in done.stdout.split() and "--megatron.fp8" in done.stdout.split()
+    bf16 = os.environ | {"FP8": "", "FP8_PARAM": "", "FP8_RECIPE": "blockwise"}  # an empty FP8 is train.sh's for BF16
+    done = subprocess.run(["bash", str(path), "--dry-run"], cwd=ROOT, env=bf16, capture_output=True, text=True)
+    assert done.returncode == 0 and "--megatron.fp8" not in done.stdout
+
+
+def test_flags_of_the_trainer_win_over_the_plan_s(tmp_path: Path) -> None:
+    path = tmp_path / "planned.sh"
+    assert plan.main(f"--model 7b --gpus 8 --entropy sampler --emit {path}".split()) == 0
+    for words, entropy in (([], "sampler"), (["--", "--rollout.entropy", "actor"], "actor")):
+        command = ["bash", str(path), "--dry-run", *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        given = shlex.split(done.stdout.replace("\\\n", " "))
+        assert run.parse(given[given.index("openrlhf_gtpo.cli.train_ppo_ray") + 1 :]).rollout.entropy == entropy
+
+
+@pytest.mark.parametrize(
+    "words", ["train.sh gtpo_split --dry-run", "benchmark_train.sh --dry-run", "quickstart.sh --help"]
+)
+def test_where_cd_looks_for_folders_does_not_matter(words: str) -> None:
+    script, *flags = words.split()
+    environment = {"PATH": os.environ["PATH"], "CDPATH": "."}
+    command = ["bash", f"examples/scripts/{script}", *flags]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "No such file" not in done.stderr
+
+
+# Ray's command, as far as the words of a job go, and a Python that prints its own.
+PROGRAMS = {
+    "ray": """import os, subprocess, sys
+print(sys.argv[1:5], os.environ["RAY_API_SERVER_ADDRESS"], os.environ["no_proxy"], flush=True)
+sys.exit(subprocess.call(subprocess.list2cmdline(sys.argv[6:]), shell=True))""",
+    "python3": "import json, sys; print(json.dumps(sys.argv[1:]))",
+}
+
+
+def test_a_job_gets_its_words_as_they_were_given(tmp_path: Path) -> None:
+    for name, text in PROGRAMS.items():
+        (tmp_path / name).write_text(f"#!{sys.executable}\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    words = [
+        "<|user|>{}<|end|>",
+        "it's $HOME, `x` and \\",
+        'a \\"b"',
+        '{"a":1,"b":2}',
+        "*",
+        "x?y&z;",
+        " a\nb\n",
+        "",
+        "#",
+    ]
+    settings = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DATA": "a/name", "OUTPUT": str(tmp_path / "a run")}
+    done = run_script("train.sh", "gtpo_split", "--submit", "http://n1:1", "--", *words, **settings)
+    assert done.returncode == 0, done.stderr
+    told, given = done.stdout.splitlines()
+    assert told == "['job', 'submit', '--address', 'http://n1:1'] http://n1:1 *"
+    given = json.loads(given)
+    assert given[:2] == ["-m", "openrlhf_gtpo.cli.train_ppo_ray"] and given[-len(words) :] == words
+    assert given[given.index("--ckpt.path") + 1] == f"{tmp_path}/a run/checkpoints"
 
 
 # Bash functions in the environment: nothing is installed, and each Python command only prints its arguments.

@@ -123,8 +123,8 @@ def test_another_value_is_assumed_and_reaches_the_script(tmp_path: Path, capsys:
     assumed = json.loads(capsys.readouterr().out)["assumptions"]
     assert assumed == asdict(Assumptions()) | {"vllm_rows": 128, "overlap": False, "lm_head_mb": 2048}
     script = (tmp_path / "plan.sh").read_text()
-    assert 'VLLM_MAX_NUM_SEQS="${VLLM_MAX_NUM_SEQS:-128}"' in script and "overlap_grad_reduce=false" in script
-    assert " --megatron.lm_head_mb 2048\n" in script
+    assert 'VLLM_MAX_NUM_SEQS="${VLLM_MAX_NUM_SEQS-128}"' in script and "overlap_grad_reduce=false" in script
+    assert " --megatron.lm_head_mb 2048)\n" in script
 
 
 def test_the_lm_head_works_in_what_it_is_given() -> None:
@@ -364,7 +364,7 @@ def test_a_script_finds_a_local_model_from_anywhere(
     for model in ("my model", "my model/config.json"):
         assert plan.main(["--model", model, "--gpus", "1", "--emit", "a plan.sh"]) == 0
         assert capsys.readouterr().out.endswith(f"root: bash '{tmp_path / 'a plan.sh'}' --dry-run\n")
-        assert f'export MODEL="${{MODEL:-{folder}}}"\n' in Path("a plan.sh").read_text()
+        assert f'export MODEL="${{MODEL-{folder}}}"\n' in Path("a plan.sh").read_text()
 
 
 def test_flags_of_the_script_are_the_trainer_s() -> None:
@@ -383,7 +383,7 @@ def test_the_script_of_a_plan_with_a_reference_has_one(tmp_path: Path) -> None:
     """The reference runs on the GPUs that were planned, and never without its coefficient."""
     path = tmp_path / "plan.sh"
     (tmp_path / "examples" / "scripts").mkdir(parents=True)
-    (tmp_path / "examples" / "scripts" / "train.sh").write_text('echo "$NODES×$GPUS_PER_NODE $*"\n')
+    (tmp_path / "examples" / "scripts" / "train.sh").write_text('echo "$NODES×$GPUS_PER_NODE ${planned[*]}"\n')
     for words, flags in (
         ("--gpus 16", ""),
         (

@@ -99,7 +99,8 @@ def adapt(args: SimpleNamespace) -> None:
 
 
 def start_ray(args: SimpleNamespace, gpus: int) -> None:
-    """Connect to the cluster that RAY_ADDRESS names, or start Ray on this host.
+    """Connect to the cluster that RAY_ADDRESS names, or start Ray on this host; with CUDA, as OpenRLHF does, only if
+    `ray start` has not.
 
     Args:
         gpus: the number of GPUs that Ray is to assume on a host without CUDA, if it is started here.
@@ -140,8 +141,11 @@ def start_ray(args: SimpleNamespace, gpus: int) -> None:
 def check_ray_address() -> None:
     """Refuse a RAY_ADDRESS at which nothing listens: Ray would try for minutes and then abort the process (ray 2.55.0,
     _private/node.py, Node._init_gcs_client). This can go once Ray raises early."""
+    address = os.environ.get("RAY_ADDRESS", "")
     try:
-        connect(os.environ.get("RAY_ADDRESS", ""))
+        if address.startswith("http"):
+            raise ValueError("a dashboard, which takes `ray job submit`")
+        connect(address)
     except (OSError, ValueError) as error:
         raise _no_ray(error) from error
 
