@@ -216,7 +216,7 @@ def check_model_config(data: bytes) -> None:
 
         save_file({}, str(folder() / "model/model.safetensors"))
     input_checks.refuse_own_code(path, "--model", "--trust")
-    input_checks.refuse_quantized(path, "--model")
+    input_checks.refuse_untransferable(path, "--model")
     config = input_checks.check_model(path, "--model")
     from openrlhf_gtpo.integration.command_line.megatron_flags import refusals_name_flags
     from openrlhf_gtpo.megatron.parallel.layout import Layout, check_layout

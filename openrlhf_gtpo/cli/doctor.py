@@ -2,7 +2,7 @@
 
 `ok`; `warning`: a run starts, but may be slow or fail later; `wrong`: a run would fail; `skipped`: this host cannot
 tell. The exit status is 1 if anything is wrong, else 0. On a node with GPUs, torch computes on each of them and the
-Megatron actor is imported; elsewhere only what a check needs is (Ray for ``--shared``, Transformers for ``--model``).
+Megatron actor is imported; elsewhere only what a check needs is (Ray for `--shared`, Transformers for `--model`).
 """
 
 import argparse

@@ -94,7 +94,8 @@ def checked_inputs(flags: dict[str, Any], model: str) -> tuple[Any, Any, Callabl
     tokenizer = load_tokenizer(model, "--model")
     run = hierarchize(argparse.Namespace(**flags, **{"actor.model_name_or_path": model}))
     run.use_ms = False  # ModelScope
-    check_dataset(run, tokenizer, flags["eval.dataset"], flags["eval.split"], "--eval.dataset")
+    for name in flags["eval.dataset"].split(","):  # each has a table of its own here
+        check_dataset(run, tokenizer, name, flags["eval.split"], "--eval.dataset")
     return run, tokenizer, import_file(flags["reward.remote_url"], "--reward.remote_url", "reward_func")
 
 

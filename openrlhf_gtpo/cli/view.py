@@ -26,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("source", type=Path, metavar="RUN_OR_DUMP", help="a run's folder, or one of its dumps")
     add("--output", required=True, type=Path, metavar="FILE", help="the page; the file appears when it is complete")
-    add("--estimators", metavar="A,B", default="", help="(default: the run's own and this package's others)")
+    add("--estimators", metavar="A,B", default="", help="(default: the run's own, then gtpo and grpo_s)")
     add("--max-tokens", type=int, default=2_500_000, metavar="N", help="in the page; above that, groups are sampled")
     return parser
 

@@ -18,7 +18,7 @@ from openrlhf_gtpo.integration.command_line.input_checks import (
     check_reward,
     load_tokenizer,
     refuse_own_code,
-    refuse_quantized,
+    refuse_untransferable,
 )
 from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
 
@@ -164,7 +164,7 @@ def check_every_run(args: SimpleNamespace) -> None:
             "--train.max_restarts cannot be combined with --vllm.sync_with_ray, whose transfer is OpenRLHF's own; "
             "leave one of them out."
         )
-    refuse_quantized(args.actor.model_name_or_path, "--actor.model_name_or_path")
+    refuse_untransferable(args.actor.model_name_or_path, "--actor.model_name_or_path")
     if not args.actor.trust_remote_code:
         roles = {"actor": args.actor, "critic": args.critic, "algo.guide": args.algo.guide}
         roles |= {} if args.reward.remote_url else {"reward": args.reward}
@@ -191,12 +191,6 @@ def check_inputs(args: SimpleNamespace) -> None:
             "credit yet; use a text model or one of OpenRLHF's own estimators."
         )
     replays = args.train.replay_rollouts  # such a run neither samples nor scores
-    # Transformers 5.15 renames their experts, and vLLM 0.29's loaders know only the names in the checkpoints.
-    if config.model_type in ("mixtral", "ernie4_5_moe") and args.actor.backend != "megatron" and not replays:
-        raise UsageError(
-            f"--actor.model_name_or_path {model[0]}: vLLM cannot take the experts of '{config.model_type}' from "
-            "training, only from files; use another model."
-        )
     if not replays:
         check_reward(args)
     tokenizer = load_tokenizer(*model)
@@ -407,4 +401,6 @@ def _check_loss(args: SimpleNamespace) -> None:
     except UsageError:
         raise
     except (AssertionError, ValueError) as error:
-        raise UsageError(f"--actor.dual_clip or --algo.advantage.is_correction_*: {error}") from error
+        raise UsageError(
+            f"--actor.eps_clip_low_high, --actor.dual_clip or --algo.advantage.is_correction_*: {error}"
+        ) from error

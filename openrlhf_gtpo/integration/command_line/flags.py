@@ -511,6 +511,12 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
         ),
         (values["actor.backend"] == "megatron", "not read by the Megatron actor", megatron),
         (values["ds.lora.rank"] == 0, "there is no --ds.lora.rank", ("ds.lora.",)),
+        (values["data.apply_chat_template"], "the chat template makes the prompts", ("data.input_template",)),
+        (
+            values["train.agent_func_path"],
+            "rewards are the agent's",
+            ("reward.remote_url", "reward.model_name_or_path"),
+        ),
         (not values["eval.dataset"], "there is no --eval.dataset", ("eval.",)),
         (
             values["eval.dataset"] and values["eval.steps"] < 1 and not values["eval.before_training"],

@@ -15,7 +15,14 @@ from urllib.parse import urlsplit
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.checkpoint.files import CheckpointError, DamagedError
-from openrlhf_gtpo.megatron.checkpoint.folder import backend_of, candidate, names, newest_whole
+from openrlhf_gtpo.megatron.checkpoint.folder import (
+    MANIFEST,
+    backend_of,
+    candidate,
+    names,
+    newest_whole,
+    read_manifest,
+)
 from openrlhf_gtpo.platform.files import check_output, model_folder, weight_shapes
 from openrlhf_gtpo.report.metrics import read_runs
 
@@ -72,29 +79,41 @@ def refuse_own_code(name: str | None, flag: str, trust_flag: str) -> None:
             )
 
 
-def refuse_quantized(name: str | None, flag: str) -> None:
-    """Refuse a quantized checkpoint (a folder or a hub name) as the policy. One that cannot be read is left to whoever
-    loads it.
+def refuse_untransferable(name: str | None, flag: str) -> None:
+    """Refuse a checkpoint (a folder or a hub name) as the policy if vLLM cannot take its weights from training. One
+    that cannot be read is left to whoever loads it.
 
     Raises:
-        UsageError: its config.json has a ``quantization_config``.
+        UsageError: by its config.json it is quantized, or has experts under other names than in training.
     """
     from transformers import PretrainedConfig
 
     try:
-        quantization = PretrainedConfig.get_config_dict(name or "")[0].get("quantization_config")
+        config = PretrainedConfig.get_config_dict(name or "")[0]
     except Exception:  # whatever is wrong with it
         return
-    if quantization is not None:
+    # Transformers 5.15 renames their experts, and vLLM 0.29's loaders know only the names in the checkpoints.
+    if config.get("model_type") in ("mixtral", "ernie4_5_moe"):
+        raise UsageError(
+            f"{flag} {name}: vLLM cannot take the experts of '{config['model_type']}' from training, only from files; "
+            "use another model."
+        )
+    if config.get("quantization_config") is not None:
         raise UsageError(
             f"{flag} {name} is quantized (quantization_config in its config.json): vLLM packs such weights when it "
             "loads them, and cannot take trained ones in their place; give the checkpoint that it was made from."
         )
 
 
-def resumes(ckpt: SimpleNamespace) -> bool:
-    """True if the ``--ckpt.*`` flags have the run go on from a checkpoint."""
-    return bool(ckpt.load_enable) and newest_whole(Path(ckpt.path) / "_actor") is not None
+def checkpoint_folders(args: SimpleNamespace) -> list[Path]:
+    """The folder of the actor's checkpoints and, in a run with a critic, of those that are only useful with them."""
+    roles = ("_actor", "_critic") if args.critic.model_name_or_path else ("_actor",)
+    return [Path(args.ckpt.path, role) for role in roles]
+
+
+def resumes(args: SimpleNamespace) -> bool:
+    """True if the command line has the run go on from a checkpoint."""
+    return bool(args.ckpt.load_enable) and newest_whole(*checkpoint_folders(args)) is not None
 
 
 def check_checkpoints(args: SimpleNamespace) -> None:
@@ -104,9 +123,9 @@ def check_checkpoints(args: SimpleNamespace) -> None:
     Raises:
         UsageError: ``--ckpt.path`` has such checkpoints, or lacks the one that ``--ckpt.load_tag`` names.
     """
-    ckpt, folder = args.ckpt, Path(args.ckpt.path) / "_actor"
+    ckpt, folders = args.ckpt, checkpoint_folders(args)
     try:
-        there = names(folder)
+        there = sorted({name for folder in folders for name in names(folder)})
     except OSError as error:
         raise UsageError(f"--ckpt.path {ckpt.path} cannot be read ({error.strerror}); give another folder.") from error
     if not ckpt.load_enable:
@@ -119,8 +138,10 @@ def check_checkpoints(args: SimpleNamespace) -> None:
             raise UsageError("--ckpt.load_tag chooses the checkpoint to go on from; give --ckpt.load_enable with it.")
         return
     try:
-        path = candidate([folder], ckpt.load_tag)
+        path = candidate(folders, ckpt.load_tag)
         backend = backend_of(path) if path is not None else args.actor.backend
+        places = [] if path is None else [folder / path.name for folder in folders]
+        wrote = [read_manifest(place).get("world_size") for place in places if (place / MANIFEST).is_file()]
     except CheckpointError as error:
         if isinstance(error, DamagedError) and ckpt.load_tag is None:  # the one before it is taken
             return
@@ -129,6 +150,14 @@ def check_checkpoints(args: SimpleNamespace) -> None:
         raise UsageError(
             f"--ckpt.load_enable: {path} was written with --actor.backend {backend}; give that, or another folder."
         )
+    for role, place, before in zip(("actor", "critic"), places, wrote):
+        now = getattr(args, role).num_nodes * getattr(args, role).num_gpus_per_node
+        divided = backend == "deepspeed" and args.ds.zero_stage > 0 and not args.ds.use_universal_ckpt
+        if divided and before not in (None, now):  # None: an earlier version wrote it
+            raise UsageError(
+                f"--ckpt.load_enable: {place} was written by {before} processes, and DeepSpeed's ZeRO cannot divide "
+                f"it among {now}; give --{role}.num_nodes × --{role}.num_gpus_per_node {before} GPUs, as before."
+            )
 
 
 def check_results(args: SimpleNamespace) -> None:
@@ -145,7 +174,7 @@ def check_results(args: SimpleNamespace) -> None:
                 f"--ckpt.output_dir {output} is the --{role}.model_name_or_path, which the trained model would "
                 "replace; name another folder."
             )
-    if (output / "config.json").exists() and not resumes(args.ckpt):
+    if (output / "config.json").exists() and not resumes(args):
         raise UsageError(
             f"--ckpt.output_dir {output} holds a model, which the trained one would replace; name another folder, or "
             "remove it."
@@ -171,7 +200,7 @@ def check_metrics_file(args: SimpleNamespace) -> None:
         rows = read_runs(path)[-1]
     except ValueError as error:
         raise UsageError(f"--logger.metrics_path: {error}; name a new file.") from error
-    if resumes(args.ckpt):
+    if resumes(args):
         return
     if not args.ckpt.load_enable or any(row.get("ended") for row in rows):
         why = "--ckpt.load_enable is not given"
@@ -315,6 +344,11 @@ def check_reward(args: SimpleNamespace) -> None:
     if args.train.agent_func_path:
         import_file(args.train.agent_func_path, "--train.agent_func_path", "AgentExecutor")
     elif args.reward.remote_url:
+        if len(args.reward.remote_url) > 1 and any(url.endswith(".py") for url in args.reward.remote_url):
+            raise UsageError(
+                f"--reward.remote_url {','.join(args.reward.remote_url)}: servers take turns, but OpenRLHF calls only "
+                "one Python file; give one."
+            )
         for url in args.reward.remote_url:
             if url.endswith(".py"):
                 reward_func = import_file(url, "--reward.remote_url", "reward_func")
@@ -435,10 +469,13 @@ def _refuse_null_rows(file: Path, flag: str) -> None:
 
 
 def check_dataset(args: SimpleNamespace, tokenizer: Any, names: str | None, split: str, flag: str) -> None:
-    """Refuse local data sets that are missing, unreadable, empty, lack a column, a prompt or a label, or hold a prompt
-    that does not fit."""
+    """Refuse local data sets that are missing, unreadable, empty, lack a column, a prompt or a label, hold a prompt
+    that does not fit, or cannot be concatenated."""
+    import datasets
+
     if not names:
         raise UsageError(f"{flag} is missing; give a data set.")
+    local = []
     for name, table in _tables(names, split, flag):
         if table is None:
             continue
@@ -452,6 +489,14 @@ def check_dataset(args: SimpleNamespace, tokenizer: Any, names: str | None, spli
             raise UsageError(f"{flag} {name} is not in UTF-8 ({error}); convert it, as with iconv.") from error
         except KeyError as error:  # datasets raises it for a name with a NUL within a column
             raise UsageError(f"{flag} {name} has a column with a name in it that cannot be read: {error}.") from error
+        local.append(table)
+    try:
+        if local:
+            datasets.concatenate_datasets(local)
+    except ValueError as error:
+        raise UsageError(
+            f"{flag} {names}: a column has different types in them ({_reason(error)}); convert or drop it."
+        ) from error
 
 
 def _check_rows(args: SimpleNamespace, tokenizer: Any, table: Any, where: str) -> None:

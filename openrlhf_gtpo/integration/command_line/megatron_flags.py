@@ -105,7 +105,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="in every N-th batch, compute the old-policy forward in BF16 too, and log what FP8 does to entropies, "
-        "shares and advantages as fp8/* (GTPO and GRPO-S; 0: never)",
+        "shares and advantages as fp8/* (with credit that reads entropies; 0: never)",
     )
     group.add_argument(
         "--megatron.fp8_audit_gate",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import socket
@@ -82,6 +83,8 @@ def test_upstreams_estimators_are_not_held_to_our_rules(command: dict[str, Any])
             "Expected --rollout.max_new_tokens < --data.max_len 64, for a prompt to fit, got 64.",
         ),
         ({"--actor.dual_clip": 0.5}, "dual_clip must be > 1.0, got 0.5"),
+        ({"--actor.eps_clip_low_high": [1.5, 4]}, "clip_low=1.5 is out of range; use a finite number >= 0 and <= 1."),
+        ({"--actor.eps_clip_low_high": [0.2, math.inf]}, "clip_high=inf is out of range; use a finite number"),
         ({"--rollout.temperature": 0}, "Expected --rollout.temperature > 0, got 0."),
         ({"--algo.preset": "dapo"}, "--algo.preset dapo brings its own estimator"),
         (
@@ -307,6 +310,12 @@ def test_a_cluster_that_does_not_answer(
         assert refused({}).startswith(f"No Ray cluster answers at RAY_ADDRESS={address} (")
     monkeypatch.setenv("RAY_ADDRESS", f"{scheme}127.0.0.1:999999")
     assert "No Ray cluster answers" in refused({})
+
+
+def test_a_dashboard_is_no_cluster_to_join(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("RAY_ADDRESS", f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert "(a dashboard, which takes `ray job submit`); start one there, or unset" in refused({})
 
 
 def test_the_engines_are_told_their_sizes(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:

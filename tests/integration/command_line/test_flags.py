@@ -305,6 +305,11 @@ def test_the_advantage_of_a_short_lone_success_arrives(
             "--algo.grpo_s.ratio_mean (the loss is sapo)",
         ),
         ("--vllm.sync_backend gloo", "--vllm.sync_backend (GPUs use NCCL"),
+        ("--train.agent_func_path agent.py", "--reward.remote_url (rewards are the agent's)"),
+        (
+            "--data.apply_chat_template --data.input_template Q:{}",
+            "--data.input_template (the chat template makes the prompts)",
+        ),
         ("--rollout.batch_size 8 --train.batch_size 999", "--train.batch_size (a rollout has "),
         ("--logger.dump_rows 8", "--logger.dump_rows (there is no --logger.dump_rollouts"),
         ("--vllm.sync_with_ray --vllm.sync_bucket_mb 1", "--vllm.sync_bucket_mb (--vllm.sync_with_ray has no"),

@@ -18,6 +18,7 @@ from openrlhf_gtpo.integration.command_line.input_checks import (
     check_metrics_file,
     check_results,
     check_weights_fit,
+    resumes,
 )
 from openrlhf_gtpo.integration.controller.step_costs import dense_shape
 from openrlhf_gtpo.integration.run import parse
@@ -128,11 +129,15 @@ def test_a_vision_language_model(refused: Callable[..., str], model: Path, tmp_p
     assert "is a vision-language model" in refused({"--actor.model_name_or_path": path})
 
 
+@pytest.mark.parametrize("estimator", ["gtpo", "group_norm"])
 @pytest.mark.parametrize("family", ["mixtral", "ernie4_5_moe"])
-def test_experts_that_vllm_cannot_take(refused: Callable[..., str], model: Path, tmp_path: Path, family: str) -> None:
+def test_experts_that_vllm_cannot_take(
+    refused: Callable[..., str], model: Path, tmp_path: Path, family: str, estimator: str
+) -> None:
     path = copy_model(model, tmp_path / family)
     (path / "config.json").write_text(json.dumps({"model_type": family}))
-    assert f"vLLM cannot take the experts of '{family}' from training" in refused({"--actor.model_name_or_path": path})
+    message = refused({"--actor.model_name_or_path": path, "--algo.advantage.estimator": estimator})
+    assert f"vLLM cannot take the experts of '{family}' from training" in message
 
 
 # ── A checkpoint with code of its own ──
@@ -312,6 +317,13 @@ def test_a_reward_that_is_no_python_file(refused: Callable[..., str], tmp_path: 
     assert "is a folder; give a Python file" in refused({"--reward.remote_url": tmp_path})
 
 
+def test_several_rewards_are_servers(refused: Callable[..., str], tmp_path: Path) -> None:
+    files = f"{tmp_path / 'reward.py'},{tmp_path / 'reward.py'}"
+    assert refused({"--reward.remote_url": files}) == (
+        f"--reward.remote_url {files}: servers take turns, but OpenRLHF calls only one Python file; give one."
+    )
+
+
 def test_an_agent_that_cannot_be_used(refused: Callable[..., str], tmp_path: Path) -> None:
     agent = tmp_path / "agent.py"
     assert "does not exist" in refused({"--train.agent_func_path": agent})
@@ -454,6 +466,14 @@ def test_every_one_of_several_data_sets_is_looked_at(refused: Callable[..., str]
     assert refused({"--data.prompt_dataset": f"{good},{tmp_path}/no.jsonl"}).endswith("no.jsonl does not exist.")
 
 
+def test_data_sets_that_cannot_be_blended(refused: Callable[..., str], data_flag: str, tmp_path: Path) -> None:
+    words, numbers = table(tmp_path / "words.jsonl", ROWS), tmp_path / "numbers.jsonl"
+    table(numbers, [row | {"answer": int(row["answer"])} for row in ROWS])
+    found = refused({data_flag: f"{words},{numbers}"})
+    assert found.startswith(f"{data_flag} {words},{numbers}: a column has different types in them (The features can't")
+    assert "key answer" in found and found.endswith("; convert or drop it.")
+
+
 @pytest.mark.parametrize("probs", ["0.5", "0.5,0.4", "1.5,-0.5", "half,half", ""])
 def test_every_data_set_has_its_probability(
     refused: Callable[..., str], command: dict[str, Any], tmp_path: Path, probs: str
@@ -510,9 +530,9 @@ def test_the_trained_model_replaces_no_other(command: dict[str, Any], model: Pat
     check_results(parse(argv_of(resumed)))
 
 
-def make_checkpoint(path: Path, tag: str = "global_step1", **contents: Any) -> Path:
+def make_checkpoint(path: Path, tag: str = "global_step1", role: str = "_actor", **contents: Any) -> Path:
     """A whole checkpoint without any files, DeepSpeed's unless ``contents`` say otherwise."""
-    folder = path / "_actor" / tag
+    folder = path / role / tag
     folder.mkdir(parents=True)
     write_manifest(folder, contents)
     return folder
@@ -532,6 +552,38 @@ def test_a_fresh_run_starts_in_no_folder_with_checkpoints(
     )
     check_checkpoints(parse(argv_of(command | {"--ckpt.load_enable": True})))
     check_checkpoints(parse(argv_of(command | {"--ckpt.path": tmp_path / "anew"})))
+
+
+def test_a_critics_checkpoints_count_as_much_as_the_actors(
+    command: dict[str, Any], refused: Callable[..., str], tmp_path: Path
+) -> None:
+    gae = {"--algo.advantage.estimator": "gae", "--ckpt.path": tmp_path / "checkpoints"}
+    command = {flag: value for flag, value in command.items() if not flag.startswith("--algo.gtpo")} | gae
+    critic = make_checkpoint(tmp_path / "checkpoints", role="_critic")
+    assert "has checkpoints of an earlier run (global_step1), which" in refused(gae)
+    resumed = parse(argv_of(command | {"--ckpt.load_enable": True}))
+    (tmp_path / "checkpoints" / "_actor").mkdir()
+    check_checkpoints(resumed)  # the run died while it saved its first one
+    assert not resumes(resumed)
+    make_checkpoint(tmp_path / "checkpoints", "global_step2")
+    assert "_actor has no checkpoint that is known to be whole and that" in refused(gae | {"--ckpt.load_enable": True})
+    critic.rename(critic.with_name("global_step2"))
+    check_checkpoints(resumed)
+    assert resumes(resumed)
+
+
+def test_deepspeeds_ranks_are_as_many_as_before(
+    command: dict[str, Any], refused: Callable[..., str], tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path, world_size=3)
+    resume = {"--ckpt.path": tmp_path, "--ckpt.load_enable": True}
+    assert refused(resume).endswith(
+        f"{folder} was written by 3 processes, and DeepSpeed's ZeRO cannot divide it among 1; give --actor.num_nodes "
+        "× --actor.num_gpus_per_node 3 GPUs, as before."
+    )
+    check_checkpoints(parse(argv_of(command | resume | {"--ds.zero_stage": 0})))
+    write_manifest(folder, {"world_size": 1})
+    check_checkpoints(parse(argv_of(command | resume)))
 
 
 def test_what_cannot_be_gone_on_from_is_refused(

@@ -1,0 +1,63 @@
+"""What the documents name is there: links, anchors, flags, metrics."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES
+from openrlhf_gtpo.report import names
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+ALL = [*PAGES, *sorted((ROOT / "docs" / "results").glob("*.md")), ROOT / "requirements" / "README.md"]
+
+
+def text_of(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """GitHub's anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", text_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+        path, _, anchor = link.partition("#")
+        if "://" in link:
+            continue
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists() and (not anchor or anchor in anchors(target)), link
+
+
+def test_flags_exist_and_are_documented() -> None:
+    """The settings of an estimator or surrogate have their beginning in the documents, as ``--algo.gtpo.*``."""
+    program = [sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray", "--help"]
+    listed = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    ours, upstreams = (set(re.findall(r"^  --([\w.]+)", half, re.M)) for half in listed.split("OpenRLHF's own:"))
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES).replace("[no-]", "").replace("--no-", "--")
+    text = re.sub(r"(--\S*)\{(\w+),(\w+)\}(\S*)", r"\1\2\4 \1\3\4", text)
+    named = set(re.findall(r"--([a-z]\w*\.[\w.]*(?:\*|\w))", text)) - {"a.b", "algo.NAME.*", "actor.NAME.*"}
+    beginnings = {name for name in named if name.endswith("*")}
+    assert sorted(named - beginnings - ours - upstreams) == []
+    assert [name for name in beginnings if not any(flag.startswith(name[:-1]) for flag in ours | upstreams)] == []
+    methods = {f"{kind}.{name}.*" for kind in ("algo", "actor") for name in (*ESTIMATORS, *SURROGATES)}
+    settings = {flag for flag in ours if f"{flag.rpartition('.')[0]}.*" in beginnings & methods}
+    assert sorted(ours - settings - named) == []
+
+
+def test_metrics_are_those_of_a_run() -> None:
+    text = text_of(ROOT / "docs" / "metrics.md")
+    named = set(re.findall(r"`([a-z_0-9]+/[a-z_0-9]+|[a-z_0-9]+/\*)`", text)) - {"1/2"}
+    constants = [value for name, value in vars(names).items() if name.isupper() and isinstance(value, str)]
+    written = {name for name in (*constants, *names.SAMPLER_AUDIT.values()) if "/" in name}
+    groups = {name for name in written if name.endswith("/")}  # with one metric for each phase, field or warning
+    in_groups = tuple(name[:-1] for name in named if name.endswith("*"))
+    assert sorted(name for name in written - groups - named if not name.startswith(in_groups)) == []
+    assert sorted(name for name in named - written if not name.startswith(tuple(groups))) == []
