@@ -92,6 +92,22 @@ def run_poisoned(
             groups.destroy()
 
 
+def run_gathers(model: str, argv: list[str]) -> list[bool]:
+    """Whether a large weight, gathered with a small one, has what the first rank wrote into it just before."""
+    import deepspeed
+
+    _, strategy, _ = _trained("deepspeed", model, argv)
+    with deepspeed.zero.Init(config_dict_or_path=strategy.get_ds_eval_config(offload=False)):
+        layer = torch.nn.Linear(2048, 2048)
+    found = []
+    for value in range(1, 6):
+        with deepspeed.zero.GatheredParameters(list(layer.parameters()), modifier_rank=0), torch.no_grad():
+            layer.weight.fill_(value)
+        with deepspeed.zero.GatheredParameters(list(layer.parameters())):
+            found.append(bool((layer.weight == value).all()))
+    return found
+
+
 def _poisoned_round(backend: str, trained: Any, args: SimpleNamespace, replicas: Any, wrong: str | None) -> Any:
     critic = args.algo.advantage.estimator == "gae"
     if replicas.get_local_rank() + 1 != replicas.size():

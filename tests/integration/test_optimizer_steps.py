@@ -14,7 +14,7 @@ import pytest
 import torch
 from openrlhf.trainer.ray.launcher import RayActorGroup
 from rank_pool import RankPool
-from steps_program import run_poisoned, run_ratios, run_rounds, run_whole_step
+from steps_program import run_gathers, run_poisoned, run_ratios, run_rounds, run_whole_step
 from tp_program import sent_weights
 
 from openrlhf_gtpo.integration.actors import dispatch, optimizer_steps
@@ -196,6 +196,12 @@ def test_several_steps_and_epochs_train_alike(argv: list[str], actor_model: str,
     for i in range(2):
         for metric, value in expected[i].items():
             assert found[i][metric] == pytest.approx(value, rel=0.02, abs=0.005), (i, metric)
+
+
+def test_weights_gathered_together_are_all_there(actor_model: str, pools: dict[int, RankPool]) -> None:
+    """Under ZeRO 3, as a model is loaded that has several weights in a module, such as biases or experts."""
+    argv = ["--algo.advantage.estimator", "gtpo", "--ds.zero_stage", "3"]
+    assert pools[2].run(run_gathers, actor_model, argv) == [[True] * 5] * 2
 
 
 EMA = ["--algo.advantage.estimator", "gtpo", "--train.enable_ema", "--train.ema_beta", "0.5"]

@@ -258,4 +258,4 @@ def test_a_full_disk_costs_tensorboard_its_steps(
     said = [f"Warning: TensorBoard misses logs of step {step} (No space left on device)." for step in (2, 3)]
     assert [line for line in capsys.readouterr().out.splitlines() if "TensorBoard" in line] == said
     found = EventAccumulator(str(tmp_path / "run")).Reload().Scalars("train/x")
-    assert [event.step for event in found if event.step not in (2, 3)] == [1, 4]
+    assert {event.step for event in found} - {2, 3} == {1, 4}  # files of one second have no order

@@ -41,9 +41,9 @@ def test_a_script_is_measured_too(measured: str, monkeypatch: pytest.MonkeyPatch
 def test_configurations_and_places_reach_the_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compare = "bf16=;fp8=--megatron.fp8 e4m3 --megatron.override 'a b=1'\n tp8=--x 8"
     variables = {"COMPARE": compare, "OUTPUT": str(tmp_path / "out"), "STEPS": "2", "REPEAT": "5", "WARMUP": "0"}
-    words = resolved("benchmark_train.sh", "--submit", "http://127.0.0.1:8265", **variables)
-    assert words[:6] == ["ray", "job", "submit", "--address", "http://127.0.0.1:8265", "--"]
-    args = _asked(words, monkeypatch)
+    job = resolved("benchmark_train.sh", "--submit", "http://127.0.0.1:8265", **variables)
+    assert job[3:9] == ["ray", "job", "submit", "--address", "http://127.0.0.1:8265", "--"]
+    args = _asked(resolved("benchmark_train.sh", **variables), monkeypatch)
     assert (args.steps, args.warmup, args.repeat) == (2, 0, 5)
     assert args.compare == ["bf16=", "fp8=--megatron.fp8 e4m3 --megatron.override 'a b=1'", "tp8=--x 8"]
     assert (args.output, args.png) == (tmp_path / "out" / "train.json", tmp_path / "out" / "train.png")

@@ -13,6 +13,8 @@ from typing import Any
 import psutil  # vLLM and DeepSpeed depend on it
 import ray
 import torch
+from deepspeed import comm as deepspeed_comm
+from deepspeed.comm import comm
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
@@ -223,6 +225,7 @@ class CpuStrategy(Strategy):
         """Like upstream's, but over gloo alone."""
         # By full name: the attribute `deepspeed.comm.torch` is torch, which the package imports from its own module.
         vars(import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
+        deepspeed_comm.all_gather_into_tensor = _gather_to_the_end
         super().setup_distributed(timeout)
         # In deterministic mode torch fills what it allocates, such as 1 GB for gradients per step, 0.4 s here.
         torch.utils.deterministic.fill_uninitialized_memory = False
@@ -237,6 +240,16 @@ class CpuStrategy(Strategy):
     def moving_average(self, model: Any, model_ema: Any, beta: float = 0.992, device: str = "cpu") -> None:
         """Like upstream's, but on the CPU; its trainer passes "cuda"."""
         super().moving_average(model, model_ema, beta, "cpu")
+
+
+def _gather_to_the_end(*args: Any, **kwargs: Any) -> Any:
+    """Like DeepSpeed's, but finished. ZeRO 3 gathers several weights and waits for the last (deepspeed 0.19.6,
+    zero/partition_parameters.py, _allgather_params_coalesced); over gloo another may end later, and then overwrites
+    what was loaded meanwhile."""
+    handle = comm.all_gather_into_tensor(*args, **kwargs)
+    if handle is not None:
+        handle.wait()
+    return handle
 
 
 def _load(self: TorchCheckpointEngine, path: str, map_location: Any = None) -> Any:

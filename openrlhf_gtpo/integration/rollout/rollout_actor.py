@@ -141,7 +141,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         super()._configure_device_env(*args, **kwargs)
 
     async def generate_responses(
-        self, prompt: str, label: Any, *args: Any, num_samples: int = 1, **kwargs: Any
+        self, prompt: str, label: Any, sampling_params: Any, *args: Any, num_samples: int = 1, **kwargs: Any
     ) -> list[dict[str, Any]]:
         """Like upstream's; responses to a numbered prompt carry its number as ``prompt_number``.
 
@@ -154,7 +154,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             kwargs["hf_tokenizer"] = self.tokenizer
         respond = super().generate_responses
         if not isinstance(label, NumberedLabel):  # upstream's asynchronous trainer
-            return await respond(prompt, label, *args, num_samples=num_samples, **kwargs)
+            return await respond(prompt, label, sampling_params, *args, num_samples=num_samples, **kwargs)
 
         async def sample(index: int) -> dict[str, Any]:
             _sample_seed.set(label.seed and (*label.seed, index))
@@ -166,8 +166,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             def ask() -> Awaitable[list[dict[str, Any]]]:
                 # Upstream hands all samples of a prompt the same parameters, which its agent changes in place: the
                 # first turn of one would limit the prompts of the others (openrlhf 0.11.2, utils/agent.py).
-                own = kwargs | {"sampling_params": deepcopy(kwargs["sampling_params"])}
-                return respond(prompt, label.label, *args, num_samples=1, **own)
+                return respond(prompt, label.label, deepcopy(sampling_params), *args, num_samples=1, **kwargs)
 
             own_agent = not isinstance(self.executor, StrictRewardExecutor)
             [response] = await (self.patience.ask(ask, "the agent") if own_agent else ask())
@@ -183,8 +182,9 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             """The guide's responses, or the policy's in their place if the guide died."""
             theirs = label._replace(seed=label.seed and (*label.seed, _OF_GUIDE), guide=None)
             try:
+                given = (prompt, theirs, sampling_params, *args)
                 found = await guide.engine.generate_responses.remote(
-                    prompt, theirs, *args, num_samples=guide.num_rows, **kwargs | {"hf_tokenizer": None}
+                    *given, num_samples=guide.num_rows, **kwargs | {"hf_tokenizer": None}
                 )
             except DEATHS as death:
                 how = described(getattr(death, "cause", None) or death)  # for a task's error, what the task raised
@@ -193,7 +193,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             return [{**one, GUIDED: True} for one in found]
 
         if self.with_log_probs and label.is_trained:
-            kwargs["sampling_params"].logprobs = 1
+            sampling_params.logprobs = 1
         try:
             if label.guide is None:
                 return await _all_or_none(*map(sample, range(num_samples)))
