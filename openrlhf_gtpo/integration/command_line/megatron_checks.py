@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo import platform
+from openrlhf_gtpo.algorithms import ESTIMATORS
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line.input_checks import check_model
 from openrlhf_gtpo.integration.command_line.megatron_flags import fp8_of, layout_of, megatron_flag, refusals_name_flags
@@ -86,7 +87,7 @@ def _check_fp8_flags(args: SimpleNamespace, fp8: Fp8Options) -> None:
     if steps and entropy_credit(args) is None:
         raise UsageError(
             f"--megatron.fp8_audit_steps {steps} compares entropy credit, which --algo.advantage.estimator "
-            f"{args.algo.advantage.estimator} does not give; choose gtpo or grpo_s, or leave it out."
+            f"{args.algo.advantage.estimator} does not give; choose one of {', '.join(ESTIMATORS)}, or leave it out."
         )
     if gate is not None and not steps:
         raise UsageError(
