@@ -2,7 +2,10 @@
 scales from the first pass on, and across a resume and a move to the host.
 """
 
+import sys
+from collections import deque
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import fp8_program as program
@@ -10,12 +13,15 @@ import numpy as np
 import pytest
 import torch
 from families import make_checkpoint, ragged_rows
+from megatron.core import fp8_utils
 from rank_pool import RankPool
 from test_fp8_linear import make, run
 from training_program import gradients
 
+from openrlhf_gtpo.megatron.fp8.fp8 import Fp8
 from openrlhf_gtpo.megatron.fp8.options import RECIPES, Fp8Options
 from openrlhf_gtpo.megatron.parallel.layout import Layout
+from openrlhf_gtpo.megatron.train import schedule
 
 ROWS = ragged_rows(151, [40, 150, 7], seed=4)
 BLOCKWISE = Fp8Options("emulated", "blockwise")
@@ -94,13 +100,19 @@ def test_gradients_of_pipeline_stages_are_those_of_the_whole(wide: str, one_rank
             assert 1e-2 < distance(expected, exact[key]) < 0.5, key
 
 
-def test_full_recompute_changes_nothing(wide: str, one_rank: RankPool) -> None:
-    steps = [[(ROWS, [20, 90, 3])]]
-    found = [
-        one_rank.run(gradients, wide, Layout(), {"fp8": BLOCKWISE, "recompute": recompute}, steps, False)[0]
-        for recompute in ("none", "full")
-    ]
-    assert all(np.array_equal(found[1][key], expected) for key, expected in found[0].items())
+def test_full_recompute_changes_nothing(wide: str, one_rank: RankPool, ranks: RankPool) -> None:
+    """The first stage recomputes a micro-batch when a later one has moved ``delayed`` scales on."""
+    steps = [[(ROWS, [20, 90, 3]), (ragged_rows(151, [33, 21], seed=9), [10, 11])] * 2]
+    pipeline = Layout(pipeline_model_parallel_size=2)
+    for pool, layout, fp8 in (
+        (one_rank, Layout(), BLOCKWISE),
+        (ranks, pipeline, Fp8Options("emulated", "delayed")),
+    ):
+        found = [
+            pool.run(gradients, wide, layout, {"fp8": fp8, "recompute": recompute}, steps, False)[0]
+            for recompute in ("none", "full")
+        ]
+        assert all(np.array_equal(found[1][key], expected) for key, expected in found[0].items())
 
 
 def test_which_layers_compute_in_fp8(tmp_path: Path, ranks: RankPool) -> None:
@@ -119,6 +131,27 @@ def test_delayed_scales_are_there_before_the_first_result(wide: str, ranks: Rank
     assert all(differs for differs, _ in answers)
     for (scale, largest), (twin_scale, twin_largest) in zip(answers[0][1], answers[1][1], strict=True):
         assert scale == twin_scale == pytest.approx(448 / max(largest, twin_largest))
+
+
+def test_a_pass_alone_leaves_transformer_engine_nothing_to_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps scales, and which layer is the first, until a recomputation takes them, oldest first."""
+    firsts, scales = [True], [deque([448.0]), deque([448.0])]
+    names = "transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.distributed"
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    forward = SimpleNamespace(_is_first_fp8_module=firsts)
+    monkeypatch.setattr(sys.modules[names[-1]], "activation_recompute_forward", forward, raising=False)
+    state = SimpleNamespace(fp8_tensors_recompute_buffer=scales)
+    monkeypatch.setattr(fp8_utils, "FP8GlobalStateManager", state, raising=False)
+    monkeypatch.setattr(schedule, "get_forward_backward_func", lambda: lambda **arguments: [])
+    stage: Any = SimpleNamespace(config=SimpleNamespace(expert_model_parallel_size=1))
+    model: Any = SimpleNamespace(fp8=Fp8(Fp8Options("hybrid", "delayed"), stage), config=stage.config)
+
+    def kept(forward_only: bool) -> list[int]:
+        schedule._run(model, stage, [[]], print, with_entropy=False, forward_only=forward_only)
+        return [len(firsts), *map(len, scales)]
+
+    assert kept(forward_only=False) == [1, 1, 1] and kept(forward_only=True) == [0, 0, 0]
 
 
 def test_all_ranks_have_the_same_delayed_scales_after_a_step(narrow: str, ranks: RankPool) -> None:

@@ -5,6 +5,7 @@ stands in for the product of the portable layers and multiplies what Transformer
 """
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import is_checkpointing
 from torch import Tensor
 
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options, check_fp8_host, check_transformer_engine
@@ -128,6 +130,21 @@ class Fp8:
         for module in self._stage.modules():
             getattr(module, "_fp8_workspaces", {}).clear()
 
+    def forget_recomputation(self) -> None:
+        """Drop what is kept of a forward pass for its recomputation, after a pass that has none: a recomputation takes
+        the oldest delayed scales that are kept, in Transformer Engine too (2.11, pytorch/quantization.py,
+        get_old_fp8_meta_tensors_for_recompute)."""
+        for linear in self._linears:
+            linear.kept_scales.clear()
+        if self.options.emulated:
+            return
+        from megatron.core.fp8_utils import FP8GlobalStateManager
+        from transformer_engine.pytorch.distributed import activation_recompute_forward
+
+        activation_recompute_forward._is_first_fp8_module.clear()
+        for scales in FP8GlobalStateManager.fp8_tensors_recompute_buffer:
+            scales.clear()
+
     @torch.no_grad()
     def update_scales(self, *, after_step: bool) -> None:
         """Update delayed scales from what training micro-batches have seen; Transformer Engine does so by itself.
@@ -182,6 +199,7 @@ class EmulatedLinear(torch.nn.Module):
         self.use_max = use_max
         self.enabled = True
         self.keeps_weight = False
+        self.kept_scales: deque[Tensor] = deque()  # of inputs that will be recomputed, when later scales are in force
         self._exact = exact
         self._weight: Quantized | None = None
         if self.recipe == "delayed":
@@ -211,7 +229,13 @@ class EmulatedLinear(torch.nn.Module):
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
         trains = torch.is_grad_enabled() and weight.requires_grad
-        product = _Product.apply(input.flatten(0, -2), weight, self, trains).view(*input.shape[:-1], -1)
+        scale = None
+        if self.recipe == "delayed" and self.training and is_checkpointing():
+            if torch.is_grad_enabled():  # the recomputation
+                scale = self.kept_scales.popleft()
+            else:
+                self.kept_scales.append(self.scale[INPUT].clone())
+        product = _Product.apply(input.flatten(0, -2), weight, self, trains, scale).view(*input.shape[:-1], -1)
         return product if bias is None else product + bias
 
     def quantized_weight(self, weight: Tensor) -> Quantized:
@@ -226,16 +250,22 @@ class EmulatedLinear(torch.nn.Module):
         """From now on, quantize the weight once if ``keeps``, else for each product; drop the one kept so far."""
         self.keeps_weight, self._weight = keeps, None
 
-    def by_rows(self, which: int, matrix: Tensor) -> Quantized:
-        """Quantize (M, N) for a product that sums over its columns: blocks lie along its rows."""
+    def by_rows(self, which: int, matrix: Tensor, scale: Tensor | None = None) -> Quantized:
+        """Quantize (M, N) for a product that sums over its columns: blocks lie along its rows.
+
+        Args:
+            scale: a delayed one that this matrix had before.
+        """
         dtype = self.dtypes[which]
         if self.recipe == "blockwise":
             return quantize_blocks(matrix, dtype, SQUARES if which == WEIGHT else ROWS)
         amax = amax_of(matrix)
         if self.recipe == "tensorwise":
             return quantize(matrix, dtype, scale_of(amax, dtype))
-        torch.maximum(self.amax_history[which, 0], amax, out=self.amax_history[which, 0])
-        return quantize(matrix, dtype, self.scale[which].clone())
+        if scale is None:
+            torch.maximum(self.amax_history[which, 0], amax, out=self.amax_history[which, 0])
+            scale = self.scale[which].clone()
+        return quantize(matrix, dtype, scale)
 
     def by_columns(self, which: int, matrix: Tensor, by_rows: Quantized) -> Quantized:
         """Quantize (M, N) for a product that sums over its rows; reuse ``by_rows`` if one scale serves the whole."""
@@ -255,8 +285,10 @@ class EmulatedLinear(torch.nn.Module):
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, matrix: Tensor, weight: Tensor, linear: EmulatedLinear, trains: bool) -> Tensor:
-        by_rows = linear.by_rows(INPUT, matrix)
+    def forward(
+        ctx: Any, matrix: Tensor, weight: Tensor, linear: EmulatedLinear, trains: bool, scale: Tensor | None
+    ) -> Tensor:
+        by_rows = linear.by_rows(INPUT, matrix, scale)
         # Only the weight's gradient reads it, and an old-policy forward or a frozen weight has none.
         by_columns = linear.by_columns(INPUT, matrix, by_rows) if trains else by_rows
         of_weight = linear.quantized_weight(weight)
@@ -266,7 +298,7 @@ class _Product(torch.autograd.Function):
         return by_rows.dequantize(matrix.dtype) @ of_weight.dequantize(matrix.dtype).T
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         data, scale, weight_data, weight_scale = ctx.saved_tensors
         by_rows = ctx.linear.by_rows(GRADIENT, gradient)
         dtype = gradient.dtype
@@ -278,4 +310,4 @@ class _Product(torch.autograd.Function):
             matrix = Quantized(data, scale, ctx.blocks[0])
             by_columns = ctx.linear.by_columns(GRADIENT, gradient, by_rows)
             of_weight = by_columns.dequantize(dtype).T @ matrix.dequantize(dtype)
-        return of_matrix, of_weight, None, None
+        return of_matrix, of_weight, None, None, None

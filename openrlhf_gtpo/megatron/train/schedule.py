@@ -119,6 +119,8 @@ def _run(
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+    if forward_only and loaded.fp8:
+        loaded.fp8.forget_recomputation()
     return results[: len(micro_batches)]
 
 
