@@ -136,7 +136,7 @@ OUTPUT="$(realpath -m -- "$OUTPUT")"
 if $cpu; then
     # Two cores run this in a minute or two: a 2-layer model made on the spot (or CPU_MODEL=DIR), one-digit products,
     # Math-Verify as the reward. Algorithm, placement, backend and kind of layout stay: tensor and pipeline parallelism
-    # and nodes become at most 2, context parallelism 1 (CUDA only), FP8 is emulated, and there are as many colocated
+    # and nodes become at most 2, context parallelism 1, FP8 is emulated, and there are as many colocated
     # engines as training processes; a split run has one engine.
     ((TENSOR_PARALLEL <= 2)) || TENSOR_PARALLEL=2
     ((PIPELINE_PARALLEL <= 2)) || PIPELINE_PARALLEL=2

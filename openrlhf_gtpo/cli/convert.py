@@ -71,14 +71,16 @@ def _hf_to_megatron(args: argparse.Namespace) -> None:
     try:
         # A mixture of experts on several ranks wants sequence parallelism, which changes no weight.
         layout = Layout(args.tensor_parallel, args.pipeline_parallel, sequence_parallel=True)
-        check_layout(config, layout, layout.model_parallel_size, cuda=False)
+        check_layout(config, layout, layout.model_parallel_size)
     except LayoutError as error:
         raise ValueError(error.with_flags(lambda name: FLAGS.get(name, name))) from None
     check_weights_fit(str(args.source), "SRC")
-    dtype = args.dtype or str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    dtype = args.dtype or str(getattr(config, "dtype", None)).removeprefix("torch.")
     if dtype not in DTYPES:
-        choices = " or ".join(DTYPES)
-        raise ValueError(f"{args.source} is in {dtype}, which is not a dtype for training; choose --dtype {choices}.")
+        has = "has no dtype in its config.json"
+        if dtype != "None":
+            has = f"is in {dtype}, which is not a dtype for training"
+        raise ValueError(f"{args.source} {has}; choose --dtype {' or '.join(DTYPES)}.")
     work = str(args.source), str(args.destination.resolve()), layout, dtype
     run_processes(hf_to_megatron, layout.model_parallel_size, *work)
 

@@ -208,7 +208,7 @@ def _print(args: argparse.Namespace, request: Request, found: list[Candidate]) -
     fitting = sum(one.fits for one in found)
     print(
         f"{args.model} on {cluster.gpus} × {cluster.gpu.name} in {cluster.nodes} node{'s' * (cluster.nodes > 1)}, "
-        f"{args.placement}: {len(found)} candidates, {fitting} fit\n"
+        f"{args.placement}: {len(found)} candidate{'s' * (len(found) > 1)}, {fitting} fit{'s' * (fitting == 1)}\n"
         f"a step: {work.prompts_per_step} prompts × {work.samples_per_prompt} responses, "
         f"prompts of {work.prompt:.0f} and responses of {work.response:.0f} tokens on average "
         f"(most {work.prompt_length} and {work.response_length})\n"

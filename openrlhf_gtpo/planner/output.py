@@ -58,7 +58,8 @@ def ranking(found: list[Candidate], most: int) -> str:
 
 def details(one: Candidate) -> str:
     """Memory by phase and part, what breaks first, and seconds by phase if the engines have room for a row."""
-    lines = [f"{layout_words(one)}; {one.engines.count} engines of {one.engines.tensor} GPUs"]
+    count, size = one.engines.count, one.engines.tensor
+    lines = [f"{layout_words(one)}; {count} engine{'s' * (count > 1)} of {size} GPU{'s' * (size > 1)}"]
     lines.append(f"memory of the fullest GPU, GiB (of {one.limit / GIB:.1f} that can be planned for)")
     for phase, parts in one.memory.items():
         named = ", ".join(

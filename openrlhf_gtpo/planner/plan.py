@@ -196,7 +196,7 @@ def _layouts(request: Request, cluster: Cluster) -> list[Layout]:
     Raises:
         SettingError: none is legal; the message says why the first is not.
     """
-    config, batch = request.config, request.workload.batch
+    config, batch, node = request.config, request.workload.batch, request.cluster.gpus_per_node
     found, refusals = [], []
     for tensor, pipeline, context, expert in product(
         [request.tensor] if request.tensor else legal_tensor_parallel_sizes(config),
@@ -206,11 +206,11 @@ def _layouts(request: Request, cluster: Cluster) -> list[Layout]:
     ):
         layout = Layout(tensor, pipeline, context, expert, sequence_parallel=tensor > 1)
         try:
-            check_layout(config, layout, cluster.gpus, cuda=True)
-            if tensor > cluster.gpus_per_node:
+            check_layout(config, layout, cluster.gpus)
+            if cluster.nodes > 1 and node % tensor:
                 raise SettingError(
-                    f"$tensor_model_parallel_size {tensor} is more than the {cluster.gpus_per_node} GPUs of a node, "
-                    f"and its collectives run in every layer; give at most {cluster.gpus_per_node}."
+                    f"$tensor_model_parallel_size {tensor} does not divide the {node} GPUs of a node, and its "
+                    f"collectives run in every layer; give a divisor of {node}."
                 )
             replicas = layout.data_parallel_size(cluster.gpus)
             if batch % replicas:

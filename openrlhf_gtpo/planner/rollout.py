@@ -62,8 +62,8 @@ class Engines:
 
     @property
     def rows(self) -> int:
-        """Rows of a rollout on the engine with the most."""
-        return -(-self.workload.rows // self.count)
+        """Rows of a rollout on the engine with the most; all of a prompt's are on one engine."""
+        return -(-self.workload.prompts_per_step // self.count) * self.workload.samples_per_prompt
 
     @cached_property
     def stretches(self) -> tuple[Stretch, ...]:
@@ -89,7 +89,7 @@ class Engines:
     def seconds(self) -> float:
         """Seconds of a rollout: prefill of each prompt once per engine (its samples share the cache), and decode steps
         until the last row ends."""
-        prompts = max(1.0, self.rows / self.workload.samples_per_prompt)
+        prompts = self.rows / self.workload.samples_per_prompt
         seconds = prompts * self._prefill_seconds(self.workload.prompt)
         for stretch in self.stretches:
             seconds += stretch.steps * self._step(stretch.rows, stretch.context)

@@ -12,7 +12,7 @@ from statistics import fmean, pstdev
 from openrlhf_gtpo.model_shape import decoder_flops, head_flops
 from openrlhf_gtpo.planner.assumptions import Assumptions
 from openrlhf_gtpo.planner.cluster import Cluster
-from openrlhf_gtpo.planner.training_memory import Training, layer_bytes
+from openrlhf_gtpo.planner.training_memory import Training, held_bytes, layer_bytes
 from openrlhf_gtpo.planner.workload import Workload
 
 
@@ -55,10 +55,14 @@ class TrainingSpeed:
         """Seconds of ``passes`` (forward and backward through the pipeline), of the parts of ``reduction`` and
         ``gather`` that these do not hide, and of ``update``."""
         training, gpu = self.training, self.cluster.gpu
-        parameters = max(sum(training.stage_parameters(stage).values()) for stage in training.ends)
-        sharded, replicas = training.distributed_optimizer, training.replicas
+        sharded, owner = training.distributed_optimizer, replace(training, distributed_optimizer=True)
+        # Of its parameters a rank owns a shard, of experts a larger one, as they have fewer replicas than the rest.
+        parameters, owned = max(
+            (sum(training.stage_parameters(stage).values()), held_bytes(owner, stage)["optimizer"] / 12)
+            for stage in training.ends
+        )
         # Gradients in float32 to their owners, and weights back in bfloat16 (or gradients in one all-reduce).
-        moved = parameters * (replicas - 1) / replicas
+        moved = parameters - owned
         bandwidth = self._bandwidth(training.layout.model_parallel_size * training.data_parallel)
         reduction, gather = (4 if sharded else 8) * moved / bandwidth, (2 if sharded else 0) * moved / bandwidth
         forward, backward = self._micro_batch()
@@ -69,7 +73,7 @@ class TrainingSpeed:
             gather = (gather + (steps - 1) * max(first * gather, gather - forward)) / steps
             reduction = max(first * reduction, reduction - backward)
         # AdamW reads gradient, weight and two moments in float32, writes three of them and the bfloat16 weight.
-        updated = 30 * (parameters / (replicas if sharded else 1))
+        updated = 30 * (owned if sharded else parameters)
         slots = self.micro_batches + (training.pipeline - 1) / self.interleaved
         return {
             "passes": slots * (forward + backward),  # rows are dealt to replicas by their tokens
@@ -147,14 +151,14 @@ class TrainingSpeed:
             seconds += layers * keys / self._bandwidth(tensor * pipeline * context)
         if expert > 1:
             sent = 2 * hidden * shape.experts_per_token * (expert - 1) / expert / tensor
-            seconds += layers * sent / self._bandwidth(layout.model_parallel_size * expert)
+            seconds += layers * sent / self._bandwidth(tensor * pipeline * expert)
         if pipeline > 1:
             seconds += hidden * training.spread / self._bandwidth(tensor * pipeline)
         return seconds
 
     def _bandwidth(self, consecutive: int) -> float:
-        """Bytes/s between the ranks of a group that spans ``consecutive`` adjacent GPUs."""
+        """Bytes/s between the ranks of groups that span ``consecutive`` adjacent GPUs each."""
         cluster, assumed = self.cluster, self.assumptions
-        if consecutive <= cluster.gpus_per_node:
+        if cluster.gpus_per_node % consecutive == 0:
             return cluster.gpu.link * assumed.link
         return cluster.network * assumed.network

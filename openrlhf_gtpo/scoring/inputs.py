@@ -185,13 +185,12 @@ def check(model: ScoreModel, source: Path, target: Path, processes: int) -> RowF
             )
         with refusals_name_flags():
             parse_overrides(model.overrides)
-            cuda = platform.chosen_platform() == "cuda"
             try:
-                check_layout(config, model.layout, processes, cuda=cuda)
+                check_layout(config, model.layout, processes)
             except WorldSizeError as error:
                 raise UsageError(f"--processes {processes}: {error.with_flags(megatron_flag)}") from error
             if model.fp8 is not None:
-                check_fp8(model.fp8, config, model.layout, cuda=cuda)
+                check_fp8(model.fp8, config, model.layout, cuda=platform.chosen_platform() == "cuda")
     check_weights_fit(model.folder, "--model")
     max_length = getattr(config, "max_position_embeddings", None)
     return RowFile(source, model.folder, config.vocab_size, max_length, model.trust_remote_code)

@@ -26,6 +26,8 @@ ALGORITHMS = {
     "dapo": ["--algo.preset", "dapo", "--rollout.max_new_tokens", "64", "--actor.dual_clip", "3"],
     "gspo": ["--algo.preset", "gspo", *CORRECTION],
 }
+TP, PP, CP = (f"--megatron.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
+LAYOUTS = {"grpo_s": (TP, CP), "dapo": (PP, CP)}  # of two algorithms; the others have TP2 × PP2
 COMMON = ["--train.batch_size", "8", "--train.micro_batch_size", "8", "--actor.adam.lr", "1e-3"]
 COMMON += ["--actor.lr_warmup_ratio", "0.1", "--rollout.temperature", "0.9", "--train.max_tokens_per_gpu", "30"]
 
@@ -41,12 +43,12 @@ def pools() -> Iterator[tuple[RankPool, RankPool]]:
 def test_training_is_that_of_upstreams_actor(
     name: str, actor_model: str, pools: tuple[RankPool, RankPool], tmp_path: Path
 ) -> None:
-    """Two rounds on the same rollouts. TP2 × PP2 in bf16 against one DeepSpeed process in bf16.
+    """Two rounds on the same rollouts. Four ranks in bf16 against one DeepSpeed process in bf16.
 
     Both save what they trained, although the first attempt to write it fails: a folder stands in its place.
     """
     argv = [*COMMON, *ALGORITHMS[name]]
-    layout = ["--megatron.tensor_model_parallel_size", "2", "--megatron.pipeline_model_parallel_size", "2"]
+    layout = [word for size in LAYOUTS.get(name, (TP, PP)) for word in (size, "2")]
     outputs = [tmp_path / backend for backend in ("deepspeed", "megatron")]
     for output in outputs:
         (output / "model.safetensors").mkdir(parents=True)

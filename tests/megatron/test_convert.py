@@ -98,10 +98,14 @@ def test_mistakes_are_one_sentence(convert: Callable[..., Ended], source: Path, 
     shutil.copytree(source, cut)
     weights = next(cut.glob("*.safetensors"))
     os.truncate(weights, weights.stat().st_size - 100)
+    unsaid = tmp_path / "unsaid"
+    shutil.copytree(source, unsaid)
+    config = json.loads((unsaid / "config.json").read_text())
+    (unsaid / "config.json").write_text(json.dumps({name: config[name] for name in config if name != "dtype"}))
     (full / "something").touch()
     (foreign / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     save_file({}, foreign / "model.safetensors")
-    manifest = {"format": 1, "model": {}, "dtype": "float32", "optimizer": False, "files": {"common.pt": {"size": 9}}}
+    manifest = {"format": 2, "model": {}, "dtype": "float32", "optimizer": False, "files": {"common.pt": {"size": 9}}}
     (truncated / "checkpoint.json").write_text(json.dumps(manifest))
     new = tmp_path / "new"
     mistakes = [
@@ -109,6 +113,10 @@ def test_mistakes_are_one_sentence(convert: Callable[..., Ended], source: Path, 
         (("hf-to-megatron", cut, new), f"SRC {cut}: {weights.name} cannot be read: "),
         (("hf-to-megatron", source, full), "is not empty; name a new folder."),
         (("hf-to-megatron", source, full / "something"), "is a file; name a new folder."),
+        (
+            ("hf-to-megatron", unsaid, new),
+            f"{unsaid} has no dtype in its config.json; choose --dtype bfloat16 or float32.",
+        ),
         (("hf-to-megatron", foreign, new), "does not support the architecture 'gpt2'"),
         (
             ("hf-to-megatron", source, new, "--tensor-parallel", 3),

@@ -45,9 +45,9 @@ def layout(tensor: int = 1, pipeline: int = 1, context: int = 1, expert: int = 1
     return Layout(tensor, pipeline, context, expert, sequence)
 
 
-def refusal(config: Any, chosen: Layout, world_size: int = 1, cuda: bool = False) -> str:
+def refusal(config: Any, chosen: Layout, world_size: int = 1) -> str:
     with pytest.raises(LayoutError) as caught:
-        check_layout(config, chosen, world_size, cuda=cuda)
+        check_layout(config, chosen, world_size)
     message = str(caught.value)
     assert "\n" not in message and message.endswith(".") and ". " not in message, "one sentence"
     return message
@@ -100,7 +100,7 @@ def test_layers_that_pipeline_parallelism_does_not_divide() -> None:
 
 def test_processes_that_the_layout_does_not_divide() -> None:
     with pytest.raises(WorldSizeError) as caught:
-        check_layout(model(), layout(tensor=3, pipeline=2), 10, cuda=False)
+        check_layout(model(), layout(tensor=3, pipeline=2), 10)
     assert str(caught.value) == (
         "10 processes cannot be split into model replicas of 6 (tensor_model_parallel_size 3 × "
         "pipeline_model_parallel_size 2); give a multiple of 6, or with 10 choose TP 1 with PP 1, 2, 5 or 10."
@@ -110,23 +110,22 @@ def test_processes_that_the_layout_does_not_divide() -> None:
         assert refusal(model(), Layout(), world_size=none).endswith("give a multiple of 1.")
 
 
-def test_context_parallelism_needs_cuda() -> None:
-    assert "context_parallel_size 2 needs" in refusal(model(), layout(context=2), world_size=2)
-    check_layout(model(), layout(context=2), 2, cuda=True)
-    assert refusal(model(), layout(context=2), world_size=3, cuda=True).endswith("give a multiple of 2.")
+def test_context_parallel_ranks_are_of_one_replica() -> None:
+    check_layout(model(), layout(context=2), 2)
+    assert refusal(model(), layout(context=2), world_size=3).endswith("give a multiple of 2.")
 
 
 def test_sequence_parallelism_without_tensor_parallelism_means_nothing() -> None:
-    check_layout(model(), layout(sequence=True), 1, cuda=False)
-    check_layout(experts(), layout(sequence=True), 1, cuda=False)
+    check_layout(model(), layout(sequence=True), 1)
+    check_layout(experts(), layout(sequence=True), 1)
 
 
 # ── Experts ──
 
 
 def test_experts_over_processes() -> None:
-    check_layout(experts(), layout(expert=4), 8, cuda=False)
-    check_layout(experts(), layout(tensor=2, pipeline=2, expert=4, sequence=True), 16, cuda=True)
+    check_layout(experts(), layout(expert=4), 8)
+    check_layout(experts(), layout(tensor=2, pipeline=2, expert=4, sequence=True), 16)
     assert refusal(experts(), layout(expert=3), world_size=6) == (
         "expert_model_parallel_size 3 must divide this model's 128 experts and the data-parallel size 6; "
         "it can be 1 or 2."
@@ -168,7 +167,7 @@ def test_a_sliding_window_in_use() -> None:
     ids=str,
 )
 def test_a_sliding_window_that_hides_nothing(unused: dict[str, Any]) -> None:
-    check_layout(model(**unused), Layout(), 1, cuda=False)
+    check_layout(model(**unused), Layout(), 1)
 
 
 LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -186,7 +185,7 @@ LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig
     ids=str,
 )
 def test_rotary_embeddings_that_are_known(entries: dict[str, Any]) -> None:
-    check_layout(model(**entries), Layout(), 1, cuda=False)
+    check_layout(model(**entries), Layout(), 1)
 
 
 @pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope"])
@@ -218,7 +217,7 @@ def test_a_model_that_would_lose_something(changes: dict[str, Any], message: str
 
 def test_a_router_without_a_choice_of_weights() -> None:
     assert "num_experts_per_tok 1" in refusal(experts(num_experts_per_tok=1), Layout())
-    check_layout(experts(num_experts_per_tok=1, norm_topk_prob=False), Layout(), 1, cuda=False)
+    check_layout(experts(num_experts_per_tok=1, norm_topk_prob=False), Layout(), 1)
 
 
 def test_dense_layers_among_experts() -> None:
@@ -246,7 +245,7 @@ def test_legal_layouts_pass_and_no_other_does(config: SimpleNamespace, world_siz
     for tensor in range(1, config.num_attention_heads + 2):
         for pipeline in range(1, config.num_hidden_layers + 2):
             try:
-                check_layout(config, layout(tensor, pipeline), world_size, cuda=False)
+                check_layout(config, layout(tensor, pipeline), world_size)
                 passed = True
             except LayoutError:
                 passed = False
@@ -268,7 +267,7 @@ def test_configurations_of_transformers_are_read(kind: str) -> None:
 
     changes = {"num_key_value_heads": 8, "num_attention_heads": 32, "num_hidden_layers": 4, "sliding_window": None}
     config = AutoConfig.for_model(kind, **changes)
-    check_layout(config, layout(tensor=2, pipeline=2, sequence=True), 8, cuda=False)
+    check_layout(config, layout(tensor=2, pipeline=2, sequence=True), 8)
     assert "it can be 1, 2, 4 or 8." in refusal(config, layout(tensor=3, sequence=True), world_size=3)
 
 

@@ -71,8 +71,13 @@ def test_every_gpu_is_plausible() -> None:
         ),
         (
             "--gpus 8 --nodes 4 --tensor-parallel 4",
-            "--tensor-parallel 4 is more than the 2 GPUs of a node, and its collectives run in every layer; "
-            "give at most 2.",
+            "--tensor-parallel 4 does not divide the 2 GPUs of a node, and its collectives run in every layer; "
+            "give a divisor of 2.",
+        ),
+        (
+            "--gpus 12 --nodes 2 --tensor-parallel 4",
+            "--tensor-parallel 4 does not divide the 6 GPUs of a node, and its collectives run in every layer; "
+            "give a divisor of 6.",
         ),
         (
             "--gpus 8 --tensor-parallel 1 --pipeline-parallel 1 --context-parallel 1 --train-batch 4",

@@ -73,7 +73,7 @@ def test_every_candidate_is_legal_for_the_actor() -> None:
     asked = request("32b", 32)
     for candidate in candidates(asked):
         training = candidate.training
-        check_layout(asked.config, training.layout, 32, cuda=True)
+        check_layout(asked.config, training.layout, 32)
         assert training.layout.model_parallel_size * training.data_parallel == 32
         if training.fp8 is not None:
             check_fp8(training.fp8, asked.config, training.layout, cuda=True)
@@ -216,6 +216,15 @@ def test_full_engines_take_turns() -> None:
     assert "does not fit: kv_cache" in ranking([none], 1) and "what breaks first: KV cache" in details(none)
 
 
+def test_all_responses_to_a_prompt_come_from_one_engine() -> None:
+    """Of 8 engines, 3 prompts keep 5 idle, and 12 give some twice as many as others (openrlhf, samples_generator.py,
+    ``_dispatch_prompts_to_vllm``)."""
+    for prompts, rows in ((3, 16), (12, 32)):
+        work = Workload(prompts_per_step=prompts)
+        engines = one(request(workload=work, **FIXED | {"tensor": 4, "vllm_tensor": 1})).engines
+        assert (engines.count, engines.rows) == (8, rows)
+
+
 def test_split_and_colocated_share_the_gpus() -> None:
     asked = request("7b", 8)
     for candidate in candidates(replace(asked, colocated=False)):
@@ -295,6 +304,38 @@ def test_experts_are_planned_for() -> None:
     assert all(candidate.training.fp8 is None for candidate in found)
 
 
+def test_experts_are_divided_among_context_parallel_ranks_first() -> None:
+    """TP2 × EP4 fit a node of 8, whatever CP is, so nothing crosses the network (``megatron/parallel/groups.py``)."""
+    cluster = parse_cluster("h100-80g", 16)
+    sizes = {"tensor": 2, "pipeline": 1, "context": 2, "expert": 4, "vllm_tensor": 1, "recompute": "none"}
+    near, far = (
+        one(Request(SimpleNamespace(**MOE), replace(cluster, network=network), WORK, **sizes)).speed
+        for network in (50e9, 5e9)
+    )
+    assert near._collectives() == far._collectives()
+
+
+def test_a_group_that_straddles_two_nodes_uses_the_network() -> None:
+    """Of 2 × 6 GPUs, ranks 4 and 6 share a sequence at TP2 CP2."""
+    cluster, work = parse_cluster("h100-80g", 12, 2), replace(WORK, prompts_per_step=6)
+    sizes = FIXED | {"tensor": 2, "context": 2, "vllm_tensor": 1}
+    near, far = (
+        one(Request(planned_config("7b"), replace(cluster, network=network), work, **sizes)).speed
+        for network in (50e9, 5e9)
+    )
+    assert near._collectives() < far._collectives()
+
+
+def test_experts_that_only_one_rank_holds_are_updated_there_and_not_reduced() -> None:
+    sizes = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 8, "vllm_tensor": 1, "recompute": "none"}
+    asked = Request(SimpleNamespace(**MOE), parse_cluster("h100-80g", 8), WORK, **sizes)
+    speed = one(replace(asked, assumptions=Assumptions(overlap=False))).speed
+    parts = speed.training.stage_parameters(0)
+    rest, seconds = sum(parts.values()) - parts["experts"], speed.optimizer_step()
+    assert seconds["update"] == pytest.approx(30 * (parts["experts"] + rest / 8) / (0.8 * 3350e9))
+    assert seconds["reduction"] == pytest.approx(4 * rest * 7 / 8 / (0.75 * 450e9))
+
+
 def test_hundreds_of_gpus_take_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     assert plan.main("--model 32b --gpus 512 --nodes 64 --prompts-per-step 64".split()) == 0
@@ -326,6 +367,13 @@ def test_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
         "compute_fp8",
     ):
         assert part in printed
+
+
+def test_one_is_singular(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--model tiny --gpus 1 --fp8 off --recompute none --context-parallel 1 --pipeline-parallel 1"
+    assert plan.main([*words.split(), "--train-batch", "2048"]) == 0
+    printed = capsys.readouterr().out
+    assert "colocated: 1 candidate, 1 fits\n" in printed and "; 1 engine of 1 GPU\n" in printed
 
 
 def test_a_script_that_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

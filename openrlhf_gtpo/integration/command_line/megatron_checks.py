@@ -54,7 +54,7 @@ def check_megatron(args: SimpleNamespace) -> None:
                     check_checkpoint(path, config, dtype="bfloat16", for_training=True)
             except CheckpointError as error:
                 raise UsageError(f"--ckpt.load_enable: {error}") from error
-        _check_router(parse_overrides(args.megatron.override))
+        parse_overrides(args.megatron.override)
         parse_overrides(args.megatron.ddp, "ddp")
 
 
@@ -62,7 +62,7 @@ def _check_world_size(config: Any, layout: Layout, section: SimpleNamespace, nam
     """Refuse a layout that the model, the processes of one group or its nodes do not allow."""
     try:
         world_size = section.num_nodes * section.num_gpus_per_node
-        check_layout(config, layout, world_size, cuda=platform.chosen_platform() == "cuda")
+        check_layout(config, layout, world_size)
     except WorldSizeError as error:
         raise UsageError(
             f"--{name}.num_nodes {section.num_nodes} × --{name}.num_gpus_per_node {section.num_gpus_per_node}: "
@@ -93,18 +93,6 @@ def _check_fp8_flags(args: SimpleNamespace, fp8: Fp8Options) -> None:
         raise UsageError(
             f"--megatron.fp8_audit_gate {gate:g} is read at audits; give --megatron.fp8_audit_steps N too."
         )
-
-
-def _check_router(overrides: dict[str, Any]) -> None:
-    """Refuse the router's own losses, which Megatron multiplies by their tokens to make up for a division of the whole
-    gradient that the policy's loss has already done (megatron-core 0.16.1, transformer/moe/router.py,
-    attach_and_log_load_balancing_loss); and sinkhorn, by which Megatron routes only in training."""
-    for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"):
-        if overrides.get(name) not in (None, 0, "none"):
-            raise UsageError(
-                f"--megatron.override {name} is not offered by {_BACKEND}, which does not balance experts; leave "
-                "it out."
-            )
 
 
 def _check_modes(args: SimpleNamespace, layout: Layout) -> None:

@@ -19,80 +19,58 @@ from typing import Any
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.parallel.layout import SIZES
 
-# Fields that would contradict the rest of the command line, the checkpoint or the engine, and the remedy or reason.
-_OWNED: dict[str, str] = {
-    name: f"give --megatron.{name}" for name in (*SIZES, "sequence_parallel", "fp8", "fp8_recipe", "fp8_param")
+# Fields that would contradict the rest of the command line, the checkpoint or the engine, after the remedy or reason.
+_CONTRADICTING = {
+    "give --megatron.recompute": "recompute_granularity",
+    "give --megatron.num_layers_at_start_in_bf16 and --megatron.num_layers_at_end_in_bf16": (
+        "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
+    ),
+    "give --ds.param_dtype": "params_dtype pipeline_dtype autocast_dtype enable_autocast bf16 fp16",
+    "it comes from the checkpoint's config.json": (
+        "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels normalization "
+        "layernorm_epsilon layernorm_zero_centered_gamma qk_layernorm qk_l2_norm add_bias_linear add_qkv_bias "
+        "gated_linear_unit activation_func rotary_interleaved apply_residual_connection_post_layernorm "
+        "multi_latent_attention attention_output_gate experimental_attention_variant window_size "
+        "window_attn_skip_freq no_rope_freq softmax_type softmax_scale mtp_num_layers is_hybrid_model "
+        "num_moe_experts moe_ffn_hidden_size moe_layer_freq moe_router_topk moe_router_score_function "
+        "moe_router_pre_softmax moe_shared_expert_intermediate_size moe_shared_expert_gate moe_latent_size"
+    ),
+    "the engines route as the checkpoint's config.json says": (
+        "moe_input_jitter_eps moe_router_force_load_balancing moe_expert_capacity_factor "
+        "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk"
+    ),
+    # Megatron multiplies the router's own losses by their tokens to make up for a division of the whole gradient that
+    # the policy's loss has already done (megatron-core 0.16.1, transformer/moe/router.py,
+    # attach_and_log_load_balancing_loss); by sinkhorn it routes only in training.
+    "the actor does not balance experts": "moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff",
+    "layers, experts and sequences are split evenly over the sizes of --megatron.*_parallel_size": (
+        "virtual_pipeline_model_parallel_size pipeline_model_parallel_layout expert_tensor_parallel_size "
+        "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage moe_extended_tp "
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
+        "hierarchical_context_parallel_sizes hybrid_context_parallel max_seqlen_per_dp_cp_rank"
+    ),
+    "replicas run different numbers of micro-batches, and cannot wait for each other's scales": "tp_only_amax_red",
+    "the training step relies on its value": (
+        "use_cpu_initialization perform_initialization init_model_with_meta_device variable_seq_lengths "
+        "calculate_per_token_loss hidden_dropout attention_dropout"
+    ),
+} | {f"give --megatron.{name}": name for name in (*SIZES, "sequence_parallel", "fp8", "fp8_recipe", "fp8_param")}
+_CONTRADICTING_OF_DDP = {
+    "give --megatron.use_distributed_optimizer": "use_distributed_optimizer",
+    "give --megatron.fp8_param": "fp8_param_gather",
+    "optimizer states are sharded over all replicas": "num_distributed_optimizer_instances",
+    "each pipeline stage gathers its own weights": "align_param_gather",
+    "the training step relies on its value": "grad_reduce_in_fp32 average_in_collective delay_wgrad_compute",
+    "it belongs to Megatron's FSDP or to MXFP8, which the actor does not use": (
+        "use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy outer_dp_sharding_strategy "
+        "gradient_reduce_div_fusion suggested_communication_unit_size preserve_fp32_weights keep_fp8_transpose_cache "
+        "fsdp_double_buffer fsdp_manual_registration reuse_grad_buf_for_mxfp8_param_ag"
+    ),
 }
-_OWNED |= {
-    "recompute_granularity": "give --megatron.recompute",
-    "tp_only_amax_red": "replicas run different numbers of micro-batches, and cannot wait for each other's scales",
-}
-_OWNED |= dict.fromkeys(
-    ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
-    "give --megatron.num_layers_at_start_in_bf16 and --megatron.num_layers_at_end_in_bf16",
-)
-_OWNED |= dict.fromkeys(
-    ("params_dtype", "pipeline_dtype", "autocast_dtype", "enable_autocast", "bf16", "fp16"), "give --ds.param_dtype"
-)
-_OWNED |= dict.fromkeys(
-    (
-        *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
-        *("normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "qk_layernorm", "qk_l2_norm"),
-        *("add_bias_linear", "add_qkv_bias", "gated_linear_unit", "activation_func", "rotary_interleaved"),
-        *("apply_residual_connection_post_layernorm", "multi_latent_attention", "attention_output_gate"),
-        *("experimental_attention_variant", "window_size", "window_attn_skip_freq", "no_rope_freq", "softmax_type"),
-        *("softmax_scale", "mtp_num_layers", "is_hybrid_model", "num_moe_experts", "moe_ffn_hidden_size"),
-        *("moe_layer_freq", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
-        *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_latent_size"),
-    ),
-    "it comes from the checkpoint's config.json",
-)
-_OWNED |= dict.fromkeys(
-    (
-        *("moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_expert_capacity_factor"),
-        *("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk"),
-    ),
-    "the engines route as the checkpoint's config.json says",
-)
-_OWNED |= dict.fromkeys(
-    (
-        *("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout", "expert_tensor_parallel_size"),
-        *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "moe_extended_tp"),
-        *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-        *("hierarchical_context_parallel_sizes", "hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"),
-    ),
-    "layers, experts and sequences are split evenly over the sizes of --megatron.*_parallel_size",
-)
-_OWNED |= dict.fromkeys(
-    (
-        *("use_cpu_initialization", "perform_initialization", "init_model_with_meta_device", "variable_seq_lengths"),
-        *("calculate_per_token_loss", "hidden_dropout", "attention_dropout"),
-    ),
-    "the training step relies on its value",
-)
-
-_OWNED_BY_DDP = {
-    "use_distributed_optimizer": "give --megatron.use_distributed_optimizer",
-    "fp8_param_gather": "give --megatron.fp8_param",
-    "num_distributed_optimizer_instances": "optimizer states are sharded over all replicas",
-    "align_param_gather": "each pipeline stage gathers its own weights",
-}
-_OWNED_BY_DDP |= dict.fromkeys(
-    ("grad_reduce_in_fp32", "average_in_collective", "delay_wgrad_compute"), "the training step relies on its value"
-)
-_OWNED_BY_DDP |= dict.fromkeys(
-    (
-        *("use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy", "outer_dp_sharding_strategy"),
-        *("gradient_reduce_div_fusion", "suggested_communication_unit_size", "preserve_fp32_weights"),
-        *("keep_fp8_transpose_cache", "fsdp_double_buffer", "fsdp_manual_registration"),
-        "reuse_grad_buf_for_mxfp8_param_ag",
-    ),
-    "it belongs to Megatron's FSDP or to MXFP8, which the actor does not use",
-)
 # For each flag: the dataclass in megatron.core, and its fields that the user may not set.
 _FLAGS = {
-    "override": ("transformer", "TransformerConfig", _OWNED),
-    "ddp": ("distributed", "DistributedDataParallelConfig", _OWNED_BY_DDP),
+    "override": ("transformer", "TransformerConfig", _CONTRADICTING),
+    "ddp": ("distributed", "DistributedDataParallelConfig", _CONTRADICTING_OF_DDP),
 }
 
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
@@ -109,7 +87,8 @@ def parse_overrides(words: Sequence[str], flag: str = "override") -> dict[str, A
     """
     if not words:
         return {}
-    module, name_of_config, owned = _FLAGS[flag]
+    module, name_of_config, contradicting = _FLAGS[flag]
+    refused = {name: reason for reason, names in contradicting.items() for name in names.split()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about what this process lacks for training, which others do
         config = getattr(importlib.import_module(f"megatron.core.{module}"), name_of_config)
@@ -126,8 +105,8 @@ def parse_overrides(words: Sequence[str], flag: str = "override") -> dict[str, A
             nearest = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
             hint = f"did you mean {nearest[0]}?" if nearest else "Megatron's documentation lists its fields."
             raise UsageError(f"{shown}: {name_of_config} has no field {name!r}; {hint}")
-        if name in owned:
-            raise UsageError(f"{shown}: {name} cannot be set here; {owned[name]}.")
+        if name in refused:
+            raise UsageError(f"{shown}: {name} cannot be set here; {refused[name]}.")
         if name in values:
             raise UsageError(f"{shown}: {name} is given twice; leave one out.")
         values[name] = _value(shown, text, hints[name])

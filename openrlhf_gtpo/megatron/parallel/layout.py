@@ -87,14 +87,13 @@ class Layout:
         return world_size // self.model_parallel_size
 
 
-def check_layout(hf_config: Any, layout: Layout, world_size: int, *, cuda: bool) -> None:
+def check_layout(hf_config: Any, layout: Layout, world_size: int) -> None:
     """Refuse a layout that cannot run, before any process starts.
 
     Args:
         hf_config: the checkpoint's configuration, as ``transformers`` reads it.
         layout: the parallel sizes asked for.
         world_size: processes (GPUs) that the model gets.
-        cuda: whether they have CUDA devices.
 
     Raises:
         LayoutError: the first thing that cannot work, in one sentence with the setting, the model's number and what is
@@ -111,11 +110,6 @@ def check_layout(hf_config: Any, layout: Layout, world_size: int, *, cuda: bool)
         raise LayoutError(
             f"{_PP} {layout.pipeline_model_parallel_size} does not divide this model's {hf_config.num_hidden_layers} "
             f"layers; it can be {_either(legal_pipeline_parallel_sizes(hf_config))}."
-        )
-    if layout.context_parallel_size > 1 and not cuda:
-        raise LayoutError(
-            f"{_CP} {layout.context_parallel_size} needs the attention of Transformer Engine, which runs only on "
-            "CUDA, and this host has none; leave it at 1."
         )
     _check_world_size(hf_config, layout, world_size)
     _check_experts(hf_config, layout, layout.data_parallel_size(world_size))
