@@ -89,14 +89,22 @@ def checked_inputs(flags: dict[str, Any], model: str) -> tuple[Any, Any, Callabl
     if questions or reward cannot be used."""
     from openrlhf.utils.config import hierarchize
 
-    from openrlhf_gtpo.integration.command_line.input_checks import check_dataset, import_file, load_tokenizer
+    from openrlhf_gtpo.integration.command_line.input_checks import (
+        check_dataset,
+        check_reward,
+        import_file,
+        load_tokenizer,
+    )
 
     tokenizer = load_tokenizer(model, "--model")
     run = hierarchize(argparse.Namespace(**flags, **{"actor.model_name_or_path": model}))
     run.use_ms = False  # ModelScope
     for name in flags["eval.dataset"].split(","):  # each has a table of its own here
         check_dataset(run, tokenizer, name, flags["eval.split"], "--eval.dataset")
-    return run, tokenizer, import_file(flags["reward.remote_url"], "--reward.remote_url", "reward_func")
+    reward = import_file(flags["reward.remote_url"], "--reward.remote_url", "reward_func")
+    run.train.agent_func_path, run.reward.remote_url = None, [flags["reward.remote_url"]]  # as check_reward reads them
+    check_reward(run)
+    return run, tokenizer, reward
 
 
 def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> None:
@@ -106,7 +114,8 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
     check_model(model, "--model")
     run, tokenizer, reward = checked_inputs(flags, model)
     sets = [name.strip() for name in flags["eval.dataset"].split(",")]
-    paths = [args.output / f"{Path(name.partition('@')[0]).stem}.jsonl" for name in sets]
+    places = [Path(name.partition("@")[0]) for name in sets]
+    paths = [args.output / f"{place.stem if place.is_file() else place.name}.jsonl" for place in places]
     answer_of = getattr(reward, "__globals__", {}).get("answer_of")
     before = args.output / "scores.json"
     known = json.loads(before.read_bytes())["scores"].keys() if before.exists() else set()

@@ -179,21 +179,19 @@ def _bases(runs: Runs, baseline: str) -> dict[str, str]:
 def _differences(
     label: str, group: Sequence[FoundRun], base: str, others: Sequence[FoundRun]
 ) -> dict[tuple[str, str], Difference]:
-    """Differences by data set and measure, over the seeds that both have."""
+    """Differences by data set and measure, over the seeds for which both have it."""
     by_seed = {run.seed: run for run in others if run.seed is not None}
     pairs = [(run, by_seed[run.seed]) for run in group if run.seed in by_seed]
-    if not pairs:
-        return {}
-    both = set.intersection(*({*run.scores} for pair in pairs for run in pair))
-    ordered = sorted(both, key=_by_measure)
+    ordered = sorted({key for run, other in pairs for key in run.scores.keys() & other.scores.keys()}, key=_by_measure)
     largest = {data: measure for data, measure in ordered if measure.startswith("pass@")}
     found = {}
     for data, measure in ordered:
         if not (measure == _HELD_OUT or measure.startswith("mean@") or measure == largest.get(data)):
             continue
-        if measure != _HELD_OUT and len({run.questions.get(data) for pair in pairs for run in pair}) > 1:
+        having = [pair for pair in pairs if all((data, measure) in run.scores for run in pair)]
+        if measure != _HELD_OUT and len({run.questions.get(data) for pair in having for run in pair}) > 1:
             raise UsageError(f"{label} and {base} answered different questions of {data}; evaluate both on the same.")
-        differences = [run.scores[data, measure] - other.scores[data, measure] for run, other in pairs]
+        differences = [run.scores[data, measure] - other.scores[data, measure] for run, other in having]
         found[data, measure] = paired_difference(np.array(differences))
     return found
 

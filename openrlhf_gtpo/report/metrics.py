@@ -164,18 +164,24 @@ def _read_tensorboard(folder: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{folder} has TensorBoard's files; install tensorboard to read them") from error
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()  # 0: all of them
     tags = events.Tags()["scalars"]
-    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    points = []
     for tag in tags:
         kind, _, name = tag.partition("/")
         ours = names.OPENRLHF.get(name, name)
         if kind in KINDS and (ours == name or f"{kind}/{ours}" not in tags):
-            for event in events.Scalars(tag):
-                row = {"kind": kind, "step": event.step, "time": event.wall_time}
-                value = event.value if math.isfinite(event.value) else None  # as in MetricsWriter
-                rows.setdefault((kind, event.step), row)[ours] = value
+            points += [(event.wall_time, event.step, kind, ours, event.value) for event in events.Scalars(tag)]
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    last = 0
+    for when, step, kind, name, value in sorted(points):
+        if kind == names.KIND_TRAIN:
+            if step < last:  # repeated, from a checkpoint
+                rows = {other: kept for other, kept in rows.items() if other[1] < step}
+            last = step
+        row = rows.setdefault((kind, step), {"kind": kind, "step": step, "time": when})
+        row[name] = value if math.isfinite(value) else None  # as in MetricsWriter
     if not rows:
         raise ValueError(f"{folder} has no metrics: its TensorBoard files hold none of OpenRLHF's")
-    return sorted(rows.values(), key=lambda row: row["time"])
+    return list(rows.values())
 
 
 def series(rows: Rows, kind: str, name: str) -> tuple[list[int], list[float]]:

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,10 +69,11 @@ def load_engine(model: str, flags: Mapping[str, Any]) -> Any:
 
 
 def read_answers(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The lines of ``path``, one per answered question; cuts off an unfinished last one. Empty if there is no file.
+    """The lines of ``path``, one per answered question; cuts off an unfinished last one. Empty if there is no file, or
+    none is in it, in which case the settings in it go too.
 
     Raises:
-        UsageError: it was made with other settings, or is not a file of answers.
+        UsageError: its answers were made with other settings, or it is not a file of answers.
     """
     text = path.read_bytes() if path.exists() else b""
     if not text:
@@ -83,6 +84,9 @@ def read_answers(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]
         theirs = dict(first["settings"])
     except (ValueError, TypeError, KeyError) as error:
         raise UsageError(f"{path} is not a file of answers; name another folder, or remove it.") from error
+    if not rows:
+        os.truncate(path, 0)
+        return []
     for name in sorted(settings.keys() | theirs.keys()):
         if settings.get(name) != theirs.get(name):
             raise UsageError(
@@ -123,15 +127,15 @@ def answer(
         TrainingStopped: the reward raised, or did not give a finite number.
     """
     with path.open("a", encoding="utf-8") as file, ThreadPoolExecutor() as threads:
-        if not rows and not path.stat().st_size:
+        if not rows:
             file.write(json.dumps({"settings": dict(settings)}) + "\n")
         left = list(enumerate(questions))[len(rows) :]
         with tqdm(total=len(questions), initial=len(rows), unit="question", desc=path.stem, disable=None) as progress:
             for start in range(0, len(left), BATCH):
                 batch = left[start : start + BATCH]
                 sampled = _sample(engine, batch, settings)
-                for (_, question), outputs in zip(batch, sampled, strict=True):
-                    row = _graded(engine, question, outputs, reward, answer_of, threads)
+                for (_, question), result in zip(batch, sampled, strict=True):
+                    row = _graded(engine, question, result, reward, answer_of, threads)
                     file.write(json.dumps(row) + "\n")
                     rows.append(row)
                 file.flush()
@@ -140,8 +144,8 @@ def answer(
     return rows
 
 
-def _sample(engine: Any, batch: Sequence[Any], settings: Mapping[str, Any]) -> Iterator[list[Any]]:
-    """vLLM's outputs for each question, with a seed that depends only on the settings and the question's number."""
+def _sample(engine: Any, batch: Sequence[Any], settings: Mapping[str, Any]) -> list[Any]:
+    """vLLM's result for each question, with a seed that depends only on the settings and the question's number."""
     from vllm import SamplingParams
 
     names = ("n", "temperature", "top_p", "max_tokens")
@@ -151,26 +155,26 @@ def _sample(engine: Any, batch: Sequence[Any], settings: Mapping[str, Any]) -> I
     seeds = [int(np.random.SeedSequence([settings["seed"], number]).generate_state(1)[0]) for number, _ in batch]
     tokenizer = engine.get_tokenizer()
     prompts = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for _, (prompt, _) in batch]
-    results = engine.generate(
+    return engine.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts],
         [SamplingParams(**chosen, seed=seed) for seed in seeds],
         use_tqdm=False,
     )
-    return (result.outputs for result in results)
 
 
 def _graded(
     engine: Any,
     question: tuple[str, str],
-    outputs: Sequence[Any],
+    result: Any,
     reward: Callable[..., Mapping[str, Any]],
     answer_of: Callable[..., str | None] | None,
     threads: ThreadPoolExecutor,
 ) -> dict[str, Any]:
-    prompt, label = question
-    texts = [engine.get_tokenizer().decode(output.token_ids) for output in outputs]
+    (prompt, label), outputs, decode = question, result.outputs, engine.get_tokenizer().decode
+    # As in training: an answer that is decoded alone may lose its first space.
+    queries = [decode([*result.prompt_token_ids, *output.token_ids]) for output in outputs]
     try:
-        results = threads.map(lambda text: reward([prompt + text], [prompt], [label]), texts)
+        results = threads.map(lambda query: reward([query], [prompt], [label]), queries)
         scores = [float(np.asarray(result["rewards"], dtype=float).reshape(())) for result in results]
         for score in scores:
             if not math.isfinite(score):
@@ -180,12 +184,12 @@ def _graded(
             f"Could not get the reward of an answer: {type(error).__name__}: {error}. Its question: {prompt!r}"
         ) from error
     return {
-        "responses": texts,
+        "responses": [decode(output.token_ids) for output in outputs],
         "scores": scores,
         "lengths": [len(output.token_ids) for output in outputs],
         "cut_off": [output.finish_reason == "length" for output in outputs],
         "entropies": _mean_entropies(outputs),
-        "answers": answer_of and [answer_of([prompt + text], [prompt], [label]) for text in texts],
+        "answers": answer_of and [answer_of([query], [prompt], [label]) for query in queries],
     }
 
 

@@ -11,7 +11,7 @@ from studies import write_run, write_study
 
 from openrlhf_gtpo.cli.report import main
 from openrlhf_gtpo.experiment.comparison import paired_difference
-from openrlhf_gtpo.report.metrics import read_runs
+from openrlhf_gtpo.report.metrics import read_runs, series
 
 
 def page(*arguments: object) -> int:
@@ -49,6 +49,12 @@ def test_the_effect_is_that_of_pairs(tmp_path: Path) -> None:
         expected = paired_difference(scores(f"gtpo/{setting}") - scores(f"dapo/{setting}"))
         assert expected.sentence(f"gtpo/{setting}", f"dapo/{setting}") in text
     assert "is not compared" not in text
+    expected = paired_difference((scores("gtpo/high") - scores("dapo/high"))[:2])
+    shutil.copytree(study, tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy" / "dapo" / "high" / "seed-3" / "evaluation")
+    runs = [f"{name}={tmp_path}/copy/{name}/high/seed-{seed}" for name in ("gtpo", "dapo") for seed in (1, 2, 3)]
+    assert page(*runs, "--baseline", "dapo", "--output", tmp_path / "out") == 0
+    assert expected.sentence("gtpo", "dapo") in (tmp_path / "out" / "index.html").read_text()
     shutil.rmtree(study / "dapo" / "low")
     assert page(study, "--baseline", "dapo", "--output", tmp_path / "out") == 0
     text = (tmp_path / "out" / "index.html").read_text()
@@ -83,6 +89,14 @@ def test_openrlhfs_own_folders_are_read(tmp_path: Path) -> None:
                 events.add_scalar("train/reward/best_at_g", 1.0, step)
                 events.add_scalar("eval/eval_math_pass1", reward + 0.25 * step, step)
             events.add_scalar("eval/eval_math_pass1", math.nan, 3)  # not a number here either
+    for start, (first, last, reward) in enumerate(((1, 4, 0.75), (3, 3, 0.5))):  # killed, and resumed after step 2
+        with writer(log_dir=str(tmp_path / "resumed"), filename_suffix=f".{start}") as events:
+            for step in range(first, last + 1):
+                events.add_scalar("train/reward", reward, step)
+                events.add_scalar("eval/eval_math_pass1", reward, step)
+    rows = read_runs(tmp_path / "resumed")[-1]
+    for kind, name in (("train", "reward/mean"), ("eval", "eval_math_pass1")):
+        assert series(rows, kind, name) == ([1, 2, 3], [0.75, 0.75, 0.5])
     rows = read_runs(tmp_path / "a_seed1")[-1]
     assert [row["reward/mean"] for row in rows if row["kind"] == "train"] == [0.25, 0.25]
     runs = [f"grpo={tmp_path / 'a_seed1'}", f"grpo={tmp_path / 'a_seed2'}", f"dapo={tmp_path / 'b_seed1'}"]

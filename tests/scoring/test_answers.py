@@ -49,7 +49,7 @@ class Engine:
             said = [text[-2], str(param.seed % 10)]
             flat = FlatLogprobs(ranks=[self.rank]) if param.logprobs == 0 else None
             outputs = [SimpleNamespace(token_ids=[ord(one)], finish_reason="stop", logprobs=flat) for one in said]
-            results.append(SimpleNamespace(outputs=outputs))
+            results.append(SimpleNamespace(outputs=outputs, prompt_token_ids=prompt["prompt_token_ids"]))
         return results
 
 
@@ -76,6 +76,12 @@ def test_an_interrupted_evaluation_goes_on_with_the_questions_that_are_left(tmp_
         assert path.read_bytes() == (tmp_path / "whole").read_bytes()
 
 
+def test_a_reward_reads_question_and_answer_as_one_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in training. Alone, an answer may decode to less: SentencePiece's lose a first space, these their digits."""
+    monkeypatch.setattr(Tokenizer, "decode", lambda self, tokens: "".join(map(chr, tokens)).lstrip("0123456789"))
+    assert [row["scores"][0] for row in answer(Engine(), tmp_path / "answers")] == [1.0] * 5
+
+
 def test_an_answer_has_the_mean_entropy_of_its_tokens(tmp_path: Path) -> None:
     half = ENTROPY_TAG + int(np.float32(0.5).view(np.uint32))
     assert [row["entropies"] for row in answer(Engine(half), tmp_path / "answers")] == [[0.5, 0.5]] * 5
@@ -98,7 +104,8 @@ def test_a_reward_that_fails_ends_it_with_the_question(tmp_path: Path) -> None:
     for bad in ({"rewards": [1, 2]}, {"rewards": math.nan}, {"rewards": math.inf}, {}, None):
         with pytest.raises(TrainingStopped, match=r"Could not get the reward of an answer: .* 'What is 0\?'"):
             answer(Engine(), tmp_path / "answers", lambda *_: bad)  # noqa: B023
-        assert answers.read_answers(tmp_path / "answers", SETTINGS) == []
+        assert answers.read_answers(tmp_path / "answers", SETTINGS | {"reward": "mended"}) == []
+    assert len(answer(Engine(), tmp_path / "answers")) == 5
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +175,10 @@ def test_answers_that_other_weights_or_another_reward_have_scored_are_refused(
     shutil.copy(reasoning_gym_reward.__file__, grader)
     changed = {"model": model, "reward.remote_url": grader, "eval.n_samples_per_prompt": 2, "eval.temperature": 0.5}
     monkeypatch.setattr(answers, "load_engine", lambda *_: Engine())
+    (tmp_path / "one.py").write_text("def reward_func(query): ...")
+    other = changed | {"reward.remote_url": tmp_path / "one.py", "eval.dataset": place / "task" / "eval.jsonl"}
+    assert evaluate.main(command(tmp_path, "one", **other)) == 2
+    assert "one.py: reward_func is called with three lists" in capsys.readouterr().err
     assert evaluate.main(command(tmp_path, "out", **changed, **{"eval.dataset": place / "task" / "eval.jsonl"})) == 0
     noted = json.loads((tmp_path / "out" / "scores.json").read_text())["settings"]["eval"]
     assert (noted["temperature"], noted["n"]) == (0.5, 2)
@@ -185,6 +196,21 @@ def test_answers_that_other_weights_or_another_reward_have_scored_are_refused(
         words = command(tmp_path, "out", **changed, **{"eval.dataset": place / "task" / "eval.jsonl"})
         assert evaluate.main(words) == 2
         assert sentence in capsys.readouterr().err
+
+
+def test_a_dot_in_a_name_is_not_a_file_s_ending(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Two versions of a data set have a file each. The engine is a stand-in."""
+    versions = [tmp_path / "x-v1.5", tmp_path / "x-v1.6"]
+    for folder in versions:
+        folder.mkdir()
+        shutil.copy(place / "task" / "eval.jsonl", folder / "train.jsonl")
+    monkeypatch.setattr(answers, "load_engine", lambda *_: Engine())
+    changed = {"model": place / "model", "eval.n_samples_per_prompt": 2}
+    changed["eval.dataset"] = ",".join(map(str, [*versions, place / "task" / "eval.jsonl"]))
+    assert evaluate.main(command(tmp_path, "out", **changed)) == 0, capsys.readouterr().err
+    assert list(json.loads((tmp_path / "out" / "scores.json").read_text())["scores"]) == ["x-v1.5", "x-v1.6", "eval"]
 
 
 @pytest.mark.slow
