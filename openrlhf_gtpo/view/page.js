@@ -546,7 +546,7 @@ $("histogram").addEventListener("pointerup", (event) => {
 });
 const given = (id) => ($(id).value === "" ? null : Number($(id).value));
 $("brush").addEventListener("change", () => brush(given("from"), given("to")));
-$("brush").addEventListener("reset", () => { if (step?.columns) setTimeout(() => brush(null, null)); });
+$("brush").addEventListener("reset", () => { if (state.brush) setTimeout(() => brush(null, null)); });
 for (const id of ["filters", "colors", "brush"]) $(id).addEventListener("submit", (event) => event.preventDefault());
 $("filters").addEventListener("change", () => { state.shown = LIST_PAGE; showList(); });
 $("more").onclick = () => { state.shown += LIST_PAGE; showList(); };

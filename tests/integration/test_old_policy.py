@@ -97,27 +97,29 @@ def test_the_samplers_entropies_shape_and_the_policy_is_not_asked(
 
 @pytest.mark.parametrize("estimator", ["gtpo", "grpo_s", "forking_tokens", "entropy_bonus"])
 @pytest.mark.parametrize(
-    ("argv", "forwarded"),
-    [((), 5), (DYNAMIC, 5), (("--train.max_epochs", "2"), 20)],
-    ids=["in order", "dynamic", "old log-probs"],
+    ("argv", "replayed", "forwarded"),
+    [((), False, 5), (DYNAMIC, False, 5), (("--train.max_epochs", "2"), False, 20), ((), True, 0)],
+    ids=["in order", "dynamic", "old log-probs", "replayed"],
 )
 def test_of_a_guides_rows_the_policy_is_asked_for_entropies(
-    estimator: str, argv: tuple[str, ...], forwarded: int, monkeypatch: pytest.MonkeyPatch
+    estimator: str, argv: tuple[str, ...], replayed: bool, forwarded: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its forward covers these rows alone if nothing else needs it; they are shaped by the old policy's entropies, the
-    others by the sampler's, and values that the guide's rows lack do not count as missing."""
+    others by the sampler's, and values that the guide's rows lack do not count as missing. A dump has them all."""
     batch = rollout()
     sampled = twin(batch, 0.5)
     made, policy = run(monkeypatch, batch, "--algo.advantage.estimator", estimator, *SAMPLER, *NO_AUDIT, *argv)
     rows, guided = samples(sampled), torch.arange(20) % 4 == 3
     for row, sample in enumerate(rows):
         sample.info[names.GUIDE_ROWS] = guided[row : row + 1].float()
-        if guided[row]:
+        if guided[row] and not replayed:
             nothing = torch.full(sample.action_mask.shape, torch.nan).where(sample.action_mask.bool(), 0)
             sample.sampler_values = TokenValues(nothing, nothing)
     experiences = made.make_experience_batch(rows)
-    assert (policy.forwards, policy.rows) == (1, forwarded) and made.metrics[names.SAMPLER_MISSING] == 0
-    entropy = torch.where(guided.unsqueeze(-1), batch.entropy, sampled.entropy)
+    assert (policy.forwards, policy.rows) == (int(not replayed), forwarded)
+    assert made.metrics[names.SAMPLER_MISSING] == 0
+    of_actor = guided.unsqueeze(-1) & torch.tensor(not replayed)
+    entropy = torch.where(of_actor, batch.entropy, sampled.entropy)
     torch.testing.assert_close(rows_of(experiences, "advantages", batch), advantages(made, batch, entropy))
     assert made.metrics[names.GUIDE_REWARD] == pytest.approx(batch.outcome[guided].mean().item())
     assert made.metrics[names.GUIDE_POLICY_REWARD] == pytest.approx(batch.outcome[~guided].mean().item())

@@ -1,8 +1,10 @@
 """Prompts at which the policy had no right response are queued, answered by the guide, and trained on once."""
 
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -12,6 +14,7 @@ from rollouts import arguments, in_sampling_order, maker, rollout
 
 from openrlhf_gtpo.integration.controller import trainer
 from openrlhf_gtpo.integration.controller.trainer import EntropyTrainer
+from openrlhf_gtpo.integration.credit import experience_maker
 from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
 from openrlhf_gtpo.integration.credit.guide_rows import guide_rows
 from openrlhf_gtpo.integration.rollout import samples_generator
@@ -43,6 +46,17 @@ def test_an_agent_may_leave_out_what_upstream_lets_it() -> None:
     queue.add([{name: value for name, value in failure("a").items() if name not in ("truncated", "extra_logs")}])
     [[response]] = queue.take()
     assert response["truncated"] is False and response["extra_logs"] == {}
+
+
+def test_an_agents_tokens_may_be_arrays() -> None:
+    """Upstream takes them, and a checkpoint of the queue does too."""
+    queue, again = RescueQueue(1), RescueQueue(1)
+    arrays = {"observation_tokens": np.array([1, 2]), "action_ranges": [(np.int64(1), np.int64(2))]}
+    queue.add([failure("a") | arrays | {"rollout_log_probs": [np.float32(0.0), np.float32(-0.5)]}])
+    again.restore(queue.state())
+    [[response]] = again.take()
+    for name in ("observation_tokens", "action_ranges", "rollout_log_probs"):
+        assert response[name] == ([[1, 2]] if name == "action_ranges" else failure("a")[name])
 
 
 def test_the_queue_is_bounded_and_gives_up_the_oldest() -> None:
@@ -164,7 +178,10 @@ def test_a_rescued_batch_has_its_weight_and_leaves_no_trace(monkeypatch: pytest.
     made.on_batch, audit = lambda *of: dumped.append(of), made.audit
     alone = made.make_experience_batch(batch.samples())
     metrics, made.rescued = dict(made.metrics), batch.samples()
+    clock = count()
+    monkeypatch.setattr(experience_maker, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     both = made.make_experience_batch(batch.samples())
+    assert set(made.seconds.values()) == {2.0}  # a second of its own and one of the rescued
     assert len(dumped) == 2 and made.audit is audit and made.metrics == metrics and made.rescued == []
     wanted = made.credit.advantages(batch.entropy, batch.mask, batch.outcome, batch.group_ids, None)
     for found, weight in ((both[: len(alone)], 1), (both[len(alone) :], 0.25)):
@@ -190,13 +207,14 @@ def test_rescued_rows_are_trained_on_with_the_steps_own(monkeypatch: pytest.Monk
     args = arguments("--algo.advantage.estimator", "gtpo", *RESCUE, "--algo.guide.model_name_or_path", "guide")
     controller: Any = object.__new__(type("Controller", (EntropyTrainer,), {}))
     rescued = SimpleNamespace(info={names.RESCUE_ROWS: torch.ones(2)})
+    counted: list[Any] = []
     vars(controller).update(
         args=args,
         guide=SimpleNamespace(step=0),
         samples_generator=SimpleNamespace(rescued=[rescued], rescue=RescueQueue(2), dropped=0, tokens=0),
         experience_maker=SimpleNamespace(rescued=[], metrics={}, credit=None),
         kl_ctl=SimpleNamespace(value=0.1),
-        costs=SimpleNamespace(sampled=lambda rows: None, trained=lambda: None),
+        costs=SimpleNamespace(sampled=counted.append, trained=lambda: None),
         metrics_writer=None,
         heartbeat=None,
         warnings={},
@@ -207,3 +225,4 @@ def test_rescued_rows_are_trained_on_with_the_steps_own(monkeypatch: pytest.Monk
     assert [status[name] for name in (names.RESCUE_QUEUED, names.RESCUE_RESCUED, names.RESCUE_GIVEN_UP)] == [0, 3, 0]
     assert (step, controller.guide.step, controller.samples_generator.rescued) == (5, 5, [])
     assert controller.train_step(["own"], 5)[0]["rows"] == [["own"], []]
+    assert counted == [["own", rescued], ["own"]]

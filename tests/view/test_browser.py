@@ -244,13 +244,14 @@ def test_right_to_left_text_runs_right_to_left(browser: Any, tmp_path: Path) -> 
 
 
 def test_what_a_dump_lacks_is_left_out(browser: Any, tmp_path: Path) -> None:
-    """Without entropies the page shows the advantage that was trained on; for a response without tokens it says so."""
+    """Without entropies the page shows the advantage that was trained on, also after a step colored by what this one
+    lacks; for a response without tokens it says so."""
     table = columns(groups=1) | {"entropy": None, "log_probs": None, "ratio": None, "clipped": None}
     for name in ("tokens", "pieces", "mask", "advantages"):
         table[name][1] = table[name][1][:0]
-    dump = read_dump(write(tmp_path, table=table, estimator="group_norm"))
+    dump, whole = read_dump(write(tmp_path, table=table, estimator="group_norm")), read_dump(write(tmp_path, 2))
     file = tmp_path / "view.html"
-    file.write_text(make_page([dump], read_methods([], dump), 10**9)[0])
+    file.write_text(make_page([dump, whole], read_methods([], dump), 10**9)[0])
     page = browser.new_page()
     errors: list[Any] = []
     page.on("pageerror", lambda error: errors.append(error))
@@ -261,7 +262,12 @@ def test_what_a_dump_lacks_is_left_out(browser: Any, tmp_path: Path) -> None:
     assert numbers(page) == {"trained": three_digits(table["advantages"][0][3])}
     assert "Not in the dump: entropies" in page.locator("#notes").text_content()
     page.locator("#list button[data-row='1']").click()
-    assert page.locator("#text").text_content() == "The response has no tokens." and errors == []
+    assert page.locator("#text").text_content() == "The response has no tokens."
+    page.select_option("#step", index=1)
+    page.select_option("#value", "ratio")
+    page.select_option("#step", index=0)
+    page.wait_for_function("$('value').value === 'trained'")
+    assert errors == []
     page.close()
 
 

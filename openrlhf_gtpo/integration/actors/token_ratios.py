@@ -51,8 +51,3 @@ class TokenRatios:
         for i, row in enumerate(self.rows):
             if row is not None:
                 self._seen[row] = ratio[i], (clipped & mask)[i]
-
-
-def take_ratios(actor: Any) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Call :meth:`TokenRatios.take` on an actor's trainer, in the actor's process."""
-    return actor.trainer.ratios.take()

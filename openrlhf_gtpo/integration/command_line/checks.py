@@ -275,7 +275,8 @@ def check_guide(args: SimpleNamespace) -> None:
                 f"on the {gpus} GPUs that --train.colocate_all shares; give fewer, or leave it out."
             )
         together = args.vllm.gpu_memory_utilization + guide.gpu_memory_utilization
-        if guide.fraction > 0 and together > 1:  # both are awake while they sample; rescues come after that
+        # Both are awake while they sample; rescues come when the policy's sleep, if they ever do.
+        if (guide.fraction > 0 or not args.vllm.enable_sleep) and together > 1:
             raise UsageError(
                 "Expected --vllm.gpu_memory_utilization and --algo.guide.gpu_memory_utilization of engines on the "
                 f"same GPUs (--train.colocate_all) to be at most 1 together, got {together:g}."

@@ -117,4 +117,12 @@ def _why_not(dump: RolloutDump, args: SimpleNamespace, vocabulary: str) -> str |
             "has no log-probs of the sampler, which --algo.advantage.is_correction_level "
             f"{args.algo.advantage.is_correction_level} compares with; give off"
         )
+    if dump.columns["guided"] is not None and dump.columns["guided"].any():  # as check_guide refuses
+        if args.algo.kl.unbiased_gradient:
+            return (
+                "has rows of a guide, which the ratio of --algo.kl.unbiased_gradient takes for the old policy's; "
+                "leave it out"
+            )
+        if args.algo.advantage.estimator == "gae":
+            return "has rows of a guide, whose worth the critic of gae would learn; give another estimator"
     return None

@@ -15,18 +15,9 @@ from openrlhf_gtpo.errors import UsageError
 
 
 def stop_file(args: SimpleNamespace) -> Path:
-    """The file whose presence is a request to stop."""
+    """The file whose presence is a request to stop. Following the request removes it, so that whoever made it sees
+    that, and a resumed run does not find it."""
     return Path(args.ckpt.stop_file or Path(args.ckpt.path) / "stop")
-
-
-def requested(args: SimpleNamespace) -> bool:
-    """True if the run has been asked to stop."""
-    return stop_file(args).exists()
-
-
-def clear(args: SimpleNamespace) -> None:
-    """Remove the request, so that whoever made it sees that it was followed, and a resumed run does not find it."""
-    stop_file(args).unlink(missing_ok=True)
 
 
 def prepare(args: SimpleNamespace) -> None:
@@ -47,7 +38,7 @@ def prepare(args: SimpleNamespace) -> None:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
         if not args.ckpt.stop_file:
-            clear(args)
+            path.unlink(missing_ok=True)
     except OSError as error:
         flag = f"--ckpt.stop_file {path}" if args.ckpt.stop_file else f"--ckpt.path {args.ckpt.path}"
         raise UsageError(f"{flag} cannot be used: {error.strerror}: {error.filename}.") from error

@@ -17,13 +17,12 @@ from openrlhf.utils.logging_utils import TensorboardLogger
 
 from openrlhf_gtpo.errors import StoppedOnRequest
 from openrlhf_gtpo.integration.actors.actor_trainer import keep_trying, wait_for_engines
-from openrlhf_gtpo.integration.actors.token_ratios import take_ratios
-from openrlhf_gtpo.integration.controller import stop
 from openrlhf_gtpo.integration.controller.engines import Engines, kill_hanging, start_guide
 from openrlhf_gtpo.integration.controller.failures import answering, write_errors
 from openrlhf_gtpo.integration.controller.rollout_dump import RolloutDumper
 from openrlhf_gtpo.integration.controller.spikes import Spikes
 from openrlhf_gtpo.integration.controller.step_costs import StepCosts
+from openrlhf_gtpo.integration.controller.stop import stop_file
 from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
 from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
 from openrlhf_gtpo.integration.credit.old_policy import count_all_steps
@@ -140,8 +139,8 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         Raises:
             StoppedOnRequest: the run was asked to stop; its last step's checkpoint is written.
         """
-        if stop.requested(self.args):
-            stop.clear(self.args)
+        if stop_file(self.args).exists():
+            stop_file(self.args).unlink(missing_ok=True)
             raise StoppedOnRequest("asked to, before its first step; there is nothing new to save.")
         self.engines.watch()
         if self.guide:
@@ -207,7 +206,9 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         status = super().ppo_train(global_steps)
         if self.dumper:
             ranks = self.actor_model_group._actor_handlers
-            self.dumper.trained(lambda: ray.get([rank.__ray_call__.remote(take_ratios) for rank in ranks]))
+            self.dumper.trained(
+                lambda: ray.get([r.__ray_call__.remote(lambda actor: actor.trainer.ratios.take()) for r in ranks])
+            )
         return status
 
     def broadcast_to_vllm(self) -> None:
@@ -248,14 +249,14 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         if self.replayed is not None:
             global_step = self.replayed.step - 1
         self._show(names.MAKE_EXPERIENCE)
-        self.costs.sampled(rollout_samples)
-        tokens, self.samples_generator.tokens = self.samples_generator.tokens, 0
-        if self.dumper:
-            self.dumper.step = global_step + 1  # the number that it is logged under
-        coefficient = self.kl_ctl.value
         generator = self.samples_generator
         if self.guide:
             self.experience_maker.rescued, generator.rescued = generator.rescued, []
+        self.costs.sampled([*rollout_samples, *self.experience_maker.rescued])
+        tokens, generator.tokens = generator.tokens, 0
+        if self.dumper:
+            self.dumper.step = global_step + 1  # the number that it is logged under
+        coefficient = self.kl_ctl.value
         status, global_step = super().train_step(rollout_samples, global_step)
         if not math.isfinite(self.kl_ctl.value):  # an adaptive one follows the KL of skipped optimizer steps too
             self.kl_ctl.value = coefficient
@@ -360,7 +361,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             self.metrics_writer.write(names.KIND_TRAIN, global_step, numbers | sample | self.warnings | failed)
         self.failed_saves = []
         self.spikes.check(global_step, logs)
-        ckpt, save_steps, stopping = self.args.ckpt, self.args.ckpt.save_steps, stop.requested(self.args)
+        ckpt, save_steps, stopping = self.args.ckpt, self.args.ckpt.save_steps, stop_file(self.args).exists()
         if stopping:
             ckpt.save_steps = 1  # upstream saves if the step is divisible by it
         states = self._completed(client_states) if global_step % ckpt.save_steps == 0 else client_states
@@ -382,7 +383,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         finally:
             ckpt.save_steps = save_steps
         if stopping:
-            stop.clear(self.args)
+            stop_file(self.args).unlink(missing_ok=True)
             left = f"which is saved in {ckpt.path}; the same command with --ckpt.load_enable goes on from there."
             if ckpt.disable_ds:
                 left = "and --ckpt.disable_ds leaves no checkpoint to go on from."

@@ -15,7 +15,6 @@ from openrlhf_gtpo.algorithms import length_penalty
 from openrlhf_gtpo.integration.credit import old_policy
 from openrlhf_gtpo.integration.credit.audit import Audit
 from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy, entropy_credit
-from openrlhf_gtpo.integration.credit.guide_rows import guide_rows
 from openrlhf_gtpo.integration.credit.rollout_batch import RolloutBatch, in_sampling_order
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
@@ -76,8 +75,10 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
     def make_experience_batch(self, rollout_samples: list[Experience]) -> list[Experience]:
         """Like upstream's, followed by the experiences of ``rescued``, whose advantages are weighted."""
         rows, self.rescued = self.rescued, []
-        rescued = self._make_rescued(rows) if rows else []
-        return super().make_experience_batch(rollout_samples) + rescued
+        rescued, seconds = (self._make_rescued(rows), self.seconds) if rows else ([], {})
+        experiences = super().make_experience_batch(rollout_samples) + rescued
+        self.seconds = {name: taken + seconds.get(name, 0.0) for name, taken in self.seconds.items()}
+        return experiences
 
     def _make_rescued(self, rows: list[Experience]) -> list[Experience]:
         # These rows are in no dump, and the policy's sampler has no values for them that could be audited.
@@ -143,13 +144,12 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         return super()._flatten_results(refs, self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size)
 
     def _with_guide_rows(self, samples_list: list[Experience], sampled: list[TokenValues]) -> list[TokenValues]:
-        """``sampled``, (b, t) for each micro-batch, with the old policy's values filled in for the guide's rows by a
-        forward over those rows alone, since the policy's sampler has not seen them."""
+        """``sampled``, (b, t) for each micro-batch, with the old policy's values filled in for rows without any by a
+        forward over those rows alone: the guide's, unless they come from a dump."""
         places: list[tuple[int, int]] = []
         alone: list[Experience] = []
         for number, batch in enumerate(samples_list):
-            guided = guide_rows(batch)
-            for row in () if guided is None else guided.nonzero().flatten().tolist():
+            for row in sampled[number].entropy.isnan().any(dim=-1).nonzero().flatten().tolist():
                 places.append((number, row))
                 columns = ("sequences", "attention_mask", "action_mask", "total_length")
                 alone.append(Experience(**{name: getattr(batch, name)[row : row + 1] for name in columns}))

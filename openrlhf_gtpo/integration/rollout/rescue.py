@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 Response = dict[str, Any]  # of a rollout actor
@@ -55,8 +56,9 @@ class RescueQueue:
 
 def plain(response: Response) -> Response:
     """The part that training reads, as plain values; a reward's or agent's own numbers may come from any library."""
-    kept = {name: response[name] for name in ("prompt", "label", "observation_tokens", "action_ranges")}
-    kept |= {name: response[name] for name in ("rollout_log_probs", "prompt_number")}
+    kept = {name: response[name] for name in ("prompt", "label", "prompt_number")}
+    lists = ("observation_tokens", "action_ranges", "rollout_log_probs")
+    kept |= {name: np.asarray(response[name]).tolist() for name in lists}
     kept |= {name: float(response[name]) for name in ("reward", "scores")}
     logs = {name: torch.as_tensor(value).flatten()[0].item() for name, value in response.get("extra_logs", {}).items()}
     return kept | {"truncated": bool(response.get("truncated", False)), "extra_logs": logs}  # upstream's defaults

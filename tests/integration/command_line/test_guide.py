@@ -105,8 +105,10 @@ def test_engines_on_the_same_gpus_need_room_together(
     """As on a host with GPUs; on CPU, engines get small shares of the host's memory."""
     monkeypatch.setattr("openrlhf_gtpo.integration.command_line.host.adapt", lambda args: None)
     shared = guided | {"--train.colocate_all": True, "--algo.guide.gpu_memory_utilization": 0.3}
-    assert "on the same GPUs (--train.colocate_all) to be at most 1 together, got 1.25." in refused(shared)
-    check_guide(parse(argv_of(shared | RESCUES | {"--algo.guide.fraction": 0})))  # the policy sleeps by then
+    alone = shared | RESCUES | {"--algo.guide.fraction": 0}
+    for command in (shared, shared | {"--vllm.enable_sleep": True}, alone):
+        assert "on the same GPUs (--train.colocate_all) to be at most 1 together, got 1.25." in refused(command)
+    check_guide(parse(argv_of(alone | {"--vllm.enable_sleep": True})))  # the policy sleeps by then
 
 
 def test_a_guide_with_another_tokenizer_is_refused_with_the_first_token_that_differs(

@@ -106,3 +106,22 @@ def test_flags_that_a_replay_does_not_go_with(
     refused: Callable[..., str], dump: Callable[..., Path], changes: dict[str, Any], sentence: str
 ) -> None:
     assert re.search(sentence, refused(changes | {FLAG: dump()}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"--algo.kl.unbiased_gradient": True}, "which the ratio of --algo.kl.unbiased_gradient takes for the old"),
+        ({"--algo.advantage.estimator": "gae"}, "has rows of a guide, whose worth the critic of gae would learn;"),
+    ],
+)
+def test_a_guides_rows_are_not_replayed_with_what_a_guide_does_not_go_with(
+    command: dict[str, Any],
+    refused: Callable[..., str],
+    dump: Callable[..., Path],
+    changes: dict[str, Any],
+    sentence: str,
+) -> None:
+    of_guide = {"guided": [False] * 3 + [True], "rollout_log_probs": [[2.0, 3.0]] * 4}
+    assert sentence in refused(changes | {FLAG: dump(table=of_guide)})
+    run.check(run.parse(argv_of(command | changes | {FLAG: dump(table=of_guide | {"guided": [False] * 4})})))

@@ -191,7 +191,7 @@ def test_a_stale_request_does_not_stop_the_next_run(tmp_path: Path) -> None:
     stop.prepare(args)
     stop.stop_file(args).touch()
     stop.prepare(args)
-    assert not stop.requested(args)
+    assert not stop.stop_file(args).exists()
 
 
 def test_a_named_request_may_come_before_the_run(tmp_path: Path) -> None:
@@ -199,14 +199,14 @@ def test_a_named_request_may_come_before_the_run(tmp_path: Path) -> None:
     stop.prepare(args)
     stop.stop_file(args).touch()
     stop.prepare(args)
-    assert stop.requested(args)
+    assert stop.stop_file(args).exists()
 
 
 def test_sigusr1_to_the_driver_is_a_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = arguments(tmp_path)
     stop.prepare(args)
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert stop.requested(args) and "stops after this step" in capsys.readouterr().err
+    assert stop.stop_file(args).exists() and "stops after this step" in capsys.readouterr().err
 
 
 def test_asynchronous_training_keeps_the_signal(tmp_path: Path) -> None:

@@ -84,7 +84,9 @@ def test_a_warning_is_printed_when_it_begins_and_written_as_long_as_it_holds(
     controller.costs = SimpleNamespace(
         sampled=lambda samples: None, trained=lambda: None, begin=lambda: None, end=dict, response_tokens=1
     )
-    controller.experience_maker = SimpleNamespace(metrics={}, seconds={}, credit=entropy_credit(args), audit=NO_AUDIT)
+    controller.experience_maker = SimpleNamespace(
+        rescued=[], metrics={}, seconds={}, credit=entropy_credit(args), audit=NO_AUDIT
+    )
     controller.samples_generator = SimpleNamespace(at_end_of_episode=False, tokens=7)
     controller.metrics_writer = MetricsWriter(tmp_path / "metrics.jsonl")
     controller.heartbeat = None
