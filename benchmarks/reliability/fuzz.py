@@ -234,7 +234,7 @@ def check_weights_index(data: bytes) -> None:
 
 
 MANIFEST = {
-    "format": 1,
+    "format": 2,
     "written": 1.0,
     "model": {
         "vocab_size": 512,
@@ -250,7 +250,7 @@ MANIFEST = {
     "distributed_optimizer": True,
     "metric": {"key": "x", "value": 0.5},
     "versions": {},
-    "files": {"a.pt": {"size": 1, "crc32": 3904355907}, "b.pt": {"size": 0, "crc32": 0}},
+    "files": {"a.pt": {"size": 1, "xxh3": "e6c632b61e964e1f"}, "b.pt": {"size": 0, "xxh3": "2d06800538d394c2"}},
 }
 
 

@@ -8,7 +8,7 @@
 #
 # Before the job's time is over, before preemption and on `scancel --batch --signal=USR1 JOB` the run saves a
 # checkpoint after the step in progress, and the job goes back into the queue and continues from there. docs/slurm.md
-# has every message.
+# explains its messages.
 
 #SBATCH --job-name=gtpo
 #SBATCH --nodes=4
@@ -95,6 +95,9 @@ else
     [[ -n "${SLURM_JOB_ID:-}" ]] || refuse "this is a batch script: sbatch $0, or bash $0 --dry-run to look at it."
     unset SLURM_EXPORT_ENV # of sbatch --export=…: srun would keep from its steps what is exported below
     mapfile -t names < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    gpus="${SLURM_GPUS:-}" gpus="${gpus##*:}" # of sbatch --gpus, which may deal them out unevenly
+    [[ ! "$gpus" =~ ^[0-9]+$ ]] || ((gpus == ${#names[@]} * ${SLURM_GPUS_ON_NODE:-0})) ||
+        refuse "SLURM_GPUS=$SLURM_GPUS are not ${SLURM_GPUS_ON_NODE:-0} on each of ${#names[@]} nodes, as ${names[0]} has; ask for them with --gpus-per-node."
     find_addresses "$INTERFACE"
 fi
 attempt="${SLURM_RESTART_COUNT:-0}"

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
         }
         cases.append(case)
         _print(case, args.repeat)
-    write_results(args.output, args, {"cases": cases})
+        write_results(args.output, args, {"cases": cases})  # the next one may not fit into memory
     if args.png:
         from openrlhf_gtpo.report.benchmark_plots import plot_lm_head
 
@@ -65,6 +65,9 @@ def measure_ways(shape: dict[str, Any], repeat: int, seed: int) -> tuple[dict[st
 
     Args:
         shape: ``tokens`` T, hidden ``width`` H, ``vocabulary`` columns V over all ranks, and the inputs' ``dtype``.
+
+    Raises:
+        UsageError: one of several ranks is out of memory, which the others would wait for.
     """
     ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     problem, whole = _problem(shape, seed, ranks, rank)
@@ -79,6 +82,9 @@ def measure_ways(shape: dict[str, Any], repeat: int, seed: int) -> tuple[dict[st
             _probe(phase, call, problem, exact, about[name])
             if phase not in about[name]["failure"]:
                 sides[name][phase] = partial(call, problem)
+            elif ranks > 1:
+                reason = about[name]["failure"][phase]
+                raise UsageError(f"{name} on {ranks} processes: {reason}; give fewer tokens in --shape.")
     measured = measure(sides, repeat, warm_up=0, before_each=problem.drop_gradients)
     for name, one in measured.items():
         one.about = about[name]
@@ -139,9 +145,9 @@ def _print(case: dict[str, Any], repeat: int) -> None:
             if phase in one["failure"]:
                 cells += ["no memory", "", ""]
                 continue
-            extra = one["extra_bytes"][phase]
+            extra, over = one["extra_bytes"][phase], case["over_product"][name][phase]
             cells.append(f"{statistics.median(one['seconds'][phase]) * 1e3:.1f}")
-            cells.append(f"{statistics.median(case['over_product'][name][phase]):.2f}")
+            cells.append(f"{statistics.median(over):.2f}" if over else "?")
             cells.append("?" if extra is None else f"{extra / 2**20:.0f}")
         errors = one["log_prob_error"], one["entropy_error"]
         rows.append([*cells, *("" if error is None else f"{error:.1e}" for error in errors)])

@@ -22,6 +22,7 @@ from openrlhf.trainer.ray.ppo_actor import PolicyModelActor  # which `patch.appl
 from openrlhf_gtpo.benchmarks.actor import Policy, rollout, trainer_argv
 from openrlhf_gtpo.benchmarks.harness import Side, measure, print_table, ratios, spread, write_results
 from openrlhf_gtpo.benchmarks.synthetic import even_lengths
+from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration import patch
 from openrlhf_gtpo.integration import run as trainer
 from openrlhf_gtpo.integration.actors.policy_actor import PolicyActor
@@ -37,6 +38,12 @@ VARIANTS: dict[str, tuple[Any, Any]] = {
 
 def run(args: argparse.Namespace) -> None:
     """Measure the three variants, and print and write the results."""
+    rows = args.prompts * args.samples
+    if rows % args.micro_batch_size:  # which DeepSpeed refuses under upstream's strategy
+        raise UsageError(
+            f"--micro-batch-size {args.micro_batch_size} does not divide the {rows} responses of a step "
+            f"(--prompts {args.prompts} x --samples {args.samples}); give a divisor of {rows}."
+        )
     argv = [*trainer_argv(args, {}), "--algo.advantage.estimator"]
     parsed = trainer.parse([*argv, "group_norm"])
     start_ray(parsed, gpus=len(VARIANTS))
@@ -48,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
             policies[name] = Policy([*argv, "gtpo" if name == "gtpo" else "group_norm"], *classes)
 
         def new_round(repetition: int) -> None:
-            lengths = even_lengths(args.prompts * args.samples, args.response_tokens, repetition)
+            lengths = even_lengths(rows, args.response_tokens, repetition)
             for policy in policies.values():
                 policy.samples = rollout(policy.args, args.prompt_tokens, lengths, repetition)
 

@@ -112,7 +112,7 @@ def setup_of(args: SimpleNamespace) -> Setup:
     return Setup(
         gpus=sum(gpus),
         busy={
-            "rollout": gpus.engines or gpus.actor,  # which share theirs with colocated engines
+            "rollout": (gpus.engines or gpus.actor) + gpus.guide,  # colocated engines share the actor's
             "old_log_probs": models if forwards or reference_beside else models - gpus.actor,
             "shaping": 0,  # in the controller
             "train": gpus.actor + gpus.critic,

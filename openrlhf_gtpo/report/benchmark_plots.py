@@ -37,7 +37,7 @@ def plot_lm_head(cases: Sequence[Mapping[str, Any]], png_path: str | Path) -> Pa
                 for i, (median, more) in enumerate(zip(medians, above, strict=True)):
                     axes.annotate(f" {median:.2f}", (median + more, i), va="center", fontsize=8)
                 axes.axvline(1, color="black", linewidth=0.8)
-                axes.set_xlim(0, 1.15 * max(m + a for m, a in zip(medians, above, strict=True)))
+                axes.set_xlim(0, 1.15 * max((m + a for m, a in zip(medians, above, strict=True)), default=1))
                 axes.set_title(f"{label}\n{title}", fontsize=9)
         return save(figure, png_path)
 

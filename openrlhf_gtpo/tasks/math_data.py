@@ -155,10 +155,12 @@ def write_math_files(
     """
     directory = Path(output_dir).expanduser().resolve()
     # Checked before the answers are read, which may take minutes.
+    if eval_size < 0:
+        raise ValueError(f"Expected --eval-size >= 0, got {eval_size}.")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"--output {directory} is not an empty folder; name a new folder or remove it")
     rows, repeated, without_answer = _read_problems(table, problem_key, answer_key, answer_after, instruction, system)
-    if not 0 <= eval_size < len(rows):
+    if eval_size >= len(rows):
         raise ValueError(
             f"--eval-size {eval_size} leaves nothing to train on: {len(rows)} problems have an answer that can be "
             f"checked ({repeated} more were repeated, {without_answer} had none)"

@@ -28,6 +28,13 @@ def test_an_odd_number_of_rows_is_refused(actor_model: str, capsys: pytest.Captu
     assert capsys.readouterr().err == f"benchmark actor: {sentence}\n"
 
 
+@pytest.mark.usefixtures("no_engine")
+def test_micro_batches_of_upstream_s_actor_are_full(actor_model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark.main(["overhead", "--model", actor_model, "--prompts", "3"]) == 2
+    sentence = "--micro-batch-size 16 does not divide the 24 responses of a step (--prompts 3 x --samples 8)"
+    assert capsys.readouterr().err == f"benchmark overhead: {sentence}; give a divisor of 24.\n"
+
+
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_both_backends_are_measured_on_the_same_batches(actor_model: str, tmp_path: Path) -> None:

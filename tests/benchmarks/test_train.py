@@ -175,6 +175,8 @@ def test_flags_of_a_configuration_are_split_as_a_shell_does() -> None:
 SPLIT = {"rollout": 2, "old_log_probs": 4, "shaping": 0, "train": 4, "weight_sync": 6}
 COLOCATED = {"rollout": 4, "old_log_probs": 4, "shaping": 0, "train": 4, "weight_sync": 4}
 REFERENCE = {"--algo.kl.init_coef": 0.1, "--algo.kl.use_loss": True, "--ref.num_gpus_per_node": 4}
+GUIDE = {"--algo.guide.model_name_or_path": "x", "--algo.guide.fraction": 0.25, "--algo.guide.num_engines": 3}
+GUIDE |= {"--algo.advantage.estimator": "gtpo"}
 # One optimizer step per rollout.
 SAMPLER = {"--rollout.entropy": "sampler", "--logger.entropy_enable": True, "--train.batch_size": 4096}
 
@@ -189,6 +191,7 @@ SAMPLER = {"--rollout.entropy": "sampler", "--logger.entropy_enable": True, "--t
         (REFERENCE | {"--train.colocate_all": True, "--vllm.num_engines": 2}, 4, COLOCATED),
         ({"--reward.remote_url": None, "--reward.model_name_or_path": "x"}, 9, SPLIT | {"old_log_probs": 7}),
         (SAMPLER, 6, SPLIT | {"old_log_probs": 0}),
+        (GUIDE, 9, SPLIT | {"rollout": 5}),
         (REFERENCE | SAMPLER, 10, SPLIT | {"old_log_probs": 4}),
         (REFERENCE | SAMPLER | {"--train.colocate_actor_ref": True}, 6, SPLIT),
     ],

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from actor_program import _experience, _forward, _log_probs, _numbers, _policy_class, _start
 
-from openrlhf_gtpo.integration.actors.token_ratios import take_ratios
 from openrlhf_gtpo.report import names
 
 PROMPT = 3
@@ -56,8 +55,8 @@ def run_ratios(
             rows[row] = {"shift": shift[0], "advantages": sample.advantages[0]}
         trained.append(sample)
     status = _numbers(trained.fit(0))
-    seen = take_ratios(trained)
-    assert set(seen) == set(rows) and take_ratios(trained) == {}
+    seen = trained.trainer.ratios.take()
+    assert set(seen) == set(rows) and trained.trainer.ratios.take() == {}
     for row, (ratio, clipped) in seen.items():
         width = len(rows[row]["shift"])
         rows[row] |= {"ratio": torch.tensor(ratio[:width]), "clipped": torch.tensor(clipped[:width])}

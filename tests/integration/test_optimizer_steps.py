@@ -504,8 +504,10 @@ def test_what_compares_the_policy_with_itself_is_of_its_own_rows(level: str, mon
     """A guide's rows, where these metrics are 0, do not count, however they are dealt; for other metrics they do."""
     from rollouts import arguments
 
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda all_of, mine: all_of.__setitem__(0, mine))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
+    monkeypatch.setattr(
+        torch.distributed, "all_gather_object", lambda all_of, mine, group: all_of.__setitem__(0, mine)
+    )
     metrics = optimizer_steps.StepMetrics(arguments("--algo.advantage.is_correction_level", level))
     own = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [0.0, 0.0, 0.0]])  # by micro-batch and row
     for wholes in own:
@@ -520,9 +522,11 @@ def test_fp16_lives_by_skipping_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """That is how DeepSpeed finds its loss scale; it ends the run itself if there is none."""
     from rollouts import arguments
 
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda all_of, mine: all_of.__setitem__(0, mine))
+    monkeypatch.setattr(
+        torch.distributed, "all_gather_object", lambda all_of, mine, group: all_of.__setitem__(0, mine)
+    )
     args = arguments("--ds.param_dtype", "fp16")
     steps = optimizer_steps.BadSteps("actor", args)
     assert all(steps.add(math.inf, 0, optimizer_steps.StepMetrics(args)) for _ in range(20))

@@ -141,6 +141,19 @@ def test_ray_starts_where_the_doctor_finds_nothing_wrong(found: str, launcher: P
     assert "no training without all nodes: look at n1" in said[-1]
 
 
+def test_nodes_with_unlike_numbers_of_gpus_are_refused(launcher: Path, tmp_path: Path) -> None:
+    """As those of sbatch --gpus=12 on two nodes of 8."""
+    for name, text in (PROGRAMS | {"scontrol": "printf 'n1\\nn2\\n'"}).items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    settings = {"LAUNCHER": str(launcher), "OUTPUT": str(tmp_path / "run"), "SLURM_JOB_ID": "7", "INTERFACE": ""}
+    settings |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "8", "SLURM_GPUS": "h100:12"}
+    ended = run(PATH=f"{tmp_path}:{os.environ['PATH']}", **settings)
+    assert ended.returncode == 2 and not (tmp_path / "run").exists()
+    said = "[slurm] SLURM_GPUS=h100:12 are not 8 on each of 2 nodes, as n1 has; ask for them with --gpus-per-node.\n"
+    assert ended.stderr == said
+
+
 def test_an_attempt_that_loses_several_nodes_counts_once(launcher: Path, tmp_path: Path) -> None:
     ray = f"until [[ -e {tmp_path}/trains ]]; do sleep 0.1; done"
     programs = PROGRAMS | {

@@ -165,7 +165,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path, monkeypatch: 
         {"files": ["shard"]},
         {"files": {"shard": 10}},
         {"files": {"shard": {}}},
-        {"files": {"/dev/zero": {"size": 0, "crc32": 0}}},
+        {"files": {"/dev/zero": {"size": 0, "xxh3": ""}}},
         {"files": {"../t0/shard": {"size": 10}}},
         {"model": [0.0]},
         {"dtype": None},

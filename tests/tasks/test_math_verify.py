@@ -297,6 +297,7 @@ def test_nested_columns_and_messages_are_taken_as_they_are(tmp_path):
         (["--source", "missing.jsonl"], "--source missing.jsonl does not exist"),
         (["--problem-key", "question"], "row 1 has no column question; it has problem, answer"),
         (["--eval-size", "2"], "leaves nothing to train on: 2 problems"),
+        (["--eval-size", "-1"], "Expected --eval-size >= 0, got -1"),
         (["--answer-key", "answer.value"], "row 1 has no column answer.value"),
     ],
 )

@@ -15,10 +15,10 @@ from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 from ray.exceptions import ActorUnavailableError
 
 from openrlhf_gtpo.errors import Restartable, TrainingStopped
-from openrlhf_gtpo.integration.actors.optimizer_steps import all_gather_objects
 from openrlhf_gtpo.integration.actors.token_ratios import TokenRatios
 from openrlhf_gtpo.integration.credit.guide_rows import GuideRatios
 from openrlhf_gtpo.integration.credit.loss import credit_loss
+from openrlhf_gtpo.megatron.parallel.agreement import all_gather_objects
 from openrlhf_gtpo.weight_sync.buckets import Weights
 from openrlhf_gtpo.weight_sync.receipts import WeightSyncError
 from openrlhf_gtpo.weight_sync.sender import ColocatedSender, Engine, WeightSender, gather, ray_engine

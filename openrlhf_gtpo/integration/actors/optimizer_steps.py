@@ -21,6 +21,7 @@ from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.actors.micro_batches import fill_micro_batches
 from openrlhf_gtpo.integration.credit.guide_rows import guide_rows
 from openrlhf_gtpo.integration.credit.old_policy import count_steps
+from openrlhf_gtpo.megatron.parallel.agreement import all_gather_objects
 
 _OF_OWN_ROWS = ("ppo_kl", "vllm_kl", "is_filter_ratio")
 
@@ -148,13 +149,6 @@ class StepMetrics:
             for kind, value in theirs[1].items():
                 weights[kind] += value
         return {name: value / max(weights[kind], 1.0) for (name, kind), value in sums.items()}
-
-
-def all_gather_objects(mine: Any) -> list[Any]:
-    """Every rank's ``mine``, in the order of ranks."""
-    gathered: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, mine)
-    return gathered
 
 
 def poisoned(loss: Tensor) -> Tensor:

@@ -31,12 +31,19 @@ from torch.utils.serialization import config as serialization
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
-from openrlhf_gtpo.integration.actors.optimizer_steps import all_gather_objects, poisoned
+from openrlhf_gtpo.integration.actors.optimizer_steps import poisoned
+from openrlhf_gtpo.integration.command_line.input_checks import checkpoint_folders
 from openrlhf_gtpo.megatron.checkpoint import folder as checkpoint_folder
 from openrlhf_gtpo.megatron.checkpoint.files import Entry, HashedFile
 from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
 from openrlhf_gtpo.megatron.checkpoint.together import agree, choose, publish, put_in_order
-from openrlhf_gtpo.megatron.parallel.agreement import failure_of, from_first_rank, message_of, raise_together
+from openrlhf_gtpo.megatron.parallel.agreement import (
+    all_gather_objects,
+    failure_of,
+    from_first_rank,
+    message_of,
+    raise_together,
+)
 from openrlhf_gtpo.platform.compile_lock import CompileLock
 from openrlhf_gtpo.platform.random_state import apply_random_state, random_state
 
@@ -195,8 +202,7 @@ class Strategy(DeepspeedStrategy):
 
     def _saved_together(self, folder: Path) -> list[Path]:
         """``folder`` and, in a run with a critic, the other role's, which also has a checkpoint of each tag."""
-        roles = ("_actor", "_critic") if self.args.critic.model_name_or_path else ()
-        return [folder, *(folder.with_name(role) for role in roles if role != folder.name)]
+        return [folder, *(other for other in checkpoint_folders(self.args) if other.name != folder.name)]
 
     def save_model(self, model: Any, tokenizer: Any, output_dir: str, **kwargs: Any) -> None:
         """Like upstream's, but if the first rank, which does the writing, fails, all ranks fail and none waits for it.

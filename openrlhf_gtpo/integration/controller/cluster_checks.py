@@ -3,6 +3,7 @@
 import os
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,9 +80,8 @@ def fetch_model(name: str, nodes: list[dict[str, Any]], *, weights: bool) -> Non
     Raises:
         UsageError: wrapped in Ray's error, from a node that neither has the model nor can fetch it.
     """
-    fetch = ray.remote(num_cpus=0, max_retries=0)(model_folder)
     there = [node for node in nodes if node["Resources"].get("GPU")]
-    ray.get([fetch.options(scheduling_strategy=_on(node)).remote(name, weights=weights) for node in there])
+    ray.get([_start_on(node, model_folder, name, weights=weights) for node in there])
 
 
 def check_guide_memory(guide: SimpleNamespace, nodes: list[dict[str, Any]]) -> None:
@@ -99,9 +99,8 @@ def check_guide_memory(guide: SimpleNamespace, nodes: list[dict[str, Any]]) -> N
         return
     weights = int(_WEIGHT_BYTES * ModelShape.of(config).parameters / guide.tensor_parallel_size)
     on_cpu = platform.chosen_platform() == "cpu"
-    ask = ray.remote(num_cpus=0, max_retries=0)(free_memory if on_cpu else gpu_memory)
     there = [node for node in nodes if node["Resources"].get("GPU")]
-    memory = min(ray.get([ask.options(scheduling_strategy=_on(node)).remote() for node in there]))
+    memory = min(ray.get([_start_on(node, free_memory if on_cpu else gpu_memory) for node in there]))
     share = 1.0 if on_cpu else guide.gpu_memory_utilization
     if weights <= share * memory:
         return
@@ -154,7 +153,7 @@ def check_shared_folder(folder: str, nodes: list[dict[str, Any]]) -> None:
     except OSError as error:
         raise UsageError(f"--ckpt.path {path} cannot be written to: {error.strerror}.") from error
     try:
-        answers = [(node, _look_from(node, token)) for node in nodes]
+        answers = [(node, _start_on(node, look_for, str(token), _PATIENCE)) for node in nodes]
         for node, answer in answers:
             try:
                 complaint = ray.get(answer, timeout=_LOOK_LIMIT)
@@ -169,13 +168,11 @@ def check_shared_folder(folder: str, nodes: list[dict[str, Any]]) -> None:
         token.unlink(missing_ok=True)
 
 
-def _look_from(node: dict[str, Any], token: Path) -> Any:
-    look = ray.remote(num_cpus=0, max_retries=0)(look_for)
-    return look.options(scheduling_strategy=_on(node)).remote(str(token), _PATIENCE)
-
-
-def _on(node: dict[str, Any]) -> Any:
-    return ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+def _start_on(node: dict[str, Any], function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call ``function`` on a node; returns Ray's reference to its answer."""
+    place = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=place)(function)
+    return task.remote(*args, **options)
 
 
 def look_for(token: str, patience: float) -> str | None:

@@ -34,8 +34,8 @@ from openrlhf_gtpo.megatron.checkpoint.state import dtype_name, model_and_traine
 from openrlhf_gtpo.megatron.checkpoint.together import agree, choose, publish, put_in_order, verify
 from openrlhf_gtpo.megatron.checkpoint.writer import RankWrite, ThreadStrategy
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
-from openrlhf_gtpo.megatron.parallel.agreement import failure_of, from_first_rank, raise_together
-from openrlhf_gtpo.megatron.parallel.host import HostMemory, device, megatron_calls
+from openrlhf_gtpo.megatron.parallel.agreement import all_gather_objects, failure_of, from_first_rank, raise_together
+from openrlhf_gtpo.megatron.parallel.host import HostMemory, megatron_calls
 from openrlhf_gtpo.megatron.train.trainer import Trainer
 
 _RESERVE_BYTES = 64 * 2**20
@@ -99,8 +99,7 @@ class Checkpoints:
         """
         if self._pending is None:
             return False
-        done = torch.tensor(int(self._pending.done()), device=device())
-        torch.distributed.all_reduce(done, op=torch.distributed.ReduceOp.MIN)
+        done = all(all_gather_objects(self._pending.done()))
         if done:
             self.finish()
         return not done
@@ -184,8 +183,7 @@ class PendingSave:
             )
         del state  # the writer has its own references to what it writes
         self._finalize = request.finalize_fns
-        randoms: list[Any] = [None] * get_world_size()
-        torch.distributed.all_gather_object(randoms, checkpoint_state.rank_random_state())
+        randoms = all_gather_objects(checkpoint_state.rank_random_state())
 
         def write_small_files() -> None:
             self._take_reserve()

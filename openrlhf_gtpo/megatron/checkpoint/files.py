@@ -1,14 +1,12 @@
 """The files of a checkpoint, each known by its size and checksum: what is read is what was written."""
 
 import os
-import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-Entry = dict[str, int | str]  # {"size": bytes, "xxh3": hexadecimal}; in earlier versions "crc32" (int), or size alone
+Entry = dict[str, int | str]  # {"size": bytes, "xxh3": hexadecimal}
 
 _BLOCK = 2**22  # bytes read at once
 _PIECE = 2**18  # bytes written at once, and hashed while the processor's cache has them
@@ -89,9 +87,8 @@ def check_file(folder: Path, name: str, expected: Entry, *, checksum: bool) -> N
         size = path.stat().st_size
         if size != expected["size"]:
             raise DamagedError(f"{folder} is not whole: its file {name} has {size} bytes of {expected['size']}")
-        for kind, digest in _CHECKSUMS.items() if checksum else ():
-            if kind in expected and digest(path) != expected[kind]:
-                raise DamagedError(f"{folder} is damaged: its file {name} has changed")
+        if checksum and _xxh3(path) != expected.get("xxh3"):
+            raise DamagedError(f"{folder} is damaged: its file {name} has changed")
     except FileNotFoundError:
         raise DamagedError(f"{folder} is not whole: its file {name} is missing") from None
     except OSError as error:
@@ -119,9 +116,3 @@ def _xxh3(path: Path) -> str:
         while block := stream.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()
-
-
-_CHECKSUMS: dict[str, Callable[[Path], int | str]] = {
-    "xxh3": _xxh3,
-    "crc32": lambda path: zlib.crc32(path.read_bytes()),  # of files up to 16 MiB
-}

@@ -35,7 +35,6 @@ SIDE_FILES = "hf"  # the tokenizer, configuration and templates of the model, as
 LATEST = "latest"
 
 FORMAT = 2
-_READABLE = (1, 2)  # 1: only Megatron's, with checksums of files up to 16 MiB
 _DISTRIBUTIONS = ("openrlhf_gtpo", "openrlhf", "deepspeed", "megatron-core", "mbridge", "torch", "transformers")
 _SHAPE_FIELDS = (
     "model_type",
@@ -169,7 +168,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             [manifest[name] for name in ("dtype", "optimizer")]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedError(f"{path} cannot be read ({type(error).__name__}); use another checkpoint.") from None
-    if version not in _READABLE:
+    if version != FORMAT:
         raise CheckpointError(
             f"{folder} has checkpoint format {version}, and this version of openrlhf_gtpo reads format {FORMAT}; go "
             "on with the version that wrote it, or from another checkpoint."

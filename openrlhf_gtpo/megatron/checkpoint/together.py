@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import all_gather_object, get_rank, get_world_size
+from torch.distributed import get_rank, get_world_size
 
 from openrlhf_gtpo.megatron.checkpoint import folder as checkpoint_folder
 from openrlhf_gtpo.megatron.checkpoint.files import CheckpointError, DamagedError, Entry, check_file
 from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
-from openrlhf_gtpo.megatron.parallel.agreement import failure_of, from_first_rank, raise_together
+from openrlhf_gtpo.megatron.parallel.agreement import all_gather_objects, failure_of, from_first_rank, raise_together
 
 _READERS = 4  # threads per rank
 
@@ -93,8 +93,7 @@ def publish(temporary: Path, target: Path, contents: dict[str, Any], written: di
     Raises:
         CheckpointWriteError: the first rank could not; nothing is left of the checkpoint.
     """
-    everyone: list[dict[str, Entry]] = [{}] * get_world_size()
-    all_gather_object(everyone, written)
+    everyone = all_gather_objects(written)
 
     def write() -> None:
         entries = {name: entry for rank in everyone for name, entry in rank.items()}

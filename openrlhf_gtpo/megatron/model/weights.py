@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -13,6 +13,7 @@ from torch import Tensor
 from openrlhf_gtpo.megatron.fp8.weights import in_high_precision
 from openrlhf_gtpo.megatron.model.bridge import EXPERTS
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
+from openrlhf_gtpo.megatron.parallel.agreement import all_gather_objects
 from openrlhf_gtpo.megatron.parallel.host import device
 
 
@@ -104,11 +105,9 @@ class FullWeights:
         """The parameters of all stages, the first stage's first."""
         names = self._model.bridge._weight_name_mapping_mcore_local_to_global(self._model.stage, consider_ep=False)
         mine = [self._describe(name, names[name], parameter) for name, parameter in self._parameters.items()]
-        stages: list[Any] = [None] * self._pp.size()
-        torch.distributed.all_gather_object(stages, mine, group=self._pp)
         seen: set[str] = set()
         plan = []
-        for parameter in (parameter for stage in stages for parameter in stage):
+        for parameter in chain.from_iterable(all_gather_objects(mine, self._pp)):
             if not {name for name, _ in parameter.hf} <= seen:  # a tied head comes again from the last stage
                 plan.append(parameter)
                 seen.update(name for name, _ in parameter.hf)

@@ -20,7 +20,6 @@ from openrlhf_gtpo.integration.controller.cluster_checks import (
     check_nodes,
     check_shared_folder,
     free_memory,
-    look_for,
 )
 from openrlhf_gtpo.integration.controller.failures import explained, raise_if_lost, write_errors
 from openrlhf_gtpo.megatron.checkpoint.files import DamagedError
@@ -87,10 +86,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The run's folder as node n2 sees it; n1 sees what the driver sees."""
     folder = tmp_path / "n2"
 
-    def look(where: dict[str, Any], token: Path) -> str | None:
-        return look_for(str(token if where["NodeName"] == "n1" else folder / token.name), 0)
+    def look(where: dict[str, Any], function: Any, token: str, patience: float) -> str | None:
+        return function(token if where["NodeName"] == "n1" else str(folder / Path(token).name), 0)
 
-    monkeypatch.setattr(cluster_checks, "_look_from", look)
+    monkeypatch.setattr(cluster_checks, "_start_on", look)
     monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
     return folder
 
@@ -142,15 +141,13 @@ def test_a_guide_that_is_larger_than_memory_is_refused(
 ) -> None:
     """Qwen2.5-7B has 7.6e9 parameters, which the planner gives 2 bytes each; a quantized model is not checked."""
 
-    def remote(function: Any) -> Any:
+    def ask(node: dict[str, Any], function: Any) -> int:
         assert function.__name__ == {"cuda": "gpu_memory", "cpu": "free_memory"}[kind]
-        ask = SimpleNamespace(remote=lambda: int(memory))
-        return SimpleNamespace(options=lambda scheduling_strategy: ask)
+        return int(memory)
 
     monkeypatch.setenv(platform.PLATFORM_VARIABLE, kind)
-    monkeypatch.setattr(cluster_checks.ray, "remote", lambda **options: remote)
+    monkeypatch.setattr(cluster_checks, "_start_on", ask)
     monkeypatch.setattr(cluster_checks.ray, "get", lambda answers: answers)
-    monkeypatch.setattr(cluster_checks, "_on", lambda node: None)
     guide = SimpleNamespace(
         model_name_or_path=str(tmp_path), tensor_parallel_size=size, gpu_memory_utilization=0.3, endpoint=None
     )
@@ -169,7 +166,7 @@ def test_this_hosts_memory_is_known() -> None:
 
 
 def test_a_node_that_cannot_look_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_checks, "_look_from", lambda where, token: None)
+    monkeypatch.setattr(cluster_checks, "_start_on", lambda *of: None)
 
     def died(reference: Any, timeout: float) -> None:
         raise ray.exceptions.RayTaskError("look_for", "traceback", ImportError("no module named openrlhf_gtpo"))
