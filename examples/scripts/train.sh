@@ -67,7 +67,7 @@ audit="${FP8_AUDIT_STEPS:-0}" # as set by the user; a preset's own needs FP8 and
 # shellcheck source=examples/scripts/presets/gtpo_colocated.sh
 source "$preset_file"
 ALGORITHM="${ALGORITHM:-gtpo}"         # gtpo, grpo_s, grpo, dapo, gspo, dr_grpo, rloo, forking_tokens, entropy_bonus
-SURROGATE="${SURROGATE:-}"             # cispo, sapo, gmpo, gspo_token, clip_cov, kl_cov, stare; empty for the algorithm's own
+SURROGATE="${SURROGATE:-}"             # cispo, sapo, gmpo, gspo_token, clip_cov, kl_cov, stare, hapo, htpo; empty for the algorithm's own
 PLACEMENT="${PLACEMENT:-colocated}"    # colocated, split
 GUIDE="${GUIDE:-}"                     # a stronger model that samples too, on GPUs as PLACEMENT says; empty: none
 GUIDE_FRACTION="${GUIDE_FRACTION:-0.25}" # of each prompt's responses
@@ -118,7 +118,7 @@ done
 [[ "$STEPS" =~ ^([1-9][0-9]{0,8})?$ ]] || refuse "STEPS is '$STEPS'; it must be a number from 1 to 999999999, or empty for one pass over the data."
 [[ "$SAVE_STEPS" =~ ^(-1|[1-9][0-9]{0,8})$ ]] || refuse "SAVE_STEPS is '$SAVE_STEPS'; it must be a number from 1 to 999999999, or -1 for never."
 [[ "$ALGORITHM" =~ ^(gtpo|grpo_s|grpo|dapo|gspo|dr_grpo|rloo|forking_tokens|entropy_bonus)$ ]] || refuse "ALGORITHM is '$ALGORITHM'; it must be gtpo, grpo_s, grpo, dapo, gspo, dr_grpo, rloo, forking_tokens or entropy_bonus."
-[[ "$SURROGATE" =~ ^(cispo|sapo|gmpo|gspo_token|clip_cov|kl_cov|stare)?$ ]] || refuse "SURROGATE is '$SURROGATE'; it must be cispo, sapo, gmpo, gspo_token, clip_cov, kl_cov or stare, or empty for the algorithm's own."
+[[ "$SURROGATE" =~ ^(cispo|sapo|gmpo|gspo_token|clip_cov|kl_cov|stare|hapo|htpo)?$ ]] || refuse "SURROGATE is '$SURROGATE'; it must be cispo, sapo, gmpo, gspo_token, clip_cov, kl_cov, stare, hapo or htpo, or empty for the algorithm's own."
 [[ "$PLACEMENT" == colocated || "$PLACEMENT" == split ]] || refuse "PLACEMENT is '$PLACEMENT'; it must be colocated or split."
 [[ "$FP8" =~ ^(hybrid|e4m3|emulated)?$ ]] || refuse "FP8 is '$FP8'; it must be hybrid or e4m3, or empty for BF16."
 [[ "$FP8_RECIPE" =~ ^(blockwise|tensorwise|delayed)$ ]] || refuse "FP8_RECIPE is '$FP8_RECIPE'; it must be blockwise, tensorwise or delayed."

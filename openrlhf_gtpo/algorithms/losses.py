@@ -83,7 +83,7 @@ def policy_surrogate(
 
 
 def clipped_objective(
-    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+    ratio: Tensor, advantages: Tensor, clip_low: float | Tensor, clip_high: float | Tensor, dual_clip: float | None
 ) -> tuple[Tensor, Tensor]:
     """min(w A, clip(w, 1 - clip_low, 1 + clip_high) A) of any shape, and where the clipped one is strictly smaller."""
     unclipped = ratio * advantages

@@ -259,6 +259,137 @@ def stare_surrogate(
     return Surrogate(-weight * objective, mask, clipped, ratio.detach(), -log_ratio.detach())
 
 
+@dataclass(frozen=True)
+class HAPOConfig(ClipConfig):
+    """HAPO's redistribution and clip range (arXiv 2509.16591).
+
+    Fields:
+        pivot: quantile of a micro-batch's log-entropies that divides tokens of high entropy from those of low entropy.
+        redistribution: how far a token's distance from the pivot changes its advantage: at most by this factor of it.
+        adaptation: likewise for the bounds of the clip range.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    pivot: float = number(0.8, at_least=0, at_most=1)
+    redistribution: float = number(1.0, at_least=0, at_most=1)
+    adaptation: float = number(1.0, at_least=0)
+
+
+def hapo_surrogate(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    config: HAPOConfig,
+    *,
+    entropy: Tensor,
+) -> Surrogate:
+    """PPO's clip with A (1 + h) in place of A at tokens of high entropy whose ratio leaves the inner half of the clip
+    range, and at tokens of low entropy whose ratio stays in it; h is the distance of log H from its pivot, scaled to
+    [-1, 1] on each side. The upper bound is widened to 1 + clip_high (1 + h) at high entropy, the lower one to
+    1 - clip_low (1 - h) at low entropy (arXiv 2509.16591; the authors' github.com/starriver030515/HAPO, ``ada_clip``,
+    ``ada_advantage``).
+
+    Departures: the paper's adaptive temperature and its mean over a group's tokens are left out. The authors' code
+    scales h at low entropy by a negative number, which makes it positive; their figure shows the lower advantage and
+    the wider lower bound that follow from a negative h, as here. As in their code, the pivot is a micro-batch's.
+    """
+    log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    height = _height(entropy.to(ratio.dtype), mask, config.pivot)
+    low = config.clip_low * (1 - config.adaptation * height.clamp(max=0))
+    high = config.clip_high * (1 + config.adaptation * height.clamp(min=0))
+    inside = (ratio.detach() > 1 - low / 2) & (ratio.detach() < 1 + high / 2)
+    advantages = advantages * (1 + config.redistribution * height).where((height > 0) != inside, 1)
+    objective, clipped = clipped_objective(ratio, advantages, low, high, config.dual_clip)
+    return Surrogate(-objective, mask, clipped, ratio.detach(), -log_ratio.detach())
+
+
+def _height(entropy: Tensor, mask: Tensor, pivot: float) -> Tensor:
+    """(B, T) log-entropies less their ``pivot`` quantile, divided by the largest distance on each side; 0 outside the
+    mask."""
+    logs = entropy.clamp_min(1e-8).log()
+    inside = logs[mask]
+    if not inside.numel():
+        return torch.zeros_like(logs)
+    distance = (logs - inside.kthvalue(1 + round(pivot * (len(inside) - 1))).values).where(mask, 0)
+    return distance / torch.where(distance > 0, distance.max(), -distance.min()).clamp_min(1e-8)
+
+
+@dataclass(frozen=True)
+class HTPOConfig(ClipConfig):
+    """HTPO (arXiv 2605.08283).
+
+    Fields:
+        difficulty_threshold: a prompt is hard if a smaller share of its responses is right.
+        forking_fraction: share of a response's tokens, those of the highest entropy, that count as forking tokens.
+        lowest_fraction: share of the other tokens, those of the lowest entropy, of right responses to hard prompts
+            whose loss is left out; rounded down, less one token.
+        highest_fraction: share of the forking tokens, those of the highest entropy, of right responses to easy prompts
+            whose loss is left out; at least one token.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    dual_clip: float | None = None
+    difficulty_threshold: float = number(0.6, at_least=0, at_most=1)
+    forking_fraction: float = number(0.2, above=0, at_most=1)
+    lowest_fraction: float = number(0.006, at_least=0, at_most=1)
+    highest_fraction: float = number(0.02, above=0, at_most=1)
+
+
+def htpo_surrogate(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    config: HTPOConfig,
+    *,
+    entropy: Tensor,
+    correct: Tensor,
+    accuracy: Tensor,
+) -> Surrogate:
+    """PPO's clip, but forking tokens keep a gradient of constant weight outside the clip range: with weight
+    1 + clip_high above it and 1 / w below it in right responses to hard prompts, and 1 - clip_low below it in wrong
+    responses. Tokens of the lowest entropy, and of the highest, lose their loss in right responses to hard, and to
+    easy, prompts (arXiv 2605.08283; figure and ``compute_policy_loss_htpo`` of the authors' github.com/xcyao00/HTPO).
+    ``clipped`` marks tokens without a gradient.
+
+    Departure: the authors' code adds the terms of constant weight to the loss, which pushes the policy against the
+    advantage; their figure shows them in the objective, as here.
+    """
+    log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    objective, clipped = clipped_objective(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
+    w, right, hard = ratio.detach(), correct.bool()[:, None], (accuracy < config.difficulty_threshold)[:, None]
+    count = mask.sum(-1, keepdim=True)
+    falling = entropy.masked_fill(~mask, -torch.inf).sort(-1, descending=True).values
+    forking = mask & (entropy >= _nth(falling, config.forking_fraction, count))
+    rising = entropy.masked_fill(~mask | forking, torch.inf).sort(-1).values
+    others, forks = count - forking.sum(-1, keepdim=True), forking.sum(-1, keepdim=True)
+    lowest = mask & ~forking & (entropy < _nth(rising, config.lowest_fraction, others))
+    highest = forking & (entropy >= _nth(falling, config.highest_fraction, forks))
+    left_out = right & torch.where(hard, lowest, highest)
+
+    above, below = w > 1 + config.clip_high, w < 1 - config.clip_low
+    weight = torch.where(above, 1 + config.clip_high, torch.where(right, 1 / w, 1 - config.clip_low))
+    kept = forking & torch.where(right, hard & (above | below), below)
+    objective = torch.where(kept, weight * advantages * (ratio / w), objective)
+    loss = -objective.masked_fill(left_out, 0)
+    return Surrogate(loss, mask, (clipped & ~kept) | left_out, w, -log_ratio.detach())
+
+
+def _nth(ordered: Tensor, fraction: float, count: Tensor) -> Tensor:
+    """(B, 1) value at the end of the first ``fraction`` of each row's ``count``, rounded down, at least the first."""
+    number = (fraction * count.double() + 1e-9).long().clamp_min(1)  # the product is meant exactly
+    return ordered.gather(-1, number - 1)
+
+
 def token_covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """(B, T) contribution of each action token to the covariance of log-prob and advantage over all of them, detached:
     (log pi - its mean) (A - its mean), as arXiv 2505.22617 defines it; junk outside the mask."""
@@ -286,6 +417,8 @@ class SurrogateType:
         aggregation: what the paper takes the mean over: all tokens, or the means of the responses.
         loss: takes log_probs, old_log_probs, advantages, mask ((B, T) each) and config; raises ValueError for tensors
             that do not fit or are not finite.
+        reads: what else it takes, by keyword: ``entropy``, (B, T) nats of the policy in training, detached;
+            ``correct``, (B,) 1 where the response succeeded; ``accuracy``, (B,) share of its group that did.
     """
 
     summary: str
@@ -293,6 +426,7 @@ class SurrogateType:
     level: Level
     aggregation: Level
     loss: Callable[..., Surrogate]
+    reads: tuple[str, ...] = ()
 
 
 SURROGATES = {
@@ -312,5 +446,21 @@ SURROGATES = {
     ),
     "stare": SurrogateType(
         "a weight for the tokens of highest surprisal", STAREConfig, "token", "token", stare_surrogate
+    ),
+    "hapo": SurrogateType(
+        "advantages and clip range that depend on entropy",
+        HAPOConfig,
+        "token",
+        "token",
+        hapo_surrogate,
+        ("entropy",),
+    ),
+    "htpo": SurrogateType(
+        "an objective for each kind of token, by entropy, outcome and difficulty",
+        HTPOConfig,
+        "token",
+        "token",
+        htpo_surrogate,
+        ("entropy", "correct", "accuracy"),
     ),
 }

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from types import SimpleNamespace
 
 import torch
 
@@ -302,8 +303,62 @@ def stare_pairs(new, old, advantages, config):
     return pairs
 
 
-def surrogate_pairs(name, new, old, advantages, config):
+def hapo_pairs(new, old, advantages, config, entropy):
+    logs = [[math.log(max(h, 1e-8)) for h in row] for row in entropy]
+    ordered = sorted(x for row in logs for x in row)
+    pivot, pairs = ordered[round(config.pivot * (len(ordered) - 1))], []
+    for i, rows in enumerate(zip(new, old, advantages)):
+        pairs.append([])
+        for t, (n, o, a) in enumerate(zip(*rows)):
+            distance = logs[i][t] - pivot
+            height = distance / max(1e-8, ordered[-1] - pivot if distance > 0 else pivot - ordered[0])
+            low, high = config.clip_low, config.clip_high
+            if height > 0:
+                high *= 1 + config.adaptation * height
+            else:
+                low *= 1 - config.adaptation * height
+            ratio = math.exp(n - o)
+            explores = not 1 - low / 2 < ratio < 1 + high / 2
+            if explores == (height > 0):
+                a *= 1 + config.redistribution * height
+            pairs[i].append(
+                pair_of(ratio, a, SimpleNamespace(clip_low=low, clip_high=high, dual_clip=config.dual_clip))
+            )
+    return pairs
+
+
+def htpo_row(new, old, advantages, config, entropy, is_correct, is_hard):
+    def threshold(values, fraction):
+        return values[max(1, math.floor(fraction * len(values) + 1e-9)) - 1]
+
+    forks = [h for h in entropy if h >= threshold(sorted(entropy, reverse=True), config.forking_fraction)]
+    others = sorted(h for h in entropy if h < min(forks))
+    pairs = []
+    for n, o, a, h in zip(new, old, advantages, entropy):
+        ratio, forking = math.exp(n - o), h >= min(forks)
+        pair = pair_of(ratio, a, config)
+        above, below = ratio > 1 + config.clip_high, ratio < 1 - config.clip_low
+        if forking and is_correct and is_hard and (above or below):
+            weight = 1 + config.clip_high if above else 1 / ratio
+            pair = (-weight * a, -weight * a)
+        if forking and not is_correct and below:
+            pair = (-(1 - config.clip_low) * a, -(1 - config.clip_low) * a)
+        lowest = not forking and h < threshold(others, config.lowest_fraction)
+        highest = forking and h >= threshold(sorted(forks, reverse=True), config.highest_fraction)
+        pairs.append((0.0, 0.0) if is_correct and (lowest if is_hard else highest) else pair)
+    return pairs
+
+
+def surrogate_pairs(name, new, old, advantages, config, entropy=None, correct=None, accuracy=None):
     """For each row and token: its part of the loss, and the derivative of the whole sum by its log-prob."""
+    if name == "hapo":
+        return hapo_pairs(new, old, advantages, config, entropy)
+    if name == "htpo":
+        rows = zip(new, old, advantages, entropy, correct, accuracy)
+        return [
+            htpo_row(n, o, a, config, h, c > 0, p < config.difficulty_threshold) if n else []
+            for n, o, a, h, c, p in rows
+        ]
     if name == "clip_cov":
         return clip_cov_pairs(new, old, advantages, config)
     if name == "kl_cov":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from openrlhf_gtpo.algorithms.surrogates import (
     ClipCovConfig,
     GMPOConfig,
     GSPOTokenConfig,
+    HAPOConfig,
+    HTPOConfig,
     KLCovConfig,
     SAPOConfig,
     STAREConfig,
@@ -22,6 +25,8 @@ from openrlhf_gtpo.algorithms.surrogates import (
     clip_cov_surrogate,
     gmpo_surrogate,
     gspo_token_surrogate,
+    hapo_surrogate,
+    htpo_surrogate,
     kl_cov_surrogate,
     stare_surrogate,
 )
@@ -39,6 +44,11 @@ CONFIGS = {
         STAREConfig(target_entropy=10.0),
         STAREConfig(0.1, 0.1, 1.2, fraction=0.3, weight_positive=2.0, weight_negative=0.5, target_entropy=1.6),
     ],
+    "hapo": [HAPOConfig(), HAPOConfig(0.1, 0.3, 1.2, pivot=0.4, redistribution=0.5, adaptation=2.0)],
+    "htpo": [
+        HTPOConfig(),
+        HTPOConfig(0.1, 0.2, 1.1, forking_fraction=0.6, lowest_fraction=0.9, highest_fraction=0.7),
+    ],
 }
 CASES = [(name, config) for name, configs in CONFIGS.items() for config in configs]
 
@@ -55,8 +65,17 @@ def make_batch(seed, level, empty_row=False, spread=0.5, dtype=torch.float64):
     return new.masked_fill(~mask, 0).to(dtype).requires_grad_(), old, advantages, mask
 
 
-def run(name, batch, config):
-    surrogate = SURROGATES[name].loss(*batch, config)
+def context(name, batch):
+    """What the surrogate reads besides: entropies with ties, rows of both outcomes, easy and hard prompts."""
+    entropy, _, correct, _ = ragged_batch(7, num_columns=batch[3].shape[1])
+    entropy, correct = (values.repeat(3, *[1] * (values.dim() - 1))[: len(batch[3])] for values in (entropy, correct))
+    entropy = entropy.nan_to_num(1.0).masked_fill(~batch[3], float("nan"))
+    known = {"entropy": entropy, "correct": correct, "accuracy": torch.linspace(0, 1, len(correct)).roll(2)}
+    return {name: known[name] for name in SURROGATES[name].reads}
+
+
+def run(name, batch, config, **given):
+    surrogate = SURROGATES[name].loss(*batch, config, **(context(name, batch) | given))
     (gradient,) = torch.autograd.grad(surrogate.loss.sum(), batch[0])
     return surrogate, gradient
 
@@ -78,7 +97,8 @@ def test_values_and_gradients_are_the_loops(seed, case, of_rows, empty_row):
     batch = make_batch(seed, "sequence" if of_rows else SURROGATES[name].level, empty_row)
     new, old, advantages, mask = batch
     surrogate, gradient = run(name, batch, config)
-    pairs = surrogate_pairs(name, *(tokens_of(x.detach(), mask) for x in (new, old, advantages)), config)
+    read = {key: tokens_of(x, mask) if x.dim() > 1 else x.tolist() for key, x in context(name, batch).items()}
+    pairs = surrogate_pairs(name, *(tokens_of(x.detach(), mask) for x in (new, old, advantages)), config, **read)
     losses, slopes = (scatter([[pair[k] for pair in row] for row in pairs], mask) for k in (0, 1))
     of_unit = surrogate.loss if SURROGATES[name].level == "token" else surrogate.loss[:, None]
     expected = losses if SURROGATES[name].level == "token" else losses.sum(-1, keepdim=True)
@@ -102,8 +122,10 @@ def test_the_cases_clip_something_and_not_everything(name, config):
 def test_on_policy_each_is_reinforce(name):
     """Before the policy moves, the gradient is minus the advantage, divided by the row's tokens at sequence level."""
     new, _, advantages, mask = make_batch(3, "sequence")
-    config = ClipCovConfig(cov_low=1e6, cov_high=1e7) if name == "clip_cov" else SURROGATES[name].config()
-    _, gradient = run(name, (new, new.detach(), advantages, mask), config)
+    plain = {"clip_cov": {"cov_low": 1e6, "cov_high": 1e7}, "hapo": {"redistribution": 0.0}}  # changes no gradient
+    hard = {"accuracy": torch.zeros(len(mask))} if name == "htpo" else {}
+    config = SURROGATES[name].config(**plain.get(name, {}))
+    _, gradient = run(name, (new, new.detach(), advantages, mask), config, **hard)
     expected = -advantages.where(mask, 0)
     if SURROGATES[name].level == "sequence":
         expected = expected / mask.sum(-1, keepdim=True)
@@ -175,6 +197,27 @@ def test_at_its_target_entropy_or_without_weights_stare_is_ppo():
     assert not torch.equal(stare_surrogate(*batch, STAREConfig(target_entropy=9.0)).loss, expected)
 
 
+def test_without_redistribution_and_adaptation_hapo_is_ppo():
+    batch = make_batch(6, "token")
+    expected = policy_surrogate(*batch, level="token", clip_high=0.2)
+    found = hapo_surrogate(*batch, HAPOConfig(redistribution=0.0, adaptation=0.0), **context("hapo", batch))
+    assert torch.equal(found.loss, expected.loss) and torch.equal(found.clipped, expected.clipped)
+
+
+def test_htpo_has_ppos_loss_in_wrong_responses_and_a_gradient_where_ppo_has_none():
+    """That of the advantage: the policy goes on away from forking tokens of wrong responses."""
+    new, old, advantages, mask = make_batch(6, "token")
+    batch, wrong = (new, old, -advantages.abs(), mask), torch.zeros(len(mask))
+    given = context("htpo", batch) | {"correct": wrong}
+    found = htpo_surrogate(*batch, HTPOConfig(), **given)
+    expected = policy_surrogate(*batch, level="token")
+    torch.testing.assert_close(found.loss, expected.loss)
+    ours, theirs = (torch.autograd.grad(one.loss.sum(), new)[0] for one in (found, expected))
+    more = expected.clipped & ~found.clipped
+    assert more.any() and (theirs[more] == 0).all() and (ours[more] > 0).all()
+    torch.testing.assert_close(ours[~more], theirs[~more])
+
+
 @pytest.mark.parametrize("name", SURROGATES)
 def test_nothing_and_the_far_off_policy_stay_finite(name):
     new, old, advantages, mask = make_batch(8, "sequence", dtype=torch.float32)
@@ -193,7 +236,8 @@ def test_nothing_and_the_far_off_policy_stay_finite(name):
 def test_refusals_name_what_does_not_fit(name):
     new, old, advantages, mask = make_batch(9, "sequence")
     config = SURROGATES[name].config()
-    loss = SURROGATES[name].loss
+    read = context(name, (new, old, advantages, mask))
+    loss = partial(SURROGATES[name].loss, **read)
     with pytest.raises(ValueError, match="mask has dtype"):
         loss(new, old, advantages, mask.int(), config)
     broken = old.clone()
@@ -221,6 +265,10 @@ def test_refusals_name_what_does_not_fit(name):
         (STAREConfig, {"weight_positive": 0.9}),
         (STAREConfig, {"weight_negative": 1.1}),
         (STAREConfig, {"target_entropy": -0.1}),
+        (HAPOConfig, {"pivot": 1.1}),
+        (HAPOConfig, {"redistribution": 1.5}),
+        (HTPOConfig, {"forking_fraction": 0.0}),
+        (HTPOConfig, {"difficulty_threshold": 1.5}),
     ],
     ids=str,
 )

@@ -226,6 +226,9 @@ def _sample(row: int, batch: SimpleNamespace, old: torch.Tensor, args: SimpleNam
     experience.advantages = torch.randn(shape, generator=generator).expand(batch.action_mask.shape) * batch.action_mask
     experience.returns = experience.advantages.clone()
     experience.values = torch.randn(batch.action_mask.shape, generator=generator) * batch.action_mask
+    if args.actor.policy_loss_type == "htpo":
+        experience.info[names.GROUPS_CORRECT] = torch.tensor([float(row % 2)])
+        experience.info[names.GROUPS_ACCURACY] = torch.tensor([row % 3 / 2])
     if args.algo.guide.model_name_or_path:
         guided, rescued = row % 3 == 1, bool(args.algo.guide.rescue_batch) and row % 4 == 2
         experience.info[names.GUIDE_ROWS] = torch.tensor([float(guided)])

@@ -437,6 +437,22 @@ def test_entropies_of_one_batch_are_gone_before_the_next(monkeypatch: pytest.Mon
 # ── Metrics ──
 
 
+def test_rows_carry_what_a_surrogate_reads_of_their_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With any estimator, whichever micro-batch a row is in; and no other surrogate's rows carry it."""
+    batch = rollout()
+    correct = (batch.outcome >= 1).float()
+    accuracy = torch.stack([correct[batch.group_ids == group].mean() for group in batch.group_ids])
+    for estimator, surrogate in (("group_norm", "htpo"), ("gtpo", "htpo"), ("group_norm", "cispo")):
+        flags = ("--algo.advantage.estimator", estimator, "--actor.policy_loss_type", surrogate)
+        made = maker(EntropyExperienceMaker, arguments(*flags, "--algo.kl.init_coef", "0"), batch, monkeypatch)
+        experiences = made.make_experience_batch(batch.samples())
+        for experience in experiences:
+            known = {names.GROUPS_CORRECT, names.GROUPS_ACCURACY} & set(experience.info)
+            assert len(known) == (2 if surrogate == "htpo" else 0)
+            for name, rows in ((names.GROUPS_CORRECT, correct), (names.GROUPS_ACCURACY, accuracy)):
+                torch.testing.assert_close(experience.info.get(name, rows[experience.index]), rows[experience.index])
+
+
 def test_metrics_of_a_batch_computed_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 0, 1]], dtype=torch.bool)
     batch = Rollout(

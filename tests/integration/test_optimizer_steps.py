@@ -47,6 +47,8 @@ ESTIMATORS = {
     "critic": ["--algo.advantage.estimator", "gae"],
     "gtpo with sapo": ["--algo.advantage.estimator", "gtpo", "--actor.policy_loss_type", "sapo", *ENTROPY],
     "grpo with gmpo": ["--algo.preset", "gmpo", *ENTROPY],
+    "grpo with htpo": ["--algo.preset", "htpo", "--actor.htpo.forking_fraction", "0.5"],
+    "grpo with hapo": ["--algo.preset", "hapo"],
     "gtpo with a guide": ["--algo.advantage.estimator", "gtpo", *GUIDE, *CORRECTION],
     "grpo with rescues": [
         "--algo.preset",
@@ -94,6 +96,9 @@ def whole(actor_model: str, pools: dict[int, RankPool]) -> dict[str, list[dict[s
         ("gtpo with sapo", 1, [*BY_TOKENS, "--actor.backend", "megatron"]),
         ("grpo with gmpo", 1, THREES),
         ("grpo with gmpo", 1, [*BY_TOKENS, "--actor.backend", "megatron"]),
+        ("grpo with htpo", 2, THREES),
+        ("grpo with htpo", 2, [*BY_TOKENS, "--actor.backend", "megatron"]),
+        ("grpo with hapo", 1, ["--train.max_tokens_per_gpu", "999", "--actor.backend", "megatron"]),
         ("gtpo with a guide", 2, THREES),
         ("gtpo with a guide", 2, [*BY_TOKENS, "--actor.backend", "megatron"]),
         ("grpo with rescues", 2, THREES),
@@ -122,6 +127,7 @@ def test_the_rounds_can_tell(whole: dict[str, Any]) -> None:
     """Something is filtered, and a short round differs from a whole one."""
     for name in ("gtpo", "grpo_s", "gtpo with a guide"):
         assert 0 < whole[name][0]["is_filter_ratio"] < 1
+    assert 0 < whole["grpo with htpo"][0]["ppo_clip_ratio"] < 1, "tokens whose loss is left out"
     for name, rescued in (("gtpo with a guide", None), ("grpo with rescues", 4 / 16)):
         first = whole[name][0]
         assert first[names.GUIDE_ROWS] == pytest.approx(5 / 16) and first.get(names.RESCUE_ROWS) == rescued

@@ -164,7 +164,7 @@ def test_what_a_cluster_runs_has_absolute_paths(tmp_path: Path) -> None:
         (
             [],
             {"SURROGATE": "ppo"},
-            "SURROGATE is 'ppo'; it must be cispo, sapo, gmpo, gspo_token, clip_cov, kl_cov or stare, or",
+            "SURROGATE is 'ppo'; it must be cispo, sapo, gmpo, gspo_token, clip_cov, kl_cov, stare, hapo or",
         ),
         ([], {"PLACEMENT": "both"}, "PLACEMENT is 'both'; it must be colocated or split."),
         ([], {"FP8": "yes"}, "FP8 is 'yes'; it must be hybrid or e4m3, or empty for BF16."),

@@ -10,15 +10,17 @@ from typing import Any
 import ray
 import ray.util.state
 import torch
+from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 from ray.exceptions import ActorUnavailableError
 
 from openrlhf_gtpo.errors import Restartable, TrainingStopped
 from openrlhf_gtpo.integration.actors.token_ratios import TokenRatios
-from openrlhf_gtpo.integration.credit.guide_rows import GuideRatios
+from openrlhf_gtpo.integration.credit.guide_rows import GuideRatios, guide_rows, info_rows
 from openrlhf_gtpo.integration.credit.loss import credit_loss
 from openrlhf_gtpo.megatron.parallel.agreement import all_gather_objects
+from openrlhf_gtpo.report import names
 from openrlhf_gtpo.weight_sync.buckets import Weights
 from openrlhf_gtpo.weight_sync.receipts import WeightSyncError
 from openrlhf_gtpo.weight_sync.sender import ColocatedSender, Engine, WeightSender, gather, ray_engine
@@ -64,14 +66,14 @@ def wait_for_engines(
                     f"{what} {number} of {len(engines)} (counted from 0) died {waited:.0f} s after the trainer "
                     f"began to wait for it: {' '.join(str(failure).split())[-400:]}{_last_words(engines[number])}"
                 )
-        names = ", ".join(map(str, sorted(starting.values())))
+        absent = ", ".join(map(str, sorted(starting.values())))
         if starting and waited >= limit:
             raise Restartable(
-                f"Of {len(engines)} {what}s (counted from 0), {names} did not start in {waited:.0f} s"
+                f"Of {len(engines)} {what}s (counted from 0), {absent} did not start in {waited:.0f} s"
                 f"{_last_words(engines[min(starting.values())])}"
             )
         if starting and not ready:
-            print(f"The trainer is waiting for {what}s {names} of {len(engines)}: {waited:.0f} s", flush=True)
+            print(f"The trainer is waiting for {what}s {absent} of {len(engines)}: {waited:.0f} s", flush=True)
 
 
 def _last_words(engine: Any) -> str:
@@ -105,6 +107,16 @@ class ActorTrainer(ActorPPOTrainer):
         self.actor_loss_fn.register_forward_pre_hook(_own_as_old)
         self.guide_ratios = GuideRatios(self.actor_loss_fn, self.args.algo.guide.ratio_cap)
         self.ratios = TokenRatios(self.actor_loss_fn) if self.args.logger.dump_rollouts else None
+
+    def _tell(self, batch: Experience) -> None:
+        """Tell the loss, and what watches it, the rows of the micro-batch that it gets next."""
+        if self.ratios:
+            self.ratios.rows = batch.labels
+        self.guide_ratios.rows = guide_rows(batch)
+        for name, metric in (("correct", names.GROUPS_CORRECT), ("accuracy", names.GROUPS_ACCURACY)):
+            if name in getattr(self.actor_loss_fn, "reads", ()):
+                known = metric in batch.info  # else it has no actions
+                self.actor_loss_fn.given[name] = info_rows(batch, metric) if known else batch.action_mask[:, 0]
 
     @property
     def _colocated(self) -> bool:

@@ -22,7 +22,6 @@ from openrlhf_gtpo.integration.actors.optimizer_steps import (
     optimizer_steps,
     poisoned,
 )
-from openrlhf_gtpo.integration.credit.guide_rows import guide_rows
 from openrlhf_gtpo.megatron.fp8.weights import in_high_precision
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.model.weights import FullWeights
@@ -107,7 +106,7 @@ class _StepLoss:
     def __init__(self, trainer: MegatronActorTrainer, rows: list[Experience], kl_ctl: float) -> None:
         self.args: SimpleNamespace = trainer.args
         self.kl_ctl = kl_ctl
-        self.policy_loss, self.ratios = trainer.actor_loss_fn, trainer.ratios
+        self.trainer, self.policy_loss = trainer, trainer.actor_loss_fn
         self.guide_ratios = trainer.guide_ratios
         tokens_of = [token_row(row.sequences, row.attention_mask, row.action_mask) for row in rows]
         members = fill_micro_batches([len(tokens) for tokens, _ in tokens_of], self.args.train.max_tokens_per_gpu)
@@ -126,9 +125,10 @@ class _StepLoss:
         )
         mask = experience.action_mask
         log_probs = place(log_probs, mask.bool())
-        if self.ratios:
-            self.ratios.rows = self.experiences[index].labels
-        self.guide_ratios.rows = guide_rows(self.experiences[index])
+        self.trainer._tell(self.experiences[index])
+        if entropy is not None:
+            entropy = place(entropy, mask.bool())
+            self.policy_loss.given["entropy"] = entropy.detach()
         policy, clip_ratio, approx_kl, vllm_kl, filtered = self.policy_loss(
             log_probs,
             experience.action_log_probs,
@@ -147,7 +147,7 @@ class _StepLoss:
             total = total + kl * self.kl_ctl
             metrics |= {"kl": kl, "logprobs_diff": difference}
         if entropy is not None:
-            bonus = aggregate_loss(place(entropy, mask.bool()), mask, **self._totals)
+            bonus = aggregate_loss(entropy, mask, **self._totals)
             if self.args.actor.entropy_coef:  # 0 only logs it, without the LM head's second gradient
                 total = total - bonus * self.args.actor.entropy_coef
             metrics["entropy_loss"] = bonus

@@ -17,7 +17,6 @@ from openrlhf_gtpo.integration.actors.actor_trainer import ActorTrainer, keep_tr
 from openrlhf_gtpo.integration.actors.optimizer_steps import WholeSteps
 from openrlhf_gtpo.integration.actors.policy_model import PolicyModel
 from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy
-from openrlhf_gtpo.integration.credit.guide_rows import guide_rows
 from openrlhf_gtpo.platform.memory import ReportsPeakMemory
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
@@ -33,13 +32,22 @@ _AVERAGES = "averages"  # in a checkpoint's client states; under ZeRO-3 every ra
 class DeepspeedActorTrainer(WholeSteps, ActorTrainer):
     """Trains on DeepSpeed, a whole optimizer step at a time."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if "entropy" in getattr(self.actor_loss_fn, "reads", ()):
+            self.actor.register_forward_hook(self._tell_entropy)
+
+    def _tell_entropy(self, actor: torch.nn.Module, inputs: Any, output: Any) -> None:
+        """Upstream's training step has the entropies of its forward pass, and does not give them to the loss."""
+        entropy = getattr(output[1], "entropy", None) if isinstance(output, tuple) else None
+        if entropy is not None:
+            self.actor_loss_fn.given["entropy"] = entropy.detach()
+
     def ppo_train(self, kl_ctl: float) -> dict[str, float]:
         """Train on everything in the replay buffer; returns upstream's metrics."""
 
         def step(batch: Experience, number: int) -> dict[str, Any]:
-            if self.ratios:
-                self.ratios.rows = batch.labels
-            self.guide_ratios.rows = guide_rows(batch)
+            self._tell(batch)
             return self.training_step(batch, kl_ctl, number)["metrics"] | self.guide_ratios.metrics()
 
         return self.train(step)

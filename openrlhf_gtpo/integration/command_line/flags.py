@@ -405,6 +405,8 @@ def _follow_surrogate(values: dict[str, Any], given: frozenset[str]) -> None:
             )
     if "actor.loss_agg_mode" not in given:
         values["actor.loss_agg_mode"] = AGGREGATION[kind.aggregation]
+    if kind.reads and values["actor.entropy_coef"] is None:
+        values["actor.entropy_coef"] = 0.0  # with which the training forward has entropies
     if "clip_low" in defaults and "actor.eps_clip_low_high" not in given:
         values["actor.eps_clip_low_high"] = [defaults["clip_low"], defaults["clip_high"]]
 

@@ -11,7 +11,7 @@ from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.trainer.ppo_utils.length_penalty import apply_stop_properly_penalty
 from openrlhf.utils.utils import zero_pad_sequences
 
-from openrlhf_gtpo.algorithms import length_penalty
+from openrlhf_gtpo.algorithms import SURROGATES, length_penalty
 from openrlhf_gtpo.integration.credit import old_policy
 from openrlhf_gtpo.integration.credit.audit import Audit
 from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy, entropy_credit
@@ -207,6 +207,13 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
                         if experience.action_log_probs is not None:
                             experience.action_log_probs = result.log_probs
             self._shape(batch, experiences)
+        kind = SURROGATES.get(self.args.actor.policy_loss_type)
+        if kind is not None and "correct" in kind.reads:
+            correct = batch.succeeded(self.credit).float().view(-1, self.args.rollout.n_samples_per_prompt)
+            accuracy = correct.mean(dim=-1, keepdim=True).expand_as(correct)
+            for name, rows in ((names.GROUPS_CORRECT, correct), (names.GROUPS_ACCURACY, accuracy)):
+                for experience, part in zip(experiences, batch.split(rows.flatten(), experiences), strict=True):
+                    experience.info[name] = part
         self.metrics = batch.metrics(experiences, self.credit) | audit | self._missing
         self.seconds[names.TIMING_ADVANTAGES] = time.perf_counter() - started
         if self.on_batch:

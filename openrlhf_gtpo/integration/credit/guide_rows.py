@@ -19,11 +19,14 @@ if TYPE_CHECKING:  # see old_policy.py
 
 def guide_rows(experience: "Experience") -> Tensor | None:
     """(B,) bool, True where the guide sampled the row or rescued its group; None in a run without a guide."""
-    found = [experience.info[name] for name in (names.GUIDE_ROWS, names.RESCUE_ROWS) if name in experience.info]
-    if not found:
-        return None
-    # Upstream turns these tensors into lists on the way to the replay buffer.
-    return torch.stack([one if isinstance(one, Tensor) else torch.stack(one) for one in found]).bool().any(dim=0)
+    found = [info_rows(experience, name) for name in (names.GUIDE_ROWS, names.RESCUE_ROWS) if name in experience.info]
+    return torch.stack(found).bool().any(dim=0) if found else None
+
+
+def info_rows(experience: "Experience", name: str) -> Tensor:
+    """(B,) values of ``info``, tensors that upstream turns into lists on the way to the replay buffer."""
+    found = experience.info[name]
+    return found if isinstance(found, Tensor) else torch.stack(found)
 
 
 class GuideRatios:

@@ -48,7 +48,7 @@ def credit_loss(args: SimpleNamespace) -> "CreditLoss | None":
         except ValueError as error:
             raise UsageError(f"--actor.policy_loss_type {name}, --actor.{name}.*: {error}") from error
         level: Level = "token" if args.actor.loss_agg_mode == "token-mean" else "sequence"
-        return CreditLoss(level, surrogate=partial(kind.loss, config=config), **options)
+        return CreditLoss(level, surrogate=partial(kind.loss, config=config), reads=kind.reads, **options)
     if credit is None:
         return None
     ClipConfig(options["clip_eps_low"], options["clip_eps_high"])  # what policy_surrogate refuses, after a rollout
@@ -63,10 +63,12 @@ class CreditLoss(PolicyLoss):
             means of the responses.
         ratio_mean: the mean that makes a response's ratio from those of its tokens, at sequence level.
         surrogate: a function of log_probs, old_log_probs, advantages and mask, (B, T) each; None for PPO's clip.
+        reads: names in ``given`` that it takes besides, by keyword (see ``SurrogateType``).
         options: OpenRLHF's ``clip_eps_low``, ``clip_eps_high``, ``dual_clip`` and ``is_correction_*``, checked there.
 
     Attributes:
         clipped: (B, T) or (B,) bool, True where the last micro-batch was clipped.
+        given: what trainers know of the next micro-batch; entropies may have columns before those of the actions.
     """
 
     clipped: Tensor
@@ -76,10 +78,12 @@ class CreditLoss(PolicyLoss):
         level: Level,
         ratio_mean: Mean = "arithmetic",
         surrogate: Callable[..., Surrogate] | None = None,
+        reads: tuple[str, ...] = (),
         **options: Any,
     ) -> None:
         super().__init__(token_level_loss=level == "token", **options)
-        self.level, self.ratio_mean, self.surrogate = level, ratio_mean, surrogate
+        self.level, self.ratio_mean, self.surrogate, self.reads = level, ratio_mean, surrogate, reads
+        self.given: dict[str, Tensor] = {}
 
     def forward(  # type: ignore[override]
         self,
@@ -118,8 +122,11 @@ class CreditLoss(PolicyLoss):
             ratio_mean=self.ratio_mean,
             dual_clip=self.dual_clip,
         )
+        context = {name: self.given[name].to(mask.device, non_blocking=True) for name in self.reads}
+        if "entropy" in context:  # NaN where a log-prob is
+            context["entropy"] = context["entropy"][:, -mask.shape[1] :].nan_to_num(0.0)
         try:
-            surrogate = unreduced(log_probs.where(finite, old_log_probs), old_log_probs, advantages, mask)
+            surrogate = unreduced(log_probs.where(finite, old_log_probs), old_log_probs, advantages, mask, **context)
         except ValueError as error:
             raise TrainingStopped(
                 f"The policy loss of a micro-batch: {error} No weights were changed by it."

@@ -90,12 +90,16 @@ class RolloutBatch:
                     f"{self.prompts[row]!r}"
                 )
 
+    def succeeded(self, credit: EntropyCredit | None) -> Tensor:
+        """(B,) bool, by the estimator's ``success_threshold``."""
+        return success(self.outcome, 1.0 if credit is None else credit.config.success_threshold)
+
     def metrics(self, experiences: Sequence[Experience], credit: EntropyCredit | None) -> dict[str, float]:
         """The metrics that people look at first in a run, for this batch and the ``experiences`` made from it.
 
         A mean over no tokens is left out.
         """
-        succeeded = success(self.outcome, 1.0 if credit is None else credit.config.success_threshold)
+        succeeded = self.succeeded(credit)
         num_groups = int(self.group_ids.max()) + 1
         by_group, succeeded_by_group = self.outcome.float().view(num_groups, -1), succeeded.view(num_groups, -1)
         uniform = succeeded_by_group.all(dim=-1) | ~succeeded_by_group.any(dim=-1)

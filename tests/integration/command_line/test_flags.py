@@ -83,7 +83,7 @@ def test_a_preset_sets_only_upstream_flags_and_leaves_the_rest_alone(preset: str
     changed = {name for name in plain if plain[name] != chosen[name]}
     implied = {"algo.preset", "reward.overlong_buffer_len"}
     if flags.PRESETS[preset].get("actor.policy_loss_type") in SURROGATES:
-        implied |= {"actor.eps_clip_low_high", "actor.loss_agg_mode"}
+        implied |= {"actor.eps_clip_low_high", "actor.loss_agg_mode", "actor.entropy_coef"}
     if flags.PRESETS[preset]["algo.advantage.estimator"] in ESTIMATORS:
         implied |= {"reward.clip_range"}
     assert changed <= set(flags.PRESETS[preset]) | implied
@@ -163,6 +163,7 @@ def test_a_surrogate_brings_its_clip_range_and_mean(name: str) -> None:
     config = kind.config()
     args = parse(*chosen)
     assert args["actor.loss_agg_mode"] == flags.AGGREGATION[kind.aggregation]
+    assert args["actor.entropy_coef"] == (0.0 if kind.reads else None)
     expected = [config.clip_low, config.clip_high] if hasattr(config, "clip_low") else (0.2, 0.2)
     assert args["actor.eps_clip_low_high"] == expected
     assert parse(*chosen, "--actor.eps_clip_low_high", "0.1", "0.3")["actor.eps_clip_low_high"] == [0.1, 0.3]
@@ -439,6 +440,13 @@ FROZEN = """
 --actor.clip_cov.cov_high 5.0
 --actor.clip_cov.cov_low 1.0
 --actor.clip_cov.fraction 0.0002
+--actor.hapo.adaptation 1.0
+--actor.hapo.pivot 0.8
+--actor.hapo.redistribution 1.0
+--actor.htpo.difficulty_threshold 0.6
+--actor.htpo.forking_fraction 0.2
+--actor.htpo.highest_fraction 0.02
+--actor.htpo.lowest_fraction 0.006
 --actor.kl_cov.coef 1.0
 --actor.kl_cov.fraction 0.0002
 --actor.sapo.tau_negative 1.05
