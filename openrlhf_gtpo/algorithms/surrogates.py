@@ -3,7 +3,7 @@ its function, and list it in ``SURROGATES``.
 
 PPO's clip is ``policy_surrogate`` in ``losses.py``. Here is each paper's own objective, unreduced like that one. The
 papers' texts were not available: each formula was checked against the implementation that its docstring names, and
-none has equation numbers. Log ratios are bounded by +-20 everywhere, which keeps far off-policy tokens finite.
+only HAPO's have equation numbers, from notes on the paper. Log ratios are bounded by +-20 everywhere, which keeps far off-policy tokens finite.
 """
 
 import math
@@ -272,7 +272,6 @@ class HAPOConfig(ClipConfig):
         ValueError: a setting out of range.
     """
 
-    clip_high: float = 0.2
     dual_clip: float | None = None
     pivot: float = number(0.8, at_least=0, at_most=1)
     redistribution: float = number(1.0, at_least=0, at_most=1)
@@ -289,21 +288,22 @@ def hapo_surrogate(
     entropy: Tensor,
 ) -> Surrogate:
     """PPO's clip with A (1 + h) in place of A at tokens of high entropy whose ratio leaves the inner half of the clip
-    range, and at tokens of low entropy whose ratio stays in it; h is the distance of log H from its pivot, scaled to
-    [-1, 1] on each side. The upper bound is widened to 1 + clip_high (1 + h) at high entropy, the lower one to
-    1 - clip_low (1 - h) at low entropy (arXiv 2509.16591; the authors' github.com/starriver030515/HAPO, ``ada_clip``,
-    ``ada_advantage``).
+    range, and at tokens of low entropy whose ratio stays in it (Eq. 10, 11); h is the distance of log H from its
+    pivot, scaled to [-1, 1] on each side (Eq. 5, 6). The upper bound is widened to 1 + clip_high (1 + h) at high
+    entropy, the lower one to 1 - clip_low (1 - h) at low entropy (Eq. 12, 13 of arXiv 2509.16591v2; the authors'
+    github.com/starriver030515/HAPO, ``ada_clip``, ``ada_advantage``).
 
-    Departures: the paper's adaptive temperature and its mean over a group's tokens are left out. The authors' code
-    scales h at low entropy by a negative number, which makes it positive; their figure shows the lower advantage and
-    the wider lower bound that follow from a negative h, as here. As in their code, the pivot is a micro-batch's.
+    Departures: the paper's adaptive temperature (Eq. 8) and its mean over a group's tokens (Eq. 9) are left out. Eq. 6
+    and the authors' code give h a positive sign at low entropy too, and their figure and text the lower advantage and
+    the wider lower bound of a negative one, as here. The inner half is that of the plain clip range, as in the figure;
+    the code takes the widened one. As in their code, the pivot is a micro-batch's.
     """
     log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     height = _height(entropy.to(ratio.dtype), mask, config.pivot)
     low = config.clip_low * (1 - config.adaptation * height.clamp(max=0))
     high = config.clip_high * (1 + config.adaptation * height.clamp(min=0))
-    inside = (ratio.detach() > 1 - low / 2) & (ratio.detach() < 1 + high / 2)
+    inside = (ratio.detach() > 1 - config.clip_low / 2) & (ratio.detach() < 1 + config.clip_high / 2)
     advantages = advantages * (1 + config.redistribution * height).where((height > 0) != inside, 1)
     objective, clipped = clipped_objective(ratio, advantages, low, high, config.dual_clip)
     return Surrogate(-objective, mask, clipped, ratio.detach(), -log_ratio.detach())

@@ -318,7 +318,7 @@ def hapo_pairs(new, old, advantages, config, entropy):
             else:
                 low *= 1 - config.adaptation * height
             ratio = math.exp(n - o)
-            explores = not 1 - low / 2 < ratio < 1 + high / 2
+            explores = not 1 - config.clip_low / 2 < ratio < 1 + config.clip_high / 2
             if explores == (height > 0):
                 a *= 1 + config.redistribution * height
             pairs[i].append(
