@@ -3,7 +3,8 @@ its function, and list it in ``SURROGATES``.
 
 PPO's clip is ``policy_surrogate`` in ``losses.py``. Here is each paper's own objective, unreduced like that one. The
 papers' texts were not available: each formula was checked against the implementation that its docstring names, and
-only HAPO's have equation numbers, from notes on the paper. Log ratios are bounded by +-20 everywhere, which keeps far off-policy tokens finite.
+only HAPO's have equation numbers, from notes on the paper. Log ratios are bounded by +-20 everywhere, which keeps far
+off-policy tokens finite.
 """
 
 import math
