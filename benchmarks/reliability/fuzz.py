@@ -222,7 +222,7 @@ def check_model_config(data: bytes) -> None:
     from openrlhf_gtpo.megatron.parallel.layout import Layout, check_layout
 
     with refusals_name_flags():
-        check_layout(config, Layout(), 1, cuda=False)
+        check_layout(config, Layout(), 1)
 
 
 def check_weights_index(data: bytes) -> None:

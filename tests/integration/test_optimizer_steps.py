@@ -90,6 +90,7 @@ def whole(actor_model: str, pools: dict[int, RankPool]) -> dict[str, list[dict[s
         ("grpo_s", 2, [*BY_TOKENS, "--actor.backend", "megatron"]),
         ("grpo", 2, BY_TOKENS),
         ("grpo", 2, [*BY_TOKENS, "--ds.zero_stage", "3"]),
+        ("grpo", 1, [*BY_TOKENS, "--actor.backend", "megatron"]),
         ("critic", 1, THREES),
         ("critic", 2, BY_TOKENS),
         ("gtpo with sapo", 1, THREES),

@@ -107,6 +107,7 @@ class ActorTrainer(ActorPPOTrainer):
         self.actor_loss_fn.register_forward_pre_hook(_own_as_old)
         self.guide_ratios = GuideRatios(self.actor_loss_fn, self.args.algo.guide.ratio_cap)
         self.ratios = TokenRatios(self.actor_loss_fn) if self.args.logger.dump_rollouts else None
+        self.reads: tuple[str, ...] = getattr(self.actor_loss_fn, "reads", ())  # upstream's own loss reads nothing
 
     def _tell(self, batch: Experience) -> None:
         """Tell the loss, and what watches it, the rows of the micro-batch that it gets next."""
@@ -114,7 +115,7 @@ class ActorTrainer(ActorPPOTrainer):
             self.ratios.rows = batch.labels
         self.guide_ratios.rows = guide_rows(batch)
         for name, metric in (("correct", names.GROUPS_CORRECT), ("accuracy", names.GROUPS_ACCURACY)):
-            if name in getattr(self.actor_loss_fn, "reads", ()):
+            if name in self.reads:
                 known = metric in batch.info  # else it has no actions
                 self.actor_loss_fn.given[name] = info_rows(batch, metric) if known else batch.action_mask[:, 0]
 

@@ -128,6 +128,7 @@ class _StepLoss:
         self.trainer._tell(self.experiences[index])
         if entropy is not None:
             entropy = place(entropy, mask.bool())
+        if entropy is not None and "entropy" in self.trainer.reads:
             self.policy_loss.given["entropy"] = entropy.detach()
         policy, clip_ratio, approx_kl, vllm_kl, filtered = self.policy_loss(
             log_probs,

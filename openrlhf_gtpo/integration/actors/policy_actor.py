@@ -34,7 +34,7 @@ class DeepspeedActorTrainer(WholeSteps, ActorTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if "entropy" in getattr(self.actor_loss_fn, "reads", ()):
+        if "entropy" in self.reads:
             self.actor.register_forward_hook(self._tell_entropy)
 
     def _tell_entropy(self, actor: torch.nn.Module, inputs: Any, output: Any) -> None:
