@@ -22,6 +22,10 @@ _NO_METRICS_SERVERS = {
     "AUTOSCALER_METRIC_PORT": "65536",
 }
 
+# How often, every two seconds, a node asks for a head that answers but is not ready. With Ray's 20 (ray 2.55.0,
+# _private/ray_constants.py), a head that loads from a slow disk loses its nodes after 40 s.
+_PATIENCE = {"RAY_NUM_REDIS_GET_RETRIES": "300"}
+
 # Seconds without a connection to the head. Ray would go on for a minute after its death, and nobody restarts it.
 _HEAD_IS_GONE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3"}
 
@@ -99,7 +103,7 @@ def run_node(node: Node, token: Path | None, logs: Path | None) -> int:
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once Ray has ended, as a job script repeats its request
     try:
         with tempfile.TemporaryDirectory(prefix="ray", dir=node.temporary, ignore_cleanup_errors=True) as folder:
-            environment = {**_NO_METRICS_SERVERS, **with_token(os.environ, token)}
+            environment = {**_NO_METRICS_SERVERS, **_PATIENCE, **with_token(os.environ, token)}
             status = run_and_clear(node.command(Path(folder)), environment)
             session = Path(folder, "session_latest", "logs")
             if logs is not None and session.is_dir():

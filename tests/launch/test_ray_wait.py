@@ -1,5 +1,6 @@
 """The wait ends when all nodes have joined, or else in time, with the names of those missing. Ray is a stand-in."""
 
+import importlib.util
 import json
 import os
 import resource
@@ -18,6 +19,8 @@ import pytest
 from openrlhf_gtpo.cli import ray_cluster
 from openrlhf_gtpo.launch import ray_node, ray_wait
 from openrlhf_gtpo.launch.ray_node import Node, make_token, with_token
+
+RETRIES = "RAY_NUM_REDIS_GET_RETRIES"
 
 
 class Head(ThreadingHTTPServer):
@@ -215,3 +218,17 @@ def test_a_dashboard_that_answers_otherwise_has_no_nodes_yet(nodes: Any, monkeyp
     dashboard = ray_wait.Dashboard("http://127.0.0.1:1", None)
     monkeypatch.setattr(dashboard, "_ask", lambda path: {"data": {"result": {"result": nodes}}})
     assert dashboard.alive() == set()
+
+
+def test_a_node_waits_for_a_head_that_is_slow_to_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For as long as the script waits for nodes, and not for Ray's 40 s; whoever sets Ray's variable decides."""
+    seen: list[str] = []
+    monkeypatch.setattr(ray_node, "run_and_clear", lambda command, environment: seen.append(environment[RETRIES]) or 0)
+    node = Node("n2", "127.0.0.1", "127.0.0.1:6379", 6379, tmp_path)
+    monkeypatch.delenv(RETRIES, raising=False)
+    assert ray_node.run_node(node, None, None) == 0
+    monkeypatch.setenv(RETRIES, "7")
+    assert ray_node.run_node(node, None, None) == 0
+    assert seen == ["300", "7"]
+    constants = importlib.util.find_spec("ray._private.ray_constants")
+    assert constants and constants.origin and f'"{RETRIES}"' in Path(constants.origin).read_text()
