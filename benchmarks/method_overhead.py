@@ -96,17 +96,21 @@ def main() -> None:
     parser.add_argument("--response-tokens", type=int, default=32, help="limit of a response")
     parser.add_argument("--micro-batch-size", type=int, default=8)
     parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument(
+        "--methods", nargs="+", choices=[*METHODS][1:], default=[*METHODS][1:], help="beside group_norm"
+    )
     args = parser.parse_args()
+    chosen = {name: flags for name, flags in METHODS.items() if name in ("group_norm", *args.methods)}
 
     argv = trainer_argv(args, {})
     load = os.getloadavg()
     parsed = trainer.parse([*argv, *METHODS["group_norm"]])
     patch.apply(parsed)
     start_ray(parsed, gpus=1)
-    processor: dict[str, dict[str, list[float]]] = {name: {"experience": [], "train": []} for name in METHODS}
+    processor: dict[str, dict[str, list[float]]] = {name: {"experience": [], "train": []} for name in chosen}
     try:
         policy = Policy([*argv, *METHODS["group_norm"]], ray.remote(MethodActor), EntropyExperienceMaker)
-        methods = {name: Method([*argv, *flags], policy) for name, flags in METHODS.items()}
+        methods = {name: Method([*argv, *flags], policy) for name, flags in chosen.items()}
 
         def new_round(repetition: int) -> None:
             lengths = even_lengths(args.prompts * args.samples, args.response_tokens, repetition)

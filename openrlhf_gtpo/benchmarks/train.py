@@ -23,7 +23,7 @@ from openrlhf_gtpo.benchmarks.train_configurations import Configuration, configu
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.platform.processes import run_processes
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.report.metrics import read_runs
+from openrlhf_gtpo.report.metrics import phase_file, read_runs
 from openrlhf_gtpo.report.step_phases import (
     COUNTED,
     IDLE,
@@ -159,6 +159,7 @@ def run_trainer(name: str, argv: Sequence[str], folder: Path, steps: int) -> lis
                 process.wait()
             for place in weights.values():  # left by a run that reached its own end, or was asked to stop
                 shutil.rmtree(place, ignore_errors=True)
+            phase_file(metrics).unlink(missing_ok=True)  # left by one that was stopped
 
 
 def measured_rate(gpus: int, side: int, dtype: str) -> float:

@@ -233,6 +233,7 @@ def end(number, frame):
 signal.signal(signal.SIGTERM, end)
 print("train_ppo_ray stopped: all is lost" if steps < 2 else "fine", flush=True)
 (folder / "argv").write_text(" ".join(sys.argv[1:]))
+(folder / "metrics.jsonl.phase").write_text("ppo_train")
 with open(folder / "metrics.jsonl", "w") as file:
     for step in range(steps):
         file.write(json.dumps({"kind": "train", "step": step + 1}) + chr(10))
@@ -257,6 +258,7 @@ def test_a_trainer_is_ended_after_its_last_step(fake_trainer: None, tmp_path: Pa
     given = ["5", "--eval.before_training", "--eval.steps", "2", "--ckpt.path", "elsewhere"]
     found = run_trainer("one", given, tmp_path / "run", steps=4)
     assert len(found) >= 4 and (tmp_path / "run" / "ended").exists()
+    assert not (tmp_path / "run" / "metrics.jsonl.phase").exists()
     argv = (tmp_path / "run" / "argv").read_text()
     assert "before_training" not in argv and argv.rindex("--eval.steps -1") > argv.index("--eval.steps 2")
     assert argv.rindex(f"--ckpt.path {tmp_path}") > argv.index("--ckpt.path elsewhere")
