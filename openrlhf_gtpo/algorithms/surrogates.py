@@ -372,8 +372,8 @@ def htpo_surrogate(
     falling = entropy.masked_fill(~mask, -torch.inf).sort(-1, descending=True).values
     forking = mask & (entropy >= _nth(falling, config.forking_fraction, count))
     rising = entropy.masked_fill(~mask | forking, torch.inf).sort(-1).values
-    others, forks = count - forking.sum(-1, keepdim=True), forking.sum(-1, keepdim=True)
-    lowest = mask & ~forking & (entropy < _nth(rising, config.lowest_fraction, others))
+    forks = forking.sum(-1, keepdim=True)
+    lowest = mask & ~forking & (entropy < _nth(rising, config.lowest_fraction, count - forks))
     highest = forking & (entropy >= _nth(falling, config.highest_fraction, forks))
     left_out = right & torch.where(hard, lowest, highest)
 

@@ -47,9 +47,9 @@ def test_packing_waits_for_nothing(context: tuple[int, int]) -> None:
 def step_loss(policy_loss: Any, device: torch.device) -> _StepLoss:
     """A step with one micro-batch, whose rows are on the host."""
     step = object.__new__(_StepLoss)
-    step.args, step.policy_loss, step.kl_ctl = arguments("--algo.advantage.estimator", "gtpo"), policy_loss, 0.0
-    step.trainer = SimpleNamespace(_tell=lambda batch: None, reads=())
-    step.guide_ratios = GuideRatios(torch.nn.Identity(), 1.0)
+    step.args, step.kl_ctl = arguments("--algo.advantage.estimator", "gtpo"), 0.0
+    ratios = GuideRatios(torch.nn.Identity(), 1.0)
+    step.trainer = SimpleNamespace(_tell=lambda batch: None, reads=(), actor_loss_fn=policy_loss, guide_ratios=ratios)
     numbers = {name: torch.zeros(2, 3) for name in ("action_log_probs", "advantages", "rollout_log_probs")}
     step.experiences = [Experience(action_mask=MASK, sequences=torch.zeros(2, 5), **numbers)]
     counts = {"batch_num_tokens": torch.tensor(5.0), "global_batch_size": torch.tensor(2.0)}

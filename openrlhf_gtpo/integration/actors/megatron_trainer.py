@@ -106,8 +106,7 @@ class _StepLoss:
     def __init__(self, trainer: MegatronActorTrainer, rows: list[Experience], kl_ctl: float) -> None:
         self.args: SimpleNamespace = trainer.args
         self.kl_ctl = kl_ctl
-        self.trainer, self.policy_loss = trainer, trainer.actor_loss_fn
-        self.guide_ratios = trainer.guide_ratios
+        self.trainer = trainer
         tokens_of = [token_row(row.sequences, row.attention_mask, row.action_mask) for row in rows]
         members = fill_micro_batches([len(tokens) for tokens, _ in tokens_of], self.args.train.max_tokens_per_gpu)
         self.micro_batches = [[tokens_of[i] for i in part] for part in members]
@@ -128,9 +127,9 @@ class _StepLoss:
         self.trainer._tell(self.experiences[index])
         if entropy is not None:
             entropy = place(entropy, mask.bool())
-        if entropy is not None and "entropy" in self.trainer.reads:
-            self.policy_loss.given["entropy"] = entropy.detach()
-        policy, clip_ratio, approx_kl, vllm_kl, filtered = self.policy_loss(
+            if "entropy" in self.trainer.reads:
+                self.trainer.actor_loss_fn.given["entropy"] = entropy.detach()
+        policy, clip_ratio, approx_kl, vllm_kl, filtered = self.trainer.actor_loss_fn(
             log_probs,
             experience.action_log_probs,
             experience.advantages,
@@ -139,7 +138,7 @@ class _StepLoss:
             **self._totals,
         )
         metrics = {"policy_loss": policy, "ppo_clip_ratio": clip_ratio, "ppo_kl": approx_kl}
-        metrics |= self.guide_ratios.metrics()
+        metrics |= self.trainer.guide_ratios.metrics()
         if vllm_kl is not None:
             metrics |= {"vllm_kl": vllm_kl, "is_filter_ratio": filtered}
         total = policy
