@@ -83,7 +83,7 @@ def _pre_training() -> Iterator[Row]:
     ]
     for name, published, fixes, model, gpus, sizes, batch, precision, interleaved in pre_trainings:
         layout = Layout(*sizes, sequence_parallel=sizes[0] > 1)
-        work = Workload(1, 8191, 1, 8191, samples_per_prompt=1, prompts_per_step=batch, max_tokens_per_gpu=8192)
+        work = Workload(1, 8191, 1, 8191, samples_per_prompt=1, prompts_per_step=batch, max_tokens_per_gpu=8192 // sizes[2])
         training = Training(_shape(model), layout, layout.data_parallel_size(gpus), 8192, 8191, fp8=precision)
         speed = TrainingSpeed(training, parse_cluster("h100-80g", gpus), work, Assumptions(), interleaved)
         rate = speed.flops() / sum(speed.optimizer_step().values()) / gpus / 1e12
@@ -143,7 +143,7 @@ def against_measured(results: dict[str, Any]) -> Iterator[Row]:
     prompts, samples = int(settings["prompts"]), int(settings["samples"])
     response = statistics.mean(measured["tokens"]) / (prompts * samples) - prompt
     work = Workload(prompt, most, prompt, response, samples, prompts, max_tokens_per_gpu=int(settings["max_tokens"]))
-    tokens = work.micro_batch_tokens
+    tokens = work.micro_batch_tokens(context=1)
     training = Training(
         shape=ModelShape.of(SimpleNamespace(**results["config"])),
         layout=Layout(),

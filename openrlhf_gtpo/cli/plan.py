@@ -74,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--max-tokens-per-gpu",
         default=tokens,
-        help=f"maximum tokens of a micro-batch (default: {tokens}, or one longest row)",
+        help=f"maximum tokens of a micro-batch on each GPU (default: {tokens}, or one longest row)",
         **count,
     )
     add("--kl", action="store_true", help="a reference model scores the responses too")

@@ -130,6 +130,7 @@ def launch_script(one: Candidate, *, algorithm: str, model: str, command: str) -
         command: the command line that made the plan, for the script's header.
     """
     training, engines, work, fp8 = one.training, one.engines, one.engines.workload, one.training.fp8
+    context = training.layout.context_parallel_size
     variables: dict[str, dict[str, object]] = {
         "What is trained": {"ALGORITHM": algorithm, "MODEL": model},
         "Where": {
@@ -140,12 +141,12 @@ def launch_script(one: Candidate, *, algorithm: str, model: str, command: str) -
         "The actor on Megatron": {
             "TENSOR_PARALLEL": training.tensor,
             "PIPELINE_PARALLEL": training.pipeline,
-            "CONTEXT_PARALLEL": training.layout.context_parallel_size,
+            "CONTEXT_PARALLEL": context,
             "FP8": "" if fp8 is None else fp8.mode,
             "FP8_RECIPE": "blockwise" if fp8 is None else fp8.recipe,
             "FP8_PARAM": 1 if fp8 is not None and fp8.primary_weights else "",
             "RECOMPUTE": training.recompute,
-            "MAX_TOKENS_PER_GPU": work.micro_batch_tokens,
+            "MAX_TOKENS_PER_GPU": -(-training.tokens // context),
         },
         "The engines": {
             "VLLM_ENGINES": engines.count,

@@ -115,14 +115,15 @@ def candidates(request: Request) -> list[Candidate]:
                 refusals.append(error)
                 continue
             for fp8, recompute in product(precisions, [request.recompute] if request.recompute else RECOMPUTE):
-                replicas = layout.data_parallel_size(training_gpus)
+                replicas, context = layout.data_parallel_size(training_gpus), layout.context_parallel_size
+                tokens = work.micro_batch_tokens(context)
                 training = Training(
                     shape=request.shape,
                     layout=layout,
                     data_parallel=replicas,
-                    tokens=work.micro_batch_tokens,
-                    response_tokens=int(work.micro_batch_tokens * (work.response_length / work.row_length)),
-                    micro_batches=work.micro_batches(replicas)[0],
+                    tokens=tokens,
+                    response_tokens=int(tokens * (work.response_length / work.row_length)),
+                    micro_batches=work.micro_batches(replicas, context)[0],
                     recompute=recompute,
                     distributed_optimizer=request.distributed_optimizer,
                     fp8=fp8,

@@ -30,15 +30,19 @@ class TrainingSpeed:
     assumptions: Assumptions
     interleaved: int = 1
 
-    @cached_property
+    @property
     def micro_batches(self) -> int:
         """Micro-batches of a replica in an optimizer step."""
-        return self.workload.micro_batches(self.training.data_parallel)[0]
+        return self._micro_batches[0]
 
-    @cached_property
+    @property
     def _tokens(self) -> float:
         """Mean tokens of a micro-batch."""
-        return self.workload.micro_batches(self.training.data_parallel)[1]
+        return self._micro_batches[1]
+
+    @cached_property
+    def _micro_batches(self) -> tuple[int, float]:
+        return self.workload.micro_batches(self.training.data_parallel, self.training.layout.context_parallel_size)
 
     @cached_property
     def _lengths(self) -> list[int]:

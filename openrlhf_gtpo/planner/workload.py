@@ -23,7 +23,8 @@ class Workload:
         mean_response: mean tokens of a response; None for the mean that a median of a sixth of the most gives.
         samples_per_prompt, prompts_per_step: responses to a prompt, and prompts of a rollout.
         train_batch: responses in an optimizer step; None for all.
-        max_tokens_per_gpu: the most tokens in a micro-batch, or of its longest row where that is longer.
+        max_tokens_per_gpu: the most tokens of a micro-batch on a GPU, or of its part of the longest row where that is
+            longer.
         kl: a reference model scores the responses too; with ``entropy`` sampler, KL is a loss.
         entropy, log_probs: "actor" or "sampler", as in the trainer's flags.
     """
@@ -80,10 +81,9 @@ class Workload:
         """Tokens of the longest row."""
         return self.prompt_length + self.response_length
 
-    @property
-    def micro_batch_tokens(self) -> int:
-        """The most tokens in a micro-batch."""
-        return max(self.max_tokens_per_gpu, self.row_length)
+    def micro_batch_tokens(self, context: int) -> int:
+        """The most tokens in a micro-batch whose sequences ``context`` GPUs share."""
+        return max(self.max_tokens_per_gpu * context, self.row_length)
 
     @property
     def prompt(self) -> float:
@@ -116,9 +116,9 @@ class Workload:
         """Lengths of ``rows`` responses, at evenly spaced ranks, ascending."""
         return [self.responses[(2 * i + 1) * _POINTS // (2 * rows)] for i in range(rows)]
 
-    def micro_batches(self, replicas: int) -> tuple[int, float]:
+    def micro_batches(self, replicas: int, context: int) -> tuple[int, float]:
         """Number of micro-batches of a replica in an optimizer step, and the mean tokens computed in each."""
-        return _first_fit(self, max(1, self.batch // replicas))
+        return _first_fit(self, max(1, self.batch // replicas), self.micro_batch_tokens(context))
 
     def _cut(self, median: float) -> tuple[float, ...]:
         normal = NormalDist(math.log(median), _TAIL)
@@ -127,10 +127,9 @@ class Workload:
 
 
 @cache
-def _first_fit(work: Workload, rows: int) -> tuple[int, float]:
+def _first_fit(work: Workload, rows: int, most: int) -> tuple[int, float]:
     """Number of micro-batches that ``rows`` responses make, packed longest first, and the mean tokens in each."""
     sums: list[float] = []
-    most = work.micro_batch_tokens
     for length in reversed(work.lengths(rows)):
         tokens = work.prompt + length
         for i, held in enumerate(sums):

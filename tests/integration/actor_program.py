@@ -35,7 +35,9 @@ def run_actor(backend: str, model: str, argv: list[str], output: str | None = No
     policy = _start(_policy_class(backend), world_size)
     policy.init_model_from_pretrained(strategy, model, max_steps=10)
     batches = [_padded(members) for members in BATCHES]
+    sizes = _note_packed_sizes() if backend == "megatron" else []
     before = [_log_probs(result) for result in _forward(policy, batches)]
+    sizes.append(0)
     for batch, old in zip(batches, before, strict=True):
         policy.append(_experience(batch, old, args))
     first = policy.fit(0.1)
@@ -58,7 +60,17 @@ def run_actor(backend: str, model: str, argv: list[str], output: str | None = No
         "first": _numbers(first),
         "second": _numbers(second),
         "after": [value.tolist() for value in after],
+        "sizes": sizes,
     }
+
+
+def _note_packed_sizes() -> list[int]:
+    """The list that gets the tokens of every micro-batch which this process packs from now on."""
+    from openrlhf_gtpo.megatron.train import schedule
+
+    sizes, pack = [], schedule.pack
+    schedule.pack = lambda rows, *rest: sizes.append(sum(len(tokens) for tokens, _ in rows)) or pack(rows, *rest)
+    return sizes
 
 
 def _policy_class(backend: str) -> Any:

@@ -57,6 +57,9 @@ def test_training_is_that_of_upstreams_actor(
     theirs_saved, ours_saved = (AutoModelForCausalLM.from_pretrained(output).state_dict() for output in outputs)
     assert theirs_saved.keys() == ours_saved.keys()
     for rank in found:
+        forward = rank["sizes"].index(0)
+        for sizes in (rank["sizes"][:forward], rank["sizes"][forward + 1 :]):
+            assert 30 < max(sizes) <= 60 if CP in layout else max(sizes) <= 30, "30 tokens a GPU"
         for theirs, ours in zip(exact["before"] + exact["after"], rank["before"] + rank["after"], strict=True):
             torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=0, atol=0.15)
         for phase in ("first", "second"):

@@ -231,13 +231,14 @@ def test_lengths_have_the_mean_that_is_asked_for() -> None:
 def test_micro_batches_hold_every_row() -> None:
     """One holds eight rows of 1024 + about 978 tokens, 32 hold two whole rows each, and an overlong row is alone."""
     work = Workload(samples_per_prompt=1, prompts_per_step=8)
-    count, tokens = work.micro_batches(replicas=1)
+    count, tokens = work.micro_batches(replicas=1, context=1)
     assert count == 1 and tokens == pytest.approx(8 * work.prompt + 8 * work.response, rel=0.1)
     rows = {"prompt_length": 10, "response_length": 90, "prompts_per_step": 8}
     work = Workload(**rows, mean_prompt=10, mean_response=90, max_tokens_per_gpu=250)
-    count, tokens = work.micro_batches(replicas=2)
+    count, tokens = work.micro_batches(replicas=2, context=1)
     assert (count, tokens) == (32, 200)  # two whole rows in each
-    assert Workload(**rows, max_tokens_per_gpu=50).micro_batch_tokens == 100
+    assert work.micro_batches(replicas=2, context=2) == (13, pytest.approx(64 * 100 / 13))  # up to five
+    assert Workload(**rows, max_tokens_per_gpu=30).micro_batch_tokens(context=2) == 100
 
 
 def test_a_model_that_names_no_limit_of_positions_is_planned_for(tmp_path: Path) -> None:

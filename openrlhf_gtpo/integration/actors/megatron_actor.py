@@ -60,7 +60,8 @@ class MegatronModelActor(BaseModelActor):
 
     def _forward_all(self, batches: list[PaddedBatch]) -> list[Any]:
         args = self.strategy.args
-        budget = args.rollout.max_tokens_per_gpu or args.train.max_tokens_per_gpu
+        per_gpu = args.rollout.max_tokens_per_gpu or args.train.max_tokens_per_gpu
+        budget = per_gpu * args.megatron.context_parallel_size
         return forward_padded(batches, budget, partial(schedule.forward, self.model))
 
 

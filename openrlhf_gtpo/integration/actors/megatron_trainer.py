@@ -38,7 +38,7 @@ class MegatronActorTrainer(ActorTrainer):
 
     Upstream's flags keep their meaning: ``--train.batch_size`` rows per optimizer step over all replicas,
     ``--train.max_epochs`` passes, its policy loss, KL loss and entropy bonus. Micro-batches are filled up to
-    ``--train.max_tokens_per_gpu``.
+    ``--train.max_tokens_per_gpu`` tokens for each of the GPUs that share a sequence.
     """
 
     def __init__(self, strategy: Any, model: LoadedModel, trainer: Trainer, vllm_engines: list[Any] | None) -> None:
@@ -108,7 +108,8 @@ class _StepLoss:
         self.kl_ctl = kl_ctl
         self.trainer = trainer
         tokens_of = [token_row(row.sequences, row.attention_mask, row.action_mask) for row in rows]
-        members = fill_micro_batches([len(tokens) for tokens, _ in tokens_of], self.args.train.max_tokens_per_gpu)
+        budget = self.args.train.max_tokens_per_gpu * self.args.megatron.context_parallel_size
+        members = fill_micro_batches([len(tokens) for tokens, _ in tokens_of], budget)
         self.micro_batches = [[tokens_of[i] for i in part] for part in members]
         self.experiences = [make_experience_batch([rows[i] for i in part], True) for part in members]
         self.with_entropy = self.args.actor.entropy_coef is not None
