@@ -83,7 +83,8 @@ def _pre_training() -> Iterator[Row]:
     ]
     for name, published, fixes, model, gpus, sizes, batch, precision, interleaved in pre_trainings:
         layout = Layout(*sizes, sequence_parallel=sizes[0] > 1)
-        work = Workload(1, 8191, 1, 8191, samples_per_prompt=1, prompts_per_step=batch, max_tokens_per_gpu=8192 // sizes[2])
+        one_row = {"samples_per_prompt": 1, "max_tokens_per_gpu": 8192 // sizes[2]}
+        work = Workload(1, 8191, 1, 8191, prompts_per_step=batch, **one_row)
         training = Training(_shape(model), layout, layout.data_parallel_size(gpus), 8192, 8191, fp8=precision)
         speed = TrainingSpeed(training, parse_cluster("h100-80g", gpus), work, Assumptions(), interleaved)
         rate = speed.flops() / sum(speed.optimizer_step().values()) / gpus / 1e12

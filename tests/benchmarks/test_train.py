@@ -22,6 +22,7 @@ from openrlhf_gtpo.integration.run import parse
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.step_phases import PHASES
 from tests.e2e import phases
+from tests.e2e.conftest import REWARD
 
 pytestmark = pytest.mark.usefixtures("no_engine")
 
@@ -38,7 +39,7 @@ def command(actor_model: str, tmp_path: Path) -> dict[str, Any]:
         "--algo.advantage.estimator": "group_norm",
         "--algo.kl.init_coef": 0,
         "--vllm.num_engines": 1,
-        "--reward.remote_url": "reward.py",
+        "--reward.remote_url": REWARD,
         "--data.prompt_dataset": tmp_path / "data.jsonl",
         "--rollout.batch_size": 2,
         "--rollout.n_samples_per_prompt": 2,

@@ -1,8 +1,9 @@
 """Refuses what is sure to fail, in one sentence each, before any engine starts. Checks that need files are in
 ``input_checks``, those for what the Megatron actor does not do in ``megatron_checks``.
 
-What fails with every estimator is refused for all, and what does nothing is named. Beyond that, only runs with GTPO or
-GRPO-S are held to rules; what upstream's own estimators do with such input is up to upstream.
+What fails with every estimator, such as a file that is missing, is refused for all, and what does nothing is named.
+Beyond that, only runs with GTPO or GRPO-S are held to rules; what upstream's own estimators do with such a data set's
+rows, or such settings, is up to upstream.
 """
 
 import math
@@ -173,19 +174,17 @@ def check_every_run(args: SimpleNamespace) -> None:
 
 
 def check_inputs(args: SimpleNamespace) -> None:
-    """Raise UsageError for a policy without a name, or the first thing that cannot work with this run's estimator or
-    surrogate."""
-    if not args.actor.model_name_or_path:
-        raise UsageError("--actor.model_name_or_path is missing; give a Hugging Face checkpoint.")
+    """Raise UsageError for the first checkpoint, reward, data set or setting that cannot work with this run's
+    estimator or surrogate."""
     _check_loss(args)
-    if args.algo.advantage.estimator not in ESTIMATORS:
-        if args.train.async_enable:
-            _check_async(args)
-        return
-    _check_modes(args)
+    entropy_weighted = args.algo.advantage.estimator in ESTIMATORS
+    if entropy_weighted:
+        _check_modes(args)
+    elif args.train.async_enable:
+        _check_async(args)
     model = (args.actor.model_name_or_path, "--actor.model_name_or_path", args.actor.trust_remote_code)
     config = check_model(*model)
-    if hasattr(config, "vision_config"):
+    if entropy_weighted and hasattr(config, "vision_config"):
         raise UsageError(
             f"--actor.model_name_or_path {model[0]} is a vision-language model, whose image positions have no entropy "
             "credit yet; use a text model or one of OpenRLHF's own estimators."
@@ -202,10 +201,11 @@ def check_inputs(args: SimpleNamespace) -> None:
         )
     if replays:
         return
-    check_dataset(args, tokenizer, args.data.prompt_dataset, args.data.prompt_split, "--data.prompt_dataset")
+    of_rows = tokenizer if entropy_weighted else None
+    check_dataset(args, of_rows, args.data.prompt_dataset, args.data.prompt_split, "--data.prompt_dataset")
     _check_prompt_probs(args)
     if args.eval.dataset:
-        check_dataset(args, tokenizer, args.eval.dataset, args.eval.split, "--eval.dataset")
+        check_dataset(args, of_rows, args.eval.dataset, args.eval.split, "--eval.dataset")
 
 
 def _check_prompt_probs(args: SimpleNamespace) -> None:

@@ -470,7 +470,7 @@ def _refuse_null_rows(file: Path, flag: str) -> None:
 
 def check_dataset(args: SimpleNamespace, tokenizer: Any, names: str | None, split: str, flag: str) -> None:
     """Refuse local data sets that are missing, unreadable, empty, lack a column, a prompt or a label, hold a prompt
-    that does not fit, or cannot be concatenated."""
+    that does not fit, or cannot be concatenated. Without a tokenizer no row is looked at."""
     import datasets
 
     if not names:
@@ -484,7 +484,8 @@ def check_dataset(args: SimpleNamespace, tokenizer: Any, names: str | None, spli
                 columns = _line(", ".join(table.column_names))
                 raise UsageError(f"{flag} {name} has no column {column!r} (--data.{column_flag}); it has {columns}.")
         try:
-            _check_rows(args, tokenizer, table, f"{flag} {name}")
+            if tokenizer is not None:
+                _check_rows(args, tokenizer, table, f"{flag} {name}")
         except UnicodeDecodeError as error:  # datasets decodes text as it is read
             raise UsageError(f"{flag} {name} is not in UTF-8 ({error}); convert it, as with iconv.") from error
         except KeyError as error:  # datasets raises it for a name with a NUL within a column

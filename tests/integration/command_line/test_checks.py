@@ -28,9 +28,15 @@ def test_the_command_line_of_these_tests_is_good(command: dict[str, Any]) -> Non
         check_inputs(parse(argv_of(command | {"--algo.advantage.estimator": estimator})))
 
 
-def test_upstreams_estimators_are_not_held_to_our_rules(command: dict[str, Any]) -> None:
-    broken = {"--data.prompt_dataset": "/nowhere.jsonl", "--actor.model_name_or_path": "/nowhere"}
-    check_inputs(parse(argv_of(command | broken | {"--algo.advantage.estimator": "group_norm"})))
+def test_upstreams_estimators_are_held_to_what_always_fails(
+    command: dict[str, Any], refused: Callable[..., str], tmp_path: Path
+) -> None:
+    upstreams = {"--algo.advantage.estimator": "group_norm", "--rollout.top_p": 0.9}
+    for flag in ("--data.prompt_dataset", "--eval.dataset", "--actor.model_name_or_path", "--train.agent_func_path"):
+        assert refused(upstreams | {flag: "/nowhere.jsonl"}) == f"{flag} /nowhere.jsonl does not exist."
+    assert "has no column 'text'" in refused(upstreams | {"--data.input_key": "text"})
+    (tmp_path / "null.jsonl").write_text('{"question": "2 + 2", "answer": null}\n')
+    check_inputs(parse(argv_of(command | upstreams | {"--data.prompt_dataset": tmp_path / "null.jsonl"})))
 
 
 # ── The command line itself ──
