@@ -63,6 +63,33 @@ def test_a_forward_without_entropies_is_upstreams() -> None:
     torch.testing.assert_close(answer, expected[0], rtol=1e-4, atol=1e-5)
 
 
+def test_images_reach_the_forward_that_returns_entropies() -> None:
+    """A vision-language model gives the log-probs of upstream's forward, which depend on the image."""
+    torch.manual_seed(0)
+    text = TINY | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}, "bos_token_id": 1, "eos_token_id": 1}
+    vision = {"depth": 1, "embed_dim": 8, "hidden_size": 16, "num_heads": 1, "patch_size": 2, "spatial_merge_size": 1}
+    tokens = {"image_token_id": 60, "video_token_id": 59, "vision_start_token_id": 58, "vision_end_token_id": 57}
+    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **tokens)
+    actor = object.__new__(EntropyPolicyActor)
+    actor.actor = PolicyModel(transformers.Qwen2VLForConditionalGeneration(config))
+    actor.actor.packing_samples, actor.actor.is_vlm, actor.actor._vlm_config = False, True, config
+    sequences = torch.tensor([[3, 58, 60, 60, 60, 60, 57, 5, 7, 9]])
+    mask = torch.tensor([[0] * 6 + [1] * 3])
+    patches = torch.randn(4, 3 * 2 * 2 * 2)  # of two frames with three colors, two by two pixels each
+    answers = []
+    for argv in ((), ("--logger.entropy_enable",)):
+        strategy = SimpleNamespace(args=arguments("--algo.advantage.estimator", "group_norm", *argv))
+        actor.strategy = SimpleNamespace(args=strategy.args, ring_attn_group=None)
+        for pixels in (patches, 1 - patches):
+            image = [[{"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 2, 2]])}]]
+            answers.append(actor.forward(sequences, mask, torch.ones_like(sequences), mm_train_inputs_list=image))
+    first, second, ours, of_second = answers
+    assert (first - second).abs().max() > 1e-4
+    torch.testing.assert_close(ours.log_probs, first)
+    torch.testing.assert_close(of_second.log_probs, second)
+    assert (ours.entropy > 0).eq(mask > 0).all()
+
+
 def loss_of(monkeypatch: pytest.MonkeyPatch, *argv: str) -> torch.nn.Module:
     """The loss of a trainer, which can be made without a model."""
     monkeypatch.setattr(ppo_actor, "torch_dist_barrier_and_cuda_sync", lambda: None)

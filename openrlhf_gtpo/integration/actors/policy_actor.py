@@ -11,6 +11,7 @@ import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ray import ppo_actor, ppo_critic
 from openrlhf.trainer.ray.ppo_critic import CriticPPOTrainer
+from openrlhf.utils.vlm_utils import merge_mm_train_inputs
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.integration.actors.actor_trainer import ActorTrainer, keep_trying
@@ -110,14 +111,21 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
         sequences: torch.Tensor,
         action_mask: torch.Tensor,
         attention_mask: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
+        packed_seq_lens: list[int] | None = None,
+        mm_train_inputs_list: list[Any] | None = None,
     ) -> TokenValues | torch.Tensor:
-        """Map (b, t) tokens of one micro-batch to :class:`TokenValues` on the CPU, or just to upstream's log-probs."""
+        """Map (b, t) tokens of one micro-batch to :class:`TokenValues` on the CPU, or just to upstream's log-probs.
+
+        A vision-language model's images are in ``mm_train_inputs_list``, as upstream's ``merge_mm_train_inputs`` takes
+        them.
+        """
         with self.peaks.phase(names.OLD_LOG_PROBS):
             if not captures_entropy(self.strategy.args):
-                return super().forward(sequences, action_mask, attention_mask, *args, **kwargs)
+                return super().forward(sequences, action_mask, attention_mask, packed_seq_lens, mm_train_inputs_list)
             device = torch.cuda.current_device()
+            images = {}
+            if mm_train_inputs_list and getattr(self.actor, "is_vlm", False):
+                images = merge_mm_train_inputs(mm_train_inputs_list, device)
             self.actor.eval()
             with torch.no_grad():
                 log_probs, output = self.actor(
@@ -127,6 +135,7 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
                     return_output=True,
                     ring_attn_group=self.strategy.ring_attn_group,
                     return_entropy=True,
+                    **images,
                 )
             self.actor.train()
             entropy = output.entropy[:, -action_mask.shape[1] :]
