@@ -196,7 +196,7 @@ class ModelShape:
         return parts | {"router": hidden * self.num_experts, "experts": self.num_experts // expert * mlp // tensor}
 
     def padded_vocab_size(self, tensor: int = 1) -> int:
-        """Rows of embedding and head over all ranks."""
+        """The vocabulary padded for tensor parallelism: rows of the embedding and of the head, over all ranks."""
         multiple = VOCABULARY_MULTIPLE * tensor
         return -(-self.vocab_size // multiple) * multiple
 

@@ -52,6 +52,6 @@ class Settings:
             if typing.get_origin(kind) is Literal:
                 check_choice(field.name, value, typing.get_args(kind))
             elif kind is bool and not isinstance(value, bool):
-                raise ValueError(f"{field.name}={value!r} is not a switch; use True or False.")
+                raise ValueError(f"{field.name}={value!r} must be True or False.")
             elif kind is float:
                 check_number(field.name, value, **field.metadata)

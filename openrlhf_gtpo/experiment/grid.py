@@ -155,11 +155,11 @@ def _check_entries(path: Path, entries: Any) -> None:
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}."
             raise UsageError(f"{path}: {name!r} is not known; {hint}")
         if not isinstance(value, known[name]):
-            kind = {str: "text", dict: "entries by name", list: "a list"}[known[name]]
+            kind = {str: "text", dict: "a mapping of names to entries", list: "a list"}[known[name]]
             raise UsageError(f"{path}: {name} must be {kind}, got {value!r}.")
     missing = [name for name in _REQUIRED if not entries.get(name)]
     if missing:
-        raise UsageError(f"{path} has no {' and no '.join(missing)}.")
+        raise UsageError(f"{path} lacks {' and '.join(missing)}.")
     settings = entries.get("settings", {})
     for axis, values in settings.items():
         if not isinstance(values, dict) or not values:

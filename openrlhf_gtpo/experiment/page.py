@@ -88,7 +88,7 @@ def find_runs(arguments: Sequence[str]) -> tuple[Runs, list[Path]]:
             if one.seed is not None and one.seed == two.seed:
                 raise UsageError(f"{label} has seed {one.seed} twice, in {one.path} and {two.path}; name one.")
     if not runs:
-        raise UsageError(f"None of the {len(unfinished)} runs of {', '.join(arguments)} is finished.")
+        raise UsageError(f"None of the {len(unfinished)} runs in {', '.join(arguments)} has finished.")
     return runs, unfinished
 
 

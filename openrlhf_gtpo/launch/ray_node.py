@@ -72,7 +72,7 @@ def make_token(path: Path) -> None:
 
 
 def with_token(environment: Mapping[str, str], token: Path | None) -> dict[str, str]:
-    """``environment`` with which Ray, which listens on every interface, answers only those who know the token."""
+    """A copy of ``environment`` in which Ray, which listens on every interface, requires the token."""
     if token is None:
         return dict(environment)
     return {**environment, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token.absolute())}

@@ -59,7 +59,7 @@ class TokenStatistics:
         )
 
     def rows(self, tokens: slice) -> "TokenStatistics":
-        """Views of some of the tokens."""
+        """The statistics of a slice of the tokens, as views."""
         weighted = None if self.weighted_exponents is None else self.weighted_exponents[tokens]
         return TokenStatistics(self.maximum[tokens], self.sum_exp[tokens], weighted, self.label_logit[tokens])
 

@@ -67,8 +67,7 @@ def model_folder(source: str | Path, *, weights: bool = True, fetch: bool = True
     except (OSError, httpx.HTTPError) as error:
         raise UsageError(f"{where}, and could not be fetched from the Hugging Face Hub: {error}") from error
     # If only Transformers has cached the model, there is no listing of the whole to show that a part is missing.
-    index = folder / INDEX
-    shards = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {WEIGHTS}
+    shards = shards_of(folder / INDEX) if (folder / INDEX).exists() else [WEIGHTS]
     missing = sorted(shard for shard in shards if not any(folder.glob(shard))) if weights else []
     if missing:
         raise UsageError(
@@ -76,6 +75,20 @@ def model_folder(source: str | Path, *, weights: bool = True, fetch: bool = True
             f"(hf download {source}), or give a model with safetensors."
         )
     return folder
+
+
+def shards_of(index: Path) -> list[str]:
+    """The files that the index of a checkpoint's weights names, each once.
+
+    Raises:
+        UsageError: it cannot be read, for example because it is cut off; the message names the folder.
+    """
+    try:
+        return sorted(set(map(str, json.loads(index.read_text())["weight_map"].values())))
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"{index.parent}: {index.name} cannot be read: {' '.join(str(error).split()) or type(error).__name__}"
+        ) from error
 
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -124,7 +124,7 @@ def answer(
         or None; and ``answers`` or None.
 
     Raises:
-        TrainingStopped: the reward raised, or did not give a finite number.
+        TrainingStopped: the reward or ``answer_of`` raised, or a reward is not a finite number.
     """
     with path.open("a", encoding="utf-8") as file, ThreadPoolExecutor() as threads:
         if not rows:
@@ -179,9 +179,10 @@ def _graded(
         for score in scores:
             if not math.isfinite(score):
                 raise ValueError(f"{score} is not a finite number")
+        answers = answer_of and [answer_of([query], [prompt], [label]) for query in queries]
     except Exception as error:  # the user's code
         raise TrainingStopped(
-            f"Could not get the reward of an answer: {type(error).__name__}: {error}. Its question: {prompt!r}"
+            f"Could not grade an answer: {type(error).__name__}: {error}. Its question: {prompt!r}"
         ) from error
     return {
         "responses": [decode(output.token_ids) for output in outputs],
@@ -189,7 +190,7 @@ def _graded(
         "lengths": [len(output.token_ids) for output in outputs],
         "cut_off": [output.finish_reason == "length" for output in outputs],
         "entropies": _mean_entropies(outputs),
-        "answers": answer_of and [answer_of([query], [prompt], [label]) for query in queries],
+        "answers": answers,
     }
 
 

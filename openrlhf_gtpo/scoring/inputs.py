@@ -145,7 +145,7 @@ def _entry(line: bytes, where: str) -> dict[str, Any]:
             raise UsageError(f"{where}: tokens is empty; give at least one.")
     elif len(text) < 2:
         missing = "response" if "prompt" in text else "prompt"
-        what = f"{text[0]} and no {missing}" if text else "neither tokens nor a prompt with its response"
+        what = f"a {text[0]} but no {missing}" if text else "neither tokens nor a prompt with its response"
         raise UsageError(f"{where} has {what}; {_FORMS}.")
     for name in text:
         if not isinstance(entry[name], str):

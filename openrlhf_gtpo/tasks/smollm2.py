@@ -54,7 +54,7 @@ def _convert(gguf: Path, directory: Path) -> None:
         except Exception as error:  # a truncated file may make its readers raise anything
             reason = " ".join(str(error).split())[:200]
             raise ValueError(
-                f"{gguf} cannot be read ({type(error).__name__}: {reason}); install {GGUF_PACKAGE} again"
+                f"{gguf} cannot be read ({type(error).__name__}: {reason}); reinstall {GGUF_PACKAGE}"
             ) from error
         config = model.config
         config.rms_norm_eps = 1e-5  # the GGUF's float32 reads as 9.99999974e-06

@@ -20,7 +20,7 @@ Receipt = tuple[dict[str, int], list[str]]
 
 
 class WeightSyncError(RuntimeError):
-    """An engine did not get the weights that were sent."""
+    """An engine did not receive the weights that were sent."""
 
 
 class Arrivals:

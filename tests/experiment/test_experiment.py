@@ -62,10 +62,10 @@ def test_flags_become_a_command_line() -> None:
     [
         ({"method": {}}, "'method' is not known; did you mean methods?"),
         ({"seeds": [1, 1]}, "seeds must be whole numbers, each once"),
-        ({"seeds": []}, "has no seeds"),
+        ({"seeds": []}, "lacks seeds"),
         ({"seeds": 3}, "seeds must be a list, got 3"),
         ({"baseline": "dapo"}, "the baseline 'dapo' is not among the methods gtpo, grpo"),
-        ({"methods": {}}, "has no methods"),
+        ({"methods": {}}, "lacks methods"),
         ({"methods": {"../x": {}}}, "the name '../x' must be a folder name"),
         ({"methods": {"gtpo": {"train.seed": 3}}}, "methods.gtpo sets train.seed, which the experiment sets itself"),
         ({"flags": {"--a": 1}}, "write flags without dashes, a"),
@@ -97,7 +97,7 @@ def test_what_comes_twice_is_not_lost(tmp_path: Path, text: str, key: str, capsy
     path.write_text(
         f"flags: &it {{}}\nmethods: {{a: *it, b: *it}}\noutput: {tmp_path}\nseeds: [1]\n"
     )  # an alias is not a repetition
-    with pytest.raises(UsageError, match="has no flags"):
+    with pytest.raises(UsageError, match="lacks flags"):
         read_grid(path)
 
 

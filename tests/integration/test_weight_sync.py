@@ -214,7 +214,9 @@ def test_an_engine_that_does_not_start_is_named_with_the_end_of_its_log(monkeypa
     monkeypatch.setattr(
         ray.util.state, "get_log", lambda actor_id, **how: [f":actor_name:{actor_id}\nloading\n\n9 %\n"]
     )
-    with pytest.raises(TrainingStopped, match=r"Of 3 .*, 1, 2 did not start in 0 s; its log ends: loading \| 9 %$"):
+    with pytest.raises(
+        TrainingStopped, match=r"s 1, 2 of 3 .* did not start within 0 s; its log ends: loading \| 9 %$"
+    ):
         wait_for_engines([Starting(0.0), Starting(None), Starting(None)], limit=0.2, report_every=0.1)
     died = RuntimeError("died\nValueError: no kernel image")
     with pytest.raises(TrainingStopped, match="engine 1 of 2 .* died 0 s after .*: no kernel image; its log ends"):

@@ -142,6 +142,9 @@ def test_a_part_of_a_model_is_no_model(cached: Callable[..., Path], names: tuple
     with pytest.raises(UsageError, match=f"the weights in {folder} lack ") as refusal:
         model_folder("someone/something")
     assert f"lack {missing}; fetch them where there is a network (hf download someone/something)" in str(refusal.value)
+    (folder / INDEX).write_text('{"weight_map": ')
+    with pytest.raises(UsageError, match=f"{folder}: {INDEX} cannot be read: Expecting value"):
+        model_folder("someone/something")
 
 
 def test_a_model_that_is_neither_here_nor_cached(

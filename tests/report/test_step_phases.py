@@ -90,6 +90,9 @@ def test_a_summary_is_of_medians_and_mfu_is_over_all_gpus():
     assert found["phases"]["shaping"]["mfu"] is None, "shaping multiplies nothing"
     assert found["phases"]["rollout"]["tokens_per_second_per_gpu"] == pytest.approx(100 / 8 / 4)
     assert summary(runs, None)["phases"]["train"]["mfu"] is None
+    runs[1]["peak_memory_gib"]["actor/old_log_probs"] = 3.0  # of a failed audit
+    for order in (runs, runs[::-1], runs[1:]):
+        assert summary(order, None)["peak_memory_gib"] == {"actor/ppo_train": 1.5, "actor/old_log_probs": 3.0}
 
 
 def test_without_the_model_s_operations_there_is_no_mfu():

@@ -57,8 +57,8 @@ def reward(queries: list[str], prompts: list[str], labels: list[str]) -> dict[st
     return {"rewards": float(queries[0].removeprefix(prompts[0]) == labels[0])}
 
 
-def answer(engine: Engine, path: Path, grade: Any = reward) -> list[dict[str, Any]]:
-    return answers.answer(engine, QUESTIONS, answers.read_answers(path, SETTINGS), grade, None, path, SETTINGS)
+def answer(engine: Engine, path: Path, grade: Any = reward, answer_of: Any = None) -> list[dict[str, Any]]:
+    return answers.answer(engine, QUESTIONS, answers.read_answers(path, SETTINGS), grade, answer_of, path, SETTINGS)
 
 
 def test_an_interrupted_evaluation_goes_on_with_the_questions_that_are_left(tmp_path: Path, monkeypatch: Any) -> None:
@@ -102,9 +102,11 @@ def test_answers_with_other_settings_are_refused(tmp_path: Path) -> None:
 
 def test_a_reward_that_fails_ends_it_with_the_question(tmp_path: Path) -> None:
     for bad in ({"rewards": [1, 2]}, {"rewards": math.nan}, {"rewards": math.inf}, {}, None):
-        with pytest.raises(TrainingStopped, match=r"Could not get the reward of an answer: .* 'What is 0\?'"):
+        with pytest.raises(TrainingStopped, match=r"Could not grade an answer: .* 'What is 0\?'"):
             answer(Engine(), tmp_path / "answers", lambda *_: bad)  # noqa: B023
         assert answers.read_answers(tmp_path / "answers", SETTINGS | {"reward": "mended"}) == []
+    with pytest.raises(TrainingStopped, match="Could not grade an answer: ZeroDivisionError: .*'What is 0"):
+        answer(Engine(), tmp_path / "answers", answer_of=lambda *_: 1 / 0)
     assert len(answer(Engine(), tmp_path / "answers")) == 5
 
 

@@ -69,7 +69,7 @@ def wait_for_engines(
         absent = ", ".join(map(str, sorted(starting.values())))
         if starting and waited >= limit:
             raise Restartable(
-                f"Of {len(engines)} {what}s (counted from 0), {absent} did not start in {waited:.0f} s"
+                f"{what}s {absent} of {len(engines)} (counted from 0) did not start within {waited:.0f} s"
                 f"{_last_words(engines[min(starting.values())])}"
             )
         if starting and not ready:

@@ -365,7 +365,7 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
     _follow_guide(values)
     _name_flags_without_effect(values, given)
     if values["train.replay_rollouts"] is not None:
-        replay.adjust(values, given)
+        replay.adjust(values)
 
 
 def _follow_loss_level(values: dict[str, Any], given: frozenset[str]) -> None:
@@ -452,6 +452,11 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
     # When a rule holds, why, and prefixes of the flags that nothing reads then.
     rules: list[tuple[bool, str, tuple[str, ...]]] = [
         (
+            values["train.replay_rollouts"] is not None,
+            "a replay starts no engines, and takes prompts, responses and rewards from the dumps",
+            replay.NOT_READ,
+        ),
+        (
             shapes_credit,
             f"not read by {estimator}",
             ("algo.advantage.no_std_norm", "algo.advantage.gamma", "algo.advantage.lambd"),
@@ -480,7 +485,7 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
         ),
         (loss_type == "gspo", "gspo always takes the mean over responses", ("actor.loss_agg_mode",)),
         (
-            guide is None and values["train.replay_rollouts"] is None,
+            guide is None,
             "neither --algo.guide.fraction nor --algo.guide.rescue_batch gives a guide anything to do",
             ("algo.guide.",),
         ),
@@ -533,10 +538,11 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
         (not values["logger.dump_rollouts"], "there is no --logger.dump_rollouts", ("logger.dump_rows",)),
         (with_ray, "--vllm.sync_with_ray has no buckets", ("vllm.sync_bucket_mb",)),
     ]
-    groups = []
+    groups, left = [], set(given)
     for holds, reason, beginnings in rules:
-        unread = sorted(f"--{flag}" for flag in given if f"{flag} ".startswith(beginnings)) if holds else []
+        unread = sorted(flag for flag in left if f"{flag} ".startswith(beginnings)) if holds else []
         if unread:
-            groups.append(f"{', '.join(unread)} ({reason})")
+            left.difference_update(unread)
+            groups.append(f"{', '.join(f'--{flag}' for flag in unread)} ({reason})")
     if groups:
         print(f"These flags were given but have no effect here: {'; '.join(groups)}.", file=sys.stderr)

@@ -163,7 +163,8 @@ def source_path(module: str) -> Path:
 
 @functools.cache  # an experiment parses hundreds of command lines
 def signatures(path: Path) -> dict[str, str]:
-    """Name -> ``name(parameters)``, no keyword-only ones, of each top-level class, function and method in a file."""
+    """Map the name of each top-level class, function and method of a file to ``name(parameters)``, without
+    keyword-only parameters."""
     found: dict[str, str] = {}
 
     def visit(body: list[ast.stmt], prefix: str) -> None:

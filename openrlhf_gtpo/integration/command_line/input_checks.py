@@ -23,7 +23,7 @@ from openrlhf_gtpo.megatron.checkpoint.folder import (
     newest_whole,
     read_manifest,
 )
-from openrlhf_gtpo.platform.files import check_output, model_folder, weight_shapes
+from openrlhf_gtpo.platform.files import check_output, model_folder, shards_of, weight_shapes
 from openrlhf_gtpo.report.metrics import read_runs
 
 # Files in which a checkpoint may name its own Python code.
@@ -299,15 +299,11 @@ def check_weights_fit(model: str, flag: str) -> None:
 
 def _check_weights(path: Path, flag: str) -> None:
     """Refuse local safetensors that are cut off or missing; only their headers are read."""
-    for index in path.glob("*.safetensors.index.json"):
-        try:
-            shards = sorted(set(map(str, json.loads(index.read_text())["weight_map"].values())))
-        except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-            raise UsageError(f"{flag} {path}: {index.name} cannot be read: {_reason(error)}") from error
-        for shard in shards:
-            if not os.path.isfile(path / shard):  # not Path.is_file, which raises for a name that is too long
-                raise UsageError(f"{flag} {path} lacks {_line(shard):.255}, which its {index.name} lists.")
     try:
+        for index in path.glob("*.safetensors.index.json"):
+            for shard in shards_of(index):
+                if not os.path.isfile(path / shard):  # not Path.is_file, which raises for a name that is too long
+                    raise UsageError(f"{path} lacks {_line(shard):.255}, which its {index.name} lists.")
         weight_shapes(path)
     except UsageError as error:
         raise UsageError(f"{flag} {error}") from error

@@ -104,9 +104,9 @@ def _check_modes(args: SimpleNamespace, layout: Layout) -> None:
         )
     if args.reward.model_name_or_path and not args.reward.remote_url and layout.model_parallel_size > 1:
         raise UsageError(
-            f"--reward.model_name_or_path {args.reward.model_name_or_path} runs on DeepSpeed and takes a batch for "
-            f"each process, while --megatron.*_parallel_size gives each batch to {layout.model_parallel_size} of "
-            "them; serve it behind --reward.remote_url URL, or leave these sizes at 1."
+            f"--reward.model_name_or_path {args.reward.model_name_or_path} runs on DeepSpeed, where every process "
+            f"needs a batch of its own, but with --megatron.*_parallel_size {layout.model_parallel_size} processes "
+            "share each batch; serve it behind --reward.remote_url URL, or leave these sizes at 1."
         )
     nondeterministic = os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     if args.train.full_determinism_enable and nondeterministic != "0":

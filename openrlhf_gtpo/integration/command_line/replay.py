@@ -1,6 +1,5 @@
 """``--train.replay_rollouts``: the flags that such a run does not read, and the dumps that it can train on."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ from openrlhf_gtpo.integration.command_line.input_checks import load_tokenizer
 from openrlhf_gtpo.report.rollouts import RolloutDump, find_dumps, read_dump, vocabulary_digest
 
 # Prefixes of the flags that concern only sampling, rewards, evaluation and the length of a run.
-_NOT_READ = (
+NOT_READ = (
     "vllm.",
     "eval.",
     "reward.remote_url",
@@ -37,19 +36,15 @@ _NOT_READ = (
 _ABSENT = "replay"  # so that no reward actor is made; for an agent's reward, upstream likewise sets "agent"
 
 
-def adjust(values: dict[str, Any], given: frozenset[str]) -> None:
-    """Reset what a replay does not read in ``values``, the parsed command line by flag, and print which of those flags
-    were ``given``. OpenRLHF's own checks still see an engine and a reward.
+def adjust(values: dict[str, Any]) -> None:
+    """Reset what a replay does not read in ``values``, the parsed command line by flag. OpenRLHF's own checks
+    still see an engine and a reward.
 
     Raises:
         UsageError: the folder's name is empty, as when a script's variable is not set.
     """
     if not values["train.replay_rollouts"]:
         raise UsageError("Expected --train.replay_rollouts to be a folder with dumps, got an empty string.")
-    unread = sorted(f"--{flag}" for flag in given if flag.startswith(_NOT_READ))
-    if unread:
-        why = "a replay starts no engines, and takes prompts, responses and rewards from the dumps"
-        print(f"These flags were given but have no effect here: {', '.join(unread)} ({why}).", file=sys.stderr)
     values |= {"vllm.num_engines": 1, "eval.dataset": None, "train.agent_func_path": None}
     values |= {"algo.dynamic_filtering_enable": False, "rollout.entropy_audit_steps": 0}
     # The dumps say which rows are the guide's, and have no rescued ones.

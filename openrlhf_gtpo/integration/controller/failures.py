@@ -1,4 +1,4 @@
-"""Finds the cause of an error that Ray raises in whoever waits for a task, and reports it so that a user can act."""
+"""Unwraps the errors of Ray's tasks to their cause, and reports it so that a user can act on it."""
 
 import _thread
 import signal

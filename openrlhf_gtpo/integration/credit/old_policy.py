@@ -71,7 +71,8 @@ def count_missing(samples: "Sequence[Experience]", sampled: Sequence[TokenValues
     if missing > _MAY_MISS * actions:
         raise TrainingStopped(
             f"{missing} of the {actions} tokens to train on ({missing / actions:.1%}, more than {_MAY_MISS:.0%}) have "
-            "no entropy from vLLM's sampler, as when an agent edits what was sampled; give --rollout.entropy actor."
+            "no entropy from vLLM's sampler, for example because an agent edited what was sampled; give "
+            "--rollout.entropy actor."
         )
     return missing
 

@@ -55,7 +55,8 @@ class RescueQueue:
 
 
 def plain(response: Response) -> Response:
-    """The part that training reads, as plain values; a reward's or agent's own numbers may come from any library."""
+    """The parts of a response that training reads, as plain Python values: a reward or an agent may return NumPy's or
+    torch's."""
     kept = {name: response[name] for name in ("prompt", "label", "prompt_number")}
     lists = ("observation_tokens", "action_ranges", "rollout_log_probs")
     kept |= {name: np.asarray(response[name]).tolist() for name in lists}

@@ -11,7 +11,7 @@ from openrlhf_gtpo.weight_sync.receiver import WeightReceiver
 
 
 class WorkerExtension(WeightReceiver, WorkerWrap, ReportsPeakMemory):
-    """Adds the methods of all three base classes, whose names differ, and one of its own to vLLM's worker."""
+    """Adds the methods of its three base classes, which share no name, and one of its own to vLLM's worker."""
 
     def capture_entropy(self, temperature: float) -> str | None:
         """See ``sampler_entropy.capture``."""

@@ -96,7 +96,7 @@ def check_file(folder: Path, name: str, expected: Entry, *, checksum: bool) -> N
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file; it is on disk afterwards."""
+    """Write a small file and sync it to disk."""
     with HashedFile(path) as stream:
         stream.write(text.encode())
 

@@ -116,7 +116,7 @@ def check_layout(hf_config: Any, layout: Layout, world_size: int) -> None:
 
 
 def legal_tensor_parallel_sizes(hf_config: Any) -> list[int]:
-    """TP sizes that divide the model's attention heads, key-value heads and MLP widths, ascending."""
+    """TP sizes that divide the model's attention heads, key-value heads and MLP widths, in ascending order."""
     return _divisors(math.gcd(*(number for _, number in _sharded_over_tensor_parallel(hf_config))))
 
 

@@ -52,8 +52,9 @@ def test_a_replay_needs_neither_engine_nor_prompts_nor_reward(
     args = run.parse(argv_of(command | {FLAG: dump(), "--algo.preset": None, "--eval.dataset": "no-such-set",
                                         "--train.agent_func_path": "nowhere.py"}))  # fmt: skip
     run.check(args)
-    said = capsys.readouterr().err
+    (said,) = (line for line in capsys.readouterr().err.splitlines() if "no effect" in line)
     assert "have no effect here: --data.input_key" in said and "--train.agent_func_path, --vllm.num_engines" in said
+    assert said.count("--eval.dataset") == said.count("--reward.remote_url") == 1
 
 
 @pytest.mark.parametrize(
