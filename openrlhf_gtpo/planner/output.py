@@ -87,7 +87,8 @@ def details(one: Candidate) -> str:
             f"MFU of training {one.mfu:.0%}"
         )
         update = ", ".join(f"{part} {seconds:.2f}" for part, seconds in one.speed.optimizer_step().items())
-        lines.append(f"each of its {engines.workload.optimizer_steps} optimizer steps: {update}")
+        steps = engines.workload.optimizer_steps
+        lines.append(f"{f'each of its {steps} optimizer steps' if steps > 1 else 'its optimizer step'}: {update}")
     return "\n".join(lines)
 
 

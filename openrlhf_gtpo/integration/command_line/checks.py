@@ -44,6 +44,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "algo.guide.num_engines algo.guide.tensor_parallel_size",
     ),
     ("a finite {} >= 1", lambda number: 1 <= number < math.inf, "algo.guide.ratio_cap"),
+    ("a finite {} > 1", lambda number: 1 < number < math.inf, "actor.dual_clip"),
     ("{} >= 64", lambda number: number >= 64, "megatron.lm_head_mb"),
     ("{} >= 2, for a prompt and a response", lambda number: number >= 2, "data.max_len"),
     ("{} >= 1, or -1 for never", lambda number: number >= 1 or number == -1, "eval.steps ckpt.save_steps"),
