@@ -195,9 +195,10 @@ def check_inputs(args: SimpleNamespace) -> None:
         check_reward(args)
     tokenizer = load_tokenizer(*model)
     # Without added tokens: Gemma 3 has a few that its text models never see.
-    if tokenizer.vocab_size > getattr(config, "vocab_size", math.inf):
+    embedded = getattr(config.get_text_config(), "vocab_size", math.inf)
+    if tokenizer.vocab_size > embedded:
         raise UsageError(
-            f"--actor.model_name_or_path {model[0]} has embeddings for {config.vocab_size} tokens (vocab_size in its "
+            f"--actor.model_name_or_path {model[0]} has embeddings for {embedded} tokens (vocab_size in its "
             f"config.json), but its tokenizer has {tokenizer.vocab_size}; give the model its own tokenizer."
         )
     if replays:

@@ -123,10 +123,14 @@ def test_weights_of_another_configuration(refused: Callable[..., str], model: Pa
             assert message in refused(flags | {"--actor.model_name_or_path": path})
 
 
-def test_a_vision_language_model(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
+def test_a_vision_language_model(
+    command: dict[str, Any], refused: Callable[..., str], model: Path, tmp_path: Path
+) -> None:
     path = copy_model(model, tmp_path / "sees")
     (path / "config.json").write_text('{"model_type": "qwen2_vl", "vision_config": {}}')
     assert "is a vision-language model" in refused({"--actor.model_name_or_path": path})
+    upstreams = {"--algo.advantage.estimator": "group_norm", "--actor.model_name_or_path": path}
+    check_inputs(parse(argv_of(command | upstreams)))
 
 
 @pytest.mark.parametrize("estimator", ["gtpo", "group_norm"])
