@@ -41,7 +41,7 @@ MAY_KNOW = {
     "platform": set(),
     "report": set(),
     "view": {"algorithms", "report"},
-    "tasks": set(),
+    "tasks": {"platform"},
     "planner": {"lm_head", "megatron"},  # only their arithmetic, which does not import torch either
     "integration": {"algorithms", "lm_head", "megatron", "weight_sync", "platform", "report"},
     "scoring": {"integration", "megatron", "platform"},

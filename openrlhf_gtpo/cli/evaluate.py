@@ -67,9 +67,14 @@ def _evaluate(args: argparse.Namespace) -> None:
         model = args.model
         if not Path(model, "config.json").is_file():
             model = str(Path(folder) / "model")
+            if not Path(args.model).exists():
+                raise UsageError(f"--model {args.model} does not exist.")
             command = [sys.executable, "-m", "openrlhf_gtpo.cli.convert", "megatron-to-hf", args.model, model]
-            if subprocess.run(command).returncode:  # its own process, as it uses only the CPU from then on
-                raise UsageError(f"--model {args.model} is not a Hugging Face folder, and cannot be converted to one.")
+            # Its own process, as it uses only the CPU from then on.
+            done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+            if done.returncode:
+                why = (done.stderr.strip().splitlines() or [""])[-1].removeprefix("convert megatron-to-hf: ")
+                raise UsageError(f"--model {args.model} is not a Hugging Face folder (no config.json), and {why}")
         _answer_all(args, flags, model)
 
 
@@ -91,12 +96,15 @@ def checked_inputs(flags: dict[str, Any], model: str) -> tuple[Any, Any, Callabl
 
     from openrlhf_gtpo.integration.command_line.input_checks import (
         check_dataset,
+        check_length,
+        check_model,
         check_reward,
         import_file,
         load_tokenizer,
     )
 
-    tokenizer = load_tokenizer(model, "--model")
+    config, tokenizer = check_model(model, "--model"), load_tokenizer(model, "--model")
+    check_length(config, tokenizer, flags["data.max_len"], f"--model {model}")
     run = hierarchize(argparse.Namespace(**flags, **{"actor.model_name_or_path": model}))
     run.use_ms = False  # ModelScope
     for name in flags["eval.dataset"].split(","):  # each has a table of its own here
@@ -108,10 +116,8 @@ def checked_inputs(flags: dict[str, Any], model: str) -> tuple[Any, Any, Callabl
 
 
 def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> None:
-    from openrlhf_gtpo.integration.command_line.input_checks import check_model
     from openrlhf_gtpo.scoring.answers import answer, load_engine, questions_of, read_answers
 
-    check_model(model, "--model")
     run, tokenizer, reward = checked_inputs(flags, model)
     sets = [name.strip() for name in flags["eval.dataset"].split(",")]
     places = [Path(name.partition("@")[0]) for name in sets]

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from openrlhf_gtpo.cli import Parser, RawHelpFormatter, evaluate, exit_status
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
@@ -76,12 +76,18 @@ def _check(grid: Grid) -> None:
         with _named(label):
             check(args)
     if grid.evaluate is not None:
-        given = evaluate.build_parser().parse_args([*words(grid.evaluate), "--model", "MODEL", "--output", "OUTPUT"])
+        parser = evaluate.build_parser()
+        parser.error = _refuse  # type: ignore[method-assign]  # argparse's would print the usage of another command
         with _named("evaluate"):
+            given = parser.parse_args([*words(grid.evaluate), "--model", "MODEL", "--output", "OUTPUT"])
             flags = evaluate.checked_flags(given)
             trained = (run.folder / "model" for run in grid.runs if is_trained(run) and not is_finished(run, grid))
             for model in {args.actor.model_name_or_path for args in parsed.values()} | {*map(str, trained)}:
                 evaluate.checked_inputs(flags, model)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UsageError(message)
 
 
 @contextmanager

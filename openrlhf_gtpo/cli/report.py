@@ -112,7 +112,9 @@ def _run(args: argparse.Namespace) -> None:
     folder = args.metrics.is_dir()
     png = args.png or (args.metrics / "curves.png" if folder else None)
     check_output("--png", png, args.metrics / "metrics.jsonl" if folder else args.metrics)
-    runs = read_runs(args.metrics)
+    runs = [rows for rows in read_runs(args.metrics) if any(row["kind"] != names.KIND_RUN for row in rows)]
+    if not runs:
+        raise UsageError(f"{args.metrics} has no step yet.")
     for number, metrics in enumerate(runs, start=1):
         if len(runs) > 1:
             print(f"{args.metrics}: run {number} of {len(runs)}")
@@ -217,7 +219,7 @@ def _fp8(args: argparse.Namespace) -> None:
 
 
 def _mismatch(args: argparse.Namespace) -> None:
-    from openrlhf_gtpo.report.rollouts import read_dump
+    from openrlhf_gtpo.report.rollouts import read_dump, vocabulary_digest
 
     dump = read_dump(args.dump)
     columns, settings = dump.columns, dump.settings
@@ -231,12 +233,18 @@ def _mismatch(args: argparse.Namespace) -> None:
     from openrlhf_gtpo.algorithms import ESTIMATORS
     from openrlhf_gtpo.benchmarks.harness import write_results
     from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
+    from openrlhf_gtpo.integration.command_line.input_checks import load_tokenizer
     from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
     from openrlhf_gtpo.report.fp8_page import table
     from openrlhf_gtpo.scoring.fp8_report import compare_rollout
     from openrlhf_gtpo.scoring.inputs import ScoreModel
 
     check_openrlhf()
+    vocabulary = settings.get("vocabulary")  # version 1 has none
+    if vocabulary and vocabulary != vocabulary_digest(load_tokenizer(args.model, "--model")):
+        raise UsageError(
+            f"{args.dump} has token ids of {settings['model']}, which mean others to --model {args.model}."
+        )
     name = settings["estimator"]
     estimator = EntropyCredit(name, ESTIMATORS[name].config(**settings["config"]))
     model = ScoreModel(args.model, temperature=settings["temperature"], max_tokens=args.max_tokens)

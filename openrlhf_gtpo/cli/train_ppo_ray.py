@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return STOPPED_STATUS
     except KeyboardInterrupt:
         print(
-            "train_ppo_ray stopped: interrupted; with --ckpt.load_enable it goes on from its last checkpoint.",
+            "train_ppo_ray stopped: interrupted; with --ckpt.load_enable it goes on from its last checkpoint, if any.",
             file=sys.stderr,
         )
         return _INTERRUPTED

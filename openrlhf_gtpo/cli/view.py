@@ -51,7 +51,8 @@ def _view(args: argparse.Namespace) -> None:
     for note in notes:
         print(note, file=sys.stderr)
     rows = sum(len(dump.columns["row"]) for dump in dumps)
-    print(f"{args.output}: {rows} responses of {len(dumps)} steps, {len(page.encode()) / 2**20:.1f} MiB")
+    steps = f"{len(dumps)} step{'s' if len(dumps) > 1 else ''}"
+    print(f"{args.output}: {rows} responses of {steps}, {len(page.encode()) / 1024:,.0f} KiB")
 
 
 if __name__ == "__main__":

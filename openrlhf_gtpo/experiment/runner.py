@@ -112,12 +112,12 @@ def _make(run: Run, grid: Grid, show: Callable[[], bool]) -> list[str]:
         replace_text(run.folder / "flags.json", json.dumps(run.flags, indent=1) + "\n")
         status = _call("openrlhf_gtpo.cli.train_ppo_ray", [*words(run.flags), *resume], log, show)
         if status or not is_trained(run):
-            return [f"{run} ended with status {status}: {_last_line(log)} ({log})"]
+            return [f"{run} ended with status {status} ({log}): {_last_words(log)}"]
     if grid.evaluate is not None:
         flags = grid.evaluate | {"model": run.folder / "model", "output": run.folder / "evaluation"}
         status = _call("openrlhf_gtpo.cli.evaluate", words(flags), log, show)
         if status:
-            return [f"The evaluation of {run} ended with status {status}: {_last_line(log)} ({log})"]
+            return [f"The evaluation of {run} ended with status {status} ({log}): {_last_words(log)}"]
         replace_text(run.folder / "evaluation" / "flags.json", json.dumps(grid.evaluate, indent=1) + "\n")
     return []
 
@@ -140,9 +140,11 @@ def is_trained(run: Run) -> bool:
     return False
 
 
-def _last_line(log: Path) -> str:
+def _last_words(log: Path) -> str:
+    """The last message of a command of this package, or the last line of any."""
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return lines[-1][:300] if lines else "it said nothing"
+    own = [line for line in lines if line.startswith(("train_ppo_ray", "evaluate:"))]
+    return (own or lines or ["it said nothing"])[-1][:500]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import stat
 from functools import cache
 from pathlib import Path
 
@@ -107,6 +108,14 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         except (SafetensorError, OSError) as error:
             raise UsageError(f"{folder}: {file.name} cannot be read: {' '.join(str(error).split())}") from error
     return shapes
+
+
+def share_weights(folder: Path) -> None:
+    """Give a model's safetensors the permissions of its config.json: safetensors 0.8 leaves them to their owner alone
+    (https://github.com/safetensors/safetensors/issues/782)."""
+    mode = (folder / "config.json").stat().st_mode
+    for file in folder.glob(WEIGHTS):
+        file.chmod(stat.S_IMODE(mode))
 
 
 @cache

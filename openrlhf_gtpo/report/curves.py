@@ -4,6 +4,7 @@ Draws what `metrics.read_runs` returns and computes only means over seeds and da
 """
 
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -134,6 +135,9 @@ def plot_figures(runs: Mapping[str, Sequence[Rows]], folder: Path) -> dict[str, 
                 color, line = COLORS[index % len(COLORS)], LINES[index // len(COLORS) % len(LINES)]
                 _thin_and_mean(axes, [read(rows) for rows in seeds], f"{label} (n={len(seeds)})", color, line=line)
             _finish(axes, title, unit)
+            without = [label for label, seeds in runs.items() if not any(read(rows)[0] for rows in seeds)]
+            if axes.lines and without:
+                axes.set_xlabel(textwrap.fill(f"step; not recorded: {', '.join(without)}", 60))
             if axes.lines:
                 figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
             paths[title] = folder / f"{re.sub('[^a-z0-9]+', '_', title.lower())}.svg"

@@ -118,7 +118,7 @@ def find_dumps(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise ValueError(f"Expected a dump or a run's folder, and {path} does not exist.")
+        raise ValueError(f"{path} does not exist; give a dump or a run's folder.")
     found = sorted(path.rglob("step_*.parquet"), key=lambda file: file.name)
     if not found:
         raise ValueError(f"{path} holds no step_*.parquet; a run writes them with --logger.dump_rollouts N.")

@@ -58,7 +58,7 @@ def read_methods(texts: Sequence[str], dump: RolloutDump) -> list[Method]:
         for pair in pairs:
             field, _, value = pair.partition("=")
             if field not in types:
-                raise ValueError(f"--estimators {text}: {name} has no {field!r}, but {', '.join(types)}.")
+                raise ValueError(f"--estimators {text}: {name} has no {field!r}; it has {', '.join(types)}.")
             settings[field] = _value(text, types[field], value)
         try:
             methods.append(Method(text, name, kind(**settings)))

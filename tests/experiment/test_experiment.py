@@ -133,7 +133,8 @@ if way.exists():
     if how == "checkpoint":
         (Path(words["--ckpt.path"]) / "_actor" / "global_step1").mkdir(parents=True)
     if how == "fail":
-        sys.exit("no good reason" + ", and a long story" * 30)
+        print("train_ppo_ray stopped: no good reason", file=sys.stderr)
+        sys.exit("the engine shuts down, which is a long story" * 30)
     os.kill(os.getpid(), signal.SIGTERM if how == "interrupt" else signal.SIGKILL)
 with metrics.open("a") as file:
     file.write(json.dumps({"kind": "eval", "step": 1, "eval_task_pass1": 0.75, "time": 2.0}) + chr(10))
@@ -214,7 +215,11 @@ def test_a_half_run_counts_nowhere_and_is_made_again(file: Path, how: str, resum
 def test_a_run_that_fails_is_named_and_the_others_are_made(file: Path, capsys: Any) -> None:
     (file.parent / "way").write_text("fail")
     assert experiment.main([str(file)]) == 1
-    assert "gtpo, seed 1 ended with status 1: no good reason" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert (
+        "/gtpo/seed-1/log): train_ppo_ray stopped: no good reason\n" in said
+        and "gtpo, seed 1 ended with status 1 (" in said
+    )
     assert len(starts(file)) == 3
     assert "mean of 2" in (file.parent / "runs" / "table.md").read_text()
 
@@ -312,6 +317,8 @@ def test_a_run_whose_evaluation_was_interrupted_is_held_to_that_ones_checks_alon
     asked = []
     loads = "openrlhf_gtpo.integration.command_line.input_checks.load_tokenizer"
     monkeypatch.setattr(loads, lambda model, flag: asked.append(model))
+    for name in ("check_model", "check_length"):
+        monkeypatch.setattr(loads.replace("load_tokenizer", name), lambda *of: None)
     evaluate = {"eval.dataset": str(tmp_path / "none.jsonl"), "reward.remote_url": "reward.py"}
     evaluate |= {"data.max_len": 64, "rollout.max_new_tokens": 8}
     write(tmp_path, methods={"gtpo": None}, settings={}, seeds=[1], baseline="gtpo", evaluate=evaluate)
@@ -344,6 +351,8 @@ def test_what_is_evaluated_is_looked_at_before_the_first_run(
         "openrlhf_gtpo.integration.run.check", lambda args: None
     )  # the check of training, which is not under test here
     monkeypatch.setattr("openrlhf_gtpo.integration.command_line.input_checks.load_tokenizer", lambda *of: None)
+    for name in ("check_model", "check_length"):
+        monkeypatch.setattr(f"openrlhf_gtpo.integration.command_line.input_checks.{name}", lambda *of: None)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"input": "1 + 1", "label": "2"}\n' * 8)
     (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return {}\n")
@@ -367,6 +376,7 @@ def test_what_is_evaluated_is_looked_at_before_the_first_run(
     for changed, sentence in (
         ({"eval.dataset": str(tmp_path / "none.jsonl")}, "--eval.dataset {tmp}/none.jsonl does not exist."),
         ({}, "--eval.dataset {tmp}/rows.jsonl has no split 'test' (--eval.split); it has train."),
+        ({"eval.slip": "train"}, "unrecognized arguments: --eval.slip train"),
         ({"eval.split": "train", "eval.temperature": 0}, "give --eval.n_samples_per_prompt 1."),
         ({"eval.split": "train"}, None),
     ):

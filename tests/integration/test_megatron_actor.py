@@ -56,6 +56,8 @@ def test_training_is_that_of_upstreams_actor(
     found = pools[1].run(run_actor, "megatron", actor_model, [*argv, *layout], str(outputs[1]))
     theirs_saved, ours_saved = (AutoModelForCausalLM.from_pretrained(output).state_dict() for output in outputs)
     assert theirs_saved.keys() == ours_saved.keys()
+    for output in outputs:  # whoever may read the configuration may read the weights
+        assert (output / "model.safetensors").stat().st_mode == (output / "config.json").stat().st_mode
     for rank in found:
         forward = rank["sizes"].index(0)
         for sizes in (rank["sizes"][:forward], rank["sizes"][forward + 1 :]):

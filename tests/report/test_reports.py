@@ -75,6 +75,8 @@ def test_every_kind_of_run_is_summed_up(tmp_path, settings):
 
 
 def test_the_summary_has_the_change_and_the_median_time(tmp_path, capsys):
+    (tmp_path / "none.jsonl").write_text('{"kind": "run", "step": 0, "run": "x"}\n')
+    assert main(["run", str(tmp_path / "none.jsonl")]) != 0 and "has no step yet" in capsys.readouterr().err
     assert main(["run", str(_run(tmp_path / "m.jsonl"))]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out  # no terminal, no colors

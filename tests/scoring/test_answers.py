@@ -145,10 +145,15 @@ def command(place: Path, output: str, **changed: Any) -> list[str]:
         ({"eval.n_samples_per_prompt": 0}, "Expected --eval.n_samples_per_prompt >= 1, got 0."),
         ({"eval.temperature": 0}, "every answer is the same; give --eval.n_samples_per_prompt 1."),
         ({"rollout.top_p": 0}, "Expected 0 < --rollout.top_p <= 1, got 0."),
-        ({"model": "/nowhere"}, "--model /nowhere is not a Hugging Face folder, and cannot be converted to one."),
+        ({"model": "/nowhere"}, "--model /nowhere does not exist."),
+        (
+            {"model": "tests"},
+            "--model tests is not a Hugging Face folder (no config.json), and tests is not a checkpoint",
+        ),
         ({"eval.dataset": "/nowhere.jsonl"}, "--eval.dataset /nowhere.jsonl does not exist."),
         ({"data.label_key": "nothing"}, "has no column 'nothing'"),
         ({"reward.remote_url": "/nowhere.py"}, "--reward.remote_url /nowhere.py does not exist."),
+        ({"data.max_len": 2049}, "model can read, 2048 tokens; give at most that."),
         ({"data.max_len": 9}, "--data.max_len 9 with --rollout.max_new_tokens 8 leaves 1"),
     ],
 )

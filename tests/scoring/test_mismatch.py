@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -80,10 +81,15 @@ def test_errors_are_those_that_were_made(
     assert abs(errors["log_prob_error_mean"] - 0.5) < 0.05
 
 
-def test_a_dump_without_credit_is_refused(
-    rollout: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_dump_without_credit_or_of_other_tokens_is_refused(
+    rollout: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dump = tmp_path / "step_000001.parquet"
+    loads = "openrlhf_gtpo.integration.command_line.input_checks.load_tokenizer"
+    monkeypatch.setattr(loads, lambda *of: SimpleNamespace(get_vocab=lambda: {"a": 0}))
+    write_dump(dump, {"step": 1, "estimator": "gtpo", "config": {}, "vocabulary": "x", "model": "other"}, rollout)
+    assert main(["mismatch", str(dump), "--model", "MODEL"]) == 2
+    assert "has token ids of other, which mean others to --model MODEL." in capsys.readouterr().err
     write_dump(dump, {"step": 1, "estimator": "rloo", "config": None}, rollout | {"entropy": None})
     assert main(["mismatch", str(dump), "--model", "MODEL"]) == 2
     assert "has no entropy credit to compare: its estimator is rloo" in capsys.readouterr().err

@@ -227,7 +227,7 @@ def test_a_million_tokens_are_sampled_in_whole_groups_and_credited_among_all(
     "words, sentence",
     [
         (["--estimators", "ppo"], f"Expected --estimators of {', '.join(ESTIMATORS)}, got 'ppo'."),
-        (["--estimators", "gtpo:beta=1"], "gtpo has no 'beta', but variant, alpha"),
+        (["--estimators", "gtpo:beta=1"], "gtpo has no 'beta'; it has variant, alpha"),
         (["--estimators", "gtpo:alpha2=x"], "expected a float, got 'x'."),
         (["--estimators", "gtpo:scope=world"], "scope"),
         (["--max-tokens", "0"], "Expected --max-tokens >= 1, got 0."),

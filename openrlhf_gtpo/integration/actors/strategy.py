@@ -45,6 +45,7 @@ from openrlhf_gtpo.megatron.parallel.agreement import (
     raise_together,
 )
 from openrlhf_gtpo.platform.compile_lock import CompileLock
+from openrlhf_gtpo.platform.files import share_weights
 from openrlhf_gtpo.platform.random_state import apply_random_state, random_state
 
 # In a checkpoint's client states: those that were given, beside which DeepSpeed 0.19.6 returns entries of its own that
@@ -218,6 +219,7 @@ class Strategy(DeepspeedStrategy):
             failure = message_of(error)
             torch_dist_barrier_and_cuda_sync()  # upstream's last line, which the other ranks have reached
         raise_together(failure, CheckpointWriteError)
+        from_first_rank(lambda: share_weights(Path(output_dir)), CheckpointWriteError)
 
 
 class CpuStrategy(Strategy):

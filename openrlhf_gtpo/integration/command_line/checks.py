@@ -15,6 +15,7 @@ from openrlhf_gtpo.algorithms import ESTIMATORS
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line.input_checks import (
     check_dataset,
+    check_length,
     check_model,
     check_reward,
     load_tokenizer,
@@ -44,7 +45,6 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "algo.guide.num_engines algo.guide.tensor_parallel_size",
     ),
     ("a finite {} >= 1", lambda number: 1 <= number < math.inf, "algo.guide.ratio_cap"),
-    ("a finite {} > 1", lambda number: 1 < number < math.inf, "actor.dual_clip"),
     ("{} >= 64", lambda number: number >= 64, "megatron.lm_head_mb"),
     ("{} >= 2, for a prompt and a response", lambda number: number >= 2, "data.max_len"),
     ("{} >= 1, or -1 for never", lambda number: number >= 1 or number == -1, "eval.steps ckpt.save_steps"),
@@ -203,6 +203,7 @@ def check_inputs(args: SimpleNamespace) -> None:
         )
     if replays:
         return
+    check_length(config, tokenizer, args.data.max_len, f"{model[1]} {model[0]}")
     of_rows = tokenizer if entropy_weighted else None
     check_dataset(args, of_rows, args.data.prompt_dataset, args.data.prompt_split, "--data.prompt_dataset")
     _check_prompt_probs(args)
@@ -263,7 +264,9 @@ def check_guide(args: SimpleNamespace) -> None:
             "--algo.dynamic_filtering_enable too, or leave it out."
         )
     if not guide.endpoint:
-        check_model(guide.model_name_or_path, flag, args.actor.trust_remote_code)
+        name, trusted = guide.model_name_or_path, args.actor.trust_remote_code
+        config, tokenizer = check_model(name, flag, trusted), load_tokenizer(name, flag, trusted)
+        check_length(config, tokenizer, args.data.max_len, f"{flag} {name}")
     _check_same_tokenizer(args, flag)
     if guide.endpoint:
         from openrlhf_gtpo.integration.command_line.endpoint import check_endpoint
@@ -399,11 +402,14 @@ def _check_loss(args: SimpleNamespace) -> None:
     """Refuse what this package's loss would refuse on construction, in an actor that has loaded the model by then."""
     from openrlhf_gtpo.integration.credit.loss import credit_loss
 
+    if args.actor.dual_clip == math.inf:  # which upstream takes
+        raise UsageError("Expected a finite --actor.dual_clip > 1, got inf; leave it out to bound nothing.")
     try:
         credit_loss(args)
     except UsageError:
         raise
     except (AssertionError, ValueError) as error:
         raise UsageError(
-            f"--actor.eps_clip_low_high, --actor.dual_clip or --algo.advantage.is_correction_*: {error}"
+            "--actor.eps_clip, --actor.eps_clip_low_high, --actor.dual_clip or --algo.advantage.is_correction_*: "
+            f"{error}"
         ) from error

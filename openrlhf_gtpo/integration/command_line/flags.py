@@ -465,7 +465,7 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
         *(
             (
                 estimator == name and values[f"algo.{name}.variant"] not in variants,
-                f"only variant {' or '.join(variants)} reads it",
+                f"of the variants only {' and '.join(variants)} {'read' if len(variants) > 1 else 'reads'} it",
                 tuple(f"algo.{name}.{beginning}" for beginning in beginnings),
             )
             for name, variants, beginnings in _OF_VARIANTS
@@ -529,6 +529,31 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
             values["eval.dataset"] and values["eval.steps"] < 1 and not values["eval.before_training"],
             "there is neither --eval.steps nor --eval.before_training",
             ("eval.",),
+        ),
+        (
+            estimator != "gae",
+            f"{estimator} has no critic",
+            tuple(f"{flag} " for flag in given if flag.startswith("critic.") and flag != "critic.freezing_steps"),
+        ),
+        (
+            values["algo.kl.init_coef"] == 0,
+            "--algo.kl.init_coef is 0",
+            ("algo.kl.target", "algo.kl.horizon", "algo.kl.use_loss", "algo.kl.estimator", "ref.offload"),
+        ),
+        (
+            not values["algo.dynamic_filtering_enable"],
+            "there is no --algo.dynamic_filtering_enable",
+            ("algo.dynamic_filtering_range",),
+        ),
+        (
+            values["algo.advantage.is_correction_level"] == "off",
+            "--algo.advantage.is_correction_level is off",
+            ("algo.advantage.is_correction_mode", "algo.advantage.is_correction_threshold"),
+        ),
+        (
+            not values["logger.wandb.key"],
+            "there is no --logger.wandb.key",
+            ("logger.wandb.project", "logger.wandb.org", "logger.wandb.group"),
         ),
         (
             not with_ray and values["vllm.sync_backend"] != "nccl",

@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import json
+import math
 import os
 import re
 import socket
@@ -185,7 +186,8 @@ def check_metrics_file(args: SimpleNamespace) -> None:
     """Refuse to add to the metrics of a run that this one does not continue, or to a file of another kind.
 
     If ``--ckpt.load_enable`` finds no checkpoint of a run that did not end, that run died before its first one; the
-    new start is another run in the same file, as a requeued job needs.
+    new start is another run in the same file, as a requeued job needs. So it is after a run that died in its first
+    step.
 
     Raises:
         UsageError: ``--logger.metrics_path`` holds such a run, or cannot be written.
@@ -200,7 +202,7 @@ def check_metrics_file(args: SimpleNamespace) -> None:
         rows = read_runs(path)[-1]
     except ValueError as error:
         raise UsageError(f"--logger.metrics_path: {error}; name a new file.") from error
-    if resumes(args):
+    if resumes(args) or not any(row["step"] for row in rows):
         return
     if not args.ckpt.load_enable or any(row.get("ended") for row in rows):
         why = "--ckpt.load_enable is not given"
@@ -324,6 +326,19 @@ def load_tokenizer(name: str, flag: str, trust_remote_code: bool = False) -> Any
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # a tokenizer's own class may raise anything
         raise UsageError(f"{flag} {name} has no tokenizer that can be read: {_reason(error)}") from error
+
+
+def check_length(config: Any, tokenizer: Any, max_len: int, model: str) -> None:
+    """Refuse a ``--data.max_len`` beyond the positions of a ``model``, which vLLM would find once it has been started.
+    A model whose rotary embedding is scaled is left to vLLM, which knows by how much (0.29,
+    config/model.py, _get_and_verify_max_len)."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    longest = min(getattr(text, "max_position_embeddings", None) or math.inf, tokenizer.model_max_length)
+    if max_len > longest and rope.get("rope_type", "default") == "default":
+        raise UsageError(
+            f"--data.max_len {max_len} is longer than {model} can read, {longest} tokens; give at most that."
+        )
 
 
 def _reason(error: BaseException) -> str:

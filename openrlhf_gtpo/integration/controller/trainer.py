@@ -15,7 +15,7 @@ from openrlhf.trainer.ppo_utils.kl_controller import AdaptiveKLController
 from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
 from openrlhf.utils.logging_utils import TensorboardLogger
 
-from openrlhf_gtpo.errors import StoppedOnRequest
+from openrlhf_gtpo.errors import StoppedOnRequest, TrainingStopped
 from openrlhf_gtpo.integration.actors.actor_trainer import keep_trying, wait_for_engines
 from openrlhf_gtpo.integration.controller.engines import Engines, kill_hanging, start_guide
 from openrlhf_gtpo.integration.controller.failures import answering, write_errors
@@ -90,6 +90,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
 
     replayed: ReplayedSamples | None = None  # set if the run has no engines
     guide: Guide | None = None
+    has_trained = False
 
     def __init__(self, pretrain: str, strategy: Any, *args: Any, **kwargs: Any) -> None:
         ppo_trainer.TensorboardLogger = FlushedTensorboard
@@ -138,6 +139,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
 
         Raises:
             StoppedOnRequest: the run was asked to stop; its last step's checkpoint is written.
+            TrainingStopped: there was nothing to train on.
         """
         if stop_file(self.args).exists():
             stop_file(self.args).unlink(missing_ok=True)
@@ -170,6 +172,12 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         finally:
             if self.dumper:
                 self.dumper.close()
+        if not (step or self.has_trained):
+            low, high = self.args.algo.dynamic_filtering_range
+            raise TrainingStopped(
+                "No step was trained, and no model is written: dynamic filtering dropped every prompt, as none had a "
+                f"mean score between {low:g} and {high:g} (--algo.dynamic_filtering_range)."
+            )
         if self.heartbeat:
             self.heartbeat.clear()
         if self.metrics_writer:
@@ -249,6 +257,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         if self.replayed is not None:
             global_step = self.replayed.step - 1
         self._show(names.MAKE_EXPERIENCE)
+        self.has_trained = True
         generator = self.samples_generator
         if self.guide:
             self.experience_maker.rescued, generator.rescued = generator.rescued, []

@@ -20,7 +20,7 @@ from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.model.weights import FullWeights
 from openrlhf_gtpo.megatron.parallel.agreement import failure_of, from_first_rank, raise_together
 from openrlhf_gtpo.megatron.train.trainer import Trainer
-from openrlhf_gtpo.platform.files import INDEX, SIDE_FILE_PATTERNS, model_folder
+from openrlhf_gtpo.platform.files import INDEX, SIDE_FILE_PATTERNS, model_folder, share_weights
 
 BUCKET_BYTES = 64 * 2**20  # gathered at once
 
@@ -66,6 +66,7 @@ def save_hf(
             index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
             (temporary / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         copy_side_files(source, temporary, dtype=dtype_name(model))
+        share_weights(temporary)
         _publish(temporary, directory)
 
     is_first = torch.distributed.get_rank() == 0

@@ -290,11 +290,12 @@ def test_the_advantage_of_a_short_lone_success_arrives(
         ("--eval.dataset eval.jsonl", "--eval.dataset (there is neither --eval.steps nor --eval.before_training)"),
         (
             "--algo.advantage.estimator gtpo --algo.gtpo.alpha 0.3 --algo.gtpo.alpha1 1 --algo.gtpo.kappa 3",
-            "here: --algo.gtpo.alpha (only variant v1 reads it); --algo.gtpo.kappa (only variant v1_clipped or v2",
+            "here: --algo.gtpo.alpha (of the variants only v1 reads it); --algo.gtpo.kappa (of the variants only "
+            "v1_clipped and v2 read it)",
         ),
         (
             "--algo.advantage.estimator grpo_s --algo.grpo_s.variant v1 --algo.grpo_s.beta2 1 --algo.grpo_s.beta 1",
-            "here: --algo.grpo_s.beta2 (only variant v3 reads it).",
+            "here: --algo.grpo_s.beta2 (of the variants only v3 reads it).",
         ),
         (
             "--algo.preset sapo --actor.eps_clip 0.1 --actor.kl_cov.coef 1",
@@ -306,6 +307,14 @@ def test_the_advantage_of_a_short_lone_success_arrives(
             "--algo.grpo_s.ratio_mean (the loss is sapo)",
         ),
         ("--vllm.sync_backend gloo", "--vllm.sync_backend (GPUs use NCCL"),
+        (
+            "--algo.advantage.estimator gtpo --critic.adam.lr 1e-4 --critic.freezing_steps 2",
+            "here: --critic.adam.lr (gtpo has no critic).",
+        ),
+        ("--algo.preset gspo --algo.kl.init_coef 0 --algo.kl.use_loss --ref.offload", "(--algo.kl.init_coef is 0)"),
+        ("--algo.dynamic_filtering_range 0 1", "(there is no --algo.dynamic_filtering_enable)"),
+        ("--algo.advantage.is_correction_threshold 0.5 2", "(--algo.advantage.is_correction_level is off)"),
+        ("--logger.wandb.project p", "--logger.wandb.project (there is no --logger.wandb.key)"),
         ("--train.agent_func_path agent.py", "--reward.remote_url (rewards are the agent's)"),
         (
             "--data.apply_chat_template --data.input_template Q:{}",
@@ -342,7 +351,7 @@ def test_flags_that_nothing_reads_are_named_in_one_line(
         "--reward.overlong_buffer_len 3 --reward.overlong_form continuous",
         "--algo.advantage.estimator grpo_s --algo.grpo_s.beta1 1 --logger.entropy_enable --vllm.sync_backend nccl",
         "--algo.advantage.estimator reinforce --algo.advantage.gamma 1 --algo.advantage.no_std_norm --ds.zero_stage 3",
-        "--algo.preset dapo --ref.offload --train.micro_batch_size 2",
+        "--algo.preset dapo --algo.kl.init_coef 0.01 --ref.offload --train.micro_batch_size 2",
         "--algo.advantage.estimator gtpo --rollout.entropy sampler --rollout.entropy_audit_gate 0.1",
     ],
 )

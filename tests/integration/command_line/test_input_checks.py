@@ -123,6 +123,22 @@ def test_weights_of_another_configuration(refused: Callable[..., str], model: Pa
             assert message in refused(flags | {"--actor.model_name_or_path": path})
 
 
+@pytest.mark.parametrize("estimator", ["gtpo", "group_norm"])
+def test_a_length_beyond_the_models_positions(
+    command: dict[str, Any], refused: Callable[..., str], model: Path, tmp_path: Path, estimator: str
+) -> None:
+    """vLLM would say so once Ray has started; what a scaled rotary embedding reaches is its business."""
+    positions = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    longer = {"--algo.advantage.estimator": estimator, "--data.max_len": positions + 1}
+    message = f"is longer than --actor.model_name_or_path {model} can read, {positions} tokens; give at most that."
+    assert refused(longer) == f"--data.max_len {positions + 1} {message}"
+    scaled = copy_model(model, tmp_path / "scaled")
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    config = json.loads((model / "config.json").read_text()) | {"rope_parameters": rope}
+    (scaled / "config.json").write_text(json.dumps(config))
+    check_inputs(parse(argv_of(command | longer | {"--actor.model_name_or_path": scaled})))
+
+
 def test_a_vision_language_model(
     command: dict[str, Any], refused: Callable[..., str], model: Path, tmp_path: Path
 ) -> None:
@@ -496,6 +512,7 @@ def test_metrics_of_another_run_are_not_added_to(command: dict[str, Any], tmp_pa
     command |= {"--logger.metrics_path": metrics, "--ckpt.path": checkpoints}
     with closing(MetricsWriter(metrics)) as writer:
         writer.begin(0, {"seed": 1})
+        check_metrics_file(parse(argv_of(command)))  # it died in its first step
         writer.write("train", 1, {})
 
         resumed = argv_of(command | {"--ckpt.load_enable": True})

@@ -76,7 +76,7 @@ def test_a_dump_that_cannot_be_replayed(
 
 def test_files_that_are_no_whole_dumps(refused: Callable[..., str], dump: Callable[..., Path], tmp_path: Path) -> None:
     assert refused({FLAG: ""}).endswith("to be a folder with dumps, got an empty string.")
-    assert refused({FLAG: tmp_path / "nowhere"}).endswith(f"and {tmp_path / 'nowhere'} does not exist.")
+    assert refused({FLAG: tmp_path / "nowhere"}).endswith("nowhere does not exist; give a dump or a run's folder.")
     (tmp_path / "empty").mkdir()
     assert "holds no step_*.parquet" in refused({FLAG: tmp_path / "empty"})
     dump(), dump(folder="rollouts/again")

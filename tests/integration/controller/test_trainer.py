@@ -10,6 +10,7 @@ import pytest
 import torch
 from rollouts import arguments
 
+from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.controller import trainer
 from openrlhf_gtpo.integration.controller.spikes import Spikes
 from openrlhf_gtpo.integration.controller.trainer import EntropyTrainer, held_out_statistics, step_warnings
@@ -152,7 +153,12 @@ def test_an_evaluation_that_an_interruption_cut_off_is_made_when_the_run_goes_on
     states = {"global_step": saved, "episode": 1, "total_consumed_prompts": 64, "data_loader_state_dict": {}}
     states |= {"best_eval_metric_key": "eval_x_pass1", "best_eval_metric_value": 0.125}
     monkeypatch.setattr(EntropyTrainer, "init_checkpoint_states", lambda self: states)
-    controller.fit()
+    if saved == 0:  # a run of no steps, of this start or an earlier one, has trained nothing
+        args.algo.dynamic_filtering_enable, args.algo.dynamic_filtering_range = True, [0.0, 1.0]
+        with pytest.raises(TrainingStopped, match="No step was trained, .* none had a mean score between 0 and 1 "):
+            controller.fit()
+    else:
+        controller.fit()
     assert done == ["weights"] * (saved > 0) + made and purged == [saved]
     assert [one["tag"] for one in saves] == ["best_global_step4"] * (saved == 4)
     expected = states | {"best_eval_metric_value": 0.25, "kl_coefficient": 0.5}
