@@ -38,7 +38,7 @@ class Node:
         name: in messages and in Ray's lists.
         address: of this host, as the others reach it.
         head: HOST:PORT of the cluster's head; None if this node is the head.
-        port: of the head for the other nodes; the dashboard has the next one, Ray's clients the one after.
+        port: of the head for the other nodes; the dashboard has the next one.
         temporary: folder on a disk of this host, in which Ray's files get their own; short, for Unix sockets.
         more: further flags of `ray start`, which come last and win.
     """
@@ -58,7 +58,9 @@ class Node:
         command += ["--dashboard-agent-listen-port=0", "--min-worker-port=0", "--max-worker-port=0"]
         if self.head is None:
             command += ["--head", f"--port={self.port}", "--dashboard-host=127.0.0.1", "--disable-usage-stats"]
-            command += [f"--dashboard-port={self.port + 1}", f"--ray-client-server-port={self.port + 2}"]
+            # No server for Ray's clients (ray://), which nothing here uses: on a busy host it may give up while the
+            # head starts, and `ray start --block` then ends the node (ray 2.55.0).
+            command += [f"--dashboard-port={self.port + 1}", "--ray-client-server-port=0"]
         else:
             command += [f"--address={self.head}"]
         return [*command, *self.more]

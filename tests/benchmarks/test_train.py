@@ -41,6 +41,7 @@ def command(actor_model: str, tmp_path: Path) -> dict[str, Any]:
         "--vllm.num_engines": 1,
         "--reward.remote_url": REWARD,
         "--data.prompt_dataset": tmp_path / "data.jsonl",
+        "--data.max_len": 64,
         "--rollout.batch_size": 2,
         "--rollout.n_samples_per_prompt": 2,
         "--train.batch_size": 4,

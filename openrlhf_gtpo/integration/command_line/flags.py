@@ -485,7 +485,7 @@ def _name_flags_without_effect(values: dict[str, Any], given: frozenset[str]) ->
         ),
         (loss_type == "gspo", "gspo always takes the mean over responses", ("actor.loss_agg_mode",)),
         (
-            guide is None,
+            guide is None and values["train.replay_rollouts"] is None,  # a dump may have a guide's rows
             "neither --algo.guide.fraction nor --algo.guide.rescue_batch gives a guide anything to do",
             ("algo.guide.",),
         ),

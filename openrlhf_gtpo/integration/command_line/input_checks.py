@@ -334,8 +334,9 @@ def check_length(config: Any, tokenizer: Any, max_len: int, model: str) -> None:
     config/model.py, _get_and_verify_max_len)."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
+    ropes = [rope, *(of_layers for of_layers in rope.values() if isinstance(of_layers, dict))]
     longest = min(getattr(text, "max_position_embeddings", None) or math.inf, tokenizer.model_max_length)
-    if max_len > longest and rope.get("rope_type", "default") == "default":
+    if max_len > longest and all(one.get("rope_type", "default") == "default" for one in ropes):
         raise UsageError(
             f"--data.max_len {max_len} is longer than {model} can read, {longest} tokens; give at most that."
         )

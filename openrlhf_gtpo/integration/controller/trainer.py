@@ -257,7 +257,6 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         if self.replayed is not None:
             global_step = self.replayed.step - 1
         self._show(names.MAKE_EXPERIENCE)
-        self.has_trained = True
         generator = self.samples_generator
         if self.guide:
             self.experience_maker.rescued, generator.rescued = generator.rescued, []
@@ -354,6 +353,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     def save_logs_and_checkpoints(
         self, global_step: int, logs_dict: dict[str, Any] | None = None, client_states: dict[str, Any] | None = None
     ) -> None:
+        self.has_trained = True
         if self.args.actor.backend == "megatron":
             self._save(lambda: self._finish_checkpoint(wait=False))  # an asynchronous one, of an earlier step
         # Not earlier: upstream's fit adds up everything that is called timing (0.11.2, trainer/ppo_trainer.py).

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -15,6 +16,7 @@ from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line.checks import check_every_run, check_inputs
 from openrlhf_gtpo.integration.command_line.input_checks import (
     check_checkpoints,
+    check_length,
     check_metrics_file,
     check_results,
     check_weights_fit,
@@ -137,6 +139,16 @@ def test_a_length_beyond_the_models_positions(
     config = json.loads((model / "config.json").read_text()) | {"rope_parameters": rope}
     (scaled / "config.json").write_text(json.dumps(config))
     check_inputs(parse(argv_of(command | longer | {"--actor.model_name_or_path": scaled})))
+
+
+def test_rotary_embeddings_of_several_kinds_of_layers_may_be_scaled() -> None:
+    text = SimpleNamespace(max_position_embeddings=8, rope_parameters={"sliding": {"rope_type": "default"}})
+    config = SimpleNamespace(get_text_config=lambda: text)
+    tokenizer = SimpleNamespace(model_max_length=10**30)
+    with pytest.raises(UsageError, match="--data.max_len 9 is longer than --model x can read, 8 tokens"):
+        check_length(config, tokenizer, 9, "--model x")
+    text.rope_parameters["full"] = {"rope_type": "yarn", "factor": 4.0}
+    check_length(config, tokenizer, 9, "--model x")
 
 
 def test_a_vision_language_model(

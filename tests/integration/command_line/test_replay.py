@@ -54,6 +54,8 @@ def test_a_replay_needs_neither_engine_nor_prompts_nor_reward(
     run.check(args)
     (said,) = (line for line in capsys.readouterr().err.splitlines() if "no effect" in line)
     assert "have no effect here: --data.input_key" in said and "--train.agent_func_path, --vllm.num_engines" in said
+    run.parse(argv_of(bare | {FLAG: dump(), "--algo.guide.ratio_cap": 3}))  # for the rows of a dump's guide
+    assert "no effect" not in capsys.readouterr().err
     assert said.count("--eval.dataset") == said.count("--reward.remote_url") == 1
 
 
