@@ -37,7 +37,7 @@ CONTAINER="${CONTAINER:-}"
 CONTAINER_MOUNTS="${CONTAINER_MOUNTS:-}"       # more folders, such as /shared/models,/scratch
 # The network between the nodes: an interface such as ib0, or empty for the address under which SLURM knows a node.
 INTERFACE="${INTERFACE:-}"
-PORT="${PORT:-}"                               # first of two on the head; empty: one derived from the job's number
+PORT="${PORT:-}"                               # first of three on the head; empty: one derived from the job's number
 RAY_FLAGS="${RAY_FLAGS:-}"                     # flags of `ray start` on every node
 NODE_TMP="${NODE_TMP:-/tmp}"                   # on a disk of each node; a short name, as it holds Unix sockets
 JOIN_TIMEOUT="${JOIN_TIMEOUT:-600}"            # seconds until every node must have joined

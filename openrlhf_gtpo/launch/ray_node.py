@@ -22,9 +22,11 @@ _NO_METRICS_SERVERS = {
     "AUTOSCALER_METRIC_PORT": "65536",
 }
 
-# How often, every two seconds, a node asks for a head that answers but is not ready. With Ray's 20 (ray 2.55.0,
-# _private/ray_constants.py), a head that loads from a slow disk loses its nodes after 40 s.
-_PATIENCE = {"RAY_NUM_REDIS_GET_RETRIES": "300"}
+# For a head that loads from a slow disk: how often, every two seconds, a node asks for one that answers but is not
+# ready (Ray's 20 lose the nodes after 40 s), and for how many seconds the head's own processes wait until it answers
+# (after Ray's 30 the server for Ray clients ends, and `ray start --block` with it; ray 2.55.0,
+# _private/ray_constants.py and util/client/server).
+_PATIENCE = {"RAY_NUM_REDIS_GET_RETRIES": "300", "RAY_py_gcs_connect_timeout_s": "600"}
 
 # Seconds without a connection to the head. Ray would go on for a minute after its death, and nobody restarts it.
 _HEAD_IS_GONE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3"}
@@ -38,7 +40,7 @@ class Node:
         name: in messages and in Ray's lists.
         address: of this host, as the others reach it.
         head: HOST:PORT of the cluster's head; None if this node is the head.
-        port: of the head for the other nodes; the dashboard has the next one.
+        port: of the head for the other nodes; the dashboard has the next one, Ray's clients the one after.
         temporary: folder on a disk of this host, in which Ray's files get their own; short, for Unix sockets.
         more: further flags of `ray start`, which come last and win.
     """
@@ -58,9 +60,7 @@ class Node:
         command += ["--dashboard-agent-listen-port=0", "--min-worker-port=0", "--max-worker-port=0"]
         if self.head is None:
             command += ["--head", f"--port={self.port}", "--dashboard-host=127.0.0.1", "--disable-usage-stats"]
-            # No server for Ray's clients (ray://), which nothing here uses: on a busy host it may give up while the
-            # head starts, and `ray start --block` then ends the node (ray 2.55.0).
-            command += [f"--dashboard-port={self.port + 1}", "--ray-client-server-port=0"]
+            command += [f"--dashboard-port={self.port + 1}", f"--ray-client-server-port={self.port + 2}"]
         else:
             command += [f"--address={self.head}"]
         return [*command, *self.more]
