@@ -20,7 +20,7 @@ from openrlhf_gtpo.cli import ray_cluster
 from openrlhf_gtpo.launch import ray_node, ray_wait
 from openrlhf_gtpo.launch.ray_node import Node, make_token, with_token
 
-RETRIES = "RAY_NUM_REDIS_GET_RETRIES"
+RETRIES, CONNECT = "RAY_NUM_REDIS_GET_RETRIES", "RAY_py_gcs_connect_timeout_s"
 
 
 class Head(ThreadingHTTPServer):
@@ -221,14 +221,25 @@ def test_a_dashboard_that_answers_otherwise_has_no_nodes_yet(nodes: Any, monkeyp
 
 
 def test_a_node_waits_for_a_head_that_is_slow_to_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """For as long as the script waits for nodes, and not for Ray's 40 s; whoever sets Ray's variable decides."""
+    """For as long as the script waits for nodes, and not for Ray's 40 s; nor do the head's own processes end after 30.
+    Whoever sets Ray's variable decides."""
     seen: list[str] = []
-    monkeypatch.setattr(ray_node, "run_and_clear", lambda command, environment: seen.append(environment[RETRIES]) or 0)
+    connect: list[str] = []
+
+    def run(command: Any, environment: Any) -> int:
+        seen.append(environment[RETRIES])
+        connect.append(environment[CONNECT])
+        return 0
+
+    monkeypatch.setattr(ray_node, "run_and_clear", run)
+    monkeypatch.delenv(CONNECT, raising=False)
     node = Node("n2", "127.0.0.1", "127.0.0.1:6379", 6379, tmp_path)
     monkeypatch.delenv(RETRIES, raising=False)
     assert ray_node.run_node(node, None, None) == 0
     monkeypatch.setenv(RETRIES, "7")
     assert ray_node.run_node(node, None, None) == 0
-    assert seen == ["300", "7"]
+    assert seen == ["300", "7"] and connect == ["600", "600"]
     constants = importlib.util.find_spec("ray._private.ray_constants")
     assert constants and constants.origin and f'"{RETRIES}"' in Path(constants.origin).read_text()
+    (compiled,) = Path(constants.origin).parents[1].glob("_raylet.so")
+    assert CONNECT.removeprefix("RAY_").encode() in compiled.read_bytes()

@@ -263,11 +263,12 @@ def check_guide(args: SimpleNamespace) -> None:
             f"--algo.guide.rescue_batch {guide.rescue_batch} takes what dynamic filtering drops; give "
             "--algo.dynamic_filtering_enable too, or leave it out."
         )
-    if not guide.endpoint:
-        name, trusted = guide.model_name_or_path, args.actor.trust_remote_code
-        config, tokenizer = check_model(name, flag, trusted), load_tokenizer(name, flag, trusted)
+    name, trusted = guide.model_name_or_path, args.actor.trust_remote_code
+    config = None if guide.endpoint else check_model(name, flag, trusted)
+    tokenizer = load_tokenizer(name, flag, trusted)
+    if config is not None:
         check_length(config, tokenizer, args.data.max_len, f"{flag} {name}")
-    _check_same_tokenizer(args, flag)
+    _check_same_tokenizer(args, tokenizer, flag)
     if guide.endpoint:
         from openrlhf_gtpo.integration.command_line.endpoint import check_endpoint
 
@@ -288,13 +289,10 @@ def check_guide(args: SimpleNamespace) -> None:
             )
 
 
-def _check_same_tokenizer(args: SimpleNamespace, flag: str) -> None:
+def _check_same_tokenizer(args: SimpleNamespace, tokenizer: Any, flag: str) -> None:
     """Refuse a guide with another tokenizer: its tokens are trained on as they are, so each id must mean the same."""
-    roles = ("--actor.model_name_or_path", args.actor.model_name_or_path), (flag, args.algo.guide.model_name_or_path)
-    ours, theirs = (
-        {i: token for token, i in load_tokenizer(name, of, args.actor.trust_remote_code).get_vocab().items()}
-        for of, name in roles
-    )
+    policys = load_tokenizer(args.actor.model_name_or_path, "--actor.model_name_or_path", args.actor.trust_remote_code)
+    ours, theirs = ({i: token for token, i in one.get_vocab().items()} for one in (policys, tokenizer))
     differing = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
     if differing:
         i = differing[0]
