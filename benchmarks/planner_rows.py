@@ -19,7 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from openrlhf_gtpo.megatron.fp8.options import Fp8Options  # noqa: E402
+from openrlhf_gtpo.benchmarks.synthetic import precisions  # noqa: E402
+from openrlhf_gtpo.megatron.fp8.options import RECIPES, Fp8Options  # noqa: E402
 from openrlhf_gtpo.megatron.parallel.layout import Layout  # noqa: E402
 from openrlhf_gtpo.model_shape import ModelShape  # noqa: E402
 from openrlhf_gtpo.planner.assumptions import Assumptions  # noqa: E402
@@ -129,12 +130,13 @@ def _shape(model: dict[str, Any]) -> ModelShape:
 
 
 def against_measured(results: dict[str, Any]) -> Iterator[Row]:
-    """Peak memory and seconds of what ``benchmark train-step`` measured in BF16 with Transformer Engine on one GPU.
+    """Peak memory and seconds of what ``benchmark train-step`` measured with Transformer Engine on one GPU, of every
+    precision.
 
     Raises:
         ValueError: it was measured without one of them, or on a GPU that the planner does not know.
     """
-    machine, measured, settings = results["machine"], results["measured"]["bf16"], results["settings"]
+    machine, settings = results["machine"], results["settings"]
     gpu = kind_of(machine["gpus"])
     if gpu is None or "transformer-engine" not in machine["versions"]:
         raise ValueError(
@@ -142,23 +144,32 @@ def against_measured(results: dict[str, Any]) -> Iterator[Row]:
         )
     prompt, most = int(settings["prompt_tokens"]), int(settings["response_tokens"])
     prompts, samples = int(settings["prompts"]), int(settings["samples"])
-    response = statistics.mean(measured["tokens"]) / (prompts * samples) - prompt
-    work = Workload(prompt, most, prompt, response, samples, prompts, max_tokens_per_gpu=int(settings["max_tokens"]))
-    tokens = work.micro_batch_tokens(context=1)
-    training = Training(
-        shape=ModelShape.of(SimpleNamespace(**results["config"])),
-        layout=Layout(),
-        data_parallel=1,
-        tokens=tokens,
-        response_tokens=int(tokens * response / (prompt + response)),
-        recompute=settings["recompute"],
-    )
-    speed = TrainingSpeed(training, parse_cluster(gpu, 1), work, Assumptions())
-    name = f"{settings['shape']} on {gpu}"
-    planned = sum(step_bytes(training, 0).values())
-    yield Row(f"{name}: peak memory", "GiB", measured["peak_bytes"] / GIB, planned / GIB)
-    for phase, seconds in (("old_policy", speed.scoring()), ("train", sum(speed.optimizer_step().values()))):
-        yield Row(f"{name}: {phase}", "s", statistics.median(measured["seconds"][phase]), seconds)
+    shape = ModelShape.of(SimpleNamespace(**results["config"]))
+    chosen, _ = precisions(RECIPES, SimpleNamespace(**results["config"]), cuda=True, primary_weights=True)
+    for precision, fp8 in chosen.items():
+        if precision not in results["measured"]:
+            continue
+        measured = results["measured"][precision]
+        response = statistics.mean(measured["tokens"]) / (prompts * samples) - prompt
+        most_tokens = int(settings["max_tokens"])
+        work = Workload(prompt, most, prompt, response, samples, prompts, max_tokens_per_gpu=most_tokens)
+        tokens = work.micro_batch_tokens(context=1)
+        training = Training(
+            shape=shape,
+            layout=Layout(),
+            data_parallel=1,
+            tokens=tokens,
+            response_tokens=int(tokens * response / (prompt + response)),
+            recompute=settings["recompute"],
+            fp8=fp8,
+        )
+        speed = TrainingSpeed(training, parse_cluster(gpu, 1), work, Assumptions())
+        name = f"{settings['shape']} on {gpu}, {precision}"
+        planned = sum(step_bytes(training, 0).values())
+        yield Row(f"{name}: peak memory", "GiB", measured["peak_bytes"] / GIB, planned / GIB)
+        for phase, seconds in (("old_policy", speed.scoring()), ("train", sum(speed.optimizer_step().values()))):
+            fixes = "host_layer_fp8" if fp8 is not None and phase == "old_policy" else ""
+            yield Row(f"{name}: {phase}", "s", statistics.median(measured["seconds"][phase]), seconds, fixes)
 
 
 def kind_of(devices: Sequence[str]) -> str | None:
@@ -187,7 +198,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(f"{'':66}{'unit':>13}{'measured':>11}{'planned':>10}{'':>8}  used for")
     for row in found:
-        print(f"{row.name:66}{row.unit:>13}{row.published:11.1f}{row.planned:10.1f}{row.error:+8.0%}  {row.fixes}")
+        digits = 1 if row.published >= 10 else 2
+        numbers = f"{row.published:11.{digits}f}{row.planned:10.{digits}f}{row.error:+8.0%}"
+        print(f"{row.name:66}{row.unit:>13}{numbers}  {row.fixes}")
     return 0
 
 

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# What only a Hopper GPU can tell, in under ten minutes and without a network: correctness first, then the LM head, layers in
-# BF16 and FP8, a whole train step, and the weight sync.
+# What only a Hopper GPU can tell, in under ten minutes and without a network: correctness first, then the LM head,
+# layers in BF16 and FP8, a whole train step, and the weight sync.
 #
 #   bash benchmarks/gpu/run_all.sh [OUT]        results as JSON under OUT (default: benchmarks/results/gpu)
 #   bash benchmarks/gpu/run_all.sh --dry-run    the commands alone
 #   bash benchmarks/gpu/run_all.sh --tiny       tiny shapes, a few minutes on a host without a GPU: does it all run?
 #
-# Needs torch with CUDA, Triton, transformers, pytest, hypothesis, megatron-core, mbridge and Transformer Engine; not OpenRLHF,
-# Ray, vLLM or DeepSpeed. $PYTHON is the Python to use (default: python3). Every part has a time limit, and one that fails does not keep
-# the next from being measured. On a GPU of less than 100 GiB, as the H100, measurements take smaller sizes. Exit status: 0, 1 if
-# correctness failed, 3 if only measurements did, 2 for a mistake in the command line.
+# Needs torch with CUDA, Triton, transformers, pytest with pytest-xdist, hypothesis, xxhash, megatron-core, mbridge and
+# Transformer Engine; not OpenRLHF, Ray, vLLM or DeepSpeed. $PYTHON is the Python to use (default: python3). Every part
+# has a time limit, and one that fails does not keep the next from being measured. On a GPU of less than 100 GiB, as the
+# H100, measurements take smaller sizes. Exit status: 0, 1 if correctness failed, 3 if only measurements did, 2 for a
+# mistake in the command line.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -70,13 +71,13 @@ part() {
 if $tiny; then
     lm_head=(--shape 64x64x512 --repeat 2)
     layers=(--shape tiny --tokens 128 --sequence-length 64 --micro-batches 2 --repeat 2 --matrix 256)
-    train_step=(--shape tiny --prompts 2 --samples 4 --prompt-tokens 8 --response-tokens 64 --max-tokens 256 --repeat 2 --fp8-param --no-deepspeed)
+    train_step=(--shape tiny --prompts 2 --samples 4 --prompt-tokens 8 --response-tokens 64 --max-tokens 256 --warmup 1 --repeat 2 --no-deepspeed)
     weight_sync=(--shape 2x128x256x512 --bucket-mb 1 --repeat 2)
 else
-    lm_head=(--shape 8192x3584x152064 8192x5120x152064 --repeat 11)
+    lm_head=(--shape 8192x3584x152064 8192x5120x152064 --repeat 41)
     layers=(--shape 7b 32b)
-    train_step=(--shape 3b --fp8-param)
-    weight_sync=(--shape 36x2048x11008x151936)
+    train_step=(--shape 3b)
+    weight_sync=(--shape 36x2048x11008x151936 --bucket-mb 64 256 1024)
     if ((memory < 100)); then
         # 18 bytes a parameter: the four precisions of `layers` are loaded at once, 65 GiB at 2 layers of 32b's widths;
         # `train-step` holds 52 GiB and, at its 8192 tokens of a micro-batch, 26 GiB of activations.
@@ -87,11 +88,11 @@ fi
 
 mapfile -t gpu_tests < <(printf '%s\n' tests/*/test_*_gpu.py)
 # The project's own options name pytest plugins that this host may lack.
-part correctness 150 "$python" -m pytest -o addopts=--import-mode=importlib -ra -m gpu "${gpu_tests[@]}"
-part lm_head 60 "${benchmark[@]}" lm-head "${lm_head[@]}" --output "$out/lm_head.json"
-part layers 120 "${benchmark[@]}" layers "${layers[@]}" --output "$out/layers.json"
-part train_step 200 "${benchmark[@]}" train-step "${train_step[@]}" --output "$out/train_step.json"
-part weight_sync 60 "${benchmark[@]}" weight-sync --receiver process --transport colocated "${weight_sync[@]}" --output "$out/weight_sync.json"
+part correctness 130 "$python" -m pytest -o addopts=--import-mode=importlib -ra -m gpu "${gpu_tests[@]}"
+part lm_head 50 "${benchmark[@]}" lm-head "${lm_head[@]}" --output "$out/lm_head.json"
+part layers 140 "${benchmark[@]}" layers "${layers[@]}" --output "$out/layers.json"
+part train_step 240 "${benchmark[@]}" train-step "${train_step[@]}" --output "$out/train_step.json"
+part weight_sync 30 "${benchmark[@]}" weight-sync --receiver process --transport colocated "${weight_sync[@]}" --output "$out/weight_sync.json"
 $dry_run && exit 0
 
 printf '\n== summary: %s, %d s\n' "$out" "$SECONDS"

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"Expected an even number of --rows, two responses to each prompt, got {args.rows}.")
     from openrlhf_gtpo.integration.actors.megatron_actor import MegatronPolicyActor  # ``overhead`` needs no Megatron
 
-    step = argparse.Namespace(**vars(args), prompts=args.rows // 2, samples=2)
+    step = argparse.Namespace(**vars(args), prompts=args.rows // 2, samples=2, warmup=1)
     backends = {"deepspeed": PolicyActor, "megatron": MegatronPolicyActor}
     measured = measure_actors(step, backends, args.trainer_flags)
     rows = []
@@ -61,7 +61,7 @@ def measure_actors(
     ``loaded_bytes`` and ``peak_bytes`` (memory of the process after loading, and at its peak).
 
     Args:
-        args: the sizes of a step, and ``repeat`` and ``seed``.
+        args: the sizes of a step, and ``repeat``, ``warmup`` and ``seed``.
         backends: name to Ray actor.
         trainer_flags: further flags of the trainer.
     """
@@ -89,11 +89,11 @@ def measure_actors(
             name: {"forward": policy.forward, "between": policy.make_experience, "train": policy.fit}
             for name, policy in policies.items()
         }
-        measured = measure(phases, args.repeat, new_round=new_round)
+        measured = measure(phases, args.repeat, args.warmup, new_round=new_round)
         for name, one in measured.items():
             del one.seconds["between"]  # another forward, because training needs its results
             peak = max(loaded[name], policies[name].peak_bytes())
-            one.about = {"tokens": tokens[1:], "loaded_bytes": loaded[name], "peak_bytes": peak}
+            one.about = {"tokens": tokens[args.warmup :], "loaded_bytes": loaded[name], "peak_bytes": peak}
         return measured
     finally:
         ray.shutdown()

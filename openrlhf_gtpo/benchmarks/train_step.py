@@ -44,9 +44,18 @@ def run(args: argparse.Namespace) -> None:
     shape = read_shape(args.shape, args.layers)
     chosen, absent = precisions(args.recipes, shape, cuda=platform.detect() == "cuda", primary_weights=args.fp8_param)
     measured: dict[str, Any] = {}
+
+    def write() -> dict[str, Any]:
+        """Write what is measured by now, since the next side may take longer than there is time; return the ratios."""
+        compared = derived(measured)
+        results = {"config": shape.to_dict(), "measured": measured, "derived": compared, "absent": absent}
+        write_results(args.output, args, results)
+        return compared
+
     for name, fp8 in chosen.items():
         try:
             measured[name] = run_processes(measure_precision, 1, args, shape, fp8).as_json()
+            write()
         except (LayoutError, UsageError) as error:
             if name == BF16:  # what all others are compared with
                 raise
@@ -58,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
         absent[_DEEPSPEED] = "--no-deepspeed"
     else:
         measured[_DEEPSPEED] = _deepspeed(args, shape)
-    compared = derived(measured)
+    compared = write()
     rows = []
     for name, phases in compared.items():
         for phase, numbers in phases.items():
@@ -67,12 +76,10 @@ def run(args: argparse.Namespace) -> None:
     title = f"{args.shape}: medians of {args.repeat} steps of {args.prompts} x {args.samples} responses, real tokens"
     notes = (f"{name} is absent: {reason}" for name, reason in absent.items())
     print_table(title, ("precision", "phase", "tokens/s", "x bf16"), rows, notes)
-    results = {"config": shape.to_dict(), "measured": measured, "derived": compared, "absent": absent}
-    write_results(args.output, args, results)
 
 
 def measure_precision(args: argparse.Namespace, config: Any, fp8: Fp8Options | None) -> Measured:
-    """Measure steps after an uncounted one, in the one rank of the default group. The same seed gives every precision
+    """Measure steps after uncounted ones, in the one rank of the default group. The same seed gives every precision
     the same weights and batches.
 
     Recorded with the seconds: ``tokens`` (real ones of each step, prompts included), ``grad_norms``, and
@@ -88,10 +95,11 @@ def measure_precision(args: argparse.Namespace, config: Any, fp8: Fp8Options | N
         model = random_model(config.to_dict(), ModelOptions(fp8=fp8, recompute=args.recompute), args.seed)
         step = Step(Trainer(model, OptimizerOptions()), args, config.vocab_size)
         phases = {"old_policy": step.old_policy, "advantages": step.advantages, "train": step.train}
-        measured = measure({"": phases}, args.repeat, new_round=step.new_batch)[""]
+        measured = measure({"": phases}, args.repeat, args.warmup, new_round=step.new_batch)[""]
     except torch.OutOfMemoryError as error:
         raise UsageError("out of memory; give fewer --layers or --max-tokens, or --recompute full.") from error
-    measured.about = {"tokens": step.tokens[1:], "grad_norms": step.grad_norms[1:], "peak_bytes": memory.beyond()}
+    tokens, norms = step.tokens[args.warmup :], step.grad_norms[args.warmup :]
+    measured.about = {"tokens": tokens, "grad_norms": norms, "peak_bytes": memory.beyond()}
     return measured
 
 

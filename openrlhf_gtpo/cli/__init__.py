@@ -65,8 +65,6 @@ def hide_key(argv: Sequence[str]) -> list[str]:
     A command line is visible in every user's ``ps``, in Ray's record of the job and in a benchmark's results; an
     environment, only to its own user. The key is removed from this process's title too.
     """
-    from setproctitle import getproctitle, setproctitle  # vLLM depends on it
-
     words: list[str] = []
     key = ""
     for word in argv:
@@ -77,6 +75,8 @@ def hide_key(argv: Sequence[str]) -> list[str]:
             key, word = value, f"{flag}={_KEY}"
         words.append(word)
     if key not in ("", _KEY):
+        from setproctitle import getproctitle, setproctitle  # vLLM depends on it, and a benchmark's host may lack it
+
         os.environ[_KEY] = key
         setproctitle(getproctitle().replace(key, _KEY))
     return words

@@ -16,9 +16,11 @@ from .tiles import Tile, fused_bytes_per_logit
 
 _LOWEST = tl.constexpr(LOWEST_EXPONENT)
 _FINITE = tl.constexpr(-3e38)  # keeps a maximum finite, as -inf - -inf would be NaN
-_STATISTICS_BLOCK = 4096  # columns of a row at a time
-_GRADIENT_BLOCK = 2048
-_WARPS = 8
+# Columns of a row at a time, and warps that share them: many rows fill an H200 whatever each has, an engine's few rows
+# only if each has many (docs/results/lm_head.md).
+_MANY_ROWS = 1024
+_STATISTICS_OF_MANY, _STATISTICS_OF_FEW = (4096, 4), (16384, 16)
+_GRADIENT_BLOCK, _GRADIENT_WARPS = 2048, 8
 
 
 class TritonTile:
@@ -46,6 +48,7 @@ class TritonTile:
         product: Tensor, bias: Tensor | None, labels: Tensor, total: TokenStatistics, bits_per_logit: float
     ) -> None:
         tokens, columns = product.shape
+        block, warps = _STATISTICS_OF_MANY if tokens >= _MANY_ROWS else _STATISTICS_OF_FEW
         _absorb[(tokens,)](
             product,
             bias,
@@ -59,8 +62,8 @@ class TritonTile:
             bits_per_logit,
             HAS_BIAS=bias is not None,
             WITH_ENTROPY=total.weighted_exponents is not None,
-            BLOCK=min(_STATISTICS_BLOCK, triton.next_power_of_2(columns)),
-            num_warps=_WARPS,
+            BLOCK=min(block, triton.next_power_of_2(columns)),
+            num_warps=warps,
         )
 
     def gradient(
@@ -81,7 +84,7 @@ class TritonTile:
             HAS_BIAS=bias is not None,
             WITH_SLOPE=of.slope is not None,
             BLOCK=block,
-            num_warps=_WARPS,
+            num_warps=_GRADIENT_WARPS,
         )
         if bias_sum is not None:
             bias_sum.add_(product.sum(0, dtype=bias_sum.dtype))

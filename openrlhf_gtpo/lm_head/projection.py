@@ -222,6 +222,7 @@ def backward(
             shard.sum_(hidden_sum)
             if not in_place:
                 d_hidden[tokens].copy_(hidden_sum)
+        del out, hidden_sum  # before the next turn makes its own
 
     if d_weight is not None and not into_main_grad:
         d_weight[0 if d_weight_is_fresh else shard.columns :].zero_()

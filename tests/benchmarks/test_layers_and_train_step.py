@@ -14,26 +14,30 @@ from typing import Any
 
 import pytest
 
+from openrlhf_gtpo.benchmarks import train_step
+from openrlhf_gtpo.benchmarks.harness import Measured
 from openrlhf_gtpo.benchmarks.synthetic import BF16, even_lengths, fp8_options, precisions, read_shape
 from openrlhf_gtpo.benchmarks.train_step import Step, derived, first_fit
 from openrlhf_gtpo.cli import benchmark
 from openrlhf_gtpo.model_shape import PRESETS, ModelShape, decoder_flops
+from openrlhf_gtpo.platform.processes import ProcessFailed
 from tests.startup import sitecustomize
 
 # Makes a Python that has none of these packages, however it is started: only its path finder knows where they are. It
 # comes before the tests' own sitecustomize on the path, and includes it.
 WITHOUT = Path(sitecustomize.__file__).read_text() + """
 from importlib.machinery import PathFinder
+ABSENT = {"openrlhf", "ray", "vllm", "deepspeed", "setproctitle"}  # the last one comes with vLLM
 find = PathFinder.find_spec
 def find_spec(name, path=None, target=None):
-    return None if name.split(".")[0] in {"openrlhf", "ray", "vllm", "deepspeed"} else find(name, path, target)
+    return None if name.split(".")[0] in ABSENT else find(name, path, target)
 PathFinder.find_spec = staticmethod(find_spec)
 """
 # The first commands are told that they are a launch of one process, so they start none of their own; train-step, which
 # takes a process for each precision, starts its own.
 ALONE = """
 import os, socket, sys
-from openrlhf_gtpo.cli import benchmark
+from openrlhf_gtpo.cli import benchmark, hide_key
 if __name__ == "__main__":
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
@@ -43,7 +47,7 @@ if __name__ == "__main__":
         if words.startswith("train-step"):
             for name in launch:
                 del os.environ[name]
-        assert benchmark.main(words.split()) == 0, words
+        assert benchmark.main(hide_key(words.split())) == 0, words
         assert "weight-sync" not in words or "transformers" not in sys.modules
 """
 COMMANDS = (
@@ -52,7 +56,7 @@ COMMANDS = (
     "layers --shape tiny --tokens 128 --sequence-length 64 --micro-batches 2 --repeat 2 --matrix 128 "
     "--recipes delayed blockwise",
     "train-step --shape tiny --prompts 2 --samples 4 --prompt-tokens 8 --response-tokens 64 --max-tokens 128 "
-    "--repeat 2 --recipes blockwise --fp8-param",
+    "--warmup 1 --repeat 2 --recipes blockwise --fp8-param",
 )
 
 
@@ -126,6 +130,22 @@ def test_a_train_step(alone: dict[str, Any]) -> None:
     assert whole["tokens_per_second"] == pytest.approx([t / s for t, s in zip(blockwise["tokens"], seconds)])
     faster = [sum(parts) / s for parts, s in zip(zip(*bf16["seconds"].values()), seconds)]
     assert whole["times_bf16"] == pytest.approx(faster)
+
+
+def test_what_was_measured_outlasts_a_later_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    phases = {"old_policy": [1.0], "advantages": [1.0], "train": [2.0]}
+    sides = iter([Measured(phases, {"tokens": [40]}), None])
+
+    def measured(*args: Any) -> Measured:
+        side = next(sides)
+        if side is None:
+            raise ProcessFailed("killed")
+        return side
+
+    monkeypatch.setattr(train_step, "run_processes", measured)
+    output = tmp_path / "made" / "train_step.json"
+    assert benchmark.main(["train-step", "--shape", "tiny", "--recipes", "delayed", "--output", str(output)]) == 1
+    assert json.loads(output.read_text())["derived"][BF16]["step"]["tokens_per_second"] == [10]
 
 
 def test_a_step_without_advantages_is_compared_with_one_without() -> None:

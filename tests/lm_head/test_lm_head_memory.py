@@ -4,10 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+
+from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy, projection
 
 
 @pytest.mark.slow
@@ -23,3 +26,21 @@ def test_peak_memory_beyond_inputs_and_outputs_stays_within_the_budget():
     room = {"float32": 1.1, "bfloat16": 1.1 if torch.cpu._is_avx512_bf16_supported() else 1.4}
     over = [row for row in rows if row["peak_mib"] > room[row["dtype"]] * row["budget_mib"] + 1]
     assert rows and not over, over
+
+
+def test_a_turn_s_accumulator_is_gone_before_the_next_is_made(monkeypatch):
+    """Resident memory does not show it: zeros take none before they are written."""
+    zeros, made = torch.zeros, []
+
+    def noting(*args, **kwargs):
+        assert not any(one() is not None for one in made)
+        tensor = zeros(*args, **kwargs)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(projection.torch, "zeros", noting)
+    hidden, weight = torch.randn(64, 32, dtype=torch.bfloat16), torch.randn(96, 32, dtype=torch.bfloat16)
+    labels = torch.arange(64)
+    log_prob, _ = linear_log_prob_and_entropy(hidden.requires_grad_(), weight, labels, chunk_bytes=3072)
+    log_prob.sum().backward()
+    assert len(made) >= 3 and hidden.grad is not None

@@ -16,6 +16,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import planner_rows  # noqa: E402
 
 ROWS = {row.name: row for row in planner_rows.rows()}
+ON_H200 = json.loads((ROOT / "benchmarks" / "results" / "h200" / "train_step.json").read_text())
+MEASURED = {row.name: row for row in planner_rows.against_measured(ON_H200)}
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -25,17 +27,25 @@ def test_published_rows(name: str) -> None:
     assert abs(row.error) <= bound
 
 
+@pytest.mark.parametrize("name", MEASURED)
+def test_rows_of_an_h200(name: str) -> None:
+    row = MEASURED[name]
+    assert abs(row.error) <= (0.02 if row.unit == "GiB" else 0.15)
+
+
 def test_the_documentation_has_these_numbers() -> None:
     table = {}
     for line in (ROOT / "docs" / "results" / "planner.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 6 and re.fullmatch(r"[+-]\d+ %", cells[4]):
             table[cells[0]] = cells[1:5]
-    assert set(table) == set(ROWS)
+    rows = ROWS | MEASURED
+    assert set(table) == set(rows)
     for name, (unit, published, planned, error) in table.items():
-        row = ROWS[name]
-        assert (unit, float(published)) == (row.unit, row.published)
-        assert planned == f"{row.planned:.0f}" and error == f"{row.error:+.0%}".replace("%", " %")
+        row = rows[name]
+        digits = 0 if name in ROWS else 1 if row.unit == "GiB" else 2
+        assert (unit, float(published)) == (row.unit, round(row.published, digits))
+        assert planned == f"{row.planned:.{digits}f}" and error == f"{row.error:+.0%}".replace("%", " %")
 
 
 def results(gpus: list[str], versions: dict[str, str]) -> dict:
@@ -66,9 +76,8 @@ def test_results_of_a_gpu_are_compared(tmp_path: Path, capsys: pytest.CaptureFix
     path.write_text(json.dumps(results(["NVIDIA H200"], {"transformer-engine": "2.11.0"})))
     assert planner_rows.main(["--measured", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line.split()[:4] for line in lines] == [
-        ["3b", "on", "h200-141g:", word] for word in ("peak", "old_policy", "train")
-    ]
+    words = ("peak", "old_policy", "train")
+    assert [line.split()[:5] for line in lines] == [["3b", "on", "h200-141g,", "bf16:", word] for word in words]
     for row in planner_rows.against_measured(json.loads(path.read_text())):
         assert 0.2 < row.planned / row.published < 5
 
