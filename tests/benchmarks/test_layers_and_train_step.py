@@ -139,7 +139,7 @@ def test_what_was_measured_outlasts_a_later_failure(monkeypatch: pytest.MonkeyPa
     def measured(*args: Any) -> Measured:
         side = next(sides)
         if side is None:
-            raise ProcessFailed("killed")
+            raise ProcessFailed(0, "killed")
         return side
 
     monkeypatch.setattr(train_step, "run_processes", measured)

@@ -314,6 +314,11 @@ def test_the_advantage_of_a_short_lone_success_arrives(
         ("--algo.preset gspo --algo.kl.init_coef 0 --algo.kl.use_loss --ref.offload", "(--algo.kl.init_coef is 0)"),
         ("--algo.dynamic_filtering_range 0 1", "(there is no --algo.dynamic_filtering_enable)"),
         ("--algo.advantage.is_correction_threshold 0.5 2", "(--algo.advantage.is_correction_level is off)"),
+        ("--ckpt.max_num 2 --ckpt.best_metric_key none", "here: --ckpt.max_num (there is no --ckpt.save_steps)"),
+        (
+            "--ckpt.save_steps 1 --ckpt.max_num 2 --ckpt.best_metric_key eval_x",
+            "here: --ckpt.best_metric_key (there is no",
+        ),
         ("--logger.wandb.project p", "--logger.wandb.project (there is no --logger.wandb.key)"),
         ("--train.agent_func_path agent.py", "--reward.remote_url (rewards are the agent's)"),
         (

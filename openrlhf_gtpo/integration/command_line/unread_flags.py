@@ -1,0 +1,162 @@
+"""Names the flags on a command line that its run does not read."""
+
+import sys
+from typing import Any
+
+from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES
+from openrlhf_gtpo.integration.command_line import megatron_flags, replay
+
+# Settings that only some variants of an estimator read: its name, the variants, prefixes of the settings (a trailing
+# blank marks the end of a name).
+_OF_VARIANTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("gtpo", ("v1",), ("alpha ",)),
+    ("gtpo", ("v1_clipped", "v2"), ("kappa",)),
+    ("gtpo", ("v1_clipped", "v2", "v3"), ("alpha1", "alpha2")),
+    ("gtpo", ("v2", "v3"), ("normalise_over",)),
+    ("grpo_s", ("v1", "v2"), ("beta ",)),
+    ("grpo_s", ("v3",), ("beta1", "beta2")),
+    ("grpo_s", ("v2", "v3"), ("normalise_over",)),
+)
+
+
+def name_unread(values: dict[str, Any], given: frozenset[str]) -> None:
+    """Print one line that names the ``given`` flags that this run, with these ``values`` by flag, does not read."""
+    estimator, with_ray = values["algo.advantage.estimator"], values["vllm.sync_with_ray"]
+    loss_type, guide = values["actor.policy_loss_type"], values["algo.guide.model_name_or_path"]
+    rows = values["rollout.batch_size"] * values["rollout.n_samples_per_prompt"]
+    shapes_credit, evaluates = estimator in ESTIMATORS, values["eval.dataset"] and values["eval.steps"] > 0
+    keeps_best = values["ckpt.best_metric_key"] != "none"
+    reward_url = values["reward.remote_url"] or values["train.agent_func_path"]
+    megatron: tuple[str, ...] = megatron_flags.NOT_READ
+    if reward_url or not values["reward.model_name_or_path"]:
+        megatron += megatron_flags.READ_BY_REWARD_MODEL
+    # When a rule holds, why, and prefixes of the flags that nothing reads then.
+    rules: list[tuple[bool, str, tuple[str, ...]]] = [
+        (
+            values["train.replay_rollouts"] is not None,
+            "a replay starts no engines, and takes prompts, responses and rewards from the dumps",
+            replay.NOT_READ,
+        ),
+        (
+            shapes_credit,
+            f"not read by {estimator}",
+            ("algo.advantage.no_std_norm", "algo.advantage.gamma", "algo.advantage.lambd"),
+        ),
+        *((estimator != name, f"the estimator is {estimator}", (f"algo.{name}.",)) for name in ESTIMATORS),
+        *(
+            (
+                estimator == name and values[f"algo.{name}.variant"] not in variants,
+                f"of the variants only {' and '.join(variants)} {'read' if len(variants) > 1 else 'reads'} it",
+                tuple(f"algo.{name}.{beginning}" for beginning in beginnings),
+            )
+            for name, variants, beginnings in _OF_VARIANTS
+        ),
+        *((loss_type != name, f"the loss is {loss_type}", (f"actor.{name}.",)) for name in SURROGATES),
+        (
+            loss_type in SURROGATES and not hasattr(SURROGATES[loss_type].config, "clip_low"),
+            f"{loss_type} has no clip range",
+            ("actor.eps_clip " if "actor.eps_clip" in given else "actor.eps_clip_low_high",),
+        ),
+        (estimator == "grpo_s" and loss_type in SURROGATES, f"the loss is {loss_type}", ("algo.grpo_s.ratio_mean",)),
+        (not shapes_credit, "OpenRLHF's estimators do not offer this choice", ("reward.overlong_form",)),
+        (
+            shapes_credit and values["reward.overlong_buffer_len"] is None,
+            "there is no --reward.overlong_buffer_len",
+            ("reward.overlong_form", "reward.overlong_penalty_factor"),
+        ),
+        (loss_type == "gspo", "gspo always takes the mean over responses", ("actor.loss_agg_mode",)),
+        (
+            guide is None and values["train.replay_rollouts"] is None,  # a dump may have a guide's rows
+            "neither --algo.guide.fraction nor --algo.guide.rescue_batch gives a guide anything to do",
+            ("algo.guide.",),
+        ),
+        (guide and values["algo.guide.fraction"] == 0, "there is no --algo.guide.fraction", ("algo.guide.steps",)),
+        (
+            guide and values["algo.guide.rescue_batch"] == 0,
+            "there is no --algo.guide.rescue_batch",
+            ("algo.guide.rescue_weight",),
+        ),
+        (
+            guide and values["algo.guide.endpoint"],
+            "--algo.guide.endpoint replaces the guide's engines",
+            ("algo.guide.num_engines", "algo.guide.tensor", "algo.guide.gpu"),
+        ),
+        (
+            rows < values["train.batch_size"] and not values["algo.guide.rescue_batch"],
+            f"a rollout has {rows} rows, which make one step",
+            ("train.batch_size ",),
+        ),
+        (values["rollout.entropy"] == "actor", "entropies are the actor's", ("rollout.entropy_audit",)),
+        (
+            values["rollout.entropy"] != "actor" and not shapes_credit,
+            "the credit does not depend on entropies",
+            ("rollout.entropy_audit",),
+        ),
+        (
+            values["rollout.entropy"] != "actor" and values["rollout.entropy_audit_steps"] == 0,
+            "there are no audits",
+            ("rollout.entropy_audit_gate",),
+        ),
+        (values["actor.backend"] == "megatron", "not read by the Megatron actor", megatron),
+        (values["ds.lora.rank"] == 0, "there is no --ds.lora.rank", ("ds.lora.",)),
+        (values["data.apply_chat_template"], "the chat template makes the prompts", ("data.input_template",)),
+        (
+            values["train.agent_func_path"],
+            "rewards are the agent's",
+            ("reward.remote_url", "reward.model_name_or_path"),
+        ),
+        (not values["eval.dataset"], "there is no --eval.dataset", ("eval.",)),
+        (
+            values["eval.dataset"] and values["eval.steps"] < 1 and not values["eval.before_training"],
+            "there is neither --eval.steps nor --eval.before_training",
+            ("eval.",),
+        ),
+        (keeps_best and not evaluates, "there is no evaluation during training", ("ckpt.best_metric_key",)),
+        (
+            not (keeps_best and evaluates)
+            and values["ckpt.save_steps"] < 0
+            and not (values["ckpt.stop_file"] or values["ckpt.load_enable"]),
+            "there is no --ckpt.save_steps",
+            ("ckpt.max_num", "ckpt.max_mem"),
+        ),
+        (
+            estimator != "gae",
+            f"{estimator} has no critic",
+            tuple(f"{flag} " for flag in given if flag.startswith("critic.") and flag != "critic.freezing_steps"),
+        ),
+        (
+            values["algo.kl.init_coef"] == 0,
+            "--algo.kl.init_coef is 0",
+            ("algo.kl.target", "algo.kl.horizon", "algo.kl.use_loss", "algo.kl.estimator", "ref.offload"),
+        ),
+        (
+            not values["algo.dynamic_filtering_enable"],
+            "there is no --algo.dynamic_filtering_enable",
+            ("algo.dynamic_filtering_range",),
+        ),
+        (
+            values["algo.advantage.is_correction_level"] == "off",
+            "--algo.advantage.is_correction_level is off",
+            ("algo.advantage.is_correction_mode", "algo.advantage.is_correction_threshold"),
+        ),
+        (
+            not values["logger.wandb.key"],
+            "there is no --logger.wandb.key",
+            ("logger.wandb.project", "logger.wandb.org", "logger.wandb.group"),
+        ),
+        (
+            not with_ray and values["vllm.sync_backend"] != "nccl",
+            "GPUs use NCCL, a host without them gloo",
+            ("vllm.sync_backend",),
+        ),
+        (not values["logger.dump_rollouts"], "there is no --logger.dump_rollouts", ("logger.dump_rows",)),
+        (with_ray, "--vllm.sync_with_ray has no buckets", ("vllm.sync_bucket_mb",)),
+    ]
+    groups, left = [], set(given)
+    for holds, reason, beginnings in rules:
+        unread = sorted(flag for flag in left if f"{flag} ".startswith(beginnings)) if holds else []
+        if unread:
+            left.difference_update(unread)
+            groups.append(f"{', '.join(f'--{flag}' for flag in unread)} ({reason})")
+    if groups:
+        print(f"These flags were given but have no effect here: {'; '.join(groups)}.", file=sys.stderr)
