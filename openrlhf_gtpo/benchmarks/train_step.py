@@ -183,10 +183,9 @@ def _deepspeed(args: argparse.Namespace, shape: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         write_random_checkpoint(shape, Path(folder), args.seed)
         actor_args = argparse.Namespace(**(vars(args) | {"model": folder, "micro_batch_size": 1}))
-        packed = [
-            "--train.dynamic_batch_enable"
-        ]  # micro-batches of ``max_tokens``, as Megatron's; else of padded rows
-        side = measure_actors(actor_args, {_DEEPSPEED: PolicyActor}, packed)[_DEEPSPEED]
+        # Packed micro-batches of ``max_tokens``, as on Megatron; by default OpenRLHF pads a fixed number of rows.
+        flags = ["--train.dynamic_batch_enable"]
+        side = measure_actors(actor_args, {_DEEPSPEED: PolicyActor}, flags)[_DEEPSPEED]
     return {
         "seconds": {"old_policy": side.seconds["forward"], "train": side.seconds["train"]},
         "tokens": side.about["tokens"],
