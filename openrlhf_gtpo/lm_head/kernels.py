@@ -16,10 +16,11 @@ from .tiles import Tile, fused_bytes_per_logit
 
 _LOWEST = tl.constexpr(LOWEST_EXPONENT)
 _FINITE = tl.constexpr(-3e38)  # keeps a maximum finite, as -inf - -inf would be NaN
-# Columns of a row at a time, and warps that share them: many rows fill an H200 whatever each has, an engine's few rows
-# only if each has many (docs/results/lm_head.md).
+# Columns of a row at a time: many rows fill a device with a few warps each, an engine's few rows only with many
+# (docs/results/h200.md).
 _MANY_ROWS = 1024
-_STATISTICS_OF_MANY, _STATISTICS_OF_FEW = (4096, 4), (16384, 16)
+_BLOCK_OF_MANY, _BLOCK_OF_FEW = 4096, 16384
+_COLUMNS_PER_WARP = 1024
 _GRADIENT_BLOCK, _GRADIENT_WARPS = 2048, 8
 
 
@@ -48,7 +49,8 @@ class TritonTile:
         product: Tensor, bias: Tensor | None, labels: Tensor, total: TokenStatistics, bits_per_logit: float
     ) -> None:
         tokens, columns = product.shape
-        block, warps = _STATISTICS_OF_MANY if tokens >= _MANY_ROWS else _STATISTICS_OF_FEW
+        block = _BLOCK_OF_MANY if tokens >= _MANY_ROWS else _BLOCK_OF_FEW
+        block = min(block, triton.next_power_of_2(columns))
         _absorb[(tokens,)](
             product,
             bias,
@@ -62,8 +64,8 @@ class TritonTile:
             bits_per_logit,
             HAS_BIAS=bias is not None,
             WITH_ENTROPY=total.weighted_exponents is not None,
-            BLOCK=min(block, triton.next_power_of_2(columns)),
-            num_warps=warps,
+            BLOCK=block,
+            num_warps=max(1, block // _COLUMNS_PER_WARP),
         )
 
     def gradient(

@@ -17,7 +17,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(autouse=True)
 def several_blocks_a_row(monkeypatch):
-    monkeypatch.setattr(kernels, "_STATISTICS_OF_FEW", (64, 8))
+    monkeypatch.setattr(kernels, "_BLOCK_OF_FEW", 64)
     monkeypatch.setattr(kernels, "_GRADIENT_BLOCK", 64)
 
 
