@@ -142,34 +142,31 @@ def against_measured(results: dict[str, Any]) -> Iterator[Row]:
         raise ValueError(
             f"measured on {machine['gpus'] or 'no GPU'}, or without Transformer Engine: nothing to compare"
         )
-    prompt, most = int(settings["prompt_tokens"]), int(settings["response_tokens"])
-    prompts, samples = int(settings["prompts"]), int(settings["samples"])
-    shape = ModelShape.of(SimpleNamespace(**results["config"]))
-    chosen, _ = precisions(RECIPES, SimpleNamespace(**results["config"]), cuda=True, primary_weights=True)
-    for precision, fp8 in chosen.items():
-        if precision not in results["measured"]:
+    sizes = ("prompt_tokens", "response_tokens", "prompts", "samples", "max_tokens")
+    prompt, most, prompts, samples, max_tokens = (int(settings[name]) for name in sizes)
+    config = SimpleNamespace(**results["config"])
+    chosen, _ = precisions(RECIPES, config, cuda=True, primary_weights=True)
+    for precision, measured in results["measured"].items():
+        if precision not in chosen:  # DeepSpeed
             continue
-        measured = results["measured"][precision]
         response = statistics.mean(measured["tokens"]) / (prompts * samples) - prompt
-        most_tokens = int(settings["max_tokens"])
-        work = Workload(prompt, most, prompt, response, samples, prompts, max_tokens_per_gpu=most_tokens)
+        work = Workload(prompt, most, prompt, response, samples, prompts, max_tokens_per_gpu=max_tokens)
         tokens = work.micro_batch_tokens(context=1)
         training = Training(
-            shape=shape,
+            shape=ModelShape.of(config),
             layout=Layout(),
             data_parallel=1,
             tokens=tokens,
             response_tokens=int(tokens * response / (prompt + response)),
             recompute=settings["recompute"],
-            fp8=fp8,
+            fp8=chosen[precision],
         )
         speed = TrainingSpeed(training, parse_cluster(gpu, 1), work, Assumptions())
         name = f"{settings['shape']} on {gpu}, {precision}"
         planned = sum(step_bytes(training, 0).values())
         yield Row(f"{name}: peak memory", "GiB", measured["peak_bytes"] / GIB, planned / GIB)
         for phase, seconds in (("old_policy", speed.scoring()), ("train", sum(speed.optimizer_step().values()))):
-            fixes = "host_layer_fp8" if fp8 is not None and phase == "old_policy" else ""
-            yield Row(f"{name}: {phase}", "s", statistics.median(measured["seconds"][phase]), seconds, fixes)
+            yield Row(f"{name}: {phase}", "s", statistics.median(measured["seconds"][phase]), seconds)
 
 
 def kind_of(devices: Sequence[str]) -> str | None:

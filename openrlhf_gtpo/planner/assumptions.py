@@ -25,7 +25,6 @@ class Assumptions:
     decode_step: float = 1.5e-3
     collective: float = 10e-6
     host_copy: float = 20e9
-    host_layer_fp8: float = 2.9e-3
     phase: float = 2.0
     context_bytes: float = 2.5 * GIB
     engine_bytes: float = 4.0 * GIB
@@ -53,8 +52,6 @@ SOURCES = {
     "decode_step": "seconds of scheduling and sampling in each of vLLM's decode steps: assumed",
     "collective": "seconds of latency of a small all-reduce over NVLink: assumed",
     "host_copy": "bytes/s of pinned copies to host memory, which the GPUs of a node partly share: assumed",
-    "host_layer_fp8": "seconds in which the host launches a decoder layer's forward pass in FP8: log-probs of a 3B "
-    "model on an H200 (docs/results/h200.md)",
     "phase": "seconds to change from one phase to the next, including Ray's calls: assumed",
     "context_bytes": "bytes of CUDA contexts, NCCL and cuBLAS, in trainer and engine: assumed",
     "engine_bytes": "bytes of vLLM's activations and CUDA graphs, besides weights and KV cache: assumed",

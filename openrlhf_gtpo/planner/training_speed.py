@@ -128,10 +128,7 @@ class TrainingSpeed:
             share = shape.num_layers * inner * sum(self._lengths) / decoder_flops(shape, self._lengths)
             dropped = 1 - layer_bytes(training) / layer_bytes(replace(training, recompute="none"))
             again = share * decoder / self._rate(), dropped * between, collectives / (1 if shape.num_experts else 2)
-        forward = products + between + collectives
-        if training.fp8 is not None:  # a small model's kernels are over before the host has launched the next
-            forward = max(forward, shape.num_layers / training.pipeline * self.assumptions.host_layer_fp8)
-        return forward, 2 * products + 2 * between + collectives + sum(again)
+        return products + between + collectives, 2 * products + 2 * between + collectives + sum(again)
 
     def _rate(self, in_fp8: bool = True) -> float:
         """FLOP/s of one GPU."""

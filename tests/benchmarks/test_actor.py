@@ -41,7 +41,8 @@ def test_both_backends_are_measured_on_the_same_batches(actor_model: str, tmp_pa
     output = tmp_path / "actor.json"
     words = "actor --rows 4 --micro-batch-size 2 --response-tokens 64 --max-tokens 128 --repeat 2".split()
     command = [sys.executable, "-m", "openrlhf_gtpo.cli.benchmark", *words, "--model", actor_model]
-    ended = subprocess.run([*command, "--output", str(output)], capture_output=True, text=True, timeout=600)
+    command += ["--output", str(output), "--", "--train.dynamic_batch_enable"]  # packed, as ``train-step`` has it
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr[-4000:]
     written = json.loads(output.read_text())
     assert list(written["measured"]) == ["deepspeed", "megatron"]

@@ -24,12 +24,12 @@ def test_sides_take_turns_phase_by_phase_and_the_warm_up_is_not_counted() -> Non
     sides = {name: {phase: partial(calls.append, name + phase) for phase in "12"} for name in "ab"}
     sides["c"] = {"2": partial(calls.append, "c2")}
     rounds: list[int] = []
-    measured = measure(sides, repeat=2, warm_up=1, new_round=rounds.append, before_each=lambda: calls.append("-"))
-    assert rounds == [0, 1, 2]
-    order = ["a1 b1 a2 b2 c2", "b1 a1 b2 c2 a2", "a1 b1 c2 a2 b2"]
-    assert [call for call in calls if call != "-"] == " ".join(order).split() and calls[::2] == ["-"] * 15
+    measured = measure(sides, repeat=3, warm_up=1, new_round=rounds.append, before_each=lambda: calls.append("-"))
+    assert rounds == [0, 1, 2, 3]
+    order = ["a1 b1 a2 b2 c2", "b1 a1 b2 c2 a2", "a1 b1 c2 a2 b2", "b1 a1 a2 c2 b2"]
+    assert [call for call in calls if call != "-"] == " ".join(order).split() and calls[::2] == ["-"] * 20
     for name, one in measured.items():
-        assert {phase: len(seconds) for phase, seconds in one.seconds.items()} == dict.fromkeys(sides[name], 2)
+        assert {phase: len(seconds) for phase, seconds in one.seconds.items()} == dict.fromkeys(sides[name], 3)
     assert all(second > 0 for one in measured.values() for seconds in one.seconds.values() for second in seconds)
 
 

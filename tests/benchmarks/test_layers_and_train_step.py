@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -134,18 +135,13 @@ def test_a_train_step(alone: dict[str, Any]) -> None:
 
 def test_what_was_measured_outlasts_a_later_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     phases = {"old_policy": [1.0], "advantages": [1.0], "train": [2.0]}
-    sides = iter([Measured(phases, {"tokens": [40]}), None])
-
-    def measured(*args: Any) -> Measured:
-        side = next(sides)
-        if side is None:
-            raise ProcessFailed(0, "killed")
-        return side
-
-    monkeypatch.setattr(train_step, "run_processes", measured)
+    sides = [Measured(phases, {"tokens": [40]}), ProcessFailed(0, "killed")]
+    monkeypatch.setattr(train_step, "run_processes", Mock(side_effect=sides))
     output = tmp_path / "made" / "train_step.json"
     assert benchmark.main(["train-step", "--shape", "tiny", "--recipes", "delayed", "--output", str(output)]) == 1
-    assert json.loads(output.read_text())["derived"][BF16]["step"]["tokens_per_second"] == [10]
+    written = json.loads(output.read_text())
+    assert written["derived"][BF16]["step"]["tokens_per_second"] == [10]
+    assert written["absent"] == {"delayed": "not finished", "deepspeed": "not finished"}
 
 
 def test_a_step_without_advantages_is_compared_with_one_without() -> None:
