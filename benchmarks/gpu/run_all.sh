@@ -88,8 +88,8 @@ fi
 
 mapfile -t gpu_tests < <(printf '%s\n' tests/*/test_*_gpu.py)
 # The project's own options name pytest plugins that this host may lack.
-part correctness 130 "$python" -m pytest -o addopts=--import-mode=importlib -ra -m gpu "${gpu_tests[@]}"
-part lm_head 50 "${benchmark[@]}" lm-head "${lm_head[@]}" --output "$out/lm_head.json"
+part correctness 115 "$python" -m pytest -o addopts=--import-mode=importlib -ra -m gpu "${gpu_tests[@]}"
+part lm_head 65 "${benchmark[@]}" lm-head "${lm_head[@]}" --output "$out/lm_head.json"
 part layers 140 "${benchmark[@]}" layers "${layers[@]}" --output "$out/layers.json"
 part train_step 240 "${benchmark[@]}" train-step "${train_step[@]}" --output "$out/train_step.json"
 part weight_sync 30 "${benchmark[@]}" weight-sync --receiver process --transport colocated "${weight_sync[@]}" --output "$out/weight_sync.json"
