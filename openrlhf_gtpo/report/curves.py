@@ -3,6 +3,7 @@
 Draws what `metrics.read_runs` returns and computes only means over seeds and data sources.
 """
 
+import math
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#66
 STYLE = {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
 STYLE["text.parse_math"] = False  # a title or a label may have any text
 MARKERS = ("D", "s", "^", "v", "P", "X", "*")
-LINES = ("-", "--", ":", "-.")  # the next one after each round of colors
+LINES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (3, 1, 1, 1, 1, 1)))  # the next one after each round of colors
 _INK = "#010203"  # in a figure; its SVG takes the color of the page around it
 _IN_PAGE = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK)
 _SVG = {"svg.fonttype": "none", "svg.hashsalt": "", "legend.labelcolor": _INK}
@@ -129,7 +130,7 @@ def plot_figures(runs: Mapping[str, Sequence[Rows]], folder: Path) -> dict[str, 
     folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(STYLE | _IN_PAGE | _SVG):
         for title, (unit, read) in (panels | best).items():
-            figure = Figure(figsize=(5, 3.6), layout="constrained")
+            figure = Figure(figsize=(5, 3.3 + 0.18 * math.ceil(len(runs) / 2)), layout="constrained")  # and its legend
             axes = figure.subplots()
             for index, (label, seeds) in enumerate(runs.items()):
                 color, line = COLORS[index % len(COLORS)], LINES[index // len(COLORS) % len(LINES)]
@@ -139,7 +140,7 @@ def plot_figures(runs: Mapping[str, Sequence[Rows]], folder: Path) -> dict[str, 
             if axes.lines and without:
                 axes.set_xlabel(textwrap.fill(f"step; not recorded: {', '.join(without)}", 60))
             if axes.lines:
-                figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+                figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8, handlelength=4)
             paths[title] = folder / f"{re.sub('[^a-z0-9]+', '_', title.lower())}.svg"
             figure.savefig(paths[title].with_suffix(".png"), dpi=130)
             figure.savefig(paths[title], transparent=True, metadata={"Date": None})
@@ -188,7 +189,7 @@ def _line(axes: Axes, points: Points, label: str, color: str, **style: Any) -> N
 
 
 def _thin_and_mean(
-    axes: Axes, lines: Sequence[Points], label: str, color: str, marker: str = "", line: str = "-"
+    axes: Axes, lines: Sequence[Points], label: str, color: str, marker: str = "", line: Any = "-"
 ) -> None:
     for steps, values in lines:
         if steps:
