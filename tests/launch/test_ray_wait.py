@@ -223,22 +223,15 @@ def test_a_dashboard_that_answers_otherwise_has_no_nodes_yet(nodes: Any, monkeyp
 def test_a_node_waits_for_a_head_that_is_slow_to_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """For as long as the script waits for nodes, and not for Ray's 40 s; nor do the head's own processes end after 30.
     Whoever sets Ray's variable decides."""
-    seen: list[str] = []
-    connect: list[str] = []
-
-    def run(command: Any, environment: Any) -> int:
-        seen.append(environment[RETRIES])
-        connect.append(environment[CONNECT])
-        return 0
-
-    monkeypatch.setattr(ray_node, "run_and_clear", run)
+    seen: list[tuple[str, str]] = []
+    monkeypatch.setattr(ray_node, "run_and_clear", lambda _, env: seen.append((env[RETRIES], env[CONNECT])) or 0)
     monkeypatch.delenv(CONNECT, raising=False)
     node = Node("n2", "127.0.0.1", "127.0.0.1:6379", 6379, tmp_path)
     monkeypatch.delenv(RETRIES, raising=False)
     assert ray_node.run_node(node, None, None) == 0
     monkeypatch.setenv(RETRIES, "7")
     assert ray_node.run_node(node, None, None) == 0
-    assert seen == ["300", "7"] and connect == ["600", "600"]
+    assert seen == [("300", "600"), ("7", "600")]
     constants = importlib.util.find_spec("ray._private.ray_constants")
     assert constants and constants.origin and f'"{RETRIES}"' in Path(constants.origin).read_text()
     (compiled,) = Path(constants.origin).parents[1].glob("_raylet.so")

@@ -27,10 +27,10 @@ def test_published_rows(name: str) -> None:
     assert abs(row.error) <= bound
 
 
-@pytest.mark.parametrize("name", MEASURED)
+# Not the times of FP8, which is planned too fast: docs/results/planner.md.
+@pytest.mark.parametrize("name", [name for name, row in MEASURED.items() if row.unit == "GiB" or ", bf16: " in name])
 def test_rows_of_an_h200(name: str) -> None:
-    if MEASURED[name].unit == "GiB" or ", bf16: " in name:  # FP8 is planned too fast: docs/results/planner.md
-        assert abs(MEASURED[name].error) <= (0.02 if MEASURED[name].unit == "GiB" else 0.15)
+    assert abs(MEASURED[name].error) <= (0.02 if MEASURED[name].unit == "GiB" else 0.15)
 
 
 def test_the_documentation_has_these_numbers() -> None:

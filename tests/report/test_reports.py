@@ -55,6 +55,20 @@ def test_every_kind_of_run_is_drawn(tmp_path, settings):
         assert width > 1200 and height > 400
 
 
+def test_each_of_thirty_methods_has_a_line_of_its_own(tmp_path, monkeypatch):
+    drawn, plot = [], curves._thin_and_mean
+
+    def noting(axes, lines, label, color, line):
+        plot(axes, lines, label, color, line=line)
+        drawn.append((color, line))
+
+    monkeypatch.setattr(curves, "_thin_and_mean", noting)
+    rows = read_runs(_run(tmp_path / "m.jsonl"))
+    curves.plot_figures({f"method {i}": rows for i in range(30)}, tmp_path / "figures")
+    figures = len(list((tmp_path / "figures").glob("*.svg")))
+    assert figures and len(drawn) == 30 * figures and len(set(drawn)) == 30
+
+
 def test_a_plot_of_zeros_begins_at_zero(tmp_path, monkeypatch):
     with closing(MetricsWriter(tmp_path / "m.jsonl")) as writer:
         for step in (1, 2):
