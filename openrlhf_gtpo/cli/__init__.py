@@ -68,10 +68,10 @@ def hide_key(argv: Sequence[str]) -> list[str]:
     words: list[str] = []
     key = ""
     for word in argv:
-        flag, equals, value = word.partition("=")
-        if words and re.fullmatch(r"--logger\.wandb\.ke?y?", words[-1]) and not word.startswith("--"):
+        flag, _, value = word.partition("=")
+        if words and re.fullmatch(r"--logger\.wandb\.ke?y?", words[-1]) and word and not word.startswith("--"):
             key, word = word, _KEY
-        elif re.fullmatch(r"--logger\.wandb\.ke?y?", flag) and equals:
+        elif re.fullmatch(r"--logger\.wandb\.ke?y?", flag) and value:
             key, word = value, f"{flag}={_KEY}"
         words.append(word)
     if key not in ("", _KEY):

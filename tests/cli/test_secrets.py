@@ -39,7 +39,11 @@ def test_a_process_takes_the_key_out_of_its_command_line(form: list[str]) -> Non
     assert words == repr([word.replace(KEY, "WANDB_API_KEY") for word in [*form, "--x", "1"]])
 
 
-@pytest.mark.parametrize("argv", [["--logger.wandb.key", "WANDB_API_KEY"], ["--logger.wandb.key", "--x"], RUN])
+@pytest.mark.parametrize(
+    "argv",
+    [*(["--logger.wandb.key", word] for word in ("WANDB_API_KEY", "--x", "")), ["--logger.wandb.key="], RUN],
+    ids=str,
+)
 def test_a_command_line_without_a_key_stays_as_it_is(argv: list[str]) -> None:
     assert hide_key(argv) == argv and "WANDB_API_KEY" not in os.environ
 

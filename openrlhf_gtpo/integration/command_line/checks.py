@@ -28,6 +28,12 @@ from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
 # (engine/arg_utils.py, get_batch_defaults), so the one in config/scheduler.py counts.
 _VLLM_BATCHED_TOKENS = 2048
 
+# Transformers' learning-rate schedules, without those that want numbers or metrics which OpenRLHF does not give them.
+_SCHEDULES = (
+    *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"),
+    *("cosine_with_min_lr", "cosine_warmup_with_min_lr"),
+)
+
 # Limits of the numbers of OpenRLHF 0.11.2 and of this package: the rule in words, the rule, its flags. Other numbers
 # fail in an actor, or mean what nobody would guess (-2 for --eval.steps is every second step). NaN satisfies no rule;
 # infinity may open a clip range. Not here: what infinity or -1 switches off, such as --actor.max_norm, --ckpt.max_mem.
@@ -105,6 +111,12 @@ def check_values(values: dict[str, Any]) -> None:
             "There is no reward: give --reward.remote_url FILE.py (a reward function) or URL, "
             "--reward.model_name_or_path, or --train.agent_func_path."
         )
+    if (values["vllm.num_engines"] or 0) < 1:
+        raise UsageError(f"Expected --vllm.num_engines >= 1 to sample from, got {values['vllm.num_engines']}.")
+    for name in ("algo.advantage.is_correction_threshold", "algo.dynamic_filtering_range", "reward.clip_range"):
+        pair = values[name]
+        if pair is not None and len(pair) == 2 and not pair[0] < pair[1]:
+            raise UsageError(f"Expected --{name} LOW HIGH with LOW < HIGH, got {pair[0]:g} {pair[1]:g}.")
     # Groups of processes that this run does not have; their numbers may be anything.
     there = {
         "critic.": values["algo.advantage.estimator"] == "gae",
@@ -146,8 +158,9 @@ def check_every_run(args: SimpleNamespace) -> None:
         )
     if args.ds.load_in_4bit:
         raise UsageError("--ds.load_in_4bit packs the weights into bytes, which vLLM cannot load; leave it out.")
-    if (args.vllm.num_engines or 0) < 1 and not args.train.replay_rollouts:
-        raise UsageError(f"Expected --vllm.num_engines >= 1 to sample from, got {args.vllm.num_engines}.")
+    for role in ("actor", "critic") if args.critic.model_name_or_path else ("actor",):
+        if (schedule := getattr(args, role).lr_scheduler) not in _SCHEDULES:
+            raise UsageError(f"Expected --{role}.lr_scheduler to be one of {', '.join(_SCHEDULES)}, got {schedule}.")
     rows, tokens = args.vllm.max_num_seqs, args.vllm.max_num_batched_tokens
     if rows is not None and rows > (tokens or _VLLM_BATCHED_TOKENS):
         raise UsageError(
@@ -165,6 +178,14 @@ def check_every_run(args: SimpleNamespace) -> None:
         raise UsageError(
             "--train.max_restarts cannot be combined with --vllm.sync_with_ray, whose transfer is OpenRLHF's own; "
             "leave one of them out."
+        )
+    replicas = args.actor.num_nodes * args.actor.num_gpus_per_node
+    replicas //= args.ds.ring_attn_size * args.ds.tensor_parallel_size
+    step, rollout = args.train.batch_size, args.rollout.batch_size * args.rollout.n_samples_per_prompt
+    if args.actor.backend == "deepspeed" and step < min(replicas, rollout):
+        raise UsageError(
+            f"Expected --train.batch_size >= {min(replicas, rollout)}, a row for each data-parallel replica of the "
+            f"actor, got {step}."
         )
     refuse_untransferable(args.actor.model_name_or_path, "--actor.model_name_or_path")
     if not args.actor.trust_remote_code:
@@ -203,7 +224,7 @@ def check_inputs(args: SimpleNamespace) -> None:
         )
     if replays:
         return
-    check_length(config, tokenizer, args.data.max_len, f"{model[1]} {model[0]}")
+    check_length(config, args.data.max_len, f"{model[1]} {model[0]}")
     of_rows = tokenizer if entropy_weighted else None
     check_dataset(args, of_rows, args.data.prompt_dataset, args.data.prompt_split, "--data.prompt_dataset")
     _check_prompt_probs(args)
@@ -243,7 +264,7 @@ def check_guide(args: SimpleNamespace) -> None:
             "whose critic learns what the policy's own responses are worth",
         ),
         (
-            args.algo.kl.unbiased_gradient,
+            args.algo.kl.unbiased_gradient and args.algo.kl.use_loss and args.algo.kl.init_coef > 0,
             "--algo.kl.unbiased_gradient",
             "whose ratio takes all responses for the old policy's",
         ),
@@ -267,7 +288,7 @@ def check_guide(args: SimpleNamespace) -> None:
     config = None if guide.endpoint else check_model(name, flag, trusted)
     tokenizer = load_tokenizer(name, flag, trusted)
     if config is not None:
-        check_length(config, tokenizer, args.data.max_len, f"{flag} {name}")
+        check_length(config, args.data.max_len, f"{flag} {name}")
     _check_same_tokenizer(args, tokenizer, flag)
     if guide.endpoint:
         from openrlhf_gtpo.integration.command_line.endpoint import check_endpoint

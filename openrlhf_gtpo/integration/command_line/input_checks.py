@@ -26,6 +26,7 @@ from openrlhf_gtpo.megatron.checkpoint.folder import (
 )
 from openrlhf_gtpo.platform.files import check_output, model_folder, shards_of, weight_shapes
 from openrlhf_gtpo.report.metrics import read_runs
+from openrlhf_gtpo.report.rollouts import FOLDER
 
 # Files in which a checkpoint may name its own Python code.
 _CONFIGURATIONS = (
@@ -118,15 +119,17 @@ def resumes(args: SimpleNamespace) -> bool:
 
 
 def check_checkpoints(args: SimpleNamespace) -> None:
-    """Refuse to start anew in a folder with checkpoints that the new run's would replace, and to go on from ones that
-    cannot be loaded.
+    """Refuse to start anew in a folder with checkpoints, models or rollouts that the new run's would replace, and to
+    go on from checkpoints that cannot be loaded.
 
     Raises:
-        UsageError: ``--ckpt.path`` has such checkpoints, or lacks the one that ``--ckpt.load_tag`` names.
+        UsageError: ``--ckpt.path`` has such files, or lacks the checkpoint that ``--ckpt.load_tag`` names.
     """
     ckpt, folders = args.ckpt, checkpoint_folders(args)
     try:
         there = sorted({name for folder in folders for name in names(folder)})
+        others = [*Path(ckpt.path).glob(f"{FOLDER}/step_*.parquet")] if args.logger.dump_rollouts else []
+        others += Path(ckpt.path).glob("*_hf") if ckpt.save_hf else []
     except OSError as error:
         raise UsageError(f"--ckpt.path {ckpt.path} cannot be read ({error.strerror}); give another folder.") from error
     if not ckpt.load_enable:
@@ -134,6 +137,11 @@ def check_checkpoints(args: SimpleNamespace) -> None:
             raise UsageError(
                 f"--ckpt.path {ckpt.path} has checkpoints of an earlier run ({', '.join(there)}), which this one "
                 "would replace; give --ckpt.load_enable to go on from them, or another folder to start anew."
+            )
+        if others:
+            raise UsageError(
+                f"--ckpt.path {ckpt.path} has {min(others).name} of an earlier run, which this one could replace; "
+                "give another folder."
             )
         if ckpt.load_tag is not None:
             raise UsageError("--ckpt.load_tag chooses the checkpoint to go on from; give --ckpt.load_enable with it.")
@@ -175,10 +183,13 @@ def check_results(args: SimpleNamespace) -> None:
                 f"--ckpt.output_dir {output} is the --{role}.model_name_or_path, which the trained model would "
                 "replace; name another folder."
             )
-    if (output / "config.json").exists() and not resumes(args):
+    critic = args.critic.model_name_or_path and args.critic.save_value_network
+    written = [output, Path(f"{output}_critic")] if critic else [output]
+    there = [folder for folder in written if (folder / "config.json").exists()]
+    if there and not resumes(args):
         raise UsageError(
-            f"--ckpt.output_dir {output} holds a model, which the trained one would replace; name another folder, or "
-            "remove it."
+            f"--ckpt.output_dir: {there[0]} holds a model, which the trained one would replace; name another folder, "
+            "or remove it."
         )
 
 
@@ -328,14 +339,14 @@ def load_tokenizer(name: str, flag: str, trust_remote_code: bool = False) -> Any
         raise UsageError(f"{flag} {name} has no tokenizer that can be read: {_reason(error)}") from error
 
 
-def check_length(config: Any, tokenizer: Any, max_len: int, model: str) -> None:
+def check_length(config: Any, max_len: int, model: str) -> None:
     """Refuse a ``--data.max_len`` beyond the positions of a ``model``, which vLLM would find once it has been started.
     A model whose rotary embedding is scaled is left to vLLM, which knows by how much (0.29,
     config/model.py, _get_and_verify_max_len)."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     ropes = [rope, *(of_layers for of_layers in rope.values() if isinstance(of_layers, dict))]
-    longest = min(getattr(text, "max_position_embeddings", None) or math.inf, tokenizer.model_max_length)
+    longest = getattr(text, "max_position_embeddings", None) or math.inf
     if max_len > longest and all(one.get("rope_type", "default") == "default" for one in ropes):
         raise UsageError(
             f"--data.max_len {max_len} is longer than {model} can read, {longest} tokens; give at most that."
@@ -379,6 +390,8 @@ def check_reward(args: SimpleNamespace) -> None:
                     f"--reward.remote_url {url} is {'a folder' if Path(url).is_dir() else 'not a .py file'}; give a "
                     "Python file with reward_func, or the URL of a server."
                 )
+            if not url.startswith(("http://", "https://")):
+                raise UsageError(f"Expected --reward.remote_url to be a .py file or to begin with http://, got {url}.")
             try:
                 connect(url, 443 if url.startswith("https:") else 80)
             except (OSError, ValueError) as error:

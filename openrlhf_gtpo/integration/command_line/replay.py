@@ -113,7 +113,7 @@ def _why_not(dump: RolloutDump, args: SimpleNamespace, vocabulary: str) -> str |
             f"{args.algo.advantage.is_correction_level} compares with; give off"
         )
     if dump.columns["guided"] is not None and dump.columns["guided"].any():  # as check_guide refuses
-        if args.algo.kl.unbiased_gradient:
+        if args.algo.kl.unbiased_gradient and args.algo.kl.use_loss and args.algo.kl.init_coef > 0:
             return (
                 "has rows of a guide, which the ratio of --algo.kl.unbiased_gradient takes for the old policy's; "
                 "leave it out"

@@ -66,6 +66,11 @@ def name_unread(values: dict[str, Any], given: frozenset[str]) -> None:
         ),
         (loss_type == "gspo", "gspo always takes the mean over responses", ("actor.loss_agg_mode",)),
         (
+            loss_type == "gspo" and values["algo.advantage.is_correction_level"] != "off",
+            "gspo corrects nothing, and only logs vllm_kl",
+            ("algo.advantage.is_correction_",),
+        ),
+        (
             guide is None and values["train.replay_rollouts"] is None,  # a dump may have a guide's rows
             "neither --algo.guide.fraction nor --algo.guide.rescue_batch gives a guide anything to do",
             ("algo.guide.",),
@@ -119,6 +124,9 @@ def name_unread(values: dict[str, Any], given: frozenset[str]) -> None:
             "there is no --ckpt.save_steps",
             ("ckpt.max_num", "ckpt.max_mem"),
         ),
+        (estimator != "gae", f"{estimator} has no critic", ("algo.advantage.lambd",)),
+        (values["actor.optim"] != "muon", "the optimizer is not Muon", ("actor.muon.",)),
+        (not values["train.enable_ema"], "there is no --train.enable_ema", ("train.ema_beta",)),
         (
             estimator != "gae",
             f"{estimator} has no critic",
@@ -127,8 +135,13 @@ def name_unread(values: dict[str, Any], given: frozenset[str]) -> None:
         (
             values["algo.kl.init_coef"] == 0,
             "--algo.kl.init_coef is 0",
-            ("algo.kl.target", "algo.kl.horizon", "algo.kl.use_loss", "algo.kl.estimator", "ref.offload"),
+            (
+                *(f"algo.kl.{name}" for name in ("target", "horizon", "use_loss", "estimator", "unbiased")),
+                "ref.offload",
+            ),
         ),
+        (not values["algo.kl.use_loss"], "there is no --algo.kl.use_loss", ("algo.kl.unbiased_gradient",)),
+        (values["algo.kl.target"] is None, "there is no --algo.kl.target", ("algo.kl.horizon",)),
         (
             not values["algo.dynamic_filtering_enable"],
             "there is no --algo.dynamic_filtering_enable",
@@ -137,7 +150,7 @@ def name_unread(values: dict[str, Any], given: frozenset[str]) -> None:
         (
             values["algo.advantage.is_correction_level"] == "off",
             "--algo.advantage.is_correction_level is off",
-            ("algo.advantage.is_correction_mode", "algo.advantage.is_correction_threshold"),
+            tuple(f"algo.advantage.is_correction_{name}" for name in ("mode", "gating", "threshold")),
         ),
         (
             not values["logger.wandb.key"],

@@ -11,7 +11,6 @@ import ast
 import difflib
 import functools
 import sys
-import traceback
 from collections.abc import Sequence
 from datetime import datetime
 from types import CodeType, SimpleNamespace
@@ -112,17 +111,8 @@ def parse(argv: Sequence[str]) -> SimpleNamespace:
     }
     try:
         exec(main_block(), namespace)
-    except UsageError:
-        raise
-    except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        if last.filename != str(source_path(MODULE)):  # not one of upstream's own checks, but something deeper down
-            raise
-        if isinstance(error, AssertionError) and str(error):  # its message explains itself
-            raise UsageError(str(error)) from error
-        raise UsageError(
-            f"OpenRLHF cannot work with these arguments: {type(error).__name__}: {error}, at `{last.line}`."
-        ) from error
+    except (AssertionError, ImportError) as error:  # its own checks, and --use_ms without modelscope
+        raise UsageError(str(error)) from error
     return kept[0]
 
 

@@ -60,7 +60,14 @@ def test_upstreams_estimators_are_held_to_what_always_fails(
         ({"--algo.gtpo.varient": "v1"}, "unknown flag --algo.gtpo.varient; did you mean --algo.gtpo.variant?"),
         ({"--algo.gtpo.variant": "v9"}, "invalid choice: 'v9'"),
         ({"--train.seed": "one"}, "argument --train.seed: invalid int value: 'one'"),
-        ({"--vllm.num_engines": None, "--ds.packing_samples": True}, "OpenRLHF cannot work with these arguments"),
+        ({"--vllm.num_engines": None, "--ds.packing_samples": True}, "Expected --vllm.num_engines >= 1 to sample"),
+        (
+            {"--algo.advantage.is_correction_level": "token", "--algo.advantage.is_correction_threshold": [2, 0.5]},
+            "Expected --algo.advantage.is_correction_threshold LOW HIGH with LOW < HIGH, got 2 0.5.",
+        ),
+        ({"--reward.clip_range": [10, -10]}, "Expected --reward.clip_range LOW HIGH with LOW < HIGH, got 10 -10."),
+        ({"--algo.dynamic_filtering_range": [1, 0]}, "Expected --algo.dynamic_filtering_range LOW HIGH with LOW < HI"),
+        ({"--actor.lr_scheduler": "cosin"}, "Expected --actor.lr_scheduler to be one of linear, cosine, "),
         (
             {"--vllm.sync_checksum": True, "--vllm.sync_with_ray": True},
             "--vllm.sync_checksum cannot be combined with --vllm.sync_with_ray",
@@ -117,6 +124,10 @@ def test_a_contradiction_in_the_command_line(
         ({"--vllm.num_engines": -1}, "Expected --vllm.num_engines >= 1 to sample from, got -1."),
         ({"--vllm.num_engines": None}, "Expected --vllm.num_engines >= 1 to sample from, got None."),
         ({"--vllm.max_num_seqs": 0}, "Expected --vllm.max_num_seqs >= 1, got 0."),
+        (
+            {"--actor.num_gpus_per_node": 8, "--train.batch_size": 4, "--rollout.batch_size": 16},
+            "Expected --train.batch_size >= 8, a row for each data-parallel replica of the actor, got 4.",
+        ),
         (
             {"--vllm.max_num_seqs": 4096},
             "--vllm.max_num_seqs 4096 decodes a token of each response in a step, but "

@@ -312,7 +312,20 @@ def test_the_advantage_of_a_short_lone_success_arrives(
             "here: --critic.adam.lr (gtpo has no critic).",
         ),
         ("--algo.preset gspo --algo.kl.init_coef 0 --algo.kl.use_loss --ref.offload", "(--algo.kl.init_coef is 0)"),
+        (
+            "--algo.advantage.estimator rloo --algo.kl.init_coef 0.1 --algo.kl.unbiased_gradient "
+            "--algo.kl.horizon 10 --train.ema_beta 0.9 --actor.muon.momentum 0.9",
+            "--actor.muon.momentum (the optimizer is not Muon); --train.ema_beta (there is no --train.enable_ema); "
+            "--algo.kl.unbiased_gradient (there is no --algo.kl.use_loss); --algo.kl.horizon (there is no "
+            "--algo.kl.target).",
+        ),
+        (
+            "--algo.preset gspo --algo.advantage.is_correction_level token --algo.advantage.lambd 0.9",
+            "--algo.advantage.is_correction_level (gspo corrects nothing, and only logs vllm_kl); "
+            "--algo.advantage.lambd (group_norm has no critic).",
+        ),
         ("--algo.dynamic_filtering_range 0 1", "(there is no --algo.dynamic_filtering_enable)"),
+        ("--algo.advantage.is_correction_gating tv", "(--algo.advantage.is_correction_level is off)"),
         ("--algo.advantage.is_correction_threshold 0.5 2", "(--algo.advantage.is_correction_level is off)"),
         ("--ckpt.max_num 2 --ckpt.best_metric_key none", "here: --ckpt.max_num (there is no --ckpt.save_steps)"),
         (

@@ -75,7 +75,7 @@ def test_what_a_guide_goes_with(guided: dict[str, Any], changes: dict[str, Any])
         ({"--algo.guide.steps": -1}, "Expected --algo.guide.steps >= 0, got -1."),
         ({"--algo.guide.num_engines": 0}, "Expected --algo.guide.num_engines >= 1, got 0."),
         (
-            {"--algo.kl.unbiased_gradient": True},
+            {"--algo.kl.unbiased_gradient": True, "--algo.kl.use_loss": True, "--algo.kl.init_coef": 0.1},
             "--algo.guide.model_name_or_path cannot be combined with --algo.kl.unbiased_gradient, whose ratio",
         ),
         (

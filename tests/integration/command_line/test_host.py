@@ -15,7 +15,10 @@ SIZES = (
     "--actor.num_gpus_per_node 4 --ref.num_gpus_per_node 4 --critic.num_gpus_per_node 2 --reward.num_gpus_per_node 2"
 )
 CRITIC = "--algo.advantage.estimator gae --reward.model_name_or_path rm --actor.model_name_or_path m"
-GROUP = "--algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 2 --reward.remote_url r.py"
+GROUP = (
+    "--algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 2 --reward.remote_url r.py "
+    "--vllm.num_engines 1"
+)
 GUIDE = (
     "--algo.guide.model_name_or_path m --algo.guide.fraction 0.5 --algo.guide.num_engines 2 "
     "--algo.guide.tensor_parallel_size 2"
@@ -40,12 +43,12 @@ GUIDE = (
 )
 def test_each_group_counts_what_it_does_not_share(argv: str, gpus: Gpus) -> None:
     engines = "--vllm.num_engines 3 --vllm.tensor_parallel_size 2"
-    assert gpus_of(upstream_parser.parse(f"{SIZES} {engines} {argv}".split())) == gpus
+    assert gpus_of(upstream_parser.parse(f"{SIZES} {argv} {engines}".split())) == gpus
 
 
 def test_an_agents_run_has_no_reward_model() -> None:
-    argv = "--algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 2 --reward.num_gpus_per_node 2"
-    args = upstream_parser.parse([*argv.split(), "--train.agent_func_path", "agent.py"])
+    argv = f"{GROUP} --reward.num_gpus_per_node 2 --train.agent_func_path agent.py"
+    args = upstream_parser.parse(argv.replace("--reward.remote_url r.py", "").split())
     assert gpus_of(args).reward == 0
 
 
@@ -61,7 +64,7 @@ def test_an_agents_run_has_no_reward_model() -> None:
 )
 def test_a_laptop_starts_no_gpu_nodes_worth_of_processes(argv: str, sizes: tuple, monkeypatch, capsys) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    args = upstream_parser.parse([*GROUP.split(), "--vllm.num_engines", "1", *argv.split()])
+    args = upstream_parser.parse(f"{GROUP} {argv}".split())
     before = gpus_of(args)
     adapt(args)
     assert gpus_of(args) == sizes

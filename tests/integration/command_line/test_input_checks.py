@@ -144,11 +144,10 @@ def test_a_length_beyond_the_models_positions(
 def test_rotary_embeddings_of_several_kinds_of_layers_may_be_scaled() -> None:
     text = SimpleNamespace(max_position_embeddings=8, rope_parameters={"sliding": {"rope_type": "default"}})
     config = SimpleNamespace(get_text_config=lambda: text)
-    tokenizer = SimpleNamespace(model_max_length=10**30)
     with pytest.raises(UsageError, match="--data.max_len 9 is longer than --model x can read, 8 tokens"):
-        check_length(config, tokenizer, 9, "--model x")
+        check_length(config, 9, "--model x")
     text.rope_parameters["full"] = {"rope_type": "yarn", "factor": 4.0}
-    check_length(config, tokenizer, 9, "--model x")
+    check_length(config, 9, "--model x")
 
 
 def test_a_vision_language_model(
@@ -335,9 +334,9 @@ def test_a_reward_server_that_does_not_answer(refused: Callable[..., str]) -> No
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]  # bound, but nobody listens
-        for url in (f"http://127.0.0.1:{port}/get_reward", f"127.0.0.1:{port}"):
-            message = refused({"--reward.remote_url": url})
-            assert message.startswith(f"--reward.remote_url {url}: no reward server answers there")
+        url = f"http://127.0.0.1:{port}/get_reward"
+        message = refused({"--reward.remote_url": url})
+        assert message.startswith(f"--reward.remote_url {url}: no reward server answers there")
     assert "no reward server answers there" in refused({"--reward.remote_url": "http://127.0.0.1:99999/"})
 
 
@@ -347,6 +346,9 @@ def test_a_reward_that_is_no_python_file(refused: Callable[..., str], tmp_path: 
         f"--reward.remote_url {data} is not a .py file; give a Python"
     )
     assert "is a folder; give a Python file" in refused({"--reward.remote_url": tmp_path})
+    assert refused({"--reward.remote_url": "localhost:5000/get_reward"}) == (
+        "Expected --reward.remote_url to be a .py file or to begin with http://, got localhost:5000/get_reward."
+    )
 
 
 def test_several_rewards_are_servers(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -561,6 +563,12 @@ def test_the_trained_model_replaces_no_other(command: dict[str, Any], model: Pat
             check_results(parse(argv_of(given)))
     make_checkpoint(tmp_path / "checkpoints")
     check_results(parse(argv_of(resumed)))
+    gae = {"--algo.advantage.estimator": "gae", "--ckpt.output_dir": tmp_path / "other"}
+    gae = {flag: value for flag, value in command.items() if not flag.startswith("--algo.gtpo")} | gae
+    (tmp_path / "trained").rename(tmp_path / "other_critic")
+    check_results(parse(argv_of(gae)))
+    with pytest.raises(UsageError, match="other_critic holds a model, which the trained one would replace"):
+        check_results(parse(argv_of(gae | {"--critic.save_value_network": True})))
 
 
 def make_checkpoint(path: Path, tag: str = "global_step1", role: str = "_actor", **contents: Any) -> Path:
@@ -585,6 +593,26 @@ def test_a_fresh_run_starts_in_no_folder_with_checkpoints(
     )
     check_checkpoints(parse(argv_of(command | {"--ckpt.load_enable": True})))
     check_checkpoints(parse(argv_of(command | {"--ckpt.path": tmp_path / "anew"})))
+
+
+@pytest.mark.parametrize(
+    ("file", "writes"),
+    [
+        ("rollouts/step_000030.parquet", {"--logger.dump_rollouts": 10}),
+        ("global_step3_hf", {"--ckpt.save_hf": True, "--ckpt.disable_ds": True}),
+    ],
+)
+def test_nor_does_it_write_among_the_rollouts_or_models_of_an_earlier_run(
+    command: dict[str, Any], refused: Callable[..., str], tmp_path: Path, file: str, writes: dict[str, Any]
+) -> None:
+    (tmp_path / file).mkdir(parents=True)
+    command["--ckpt.path"] = tmp_path
+    check_checkpoints(parse(argv_of(command)))
+    assert refused(writes) == (
+        f"--ckpt.path {tmp_path} has {Path(file).name} of an earlier run, which this one could replace; give another "
+        "folder."
+    )
+    check_checkpoints(parse(argv_of(command | writes | {"--ckpt.load_enable": True})))
 
 
 def test_a_critics_checkpoints_count_as_much_as_the_actors(

@@ -114,7 +114,10 @@ def test_flags_that_a_replay_does_not_go_with(
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"--algo.kl.unbiased_gradient": True}, "which the ratio of --algo.kl.unbiased_gradient takes for the old"),
+        (
+            {"--algo.kl.unbiased_gradient": True, "--algo.kl.use_loss": True, "--algo.kl.init_coef": 0.1},
+            "which the ratio of --algo.kl.unbiased_gradient takes for the old",
+        ),
         ({"--algo.advantage.estimator": "gae"}, "has rows of a guide, whose worth the critic of gae would learn;"),
     ],
 )
