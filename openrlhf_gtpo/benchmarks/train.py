@@ -93,6 +93,7 @@ def measure_runs(chosen: Sequence[Configuration], args: argparse.Namespace, fold
     def multiply() -> None:
         for gpus, rounds in rates.items():
             rounds.append(measured_rate(gpus, side, dtype))
+        write_results(args.output, args, {"runs": runs, "flops_per_second": rates})  # should a later round fail
 
     sides: dict[str, Any] = {one.name: {"train": partial(train, one)} for one in chosen}
     measure(sides | {"": {"product": multiply}}, args.repeat, warm_up=0)

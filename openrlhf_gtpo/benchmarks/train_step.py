@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> None:
         absent[_DEEPSPEED] = f"not installed: {', '.join(missing)}"
     elif not args.deepspeed:
         absent[_DEEPSPEED] = "--no-deepspeed"
+    elif args.recompute == "selective":
+        absent[_DEEPSPEED] = "it recomputes whole layers or nothing, so not --recompute selective"
     else:
         measured[_DEEPSPEED] = _deepspeed(args, shape)
     compared = write()
@@ -186,6 +188,7 @@ def _deepspeed(args: argparse.Namespace, shape: Any) -> dict[str, Any]:
         actor_args = argparse.Namespace(**(vars(args) | {"model": folder, "micro_batch_size": 1}))
         # Packed micro-batches of ``max_tokens``, as on Megatron; by default OpenRLHF pads a fixed number of rows.
         flags = ["--train.dynamic_batch_enable"]
+        flags += ["--actor.gradient_checkpointing_enable"] if args.recompute == "full" else []
         side = measure_actors(actor_args, {_DEEPSPEED: PolicyActor}, flags)[_DEEPSPEED]
     return {
         "seconds": {"old_policy": side.seconds["forward"], "train": side.seconds["train"]},

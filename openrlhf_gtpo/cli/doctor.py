@@ -307,7 +307,10 @@ def _nvidia_smi() -> subprocess.CompletedProcess[str] | None:
         return None
     fields = "--query-gpu=driver_version,name,memory.used,compute_mode"
     command = ["nvidia-smi", fields, "--format=csv,noheader,nounits"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired as error:  # returned, as an exception would not be cached
+        return subprocess.CompletedProcess(command, 1, "", str(error))
 
 
 CHECKS: dict[str, Callable[[argparse.Namespace], Line]] = {

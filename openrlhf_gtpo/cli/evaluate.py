@@ -21,7 +21,7 @@ from typing import Any
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.cli import Parser, RawHelpFormatter, exit_status
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.platform.files import replace_text
+from openrlhf_gtpo.platform.files import check_output, replace_text
 from openrlhf_gtpo.report.answers import per_question, summarize, table
 
 
@@ -62,6 +62,7 @@ def _evaluate(args: argparse.Namespace) -> None:
 
     check_openrlhf()
     flags = checked_flags(args)
+    check_output("--output", args.output / "scores.json")
     args.output.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as folder:
         model = args.model
@@ -86,6 +87,8 @@ def checked_flags(args: argparse.Namespace) -> dict[str, Any]:
     check_ranges(flags)
     if not flags["eval.temperature"] and flags["eval.n_samples_per_prompt"] > 1:  # vLLM refuses this
         raise UsageError("With --eval.temperature 0 every answer is the same; give --eval.n_samples_per_prompt 1.")
+    if flags["data.apply_chat_template"] and flags["data.input_template"]:
+        raise UsageError("With --data.apply_chat_template no --data.input_template is read; leave one of them out.")
     return flags
 
 
@@ -104,7 +107,7 @@ def checked_inputs(flags: dict[str, Any], model: str) -> tuple[Any, Any, Callabl
     )
 
     config, tokenizer = check_model(model, "--model"), load_tokenizer(model, "--model")
-    check_length(config, tokenizer, flags["data.max_len"], f"--model {model}")
+    check_length(config, flags["data.max_len"], f"--model {model}")
     run = hierarchize(argparse.Namespace(**flags, **{"actor.model_name_or_path": model}))
     run.use_ms = False  # ModelScope
     for name in flags["eval.dataset"].split(","):  # each has a table of its own here

@@ -197,9 +197,9 @@ def _fp8(args: argparse.Namespace) -> None:
     candidates = fp8_candidates(mode, args.recipes, args.layers_in_bf16)
     layout = megatron_flags.layout_of(hierarchize(args))
     model = ScoreModel(args.model, "megatron", layout, temperature=args.temperature, max_tokens=args.max_tokens)
-    args.output.mkdir(parents=True, exist_ok=True)
     page = args.output / "fp8.json"
     check_output("--output", page, args.input)
+    args.output.mkdir(parents=True, exist_ok=True)
     processes = layout.model_parallel_size
     for fp8 in candidates.values():
         source = check(replace(model, fp8=fp8), args.input, page, processes)

@@ -29,12 +29,17 @@ class Difference:
     seeds: int
     prompts: int
 
+    @property
+    def has_spread(self) -> bool:
+        """False if an interval would have no width, which tells nothing about chance."""
+        return self.high - self.low >= _SAME
+
     def sentence(self, method: str, baseline: str) -> str:
         """The finding in one sentence, for a reader who reads nothing else."""
         if math.isnan(self.low):
             return f"{method} is {self.effect:+.3f} beside {baseline}; 1 seed does not say whether that is chance."
-        if self.high - self.low < _SAME:  # all differences are equal, which tells nothing about chance
-            found = "no difference seen" if abs(self.effect) < _SAME else "the same difference in all"
+        if not self.has_spread:
+            found = "no difference seen" if abs(self.effect) < _SAME else "the same mean difference for every seed"
             return f"{method} beside {baseline}: {found} ({self.effect:+.3f}; {self.seeds} seeds without a spread)."
         interval = f"{self.effect:+.3f}, 95 % interval {self.low:+.3f} to {self.high:+.3f}"
         if self.low <= 0 <= self.high:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -69,6 +70,8 @@ def find_runs(arguments: Sequence[str]) -> tuple[Runs, list[Path]]:
         label, separator, path = text.partition("=")
         if separator and label and path and not Path(text).exists():
             runs.setdefault(label, []).append(_read(Path(path)))
+            if earlier := len(read_runs(path)) - 1:
+                print(f"{path}: left out {earlier} of {earlier + 1} runs, those before the last.", file=sys.stderr)
             continue
         folders = sorted(file.parent for file in Path(text).rglob("seed-*/flags.json"))
         if not folders:

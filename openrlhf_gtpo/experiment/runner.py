@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from openrlhf_gtpo.experiment.grid import Grid, Run, words
 from openrlhf_gtpo.launch.process_tree import run_and_clear
 from openrlhf_gtpo.platform.files import replace_text
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.report.metrics import read_runs
+from openrlhf_gtpo.report.metrics import Rows, read_runs
 from openrlhf_gtpo.report.watch import describe
 
 _SIGNALS = range(129, 256)  # exit statuses after a signal to this process or to the run
@@ -84,8 +85,7 @@ def run_all(grid: Grid) -> list[str]:
             if console.is_terminal:
                 for one in grid.runs:
                     if one.folder not in spent and is_finished(one, grid):
-                        rows = read_runs(one.folder)[-1]
-                        spent[one.folder] = rows[-1]["time"] - rows[0]["time"]
+                        spent[one.folder] = _seconds(read_runs(one.folder)[-1])
                 text = f"{_doing(run)}{_left(list(spent.values()), len(grid.runs))}"
                 progress.update(bar, completed=len(spent), description=text)
             return False
@@ -135,7 +135,8 @@ def _call(module: str, argv: Sequence[str], log: Path, show: Callable[[], bool])
 
 def is_trained(run: Run) -> bool:
     """True if the training of ``run`` has completed; its evaluation may be missing."""
-    with suppress(ValueError):
+    # Any other error, as of a shared folder, does not say that it has no metrics, for which its model is removed.
+    with suppress(FileNotFoundError), (run.folder / "metrics.jsonl").open(), suppress(ValueError):
         return any(row.get("ended") for row in read_runs(run.folder)[-1])
     return False
 
@@ -166,6 +167,12 @@ def _doing(run: Run) -> str:
         if rows:
             return f"{run}: step {rows[-1]['step']}  {describe(rows[-1])}"
     return f"{run}: starting"
+
+
+def _seconds(rows: Rows) -> float:
+    """How long a run took, without the time between an interruption and the start that went on with it."""
+    parts = pairwise(rows)
+    return sum(b["time"] - a["time"] for a, b in parts if b["kind"] != names.KIND_RUN or b.get("ended"))
 
 
 def _left(spent: Sequence[float], runs: int) -> str:

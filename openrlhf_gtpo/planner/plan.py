@@ -146,13 +146,13 @@ def _divisions(request: Request) -> list[tuple[int, int]]:
                 f"$rollout_gpus {request.rollout_gpus} leaves none of the {total} GPUs to train on, "
                 f"or none to roll out on; give 1 to {total - 1}."
             )
-        training = cluster.of(total - request.rollout_gpus)
-        if training.gpus % training.nodes:
+        training, node = total - request.rollout_gpus, cluster.gpus_per_node
+        if training > node and training % node:
             raise SettingError(
-                f"$rollout_gpus {request.rollout_gpus} leaves {training.gpus} GPUs to train on, which cannot be "
-                f"divided evenly among {training.nodes} nodes; give another number."
+                f"$rollout_gpus {request.rollout_gpus} leaves {training} GPUs to train on, which are not whole nodes "
+                f"of {node}; give another number."
             )
-        return [(total - request.rollout_gpus, request.rollout_gpus)]
+        return [(training, request.rollout_gpus)]
     if total < 2:
         raise SettingError(
             "$placement split needs at least 2 GPUs, one to train and one to roll out on; use colocated."

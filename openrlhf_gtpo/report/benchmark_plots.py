@@ -15,7 +15,6 @@ from openrlhf_gtpo.report.step_phases import COUNTED, IDLE, PHASES
 
 _LM_HEAD = {"forward": "forward / one product", "forward_backward": "forward + backward / four products"}
 _IDLE_COLOR = "#CCCCCC"
-_RATIO_COLORS = ("#8C8C8C", "#BFBFBF", "#595959")  # the other colors stand for phases
 
 
 def plot_lm_head(cases: Sequence[Mapping[str, Any]], png_path: str | Path) -> Path:
@@ -95,7 +94,7 @@ def _ratios(axes: Axes, results: Mapping[str, Any]) -> None:
                 continue
             low, median, high = ratios[phase]
             where = row + (index - (len(results["ratios"]) - 1) / 2) * width
-            color = _RATIO_COLORS[index % len(_RATIO_COLORS)]
+            color = str(0.35 + 0.5 * index / len(results["ratios"]))  # a gray: the other colors stand for phases
             label = name if row == 0 else None
             spread = ([median - low], [high - median])
             axes.barh(where, median, width * 0.9, xerr=spread, color=color, label=label, error_kw={"elinewidth": 1})

@@ -78,24 +78,26 @@ def plot_comparison(runs: Mapping[str, Sequence[Rows]], png_path: str | Path, ti
     lacks one of them is left out.
     """
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(13, 4.4), layout="constrained")
+        figure = Figure(figsize=(13, 4.2 + 0.2 * math.ceil(len(runs) / 4)), layout="constrained")  # and its legend
         reward, entropy, held_out = figure.subplots(1, 3)
         for index, (label, seeds) in enumerate(runs.items()):
-            color = COLORS[index % len(COLORS)]
+            color, line = COLORS[index % len(COLORS)], LINES[index // len(COLORS) % len(LINES)]
+            name_and_number = f"{label} (n={len(seeds)})"
             for axes, name in ((reward, names.REWARD_MEAN), (entropy, names.ENTROPY_ALL)):
                 lines: list[Points] = [series(rows, names.KIND_TRAIN, name) for rows in seeds]
-                _thin_and_mean(axes, lines, f"{label} (n={len(seeds)})", color)
+                _thin_and_mean(axes, lines, name_and_number, color, line=line)
             pairs = [pair for rows in seeds if (pair := _mean_before_and_after(rows))]
             marker = MARKERS[index % len(MARKERS)]
-            _thin_and_mean(held_out, [([0, 1], pair) for pair in pairs], label, color, marker)
+            _thin_and_mean(held_out, [([0, 1], pair) for pair in pairs], name_and_number, color, marker, line)
         _finish(reward, "Training reward", "mean reward")
         _finish(entropy, "Policy entropy", "nats per token")
         _finish(held_out, "Held-out reward", "mean reward", over_steps=False)
         # One legend below all panels, where the same colors mean the same runs.
-        legends = [axes.get_legend_handles_labels() for axes in (reward, entropy, held_out)]
-        handles, labels = next((legend for legend in legends if legend[0]), ([], []))
-        if handles:
-            figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
+        panels = (held_out, entropy, reward)  # a label may be in only one of them
+        legend = {label: drawn for axes in panels for drawn, label in zip(*axes.get_legend_handles_labels())}
+        if legend:
+            ncols = min(4, len(legend))
+            figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=ncols, frameon=False)
         held_out.set_xlim(-0.25, 1.25)
         held_out.set_xticks([0, 1], ["before", "after"])
         return save(figure, png_path, title)

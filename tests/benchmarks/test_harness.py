@@ -1,9 +1,12 @@
 """The harness: what is called when, what is counted, and what a table and a results file hold."""
 
 import argparse
+import errno
 import json
+import os
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,3 +56,17 @@ def test_a_table_and_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     written = json.loads(path.read_text())
     assert written["settings"] == {"command": "x", "repeat": "2"} and written["cases"] == []
     assert set(written["machine"]) == {"processor", "cores", "gpus", "python", "versions"}
+
+
+def test_a_file_that_cannot_be_written_again_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write = tmp_path / "results.json", Path.write_text
+    write_results(path, argparse.Namespace(), {"cases": [1]})
+
+    def full(file: Path, text: str, **kwargs: Any) -> None:
+        write(file, text[: len(text) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_results(path, argparse.Namespace(), {"cases": [1, 2]})
+    assert json.loads(path.read_text())["cases"] == [1]

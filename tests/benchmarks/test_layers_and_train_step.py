@@ -144,6 +144,28 @@ def test_what_was_measured_outlasts_a_later_failure(monkeypatch: pytest.MonkeyPa
     assert written["absent"] == {"delayed": "not finished", "deepspeed": "not finished"}
 
 
+@pytest.mark.parametrize(
+    ("recompute", "flags"),
+    [("none", []), ("full", ["--actor.gradient_checkpointing_enable"]), ("selective", None)],
+)
+def test_deepspeed_recomputes_what_megatron_does_or_is_absent(
+    recompute: str, flags: list[str] | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    phases = {"old_policy": [1.0], "advantages": [1.0], "train": [2.0]}
+    monkeypatch.setattr(train_step, "run_processes", Mock(return_value=Measured(phases, {"tokens": [40]})))
+    seconds = {"forward": [1.0], "train": [2.0]}
+    actors = Mock(return_value={"deepspeed": Measured(seconds, {"tokens": [40], "peak_bytes": None})})
+    monkeypatch.setattr("openrlhf_gtpo.benchmarks.actor.measure_actors", actors)
+    output = tmp_path / "train_step.json"
+    words = f"train-step --shape tiny --recipes delayed --recompute {recompute} --output {output}"
+    assert benchmark.main(words.split()) == 0
+    absent = json.loads(output.read_text())["absent"]
+    if flags is None:
+        assert absent["deepspeed"] == "it recomputes whole layers or nothing, so not --recompute selective"
+    else:
+        assert actors.call_args.args[2] == ["--train.dynamic_batch_enable", *flags] and not absent
+
+
 def test_a_step_without_advantages_is_compared_with_one_without() -> None:
     """On DeepSpeed they are computed elsewhere; in the second step it was as fast as bfloat16, in the first half."""
     bf16 = {"old_policy": [1.0, 2.0], "advantages": [7.0, 9.0], "train": [3.0, 2.0]}

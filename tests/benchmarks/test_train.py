@@ -103,6 +103,25 @@ def test_configurations_take_turns_and_are_put_side_by_side(
     assert "2.00 (2.00 to 2.00)" in capsys.readouterr().out and (tmp_path / "r.png").exists()
 
 
+def test_rounds_before_one_that_fails_are_written(
+    command: dict[str, Any], started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, output = train_benchmark.run_trainer, tmp_path / "r.json"
+
+    def dies(name: str, argv: list[str], folder: Path, steps: int) -> list[dict[str, Any]]:
+        if len(started) == 3:
+            raise TrainingStopped("the engine died")
+        return run(name, argv, folder, steps)
+
+    monkeypatch.setattr(train_benchmark, "run_trainer", dies)
+    words = ["--steps", "2", "--repeat", "2", "--compare", "deepspeed=", "--compare", MEGATRON]
+    words += ["--runs", str(tmp_path / "runs"), "--output", str(output)]
+    assert benchmark.main(["train", *words, "--", *argv_of(command)]) == 1
+    written = json.loads(output.read_text())
+    assert {name: len(runs) for name, runs in written["runs"].items()} == {"deepspeed": 1, "megatron": 1}
+    assert written["flops_per_second"] == {"2": [2e9]}
+
+
 def test_one_configuration_needs_no_name(command: dict[str, Any], started: list[str], tmp_path: Path) -> None:
     words = ["--runs", str(tmp_path / "runs"), "--output", str(tmp_path / "r.json")]
     assert benchmark.main(["train", *words, "--", *argv_of(command)]) == 0

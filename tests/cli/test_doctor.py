@@ -56,6 +56,25 @@ def said(name: str, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[st
     return kind.strip(), text
 
 
+def test_a_driver_that_does_not_answer_is_waited_for_once(
+    gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def hangs(command: list[str], timeout: float, **kwargs: Any) -> None:
+        asked.append(command[0])
+        raise subprocess.TimeoutExpired(command[0], timeout)
+
+    gpus()
+    asked: list[str] = []
+    monkeypatch.setattr(subprocess, "run", hangs)
+    for _ in range(2):
+        assert said("GPUs", capsys) == (
+            "wrong",
+            "nvidia-smi fails (Command 'nvidia-smi' timed out after 120 seconds): restart the node or reload its "
+            "driver.",
+        )
+    assert asked == ["nvidia-smi"]
+
+
 def test_a_host_without_gpus_passes_in_a_moment_and_says_what_was_not_looked_at() -> None:
     program = (
         "import sys\nfrom openrlhf_gtpo.cli import doctor\nstatus = doctor.main([])\n"

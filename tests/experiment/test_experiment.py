@@ -1,6 +1,8 @@
 """Experiments: what a file asks for, what is refused, and what an interruption leaves."""
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -222,6 +224,30 @@ def test_a_run_that_fails_is_named_and_the_others_are_made(file: Path, capsys: A
     )
     assert len(starts(file)) == 3
     assert "mean of 2" in (file.parent / "runs" / "table.md").read_text()
+
+
+def test_an_error_of_the_folder_does_not_make_a_finished_run_an_unfinished_one(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    assert experiment.main([str(file)]) == 0
+    (file.parent / "runs" / "gtpo" / "seed-1" / "model").mkdir()
+    opened = Path.open
+
+    def stale(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.name == "metrics.jsonl":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", stale)
+    assert experiment.main([str(file)]) == 2
+    assert "Stale file handle" in capsys.readouterr().err
+    assert len(starts(file)) == 3 and (file.parent / "runs" / "gtpo" / "seed-1" / "model").exists()
+
+
+def test_a_run_took_as_long_as_it_ran() -> None:
+    """From 10 to 15, and after an interruption from 100 to 103."""
+    parts = [("run", 10, {}), ("train", 15, {}), ("run", 100, {}), ("train", 102, {}), ("run", 103, {"ended": True})]
+    assert runner._seconds([{"kind": kind, "time": time} | more for kind, time, more in parts]) == 8
 
 
 def test_a_run_that_another_process_makes_is_left_to_it(file: Path) -> None:

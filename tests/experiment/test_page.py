@@ -62,6 +62,29 @@ def test_the_effect_is_that_of_pairs(tmp_path: Path) -> None:
     assert text.count("is not compared") == 1
 
 
+def test_an_interval_of_no_width_is_not_shown_as_one(tmp_path: Path) -> None:
+    """Each seed gains another question, so that seeds have the same mean, and questions no effect of their own."""
+    for label in ("dapo", "gtpo"):
+        for seed in (1, 2, 3):
+            file = write_run(tmp_path / label / f"{seed}", seed, 0.0) / "evaluation" / "scores.json"
+            scores = [float(label == "gtpo" and question == seed) for question in range(30)]
+            file.write_text(json.dumps({"questions": {"math": "d"}, "scores": {"math": {"mean@1": scores}}}))
+    runs = [f"{label}={tmp_path / label / str(seed)}" for label in ("gtpo", "dapo") for seed in (1, 2, 3)]
+    assert page(*runs, "--baseline", "dapo", "--output", tmp_path / "out") == 0
+    text = (tmp_path / "out" / "index.html").read_text()
+    assert "gtpo beside dapo: the same mean difference for every seed (+0.033; 3 seeds without a spread)." in text
+    assert "no spread" in text and "+0.033 to +0.033" not in text
+
+
+def test_of_a_file_with_several_runs_the_last_counts_and_the_others_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = (write_run(tmp_path / f"{seed}", seed, 0.0) / "metrics.jsonl" for seed in (1, 2))
+    two.write_text(one.read_text() + two.read_text())
+    assert page(f"gtpo={two}", "--output", tmp_path / "out") == 0
+    assert capsys.readouterr().err == f"{two}: left out 1 of 2 runs, those before the last.\n"
+
+
 def test_evaluations_with_other_settings_are_seen_to_be(tmp_path: Path) -> None:
     """Training's held-out reward ignores which questions evaluations of a data set of the same name have answered."""
     for label, temperature in (("gtpo", 1.0), ("dapo", 0.25)):

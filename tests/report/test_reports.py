@@ -58,8 +58,8 @@ def test_every_kind_of_run_is_drawn(tmp_path, settings):
 def test_each_of_thirty_methods_has_a_line_of_its_own(tmp_path, monkeypatch):
     drawn, plot = [], curves._thin_and_mean
 
-    def noting(axes, lines, label, color, line):
-        plot(axes, lines, label, color, line=line)
+    def noting(axes, lines, label, color, marker="", line="-"):
+        plot(axes, lines, label, color, marker, line)
         drawn.append((color, line))
 
     monkeypatch.setattr(curves, "_thin_and_mean", noting)
@@ -67,6 +67,20 @@ def test_each_of_thirty_methods_has_a_line_of_its_own(tmp_path, monkeypatch):
     curves.plot_figures({f"method {i}": rows for i in range(30)}, tmp_path / "figures")
     figures = len(list((tmp_path / "figures").glob("*.svg")))
     assert figures and len(drawn) == 30 * figures and len(set(drawn)) == 30
+    drawn.clear()
+    plot_comparison({f"method {i}": rows for i in range(30)}, tmp_path / "curves.png")
+    assert len(drawn) == 3 * 30 and len(set(drawn)) == 30
+
+
+def test_every_label_is_in_the_legend(tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr(curves, "save", lambda figure, *rest: saved.append(figure))
+    trained = read_runs(_run(tmp_path / "a.jsonl", evaluations=()))
+    with closing(MetricsWriter(tmp_path / "b.jsonl")) as writer:
+        for step, value in ((0, 0.25), (4, 0.5)):
+            writer.write("eval", step, {"eval_x_pass1": value})
+    plot_comparison({"a": trained, "b": read_runs(tmp_path / "b.jsonl")}, tmp_path / "curves.png")
+    assert {text.get_text() for text in saved[0].legends[0].get_texts()} == {"a (n=1)", "b (n=1)"}
 
 
 def test_a_plot_of_zeros_begins_at_zero(tmp_path, monkeypatch):

@@ -145,6 +145,7 @@ def command(place: Path, output: str, **changed: Any) -> list[str]:
         ({"eval.n_samples_per_prompt": 0}, "Expected --eval.n_samples_per_prompt >= 1, got 0."),
         ({"eval.temperature": 0}, "every answer is the same; give --eval.n_samples_per_prompt 1."),
         ({"rollout.top_p": 0}, "Expected 0 < --rollout.top_p <= 1, got 0."),
+        ({"data.input_template": "Q: {}"}, "With --data.apply_chat_template no --data.input_template is read; leave "),
         ({"model": "/nowhere"}, "--model /nowhere does not exist."),
         (
             {"model": "tests"},
@@ -169,6 +170,13 @@ def test_wrong_input_is_one_sentence_before_an_engine_starts(
     assert evaluate.main(command(place, "wrong", **changed)) == 2
     assert sentence in capsys.readouterr().err
     assert platform.chosen_platform() == "cuda", "a conversion works on the CPU, an evaluation need not"
+
+
+def test_an_output_that_is_a_file(place: Path, capsys: pytest.CaptureFixture) -> None:
+    (place / "file").touch()
+    assert evaluate.main(command(place, "file")) == 2
+    message = f"evaluate: --output {place}/file/scores.json cannot be written, because of {place}/file; name another"
+    assert capsys.readouterr().err.startswith(message)
 
 
 def test_answers_that_other_weights_or_another_reward_have_scored_are_refused(
