@@ -246,3 +246,40 @@ def test_the_engines_time_is_not_the_agents() -> None:
         return await asyncio.gather(call(0.0), call(1.2))
 
     assert asyncio.run(IN_TIME.ask(episode, "the agent")) == [0.0, 1.2]
+
+
+def test_a_reward_file_is_loaded_once_and_before_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that an engine, which takes what memory is left, leaves a reward its own."""
+    from openrlhf.trainer.ray import vllm_engine
+
+    from openrlhf_gtpo.integration.rollout import rollout_actor
+
+    class Llm:
+        engine_core = None
+
+        async def is_sleeping(self) -> bool:
+            return False
+
+    async def watched(engine_core: Any) -> None:
+        pass
+
+    happened = tmp_path / "happened"
+    file = tmp_path / "reward.py"
+    file.write_text(
+        f"with open({str(happened)!r}, 'a') as file:\n    file.write('reward ')\n\n\ndef reward_func():\n    pass\n"
+    )
+
+    def start(args: Any) -> Llm:
+        with happened.open("a") as file:
+            file.write("engine ")
+        return Llm()
+
+    monkeypatch.setattr(vllm_engine, "SingleTurnAgentExecutor", None)  # restored at the end
+    monkeypatch.setattr(vllm_engine.vllm, "AsyncEngineArgs", lambda *args, **kwargs: None)
+    monkeypatch.setattr(vllm_engine.vllm.AsyncLLMEngine, "from_engine_args", start)
+    monkeypatch.setattr(rollout_actor, "_fail_calls_at_death", watched)
+    for name in ("_configure_device_env", "_configure_vllm_env"):
+        monkeypatch.setattr(rollout_actor.StrictRolloutActor, name, lambda *args, **kwargs: None)
+    actor: Any = object.__new__(rollout_actor.StrictRolloutActor)
+    asyncio.run(actor.__init__("model", remote_rm_url=[str(file)], num_gpus=1, enable_sleep_mode=False))
+    assert happened.read_text() == "reward engine " and isinstance(actor.executor, StrictRewardExecutor)

@@ -46,6 +46,13 @@ def weight_bytes(source: str, layout: Layout, options: list[Fp8Options]) -> list
         return [bytes_of_weights(make(source, layout, fp8)) for fp8 in options]
 
 
+def exact_values_left(source: str, layout: Layout, fp8: Fp8Options) -> int:
+    """How many of a trainer's parameters still have the exact values from which its optimizer was made."""
+    with on(layout):
+        parameters = make(source, layout, fp8).model.stage.parameters()
+        return sum(hasattr(parameter, "get_high_precision_init_val") for parameter in parameters)
+
+
 def bytes_of_weights(trainer: Trainer) -> int:
     """The bytes in which this rank keeps its parameters; a shared storage counts once."""
     tensors = [part for parameter in trainer.model.stage.parameters() for part in fp8_weights.memory_of(parameter)]

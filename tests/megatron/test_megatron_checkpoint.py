@@ -10,13 +10,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import checkpoint_program as program
 import pytest
+import torch
 from families import SHALLOW, make_checkpoint
 from rank_pool import RankPool
 from transformers import AutoConfig
 
+from openrlhf_gtpo.megatron.checkpoint import state
 from openrlhf_gtpo.megatron.checkpoint.files import CheckpointError
 from openrlhf_gtpo.megatron.checkpoint.folder import check_checkpoint, newest_whole
 from openrlhf_gtpo.megatron.parallel.layout import Layout
@@ -137,6 +141,42 @@ def test_an_optimizer_that_has_not_stepped(
 ) -> None:
     (reports,) = one_rank.run(program.before_any_step, str(model), str(other), Layout(), str(tmp_path), distributed)
     assert reports[0] == reports[1]
+
+
+class FusedAdam(torch.optim.SGD):
+    """Counts steps in its groups and reads ``bias_correction`` there, as Transformer Engine's does."""
+
+    def __init__(self) -> None:
+        super().__init__([torch.nn.Parameter(torch.zeros(1))])
+        self.defaults = {"lr": 0.5, "bias_correction": True}
+
+
+@pytest.mark.parametrize("steps", [0, 7])
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("saved_by", ["torch", "fused"])
+@pytest.mark.parametrize("loaded_by", ["torch", "fused"])
+def test_torchs_adam_and_transformer_engines_go_on_from_each_others_checkpoints(
+    saved_by: str, loaded_by: str, distributed: bool, steps: int
+) -> None:
+    """A plain optimizer of Megatron has torch's count in common, unless it is 0; a distributed one in its groups."""
+    group: dict[str, Any] = {"lr": 0.25} | ({"step": steps} if saved_by == "fused" else {})
+    saved: dict[str, Any] = {"param_groups": [group, dict(group)]}
+    if distributed:
+        for one in saved["param_groups"]:
+            one.setdefault("step", float(steps))
+    else:
+        saved["state"] = {"common_step": torch.tensor(float(steps))} if saved_by == "torch" and steps else {}
+    adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]) if loaded_by == "torch" else FusedAdam()
+    loaded: list[dict[str, Any]] = []
+    megatrons = SimpleNamespace(optimizer=adam, load_state_dict=loaded.append)
+    state._load_optimizer(megatrons, {"optimizer": saved} | ({"param_state": {}} if distributed else {}))
+    found = loaded[0]["optimizer"]
+    if loaded_by == "torch" and not distributed:
+        assert float(found["state"]["common_step"]) == steps
+        return
+    for one in found["param_groups"]:
+        assert one["lr"] == 0.25 and type(one["step"]) is int and one["step"] == steps
+        assert loaded_by == "torch" or one["bias_correction"] is True
 
 
 def test_a_model_takes_the_weights_of_a_training_run(

@@ -54,6 +54,10 @@ def test_weights_take_half_the_memory(wide: str, one_rank: RankPool) -> None:
     assert abs(plain - primary - matrices * (1 - 4 / 128**2)) < 0.01 * matrices
 
 
+def test_no_replica_keeps_exact_values_of_what_another_optimizes(narrow: str, ranks: RankPool) -> None:
+    assert ranks.run(program.exact_values_left, narrow, Layout(), both("blockwise")[1]) == [0] * 4
+
+
 def test_layers_in_bf16_keep_their_weights(narrow: str, ranks: RankPool) -> None:
     layout = Layout(pipeline_model_parallel_size=2)
     plain, primary = both("blockwise", layers_at_start_in_bf16=1)

@@ -116,7 +116,8 @@ class ActorTrainer(ActorPPOTrainer):
         self.guide_ratios.rows = guide_rows(batch)
         for name, metric in (("correct", names.GROUPS_CORRECT), ("accuracy", names.GROUPS_ACCURACY)):
             if name in self.reads:
-                known = metric in batch.info  # else it has no actions
+                known = metric in batch.info
+                assert known or not batch.action_mask.any()
                 self.actor_loss_fn.given[name] = info_rows(batch, metric) if known else batch.action_mask[:, 0]
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from openrlhf_gtpo.algorithms import ESTIMATORS
+from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line.input_checks import (
     check_dataset,
@@ -362,7 +362,10 @@ def check_shared_gpus(args: SimpleNamespace) -> None:
 
 def _check_async(args: SimpleNamespace) -> None:
     """Refuse what only this package's controller does: asynchronous training keeps upstream's."""
+    loss_type = args.actor.policy_loss_type
+    by_outcome = loss_type in SURROGATES and "correct" in SURROGATES[loss_type].reads  # of the experience maker
     for given, flag, remedy in (
+        (by_outcome, f"--actor.policy_loss_type {loss_type}", "give another"),
         (args.logger.entropy_enable, "--logger.entropy_enable", "leave it out"),
         (args.logger.metrics_path, "--logger.metrics_path", "give --logger.tensorboard_dir or --logger.wandb.key"),
         (args.logger.dump_rollouts, "--logger.dump_rollouts", "leave it out"),

@@ -244,8 +244,13 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             self.save_best_checkpoint({name: x for name, x in logs.items() if x is not None}, step, states)
 
     def _recover(self, error: Exception) -> None:
-        """Recover from an error in a rollout (see ``OrderedSamplesGenerator``); if no engine is left, wait for one."""
-        self.engines.recover(error)
+        """Recover from an error in a rollout (see ``OrderedSamplesGenerator``); if no engine is left, wait for one.
+        An error that ends the run does so once the last checkpoint is complete."""
+        try:
+            self.engines.recover(error)
+        except Exception:
+            self._publish_checkpoint(wait=True)
+            raise
         if not self.vllm_engines:
             self.broadcast_to_vllm()
             if self.args.vllm.enable_sleep:
@@ -256,6 +261,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         """Like upstream's; a replayed step has the number of the dumped one."""
         if self.replayed is not None:
             global_step = self.replayed.step - 1
+        self._publish_checkpoint()  # written while engines sampled; should this step fail, the run goes on from there
         self._show(names.MAKE_EXPERIENCE)
         generator = self.samples_generator
         if self.guide:
@@ -338,6 +344,11 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     def _finish_checkpoint(self, wait: bool) -> None:
         ray.get(self.actor_model_group.async_run_method(method_name="finish_checkpoint", wait=wait))
 
+    def _publish_checkpoint(self, wait: bool = False) -> None:
+        """Have idle ranks give an asynchronous save of an earlier step its name, if it is written by now."""
+        if self.args.actor.backend == "megatron":
+            self._save(lambda: self._finish_checkpoint(wait))
+
     def _completed(self, client_states: dict[str, Any] | None) -> dict[str, Any]:
         """A checkpoint's states, with what upstream leaves out of them. Upstream also leaves a resumed run in an
         episode that the step ended; the loader then draws all of its prompts again (torchdata 0.11.0,
@@ -354,13 +365,14 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         self, global_step: int, logs_dict: dict[str, Any] | None = None, client_states: dict[str, Any] | None = None
     ) -> None:
         self.has_trained = True
-        if self.args.actor.backend == "megatron":
-            self._save(lambda: self._finish_checkpoint(wait=False))  # an asynchronous one, of an earlier step
+        self._publish_checkpoint()
         # Not earlier: upstream's fit adds up everything that is called timing (0.11.2, trainer/ppo_trainer.py).
         logs = dict(logs_dict or {}) | self.costs.end() | self.experience_maker.seconds
         for phase in names.PHASES:
             if logs.get(names.timing(phase)):
-                logs[names.tokens_per_second(phase)] = self.costs.response_tokens / logs[names.timing(phase)]
+                sampled = phase == names.GENERATION and logs.get(names.TOKENS_SAMPLED)  # also those of dropped groups
+                tokens = sampled or self.costs.response_tokens
+                logs[names.tokens_per_second(phase)] = tokens / logs[names.timing(phase)]
         if self.metrics_writer:
             numbers = {name: value for name, value in logs.items() if is_number(value)}
             sample = dict(zip((names.SAMPLE, names.SAMPLE_REWARD), logs.get("generated_samples", ())))

@@ -16,13 +16,13 @@ from collections.abc import Awaitable
 from contextlib import suppress
 from contextvars import ContextVar
 from copy import copy, deepcopy
+from functools import partial
 from typing import Any
 
 import numpy as np
 import psutil  # vLLM and DeepSpeed depend on it
 import ray
 from openrlhf.trainer.ray import vllm_engine
-from openrlhf.utils.agent import SingleTurnAgentExecutor
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo import platform
@@ -112,6 +112,8 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             # shuffled, which a transfer would overwrite (vllm 0.29.0, model_executor/layers/fused_moe/oracle/
             # unquantized.py, convert_to_unquantized_kernel_format). On Hopper it is vLLM's own choice.
             kwargs["moe_backend"] = "triton"
+        # Upstream makes it before the engine, whose memory then leaves a reward its own.
+        vllm_engine.SingleTurnAgentExecutor = partial(StrictRewardExecutor, patience=self.patience)
         await super().__init__(*args, **kwargs)
         self._death_watch = asyncio.create_task(_fail_calls_at_death(self.llm.engine_core))
         if self.with_entropy:
@@ -123,8 +125,6 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
                 )
         if self._has_old_weights and kwargs["enable_sleep_mode"]:
             await self.sleep()  # as upstream's create_vllm_engines had the engine do at its first start
-        if type(self.executor) is SingleTurnAgentExecutor:
-            self.executor = StrictRewardExecutor(self.executor.reward_endpoints, self.patience)
 
     def _configure_device_env(self, *args: Any, **kwargs: Any) -> None:
         """Like upstream's, whose ``__init__`` begins with it; also kills what the actor's last process left behind."""

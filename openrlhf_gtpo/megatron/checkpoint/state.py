@@ -37,9 +37,8 @@ def dtype_name(model: LoadedModel) -> str:
 def sharded_state(model: LoadedModel, trainer: Trainer | None, *, is_loading: bool) -> dict[str, Any]:
     """Megatron's sharded state dict of the model and, if there is a trainer, its optimizer (collective)."""
     with megatron_calls():
-        if trainer is not None and trainer.ddp.ddp_config.overlap_param_gather:
-            # Replicas have the weights of a step only once the next forward pass has asked for them.
-            trainer.ddp.start_param_sync(force_sync=True)
+        if trainer is not None:
+            trainer.gather_parameters()
         state = {"model": model.stage.sharded_state_dict(metadata=dict(METADATA))}
         if trainer is not None:
             _allocate(trainer.optimizer)
@@ -113,11 +112,17 @@ def _allocate(optimizer: Any) -> None:
 
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     """Load what Megatron keeps beside the distributed optimizer's states, which were read in place, or all of a plain
-    optimizer."""
-    if state.pop("param_state", None) is None and _states(optimizer):
-        # Megatron does not write a step count of 0, and torch's Adam needs one to start. Can go once Megatron does
-        # (megatron-core 0.16.1, optimizer/optimizer.py, sharded_state_dict: ``if step``).
-        state.get("optimizer", state)["state"].setdefault("common_step", torch.tensor(0.0))
+    optimizer. Torch's Adam counts a plain optimizer's steps in its states, Transformer Engine's in its groups; each
+    goes on from where the other was saved."""
+    plain, saved, inner = state.pop("param_state", None) is None, state.get("optimizer", state), optimizer.optimizer
+    counted = [group["step"] for group in saved["param_groups"] if "step" in group]
+    # Megatron does not write a count of 0, and torch's Adam needs one to start. Can go once Megatron does
+    # (megatron-core 0.16.1, optimizer/optimizer.py, sharded_state_dict: ``if step``).
+    steps = saved.get("state", {}).get("common_step", counted[0] if counted else 0)
+    if plain and isinstance(inner, torch.optim.Adam):
+        saved["state"]["common_step"] = torch.tensor(float(steps))
+    elif inner is not None:
+        saved["param_groups"] = [{**inner.defaults, **group, "step": int(steps)} for group in saved["param_groups"]]
     optimizer.load_state_dict(state)
 
 

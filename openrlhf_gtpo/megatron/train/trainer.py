@@ -102,6 +102,11 @@ class Trainer:
             self.optimizer = get_megatron_optimizer(
                 optimizer_config, [self.ddp], get_standard_config_overrides(optimizer_config)
             )
+        for parameter in model.stage.parameters():
+            # Megatron forgets the exact values only of those of which this rank's optimizer has a part (0.16.1,
+            # optimizer/distrib_optimizer.py, _build_model_and_main_param_groups).
+            if hasattr(parameter, "clear_high_precision_init_val"):
+                parameter.clear_high_precision_init_val()
         for module in model.stage.modules():
             # Transformer Engine's layers add to main_grad in float32. Not set by gradient_accumulation_fusion, with
             # which Megatron's output layer needs Apex (0.16.1, tensor_parallel/layers.py); the LM head adds by itself.

@@ -208,6 +208,7 @@ def test_upstreams_estimators_may_sample_from_a_part_of_the_distribution(command
 @pytest.mark.parametrize(
     ("flag", "value", "remedy"),
     [
+        ("--actor.policy_loss_type", "htpo", "give another."),
         ("--logger.entropy_enable", True, "leave it out."),
         ("--logger.metrics_path", "metrics.jsonl", "give --logger.tensorboard_dir or --logger.wandb.key."),
         ("--eval.before_training", True, "leave it out, or give --eval.steps."),

@@ -164,6 +164,42 @@ def test_an_asynchronous_save_comes_to_its_end_in_a_later_step(tmp_path: Path) -
     ]
 
 
+def test_a_complete_save_has_its_name_before_the_next_step_can_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(self: Any, samples: list[Any], step: int) -> None:
+        raise RuntimeError("a rank died")
+
+    args = arguments(tmp_path)
+    args.actor.backend = "megatron"
+    trainer = controller(args)
+    trainer.costs.sampled, trainer.samples_generator.tokens = lambda samples: None, 0
+    trainer.experience_maker.rescued = []
+    waits: list[bool] = []
+    monkeypatch.setattr(trainer, "_finish_checkpoint", waits.append)
+    monkeypatch.setattr(_UpstreamTrainer, "train_step", dies)
+    with pytest.raises(RuntimeError, match="a rank died"):
+        trainer.train_step([], 4)
+    assert waits == [False]
+
+
+def test_a_rollout_that_ends_the_run_does_so_once_the_last_save_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stops(error: Exception) -> None:
+        raise error
+
+    args = arguments(tmp_path)
+    args.actor.backend = "megatron"
+    trainer = controller(args)
+    trainer.engines = SimpleNamespace(recover=stops)
+    waits: list[bool] = []
+    monkeypatch.setattr(trainer, "_finish_checkpoint", waits.append)
+    with pytest.raises(TrainingStopped, match="the reward raised"):
+        trainer._recover(TrainingStopped("the reward raised"))
+    assert waits == [True]
+
+
 def test_a_run_that_cannot_save_says_so(tmp_path: Path) -> None:
     args = arguments(tmp_path, disable_ds=True)
     stop.stop_file(args).touch()

@@ -83,8 +83,9 @@ def test_a_warning_is_printed_when_it_begins_and_written_as_long_as_it_holds(
     controller = object.__new__(EntropyTrainer)
     controller.args, controller.warnings, controller.failed_saves = args, {}, []
     controller.costs = SimpleNamespace(
-        sampled=lambda samples: None, trained=lambda: None, begin=lambda: None, end=dict, response_tokens=1
+        sampled=lambda samples: None, trained=lambda: None, begin=lambda: None, end=lambda: seconds, response_tokens=1
     )
+    seconds = {"timing/generation": 0.5, "timing/ppo_train": 0.25}
     controller.experience_maker = SimpleNamespace(
         rescued=[], metrics={}, seconds={}, credit=entropy_credit(args), audit=NO_AUDIT
     )
@@ -103,6 +104,8 @@ def test_a_warning_is_printed_when_it_begins_and_written_as_long_as_it_holds(
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     held = [[name for name in row if name.startswith(names.WARNING_PREFIX)] for row in rows]
     assert [row[names.TOKENS_SAMPLED] for row in rows] == [7, 0, 0, 0, 0, 0], "each step has its own"
+    rates = rows[0]["tokens_per_second/generation"], rows[0]["tokens_per_second/ppo_train"]
+    assert rates == (14, 4), "tokens that a filter dropped were sampled too, and not trained on"
     groups, truncated = "warning/groups", "warning/truncated"
     assert held == [[], [groups], [groups, truncated], [groups], [], [groups]]
 
