@@ -74,8 +74,8 @@ class Settings:
     def forward_tile(self, hidden: Tensor) -> tiles.Tile:
         per_logit = self.work.bytes_per_logit(*_item_sizes(hidden), self.with_entropy)
         on_cpu = hidden.device.type == "cpu"
-        needed = partial(tiles.forward_bytes, per_logit=per_logit)
-        return tiles.choose_tile(hidden.size(0), self.shard.columns, self.chunk_bytes, on_cpu, needed)
+        columns = self.shard.columns
+        return tiles.choose_tile(hidden.size(0), columns, self.chunk_bytes, on_cpu, lambda t, v: t * v * per_logit)
 
     def backward_tile(
         self, hidden: Tensor, tokens: int, accumulator_bytes: int, *, entropy_grad: bool, direct: bool

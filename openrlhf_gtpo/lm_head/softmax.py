@@ -17,7 +17,8 @@ AVX-512 core; GELU had the same problem: https://github.com/pytorch/pytorch/issu
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,8 +61,7 @@ class TokenStatistics:
 
     def rows(self, tokens: slice) -> "TokenStatistics":
         """The statistics of a slice of the tokens, as views."""
-        weighted = None if self.weighted_exponents is None else self.weighted_exponents[tokens]
-        return TokenStatistics(self.maximum[tokens], self.sum_exp[tokens], weighted, self.label_logit[tokens])
+        return TokenStatistics(**{name: _slice(part, tokens) for name, part in vars(self).items()})
 
     def rebase_(self, maximum: Tensor, bits_per_logit: float) -> None:
         """Express the sums relative to `maximum` (T,), which is nowhere below the current one."""
@@ -148,11 +148,8 @@ class LogitGradient:
 
     def rows(self, tokens: slice) -> "LogitGradient":
         """The gradient of some of the tokens."""
-        slope = None if self.slope is None else self.slope[tokens]
-        return replace(
-            self,
-            normalizer=self.normalizer[tokens],
-            label_grad=self.label_grad[tokens],
-            level=self.level[tokens],
-            slope=slope,
-        )
+        return LogitGradient(**{name: _slice(part, tokens) for name, part in vars(self).items()})
+
+
+def _slice(part: Any, tokens: slice) -> Any:
+    return part[tokens] if isinstance(part, Tensor) else part

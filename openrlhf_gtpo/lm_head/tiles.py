@@ -1,7 +1,7 @@
 """How many tokens and columns to work on at a time, given a budget in bytes.
 
-Owns the accounting of temporaries: `forward_bytes` and `backward_bytes` say what `projection` keeps alive for a tile,
-term by term, and must be changed together with it. Knows nothing about tensors.
+Owns the accounting of temporaries: `backward_bytes` says what `projection` keeps alive for a tile, term by term, and
+must be changed together with it. Knows nothing about tensors.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,11 +49,6 @@ def fused_bytes_per_logit(item: int, wide: int, second: bool) -> int:
     return item
 
 
-def forward_bytes(tokens: int, columns: int, *, per_logit: int) -> int:
-    """Bytes alive for one forward tile, for which the implementation takes `per_logit` bytes per logit."""
-    return tokens * columns * per_logit
-
-
 def backward_bytes(
     tokens: int,
     columns: int,
@@ -65,14 +60,15 @@ def backward_bytes(
     adds_in_place: bool,
     direct_from: int | None,
 ) -> int:
-    """Bytes alive for one backward tile of hidden width `width`.
+    """Bytes alive for one backward tile of hidden width `width`, of which the implementation's work takes `per_logit`
+    bytes per logit.
 
     If the inputs (`item` bytes per element) are narrower than the arithmetic (`wide`), the weight has an accumulator;
     and unless products are added to a wide matrix in place, each partial gradient exists twice more while it is added:
     as the product in the input dtype, and widened by the addition. A tile of all `direct_from` tokens needs no
     accumulator of the weight: its product goes straight to its place.
     """
-    logits = forward_bytes(tokens, columns, per_logit=per_logit)
+    logits = tokens * columns * per_logit
     if item == wide:
         return logits
     partial_products = 0 if adds_in_place else width * max(tokens, columns) * (item + wide)

@@ -47,7 +47,8 @@ class _Reserved:
             found |= {"parameters" for p in self._actor.model.stage.parameters() if p.untyped_storage().nbytes()}
         if hasattr(self._actor, "megatron"):
             offload = self._actor.offload
-            found |= {"gradients" for buffer in offload._buffers() if buffer.grad_data.untyped_storage().nbytes()}
+            buffers = self._actor.megatron.ddp.buffers
+            found |= {"gradients" for buffer in buffers if buffer.grad_data.untyped_storage().nbytes()}
             parameters = {p.untyped_storage().data_ptr() for p in offload._parameters()}
             states = (tensor.untyped_storage() for tensor in offload._optimizer_tensors())
             found |= {"optimizer" for s in states if s.nbytes() and s.data_ptr() not in parameters}

@@ -43,7 +43,7 @@ def measure(config: dict, layout: Layout, recompute: str, distributed: bool, row
             trainer.step(batches, loss)
         holder = Offload(trainer)
         weights = _storages(holder._parameters())
-        gradients = _storages(buffer.grad_data for buffer in holder._buffers())
+        gradients = _storages(buffer.grad_data for buffer in trainer.ddp.buffers)
         return {
             "weights": sum(weights.values()),
             "gradients": sum(gradients.values()),

@@ -32,12 +32,11 @@ class PolicyModel(Actor):
         action_mask: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         return_output: bool = False,
-        allgather_logits: bool = False,
-        return_logprobs: bool = False,
-        ring_attn_group: Any = None,
-        packed_seq_lens: list[int] | None = None,
+        *,
         return_entropy: bool = False,
-        **mm_inputs: Any,
+        ring_attn_group: Any = None,
+        packed_seq_lens: Any = None,
+        **others: Any,
     ) -> Any:
         """Map (B, T) tokens to (B, A) log-probs of action tokens, 0 where ``action_mask`` (B, A) is 0.
 
@@ -45,19 +44,10 @@ class PolicyModel(Actor):
         its logits are not computed.
         """
         head = self._plain_head()
-        if action_mask is None or attention_mask is None or ring_attn_group is not None or mm_inputs or head is None:
-            return super().forward(
-                sequences,
-                action_mask,
-                attention_mask,
-                return_output,
-                allgather_logits,
-                return_logprobs,
-                ring_attn_group,
-                packed_seq_lens,
-                return_entropy,
-                **mm_inputs,
-            )
+        if action_mask is None or attention_mask is None or ring_attn_group is not None or others or head is None:
+            others |= {"return_entropy": return_entropy, "ring_attn_group": ring_attn_group}
+            others["packed_seq_lens"] = packed_seq_lens
+            return super().forward(sequences, action_mask, attention_mask, return_output, **others)
         assert return_output or not return_entropy, "entropies come with the output"
         actions = action_mask.bool()
         num_actions = actions.shape[1]

@@ -133,16 +133,7 @@ class Strategy(DeepspeedStrategy):
         return config | {"train_micro_batch_size_per_gpu": 1}
 
     def save_ckpt(
-        self,
-        model: Any,
-        save_dir: str,
-        tag: str,
-        max_num: int = 3,
-        max_mem: float = 1000,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        metric_value: float | None = None,
-        metric_key: str | None = None,
+        self, model: Any, save_dir: str, tag: str, max_num: int, max_mem: float, client_state: Any = None, **of: Any
     ) -> None:
         """Like upstream's, but written like the Megatron actor's ``Checkpoints``: with checksums, under a temporary
         name until it is whole and on disk, and earlier ones are removed only then. It also has every rank's random
@@ -163,7 +154,7 @@ class Strategy(DeepspeedStrategy):
             model.checkpoint_engine = upstream_engine
             del model._copy_recovery_script
         agree(temporary, target, files.failure)
-        metric = {"key": metric_key, "value": metric_value}
+        metric = {name: of.get(f"metric_{name}") for name in ("key", "value")}
         world_size = torch.distributed.get_world_size()
         publish(temporary, target, {"metric": metric, "world_size": world_size}, files.entries)
         put_in_order(target, self._saved_together(target.parent)[1:], max_num=max_num, max_mem_gb=max_mem)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.report import names
@@ -79,32 +80,26 @@ def read_samples(dump: RolloutDump, args: SimpleNamespace) -> list[Experience]:
     samples = []
     for row, outcome in enumerate(dump.columns["outcome"].tolist()):
         prompt, tokens = tables["prompt_tokens"][row], tables["tokens"][row]
-        before = len(prompt) - 1  # columns of the action mask
 
-        def columns(name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.tensor([[0] * before + tables[name][row]], dtype=dtype)  # noqa: B023, called at once
+        def values(name: str) -> list[float]:
+            return [0.0] * len(prompt) + tables[name][row]  # noqa: B023, called at once
 
-        mask = columns("mask", torch.long)
-        actions = mask[0].nonzero()
-        reward, length = torch.tensor([outcome], dtype=dtype), len(prompt) + len(tokens)
-        sample = Experience(
-            sequences=torch.tensor([prompt + tokens]),
-            attention_mask=torch.ones(1, length, dtype=torch.long),
-            action_mask=mask,
-            rollout_log_probs=columns("rollout_log_probs") if "rollout_log_probs" in tables else None,
-            prompts=[dump.columns["prompt"][row]],
-            labels=[None],
-            images=[None],
-            mm_train_inputs=[None],
-            rewards=reward,
-            response_length=torch.tensor([int(actions[-1] - actions[0]) + 1 if len(actions) else 0]),
-            truncated=torch.tensor([bool(dump.columns["truncated"][row])]),
-            total_length=torch.tensor([float(length)]),
-            info={"reward": reward.clone(), "response_clip_ratio": torch.tensor([length >= args.data.max_len])},
-        )
+        response = {
+            "prompt": dump.columns["prompt"][row],
+            "label": None,
+            "observation_tokens": prompt + tokens,
+            "action_ranges": [(at, at + 1) for at, acts in enumerate(tables["mask"][row], len(prompt)) if acts],
+            "rollout_log_probs": values("rollout_log_probs") if "rollout_log_probs" in tables else None,
+            "truncated": bool(dump.columns["truncated"][row]),
+        }
+        longest = max(args.data.max_len, len(prompt) + len(tokens))  # a dump's rows stay whole
+        sample = SamplesGenerator._process_response_into_experience(None, response, max_len=longest)
+        sample.rewards = torch.tensor([outcome], dtype=dtype)
+        sample.info["reward"] = sample.rewards.clone()
         if dump.columns["guided"] is not None:
             sample.info[names.GUIDE_ROWS] = torch.tensor([float(dump.columns["guided"][row])])
         if args.rollout.entropy == "sampler":
-            sample.sampler_values = TokenValues(columns("log_probs"), columns("entropy"))
+            both = (torch.tensor([values(name)[1:]]) for name in ("log_probs", "entropy"))
+            sample.sampler_values = TokenValues(*both)
         samples.append(sample)
     return samples

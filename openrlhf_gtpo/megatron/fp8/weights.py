@@ -134,15 +134,12 @@ class EmulatedWeight(torch.Tensor):
         """The tensors that this one consists of, under the name of Transformer Engine's method."""
         return {"codes": self.codes, "scale": self.scale}
 
-    def expand_as(self, other: Tensor) -> Tensor:
-        """Megatron expands a parameter as itself, to find the autograd node at which its gradient arrives."""
-        assert other is self
-        return _Same.apply(self)
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            (weight,) = args
+        # Megatron expands a parameter as itself, to find the autograd node at which its gradient arrives.
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.expand.default):
+            weight, *shape = args
+            assert shape in ([], [list(weight.shape)])
             return cls(weight.codes, weight.scale, weight.dtype)
         if func is torch.ops.aten.copy_.default and isinstance(args[0], cls):
             args[0].quantize_(_plain(args[1]).to(args[0].dtype))
@@ -150,16 +147,6 @@ class EmulatedWeight(torch.Tensor):
         assert func._schema.name == "aten::copy_" or not func._schema.is_mutable, f"{func} cannot write into FP8"
         args, kwargs = torch.utils._pytree.tree_map(_plain, (args, kwargs or {}))
         return func(*args, **kwargs)
-
-
-class _Same(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        return weight.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
 
 def _plain(value: Any) -> Any:

@@ -21,7 +21,6 @@ from transformers import AutoConfig, PretrainedConfig
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.model_shape import VOCABULARY_MULTIPLE
 
-_EMBEDDING = "model.embed_tokens.weight"
 EXPERTS = ".mlp.experts.linear_fc"  # in Megatron's names of expert weights, and in no others
 
 
@@ -59,10 +58,7 @@ class _AdaptedBridge:
         # models/qwen2.py, _adjust_mapping_for_shared_weights). Can go once mbridge copies it.
         self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)  # type: ignore[has-type]
         if self.hf_config.tie_word_embeddings:
-            self._DIRECT_MAPPING["output_layer.weight"] = _EMBEDDING
-
-    def _get_hf_shared_weight_keys(self) -> list[str]:
-        return [_EMBEDDING] if self.hf_config.tie_word_embeddings else []
+            self._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
 
     def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
         if not self.config.portable_layers:
@@ -89,8 +85,7 @@ class _AdaptedBridge:
 
 
 class _Llama(_AdaptedBridge, LLaMABridge):
-    def _build_config(self) -> Any:
-        return self._build_base_config(add_qkv_bias=getattr(self.hf_config, "attention_bias", False))
+    pass
 
 
 class _Qwen2(_AdaptedBridge, Qwen2Bridge):

@@ -70,9 +70,6 @@ class ModelOptions:
             "sequence_parallel": ranks > 1,
             "token_multiple": ranks * (self.fp8.alignment if self.fp8 else 1),
             "portable_layers": not fused,
-            "params_dtype": self.dtype,
-            "pipeline_dtype": self.dtype,
-            "bf16": self.dtype is torch.bfloat16,
             "use_cpu_initialization": not on_cuda(),
             # The checkpoint's weights replace these; initialization still marks which parameters are shards.
             "init_method": _leave,
@@ -82,7 +79,6 @@ class ModelOptions:
             "bias_activation_fusion": fused,
             "bias_dropout_fusion": fused,
             "apply_rope_fusion": fused,
-            "gradient_accumulation_fusion": False,
             "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,

@@ -30,16 +30,10 @@ class Offload:
         self._model = target.model if isinstance(target, Trainer) else target
         self._host: dict[str, HostMemory] = defaultdict(HostMemory)
         self._moved: dict[str, list[tuple[torch.UntypedStorage, Tensor]]] = {}
-        self._gradients: list[tuple[torch.UntypedStorage, int]] = []
 
     def gradients(self) -> None:
         """Release only the gradients, which neither loading nor saving reads."""
-        for buffer in self._buffers():
-            storage = buffer.grad_data.untyped_storage()
-            if storage.nbytes():
-                self._gradients.append((storage, storage.nbytes()))
-                storage.resize_(0)
-        torch.cuda.empty_cache()
+        self._trainer.ddp.offload_grad_buffers()
 
     def optimizer(self) -> None:
         """Release gradients, and move optimizer states; parameters remain, so that forward passes still work."""
@@ -62,11 +56,8 @@ class Offload:
             for storage, host in self._moved.pop(name, []):
                 storage.resize_(host.numel())
                 _bytes(storage).copy_(host, non_blocking=True)
-        if optimizer and gradients:
-            for storage, size in self._gradients:
-                storage.resize_(size)
-                _bytes(storage).zero_()
-            self._gradients.clear()
+        if optimizer and gradients and self._trainer is not None:
+            self._trainer.ddp.restore_grad_buffers()
         if on_cuda():
             torch.cuda.synchronize()
 
@@ -79,9 +70,6 @@ class Offload:
         for storage, host in self._moved[name]:
             host.copy_(_bytes(storage))
             storage.resize_(0)
-
-    def _buffers(self) -> list:
-        return [*self._trainer.ddp.buffers, *self._trainer.ddp.expert_parallel_buffers]
 
     def _parameters(self) -> Iterator[Tensor]:
         for parameter in self._model.stage.parameters():
