@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from xdist.scheduler import LoadFileScheduling
 
 from tests.startup import sitecustomize
 
@@ -61,16 +60,17 @@ def _place(nodeid: str) -> int:
     return next((place for place, path in enumerate(_QUEUES) if nodeid.startswith(path)), len(_QUEUES))
 
 
-class _InQueues(LoadFileScheduling):
-    """Gives a worker one file at a time, or a queue of files."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return [*_QUEUES.values(), super()._split_scope(nodeid)][_place(nodeid)]
-
-
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _InQueues | None:
-    return _InQueues(config, log) if config.getoption("dist") == "loadfile" else None
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadFileScheduling  # which a GPU machine does without
+
+    class InQueues(LoadFileScheduling):
+        """Gives a worker one file at a time, or a queue of files."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return [*_QUEUES.values(), super()._split_scope(nodeid)][_place(nodeid)]
+
+    return InQueues(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,7 +4,7 @@
 #   bash examples/scripts/benchmark_train.sh                                   train.sh gtpo_colocated as it stands
 #   MEASURE=gtpo_split bash examples/scripts/benchmark_train.sh                another preset, or a planner's script
 #   COMPARE='bf16=; fp8=--megatron.fp8 hybrid' bash examples/scripts/benchmark_train.sh         configurations in turn
-#   COMPARE='tp4=--megatron.tensor_model_parallel_size 4; tp8=--megatron.tensor_model_parallel_size 8' bash …
+#   COMPARE='tp2=; tp4=--megatron.tensor_model_parallel_size 4' bash …
 #   LAUNCHER=examples/scripts/benchmark_train.sh sbatch examples/scripts/train_gtpo_slurm.sh    on a SLURM cluster
 #
 # --dry-run, --cpu, --submit URL, -- FLAGS and the variables (MODEL, DATA, TENSOR_PARALLEL, …) are those of train.sh.

@@ -63,6 +63,7 @@ while (($# > 0)); do
 done
 
 [[ -f "$preset_file" ]] || refuse "expected the name of a preset, one of: $(cd "$presets" && echo *.sh | sed 's/\.sh//g'); got '${preset#train}'."
+variant="${ALGORITHM:+-$ALGORITHM}${SURROGATE:+-$SURROGATE}" # of the preset, which has a folder of its own
 audit="${FP8_AUDIT_STEPS:-0}" # as set by the user; a preset's own needs FP8 and an ALGORITHM with entropies
 # shellcheck source=examples/scripts/presets/gtpo_colocated.sh
 source "$preset_file"
@@ -82,7 +83,7 @@ DATA="${DATA:-data/dapo_math/train.jsonl}"
 EVAL_DATA="${EVAL_DATA:-}"             # default: that of the default DATA, none for your own; empty: no evaluation
 EVAL_STEPS="${EVAL_STEPS:-20}"
 REWARD="${REWARD:-$root/openrlhf_gtpo/tasks/math_verify_reward.py}" # or your own file, or a server's URL
-OUTPUT="${OUTPUT:-$root/runs/$name$(! $cpu || printf -- -cpu)}"
+OUTPUT="${OUTPUT:-$root/runs/$name$variant$(! $cpu || printf -- -cpu)}"
 STEPS="${STEPS:-}"                     # batches of prompts (dynamic sampling may use several a step); empty: one pass over the data
 SAVE_STEPS="${SAVE_STEPS:-20}"
 
@@ -114,6 +115,9 @@ for variable in NODES GPUS_PER_NODE TENSOR_PARALLEL PIPELINE_PARALLEL CONTEXT_PA
     VLLM_MAX_NUM_SEQS VLLM_MAX_NUM_BATCHED_TOKENS SAMPLES_PER_PROMPT PROMPTS_PER_STEP TRAIN_BATCH PROMPT_LENGTH RESPONSE_LENGTH \
     MAX_TOKENS_PER_GPU EVAL_STEPS GUIDE_ENGINES GUIDE_TENSOR_PARALLEL; do
     [[ "${!variable}" =~ ^[1-9][0-9]{0,8}$ ]] || refuse "$variable is '${!variable}'; it must be a number from 1 to 999999999."
+done
+for variable in GUIDE_STEPS RESCUE_BATCH FP8_AUDIT_STEPS; do
+    [[ "${!variable}" =~ ^[0-9]{1,9}$ ]] || refuse "$variable is '${!variable}'; it must be a number from 0 to 999999999."
 done
 [[ "$STEPS" =~ ^([1-9][0-9]{0,8})?$ ]] || refuse "STEPS is '$STEPS'; it must be a number from 1 to 999999999, or empty for one pass over the data."
 [[ "$SAVE_STEPS" =~ ^(-1|[1-9][0-9]{0,8})$ ]] || refuse "SAVE_STEPS is '$SAVE_STEPS'; it must be a number from 1 to 999999999, or -1 for never."

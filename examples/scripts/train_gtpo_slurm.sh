@@ -29,7 +29,7 @@
 # variables (MODEL, STEPS, NODES, …) come from the environment too.
 LAUNCHER="${LAUNCHER:-gtpo_32b}"
 LAUNCHER_FLAGS="${LAUNCHER_FLAGS:-}"           # such as --cpu
-OUTPUT="${OUTPUT:-}"                           # on a disk that all nodes share; empty: in runs/, named after LAUNCHER
+OUTPUT="${OUTPUT:-}"                           # on a disk that all nodes share; empty: in runs/, named after LAUNCHER, ALGORITHM and SURROGATE
 # Where it runs: on the bare host, after these shell commands on each node …
 SETUP="${SETUP:-}"                             # such as: module load cuda; source /shared/venv/bin/activate
 # … or in a container: pyxis:IMAGE (srun --container-image) or apptainer:IMAGE.
@@ -37,7 +37,7 @@ CONTAINER="${CONTAINER:-}"
 CONTAINER_MOUNTS="${CONTAINER_MOUNTS:-}"       # more folders, such as /shared/models,/scratch
 # The network between the nodes: an interface such as ib0, or empty for the address under which SLURM knows a node.
 INTERFACE="${INTERFACE:-}"
-PORT="${PORT:-}"                               # first of three on the head; empty: one derived from the job's number
+PORT="${PORT:-}"                               # first of four on the head; empty: one derived from the job's number
 RAY_FLAGS="${RAY_FLAGS:-}"                     # flags of `ray start` on every node
 NODE_TMP="${NODE_TMP:-/tmp}"                   # on a disk of each node; a short name, as it holds Unix sockets
 JOIN_TIMEOUT="${JOIN_TIMEOUT:-600}"            # seconds until every node must have joined
@@ -84,9 +84,12 @@ for number in "JOIN_TIMEOUT=$JOIN_TIMEOUT" "MAX_REQUEUES=$MAX_REQUEUES" "PORT=${
 done
 # shellcheck source=examples/scripts/ray_cluster.sh
 source examples/scripts/ray_cluster.sh
-OUTPUT="$(realpath -m "${OUTPUT:-runs/$(basename "$LAUNCHER" .sh)}")"
+variant="${ALGORITHM:+-$ALGORITHM}${SURROGATE:+-$SURROGATE}"
+OUTPUT="$(realpath -m "${OUTPUT:-runs/$(basename "$LAUNCHER" .sh)$variant}")"
 export OUTPUT
-choose_container "$CONTAINER" "$root,$OUTPUT${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
+mounts="$root,$OUTPUT${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
+[[ "$NODE_TMP" == /tmp ]] || mounts+=",$NODE_TMP" # a container has a /tmp
+choose_container "$CONTAINER" "$mounts"
 
 if $dry_run; then
     : "${SLURM_JOB_ID:=1}" "${SLURM_RESTART_COUNT:=0}"

@@ -33,9 +33,13 @@ class Rows:
     length: Tensor  # (B,) int64, number of action tokens
     group: Tensor  # (B,) int64, numbered from 0 without gaps
     polar_group: Tensor  # (B,) int64 in [0, num_polar_groups): the O+ or the O- of a group
-    uniform: Tensor  # (B,) bool, True if all rows of the group succeed or all fail
     group_ids: Tensor  # (B,) int64, as given
     num_polar_groups: int
+
+    def uniform(self, counted: Tensor) -> Tensor:
+        """(B,) bool, True if the ``counted`` (B,) rows of a row's group all succeed or all fail."""
+        won, lost = (sum_by((own & counted).long(), self.group, len(own)) for own in (self.success, ~self.success))
+        return (won == 0) | (lost == 0)
 
 
 def success(outcome: Tensor, threshold: float = 1.0) -> Tensor:
@@ -70,10 +74,8 @@ def split_rows(
     check_rows("length_penalty", penalty, len(entropy))
     outcome, group_ids = outcome.detach().to(mask.device), group_ids.to(mask.device, torch.int64)
     succeeded = success(outcome, threshold)
-    groups, group = torch.unique(group_ids, return_inverse=True)
+    _, group = torch.unique(group_ids, return_inverse=True)
     polar_groups, polar_group = torch.unique(2 * group + succeeded, return_inverse=True)
-    size = torch.bincount(group, minlength=groups.numel())
-    num_success = torch.bincount(group[succeeded], minlength=groups.numel())
     return Rows(
         outcome=outcome.double(),
         success=succeeded,
@@ -81,7 +83,6 @@ def split_rows(
         length=mask.sum(-1),
         group=group,
         polar_group=polar_group,
-        uniform=((num_success == 0) | (num_success == size))[group],
         group_ids=group_ids,
         num_polar_groups=polar_groups.numel(),
     )

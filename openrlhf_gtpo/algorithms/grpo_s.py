@@ -21,7 +21,8 @@ class GRPOSConfig(Settings):
     """Sequence-level GRPO (GRPO-S): one reward per response.
 
     Fields:
-        variant: ``v1`` (Eq. 5; GRPO itself when ``beta`` is 0), ``v2`` (Eq. 17) or ``v3`` (rev. Eq. 9).
+        variant: ``v1`` (Eq. 5; with ``beta`` 0 and outcomes of 0 and 1 GRPO itself), ``v2`` (Eq. 17) or ``v3`` (rev.
+            Eq. 9).
         beta: weight of the entropy share on O+ in ``v1`` and ``v2``.
         beta1, beta2: weights of outcome and entropy share in ``v3``.
         entropy_mean: how token entropies are averaged into a response's entropy.
@@ -185,7 +186,7 @@ def grpo_s_advantages(
         reward, mean, std = (values.to(output_dtype(entropy)) for values in (reward, mean, std))
     advantage = (reward - mean) / (std + STD_EPS)
     if not config.shape_uniform_groups:
-        advantage = advantage.masked_fill(rows.uniform, 0)
+        advantage = advantage.masked_fill(rows.uniform(torch.ones_like(rows.success)), 0)
     return torch.where(mask, advantage.to(output_dtype(entropy))[:, None], 0)
 
 

@@ -4,7 +4,7 @@ From the top: settings, reward formulas, entropy shares, rewards, advantages. To
 :func:`positive_token_reward` or :func:`negative_token_reward`; how an entropy becomes a token's weight in its share is
 in :class:`TokenShares`. The loss must be the token-level one.
 
-Zeros of the other polarity count in the mean and std by default (``normalise_over``); the paper leaves this open.
+Zeros of the other polarity count in the mean and std (Eq. 14) unless ``normalise_over`` says otherwise.
 """
 
 import math
@@ -258,7 +258,7 @@ def gtpo_advantages(
 
     scale = 1 / (std + STD_EPS)
     if not config.shape_uniform_groups:
-        scale.masked_fill_(rows.uniform, 0)
+        scale.masked_fill_(rows.uniform(rows.length > 0), 0)
     advantages = torch.empty_like(entropy, dtype=output_dtype(entropy))
     for chunk in row_chunks(*entropy.shape):
         reward = _own_reward(shares, chunk)

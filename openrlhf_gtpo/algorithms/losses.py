@@ -70,8 +70,6 @@ def policy_surrogate(
     check_choice("ratio_mean", ratio_mean, get_args(Mean))
     check_number("clip_low", clip_low, at_least=0, at_most=1)
     check_number("clip_high", clip_high, at_least=0)
-    if dual_clip is not None:
-        check_number("dual_clip", dual_clip, above=1)
     log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
     if level == "token":
         ratio, unit_mask = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), mask
@@ -90,6 +88,7 @@ def clipped_objective(
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     objective = torch.min(unclipped, clipped)
     if dual_clip is not None:
+        check_number("dual_clip", dual_clip, above=1)
         objective = torch.where(advantages < 0, torch.max(objective, dual_clip * advantages), objective)
     return objective, clipped.detach() < unclipped.detach()
 

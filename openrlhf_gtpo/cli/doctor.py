@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python3 -m openrlhf_gtpo.cli.doctor", description=__doc__)
     parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs this node must have (default: any)")
     parser.add_argument("--model", metavar="MODEL", help="a Hugging Face checkpoint: a folder, or a name on the hub")
-    parser.add_argument("--port", type=int, metavar="N", help="on the head's node, the first of Ray's three ports")
+    parser.add_argument("--port", type=int, metavar="N", help="on the head's node, the first of Ray's four ports")
     parser.add_argument("--shared", metavar="FILE", help="a file that another node wrote to a folder that all share")
     parser.add_argument("--temporary", default="/tmp", metavar="DIR", help="this node's folder for Ray's files")
     args = parser.parse_args(argv)
@@ -202,7 +202,7 @@ def ports(args: argparse.Namespace) -> Line:
     """Check that the ports of Ray's head are free, and not among those that the system hands out."""
     if args.port is None:
         return skipped("no --port: this is not Ray's head.")
-    wanted = range(args.port, args.port + 3)
+    wanted = range(args.port, args.port + 4)  # as launch/ray_node.py takes them
     for port in wanted:
         with socket.socket() as server:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed counts as free

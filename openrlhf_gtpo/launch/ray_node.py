@@ -24,8 +24,7 @@ _NO_METRICS_SERVERS = {
 
 # For a head that loads from a slow disk: how often, every two seconds, a node asks for one that answers but is not
 # ready (Ray's 20 lose the nodes after 40 s), and for how many seconds the head's own processes wait until it answers
-# (after Ray's 30 the server for Ray clients ends, and `ray start --block` with it; ray 2.55.0,
-# _private/ray_constants.py and util/client/server).
+# (ray 2.55.0, _private/ray_constants.py).
 _PATIENCE = {"RAY_NUM_REDIS_GET_RETRIES": "300", "RAY_py_gcs_connect_timeout_s": "600"}
 
 # Seconds without a connection to the head. Ray would go on for a minute after its death, and nobody restarts it.
@@ -40,7 +39,8 @@ class Node:
         name: in messages and in Ray's lists.
         address: of this host, as the others reach it.
         head: HOST:PORT of the cluster's head; None if this node is the head.
-        port: of the head for the other nodes; the dashboard has the next one, Ray's clients the one after.
+        port: of the head for the other nodes; the dashboard, Ray's clients and the agent of runtime environments have
+            the next three.
         temporary: folder on a disk of this host, in which Ray's files get their own; short, for Unix sockets.
         more: further flags of `ray start`, which come last and win.
     """
@@ -61,6 +61,9 @@ class Node:
         if self.head is None:
             command += ["--head", f"--port={self.port}", "--dashboard-host=127.0.0.1", "--disable-usage-stats"]
             command += [f"--dashboard-port={self.port + 1}", f"--ray-client-server-port={self.port + 2}"]
+            # Without it the server for Ray clients asks the node for this number, and ends if a busy host starts the
+            # node more than 30 s later; `ray start --block` ends with it (ray 2.55.0, util/client/server/proxier.py).
+            command += [f"--runtime-env-agent-port={self.port + 3}"]
         else:
             command += [f"--address={self.head}"]
         return [*command, *self.more]

@@ -136,7 +136,7 @@ def advantage_lists(positive, negative, outcome, group_ids, config, penalty=None
         positive = [[v + p for v in row] for row, p in zip(positive, penalty)]
     out = [[0.0] * len(row) for row in positive]
     for rows in groups_of(group_ids):
-        if len({won[i] for i in rows}) == 1 and not config.shape_uniform_groups:
+        if len({won[i] for i in rows if positive[i]}) < 2 and not config.shape_uniform_groups:  # GTPO's with tokens
             continue
         pool_rows = rows if config.scope == "group" else range(len(r))
         for i in rows:

@@ -147,6 +147,27 @@ def test_uniform_groups_have_no_advantage_unless_asked():
         assert shaped[mask].abs().max() > 0.5 and (shaped[~mask] == 0).all()
 
 
+@pytest.mark.parametrize("won", [True, False])
+def test_a_row_without_tokens_does_not_make_its_group_a_mixed_one(won):
+    """Nothing but noise would be left of the other rows' rewards: a zero mean and a unit variance."""
+    entropy, mask = torch.rand(4, 6, generator=torch.Generator().manual_seed(0)), torch.ones(4, 6, dtype=torch.bool)
+    mask[3] = False
+    outcome = torch.tensor([won, won, won, not won]).double()
+    for variant in VARIANTS:
+        assert (gtpo_advantages(entropy, mask, outcome, torch.zeros(4).long(), make_config(variant)) == 0).all()
+
+
+def test_a_wrong_token_is_pushed_up_once_wrong_ones_are_nearly_all_of_a_group():
+    """In v3, one whose share is below [f (a1 + a2) - a1] / a2, where f is O-'s part of the group's tokens."""
+    entropy = torch.rand(16, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 3
+    mask, one_group = torch.ones(16, 64, dtype=torch.bool), torch.zeros(16).long()
+    for successes, limit in ((1, (15 / 16 * 1.1 - 1) / 0.1), (2, (14 / 16 * 1.1 - 1) / 0.1)):
+        outcome = (torch.arange(16) < successes).double()
+        batch = entropy, mask, outcome, one_group, GTPOConfig(compare="group")
+        shares, advantages = gtpo_shares(*batch)[1][successes:], gtpo_advantages(*batch)[successes:]
+        assert ((advantages > 0) == (shares < limit)).all() and bool((advantages > 0).any()) == (limit > 0)
+
+
 @pytest.mark.parametrize("threshold", [0.7, 0.9, 0.95, 0.01])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_reward_at_the_threshold_is_a_success_in_its_own_precision(threshold, dtype):

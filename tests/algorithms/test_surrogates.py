@@ -247,6 +247,9 @@ def test_refusals_name_what_does_not_fit(name):
     if SURROGATES[name].level == "sequence":
         with pytest.raises(ValueError, match="advantages of row"):
             loss(*make_batch(9, "token"), config)
+    for value in (0.5, math.nan) if hasattr(config, "dual_clip") else ():
+        with pytest.raises(ValueError, match=f"^dual_clip={value} is out of range"):
+            loss(new, old, advantages, mask, dataclasses.replace(config, dual_clip=value))
 
 
 @pytest.mark.parametrize(

@@ -244,8 +244,8 @@ def test_a_port_that_is_taken(capsys: Any) -> None:
         server.bind(("127.0.0.1", 0))
         server.listen()
         port = server.getsockname()[1]
-        status, text = said("ports", capsys, "--port", str(port - 2))
-    assert status == "wrong" and text.startswith(f"{port} of {port - 2} to {port}: Address already in use")
+        status, text = said("ports", capsys, "--port", str(port - 3))
+    assert status == "wrong" and text.startswith(f"{port} of {port - 3} to {port}: Address already in use")
 
 
 def test_a_folder_that_is_not_shared(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

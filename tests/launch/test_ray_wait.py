@@ -133,6 +133,7 @@ def test_no_flag_of_ours_opens_a_server_to_every_interface(tmp_path: Path) -> No
     head = Node("n1", "10.0.0.1", None, 7000, tmp_path, ["--num-gpus=8"]).command(tmp_path)
     worker = Node("n2", "10.0.0.2", "10.0.0.1:7000", 7000, tmp_path).command(tmp_path)
     assert "--dashboard-host=127.0.0.1" in head and "--dashboard-port=7001" in head and head[-1] == "--num-gpus=8"
+    assert "--runtime-env-agent-port=7003" in head and not any("agent-port=70" in word for word in worker)
     assert "--address=10.0.0.1:7000" in worker and "--head" not in worker
     assert not any("0.0.0.0" in word for word in head + worker)
 

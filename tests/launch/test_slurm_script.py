@@ -72,6 +72,9 @@ def test_every_step_runs_in_the_container(container: str, expected: str, launche
     steps = [line for line in plain.splitlines() if line.startswith("srun ")]
     assert len(steps) == 4
     assert all(expected.format(root=ROOT, output=tmp_path / "run") in line for line in steps)
+    printed = run("--dry-run", CONTAINER=container, NODE_TMP="/scratch", **settings).stdout
+    mount = "--bind /scratch" if container.startswith("apptainer") else ",/scratch:/scratch"
+    assert printed.replace("\\,", ",").count(mount) == 4
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,9 @@ def test_the_guided_preset_is_gtpo_split_with_a_guide() -> None:
     ["gtpo", "grpo_s", "grpo", "dapo", "gspo", "dr_grpo", "rloo", "forking_tokens", "entropy_bonus"],
 )
 def test_a_comparison_is_one_word(algorithm: str) -> None:
-    ours, theirs = resolved("train.sh", "gtpo_colocated"), resolved("train.sh", "gtpo_colocated", ALGORITHM=algorithm)
+    place = {"OUTPUT": "/tmp/run"}
+    ours = resolved("train.sh", "gtpo_colocated", **place)
+    theirs = resolved("train.sh", "gtpo_colocated", ALGORITHM=algorithm, **place)
     assert (ours == theirs) == (algorithm == "gtpo")
     others = [words[words.index("--actor.model_name_or_path") :] for words in (ours, theirs)]
     assert others[0] == others[1]  # the algorithm's flags come first
@@ -133,6 +135,15 @@ def test_a_preset_of_another_algorithm_is_that_one_word(preset: str) -> None:
     algorithm, placement = preset.rsplit("_", 1)
     named = resolved("train.sh", preset, OUTPUT="/tmp/run")
     assert named == resolved("train.sh", f"gtpo_{placement}", ALGORITHM=algorithm, OUTPUT="/tmp/run")
+
+
+@pytest.mark.parametrize(
+    ("settings", "folder"),
+    [({}, ""), ({"ALGORITHM": "dapo"}, "-dapo"), ({"ALGORITHM": "grpo", "SURROGATE": "cispo"}, "-grpo-cispo")],
+)
+def test_another_algorithm_goes_on_with_no_run_of_the_preset(settings: dict[str, str], folder: str) -> None:
+    command = resolved("train.sh", "gtpo_colocated", **settings)
+    assert command[command.index("--ckpt.path") + 1].endswith(f"runs/train_gtpo_colocated{folder}/checkpoints")
 
 
 def test_the_environment_and_flags_of_the_trainer_win() -> None:
@@ -183,6 +194,7 @@ def test_what_a_cluster_runs_has_absolute_paths(tmp_path: Path) -> None:
         ([], {"FP8_AUDIT_STEPS": "8"}, "it needs FP8, such as FP8=hybrid"),
         ([], {"FP8": "hybrid", "FP8_AUDIT_STEPS": "8", "ALGORITHM": "dapo"}, "FP8_AUDIT_STEPS=8 compares"),
         ([], {"RESCUE_BATCH": "8"}, "and RESCUE_BATCH need GUIDE"),
+        (["--cpu"], {"GUIDE": "a/guide", "RESCUE_BATCH": "a"}, "RESCUE_BATCH is 'a'; it must be a number from 0 to"),
     ],
 )
 def test_a_mistake_is_one_sentence(flags: list[str], environment: dict[str, str], message: str) -> None:

@@ -179,14 +179,6 @@ def check_every_run(args: SimpleNamespace) -> None:
             "--train.max_restarts cannot be combined with --vllm.sync_with_ray, whose transfer is OpenRLHF's own; "
             "leave one of them out."
         )
-    replicas = args.actor.num_nodes * args.actor.num_gpus_per_node
-    replicas //= args.ds.ring_attn_size * args.ds.tensor_parallel_size
-    step, rollout = args.train.batch_size, args.rollout.batch_size * args.rollout.n_samples_per_prompt
-    if args.actor.backend == "deepspeed" and step < min(replicas, rollout):
-        raise UsageError(
-            f"Expected --train.batch_size >= {min(replicas, rollout)}, a row for each data-parallel replica of the "
-            f"actor, got {step}."
-        )
     refuse_untransferable(args.actor.model_name_or_path, "--actor.model_name_or_path")
     if not args.actor.trust_remote_code:
         roles = {"actor": args.actor, "critic": args.critic, "algo.guide": args.algo.guide}
@@ -199,6 +191,7 @@ def check_inputs(args: SimpleNamespace) -> None:
     """Raise UsageError for the first checkpoint, reward, data set or setting that cannot work with this run's
     estimator or surrogate."""
     _check_loss(args)
+    _check_batch_size(args)
     entropy_weighted = args.algo.advantage.estimator in ESTIMATORS
     if entropy_weighted:
         _check_modes(args)
@@ -230,6 +223,19 @@ def check_inputs(args: SimpleNamespace) -> None:
     _check_prompt_probs(args)
     if args.eval.dataset:
         check_dataset(args, of_rows, args.eval.dataset, args.eval.split, "--eval.dataset")
+
+
+def _check_batch_size(args: SimpleNamespace) -> None:
+    """Refuse an optimizer step in which some replicas of the DeepSpeed actor have no row: steps would be larger, and
+    fewer than the learning rate's schedule counts."""
+    replicas = args.actor.num_nodes * args.actor.num_gpus_per_node
+    replicas //= args.ds.ring_attn_size * args.ds.tensor_parallel_size
+    needed = min(replicas, args.rollout.batch_size * args.rollout.n_samples_per_prompt)
+    if args.actor.backend == "deepspeed" and args.train.batch_size < needed:
+        raise UsageError(
+            f"Expected --train.batch_size >= {needed}, a row for each data-parallel replica of the actor, got "
+            f"{args.train.batch_size}."
+        )
 
 
 def _check_prompt_probs(args: SimpleNamespace) -> None:

@@ -9,6 +9,7 @@ import re
 import socket
 from collections.abc import Callable, Iterator
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from openrlhf_gtpo.megatron.checkpoint.folder import (
 )
 from openrlhf_gtpo.platform.files import check_output, model_folder, shards_of, weight_shapes
 from openrlhf_gtpo.report.metrics import read_runs
+from openrlhf_gtpo.report.names import KIND_RUN
 from openrlhf_gtpo.report.rollouts import FOLDER
 
 # Files in which a checkpoint may name its own Python code.
@@ -194,7 +196,8 @@ def check_results(args: SimpleNamespace) -> None:
 
 
 def check_metrics_file(args: SimpleNamespace) -> None:
-    """Refuse to add to the metrics of a run that this one does not continue, or to a file of another kind.
+    """Refuse to add to the metrics of a run that this one does not continue, or to a file of another kind; and to go
+    on with another estimator or seed from the run's checkpoint.
 
     If ``--ckpt.load_enable`` finds no checkpoint of a run that did not end, that run died before its first one; the
     new start is another run in the same file, as a requeued job needs. So it is after a run that died in its first
@@ -213,7 +216,18 @@ def check_metrics_file(args: SimpleNamespace) -> None:
         rows = read_runs(path)[-1]
     except ValueError as error:
         raise UsageError(f"--logger.metrics_path: {error}; name a new file.") from error
-    if resumes(args) or not any(row["step"] for row in rows):
+    if resumes(args):
+        start: dict[str, Any] = next((row for row in reversed(rows) if row["kind"] == KIND_RUN), {})
+        for name, flag in (("estimator", "algo.advantage.estimator"), ("seed", "train.seed")):
+            now = attrgetter(flag)(args)
+            if start.get(name, now) != now:
+                raise UsageError(
+                    f"--logger.metrics_path {path} holds a run with --{flag} {start[name]}, whose checkpoint "
+                    f"--ckpt.load_enable goes on from, and this one has {now}; give the same, or other folders for "
+                    "another run."
+                )
+        return
+    if not any(row["step"] for row in rows):
         return
     if not args.ckpt.load_enable or any(row.get("ended") for row in rows):
         why = "--ckpt.load_enable is not given"

@@ -147,7 +147,7 @@ def add_layout_flags(group: argparse._ArgumentGroup) -> None:
             "within a node",
         ),
         ("pipeline_model_parallel_size", "stages that the layers are split into; must divide their number"),
-        ("context_parallel_size", "GPUs that share every sequence, for long ones; CUDA only"),
+        ("context_parallel_size", "GPUs that share every sequence, for long ones"),
         (
             "expert_model_parallel_size",
             "GPUs that share the experts of a mixture of experts; must divide them and the data-parallel size, which "

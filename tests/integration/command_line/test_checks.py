@@ -125,8 +125,8 @@ def test_a_contradiction_in_the_command_line(
         ({"--vllm.num_engines": None}, "Expected --vllm.num_engines >= 1 to sample from, got None."),
         ({"--vllm.max_num_seqs": 0}, "Expected --vllm.max_num_seqs >= 1, got 0."),
         (
-            {"--actor.num_gpus_per_node": 8, "--train.batch_size": 4, "--rollout.batch_size": 16},
-            "Expected --train.batch_size >= 8, a row for each data-parallel replica of the actor, got 4.",
+            {"--actor.num_gpus_per_node": 4, "--train.batch_size": 2},
+            "Expected --train.batch_size >= 4, a row for each data-parallel replica of the actor, got 2.",
         ),
         (
             {"--vllm.max_num_seqs": 4096},
@@ -197,6 +197,15 @@ def test_numbers_that_have_a_meaning_upstream_are_accepted(command: dict[str, An
     odd += "--ds.zero_stage 0 --actor.adam.lr 0 --actor.eps_clip_low_high 1.5 inf --actor.entropy_coef -0.1 "
     odd += "--ckpt.max_mem inf --reward.stop_properly_penalty_coef -0.5 --algo.dynamic_filtering_range -1 1"
     parse([*argv_of(command), *odd.split()])
+
+
+def test_a_small_host_has_as_many_replicas_as_it_can_run(
+    command: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenRLHF's default of eight, which a host without CUDA and with fewer cores replaces."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    small = {"--actor.num_gpus_per_node": None, "--train.batch_size": 4, "--rollout.batch_size": 16}
+    check_inputs(parse(argv_of(command | small | {"--rollout.micro_batch_size": 4})))
 
 
 def test_upstreams_estimators_may_sample_from_a_part_of_the_distribution(command: dict[str, Any]) -> None:

@@ -525,7 +525,7 @@ def test_metrics_of_another_run_are_not_added_to(command: dict[str, Any], tmp_pa
     metrics, checkpoints = tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
     command |= {"--logger.metrics_path": metrics, "--ckpt.path": checkpoints}
     with closing(MetricsWriter(metrics)) as writer:
-        writer.begin(0, {"seed": 1})
+        writer.begin(0, {"seed": 42, "estimator": "gtpo"})
         check_metrics_file(parse(argv_of(command)))  # it died in its first step
         writer.write("train", 1, {})
 
@@ -538,6 +538,11 @@ def test_metrics_of_another_run_are_not_added_to(command: dict[str, Any], tmp_pa
         check_metrics_file(parse(resumed))
     make_checkpoint(checkpoints)
     check_metrics_file(parse(resumed))
+    for changes, flag in (({"--algo.advantage.estimator": "grpo_s"}, "--algo.advantage.estimator gtpo"),
+                          ({"--train.seed": 2}, "--train.seed 42")):  # fmt: skip
+        other = {name: value for name, value in command.items() if not name.startswith("--algo.gtpo")}
+        with pytest.raises(UsageError, match=f"holds a run with {flag}, whose checkpoint --ckpt.load_enable goes on"):
+            check_metrics_file(parse(argv_of(other | changes | {"--ckpt.load_enable": True})))
 
 
 def test_a_file_of_another_kind_gets_no_metrics(refused: Callable[..., str], tmp_path: Path) -> None:

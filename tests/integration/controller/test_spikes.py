@@ -87,7 +87,9 @@ def test_a_kl_that_is_not_finite_leaves_the_coefficient(monkeypatch: pytest.Monk
     from openrlhf.trainer.ppo_utils.kl_controller import AdaptiveKLController
 
     controller = object.__new__(EntropyTrainer)
-    controller.args = SimpleNamespace(train=SimpleNamespace(max_restarts=0))
+    controller.args = SimpleNamespace(
+        train=SimpleNamespace(max_restarts=0), actor=SimpleNamespace(backend="deepspeed")
+    )
     controller.costs = SimpleNamespace(sampled=lambda rows: None, trained=lambda: None)
     controller.samples_generator = SimpleNamespace(tokens=0)
     controller.experience_maker = SimpleNamespace(rescued=[], metrics={}, credit=None)
