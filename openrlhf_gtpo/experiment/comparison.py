@@ -1,10 +1,12 @@
 """Compares a method with a baseline over training runs: the effect, how far it can be trusted, and a sentence."""
 
 import math
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import special
+from scipy import special, stats
 
 _POWER = 0.8  # chance that an effect of the size that is "seen" gives an interval without 0
 
@@ -91,3 +93,17 @@ def paired_difference(differences: np.ndarray) -> Difference:
     quantile = float(special.stdtrit(degrees, 0.975))
     seen = error * float(special.nctdtrinc(degrees, 1 - _POWER, quantile))  # non-central t with 1 - _POWER below it
     return Difference(effect, effect - quantile * error, effect + quantile * error, seen, seeds, prompts)
+
+
+def p_among_all(methods: Sequence[np.ndarray], baseline: np.ndarray) -> list[float]:
+    """The chance that any of several methods would be as far from the baseline as each of them is, if none differed:
+    Dunnett's test (1955). It allows for their number, and takes the spread between seeds from all of them, where
+    :func:`paired_difference` has that of two. It is for other seeds and the same questions, and does not pair seeds.
+
+    Args:
+        methods, baseline: the mean score of each seed, (S,) each, some of which differ between seeds.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # one method's seeds may be equal
+        found = stats.dunnett(*methods, control=baseline, random_state=np.random.default_rng(0))
+    return list(map(float, found.pvalue))

@@ -17,7 +17,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.experiment.comparison import Difference, paired_difference
+from openrlhf_gtpo.experiment.comparison import Difference, p_among_all, paired_difference
 from openrlhf_gtpo.experiment.grid import OURS
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.curves import plot_figures
@@ -114,6 +114,7 @@ def write_page(
         for measure, difference in _differences(label, runs[label], base, runs.get(base, [])).items()
     ]
     compared = {row[0] for row in found}
+    among = _among_all([row[:4] for row in found], runs)
     figures = plot_figures({label: [run.rows for run in group] for label, group in runs.items()}, folder)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(resources.files(__package__).joinpath("page.html").read_text("utf-8"))
@@ -129,8 +130,10 @@ def write_page(
             f"{data}, {measure}: {difference.sentence(label, base)}"
             for label, base, data, measure, difference in found
             if not measure.startswith("pass@")
-        ],
+        ]
+        + [_of_all(*key, p) for key, p in among.items() if not key[-1].startswith("pass@")],
         differences=found,
+        among=among,
         figures={name: Markup(_inline(svg.read_text("utf-8"), name)) for name, svg in figures.items()},
         columns=columns,
         means={label: [_mean(group, key) for key in columns] for label, group in runs.items()},
@@ -197,6 +200,30 @@ def _differences(
         differences = [run.scores[data, measure] - other.scores[data, measure] for run, other in having]
         found[data, measure] = paired_difference(np.array(differences))
     return found
+
+
+def _among_all(rows: Sequence[tuple[str, str, str, str]], runs: Runs) -> dict[tuple[str, str, str], dict[str, float]]:
+    """Each label's p among all that are compared with the same baseline, by baseline, data set and measure; only of
+    those with several seeds, and if there are several of them."""
+    among = {}
+    for base, data, measure in sorted({row[1:] for row in rows}, key=lambda key: (key[0], _by_measure(key[1:]))):
+        seeds = {
+            label: np.array([run.scores[data, measure].mean() for run in runs[label] if (data, measure) in run.scores])
+            for label in [base, *(row[0] for row in rows if row[1:] == (base, data, measure))]
+        }
+        baseline = seeds.pop(base)
+        seeds = {label: means for label, means in seeds.items() if len(means) > 1}
+        if len(baseline) > 1 and len(seeds) > 1 and any(np.ptp(means) > 0 for means in [baseline, *seeds.values()]):
+            among[base, data, measure] = dict(zip(seeds, p_among_all(list(seeds.values()), baseline)))
+    return among
+
+
+def _of_all(base: str, data: str, measure: str, p: Mapping[str, float]) -> str:
+    """The finding on all methods together in one sentence."""
+    differing = sorted((value, label) for label, value in p.items() if value < 0.05)
+    shown = [f"{label} (p {f'{value:.3f}' if value >= 0.001 else '< 0.001'})" for value, label in differing]
+    found = f"these differ from {base}: {', '.join(shown)}" if shown else f"none is seen to differ from {base}"
+    return f"{data}, {measure}: among all {len(p)} methods together, {found}."
 
 
 def _by_measure(key: tuple[str, str]) -> tuple[str, bool, str, int]:

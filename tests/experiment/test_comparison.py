@@ -5,9 +5,10 @@ import statistics
 
 import numpy as np
 import pytest
+from scipy import stats
 from simulated import coverage
 
-from openrlhf_gtpo.experiment.comparison import paired_difference
+from openrlhf_gtpo.experiment.comparison import p_among_all, paired_difference
 
 
 def test_one_number_a_seed_is_students_paired_interval() -> None:
@@ -25,6 +26,22 @@ def test_where_seeds_do_not_differ_questions_decide() -> None:
     found = paired_difference(np.tile(by_question, (3, 1)))
     half = 2.0930241 * by_question.std(ddof=1) / 20**0.5  # t at 0.975 with 19 degrees of freedom
     assert (found.low, found.high) == pytest.approx((found.effect - half, found.effect + half), rel=1e-6)
+
+
+def test_one_method_among_all_is_students_unpaired_test_and_more_methods_need_more() -> None:
+    random = np.random.default_rng(0)
+    baseline, method = random.normal(0, 1, 5), random.normal(1.5, 1, 5)
+    (alone,) = p_among_all([method], baseline)
+    assert alone == pytest.approx(stats.ttest_ind(method, baseline).pvalue, rel=0.05)
+    found = p_among_all([method, *random.normal(0, 1, (9, 5))], baseline)
+    assert len(found) == 10 and found[0] > alone
+    assert p_among_all([np.full(3, 0.5), np.array([0.9, 0.8, 0.9])], np.array([0.4, 0.5, 0.6]))[0] > 0.99
+
+
+def test_equal_methods_differ_among_all_in_one_study_of_twenty() -> None:
+    random = np.random.default_rng(0)
+    smallest = [min(p_among_all(list(random.normal(0, 1, (4, 3))), random.normal(0, 1, 3))) for _ in range(400)]
+    assert 0.03 <= np.mean(np.array(smallest) < 0.05) <= 0.07
 
 
 def test_no_differences_have_an_interval_of_no_width_and_one_seed_has_none() -> None:

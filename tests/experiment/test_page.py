@@ -76,6 +76,19 @@ def test_an_interval_of_no_width_is_not_shown_as_one(tmp_path: Path) -> None:
     assert "no spread" in text and "+0.033 to +0.033" not in text
 
 
+def test_all_methods_are_compared_with_the_baseline_at_once(tmp_path: Path) -> None:
+    study = write_study(tmp_path / "study", {"dapo": 0.0, "gtpo": 0.3, "grpo": 0.001, "rloo": 0.0})
+    shutil.rmtree(study / "rloo" / "seed-2")
+    shutil.rmtree(study / "rloo" / "seed-3")
+    assert page(study, "--baseline", "dapo", "--output", tmp_path / "out") == 0
+    text = (tmp_path / "out" / "index.html").read_text()
+    assert "math500, mean@32: among all 2 methods together, these differ from dapo: gtpo (p &lt; 0.001)." in text
+    assert (
+        page(f"gtpo={study}/gtpo/seed-1", f"dapo={study}/dapo/seed-1", "--baseline", "dapo", "--output", tmp_path) == 0
+    )
+    assert "among all" not in (tmp_path / "index.html").read_text().split("Differences")[0]
+
+
 def test_of_a_file_with_several_runs_the_last_counts_and_the_others_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
