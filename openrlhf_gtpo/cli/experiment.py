@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="python3 -m openrlhf_gtpo.cli.experiment", description=__doc__, formatter_class=RawHelpFormatter
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="see openrlhf_gtpo/experiment/grid.py")
+    parser.add_argument("file", type=Path, metavar="FILE", help="a YAML file: docs/experiments.md")
     parser.add_argument("--dry-run", action="store_true", help="check everything and list the runs")
     args = parser.parse_args(argv)
     try:

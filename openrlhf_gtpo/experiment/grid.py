@@ -1,18 +1,5 @@
-"""An experiment's file: which runs it asks for, each with all flags of its command line. Does not import torch.
-
-    output: runs/study                  # a folder for each run
-    flags:                              # of cli.train_ppo_ray, for every run
-      actor.model_name_or_path: MODEL
-    methods:                            # by name, with the flags of each
-      gtpo: {algo.advantage.estimator: gtpo}
-      grpo: {algo.preset: grpo}
-    settings:                           # axes, each with values by name; may be left out
-      lr: {low: {actor.adam.lr: 1e-6}, high: {actor.adam.lr: 5e-6}}
-    seeds: [1, 2, 3]
-    baseline: grpo                      # the method that the table begins with; may be left out
-    evaluate: {eval.dataset: test.jsonl}    # of cli.evaluate, for each trained model; may be left out
-
-A value is text or a number, a list of several words, or true for a switch (false leaves the switch out).
+"""An experiment's file, as in docs/experiments.md: which runs it asks for, each with all flags of its command line.
+Does not import torch.
 """
 
 import difflib
