@@ -110,27 +110,28 @@ def _make(run: Run, grid: Grid, show: Callable[[], bool]) -> list[str]:
                 path = run.folder / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         replace_text(run.folder / "flags.json", json.dumps(run.flags, indent=1) + "\n")
-        status = _call("openrlhf_gtpo.cli.train_ppo_ray", [*words(run.flags), *resume], log, show)
+        status, how = _call("openrlhf_gtpo.cli.train_ppo_ray", [*words(run.flags), *resume], log, show)
         if status or not is_trained(run):
-            return [f"{run} ended with status {status} ({log}): {_last_words(log)}"]
+            return [f"{run} {how}"]
     if grid.evaluate is not None:
         flags = grid.evaluate | {"model": run.folder / "model", "output": run.folder / "evaluation"}
-        status = _call("openrlhf_gtpo.cli.evaluate", words(flags), log, show)
+        status, how = _call("openrlhf_gtpo.cli.evaluate", words(flags), log, show)
         if status:
-            return [f"The evaluation of {run} ended with status {status} ({log}): {_last_words(log)}"]
+            return [f"The evaluation of {run} {how}"]
         replace_text(run.folder / "evaluation" / "flags.json", json.dumps(grid.evaluate, indent=1) + "\n")
     return []
 
 
-def _call(module: str, argv: Sequence[str], log: Path, show: Callable[[], bool]) -> int:
+def _call(module: str, argv: Sequence[str], log: Path, show: Callable[[], bool]) -> tuple[int, str]:
     """Run ``python3 -m module argv`` with its output appended to ``log``, and leave none of its processes behind;
-    call ``show`` meanwhile, about once a second."""
+    call ``show`` meanwhile, about once a second. Return its status, and how it ended as a clause."""
+    start = log.stat().st_size if log.exists() else 0
     shell = ["sh", "-c", 'log=$1; shift; exec "$@" >>"$log" 2>&1', "sh", str(log)]
     command = [*shell, sys.executable, "-m", module, *argv]
     status = run_and_clear(command, os.environ, patience=60.0, hangs=show)
     if status in _SIGNALS or status == STOPPED_STATUS:
         raise KeyboardInterrupt
-    return status
+    return status, f"ended with status {status} ({log}): {_last_words(log, start)}"
 
 
 def is_trained(run: Run) -> bool:
@@ -141,9 +142,9 @@ def is_trained(run: Run) -> bool:
     return False
 
 
-def _last_words(log: Path) -> str:
-    """The last message of a command of this package, or the last line of any."""
-    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+def _last_words(log: Path, start: int) -> str:
+    """The last message of a command of this package from byte ``start`` on, or the last line of any."""
+    lines = log.read_bytes()[start:].decode(errors="replace").strip().splitlines() if log.exists() else []
     own = [line for line in lines if line.startswith(("train_ppo_ray", "evaluate:"))]
     return (own or lines or ["it said nothing"])[-1][:500]
 

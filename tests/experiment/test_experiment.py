@@ -224,6 +224,9 @@ def test_a_run_that_fails_is_named_and_the_others_are_made(file: Path, capsys: A
     )
     assert len(starts(file)) == 3
     assert "mean of 2" in (file.parent / "runs" / "table.md").read_text()
+    (file.parent / "way").write_text("kill")  # which says nothing itself
+    assert experiment.main([str(file)]) == 1
+    assert "/gtpo/seed-1/log): it said nothing\n" in capsys.readouterr().err
 
 
 def test_an_error_of_the_folder_does_not_make_a_finished_run_an_unfinished_one(
@@ -282,14 +285,14 @@ def test_models_that_were_evaluated_with_other_flags_are_refused(
     """They would stand beside models that are evaluated with the new flags."""
     asked = []
 
-    def call(module: str, argv: list[str], *_: Any) -> int:
+    def call(module: str, argv: list[str], *_: Any) -> tuple[int, str]:
         if module.endswith("evaluate"):
             asked.append(argv)
             folder = Path(argv[argv.index("--output") + 1])
             folder.mkdir(exist_ok=True)
             (folder / "summary.json").write_text("{}")
-            return 0
-        return subprocess.call([sys.executable, str(file.parent / "stand_in.py"), *argv])
+            return 0, ""
+        return subprocess.call([sys.executable, str(file.parent / "stand_in.py"), *argv]), ""
 
     monkeypatch.setattr(runner, "_call", call)
     changed = yaml.safe_load(file.read_text()) | {"evaluate": {"eval.dataset": "a", "eval.temperature": 1.0}}

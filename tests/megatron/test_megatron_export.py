@@ -89,6 +89,7 @@ def test_an_export_into_a_folder_replaces_the_model_alone(
 ) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "mine").write_text("kept")
+    (tmp_path / f"{tmp_path.name}.tmp-1a2b3c4d").mkdir()  # of an export that was killed
     one_rank.run(program.export_into, str(sources["llama"]), str(tmp_path), program.SHARD_BYTES)
     one_rank.run(program.export_into, str(sources["llama"]), str(tmp_path), 10**9)
     names = sorted(path.name for path in tmp_path.iterdir())

@@ -1,5 +1,6 @@
 """Writes a model as a Hugging Face folder from Megatron's ranks: safetensors shards, their index and side files."""
 
+import glob
 import json
 import os
 import shutil
@@ -112,6 +113,8 @@ def _begin(directory: Path) -> Path:
     # Inside a folder that exists, because its parent may be on another disk.
     parent = directory if directory.is_dir() else directory.parent
     parent.mkdir(parents=True, exist_ok=True)
+    for killed in parent.glob(f"{glob.escape(directory.name)}.tmp-????????"):  # an export that was
+        shutil.rmtree(killed, ignore_errors=True)
     temporary = parent / f"{directory.name}.tmp-{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
     return temporary
