@@ -126,12 +126,12 @@ def write_page(
         runs=runs,
         unfinished=unfinished,
         alone=[label for label in bases if label not in compared],
-        sentences=[
+        sentences=[_of_all(*key, p) for key, p in among.items() if not key[-1].startswith("pass@")]
+        + [
             f"{data}, {measure}: {difference.sentence(label, base)}"
             for label, base, data, measure, difference in found
             if not measure.startswith("pass@")
-        ]
-        + [_of_all(*key, p) for key, p in among.items() if not key[-1].startswith("pass@")],
+        ],
         differences=found,
         among=among,
         figures={name: Markup(_inline(svg.read_text("utf-8"), name)) for name, svg in figures.items()},
