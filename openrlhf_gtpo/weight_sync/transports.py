@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from openrlhf_gtpo.weight_sync.buckets import WIRE_DTYPE
+from openrlhf_gtpo.weight_sync.receipts import WeightSyncError
 
 # gloo gives up on a peer that never answers only after half an hour.
 _POLL_SECONDS = 0.002
@@ -29,6 +30,9 @@ def join(
 
     Args:
         listener: on rank 0, the socket from :func:`listen`; the group owns it from here on.
+
+    Raises:
+        WeightSyncError: vLLM's NCCL is switched off.
     """
     from vllm.distributed.utils import StatelessProcessGroup, stateless_init_torch_distributed_process_group
 
@@ -39,6 +43,8 @@ def join(
             host=host, port=port, rank=rank, world_size=world_size, listen_socket=listener
         )
         communicator = PyNcclCommunicator(meeting, device=device)
+        if communicator.disabled:  # it would send and receive nothing, without a word
+            raise WeightSyncError("vLLM's NCCL is off: unset VLLM_DISABLE_PYNCCL, or see why libnccl does not load.")
 
         def start_nccl(tensor: torch.Tensor) -> Finish:
             communicator.broadcast(tensor, src=0, stream=torch.cuda.current_stream())

@@ -390,3 +390,21 @@ def test_one_worker_is_in_the_engines_process_where_no_threads_are_bound(
     actor = object.__new__(StrictRolloutActor)
     asyncio.run(actor.__init__(distributed_executor_backend=asked))  # type: ignore[misc]
     assert started["distributed_executor_backend"] == given
+
+
+def test_an_engine_that_dies_as_it_wakes_or_goes_to_sleep_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only engines on GPUs do, so this is shown with calls that note what they were asked."""
+    asked: list[tuple[str, int]] = []
+
+    def call(engines: list[Any], method: str) -> None:
+        asked.append((method, len(engines)))
+        if len(asked) in (1, 4):
+            raise ray.exceptions.ActorDiedError
+
+    monkeypatch.setattr("openrlhf_gtpo.integration.rollout.samples_generator.batch_vllm_engine_call", call)
+    expected = rows(sampling(monkeypatch).generate_samples()[0])
+    generator = sampling(monkeypatch, engines=3, recover=lambda error: generator.vllm_engines.pop())
+    generator.args.vllm.enable_sleep = True
+    assert rows(generator.generate_samples()[0]) == expected
+    assert generator.generate_eval_samples()
+    assert asked == [("wake_up", 3), ("wake_up", 2), ("sleep", 2), ("wake_up", 2), ("wake_up", 1), ("sleep", 1)]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from weight_workers import SHAPES, assert_arrived, start_engine, weights
 
+from openrlhf_gtpo.weight_sync import transports
 from openrlhf_gtpo.weight_sync.buckets import ParameterMeta, TensorBuckets
 from openrlhf_gtpo.weight_sync.process_engine import ProcessEngine
 from openrlhf_gtpo.weight_sync.receipts import WeightSyncError
@@ -111,3 +112,13 @@ def test_vllm_warns_of_layers_that_should_have_got_weights_alone(layer: str, tie
     worker.model_runner = SimpleNamespace(model_config=SimpleNamespace(hf_config=config))
     record = logging.LogRecord("vllm", logging.WARNING, "", 1, "%s: Failed to load weights", (layer,), None)
     assert worker._is_news(record) == said
+
+
+def test_an_nccl_that_is_switched_off_is_not_taken_for_one_that_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed import utils
+    from vllm.distributed.device_communicators import pynccl
+
+    monkeypatch.setattr(utils.StatelessProcessGroup, "create", lambda **options: None)
+    monkeypatch.setattr(pynccl, "PyNcclCommunicator", lambda meeting, device: SimpleNamespace(disabled=True))
+    with pytest.raises(WeightSyncError, match="^vLLM's NCCL is off: unset VLLM_DISABLE_PYNCCL"):
+        transports.join("127.0.0.1", 1, 0, 2, torch.device("cuda:0"))

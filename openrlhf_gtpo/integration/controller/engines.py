@@ -20,6 +20,7 @@ from ray.exceptions import RayError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.integration.actors.actor_trainer import wait_for_engines
 from openrlhf_gtpo.integration.actors.dispatch import engine_bundles
 from openrlhf_gtpo.integration.controller.failures import DIED, cause_of
 from openrlhf_gtpo.integration.rollout.endpoint import EndpointActor
@@ -99,6 +100,16 @@ class Engines:
         of_an_engine = cause_of(error, (*DIED, EngineRestarted, EngineDeadError))
         if not self.check() and of_an_engine is None:
             raise error
+
+    def wait_for_lost(self) -> None:
+        """Wait until the lost engines have started again, and so sleep: a trainer on the same GPUs needs the memory.
+
+        Raises:
+            Restartable: an engine did not start.
+        """
+        self.check()
+        if lost := [engine for engine in self._all if engine not in self.serving]:
+            wait_for_engines(lost)
 
     def bring_back(self, policy: Any) -> None:
         """Have the lost engines rejoin the group for weight transfers; the weights have to be sent afterwards.

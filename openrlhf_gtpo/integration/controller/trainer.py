@@ -261,6 +261,8 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         """Like upstream's; a replayed step has the number of the dumped one."""
         if self.replayed is not None:
             global_step = self.replayed.step - 1
+        if self.args.train.max_restarts and self.args.vllm.enable_sleep:  # engines share the trainer's GPUs
+            self.engines.wait_for_lost()
         self._publish_checkpoint()  # written while engines sampled; should this step fail, the run goes on from there
         self._show(names.MAKE_EXPERIENCE)
         generator = self.samples_generator

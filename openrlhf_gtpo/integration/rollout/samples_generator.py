@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import ray
 import torch
+from openrlhf.trainer.ppo_utils import samples_generator
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
+from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.rollout.guide import DEATHS, GUIDE_DIED, GUIDED, Guide, GuideRows
@@ -72,6 +74,16 @@ class OrderedSamplesGenerator(SamplesGenerator):
         self._recover = recover
         self._evaluated: int | None = None  # prompts of the evaluation in progress
         self._asked: dict[int, Any] = {}  # prompts that have been sent, with Ray's reference to their responses
+        samples_generator.batch_vllm_engine_call = self._wake_or_sleep  # with which upstream does so before and after
+
+    def _wake_or_sleep(self, engines: list[Any], method: str) -> None:
+        """Like upstream's, even if an engine dies: on those that are left, some of which have done it already."""
+        while True:
+            try:
+                batch_vllm_engine_call(engines, method)
+                return
+            except ray.exceptions.RayError as error:
+                self._recover(error)
 
     @property
     def at_end_of_episode(self) -> bool:

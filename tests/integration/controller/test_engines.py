@@ -121,6 +121,20 @@ def test_an_engine_that_died_is_left_out_and_comes_back_with_the_next_weights(
     engines.bring_back(None)  # nobody to bring back
 
 
+def test_a_trainer_on_the_same_gpus_waits_until_a_lost_engine_has_started(
+    killed: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = [Engine(), Engine()]
+    zero, one = serving
+    engines, waited = Engines(serving, max_restarts=1, stall_timeout=0), []
+    monkeypatch.setattr("openrlhf_gtpo.integration.controller.engines.wait_for_engines", waited.append)
+    engines.wait_for_lost()
+    assert not waited
+    one.state = task_error(EngineRestarted("it has old weights"))
+    engines.wait_for_lost()
+    assert waited == [[one]] and serving == [zero], "which gets its weights with the next transfer"
+
+
 @pytest.mark.parametrize("limit", [0, 1])
 def test_one_engine_too_many_stops_the_run_in_one_sentence(limit: int, killed: list[Engine]) -> None:
     serving = [Engine() for _ in range(3)]

@@ -39,7 +39,7 @@ def arguments(path: Path, stop_file: Path | None = None, **ckpt: Any) -> SimpleN
     } | ckpt
     return SimpleNamespace(
         ckpt=SimpleNamespace(**values),
-        train=SimpleNamespace(async_enable=False),
+        train=SimpleNamespace(async_enable=False, max_restarts=0),
         logger=SimpleNamespace(logging_steps=1),
         eval=SimpleNamespace(before_training=False),
         actor=SimpleNamespace(backend="deepspeed"),
