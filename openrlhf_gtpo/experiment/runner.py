@@ -106,7 +106,7 @@ def _make(run: Run, grid: Grid, show: Callable[[], bool]) -> list[str]:
         if any((run.folder / "checkpoints" / "_actor").glob("*")):
             resume = ["--ckpt.load_enable"]
         else:  # nothing to resume from: half a run counts nowhere
-            for name in ("metrics.jsonl", "model", "checkpoints"):
+            for name in ("metrics.jsonl", "model", "model_critic", "checkpoints"):
                 path = run.folder / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         replace_text(run.folder / "flags.json", json.dumps(run.flags, indent=1) + "\n")

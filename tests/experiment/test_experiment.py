@@ -244,7 +244,10 @@ def test_an_error_of_the_folder_does_not_make_a_finished_run_an_unfinished_one(
     monkeypatch.setattr(Path, "open", stale)
     assert experiment.main([str(file)]) == 2
     assert "Stale file handle" in capsys.readouterr().err
-    assert len(starts(file)) == 3 and (file.parent / "runs" / "gtpo" / "seed-1" / "model").exists()
+    grid = read_grid(file)
+    with pytest.raises(OSError, match="Stale file handle"):
+        runner._make(grid.runs[0], grid, lambda: False)
+    assert len(starts(file)) == 3 and (grid.runs[0].folder / "model").exists()
 
 
 def test_a_run_took_as_long_as_it_ran() -> None:

@@ -401,7 +401,8 @@ def test_an_engine_that_dies_as_it_wakes_or_goes_to_sleep_is_left_out(monkeypatc
         if len(asked) in (1, 4):
             raise ray.exceptions.ActorDiedError
 
-    monkeypatch.setattr("openrlhf_gtpo.integration.rollout.samples_generator.batch_vllm_engine_call", call)
+    monkeypatch.setattr(samples_generator, "batch_vllm_engine_call", call)
+    monkeypatch.setattr(samples_generator, "_AGAIN", 0)
     expected = rows(sampling(monkeypatch).generate_samples()[0])
     generator = sampling(monkeypatch, engines=3, recover=lambda error: generator.vllm_engines.pop())
     generator.args.vllm.enable_sleep = True

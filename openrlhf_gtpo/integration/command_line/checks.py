@@ -226,16 +226,19 @@ def check_inputs(args: SimpleNamespace) -> None:
 
 
 def _check_batch_size(args: SimpleNamespace) -> None:
-    """Refuse an optimizer step in which some replicas of the DeepSpeed actor have no row: steps would be larger, and
+    """Refuse an optimizer step in which some replicas of a DeepSpeed group have no row: steps would be larger, and
     fewer than the learning rate's schedule counts."""
-    replicas = args.actor.num_nodes * args.actor.num_gpus_per_node
-    replicas //= args.ds.ring_attn_size * args.ds.tensor_parallel_size
-    needed = min(replicas, args.rollout.batch_size * args.rollout.n_samples_per_prompt)
-    if args.actor.backend == "deepspeed" and args.train.batch_size < needed:
-        raise UsageError(
-            f"Expected --train.batch_size >= {needed}, a row for each data-parallel replica of the actor, got "
-            f"{args.train.batch_size}."
-        )
+    roles = ["actor"] if args.actor.backend == "deepspeed" else []
+    for role in [*roles, "critic"] if args.critic.model_name_or_path else roles:
+        section = getattr(args, role)
+        replicas = section.num_nodes * section.num_gpus_per_node
+        replicas //= args.ds.ring_attn_size * args.ds.tensor_parallel_size
+        needed = min(replicas, args.rollout.batch_size * args.rollout.n_samples_per_prompt)
+        if args.train.batch_size < needed:
+            raise UsageError(
+                f"Expected --train.batch_size >= {needed}, a row for each data-parallel replica of the {role}, got "
+                f"{args.train.batch_size}."
+            )
 
 
 def _check_prompt_probs(args: SimpleNamespace) -> None:

@@ -124,14 +124,17 @@ def name_unread(values: dict[str, Any], given: frozenset[str]) -> None:
             "there is no --ckpt.save_steps",
             ("ckpt.max_num", "ckpt.max_mem"),
         ),
-        (estimator != "gae", f"{estimator} has no critic", ("algo.advantage.lambd",)),
         (values["actor.optim"] != "muon", "the optimizer is not Muon", ("actor.muon.",)),
         (not values["train.enable_ema"], "there is no --train.enable_ema", ("train.ema_beta",)),
         (
             estimator != "gae",
             f"{estimator} has no critic",
-            tuple(f"{flag} " for flag in given if flag.startswith("critic.") and flag != "critic.freezing_steps"),
+            (
+                "algo.advantage.lambd",
+                *(f"{flag} " for flag in given if flag.startswith("critic.") and flag != "critic.freezing_steps"),
+            ),
         ),
+        (values["critic.optim"] != "muon", "its optimizer is not Muon", ("critic.muon.",)),
         (
             values["algo.kl.init_coef"] == 0,
             "--algo.kl.init_coef is 0",

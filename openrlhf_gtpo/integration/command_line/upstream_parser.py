@@ -111,8 +111,12 @@ def parse(argv: Sequence[str]) -> SimpleNamespace:
     }
     try:
         exec(main_block(), namespace)
-    except (AssertionError, ImportError) as error:  # its own checks, and --use_ms without modelscope
+    except AssertionError as error:  # one of upstream's own checks
         raise UsageError(str(error)) from error
+    except ModuleNotFoundError as error:
+        if error.name != "modelscope":
+            raise
+        raise UsageError("--use_ms needs the package modelscope; install it, or leave the flag out.") from error
     return kept[0]
 
 

@@ -4,6 +4,7 @@ stop on request.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -249,7 +250,10 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         try:
             self.engines.recover(error)
         except Exception:
-            self._publish_checkpoint(wait=True)
+            if self.heartbeat:
+                self.heartbeat.beat(lambda: True)  # ranks that write answer nobody else
+            with suppress(ray.exceptions.RayError):  # of a rank that is gone too
+                self._publish_checkpoint(wait=True)
             raise
         if not self.vllm_engines:
             self.broadcast_to_vllm()
@@ -261,9 +265,9 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         """Like upstream's; a replayed step has the number of the dumped one."""
         if self.replayed is not None:
             global_step = self.replayed.step - 1
+        self._publish_checkpoint()  # written while engines sampled; should this step fail, the run goes on from there
         if self.args.train.max_restarts and self.args.vllm.enable_sleep:  # engines share the trainer's GPUs
             self.engines.wait_for_lost()
-        self._publish_checkpoint()  # written while engines sampled; should this step fail, the run goes on from there
         self._show(names.MAKE_EXPERIENCE)
         generator = self.samples_generator
         if self.guide:

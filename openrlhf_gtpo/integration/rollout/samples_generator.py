@@ -7,6 +7,7 @@ If an engine dies in the middle, upstream's loop starts over with the prompts th
 come or are on their way are not asked for again, and the other prompts go to the engines that are left.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import chain
@@ -30,6 +31,7 @@ _TRAINING, _EVALUATION, _RESCUE = 0, 1, 2  # streams of seeds
 
 SAMPLER_VALUES = "sampler_values"  # in a response: see ``sampler_calls.py``
 DROPPED = "dropped"  # key for the reason, in place of all responses to a prompt
+_AGAIN = 1.0  # seconds until engines are woken, or put to sleep, again
 _MAY_DROP = 0.1  # of a rollout's prompts, and one in any case
 
 
@@ -84,6 +86,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
                 return
             except ray.exceptions.RayError as error:
                 self._recover(error)
+                time.sleep(_AGAIN)
 
     @property
     def at_end_of_episode(self) -> bool:

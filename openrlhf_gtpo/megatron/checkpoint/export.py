@@ -113,8 +113,9 @@ def _begin(directory: Path) -> Path:
     # Inside a folder that exists, because its parent may be on another disk.
     parent = directory if directory.is_dir() else directory.parent
     parent.mkdir(parents=True, exist_ok=True)
-    for killed in parent.glob(f"{glob.escape(directory.name)}.tmp-????????"):  # an export that was
-        shutil.rmtree(killed, ignore_errors=True)
+    for place in {parent, directory.parent}:
+        for left in place.glob(f"{glob.escape(directory.name)}.tmp-????????"):  # by an export that was killed
+            shutil.rmtree(left, ignore_errors=True)
     temporary = parent / f"{directory.name}.tmp-{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
     return temporary

@@ -122,6 +122,7 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     if plain and isinstance(inner, torch.optim.Adam):
         saved["state"]["common_step"] = torch.tensor(float(steps))
     elif inner is not None:
+        saved.get("state", {}).pop("common_step", None)
         saved["param_groups"] = [{**inner.defaults, **group, "step": int(steps)} for group in saved["param_groups"]]
     optimizer.load_state_dict(state)
 
