@@ -23,9 +23,14 @@ _NO_METRICS_SERVERS = {
 }
 
 # For a head that loads from a slow disk: how often, every two seconds, a node asks for one that answers but is not
-# ready (Ray's 20 lose the nodes after 40 s), and for how many seconds the head's own processes wait until it answers
-# (ray 2.55.0, _private/ray_constants.py).
-_PATIENCE = {"RAY_NUM_REDIS_GET_RETRIES": "300", "RAY_py_gcs_connect_timeout_s": "600"}
+# ready (Ray's 20 lose the nodes after 40 s), and for how many seconds the head's own processes wait until it answers,
+# and its dashboard for each of its parts (after Ray's 30 it ends, and nobody can submit a job; ray 2.55.0,
+# _private/ray_constants.py and dashboard/consts.py).
+_PATIENCE = {
+    "RAY_NUM_REDIS_GET_RETRIES": "300",
+    "RAY_py_gcs_connect_timeout_s": "600",
+    "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "600",
+}
 
 # Seconds without a connection to the head. Ray would go on for a minute after its death, and nobody restarts it.
 _HEAD_IS_GONE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3"}

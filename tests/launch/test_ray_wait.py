@@ -235,5 +235,8 @@ def test_a_node_waits_for_a_head_that_is_slow_to_start(monkeypatch: pytest.Monke
     assert seen == [("300", "600"), ("7", "600")]
     constants = importlib.util.find_spec("ray._private.ray_constants")
     assert constants and constants.origin and f'"{RETRIES}"' in Path(constants.origin).read_text()
+    parts = "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT"
+    assert parts in ray_node._PATIENCE
+    assert f'"{parts}"' in (Path(constants.origin).parents[1] / "dashboard" / "consts.py").read_text()
     (compiled,) = Path(constants.origin).parents[1].glob("_raylet.so")
     assert CONNECT.removeprefix("RAY_").encode() in compiled.read_bytes()
