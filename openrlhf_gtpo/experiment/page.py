@@ -69,9 +69,11 @@ def find_runs(arguments: Sequence[str]) -> tuple[Runs, list[Path]]:
     for text in arguments:
         label, separator, path = text.partition("=")
         if separator and label and path and not Path(text).exists():
-            runs.setdefault(label, []).append(_read(Path(path)))
-            if earlier := len(read_runs(path)) - 1:
-                print(f"{path}: left out {earlier} of {earlier + 1} runs, those before the last.", file=sys.stderr)
+            *earlier, rows = read_runs(path)
+            runs.setdefault(label, []).append(_read(Path(path), rows))
+            if earlier:
+                left_out = f"{len(earlier)} of {len(earlier) + 1} runs, those before the last"
+                print(f"{path}: left out {left_out}.", file=sys.stderr)
             continue
         folders = sorted(file.parent for file in Path(text).rglob("seed-*/flags.json"))
         if not folders:
@@ -79,7 +81,7 @@ def find_runs(arguments: Sequence[str]) -> tuple[Runs, list[Path]]:
         ended = {}
         for folder in folders:
             with suppress(ValueError):  # it has no metrics yet
-                run = _read(folder)
+                run = _read(folder, read_runs(folder)[-1])
                 if any(row.get("ended") for row in run.rows):
                     ended[folder] = run
         evaluated = {folder: run for folder, run in ended.items() if run.questions}
@@ -143,8 +145,7 @@ def write_page(
     return page
 
 
-def _read(path: Path) -> FoundRun:
-    rows = read_runs(path)[-1]
+def _read(path: Path, rows: Rows) -> FoundRun:
     start: dict[str, Any] = next((dict(row) for row in reversed(rows) if row["kind"] == names.KIND_RUN), {})
     folder = path if path.is_dir() else path.parent
     flags, evaluation = folder / "flags.json", folder / "evaluation" / "scores.json"

@@ -81,7 +81,7 @@ def plot_comparison(runs: Mapping[str, Sequence[Rows]], png_path: str | Path, ti
         figure = Figure(figsize=(13, 4.2 + 0.2 * math.ceil(len(runs) / 4)), layout="constrained")  # and its legend
         reward, entropy, held_out = figure.subplots(1, 3)
         for index, (label, seeds) in enumerate(runs.items()):
-            color, line = COLORS[index % len(COLORS)], LINES[index // len(COLORS) % len(LINES)]
+            color, line = _color_and_line(index)
             name_and_number = f"{label} (n={len(seeds)})"
             for axes, name in ((reward, names.REWARD_MEAN), (entropy, names.ENTROPY_ALL)):
                 lines: list[Points] = [series(rows, names.KIND_TRAIN, name) for rows in seeds]
@@ -136,7 +136,7 @@ def plot_figures(runs: Mapping[str, Sequence[Rows]], folder: Path) -> dict[str, 
             axes = figure.subplots()
             without = []
             for index, (label, seeds) in enumerate(runs.items()):
-                color, line = COLORS[index % len(COLORS)], LINES[index // len(COLORS) % len(LINES)]
+                color, line = _color_and_line(index)
                 points = [read(rows) for rows in seeds]
                 _thin_and_mean(axes, points, f"{label} (n={len(seeds)})", color, line=line)
                 if not any(steps for steps, _ in points):
@@ -191,6 +191,10 @@ def _line(axes: Axes, points: Points, label: str, color: str, **style: Any) -> N
     if steps:
         marker = {"marker": "o" if len(steps) <= 30 else "", "markersize": 3 if len(steps) > 1 else 6}
         axes.plot(steps, values, label=label, color=color, **(marker | style))
+
+
+def _color_and_line(index: int) -> tuple[str, Any]:
+    return COLORS[index % len(COLORS)], LINES[index // len(COLORS) % len(LINES)]
 
 
 def _thin_and_mean(
