@@ -26,20 +26,21 @@ study() {
     rm -rf "$output/model"
 }
 
+actor=(-- --rollout.entropy actor) # the default when the first of these runs were made
 for seed in 1 2 3; do
     for estimator in "${estimators[@]}"; do
-        study "$estimator" "$seed" --estimator "$estimator"
+        study "$estimator" "$seed" --estimator "$estimator" "${actor[@]}"
     done
 done
 # The same on Megatron. SmolLM2 has 9 heads and 3 KV heads, so TP is 1 or 3.
 for seed in 1 2 3; do
-    study gtpo_megatron "$seed" --backend megatron
+    study gtpo_megatron "$seed" --backend megatron "${actor[@]}"
 done
 for seed in 1 2 3; do
-    study gtpo_megatron_fp8 "$seed" --backend megatron -- --megatron.fp8 emulated --megatron.fp8_audit_steps 3
+    study gtpo_megatron_fp8 "$seed" --backend megatron "${actor[@]}" --megatron.fp8 emulated --megatron.fp8_audit_steps 3
 done
-study gtpo_megatron_pp2 1 --backend megatron --pipeline-parallel 2
-study gtpo_megatron_tp3 1 --backend megatron --tensor-parallel 3
+study gtpo_megatron_pp2 1 --backend megatron --pipeline-parallel 2 "${actor[@]}"
+study gtpo_megatron_tp3 1 --backend megatron --tensor-parallel 3 "${actor[@]}"
 
 runs=()
 for kept in "$results"/*-seed[0-9]*.jsonl; do

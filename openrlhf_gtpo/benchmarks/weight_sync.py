@@ -168,14 +168,14 @@ def vllm_engine(model: Path, workers: int) -> Iterator[Engine]:
     from openrlhf.trainer.ray import vllm_engine as upstream
 
     from openrlhf_gtpo.integration.command_line.host import start_ray
-    from openrlhf_gtpo.integration.rollout.rollout_actor import RolloutActor
+    from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRolloutActor
 
     trainer = SimpleNamespace(backend="deepspeed", num_nodes=1, num_gpus_per_node=1)
     start_ray(SimpleNamespace(actor=trainer), gpus=workers)
     try:
         group = ray.util.placement_group([{"GPU": 1, "CPU": 1}] * workers)
         ray.get(group.ready())
-        upstream.RolloutRayActor = RolloutActor
+        upstream.RolloutRayActor = ray.remote(StrictRolloutActor)
         (actor,) = upstream.create_vllm_engines(
             num_engines=1,
             tensor_parallel_size=workers,

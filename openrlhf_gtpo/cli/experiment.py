@@ -8,6 +8,7 @@ and report/index.html, which cover the finished runs.
 """
 
 import argparse
+import difflib
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +17,8 @@ from typing import Any, NoReturn
 
 from openrlhf_gtpo.cli import Parser, RawHelpFormatter, evaluate, exit_status
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
-from openrlhf_gtpo.experiment.grid import Grid, read_grid, words
-from openrlhf_gtpo.experiment.runner import check_folders, is_finished, is_trained, run_all
+from openrlhf_gtpo.experiment.grid import Grid, places, read_grid, words
+from openrlhf_gtpo.experiment.runner import check_folders, has_checkpoint, is_finished, is_trained, run_all
 from openrlhf_gtpo.report.metrics import Rows, read_runs
 
 
@@ -60,9 +61,10 @@ def _check(grid: Grid) -> None:
     left = {run.label: run for run in reversed(grid.runs) if not is_trained(run)}
     parsed = {}
     for label, run in reversed(left.items()):
-        resume = ["--ckpt.load_enable"] if (run.folder / "flags.json").exists() else []  # it has been started
+        # What a run without a checkpoint has left is removed when it starts anew.
+        resume = {"ckpt.load_enable": True} if has_checkpoint(run) else places(run.folder / "new")
         with _named(label):
-            parsed[label] = parse([*words(run.flags), *resume])
+            parsed[label] = parse(words(run.flags | resume))
             for flag in (name for name, value in run.flags.items() if value is False):
                 value: Any = parsed[label]
                 for part in flag.split("."):
@@ -79,6 +81,16 @@ def _check(grid: Grid) -> None:
         parser = evaluate.build_parser()
         parser.error = _refuse  # type: ignore[method-assign]  # argparse's would print the usage of another command
         with _named("evaluate"):
+            known = [flag.removeprefix("--") for flag in parser._option_string_actions]
+            for name in grid.evaluate:
+                if name not in known:
+                    near = difflib.get_close_matches(name, known, 1)
+                    hint = f"did you mean {near[0]}?" if near else "cli.evaluate --help lists the known ones."
+                    raise UsageError(f"unknown flag {name}; {hint}")
+            if "data.label_key" not in grid.evaluate and any(args.data.label_key for args in parsed.values()):
+                raise UsageError(
+                    "data.label_key is missing, and training has it; without it the reward gets no answers."
+                )
             given = parser.parse_args([*words(grid.evaluate), "--model", "MODEL", "--output", "OUTPUT"])
             flags = evaluate.checked_flags(given)
             trained = (run.folder / "model" for run in grid.runs if is_trained(run) and not is_finished(run, grid))

@@ -60,7 +60,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--nodes", help="nodes, all alike (default: nodes of 8 GPUs)", **count)
     add("--network-gbit", default=400, help="Gbit/s from each GPU to other nodes", **number)
 
-    add = parser.add_argument_group("workload", "the defaults are those of the presets of train.sh").add_argument
+    add = parser.add_argument_group(
+        "workload", "the defaults are those of the presets of train.sh, but for --max-tokens-per-gpu"
+    ).add_argument
     work = Workload()
     add("--prompt-length", default=work.prompt_length, help="maximum tokens of a prompt", **count)
     add("--response-length", default=work.response_length, help="maximum tokens of a response", **count)

@@ -121,15 +121,18 @@ def words(flags: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _run(output: Path, label: str, seed: int, flags: dict[str, Any]) -> Run:
-    folder = output / label / f"seed-{seed}"
-    ours = {
-        "train.seed": seed,
+def places(folder: Path) -> dict[str, Any]:
+    """The flags by which a run has its files in ``folder``."""
+    return {
         "logger.metrics_path": str(folder / "metrics.jsonl"),
         "ckpt.output_dir": str(folder / "model"),
         "ckpt.path": str(folder / "checkpoints"),
     }
-    return Run(label, seed, folder, flags | ours)
+
+
+def _run(output: Path, label: str, seed: int, flags: dict[str, Any]) -> Run:
+    folder = output / label / f"seed-{seed}"
+    return Run(label, seed, folder, flags | {"train.seed": seed} | places(folder))
 
 
 def _check_entries(path: Path, entries: Any) -> None:

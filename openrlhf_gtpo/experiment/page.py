@@ -74,6 +74,8 @@ def find_runs(arguments: Sequence[str]) -> tuple[Runs, list[Path]]:
             if earlier:
                 left_out = f"{len(earlier)} of {len(earlier) + 1} runs, those before the last"
                 print(f"{path}: left out {left_out}.", file=sys.stderr)
+            if rows[0]["kind"] == names.KIND_RUN and not any(row.get("ended") for row in rows):
+                print(f"{path}: has not ended; its figures are those of its last step.", file=sys.stderr)
             continue
         folders = sorted(file.parent for file in Path(text).rglob("seed-*/flags.json"))
         if not folders:

@@ -65,7 +65,7 @@ def _refuse_others(folder: Path, done: str, flags: Mapping[str, Any]) -> None:
 
 def run_all(grid: Grid) -> list[str]:
     """Make every run that is not finished and that no other process is making. On a terminal, a bar shows what is
-    done, what the current run is doing, and the time left if each takes as long as those before.
+    done, what the current run is doing, and the time that is left for training if each takes as long as those before.
 
     Returns:
         a sentence for each run that failed; its log says why.
@@ -102,10 +102,8 @@ def run_all(grid: Grid) -> list[str]:
 def _make(run: Run, grid: Grid, show: Callable[[], bool]) -> list[str]:
     log = run.folder / "log"
     if not is_trained(run):
-        resume = []
-        if any((run.folder / "checkpoints" / "_actor").glob("*")):
-            resume = ["--ckpt.load_enable"]
-        else:  # nothing to resume from: half a run counts nowhere
+        resume = ["--ckpt.load_enable"] if has_checkpoint(run) else []
+        if not resume:  # half a run counts nowhere
             for name in ("metrics.jsonl", "model", "model_critic", "checkpoints"):
                 path = run.folder / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -132,6 +130,11 @@ def _call(module: str, argv: Sequence[str], log: Path, show: Callable[[], bool])
     if status in _SIGNALS or status == STOPPED_STATUS:
         raise KeyboardInterrupt
     return status, f"ended with status {status} ({log}): {_last_words(log, start)}"
+
+
+def has_checkpoint(run: Run) -> bool:
+    """True if the training of ``run`` goes on from a checkpoint; without one it starts anew."""
+    return any((run.folder / "checkpoints" / "_actor").glob("*"))
 
 
 def is_trained(run: Run) -> bool:
@@ -179,4 +182,4 @@ def _seconds(rows: Rows) -> float:
 def _left(spent: Sequence[float], runs: int) -> str:
     if not spent:
         return ""
-    return f"; about {timedelta(seconds=round(sum(spent) / len(spent) * (runs - len(spent))))} left"
+    return f"; about {timedelta(seconds=round(sum(spent) / len(spent) * (runs - len(spent))))} of training left"

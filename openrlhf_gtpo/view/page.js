@@ -349,7 +349,7 @@ function formulas(c, row, i, t) {
       group: `over the tokens of the group's ${kind} responses`}[method.compare];
   }
   const penalty = step.penalty[row];
-  const filled = method.rewards[good]?.replace("{outcome}", format(step.outcome[row])).replace("{share}", share)
+  const filled = method.rewards[good]?.replaceAll("{outcome}", format(step.outcome[row])).replaceAll("{share}", share)
     + (penalty ? ` ${penalty < 0 ? "−" : "+"} ${format(Math.abs(penalty))}` : "");
   const uniform = new Set(group(step, row).map((peer) => credit.success[peer])).size === 1;
   const line = (text, note = "") => {

@@ -1,6 +1,7 @@
 """GRPO-S rewards and advantages against loops, OpenRLHF's group_norm and known cases."""
 
 import itertools
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from openrlhf_gtpo.algorithms import (
     sequence_entropy,
 )
 
-VARIANTS = ["v1", "v2", "v3"]
+VARIANTS = get_args(get_type_hints(GRPOSConfig)["variant"])
 SHAPES = list(itertools.product(VARIANTS, ["arithmetic", "geometric"]))
 
 

@@ -1,6 +1,7 @@
 """GTPO rewards and advantages against loops, identities from the paper and known cases."""
 
 import itertools
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from openrlhf_gtpo.algorithms import GTPOConfig
 from openrlhf_gtpo.algorithms import groups as groups_module
 from openrlhf_gtpo.algorithms import gtpo_advantages, gtpo_rewards, gtpo_shares, success
 
-VARIANTS = ["v1", "v1_clipped", "v2", "v3"]
+VARIANTS = get_args(get_type_hints(GTPOConfig)["variant"])
 COMPARE = ["position", "response", "group"]
 MEANS = ["arithmetic", "geometric"]
 SHAPES = list(itertools.product(VARIANTS, COMPARE, MEANS))

@@ -16,7 +16,7 @@ from openrlhf_gtpo.cli import experiment
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.experiment import runner
 from openrlhf_gtpo.experiment.grid import read_grid, words
-from openrlhf_gtpo.integration.command_line.input_checks import check_metrics_file
+from openrlhf_gtpo.integration.command_line.input_checks import check_metrics_file, check_results
 
 
 def entries(tmp_path: Path, **changed: Any) -> dict[str, Any]:
@@ -359,18 +359,23 @@ def test_a_run_whose_evaluation_was_interrupted_is_held_to_that_ones_checks_alon
     assert asked == [str(run.folder / "model")]
 
 
-def test_a_run_that_died_before_its_first_checkpoint_may_be_made_again(
+def test_a_run_that_died_without_a_checkpoint_may_be_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its folder of checkpoints is missing too if a stop file elsewhere is named."""
-    monkeypatch.setattr("openrlhf_gtpo.integration.run.check", check_metrics_file)
+    """Even as it wrote its model, of which config.json comes first. Its folder of checkpoints is missing too if a stop
+    file elsewhere is named."""
+    monkeypatch.setattr(
+        "openrlhf_gtpo.integration.run.check", lambda args: (check_metrics_file(args), check_results(args))
+    )
     flags = {"actor.model_name_or_path": "MODEL", "reward.remote_url": "reward.py", "vllm.num_engines": 1}
     flags |= {"rollout.n_samples_per_prompt": 4, "ckpt.stop_file": str(tmp_path / "stop")}
     file = write(tmp_path, flags=flags, methods={"gtpo": {"algo.advantage.estimator": "gtpo"}}, baseline="gtpo")
     run = read_grid(file).runs[0]
     run.folder.mkdir(parents=True)
     (run.folder / "flags.json").write_text(json.dumps(run.flags))
-    (run.folder / "metrics.jsonl").write_text('{"kind": "run", "step": 0, "run": "x"}\n')
+    (run.folder / "metrics.jsonl").write_text('{"kind": "run", "step": 0, "run": "x"}\n{"kind": "train", "step": 4}\n')
+    (run.folder / "model").mkdir()
+    (run.folder / "model" / "config.json").touch()
     assert experiment.main([str(file), "--dry-run"]) == 0
 
 
@@ -408,11 +413,16 @@ def test_what_is_evaluated_is_looked_at_before_the_first_run(
     for changed, sentence in (
         ({"eval.dataset": str(tmp_path / "none.jsonl")}, "--eval.dataset {tmp}/none.jsonl does not exist."),
         ({}, "--eval.dataset {tmp}/rows.jsonl has no split 'test' (--eval.split); it has train."),
-        ({"eval.slip": "train"}, "unrecognized arguments: --eval.slip train"),
+        ({"eval.slip": "train"}, "unknown flag eval.slip; did you mean eval.split?"),
+        ({"learning_rate": 1}, "unknown flag learning_rate; cli.evaluate --help lists the known ones."),
+        (
+            {"data.label_key": None},
+            "data.label_key is missing, and training has it; without it the reward gets no answers.",
+        ),
         ({"eval.split": "train", "eval.temperature": 0}, "give --eval.n_samples_per_prompt 1."),
         ({"eval.split": "train"}, None),
     ):
-        evaluate = evaluated | limits | changed
+        evaluate = {name: value for name, value in (evaluated | limits | changed).items() if value is not None}
         grid = write(tmp_path, flags=flags, methods=methods, settings={}, baseline="gtpo", evaluate=evaluate)
         status, printed = experiment.main([str(grid), "--dry-run"]), capsys.readouterr()
         if sentence is None:

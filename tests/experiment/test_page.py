@@ -96,6 +96,10 @@ def test_of_a_file_with_several_runs_the_last_counts_and_the_others_are_named(
     two.write_text(one.read_text() + two.read_text())
     assert page(f"gtpo={two}", "--output", tmp_path / "out") == 0
     assert capsys.readouterr().err == f"{two}: left out 1 of 2 runs, those before the last.\n"
+    half = "".join(line for line in one.read_text().splitlines(keepends=True) if '"ended"' not in line)
+    two.write_text(half)
+    assert page(f"gtpo={two}", "--output", tmp_path / "out") == 0
+    assert capsys.readouterr().err == f"{two}: has not ended; its figures are those of its last step.\n"
 
 
 def test_evaluations_with_other_settings_are_seen_to_be(tmp_path: Path) -> None:

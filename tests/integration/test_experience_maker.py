@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+from collections.abc import Callable
+from statistics import mean, stdev
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,6 +125,31 @@ def test_upstreams_estimators_give_what_upstream_gives(
         for found, wanted in zip(experiences, expected, strict=True):
             assert_same_experience(found, wanted)
         assert (names.ENTROPY_ALL in made.metrics) == bool(entropy)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "credit"),
+    [
+        ("group_norm", lambda own, group: (own - mean(group)) / (stdev(group) + 1e-9)),
+        ("dr_grpo", lambda own, group: own - mean(group)),
+        ("rloo", lambda own, group: own - (sum(group) - own) / (len(group) - 1)),
+    ],
+)
+def test_upstreams_credits_are_their_papers(
+    estimator: str, credit: Callable[[float, list[float]], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GRPO's (arXiv 2402.03300), Dr. GRPO's (2503.20783) and RLOO's (2402.14740), response by response."""
+    batch = rollout(seed=5, binary=False)
+    _, experiences = make(arguments("--algo.advantage.estimator", estimator), batch, monkeypatch)
+    rows = list(zip(batch.outcome.tolist(), batch.group_ids.tolist()))
+    expected = torch.tensor([credit(own, [other for other, of in rows if of == group]) for own, group in rows])
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(
+        advantages(experiences, batch)[batch.mask],
+        expected[:, None].expand_as(batch.mask)[batch.mask],
+        rtol=1e-6,
+        atol=1e-6,
+    )
 
 
 def assert_same_experience(found: Experience, wanted: Experience) -> None:

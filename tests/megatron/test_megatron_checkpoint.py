@@ -111,7 +111,7 @@ def test_a_flat_range_is_a_few_boxes(shape: tuple[int, ...], most: int, one_rank
 
 def test_a_save_takes_14_bytes_a_parameter_over_all_replicas(tmp_path: Path, ranks: RankPool) -> None:
     """BF16 weights, float32 weights and two moments, each copied on only one rank; 24 bytes if the first rank gathers
-    the states. Without CUDA, most tensors of a rank are copied once more while the save is planned."""
+    the states. Megatron's plan would copy most tensors of a host without CUDA once more."""
     shape = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "head_dim": 64}
     source = str(make_checkpoint(tmp_path / "model", "llama", **shape))
     for tensor in (1, 2):

@@ -67,8 +67,8 @@ def name_unread(values: dict[str, Any], given: frozenset[str]) -> None:
         (loss_type == "gspo", "gspo always takes the mean over responses", ("actor.loss_agg_mode",)),
         (
             loss_type == "gspo" and values["algo.advantage.is_correction_level"] != "off",
-            "gspo corrects nothing, and only logs vllm_kl",
-            ("algo.advantage.is_correction_",),
+            "gspo then takes its ratio to the engine's log-probs, whatever it is",
+            tuple(f"algo.advantage.is_correction_{name}" for name in ("mode", "gating", "threshold")),
         ),
         (
             guide is None and values["train.replay_rollouts"] is None,  # a dump may have a guide's rows

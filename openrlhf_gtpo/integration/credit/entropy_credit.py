@@ -30,7 +30,7 @@ class EntropyCredit:
         return self.estimator.advantages(entropy, mask, outcome, group_ids, self.config, length_penalty)
 
     def shares(self, entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor) -> Tensor:
-        """(N,) entropy shares: of all action tokens for GTPO, of all responses for GRPO-S."""
+        """(N,) shares, of all action tokens or, for GRPO-S, of all responses; other estimators say what theirs are."""
         return self.estimator.shares(entropy, mask, outcome, group_ids, self.config)
 
     def error_budget(

@@ -21,7 +21,7 @@ from openrlhf_gtpo.token_values import TokenValues
 
 
 class EntropyExperienceMaker(RemoteExperienceMaker):
-    """Shapes rewards with GTPO or GRPO-S if one is selected, with upstream's estimators otherwise.
+    """Shapes rewards with an estimator of ``algorithms`` if one is selected, with upstream's otherwise.
 
     Attributes:
         metrics: the last batch's, flat names to numbers (see ``RolloutBatch.metrics``).

@@ -302,7 +302,5 @@ async def _fail_calls_at_death(core: Any) -> None:
             answer.set_exception(EngineDeadError())
 
 
-RolloutActor = ray.remote(StrictRolloutActor)
-
 # Concurrent calls of one actor: a sign of life must not wait behind prompts, of which Ray would run 1000 at once.
 MAX_CALLS = 100_000

@@ -46,7 +46,7 @@ class NumberedLabel(NamedTuple):
 
 
 class OrderedSamplesGenerator(SamplesGenerator):
-    """Upstream's samples generator, for ``RolloutActor`` engines.
+    """Upstream's samples generator, for engines in a ``StrictRolloutActor``.
 
     Args:
         recover: called with what an engine's call raised; returns when the engines in the list can be asked again, and

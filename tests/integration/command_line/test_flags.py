@@ -320,9 +320,10 @@ def test_the_advantage_of_a_short_lone_success_arrives(
             "--algo.kl.target).",
         ),
         (
-            "--algo.preset gspo --algo.advantage.is_correction_level token --algo.advantage.lambd 0.9",
-            "--algo.advantage.is_correction_level (gspo corrects nothing, and only logs vllm_kl); "
-            "--algo.advantage.lambd (group_norm has no critic).",
+            "--algo.preset gspo --algo.advantage.is_correction_level token "
+            "--algo.advantage.is_correction_threshold 0.5 2 --algo.advantage.lambd 0.9",
+            "here: --algo.advantage.is_correction_threshold (gspo then takes its ratio to the engine's log-probs, "
+            "whatever it is); --algo.advantage.lambd (group_norm has no critic).",
         ),
         ("--algo.dynamic_filtering_range 0 1", "(there is no --algo.dynamic_filtering_enable)"),
         ("--algo.advantage.is_correction_gating tv", "(--algo.advantage.is_correction_level is off)"),
