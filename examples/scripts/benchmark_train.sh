@@ -39,7 +39,7 @@ program+=(--)
 # Sourced, so that the script runs the program above with its own flags.
 if [[ -f "$MEASURE" ]]; then
     # shellcheck source=/dev/null
-    source "$(realpath "$MEASURE")"
+    source "$(realpath -s "$MEASURE")" # not what a link leads to: train.sh reads its name
 fi
 preset="${MEASURE#train_}" # train_PRESET.sh: its name in version 0.1
 [[ -f "$here/presets/${preset%.sh}.sh" ]] || {

@@ -4,7 +4,7 @@
 #   bash examples/scripts/quickstart.sh                     SmolLM2-135M-Instruct on one-digit products, 6 to 10 minutes
 #   bash examples/scripts/quickstart.sh --smoke             a tiny model made on the spot, about 90 seconds
 #   bash examples/scripts/quickstart.sh --estimator grpo_s  or group_norm, rloo, forking_tokens, …
-#   bash examples/scripts/quickstart.sh --task gcd          another reasoning-gym task
+#   bash examples/scripts/quickstart.sh --task gcd          another reasoning-gym task; --task-config '{"max_value": 50}'
 #   bash examples/scripts/quickstart.sh --model DIR         another Hugging Face checkpoint
 #   bash examples/scripts/quickstart.sh --reward FILE.py    your own reward function
 #   bash examples/scripts/quickstart.sh --backend megatron --tensor-parallel 3 --pipeline-parallel 2

@@ -55,7 +55,7 @@ step_words() {
     # shellcheck disable=SC2016  # expanded on the node
     # Steps share the node's cores, memory and GPUs: Ray deals them out.
     step=(srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" --cpu-bind=none --input=none
-        "${container_flags[@]}" "${container_words[@]}" bash -c 'eval "${SETUP:-}"; exec "$@"' step "${@:2}")
+        "${container_flags[@]}" "${container_words[@]}" bash -c 'eval "${SETUP:-}" || exit; exec "$@"' step "${@:2}")
 }
 
 # show_step NODE COMMAND
@@ -253,6 +253,9 @@ what_next() {
             return
         fi
         say "the job has lost nodes ($(paste -sd ' ' "$losses")), and MAX_REQUEUES is $MAX_REQUEUES: look at $lost, then sbatch again."
+        echo failed
+    elif [[ -z "$trainer" ]]; then
+        say "no training; the log above says why. sbatch again once that is mended."
         echo failed
     else
         say "training ended with status $status; its log: $logs/train.log. sbatch again goes on from the last checkpoint."

@@ -9,7 +9,7 @@
 #   --help          what the preset says about itself, then this text
 #   -- FLAGS        flags for the trainer, which come last and win
 #
-# The environment wins over the preset, and the preset over the defaults below, which name every variable:
+# The environment wins over the preset, and the preset over the defaults in this file, which name every variable:
 #   STEPS=20 MODEL=Qwen/Qwen2.5-14B bash examples/scripts/train.sh gtpo_colocated
 #   ALGORITHM=grpo bash examples/scripts/train.sh gtpo_split      # a baseline, all else equal
 #   SURROGATE=cispo bash examples/scripts/train.sh gtpo_split     # GTPO's credit, CISPO's clip
@@ -26,6 +26,8 @@ refuse() {
     exit 2
 }
 
+# What only benchmark_train.sh and the planner's script set, when they source this file.
+[[ "${BASH_SOURCE[0]}" != "$0" ]] || unset program planned
 # train_PRESET.sh, the scripts of version 0.1, are links to this file.
 preset="$(basename "${BASH_SOURCE[0]}" .sh)"
 preset="${preset#train_}"
@@ -63,6 +65,11 @@ while (($# > 0)); do
 done
 
 [[ -f "$preset_file" ]] || refuse "expected the name of a preset, one of: $(cd "$presets" && echo *.sh | sed 's/\.sh//g'); got '${preset#train}'."
+unread='' # what --cpu has values of its own for
+for variable in MODEL DATA EVAL_DATA EVAL_STEPS CONTEXT_PARALLEL MAX_TOKENS_PER_GPU VLLM_ENGINES VLLM_TENSOR_PARALLEL VLLM_GPU_MEMORY \
+    VLLM_MAX_NUM_SEQS VLLM_MAX_NUM_BATCHED_TOKENS SAMPLES_PER_PROMPT PROMPTS_PER_STEP TRAIN_BATCH PROMPT_LENGTH RESPONSE_LENGTH LEARNING_RATE; do
+    [[ -z "${!variable:-}" ]] || unread+=" $variable"
+done
 variant="${ALGORITHM:+-$ALGORITHM}${SURROGATE:+-$SURROGATE}" # of the preset, which has a folder of its own
 audit="${FP8_AUDIT_STEPS:-0}" # as set by the user; a preset's own needs FP8 and an ALGORITHM with entropies
 # shellcheck source=examples/scripts/presets/gtpo_colocated.sh
@@ -70,7 +77,7 @@ source "$preset_file"
 ALGORITHM="${ALGORITHM:-gtpo}"         # gtpo, grpo_s, grpo, dapo, gspo, dr_grpo, rloo, forking_tokens, entropy_bonus
 SURROGATE="${SURROGATE:-}"             # cispo, sapo, gmpo, gspo_token, clip_cov, kl_cov, stare, hapo, htpo; empty for the algorithm's own
 PLACEMENT="${PLACEMENT:-colocated}"    # colocated, split
-GUIDE="${GUIDE:-}"                     # a stronger model that samples too, on GPUs as PLACEMENT says; empty: none
+GUIDE="${GUIDE-}"                      # a stronger model that samples too, on GPUs as PLACEMENT says; empty: none
 GUIDE_FRACTION="${GUIDE_FRACTION:-0.25}" # of each prompt's responses
 GUIDE_STEPS="${GUIDE_STEPS:-0}"        # over which that falls to zero; 0: never
 GUIDE_ENGINES="${GUIDE_ENGINES:-1}"
@@ -98,7 +105,7 @@ FP8_PARAM="${FP8_PARAM:-}"             # 1: the decoder's weights in FP8 alone, 
 FP8_AUDIT_STEPS="${FP8_AUDIT_STEPS:-0}" # every N-th batch is compared with BF16; 0: never
 RECOMPUTE="${RECOMPUTE:-none}"         # selective (the MLP) and full need less memory and are slower: cli.plan
 MAX_TOKENS_PER_GPU="${MAX_TOKENS_PER_GPU:-12288}"
-VLLM_ENGINES="${VLLM_ENGINES:-4}"      # colocated: engines × their tensor parallelism = all GPUs
+VLLM_ENGINES="${VLLM_ENGINES:-}"       # default: colocated, as many as fill the GPUs; split, 4
 VLLM_TENSOR_PARALLEL="${VLLM_TENSOR_PARALLEL:-2}"
 VLLM_GPU_MEMORY="${VLLM_GPU_MEMORY:-0.6}"
 VLLM_MAX_NUM_SEQS="${VLLM_MAX_NUM_SEQS:-1024}" # responses that an engine decodes at once (vLLM's own: 128); as planned
@@ -111,9 +118,13 @@ PROMPT_LENGTH="${PROMPT_LENGTH:-2048}"
 RESPONSE_LENGTH="${RESPONSE_LENGTH:-4096}"
 LEARNING_RATE="${LEARNING_RATE:-1e-6}"
 
-for variable in NODES GPUS_PER_NODE TENSOR_PARALLEL PIPELINE_PARALLEL CONTEXT_PARALLEL VLLM_ENGINES VLLM_TENSOR_PARALLEL \
+for variable in NODES GPUS_PER_NODE TENSOR_PARALLEL PIPELINE_PARALLEL CONTEXT_PARALLEL VLLM_TENSOR_PARALLEL VLLM_ENGINES \
     VLLM_MAX_NUM_SEQS VLLM_MAX_NUM_BATCHED_TOKENS SAMPLES_PER_PROMPT PROMPTS_PER_STEP TRAIN_BATCH PROMPT_LENGTH RESPONSE_LENGTH \
     MAX_TOKENS_PER_GPU EVAL_STEPS GUIDE_ENGINES GUIDE_TENSOR_PARALLEL; do
+    if [[ $variable == VLLM_ENGINES ]]; then # the numbers that it follows from have been looked at
+        [[ "$PLACEMENT" != colocated ]] || : "${VLLM_ENGINES:=$((NODES * GPUS_PER_NODE / VLLM_TENSOR_PARALLEL))}"
+        : "${VLLM_ENGINES:=4}"
+    fi
     [[ "${!variable}" =~ ^[1-9][0-9]{0,8}$ ]] || refuse "$variable is '${!variable}'; it must be a number from 1 to 999999999."
 done
 for variable in GUIDE_STEPS RESCUE_BATCH FP8_AUDIT_STEPS; do
@@ -138,10 +149,11 @@ OUTPUT="$(realpath -m -- "$OUTPUT")"
 [[ ! -e "$OUTPUT" || -d "$OUTPUT" ]] || refuse "OUTPUT=$OUTPUT is a file; it must be a folder."
 
 if $cpu; then
-    # Two cores run this in a minute or two: a 2-layer model made on the spot (or CPU_MODEL=DIR), one-digit products,
-    # Math-Verify as the reward. Algorithm, placement, backend and kind of layout stay: tensor and pipeline parallelism
+    # Two cores run this in a minute or two: a 2-layer model made on the spot (or CPU_MODEL=DIR) and one-digit products,
+    # whose rewards are REWARD's. Algorithm, placement, backend and kind of layout stay: tensor and pipeline parallelism
     # and nodes become at most 2, context parallelism 1, FP8 is emulated, and there are as many colocated
     # engines as training processes; a split run has one engine.
+    [[ -z "$unread" ]] || printf '%s: with --cpu these are not read:%s.\n' "$name" "$unread" >&2
     ((TENSOR_PARALLEL <= 2)) || TENSOR_PARALLEL=2
     ((PIPELINE_PARALLEL <= 2)) || PIPELINE_PARALLEL=2
     CONTEXT_PARALLEL=1 processes="$((TENSOR_PARALLEL * PIPELINE_PARALLEL))"

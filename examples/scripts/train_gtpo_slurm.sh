@@ -79,6 +79,8 @@ elif [[ ! -f "$LAUNCHER" ]]; then
     refuse "LAUNCHER=$LAUNCHER is neither a script nor one of: $(cd examples/scripts/presets && echo *.sh | sed 's/\.sh//g')."
 fi
 read -ra launcher_flags <<<"$LAUNCHER_FLAGS"
+[[ " $* " != *" --ckpt.stop_file"[\ =]* ]] ||
+    refuse "--ckpt.stop_file is this script's own; touch OUTPUT/slurm/JOB-ATTEMPT/stop, or scancel --batch --signal=USR1 JOB."
 for number in "JOIN_TIMEOUT=$JOIN_TIMEOUT" "MAX_REQUEUES=$MAX_REQUEUES" "PORT=${PORT:-1}"; do
     [[ "${number#*=}" =~ ^[0-9]+$ ]] || refuse "$number is not a number."
 done

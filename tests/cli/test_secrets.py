@@ -79,6 +79,9 @@ def test_a_runs_own_ray_answers_to_a_token_of_its_own() -> None:
     close_own_ray(second)
     assert first["RAY_AUTH_MODE"] == "token" and first["RAY_enable_metrics_collection"] == "0"
     assert len(first["RAY_AUTH_TOKEN"]) == 64 and first["RAY_AUTH_TOKEN"] != second["RAY_AUTH_TOKEN"]
+    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "mine"}
+    close_own_ray(own)
+    assert own["RAY_AUTH_TOKEN"] == "mine" and own["RAY_enable_metrics_collection"] == "0"
     for chosen in ({"RAY_ADDRESS": "10.0.0.1:6379"}, {"RAY_AUTH_MODE": "disabled"}):
         before = dict(chosen)
         close_own_ray(chosen)

@@ -146,6 +146,17 @@ def test_another_algorithm_goes_on_with_no_run_of_the_preset(settings: dict[str,
     assert command[command.index("--ckpt.path") + 1].endswith(f"runs/train_gtpo_colocated{folder}/checkpoints")
 
 
+def test_colocated_engines_fill_the_gpus_of_all_nodes() -> None:
+    for preset, settings, engines in (
+        ("grpo_s_colocated", {}, 4),
+        ("grpo_s_colocated", {"NODES": "2"}, 8),
+        ("gtpo_32b", {"NODES": "2"}, 2),
+        ("gtpo_one_gpu", {}, 1),
+        ("gtpo_split", {"NODES": "2"}, 4),
+    ):
+        assert _arguments(preset, **settings).vllm.num_engines == engines
+
+
 def test_the_environment_and_flags_of_the_trainer_win() -> None:
     args = _arguments("gtpo_colocated", "--", "--train.seed", "7", MODEL="my/model", STEPS="5", EVAL_DATA="")
     assert (args.train.seed, args.actor.model_name_or_path, args.data.max_samples) == (7, "my/model", 5 * 128)

@@ -7,7 +7,7 @@
 #             share anneals to zero over 100 steps; dynamic sampling, rescue of prompts that always failed in batches of 32
 #
 #   bash examples/scripts/train.sh gtpo_guided_split
-GUIDE="${GUIDE:-Qwen/Qwen2.5-32B}"
+GUIDE="${GUIDE-Qwen/Qwen2.5-32B}" # empty: none
 GUIDE_FRACTION="${GUIDE_FRACTION:-0.25}"
 GUIDE_STEPS="${GUIDE_STEPS:-100}"
 GUIDE_TENSOR_PARALLEL="${GUIDE_TENSOR_PARALLEL:-2}"
