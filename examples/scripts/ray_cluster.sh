@@ -6,6 +6,9 @@
 # shellcheck disable=SC2154,SC2034
 
 container_flags=() container_words=()
+# What a node runs: SETUP, whose last command's status is SETUP's, then the words after it.
+# shellcheck disable=SC2016  # expanded on the node
+node_shell='eval "${SETUP:-}"; status=$?; ((status == 0)) || { echo "SETUP ended with status $status" >&2; exit "$status"; }; exec "$@"'
 
 # choose_container KIND:IMAGE MOUNTS   MOUNTS are folders, mounted under the same names
 choose_container() {
@@ -52,10 +55,9 @@ find_addresses() {
 
 # step_words NODE WORDS…   fills step with WORDS as one step on one node, in the container if there is one
 step_words() {
-    # shellcheck disable=SC2016  # expanded on the node
     # Steps share the node's cores, memory and GPUs: Ray deals them out.
     step=(srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" --cpu-bind=none --input=none
-        "${container_flags[@]}" "${container_words[@]}" bash -c 'eval "${SETUP:-}" || exit; exec "$@"' step "${@:2}")
+        "${container_flags[@]}" "${container_words[@]}" bash -c "$node_shell" step "${@:2}")
 }
 
 # show_step NODE COMMAND

@@ -66,11 +66,12 @@ done
 
 [[ -f "$preset_file" ]] || refuse "expected the name of a preset, one of: $(cd "$presets" && echo *.sh | sed 's/\.sh//g'); got '${preset#train}'."
 unread='' # what --cpu has values of its own for
-for variable in MODEL DATA EVAL_DATA EVAL_STEPS CONTEXT_PARALLEL MAX_TOKENS_PER_GPU VLLM_ENGINES VLLM_TENSOR_PARALLEL VLLM_GPU_MEMORY \
+for variable in MODEL DATA EVAL_DATA EVAL_STEPS GPUS_PER_NODE CONTEXT_PARALLEL MAX_TOKENS_PER_GPU GUIDE_ENGINES GUIDE_TENSOR_PARALLEL VLLM_ENGINES VLLM_TENSOR_PARALLEL VLLM_GPU_MEMORY \
     VLLM_MAX_NUM_SEQS VLLM_MAX_NUM_BATCHED_TOKENS SAMPLES_PER_PROMPT PROMPTS_PER_STEP TRAIN_BATCH PROMPT_LENGTH RESPONSE_LENGTH LEARNING_RATE; do
     [[ -z "${!variable:-}" ]] || unread+=" $variable"
 done
 variant="${ALGORITHM:+-$ALGORITHM}${SURROGATE:+-$SURROGATE}" # of the preset, which has a folder of its own
+guided="${GUIDE_FRACTION:-}${GUIDE_STEPS:-}${GUIDE_ENGINES:-}${GUIDE_TENSOR_PARALLEL:-}${RESCUE_BATCH:-}" # as set by the user
 audit="${FP8_AUDIT_STEPS:-0}" # as set by the user; a preset's own needs FP8 and an ALGORITHM with entropies
 # shellcheck source=examples/scripts/presets/gtpo_colocated.sh
 source "$preset_file"
@@ -123,7 +124,7 @@ for variable in NODES GPUS_PER_NODE TENSOR_PARALLEL PIPELINE_PARALLEL CONTEXT_PA
     MAX_TOKENS_PER_GPU EVAL_STEPS GUIDE_ENGINES GUIDE_TENSOR_PARALLEL; do
     if [[ $variable == VLLM_ENGINES ]]; then # the numbers that it follows from have been looked at
         [[ "$PLACEMENT" != colocated ]] || : "${VLLM_ENGINES:=$((NODES * GPUS_PER_NODE / VLLM_TENSOR_PARALLEL))}"
-        : "${VLLM_ENGINES:=4}"
+        [[ "${VLLM_ENGINES:=4}" != 0 ]] || VLLM_ENGINES=1 # the trainer says that an engine has too few GPUs
     fi
     [[ "${!variable}" =~ ^[1-9][0-9]{0,8}$ ]] || refuse "$variable is '${!variable}'; it must be a number from 1 to 999999999."
 done
@@ -142,7 +143,7 @@ done
 with_entropies='^(gtpo|grpo_s|forking_tokens|entropy_bonus)$'
 [[ "$audit" == 0 || -n "$FP8" && "$ALGORITHM" =~ $with_entropies ]] ||
     refuse "FP8_AUDIT_STEPS=$audit compares what FP8 and BF16 make of the entropies; it needs FP8, such as FP8=hybrid, and gtpo, grpo_s, forking_tokens or entropy_bonus as ALGORITHM."
-[[ -n "$GUIDE" || "$GUIDE_FRACTION $GUIDE_STEPS $GUIDE_ENGINES $GUIDE_TENSOR_PARALLEL $RESCUE_BATCH" == '0.25 0 1 1 0' ]] ||
+[[ -n "$GUIDE" || -z "$guided" ]] ||
     refuse "GUIDE_FRACTION, GUIDE_STEPS, GUIDE_ENGINES, GUIDE_TENSOR_PARALLEL and RESCUE_BATCH need GUIDE, the model that guides."
 [[ "$RECOMPUTE" =~ ^(none|selective|full)$ ]] || refuse "RECOMPUTE is '$RECOMPUTE'; it must be none, selective or full."
 OUTPUT="$(realpath -m -- "$OUTPUT")"
@@ -153,7 +154,7 @@ if $cpu; then
     # whose rewards are REWARD's. Algorithm, placement, backend and kind of layout stay: tensor and pipeline parallelism
     # and nodes become at most 2, context parallelism 1, FP8 is emulated, and there are as many colocated
     # engines as training processes; a split run has one engine.
-    [[ -z "$unread" ]] || printf '%s: with --cpu these are not read:%s.\n' "$name" "$unread" >&2
+    [[ -z "$unread" ]] || printf '%s: --cpu has its own%s.\n' "$name" "$unread" >&2
     ((TENSOR_PARALLEL <= 2)) || TENSOR_PARALLEL=2
     ((PIPELINE_PARALLEL <= 2)) || PIPELINE_PARALLEL=2
     CONTEXT_PARALLEL=1 processes="$((TENSOR_PARALLEL * PIPELINE_PARALLEL))"

@@ -31,7 +31,7 @@ LAUNCHER="${LAUNCHER:-gtpo_32b}"
 LAUNCHER_FLAGS="${LAUNCHER_FLAGS:-}"           # such as --cpu
 OUTPUT="${OUTPUT:-}"                           # on a disk that all nodes share; empty: in runs/, named after LAUNCHER, ALGORITHM and SURROGATE
 # Where it runs: on the bare host, after these shell commands on each node …
-SETUP="${SETUP:-}"                             # such as: module load cuda; source /shared/venv/bin/activate
+SETUP="${SETUP:-}"                             # such as: module load cuda && source /shared/venv/bin/activate
 # … or in a container: pyxis:IMAGE (srun --container-image) or apptainer:IMAGE.
 CONTAINER="${CONTAINER:-}"
 CONTAINER_MOUNTS="${CONTAINER_MOUNTS:-}"       # more folders, such as /shared/models,/scratch
@@ -79,7 +79,7 @@ elif [[ ! -f "$LAUNCHER" ]]; then
     refuse "LAUNCHER=$LAUNCHER is neither a script nor one of: $(cd examples/scripts/presets && echo *.sh | sed 's/\.sh//g')."
 fi
 read -ra launcher_flags <<<"$LAUNCHER_FLAGS"
-[[ " $* " != *" --ckpt.stop_file"[\ =]* ]] ||
+[[ " ${launcher_flags[*]} $* " != *" --ckpt.stop_file"[\ =]* ]] ||
     refuse "--ckpt.stop_file is this script's own; touch OUTPUT/slurm/JOB-ATTEMPT/stop, or scancel --batch --signal=USR1 JOB."
 for number in "JOIN_TIMEOUT=$JOIN_TIMEOUT" "MAX_REQUEUES=$MAX_REQUEUES" "PORT=${PORT:-1}"; do
     [[ "${number#*=}" =~ ^[0-9]+$ ]] || refuse "$number is not a number."

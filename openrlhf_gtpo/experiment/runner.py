@@ -93,7 +93,9 @@ def run_all(grid: Grid) -> list[str]:
         for run in grid.runs:
             with _locked(run.folder) as mine:
                 if mine and not is_finished(run, grid):
-                    console.print(f"{run}: {run.folder}", highlight=False, soft_wrap=True)
+                    finished = sum(is_finished(one, grid) for one in grid.runs)
+                    text = f"{run}: {run.folder} ({finished} of {len(grid.runs)} runs are finished)"
+                    console.print(text, highlight=False, soft_wrap=True)
                     failures += _make(run, grid, partial(show, run))
                     show(run)
     return failures

@@ -89,9 +89,9 @@ def with_token(environment: Mapping[str, str], token: Path | None) -> dict[str, 
 
 
 def close_own_ray(environment: MutableMapping[str, str]) -> None:
-    """Make a Ray that this process starts answer only this process and its workers, or the token that RAY_AUTH_MODE
-    names, serve no metrics and end with its head. Call it before Ray is imported, which reads ``environment`` once
-    (ray 2.55.0). RAY_AUTH_MODE=disabled leaves Ray open; a cluster that RAY_ADDRESS names stays as it was started."""
+    """Make a Ray that this process starts answer only this process and its workers, or the token that the environment
+    has, serve no metrics and end with its head. Call it before Ray is imported, which reads ``environment`` once (ray
+    2.55.0). RAY_AUTH_MODE=disabled leaves Ray open; a cluster that RAY_ADDRESS names stays as it was started."""
     if environment.get("RAY_ADDRESS") or environment.get("RAY_AUTH_MODE") == "disabled":
         return
     environment.update({**_NO_METRICS_SERVERS, **_HEAD_IS_GONE, **environment})

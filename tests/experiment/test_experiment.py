@@ -196,6 +196,7 @@ def test_finished_runs_are_not_made_again(file: Path, capsys: Any) -> None:
     table = (file.parent / "runs" / "table.md").read_text()
     assert "**gtpo, mean of 3** | task | 0.250 ± 0.000 | 0.750 ± 0.000" in table
     assert starts(file) == ["seed-1 new", "seed-2 new", "seed-3 new"]
+    assert "gtpo/seed-3 (2 of 3 runs are finished)\n" in capsys.readouterr().err
     assert experiment.main([str(file)]) == 0
     assert len(starts(file)) == 3
 

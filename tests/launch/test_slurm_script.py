@@ -88,6 +88,11 @@ def test_every_step_runs_in_the_container(container: str, expected: str, launche
         (("--dryrun",), {}, "unknown flag --dryrun; known: --dry-run --help"),
         ((), {"CONTAINER": "docker:image"}, "CONTAINER=docker:image must be pyxis:IMAGE or apptainer:IMAGE"),
         ((), {"CONTAINER": "pyxis:"}, "must be pyxis:IMAGE"),
+        (
+            ("--", "--ckpt.stop_file=x"),
+            {},
+            "--ckpt.stop_file is this script's own; touch OUTPUT/slurm/JOB-ATTEMPT/stop",
+        ),
         ((), {"JOIN_TIMEOUT": "10m"}, "JOIN_TIMEOUT=10m is not a number"),
         ((), {}, "this is a batch script: sbatch "),
     ],

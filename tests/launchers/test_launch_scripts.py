@@ -103,6 +103,7 @@ def test_the_guided_preset_is_gtpo_split_with_a_guide() -> None:
     assert (guide.fraction, guide.steps, guide.rescue_batch, guide.tensor_parallel_size) == (0.25, 100, 32, 2)
     assert guided.actor == alone.actor and guided.megatron == alone.megatron and guided.rollout == alone.rollout
     assert _parsed("gtpo_guided_split", "--cpu").algo.guide.rescue_batch == 2
+    assert _arguments("gtpo_guided_split", GUIDE="").algo.guide.model_name_or_path is None
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_colocated_engines_fill_the_gpus_of_all_nodes() -> None:
         ("grpo_s_colocated", {}, 4),
         ("grpo_s_colocated", {"NODES": "2"}, 8),
         ("gtpo_32b", {"NODES": "2"}, 2),
-        ("gtpo_one_gpu", {}, 1),
+        ("gtpo_colocated", {"GPUS_PER_NODE": "1"}, 1),
         ("gtpo_split", {"NODES": "2"}, 4),
     ):
         assert _arguments(preset, **settings).vllm.num_engines == engines

@@ -67,7 +67,7 @@ def name_unread(values: dict[str, Any], given: frozenset[str]) -> None:
         (loss_type == "gspo", "gspo always takes the mean over responses", ("actor.loss_agg_mode",)),
         (
             loss_type == "gspo" and values["algo.advantage.is_correction_level"] != "off",
-            "gspo then takes its ratio to the engine's log-probs, whatever it is",
+            "gspo takes its ratio to the engine's log-probs, and corrects nothing",
             tuple(f"algo.advantage.is_correction_{name}" for name in ("mode", "gating", "threshold")),
         ),
         (

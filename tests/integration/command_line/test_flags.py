@@ -322,8 +322,8 @@ def test_the_advantage_of_a_short_lone_success_arrives(
         (
             "--algo.preset gspo --algo.advantage.is_correction_level token "
             "--algo.advantage.is_correction_threshold 0.5 2 --algo.advantage.lambd 0.9",
-            "here: --algo.advantage.is_correction_threshold (gspo then takes its ratio to the engine's log-probs, "
-            "whatever it is); --algo.advantage.lambd (group_norm has no critic).",
+            "here: --algo.advantage.is_correction_threshold (gspo takes its ratio to the engine's log-probs, and "
+            "corrects nothing); --algo.advantage.lambd (group_norm has no critic).",
         ),
         ("--algo.dynamic_filtering_range 0 1", "(there is no --algo.dynamic_filtering_enable)"),
         ("--algo.advantage.is_correction_gating tv", "(--algo.advantage.is_correction_level is off)"),
