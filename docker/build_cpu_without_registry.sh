@@ -11,7 +11,8 @@
 #   --pip-config FILE    a pip.conf for the build alone: a mirror, a proxy, a certificate
 #   --volume SRC:DST     a folder or file that the build may read, such as wheels or certificates; repeatable
 #
-# The image can then be given to a container engine: buildah --root DIR/root --runroot DIR/run push …
+# The image can then be given to a container engine:
+#   buildah --root DIR/root --runroot DIR/run push openrlhf-gtpo:cpu docker-archive:cpu.tar
 set -euo pipefail
 
 project="$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
