@@ -66,8 +66,9 @@ done
 
 [[ -f "$preset_file" ]] || refuse "expected the name of a preset, one of: $(cd "$presets" && echo *.sh | sed 's/\.sh//g'); got '${preset#train}'."
 unread='' # what --cpu has values of its own for
-for variable in MODEL DATA EVAL_DATA EVAL_STEPS GPUS_PER_NODE CONTEXT_PARALLEL MAX_TOKENS_PER_GPU GUIDE_ENGINES GUIDE_TENSOR_PARALLEL VLLM_ENGINES VLLM_TENSOR_PARALLEL VLLM_GPU_MEMORY \
-    VLLM_MAX_NUM_SEQS VLLM_MAX_NUM_BATCHED_TOKENS SAMPLES_PER_PROMPT PROMPTS_PER_STEP TRAIN_BATCH PROMPT_LENGTH RESPONSE_LENGTH LEARNING_RATE; do
+for variable in MODEL DATA EVAL_DATA EVAL_STEPS GPUS_PER_NODE CONTEXT_PARALLEL MAX_TOKENS_PER_GPU GUIDE_ENGINES GUIDE_TENSOR_PARALLEL \
+    VLLM_ENGINES VLLM_TENSOR_PARALLEL VLLM_GPU_MEMORY VLLM_MAX_NUM_SEQS VLLM_MAX_NUM_BATCHED_TOKENS \
+    SAMPLES_PER_PROMPT PROMPTS_PER_STEP TRAIN_BATCH PROMPT_LENGTH RESPONSE_LENGTH LEARNING_RATE; do
     [[ -z "${!variable:-}" ]] || unread+=" $variable"
 done
 variant="${ALGORITHM:+-$ALGORITHM}${SURROGATE:+-$SURROGATE}" # of the preset, which has a folder of its own
@@ -78,7 +79,7 @@ source "$preset_file"
 ALGORITHM="${ALGORITHM:-gtpo}"         # gtpo, grpo_s, grpo, dapo, gspo, dr_grpo, rloo, forking_tokens, entropy_bonus
 SURROGATE="${SURROGATE:-}"             # cispo, sapo, gmpo, gspo_token, clip_cov, kl_cov, stare, hapo, htpo; empty for the algorithm's own
 PLACEMENT="${PLACEMENT:-colocated}"    # colocated, split
-GUIDE="${GUIDE-}"                      # a stronger model that samples too, on GPUs as PLACEMENT says; empty: none
+GUIDE="${GUIDE:-}"                     # a stronger model that samples too, on GPUs as PLACEMENT says; empty: none
 GUIDE_FRACTION="${GUIDE_FRACTION:-0.25}" # of each prompt's responses
 GUIDE_STEPS="${GUIDE_STEPS:-0}"        # over which that falls to zero; 0: never
 GUIDE_ENGINES="${GUIDE_ENGINES:-1}"
