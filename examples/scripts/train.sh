@@ -120,15 +120,19 @@ PROMPT_LENGTH="${PROMPT_LENGTH:-2048}"
 RESPONSE_LENGTH="${RESPONSE_LENGTH:-4096}"
 LEARNING_RATE="${LEARNING_RATE:-1e-6}"
 
-for variable in NODES GPUS_PER_NODE TENSOR_PARALLEL PIPELINE_PARALLEL CONTEXT_PARALLEL VLLM_TENSOR_PARALLEL VLLM_ENGINES \
-    VLLM_MAX_NUM_SEQS VLLM_MAX_NUM_BATCHED_TOKENS SAMPLES_PER_PROMPT PROMPTS_PER_STEP TRAIN_BATCH PROMPT_LENGTH RESPONSE_LENGTH \
-    MAX_TOKENS_PER_GPU EVAL_STEPS GUIDE_ENGINES GUIDE_TENSOR_PARALLEL; do
-    if [[ $variable == VLLM_ENGINES ]]; then # the numbers that it follows from have been looked at
-        [[ "$PLACEMENT" != colocated ]] || : "${VLLM_ENGINES:=$((NODES * GPUS_PER_NODE / VLLM_TENSOR_PARALLEL))}"
-        [[ "${VLLM_ENGINES:=4}" != 0 ]] || VLLM_ENGINES=1 # the trainer says that an engine has too few GPUs
-    fi
-    [[ "${!variable}" =~ ^[1-9][0-9]{0,8}$ ]] || refuse "$variable is '${!variable}'; it must be a number from 1 to 999999999."
-done
+check_counts() {
+    local variable
+    for variable in "$@"; do
+        [[ "${!variable}" =~ ^[1-9][0-9]{0,8}$ ]] || refuse "$variable is '${!variable}'; it must be a number from 1 to 999999999."
+    done
+}
+
+check_counts NODES GPUS_PER_NODE TENSOR_PARALLEL PIPELINE_PARALLEL CONTEXT_PARALLEL VLLM_TENSOR_PARALLEL VLLM_MAX_NUM_SEQS \
+    VLLM_MAX_NUM_BATCHED_TOKENS SAMPLES_PER_PROMPT PROMPTS_PER_STEP TRAIN_BATCH PROMPT_LENGTH RESPONSE_LENGTH MAX_TOKENS_PER_GPU \
+    EVAL_STEPS GUIDE_ENGINES GUIDE_TENSOR_PARALLEL
+[[ "$PLACEMENT" != colocated ]] || : "${VLLM_ENGINES:=$((NODES * GPUS_PER_NODE / VLLM_TENSOR_PARALLEL))}"
+[[ "${VLLM_ENGINES:=4}" != 0 ]] || VLLM_ENGINES=1 # the trainer says that an engine has too few GPUs
+check_counts VLLM_ENGINES
 for variable in GUIDE_STEPS RESCUE_BATCH FP8_AUDIT_STEPS; do
     [[ "${!variable}" =~ ^[0-9]{1,9}$ ]] || refuse "$variable is '${!variable}'; it must be a number from 0 to 999999999."
 done

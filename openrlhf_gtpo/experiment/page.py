@@ -78,6 +78,7 @@ def find_runs(arguments: Sequence[str]) -> tuple[Runs, list[Path]]:
                 print(f"{path}: has not ended; its figures are those of its last step.", file=sys.stderr)
             continue
         folders = sorted(file.parent for file in Path(text).rglob("seed-*/flags.json"))
+        folders = [one for one in folders if one.name.removeprefix("seed-").isdigit()]  # no copy, such as seed-1-old
         if not folders:
             raise UsageError(f"{text} is not an experiment's folder; name a run as LABEL={text}.")
         ended = {}

@@ -11,13 +11,9 @@ from openrlhf_gtpo.integration.command_line import host, replay, upstream_parser
 from openrlhf_gtpo.integration.command_line.checks import check_every_run, check_guide, check_inputs, check_shared_gpus
 from openrlhf_gtpo.integration.command_line.entropy_source import choose_entropy
 from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
-from openrlhf_gtpo.integration.command_line.input_checks import (
-    check_checkpoints,
-    check_metrics_file,
-    check_results,
-    check_weights_fit,
-)
+from openrlhf_gtpo.integration.command_line.input_checks import check_weights_fit
 from openrlhf_gtpo.integration.command_line.megatron_checks import check_megatron
+from openrlhf_gtpo.integration.command_line.result_checks import check_checkpoints, check_metrics_file, check_results
 from openrlhf_gtpo.integration.controller import stop
 from openrlhf_gtpo.integration.controller.checkpoint_disk import check_room
 

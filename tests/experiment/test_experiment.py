@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from openrlhf_gtpo.cli import experiment
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.experiment import runner
 from openrlhf_gtpo.experiment.grid import read_grid, words
-from openrlhf_gtpo.integration.command_line.input_checks import check_metrics_file, check_results
+from openrlhf_gtpo.integration.command_line.result_checks import check_metrics_file, check_results
 
 
 def entries(tmp_path: Path, **changed: Any) -> dict[str, Any]:
@@ -197,6 +198,8 @@ def test_finished_runs_are_not_made_again(file: Path, capsys: Any) -> None:
     assert "**gtpo, mean of 3** | task | 0.250 ± 0.000 | 0.750 ± 0.000" in table
     assert starts(file) == ["seed-1 new", "seed-2 new", "seed-3 new"]
     assert "gtpo/seed-3 (2 of 3 runs are finished)\n" in capsys.readouterr().err
+    runs = file.parent / "runs" / "gtpo"
+    shutil.copytree(runs / "seed-1", runs / "seed-1-old")  # somebody's copy is no second run
     assert experiment.main([str(file)]) == 0
     assert len(starts(file)) == 3
 

@@ -1,5 +1,6 @@
-"""Refuses what is sure to fail, in one sentence each, before any engine starts. Checks that need files are in
-``input_checks``, those for what the Megatron actor does not do in ``megatron_checks``.
+"""Refuses what is sure to fail, in one sentence each, before any engine starts. Checks of models, rewards and data are
+in ``input_checks``, of what earlier runs have left in ``result_checks``, and of what the Megatron actor does not do in
+``megatron_checks``.
 
 What fails with every estimator, such as a file that is missing, is refused for all, and what does nothing is named.
 Beyond that, only runs with GTPO or GRPO-S are held to rules; what upstream's own estimators do with such a data set's
