@@ -37,14 +37,15 @@ find_addresses() {
     addresses=()
     for name in "${names[@]}"; do
         if [[ -n "$interface" ]]; then
-            line="$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$name" ip -4 -o addr show dev "$interface" scope global)" ||
-                refuse "the node $name has no network interface INTERFACE=$interface."
-            line="$(awk 'NR == 1 { sub("/.*", "", $4); print $4 }' <<<"$line")"
+            line="$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$name" ip -4 -o addr show scope global)" ||
+                refuse "srun cannot run ip on the node $name, as the line above says."
+            line="$(awk -v name="$interface" '$2 == name { sub("/.*", "", $4); print $4; exit }' <<<"$line")"
         else
             known="$(scontrol show node "$name" --oneliner | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')"
             line="$(getent ahostsv4 "$known" | awk 'NR == 1 { print $1 }' || true)"
         fi
-        [[ -n "$line" ]] || refuse "the node $name has no IPv4 address; set INTERFACE to the network between the nodes."
+        [[ -n "$line" ]] ||
+            refuse "the node $name has no IPv4 address${interface:+ on an interface $interface}; set INTERFACE to the network between the nodes."
         addresses+=("$line")
     done
     for line in "${addresses[@]}"; do

@@ -268,7 +268,7 @@ if [[ -n "$FP8" ]]; then
     [[ ! "$ALGORITHM" =~ $with_entropies ]] || train_args+=(--megatron.fp8_audit_steps "$FP8_AUDIT_STEPS")
 fi
 [[ -z "$FP8_PARAM" ]] || train_args+=(--megatron.fp8_param)
-# --megatron.fp8_audit_gate 0.02         old-policy forward in BF16 while FP8 changes more advantage signs than this
+# --megatron.fp8_audit_gate 0.02         entropies from a BF16 forward while FP8 changes more advantage signs than this
 placement_args=()
 if [[ "$PLACEMENT" == colocated ]]; then
     # Trainer and engines share the GPUs and take turns: while one works, the other's memory is given back.

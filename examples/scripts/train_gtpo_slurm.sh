@@ -82,8 +82,9 @@ read -ra launcher_flags <<<"$LAUNCHER_FLAGS"
 [[ " ${launcher_flags[*]} $* " != *" --ckpt.stop_file"[\ =]* ]] ||
     refuse "--ckpt.stop_file is this script's own; touch OUTPUT/slurm/JOB-ATTEMPT/stop, or scancel --batch --signal=USR1 JOB."
 for number in "JOIN_TIMEOUT=$JOIN_TIMEOUT" "MAX_REQUEUES=$MAX_REQUEUES" "PORT=${PORT:-1}"; do
-    [[ "${number#*=}" =~ ^[0-9]+$ ]] || refuse "$number is not a number."
+    [[ "${number#*=}" =~ ^[0-9]{1,9}$ ]] || refuse "$number is not a number."
 done
+[[ -z "$PORT" ]] || ((10#$PORT >= 1024 && 10#$PORT <= 65532)) || refuse "PORT=$PORT must be from 1024 to 65532, the first of four."
 # shellcheck source=examples/scripts/ray_cluster.sh
 source examples/scripts/ray_cluster.sh
 variant="${ALGORITHM:+-$ALGORITHM}${SURROGATE:+-$SURROGATE}"

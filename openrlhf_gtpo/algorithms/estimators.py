@@ -27,6 +27,7 @@ class Estimator:
             level and (B,) at sequence level. None if there is more to them than A = (reward - mean) / std.
         formula: takes a config and whether a row succeeded; returns the row's reward as text, with {outcome} and
             {share} for a page to fill in. Only with ``parts``.
+        leaves_out: whether tokens to which it gives no credit have no policy loss; a KL reward would give them one.
     """
 
     summary: str
@@ -36,6 +37,7 @@ class Estimator:
     shares: Callable[..., Tensor]
     parts: Callable[..., CreditParts] | None = None
     formula: Callable[..., str] | None = None
+    leaves_out: bool = False
 
 
 ESTIMATORS = {
@@ -63,6 +65,7 @@ ESTIMATORS = {
         "token",
         baselines.forking_tokens_advantages,
         baselines.forking_tokens_shares,
+        leaves_out=True,
     ),
     "entropy_bonus": Estimator(
         "group_norm with a bonus for entropy",

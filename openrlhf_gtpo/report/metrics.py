@@ -144,8 +144,8 @@ def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:
             if runs[-1] and (begins or again):
                 runs.append({})
             if row["kind"] == names.KIND_TRAIN:
-                if row["step"] < last:  # repeated, from a checkpoint
-                    runs[-1] = {other: kept for other, kept in runs[-1].items() if other[1] <= row["step"]}
+                if row["step"] <= last:  # repeated, from a checkpoint
+                    runs[-1] = {other: kept for other, kept in runs[-1].items() if other[1] < row["step"]}
                 last = row["step"]
             runs[-1].pop(key, None)
             runs[-1][key] = row

@@ -39,7 +39,7 @@ WARNING_PREFIX = "warning/"  # texts, at the steps for which they are true; only
 FP8_PREFIX = "fp8/"  # an audit: the fields of algorithms.ErrorBudget
 FP8_SIGN_FLIPS = "fp8/sign_flips"
 FP8_ENTROPY_ERROR = "fp8/entropy_error_mean"  # nats
-FP8_IN_USE = "fp8/old_policy_in_fp8"  # 1, or 0 after the audit's gate has put the old-policy forward back to BF16
+FP8_IN_USE = "fp8/old_policy_in_fp8"  # 1, or 0 after the audit's gate has put the old policy's entropies back to BF16
 
 SAMPLER_AUDIT = {  # fields of algorithms.ErrorBudget, for vLLM's sampler against the actor's forward
     "entropy_error_mean": "rollout/entropy_diff_mean",  # nats

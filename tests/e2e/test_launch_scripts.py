@@ -35,7 +35,7 @@ def test_the_cpu_version_runs_and_is_measured(tmp_path: Path) -> None:
     """The most demanding preset: two logical nodes, tensor parallelism across them, colocated engines, emulated FP8,
     with FP8 primary weights, which go to the host and back, and to the engines.
 
-    At an audit gate of 0 the old-policy forward falls back to BF16 as soon as a sign flips.
+    At an audit gate of 0 the entropies fall back to BF16 as soon as a sign flips.
     """
     command = ["bash", str(ROOT / "examples/scripts/benchmark_train.sh"), "--cpu", "--", "--train.seed", "2"]
     command += ["--vllm.sync_checksum", "--algo.advantage.is_correction_level", "token"]

@@ -120,24 +120,24 @@ def test_the_gate_closes_for_the_batch_that_it_is_for_and_opens_again(
         policy.forwards_in = []
         made.rescued = [] if audited else batch.samples()  # before the batch's own rows
         experiences = made.make_experience_batch(batch.samples())
-        if not audited:
-            assert policy.forwards_in == [True, True], "including rescued rows, whose forward comes first"
-            experiences = experiences[: len(experiences) // 2]
-        assert policy.high_precision is not audited  # in the batch's own forward, which an audit compares in FP8
-        torch.testing.assert_close(in_sampling_order(experiences, "advantages", width), wanted)
-        log_probs = in_sampling_order(experiences, "action_log_probs", width)
-        assert torch.equal(log_probs[batch.mask], policy.twin.log_probs[batch.mask])
+        rescued = [] if audited else [True, False]  # whose forwards come first
+        assert policy.forwards_in == [*rescued, True, False]
+        own = len(experiences) if audited else len(experiences) // 2
+        for part in [experiences[:own], experiences[own:]][: 1 + (not audited)]:
+            torch.testing.assert_close(in_sampling_order(part, "advantages", width), wanted)
+        # Training is in FP8, too: the ratio's log-probs stay FP8's, and with them the KL to the reference.
+        log_probs = in_sampling_order(experiences[:own], "action_log_probs", width)
+        assert torch.equal(log_probs[batch.mask], batch.log_probs[batch.mask])
         if audited:
             assert made.metrics[names.FP8_IN_USE] == 0
     said = capsys.readouterr().out
-    assert said.count("falls back to BF16") == 1 and "--megatron.fp8_audit_gate 0.001" in said
+    assert said.count("fall back to BF16") == 1 and "--megatron.fp8_audit_gate 0.001" in said
 
     policy.exact.tables = (batch.log_probs, batch.entropy)  # FP8 does as well as BF16 from now on
     made.make_experience_batch(batch.samples())
     assert made.metrics["fp8/sign_flips"] == 0 and made.metrics[names.FP8_IN_USE] == 1
     made.make_experience_batch(batch.samples())
-    assert not policy.high_precision
-    assert "in FP8 again" in capsys.readouterr().out
+    assert "entropies are FP8's again" in capsys.readouterr().out
 
 
 def test_without_fp8_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

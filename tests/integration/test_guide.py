@@ -149,15 +149,16 @@ def test_a_prompt_whose_reward_fails_at_the_guide_is_dropped_whole(monkeypatch: 
     assert generator.dropped == 1
 
 
+@pytest.mark.parametrize("death", [ray.exceptions.ActorDiedError(), ray.exceptions.OutOfMemoryError("low on memory")])
 def test_a_guide_that_dies_is_replaced_by_the_policy_or_stops_the_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    death: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """The policy answers in its place in the rollout in which it died; it is not asked again, which is said once."""
     for on_failure in ("continue", "stop"):
         generator, engines = guided(monkeypatch, 1 / 3, "--algo.guide.on_failure", on_failure)
 
         async def dead(*args: Any, **kwargs: Any) -> Any:
-            raise ray.exceptions.ActorDiedError
+            raise death
 
         handles = generator._guide.engines
         handles[1].generate_responses.remote = dead

@@ -18,6 +18,7 @@ from openrlhf.trainer.ppo_utils.kl_controller import AdaptiveKLController, Fixed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from openrlhf_gtpo.errors import StoppedOnRequest
 from openrlhf_gtpo.integration.actors.strategy import Strategy
 from openrlhf_gtpo.integration.controller import cluster_checks, trainer
 from openrlhf_gtpo.integration.controller.spikes import Spikes
@@ -168,6 +169,34 @@ def test_prompts_that_wait_for_the_guide_are_in_the_checkpoint(
         ]
         assert ends[0] == ends[1]
     assert waiting > 3
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_first_rollout_may_take_as_long_as_it_likes(
+    resumed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also after the transfer of a checkpoint's weights. Engines are watched once they have loaded."""
+    done: list[str] = []
+    states: dict[str, Any] = {"global_step": 3, "episode": 1, "total_consumed_prompts": 12}
+    states["data_loader_state_dict"] = {}
+    run = Controller(monkeypatch, tmp_path, 8, False, states if resumed else {})
+    run.eval_dataloader, run.reward_model_group, run.reference_model_group = None, None, None
+    run.actor_model_group._actor_handlers = []
+    run.vllm_engines, run.args.vllm.enable_sleep = [], False
+    monkeypatch.setattr(trainer, "wait_for_engines", lambda engines: done.append("engines have loaded"))
+    run.engines.watch = lambda: done.append("engines are watched")
+    beat = lambda going_on=None: done.append("goes on" if going_on else "once")  # noqa: E731
+    run.heartbeat = SimpleNamespace(beat=beat, clear=lambda: None)
+
+    def sample(**generation: Any) -> Any:
+        done.append("rollout")
+        raise StoppedOnRequest("enough")
+
+    monkeypatch.setattr(run.samples_generator, "generate_samples", sample)
+    with pytest.raises(StoppedOnRequest):
+        run.fit()
+    assert done[:2] == ["engines have loaded", "engines are watched"]
+    assert ("once" in done) == resumed and done[-2:] == ["goes on", "rollout"]
 
 
 def test_a_fixed_kl_coefficient_is_what_the_command_line_of_the_resumed_run_says(

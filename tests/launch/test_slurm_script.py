@@ -94,6 +94,7 @@ def test_every_step_runs_in_the_container(container: str, expected: str, launche
             "--ckpt.stop_file is this script's own; touch OUTPUT/slurm/JOB-ATTEMPT/stop",
         ),
         ((), {"JOIN_TIMEOUT": "10m"}, "JOIN_TIMEOUT=10m is not a number"),
+        ((), {"PORT": "65533"}, "PORT=65533 must be from 1024 to 65532, the first of four"),
         ((), {}, "this is a batch script: sbatch "),
     ],
 )
@@ -160,6 +161,25 @@ def test_nodes_with_unlike_numbers_of_gpus_are_refused(launcher: Path, tmp_path:
     assert ended.returncode == 2 and not (tmp_path / "run").exists()
     said = "[slurm] SLURM_GPUS=h100:12 are not 8 on each of 2 nodes, as n1 has; ask for them with --gpus-per-node.\n"
     assert ended.stderr == said
+
+
+@pytest.mark.parametrize(
+    ("srun", "said"),
+    [
+        (
+            PROGRAMS["srun"],
+            "the node n1 has no IPv4 address on an interface none0; set INTERFACE to the network between",
+        ),
+        ("echo srun: no such node >&2; exit 1", "srun cannot run ip on the node n1, as the line above says."),
+    ],
+)
+def test_an_interface_that_a_node_lacks_is_named(srun: str, said: str, launcher: Path, tmp_path: Path) -> None:
+    for name, text in (PROGRAMS | {"srun": srun}).items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    settings = {"LAUNCHER": str(launcher), "OUTPUT": str(tmp_path / "run"), "SLURM_JOB_ID": "7", "INTERFACE": "none0"}
+    ended = run(PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_JOB_NODELIST="n1", **settings)
+    assert ended.returncode == 2 and said in ended.stderr.splitlines()[-1]
 
 
 def test_an_attempt_that_loses_several_nodes_counts_once(launcher: Path, tmp_path: Path) -> None:

@@ -413,6 +413,11 @@ def _check_modes(args: SimpleNamespace) -> None:
             raise UsageError(
                 f"{flag} cannot be combined with --algo.advantage.estimator {estimator}: {reason}; leave it out."
             )
+    if ESTIMATORS[estimator].leaves_out and args.algo.kl.init_coef > 0 and not args.algo.kl.use_loss:
+        raise UsageError(
+            f"--algo.advantage.estimator {estimator} leaves out the tokens that it gives no credit, and the KL in the "
+            "reward brings them back; give --algo.kl.use_loss, or --algo.kl.init_coef 0."
+        )
     buffer, longest = args.reward.overlong_buffer_len, rollout.max_new_tokens
     if buffer is not None and not longest:
         raise UsageError(

@@ -112,7 +112,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="X",
         help="if an audit finds that more than this fraction of the advantages, such as 0.02, changes its sign, "
-        "compute the old-policy forward in BF16 until an audit finds fewer (default: never)",
+        "take entropies from a forward in BF16, beside FP8's for log-probs, until an audit finds fewer (default: "
+        "never)",
     )
     group.add_argument(
         "--megatron.override",

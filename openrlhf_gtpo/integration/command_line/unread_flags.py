@@ -37,10 +37,11 @@ def name_unread(values: dict[str, Any], given: frozenset[str]) -> None:
             "a replay starts no engines, and takes prompts, responses and rewards from the dumps",
             replay.NOT_READ,
         ),
+        (shapes_credit, f"not read by {estimator}", ("algo.advantage.gamma", "algo.advantage.lambd")),
         (
-            shapes_credit,
+            estimator not in ("gae", "reinforce", "reinforce_baseline"),
             f"not read by {estimator}",
-            ("algo.advantage.no_std_norm", "algo.advantage.gamma", "algo.advantage.lambd"),
+            ("algo.advantage.no_std_norm",),
         ),
         *((estimator != name, f"the estimator is {estimator}", (f"algo.{name}.",)) for name in ESTIMATORS),
         *(
@@ -60,7 +61,7 @@ def name_unread(values: dict[str, Any], given: frozenset[str]) -> None:
         (estimator == "grpo_s" and loss_type in SURROGATES, f"the loss is {loss_type}", ("algo.grpo_s.ratio_mean",)),
         (not shapes_credit, "OpenRLHF's estimators do not offer this choice", ("reward.overlong_form",)),
         (
-            shapes_credit and values["reward.overlong_buffer_len"] is None,
+            values["reward.overlong_buffer_len"] is None,
             "there is no --reward.overlong_buffer_len",
             ("reward.overlong_form", "reward.overlong_penalty_factor"),
         ),
@@ -103,6 +104,11 @@ def name_unread(values: dict[str, Any], given: frozenset[str]) -> None:
             ("rollout.entropy_audit_gate",),
         ),
         (values["actor.backend"] == "megatron", "not read by the Megatron actor", megatron),
+        (
+            values["actor.backend"] == "deepspeed" and not values["train.dynamic_batch_enable"],
+            "there is no --train.dynamic_batch_enable",
+            ("train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu"),
+        ),
         (values["ds.lora.rank"] == 0, "there is no --ds.lora.rank", ("ds.lora.",)),
         (values["data.apply_chat_template"], "the chat template makes the prompts", ("data.input_template",)),
         (

@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 from openrlhf.trainer.ray import vllm_engine
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo.errors import TrainingStopped
@@ -97,8 +97,8 @@ class Engines:
         Raises:
             TrainingStopped: as :meth:`check`.
         """
-        of_an_engine = cause_of(error, (*DIED, EngineRestarted, EngineDeadError))
-        if not self.check() and of_an_engine is None:
+        died = isinstance(error, DIED) and not isinstance(error, RayTaskError)  # not an actor that the engine asked
+        if not self.check() and not died and cause_of(error, (EngineRestarted, EngineDeadError)) is None:
             raise error
 
     def wait_for_lost(self) -> None:

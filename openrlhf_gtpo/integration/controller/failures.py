@@ -79,7 +79,7 @@ def deaths_noticed(ranks: Callable[[], list[Any]], every: float = 2.0) -> Iterat
         every: seconds between two checks.
 
     Raises:
-        ActorDiedError: Ray's error for the dead rank.
+        ActorDiedError, OutOfMemoryError: Ray's error for the dead rank.
     """
     lost: list[Exception] = []
     over, looking = threading.Event(), threading.Lock()
@@ -96,7 +96,7 @@ def deaths_noticed(ranks: Callable[[], list[Any]], every: float = 2.0) -> Iterat
                     del asked[answer]
                     try:
                         ray.get(answer)
-                    except ray.exceptions.ActorDiedError as error:
+                    except (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError) as error:
                         lost.append(error)
                         _thread.interrupt_main(_LOST)
                         return

@@ -145,6 +145,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         if stop_file(self.args).exists():
             stop_file(self.args).unlink(missing_ok=True)
             raise StoppedOnRequest("asked to, before its first step; there is nothing new to save.")
+        wait_for_engines(self.vllm_engines or [])  # no rank waits for those that share its GPUs and do not sleep
         self.engines.watch()
         if self.guide:
             wait_for_engines(self.guide.engines, "guide engine")
@@ -238,6 +239,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         except ray.exceptions.RayError:
             self.engines.check()  # which names the engine, if the run stops because of it
             raise
+        self._show(names.GENERATION)  # which may come next, or go on
         states, self._unevaluated = self._unevaluated, None
         if states is not None:  # upstream's fit sends a checkpoint's weights before it goes on
             step = states["global_step"]
@@ -259,7 +261,6 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             self.broadcast_to_vllm()
             if self.args.vllm.enable_sleep:
                 batch_vllm_engine_call(self.vllm_engines, "wake_up")
-            self._show(names.GENERATION)  # of the rollout or the evaluation, which goes on
 
     def train_step(self, rollout_samples: list[Any], global_step: int) -> tuple[dict[str, Any], int]:
         """Like upstream's; a replayed step has the number of the dumped one."""
@@ -332,7 +333,9 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         self, eval_metrics: dict[str, Any], global_step: int, client_states: dict[str, Any] | None = None
     ) -> None:
         best, states = self.best_eval_metric_value, self._completed(client_states)
-        if not self._save(lambda: super(EntropyTrainer, self).save_best_checkpoint(eval_metrics, global_step, states)):
+        self._publish_checkpoint(wait=True)  # the failure of an asynchronous save would be taken for this one's
+        saved = self._save(lambda: super(EntropyTrainer, self).save_best_checkpoint(eval_metrics, global_step, states))
+        if not (self._publish_checkpoint(wait=True) and saved):
             self.best_eval_metric_value = best  # of the checkpoint that is saved
         self._begin_step()
 
@@ -350,10 +353,9 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     def _finish_checkpoint(self, wait: bool) -> None:
         ray.get(self.actor_model_group.async_run_method(method_name="finish_checkpoint", wait=wait))
 
-    def _publish_checkpoint(self, wait: bool = False) -> None:
-        """Have idle ranks give an asynchronous save of an earlier step its name, if it is written by now."""
-        if self.args.actor.backend == "megatron":
-            self._save(lambda: self._finish_checkpoint(wait))
+    def _publish_checkpoint(self, wait: bool = False) -> bool:
+        """Have idle ranks give an asynchronous save its name, if it is written by now; return False if it failed."""
+        return self.args.actor.backend != "megatron" or self._save(lambda: self._finish_checkpoint(wait))
 
     def _completed(self, client_states: dict[str, Any] | None) -> dict[str, Any]:
         """A checkpoint's states, with what upstream leaves out of them. Upstream also leaves a resumed run in an

@@ -2,9 +2,11 @@
 forward compared with BF16's, or vLLM's sampler compared with the actor's forward.
 
 If a gate is set and the difference exceeds it, that batch and those after it use the exact values until a later audit
-finds a difference within the gate. FP8's gate is on the advantages that change sign. The sampler's is on entropies: an
-engine that missed an update is off by the same number of nats whatever weight the credit gives them, even if no sign
-changes.
+finds a difference within the gate. With FP8 these are the entropies alone, from a forward of their own: training is in
+FP8 too, and a ratio of its log-probs to BF16's would have FP8's error in it.
+
+FP8's gate is on the advantages that change sign. The sampler's is on entropies: an engine that missed an update is off
+by the same number of nats whatever weight the credit gives them, even if no sign changes.
 """
 
 import dataclasses
@@ -38,8 +40,8 @@ _FP8 = _Rough(
     "sign_flips",
     "FP8 changes the sign of {:.2%} of the advantages",
     "--megatron.fp8_audit_gate",
-    "the old-policy forward falls back to BF16",
-    "the old-policy forward is in FP8 again",
+    "entropies fall back to BF16",
+    "entropies are FP8's again",
     {field.name: names.FP8_PREFIX + field.name for field in dataclasses.fields(ErrorBudget)},
     names.FP8_IN_USE,
 )
@@ -76,12 +78,13 @@ class Audit:
             self._every = args.megatron.fp8_audit_steps
         self.batches = 0
         self.closed = False
-        self._actors_in_high_precision = False
+        self._suspended = False
 
     def due(self) -> bool:
         """True if the next batch is to be audited: the first one is, and then every N-th."""
         if not self._every:
             self.closed = False  # may be True from the checkpoint of a run with audits
+        if not self._every or self._suspended:
             return False
         self.batches += 1
         return (self.batches - 1) % self._every == 0
@@ -89,26 +92,23 @@ class Audit:
     def suspended(self) -> "Audit":
         """A copy that audits nothing, for batches that do not belong to the audited ones."""
         other = copy(self)
-        other._every = 0
+        other._suspended = True
         return other
 
     def without_fp8(
         self, due: bool, actors: Any, forward: Callable[[], list[TokenValues]]
     ) -> list[TokenValues] | None:
-        """Set whether FP8 actors use FP8 for a batch; if it is audited, return what ``forward`` gives without FP8."""
-        if self._rough is not _FP8 or not self._every:
+        """What ``forward`` gives without FP8, if ``actors`` use it and the batch is audited or the gate is closed."""
+        if self._rough is not _FP8 or not (due or self.closed):
             return None
-        exact = None
-        if due:
-            self._set_high_precision(actors, True)
-            exact = forward()
-        self._set_high_precision(actors, self.closed and not due)
+        ray.get(actors.async_run_method(method_name="set_high_precision", on=True))
+        exact = forward()
+        ray.get(actors.async_run_method(method_name="set_high_precision", on=False))
         return exact
 
-    def _set_high_precision(self, actors: Any, on: bool) -> None:
-        if on is not self._actors_in_high_precision:
-            ray.get(actors.async_run_method(method_name="set_high_precision", on=on))
-            self._actors_in_high_precision = on
+    def in_use(self, rough: TokenValues, exact: TokenValues) -> TokenValues:
+        """The values that a closed gate leaves to credit and ratio."""
+        return TokenValues(rough.log_probs, exact.entropy) if self._rough is _FP8 else exact
 
     def compare(self, batch: RolloutBatch, exact: TokenValues, credit: EntropyCredit) -> dict[str, float]:
         """Metrics of an audited batch against ``exact`` values, (B, T) in sampling order. Sets :attr:`closed`."""

@@ -82,7 +82,6 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
 
     def _make_rescued(self, rows: list[Experience]) -> list[Experience]:
         # These rows are in no dump, and the policy's sampler has no values for them that could be audited.
-        self.audit.without_fp8(False, self.actor_model_group, list)  # after an audited batch, follow the gate again
         ordinary = self.on_batch, self.audit
         self.on_batch, self.audit = None, self.audit.suspended()
         try:
@@ -123,6 +122,9 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
             exact = values if due else None
             if due or not self.audit.closed:
                 values = [old_policy.fill_missing(ours, theirs) for ours, theirs in zip(sampled, values, strict=True)]
+        elif exact is not None and not due:
+            assert values is not None
+            values, exact = [self.audit.in_use(*both) for both in zip(values, exact, strict=True)], None
         if not old_policy.trains_on_old_log_probs(self.args, rows):
             for experience in experiences:
                 experience.action_log_probs = None
@@ -202,10 +204,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
                 exact_rows = batch.in_rows(exact)
                 audit = self.audit.compare(batch, exact_rows, self.credit)
                 if self.audit.closed:
-                    batch.values = exact_rows
-                    for experience, result in zip(experiences, exact, strict=True):
-                        if experience.action_log_probs is not None:
-                            experience.action_log_probs = result.log_probs
+                    batch.values = self.audit.in_use(batch.values, exact_rows)
             self._shape(batch, experiences)
         kind = SURROGATES.get(self.args.actor.policy_loss_type)
         if kind is not None and "correct" in kind.reads:

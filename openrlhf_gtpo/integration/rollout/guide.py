@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import ray
 from openrlhf.trainer.ppo_utils.experience import Experience
-from ray.exceptions import RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo.algorithms import success
@@ -21,7 +21,7 @@ from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
 GUIDED = "guided"  # key in a response of the guide
 GUIDE_DIED = "guide_died"  # key for how it died, in a response that the policy gave in its place
 
-DEATHS = (RayActorError, EngineDeadError)  # of an engine's actor, and of vLLM's process
+DEATHS = (RayActorError, OutOfMemoryError, EngineDeadError)  # of an engine's actor, and of vLLM's process
 
 _ROUNDING = 1e-6  # of rows, over the prompts of a run
 

@@ -45,14 +45,15 @@ class ReplayedSamples:
         """Ignore ``state``: a replay that goes on from a checkpoint has no use for the position in the prompts."""
 
     def begin_after(self, step: int) -> None:
-        """Leave out the dumps up to ``step``, on which the checkpoint to go on from was trained.
+        """Leave out the dumps up to ``step``, on which the checkpoint to go on from was trained. If none is left, the
+        run only writes its model.
 
         Raises:
-            TrainingStopped: no dump is left.
+            TrainingStopped: the checkpoint is of a step after the last dump.
         """
         last = max(self._files)
         self._files = {number: path for number, path in self._files.items() if number > step}
-        if not self._files:
+        if step > last:
             raise TrainingStopped(
                 f"--train.replay_rollouts {self._args.train.replay_rollouts} has no dump after step {step}, the step "
                 f"of the checkpoint; its last dump is of step {last}. Give an earlier checkpoint with --ckpt.load_tag."

@@ -88,6 +88,10 @@ def test_upstreams_estimators_are_held_to_what_always_fails(
         ),
         ({"--rollout.top_p": 0.9}, "--rollout.top_p 0.9 cannot be combined with --algo.advantage.estimator gtpo"),
         (
+            {"--algo.advantage.estimator": "forking_tokens", "--algo.kl.init_coef": 0.01},
+            "the KL in the reward brings them back; give --algo.kl.use_loss, or --algo.kl.init_coef 0.",
+        ),
+        (
             {"--reward.overlong_buffer_len": -1},
             "Expected 0 < --reward.overlong_buffer_len < 16 tokens, got -1.",
         ),

@@ -276,6 +276,12 @@ def test_the_advantage_of_a_short_lone_success_arrives(
             "--algo.advantage.estimator grpo_s --algo.advantage.no_std_norm",
             "--algo.advantage.no_std_norm (not read by",
         ),
+        (
+            "--algo.advantage.estimator group_norm --algo.advantage.no_std_norm --reward.overlong_penalty_factor 1 "
+            "--train.max_tokens_per_gpu 4096",
+            "--algo.advantage.no_std_norm (not read by group_norm); --reward.overlong_penalty_factor (there is no "
+            "--reward.overlong_buffer_len); --train.max_tokens_per_gpu (there is no --train.dynamic_batch_enable)",
+        ),
         ("--algo.advantage.estimator gtpo --algo.grpo_s.beta 1", "--algo.grpo_s.beta (the estimator is gtpo)"),
         (
             "--algo.preset gspo --no-algo.gtpo.shape_uniform_groups --reward.overlong_form as_printed",

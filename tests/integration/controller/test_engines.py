@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ray
 from fake_engines import guide_arguments
-from ray.exceptions import ActorUnavailableError, OutOfMemoryError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo.errors import TrainingStopped
@@ -151,10 +151,12 @@ def test_one_engine_too_many_stops_the_run_in_one_sentence(limit: int, killed: l
     assert "\n" not in str(stop.value) and not killed
 
 
-def test_what_no_engine_has_raised_is_handed_on(killed: list[Engine]) -> None:
+@pytest.mark.parametrize("cause", [TrainingStopped("no reward"), ActorDiedError(), OutOfMemoryError("low on memory")])
+def test_what_no_engine_has_raised_is_handed_on(cause: Exception, killed: list[Engine]) -> None:
+    """Such as the death of an actor that an agent asked: the prompt would kill the next one too."""
     engines = Engines([Engine()], max_restarts=3, stall_timeout=0)
-    error = task_error(TrainingStopped("no reward"))
-    with pytest.raises(TrainingStopped) as raised:
+    error = task_error(cause)
+    with pytest.raises(type(cause)) as raised:
         engines.recover(error)
     assert raised.value is error
 

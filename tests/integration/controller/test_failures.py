@@ -17,7 +17,7 @@ class Rank:
     """Answers at once until it is dead. As with Ray's handles, ``__ray_ready__.remote()`` returns a reference."""
 
     def __init__(self) -> None:
-        self.dead = False
+        self.dead: Exception | None = None
         self.asked = 0
         self.__ray_ready__ = self
 
@@ -35,7 +35,7 @@ class Answer:
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     def get(answer: Answer) -> None:
         if answer.rank.dead:
-            raise ray.exceptions.ActorDiedError
+            raise answer.rank.dead
 
     monkeypatch.setattr(ray, "wait", lambda answers, **_: (answers, []))
     monkeypatch.setattr(ray, "get", get)
@@ -47,15 +47,19 @@ def _wait(condition: Any) -> None:
         time.sleep(0.01)
 
 
+DEATHS = (ray.exceptions.ActorDiedError(), ray.exceptions.OutOfMemoryError("Ray's memory monitor ended it"))
+
+
 @pytest.mark.parametrize("interrupt", [signal.default_int_handler, signal.SIG_IGN])
-def test_a_dead_rank_ends_the_wait(interrupt: Any) -> None:
+@pytest.mark.parametrize("death", DEATHS, ids=["died", "out-of-memory"])
+def test_a_dead_rank_ends_the_wait(death: Exception, interrupt: Any) -> None:
     """Even in a run that a script starts in the background, where the shell makes it ignore SIGINT."""
     ranks, before = [Rank(), Rank()], signal.signal(signal.SIGINT, interrupt)
     try:
-        with pytest.raises(ray.exceptions.ActorDiedError):
+        with pytest.raises(type(death)):
             with deaths_noticed(lambda: ranks, every=0.01):
                 _wait(lambda: all(rank.asked > 1 for rank in ranks))
-                ranks[1].dead = True
+                ranks[1].dead = death
                 _wait(lambda: False)
     finally:
         signal.signal(signal.SIGINT, before)
@@ -97,7 +101,7 @@ def test_after_the_end_nobody_is_interrupted() -> None:
     for _ in range(100):
         rank.dead = False
         with suppress(ray.exceptions.ActorDiedError), deaths_noticed(lambda: [rank], every=0.001):
-            rank.dead = True
+            rank.dead = ray.exceptions.ActorDiedError()
             time.sleep(0.001)
     time.sleep(0.05)
 

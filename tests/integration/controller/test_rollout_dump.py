@@ -144,8 +144,11 @@ def test_dumps_are_replayed_in_the_order_of_steps_after_the_checkpoint(
         left.append(exhausted)
     assert left == [False, True] and replay.max_steps == 7
     assert replay.generate_samples() == ([], None, 0, True)  # in a second episode
-    with pytest.raises(TrainingStopped, match="has no dump after step 20, .* its last dump is of step 20"):
-        ReplayedSamples(args).begin_after(20)
+    replay = ReplayedSamples(args)
+    replay.begin_after(20)  # stopped, or without room for its model, after its last step: it writes the model
+    assert replay.generate_samples() == ([], None, 0, True)
+    with pytest.raises(TrainingStopped, match="has no dump after step 21, .* its last dump is of step 20"):
+        ReplayedSamples(args).begin_after(21)
 
 
 def test_whole_groups_are_sampled_anew_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,35 @@ def test_a_best_checkpoint_that_is_not_saved_is_not_the_best(tmp_path: Path) -> 
     assert [tag for _, tag in group.called] == ["best_global_step4", "best_global_step8"]
 
 
+class LateGroup(Group):
+    """Actors that save in the background: what became of a save shows at the next call."""
+
+    def __init__(self, failing: str) -> None:
+        super().__init__()
+        self.failing, self.pending = failing, ""
+
+    def async_run_method(self, method_name: str, **kwargs: Any) -> list[Any]:
+        super().async_run_method(method_name, **kwargs)
+        tag, self.pending = self.pending, kwargs.get("tag", "")
+        if tag == self.failing:
+            cause = CheckpointWriteError(f"The checkpoint {tag} could not be written: [Errno 28] No space.")
+            raise ray.exceptions.RayTaskError(method_name, "traceback", cause).as_instanceof_cause()
+        return []
+
+
+@pytest.mark.parametrize(("failing", "best"), [("best_global_step4", 0.5), ("global_step4", 0.9), ("neither", 0.9)])
+def test_a_best_checkpoint_counts_once_it_is_written(tmp_path: Path, failing: str, best: float) -> None:
+    """The failure of the step's regular save, which is still in the background, is another's."""
+    args = arguments(tmp_path)
+    args.actor.backend = "megatron"
+    trainer = controller(args)
+    trainer.best_eval_metric_key, trainer.best_eval_metric_value = "eval_pass1", 0.5
+    trainer.actor_model_group = LateGroup(failing)
+    trainer.save_logs_and_checkpoints(4, {}, {"global_step": 4})
+    trainer.save_best_checkpoint({"eval_pass1": 0.9}, 4)
+    assert trainer.best_eval_metric_value == best and len(trainer.failed_saves) == (failing != "neither")
+
+
 def test_a_request_to_stop_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     monkeypatch.setattr("time.sleep", waited.append)

@@ -123,7 +123,7 @@ def test_an_evaluation_that_an_interruption_cut_off_is_made_when_the_run_goes_on
     controller = object.__new__(EntropyTrainer)
     controller.args, controller.eval_dataloader, controller.generate_kwargs = args, [], {}
     controller.costs = SimpleNamespace(begin=lambda: None)
-    controller.wandb_logger = controller.critic_model_group = None
+    controller.wandb_logger = controller.critic_model_group = controller.vllm_engines = None
     purged: list[int] = []  # even before the first checkpoint: an earlier start may have made steps
     controller.tensorboard_logger = SimpleNamespace(go_on=purged.append, close=lambda: None)
     controller.kl_ctl, controller.heartbeat, controller.spikes = SimpleNamespace(value=0.5), None, Spikes(0.0)
