@@ -31,6 +31,8 @@ _ADAPTERS = Path("/sys/class/infiniband")
 _SHARED_MEMORY = Path("/dev/shm")
 _OLDEST_DRIVER = {12: 525, 13: 580}  # by CUDA: NVIDIA's CUDA compatibility, "minor version compatibility"
 _OBJECT_STORE = 0.3, 200e9  # share of the memory, and maximum in bytes (ray 2.55.0, _private/ray_constants.py)
+# As Ray reads them (ray 2.55.0, _common/utils.py, get_system_memory), which nothing here imports without need.
+_CGROUP_LIMITS = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory.max")
 _FULL_DISK = 0.95  # above this, Ray writes no objects there (local_fs_capacity_threshold)
 _FILES = 65536
 _CAP_IPC_LOCK = 1 << 14  # linux/capability.h
@@ -182,7 +184,7 @@ def packages(args: argparse.Namespace) -> Line:
     from packaging.requirements import Requirement
 
     pins = [Requirement(text) for text in metadata.requires("openrlhf") or []]
-    wanted = {pin.name: str(pin.specifier) for pin in pins if str(pin.specifier).startswith("==")}
+    wanted = {pin.name: pin.specifier for pin in pins if str(pin.specifier).startswith("==")}
     if _nvidia_smi() is None:
         wanted.pop("flash-attn", None)  # `platform` stands in for it
         if "vllm" in wanted and find_spec("vllm") is not None:
@@ -192,7 +194,7 @@ def packages(args: argparse.Namespace) -> Line:
     if missing:
         line = wrong if wanted.keys() & set(missing) else warning  # the DeepSpeed actor does not need Megatron
         return line(f"{', '.join(missing)} not installed for {sys.executable}: see requirements/README.md.")
-    other = [f"{name}{pin}, got {found[name]}" for name, pin in wanted.items() if pin != f"=={found[name]}"]
+    other = [f"{name}{pin}, got {found[name]}" for name, pin in wanted.items() if not pin.contains(str(found[name]))]
     if other:
         return warning(f"OpenRLHF expects {'; '.join(other)}.")
     return ok(", ".join(f"{name} {version}" for name, version in found.items()))
@@ -220,7 +222,9 @@ def shared_memory(args: argparse.Namespace) -> Line:
     """Check that Ray's object store and NCCL have room."""
     share, most = _OBJECT_STORE
     free = shutil.disk_usage(_SHARED_MEMORY).free
-    wanted = min(share * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), most)
+    limits = [file.read_text().strip() for file in _CGROUP_LIMITS if file.exists()]  # "max" for none
+    memory = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *map(int, filter(str.isdigit, limits))]
+    wanted = min(share * min(memory), most)
     remedy = "in a container give --ipc host or --shm-size, else remount it larger."
     if free < 2**30 and _nvidia_smi() is not None:
         return wrong(f"{gigabytes(free)} free, and NCCL and torch share memory there; {remedy}")
@@ -265,7 +269,7 @@ def disk(args: argparse.Namespace) -> Line:
     if not os.access(args.temporary, os.W_OK | os.X_OK):
         return wrong(f"{args.temporary} is not a writable folder; set NODE_TMP.")
     usage = shutil.disk_usage(args.temporary)
-    if usage.used > _FULL_DISK * usage.total:
+    if usage.free < (1 - _FULL_DISK) * usage.total:  # free for this user: some is kept for root
         return warning(f"{args.temporary} is over 95 % full, and Ray stops writing there; free some, or set NODE_TMP.")
     return ok(f"{args.temporary}, {gigabytes(usage.free)} free")
 

@@ -127,7 +127,10 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
     paths = [args.output / f"{place.stem if place.is_file() else place.name}.jsonl" for place in places]
     answer_of = getattr(reward, "__globals__", {}).get("answer_of")
     before = args.output / "scores.json"
-    known = json.loads(before.read_bytes())["scores"].keys() if before.exists() else set()
+    try:
+        known = json.loads(before.read_bytes())["scores"].keys() if before.exists() else set()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{before} is not what cli.evaluate writes; name another folder, or remove it.") from error
     for name in sorted(known - {path.stem for path in paths}):
         raise UsageError(
             f"{before} has the scores of {name} too, which this evaluation would drop; name another folder, or "

@@ -47,11 +47,15 @@ def _experiment(args: argparse.Namespace) -> None:
             print(f"{run}: {run.folder}{' (finished)' if is_finished(run, grid) else ''}")
         return
     try:
-        failures = run_all(grid)
-    finally:
-        _write_results(grid)
-    if failures:
-        raise TrainingStopped(" ".join(failures))
+        if failures := run_all(grid):
+            raise TrainingStopped(" ".join(failures))
+    except BaseException:
+        try:
+            _write_results(grid)
+        except (ValueError, OSError) as error:  # which must not hide how the runs ended
+            print(f"experiment: {error}", file=sys.stderr)
+        raise
+    _write_results(grid)
 
 
 def _check(grid: Grid) -> None:
@@ -124,7 +128,7 @@ def _write_results(grid: Grid) -> None:
         (grid.output / "table.md").write_text(table, encoding="utf-8")
         plot_comparison(runs, grid.output / "curves.png", str(grid.output))
         print(table, end="")
-        found, unfinished = find_runs([str(grid.output)])
+        found, unfinished = find_runs([str(grid.output)], {run.folder for run in grid.runs})
         baseline = grid.baseline if any(label.split("/")[0] == grid.baseline for label in found) else None
         print(write_page(found, grid.output / "report", str(grid.output), baseline, unfinished))
     finished = sum(map(len, runs.values()))

@@ -30,8 +30,9 @@ compares the results. The input has a JSON object on each line: {"prompt": ..., 
 _MISMATCH = """Measures how far the values that a step was trained on are from the policy that sampled it.
 
 Scores a dumped rollout with Transformers in BF16, at the rollout's temperature, and compares log-probs, entropies and
-the dump's own entropy credit with what is in the dump: values of vLLM's sampler with `--rollout.entropy sampler`, the
-actor's without. The model must have the weights that sampled the rollout: for step 1, those that training began with.
+the dump's own entropy credit with what is in the dump: values of vLLM's sampler with `--rollout.entropy sampler`
+(unless its audit's gate was closed), the actor's without. Rows of a guide have no values from the sampler, and are
+left out then. The model must have the weights that sampled the rollout: for step 1, those that training began with.
 """
 
 
@@ -133,12 +134,18 @@ def _compare(args: argparse.Namespace) -> None:
     from openrlhf_gtpo.report.summary import comparison_markdown
 
     runs: dict[str, list[list[dict[str, Any]]]] = {}
+    given: set[tuple[str, Path]] = set()
     for text in args.runs:
         label, separator, path = text.partition("=")
         if not (label and separator and path):
             raise ValueError(f"{text!r} is not LABEL=FILE: write it as gtpo={text.strip('=') or 'metrics.jsonl'}")
+        if label.startswith("_"):
+            raise UsageError(f"Legends leave out a label that begins with _, such as {label!r}; name it otherwise.")
         for flag, output in (("--png", args.png), ("--markdown", args.markdown)):
             check_output(flag, output, Path(path), Path(path, "metrics.jsonl"))
+        if (label, Path(path).resolve()) in given:
+            raise UsageError(f"{label} has {path} twice; name it once.")
+        given.add((label, Path(path).resolve()))
         *earlier, last = read_runs(path)
         # The last may still be running; an earlier one without its last line was started anew, with the same seed.
         whole = [rows for rows in earlier if rows[0]["kind"] != names.KIND_RUN or rows[-1].get("ended")]
@@ -251,6 +258,12 @@ def _mismatch(args: argparse.Namespace) -> None:
     prompts, tokens, mask, *said = (
         columns[name].rows() for name in ("prompt_tokens", "tokens", "mask", "log_probs", "entropy")
     )
+    source, left_out = "the actor", 0
+    if settings["entropy"] == "sampler":
+        source = "vLLM's sampler (or the actor, if the audit's gate was closed)"
+        if columns["guided"] is not None:
+            left_out = int(columns["guided"].sum())
+            mask = [[one and not by for one in row] for row, by in zip(mask, columns["guided"], strict=True)]
     outcome = torch.tensor(columns["outcome"], dtype=getattr(torch, settings["outcome_dtype"]))
     results = compare_rollout(
         model,
@@ -263,11 +276,12 @@ def _mismatch(args: argparse.Namespace) -> None:
     )
     if args.json:
         write_results(args.json, args, results)
-    source = "vLLM's sampler" if settings["entropy"] == "sampler" else "the actor"
     print(
         f"Step {dump.step}: {results['rows']} responses with {results['tokens']} tokens, credited by {name}; "
         f"log-probs and entropies of {source} against {args.model}."
     )
+    if left_out:
+        print(f"Rows of the guide, which the policy's sampler has not seen, are left out: {left_out}.")
     print(table(results), end="")
 
 

@@ -17,7 +17,7 @@ _REQUIRED = {"output": str, "flags": dict, "methods": dict, "seeds": list}
 _OPTIONAL = {"settings": dict, "baseline": str, "evaluate": dict}
 OURS = ("train.seed", "logger.metrics_path", "ckpt.output_dir", "ckpt.path", "ckpt.load_enable")
 _OURS_OF_EVALUATE = ("model", "output")
-_NAME = re.compile(r"[\w.+-]+")
+_NAME = re.compile(r"(?![._])[\w.+-]+")  # a leading dot hides a folder, and matplotlib leaves _ out of legends
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,9 @@ def _check_entries(path: Path, entries: Any) -> None:
         if not isinstance(values, dict) or not values:
             raise UsageError(f"{path}: settings.{axis} must have values by name, each with its flags.")
     for name in itertools.chain(entries["methods"], *settings.values()):
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or name.startswith("."):
-            raise UsageError(f"{path}: the name {name!r} must be a folder name; use letters, digits and . + - _.")
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            said = f"the name {name!r} must be a folder name"
+            raise UsageError(f"{path}: {said}; use letters, digits and . + - _, but not . or _ first.")
 
 
 def _check_flags(path: Path, place: str, flags: Any) -> None:

@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
@@ -52,16 +52,18 @@ class FoundRun:
 Runs = dict[str, list[FoundRun]]
 
 
-def find_runs(arguments: Sequence[str]) -> tuple[Runs, list[Path]]:
+def find_runs(arguments: Sequence[str], wanted: Container[Path] | None = None) -> tuple[Runs, list[Path]]:
     """The runs that a command line names, by label, and the runs of experiments that are left out because they are
     unfinished, or not evaluated while others are.
 
     Args:
         arguments: ``LABEL=PATH`` of a metrics file, or of a folder with one or with TensorBoard's; or an experiment's
             folder, whose labels are its methods with their settings.
+        wanted: folders of the runs to take from an experiment's; None for all.
 
     Raises:
-        UsageError: a folder has no runs, none is finished, or a label has a seed twice.
+        UsageError: a folder has no runs, none is finished, a label has a seed twice or begins with _, or a file is
+            foreign or cut off.
         ValueError: a run has no metrics.
     """
     runs: Runs = {}
@@ -69,6 +71,10 @@ def find_runs(arguments: Sequence[str]) -> tuple[Runs, list[Path]]:
     for text in arguments:
         label, separator, path = text.partition("=")
         if separator and label and path and not Path(text).exists():
+            if label.startswith("_"):
+                raise UsageError(
+                    f"Legends leave out a label that begins with _, such as {label!r}; name it otherwise."
+                )
             *earlier, rows = read_runs(path)
             runs.setdefault(label, []).append(_read(Path(path), rows))
             if earlier:
@@ -79,14 +85,16 @@ def find_runs(arguments: Sequence[str]) -> tuple[Runs, list[Path]]:
             continue
         folders = sorted(file.parent for file in Path(text).rglob("seed-*/flags.json"))
         folders = [one for one in folders if one.name.removeprefix("seed-").isdigit()]  # no copy, such as seed-1-old
+        folders = [one for one in folders if wanted is None or one in wanted]
         if not folders:
             raise UsageError(f"{text} is not an experiment's folder; name a run as LABEL={text}.")
         ended = {}
         for folder in folders:
+            rows = []
             with suppress(ValueError):  # it has no metrics yet
-                run = _read(folder, read_runs(folder)[-1])
-                if any(row.get("ended") for row in run.rows):
-                    ended[folder] = run
+                rows = read_runs(folder)[-1]
+            if any(row.get("ended") for row in rows):
+                ended[folder] = _read(folder, rows)
         evaluated = {folder: run for folder, run in ended.items() if run.questions}
         for folder, run in (evaluated or ended).items():
             runs.setdefault(folder.parent.relative_to(text).as_posix(), []).append(run)
@@ -152,19 +160,28 @@ def _read(path: Path, rows: Rows) -> FoundRun:
     start: dict[str, Any] = next((dict(row) for row in reversed(rows) if row["kind"] == names.KIND_RUN), {})
     folder = path if path.is_dir() else path.parent
     flags, evaluation = folder / "flags.json", folder / "evaluation" / "scores.json"
-    settings = json.loads(flags.read_text("utf-8")) if flags.exists() else start
-    evaluated = json.loads(evaluation.read_text("utf-8")) if evaluation.exists() else {"questions": {}, "scores": {}}
-    settings |= {
-        f"evaluation of {data}: {name}": value
-        for data, found in evaluated.get("settings", {}).items()
-        for name, value in found.items()
-        if name not in _OF_A_MODEL
-    }
-    scores = {
-        (data, measure): np.array(values)
-        for data, found in evaluated["scores"].items()
-        for measure, values in found.items()
-    }
+    try:
+        settings = dict(json.loads(flags.read_text("utf-8"))) if flags.exists() else start
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{flags} is not what cli.experiment writes; restore or remove it.") from error
+    evaluated: dict[str, Any] = {"questions": {}, "scores": {}}
+    try:
+        if evaluation.exists():
+            evaluated = json.loads(evaluation.read_text("utf-8"))
+        settings |= {
+            f"evaluation of {data}: {name}": value
+            for data, found in evaluated.get("settings", {}).items()
+            for name, value in found.items()
+            if name not in _OF_A_MODEL
+        }
+        scores = {
+            (data, measure): np.array(values, float)
+            for data, found in evaluated["scores"].items()
+            for measure, values in found.items()
+        }
+        questions = dict(evaluated["questions"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{evaluation} is not what cli.evaluate writes; restore or remove it.") from error
     for name in held_out_names(rows):
         after = before_and_after(rows, name)[1]
         if after is not None:
@@ -172,7 +189,7 @@ def _read(path: Path, rows: Rows) -> FoundRun:
     named = re.findall(r"seed[-_=]?(\d+)", str(path))  # as in OpenRLHF's folders, which say it nowhere else
     seed = start.get("seed", int(named[-1]) if named else None)
     differing = {name: value for name, value in settings.items() if name not in _OF_A_START}
-    return FoundRun(path, seed, rows, differing, scores, evaluated["questions"])
+    return FoundRun(path, seed, rows, differing, scores, questions)
 
 
 def _bases(runs: Runs, baseline: str) -> dict[str, str]:

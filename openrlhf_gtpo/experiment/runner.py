@@ -76,7 +76,7 @@ def run_all(grid: Grid) -> list[str]:
     failures: list[str] = []
     spent: dict[Path, float] = {}  # seconds of finished runs, whose files are read once
     console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=len(grid.runs))
 
@@ -95,7 +95,7 @@ def run_all(grid: Grid) -> list[str]:
                 if mine and not is_finished(run, grid):
                     finished = sum(is_finished(one, grid) for one in grid.runs)
                     text = f"{run}: {run.folder} ({finished} of {len(grid.runs)} runs are finished)"
-                    console.print(text, highlight=False, soft_wrap=True)
+                    console.print(text, markup=False, highlight=False, soft_wrap=True)
                     failures += _make(run, grid, partial(show, run))
                     show(run)
     return failures

@@ -12,6 +12,7 @@ from openrlhf_gtpo.planner.training_memory import (
     Training,
     activation_bytes,
     forward_bytes,
+    fp8_parameters,
     held_bytes,
     step_bytes,
 )
@@ -63,24 +64,32 @@ class Candidate:
         context = {"context": assumed.context_bytes}
         asleep = context | ({"vllm_asleep": assumed.asleep_bytes} if self.colocated else {})
         weights, caches = {"weights": held["weights"]}, {"fp8_caches": held["fp8_caches"]}
-        reference = {"reference": held["weights"]} if self.engines.workload.kl else {}
+        # A reference that stays on the device keeps its FP8 weights, of which it needs only the rows.
+        kept = held["weights"] + (0.0 if away else held["fp8_caches"] / 2)
+        reference = {"reference": kept} if self.engines.workload.kl else {}
         states = {} if away else {name: held[name] for name in ("gradients", "optimizer")} | caches
         resting = {} if away else reference
         loaded = {name: engine[name] for name in ("vllm_weights", "vllm_working")}
-        bucket = {"sync_bucket": 2.0 * SYNC_BUCKET}  # one is filled while the other is sent
+        # One bucket is filled while the other is sent. The embedding, or the head, has one of its own if it is larger;
+        # its parts are gathered and merged beside that.
+        largest, parts = 2.0 * training.shape.vocab_size * training.shape.hidden_size, 2 + 1 / training.tensor
+        buckets = SYNC_BUCKET + max(SYNC_BUCKET, largest) + (largest * parts if training.tensor > 1 else 0.0)
+        bucket = {"sync_bucket": buckets}
         beside_engine = weights | states | reference if self.colocated and not away else {}
         beside_trainer = context | resting | (loaded if self.colocated else {})  # the cache is asleep
         activations = {"activations": forward_bytes(training, stage)}
-        optimizer = {"optimizer": held["optimizer"]}
+        read = {"optimizer": held["optimizer"]}  # or written
+        if training.fp8 is not None and training.fp8.primary_weights:  # checkpoints hold these weights in bfloat16
+            read["bf16_copies"] = 2 * fp8_parameters(training, stage)
         made = {"gradients": held["gradients"], "optimizer": held["optimizer"] / 3}  # only the float32 weights
         # A checkpoint brings the moments after the gradients have left.
-        starting = max(made, optimizer, key=lambda parts: sum(parts.values())) if away else states
+        starting = max(made, read, key=lambda parts: sum(parts.values())) if away else states | read
         return {
             "start": asleep | weights | starting | reference,
             "forward": asleep | weights | states | caches | reference | activations,
             "train": asleep | resting | step_bytes(training, stage),
             "sync": beside_trainer | weights | states | bucket,
-            "save": beside_trainer | weights | states | optimizer,
+            "save": beside_trainer | weights | states | read,
             "rollout": context | loaded | {"kv_cache": max(0.0, engine["kv_cache"])} | beside_engine,
         }
 

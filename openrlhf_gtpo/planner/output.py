@@ -11,6 +11,7 @@ ALGORITHMS = ("gtpo", "grpo_s", "dapo", "grpo")
 LAUNCHER = "examples/scripts/train.sh"
 # Longer names for parts whose own names are unclear.
 _PARTS = {
+    "bf16_copies": "BF16 copies",
     "fp8_caches": "FP8 weights",
     "head": "LM head",
     "temporary": "other temporaries",

@@ -162,6 +162,15 @@ def _mlp(training: Training) -> float:
     return shape.experts_per_token * (kept + 4 * shape.hidden_size) + 8 * shape.num_experts
 
 
+def fp8_parameters(training: Training, stage: int) -> float:
+    """How many of a rank's parameters on ``stage`` are in matrix products in FP8."""
+    parts, fp8 = training.stage_parameters(stage), training.fp8
+    if fp8 is None:
+        return 0.0
+    covered = 1 - (fp8.layers_at_start_in_bf16 + fp8.layers_at_end_in_bf16) / training.shape.num_layers
+    return (parts["attention"] + parts.get("mlp", 0)) * covered
+
+
 def held_bytes(training: Training, stage: int) -> dict[str, float]:
     """Bytes held throughout training: ``weights`` (bfloat16 or FP8 primary), ``gradients`` (float32), ``optimizer``
     (float32 weights and AdamW's two moments) and ``fp8_caches``."""
@@ -172,12 +181,9 @@ def held_bytes(training: Training, stage: int) -> dict[str, float]:
     if training.distributed_optimizer:
         replicas = training.replicas
         shard = rest / replicas + experts * training.layout.expert_model_parallel_size / replicas
-    in_fp8 = of_fp8 = 0.0
-    if fp8 is not None:
-        covered = 1 - (fp8.layers_at_start_in_bf16 + fp8.layers_at_end_in_bf16) / training.shape.num_layers
-        in_fp8 = (parts["attention"] + parts.get("mlp", 0)) * covered
-        # Transformer Engine keeps a weight's rows and columns, a byte each: Hopper multiplies in only one orientation.
-        of_fp8 = in_fp8 * (1 if fp8.emulated else 2 * training.input_bytes)
+    in_fp8 = fp8_parameters(training, stage)
+    # Transformer Engine keeps a weight's rows and columns, a byte each: Hopper multiplies in only one orientation.
+    of_fp8 = in_fp8 * (1 if fp8 is None or fp8.emulated else 2 * training.input_bytes)
     primary = fp8 is not None and fp8.primary_weights
     return {
         "weights": 2.0 * (rest + experts - in_fp8) + of_fp8 if primary else 2.0 * (rest + experts),

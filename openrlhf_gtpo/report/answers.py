@@ -7,23 +7,12 @@ from statistics import fmean, stdev
 from typing import Any
 
 
-def pass_at_k(correct: int, answers: int, k: int) -> float:
-    """The chance that at least one of ``k`` answers, drawn from ``answers`` without replacement, is correct.
-
-    1 - C(n - c, k) / C(n, k), the unbiased estimate of arXiv 2107.03374, Eq. 1.
-
-    Raises:
-        ValueError: not 0 <= correct <= answers, or not 1 <= k <= answers.
-    """
-    if not 0 <= correct <= answers:
-        raise ValueError(f"Expected 0 <= correct <= {answers} answers, got {correct}.")
-    if not 1 <= k <= answers:
-        raise ValueError(f"Expected 1 <= k <= {answers} answers, got {k}.")
-    return 1 - math.comb(answers - correct, k) / math.comb(answers, k)
-
-
 def best_of(scores: Sequence[float], k: int) -> float:
-    """The mean best score of ``k`` answers, over all draws from ``scores`` without replacement."""
+    """The mean best score of ``k`` answers, over all draws from ``scores`` without replacement.
+
+    Of n scores that are 1 for c correct answers and 0 otherwise, it is pass@k, 1 - C(n - c, k) / C(n, k), the unbiased
+    estimate of arXiv 2107.03374, Eq. 1.
+    """
     ranked = enumerate(sorted(scores))
     return sum(math.comb(place, k - 1) * score for place, score in ranked) / math.comb(len(scores), k)
 
@@ -61,7 +50,7 @@ def per_question(questions: Sequence[Mapping[str, Any]]) -> dict[str, list[float
         k, correct = len(scores), [score >= 1 for score in scores]
         found[f"mean@{k}"].append(fmean(scores))
         for j in sorted({2**power for power in range(k.bit_length())} | {k}):
-            found[f"pass@{j}"].append(pass_at_k(sum(correct), k, j))
+            found[f"pass@{j}"].append(best_of(correct, j))
         found[f"best@{k}"].append(max(scores))
         if question["answers"] is not None:
             found[f"majority@{k}"].append(majority(question["answers"], correct))

@@ -27,11 +27,12 @@ class Phase(NamedTuple):
 
 
 _RESPONSE = "response tokens"
+_SAMPLED = "sampled tokens"  # response tokens where these are not known: in a replay and in older files
 _ALL = "prompt and response tokens"
 _PASSES = "prompt and response tokens, in every epoch"
 
 PHASES = {
-    "rollout": Phase(names.TIMING_GENERATION, _RESPONSE),
+    "rollout": Phase(names.TIMING_GENERATION, _SAMPLED),
     "old_log_probs": Phase(names.TIMING_OLD_LOG_PROBS, _ALL),
     "shaping": Phase(names.TIMING_ADVANTAGES, _RESPONSE),
     "train": Phase(names.TIMING_PPO_TRAIN, _PASSES),
@@ -94,7 +95,12 @@ def of_run(rows: Rows, setup: Setup) -> dict[str, Any]:
     """
     step_seconds = _mean(rows, names.TIMING_STEP_WALL)
     prompt, response = _mean(rows, names.TOKENS_PROMPT), _mean(rows, names.TOKENS_RESPONSE)
-    tokens = {_RESPONSE: response, _ALL: prompt + response, _PASSES: setup.epochs * (prompt + response)}
+    counts_sampled = all(is_number(row.get(names.TOKENS_SAMPLED)) for row in rows)
+    sampled = _mean(rows, names.TOKENS_SAMPLED) if counts_sampled else response
+    both = prompt + response
+    tokens = {_RESPONSE: response, _SAMPLED: sampled, _ALL: both, _PASSES: setup.epochs * both}
+    rollouts = setup.passes.get("rollout", 0) * (sampled / response if response else 1)
+    passes = {**setup.passes, "rollout": rollouts}
     known = all(is_number(row.get(names.FLOPS_FORWARD)) for row in rows)
     forward = _mean(rows, names.FLOPS_FORWARD) if known else None
 
@@ -110,12 +116,11 @@ def of_run(rows: Rows, setup: Setup) -> dict[str, Any]:
     # Log-probs that no model is asked for (0 passes) handle no tokens.
     handled = {name: tokens[phase.counted] * (setup.passes.get(name) != 0) for name, phase in PHASES.items()}
     phases = {
-        name: numbers(_mean(rows, phase.timing), handled[name], setup.passes.get(name, 0))
-        for name, phase in PHASES.items()
+        name: numbers(_mean(rows, phase.timing), handled[name], passes.get(name, 0)) for name, phase in PHASES.items()
     }
     idle = step_seconds - sum(phase["seconds"] for phase in phases.values())
     working = sum(phase["seconds"] * setup.busy.get(name, 0) for name, phase in phases.items())
-    phases[STEP] = numbers(step_seconds, tokens[_ALL], sum(setup.passes.values()))
+    phases[STEP] = numbers(step_seconds, tokens[_ALL], sum(passes.values()))
     return {
         "phases": phases,
         IDLE: {"seconds": idle, "share": idle / step_seconds, "gpu_share": 1 - working / (step_seconds * setup.gpus)},

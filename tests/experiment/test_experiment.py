@@ -1,6 +1,7 @@
 """Experiments: what a file asks for, what is refused, and what an interruption leaves."""
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 from openrlhf_gtpo.cli import experiment
 from openrlhf_gtpo.errors import UsageError
@@ -70,6 +72,7 @@ def test_flags_become_a_command_line() -> None:
         ({"baseline": "dapo"}, "the baseline 'dapo' is not among the methods gtpo, grpo"),
         ({"methods": {}}, "lacks methods"),
         ({"methods": {"../x": {}}}, "the name '../x' must be a folder name"),
+        ({"methods": {"_x": {}}}, "the name '_x' must be a folder name"),
         ({"methods": {"gtpo": {"train.seed": 3}}}, "methods.gtpo sets train.seed, which the experiment sets itself"),
         ({"flags": {"--a": 1}}, "write flags without dashes, a"),
         ({"flags": {"a": {"b": 1}}}, "flags.a must be text, a number, a list of them or true"),
@@ -188,6 +191,22 @@ def test_an_evaluation_of_one_method_does_not_end_the_experiment(file: Path) -> 
     assert "Runs: 1 gtpo." in page and f"left out: {file.parent / 'runs' / 'grpo' / 'seed-1'}" in page
 
 
+def test_the_page_shows_the_runs_that_the_file_asks_for(file: Path) -> None:
+    """As the table does, beside others in the same folder, even if only those were evaluated."""
+    asked = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump(asked | {"methods": {"gtpo": None, "grpo": None}}))
+    assert experiment.main([str(file)]) == 0
+    runs = file.parent / "runs"
+    scores = runs / "grpo" / "seed-1" / "evaluation" / "scores.json"
+    scores.parent.mkdir()
+    scores.write_text('{"questions": {"math": "digest"}, "scores": {"math": {"mean@1": [1.0, 0.0]}}}')
+    file.write_text(yaml.safe_dump(asked | {"seeds": [1, 2]}))
+    assert experiment.main([str(file)]) == 0
+    page = (runs / "report" / "index.html").read_text()
+    assert "Runs: 2 gtpo." in page and "grpo" not in page and "left out" not in page
+    assert "mean of 2" in (runs / "table.md").read_text()
+
+
 def starts(file: Path) -> list[str]:
     return (file.parent / "runs" / "gtpo" / "starts").read_text().split("\n")[:-1]
 
@@ -233,6 +252,22 @@ def test_a_run_that_fails_is_named_and_the_others_are_made(file: Path, capsys: A
     assert "/gtpo/seed-1/log): it said nothing\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("how", "status"), [("fail", 1), ("interrupt", 130)])
+def test_results_that_cannot_be_written_do_not_hide_how_runs_ended(
+    file: Path, how: str, status: int, capsys: Any
+) -> None:
+    table = file.parent / "runs" / "table.md"
+    table.mkdir(parents=True)
+    assert experiment.main([str(file)]) == 2 and "Is a directory" in capsys.readouterr().err
+    shutil.rmtree(file.parent / "runs" / "gtpo" / "seed-2")
+    (file.parent / "way").write_text(how)
+    assert experiment.main([str(file)]) == status
+    error = capsys.readouterr().err
+    assert f"experiment: [Errno 21] Is a directory: '{table}'\n" in error
+    last = {"fail": "gtpo, seed 2 ended with status 1 (", "interrupt": "interrupted; the same command resumes it.\n"}
+    assert f"experiment: {last[how]}" in error
+
+
 def test_an_error_of_the_folder_does_not_make_a_finished_run_an_unfinished_one(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -252,6 +287,19 @@ def test_an_error_of_the_folder_does_not_make_a_finished_run_an_unfinished_one(
     with pytest.raises(OSError, match="Stale file handle"):
         runner._make(grid.runs[0], grid, lambda: False)
     assert len(starts(file)) == 3 and (grid.runs[0].folder / "model").exists()
+
+
+def test_brackets_in_a_folder_and_a_data_source_are_shown_as_they_are(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in, shown = file.parent / "stand_in.py", io.StringIO()
+    stand_in.write_text(stand_in.read_text().replace("eval_task_", "eval_task[/hard]_"))
+    folder = file.parent / "runs [b]"
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"output": str(folder)}))
+    monkeypatch.setattr(runner, "Console", lambda stderr: Console(file=shown, force_terminal=True, width=200))
+    assert experiment.main([str(file)]) == 0
+    assert f"gtpo, seed 1: {folder}/gtpo/seed-1 (0 of 3 runs are finished)" in shown.getvalue()
+    assert "gtpo, seed 3: step 1  held-out reward task[/hard] 0.750" in shown.getvalue()
 
 
 def test_a_run_took_as_long_as_it_ran() -> None:

@@ -152,7 +152,12 @@ def test_what_cannot_be_reported_is_one_sentence(tmp_path: Path, capsys: pytest.
     other = write_run(tmp_path / "other", 1, 0.0)
     scores = other / "evaluation" / "scores.json"
     scores.write_text(scores.read_text().replace("digest", "another"))
+    study = write_study(tmp_path / "study", {"gtpo": 0.0}, seeds=2)
+    scores, flags = study / "gtpo" / "seed-2" / "evaluation" / "scores.json", study / "gtpo" / "seed-1" / "flags.json"
+    flags.write_text(flags.read_text()[:-1])
     cases = {
+        "Legends leave out a label that begins with _, such as '_x'; name it otherwise.": [f"_x={one}"],
+        f"{flags} is not what cli.experiment writes; restore or remove it.": [study],
         "cannot read metrics from": [f"gtpo={tmp_path / 'empty'}"],
         "is not an experiment's folder; name a run as LABEL=": [tmp_path / "empty"],
         f"gtpo has seed 1 twice, in {one} and {two}": [f"gtpo={one}", f"gtpo={two}"],
@@ -164,3 +169,18 @@ def test_what_cannot_be_reported_is_one_sentence(tmp_path: Path, capsys: pytest.
         error = capsys.readouterr().err
         assert sentence in error and error.count("\n") == 1
         assert not (tmp_path / "out").exists()
+    flags.write_text("{}")
+    for text in (
+        '{"sco',
+        "[]",
+        "7",
+        "{}",
+        '{"scores": {}}',
+        '{"questions": {}, "scores": {"math": 1}}',
+        '{"scores": []}',
+    ):
+        scores.write_text(text)
+        for arguments in ([study], [f"gtpo={scores.parents[1]}"]):
+            assert page(*arguments, "--output", tmp_path / "out") == 2
+            sentence = f"{scores} is not what cli.evaluate writes; restore or remove it.\n"
+            assert capsys.readouterr().err == f"report page: {sentence}"

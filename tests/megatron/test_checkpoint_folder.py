@@ -122,6 +122,24 @@ def test_a_crash_between_the_renames_of_a_replacement(tmp_path: Path, monkeypatc
     assert tags(tmp_path) == ["t0", "t1"]
 
 
+def test_a_crash_while_the_replaced_one_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its manifest may be the first file to go."""
+
+    def crash(path: Path) -> None:
+        (path / "checkpoint.json").unlink()
+        raise KeyboardInterrupt
+
+    write(tmp_path, "t0", content=b"a")
+    monkeypatch.setattr(checkpoint_folder.shutil, "rmtree", crash)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, "t0", content=b"b")
+    monkeypatch.undo()
+    write(tmp_path, "t1")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["t0", "t1"]
+    write(tmp_path, "t0", content=b"c")
+    assert (tmp_path / "t0" / "shard").read_bytes() == b"c" * 10
+
+
 def test_a_path_may_be_a_checkpoint_or_the_folder_of_several(tmp_path: Path) -> None:
     write(tmp_path, "t0"), write(tmp_path, "t1")
     assert checkpoint_folder.resolve(tmp_path) == tmp_path / "t1"

@@ -87,8 +87,8 @@ def test_layers_in_bf16() -> None:
     assert "leave none of this model's 64 layers" in refusal(
         Fp8Options("emulated", "delayed", 60, 4), model(), Layout()
     )
-    assert "use tensorwise or blockwise" in refusal(Fp8Options("hybrid", "delayed", 1), model(), Layout())
-    check_fp8(Fp8Options("emulated", "delayed", 1), model(), Layout(), cuda=False)
+    for mode in ("hybrid", "emulated"):  # whose scales would be in only some of the layers that Megatron saves as one
+        assert "use tensorwise or blockwise" in refusal(Fp8Options(mode, "delayed", 1), model(), Layout())
 
 
 @pytest.mark.parametrize(

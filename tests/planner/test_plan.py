@@ -18,7 +18,7 @@ from openrlhf_gtpo.cli import plan
 from openrlhf_gtpo.errors import SettingError
 from openrlhf_gtpo.model_shape import PRESETS
 from openrlhf_gtpo.planner.assumptions import Assumptions
-from openrlhf_gtpo.planner.candidate import Candidate
+from openrlhf_gtpo.planner.candidate import SYNC_BUCKET, Candidate
 from openrlhf_gtpo.planner.cluster import parse_cluster
 from openrlhf_gtpo.planner.output import details, ranking, trainer_flags
 from openrlhf_gtpo.planner.plan import Request, candidates, planned_config, smallest_cluster
@@ -261,6 +261,26 @@ def test_start_and_save_are_planned_for() -> None:
     staying = one(replace(eight, offload=False)).memory
     parts = {"weights", "reference", "gradients", "optimizer"}
     assert all(parts <= phase.keys() for phase in staying.values()), "in every phase"
+
+
+def test_what_fp8_keeps_twice_is_planned_for() -> None:
+    """The rows of a reference that stays on the device, and BF16 copies of primary weights for a checkpoint."""
+    eight = replace(request("7b", 8, replace(WORK, kl=True), **FIXED), offload=False)
+    bf16, cached = one(eight).memory, one(replace(eight, fp8="hybrid", fp8_recipe="tensorwise")).memory
+    rows = cached["save"]["reference"] - bf16["save"]["reference"]
+    assert rows == pytest.approx(cached["forward"]["fp8_caches"] / 2) and rows > 0
+    primary = one(replace(eight, fp8="hybrid", fp8_recipe="tensorwise", fp8_param=True)).memory
+    for phase in ("start", "save"):
+        assert primary[phase]["bf16_copies"] == pytest.approx(2 * rows) and "bf16_copies" not in cached[phase]
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_an_embedding_larger_than_a_bucket_has_one_of_its_own(tensor: int) -> None:
+    found = one(request("7b", 8, WORK, **FIXED | {"tensor": tensor}))
+    size = 2.0 * found.training.shape.vocab_size * found.training.shape.hidden_size
+    assert size > SYNC_BUCKET
+    beside = {1: 0.0, 2: 2.5}[tensor] * size
+    assert found.memory["sync"]["sync_bucket"] == size + SYNC_BUCKET + beside
 
 
 def test_host_memory_of_a_node(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from statistics import fmean, stdev
 
 import pytest
 
-from openrlhf_gtpo.report.answers import majority, pass_at_k, per_question, summarize, table
+from openrlhf_gtpo.report.answers import best_of, majority, per_question, summarize, table
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 9])
@@ -15,19 +15,19 @@ def test_pass_at_k_is_the_share_of_draws_with_a_correct_answer(n: int) -> None:
         right = [True] * correct + [False] * (n - correct)
         for k in range(1, n + 1):
             draws = [any(draw) for draw in combinations(right, k)]
-            assert pass_at_k(correct, n, k) == pytest.approx(fmean(draws), abs=1e-15)
+            assert best_of(right, k) == pytest.approx(fmean(draws), abs=1e-15)
+
+
+def test_the_best_of_k_is_a_mean_over_draws() -> None:
+    scores = [0.25, 1.0, 0.0, 0.5, 0.5]
+    for k in range(1, 6):
+        assert best_of(scores, k) == pytest.approx(fmean(map(max, combinations(scores, k))), rel=1e-15)
 
 
 def test_pass_at_k_stays_exact_for_many_answers() -> None:
     # 1 - prod (1 - k / i) over i = n - c + 1 … n, the closed form of arXiv 2107.03374
     product = math.prod(1 - 256 / i for i in range(1024 - 3 + 1, 1025))
-    assert pass_at_k(3, 1024, 256) == pytest.approx(1 - product, rel=1e-12)
-
-
-@pytest.mark.parametrize("arguments", [(-1, 4, 1), (5, 4, 1), (1, 4, 0), (1, 4, 5)])
-def test_pass_at_k_refuses_what_is_no_count(arguments: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="Expected"):
-        pass_at_k(*arguments)
+    assert best_of([True] * 3 + [False] * 1021, 256) == pytest.approx(1 - product, rel=1e-12)
 
 
 @pytest.mark.parametrize(

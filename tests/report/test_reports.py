@@ -207,6 +207,11 @@ def test_a_folder_gets_its_curves(tmp_path, capsys):
         (["compare", "{tmp}/a.jsonl"], "is not LABEL=FILE: write it as gtpo="),
         (["compare", "gtpo="], "is not LABEL=FILE"),
         (
+            ["compare", "_a={tmp}/a.jsonl"],
+            "Legends leave out a label that begins with _, such as '_a'; name it otherwise.",
+        ),
+        (["compare", "gtpo={tmp}/a.jsonl", "gtpo={tmp}/./a.jsonl"], "gtpo has {tmp}/./a.jsonl twice; name it once."),
+        (
             ["compare", "gtpo={tmp}/a.jsonl", "--png", "{tmp}/x", "--markdown", "{tmp}/x"],
             "--markdown are both {tmp}/x",
         ),

@@ -72,6 +72,18 @@ def test_every_phase_by_hand():
     assert run["peak_memory_gib"] == {"actor/ppo_train": 2.5}
 
 
+def test_a_rollout_counts_all_that_was_sampled():
+    """Dynamic sampling has dropped two thirds of it, and other phases never see those; a replay does not say."""
+    kept, partly = (of_run([row(1), row(2, **more)], SETUP) for more in ({}, {names.TOKENS_SAMPLED: 500}))
+    assert kept == partly, "one of the steps does not say it"
+    found = of_run([row(1, **{names.TOKENS_SAMPLED: 100}), row(2, **{names.TOKENS_SAMPLED: 500})], SETUP)["phases"]
+    assert found["rollout"]["tokens"] == 300 and found["rollout"]["flops"] == 3e9
+    assert found["rollout"]["tokens_per_second_per_gpu"] == pytest.approx(300 / 4 / 4)
+    assert found["step"]["flops"] == sum(found[name]["flops"] for name in PHASES) == 11e9
+    same = [name for name in PHASES if name != "rollout"]
+    assert [found[name] for name in same] == [kept["phases"][name] for name in same]
+
+
 def test_log_probs_that_no_model_computes_have_seconds_and_no_rate():
     without = replace(SETUP, passes=SETUP.passes | {"old_log_probs": 0})
     runs = [of_run([row(1)], setup) for setup in (SETUP, without)]

@@ -200,6 +200,12 @@ def test_answers_that_other_weights_or_another_reward_have_scored_are_refused(
     shutil.copy(place / "task" / "eval.jsonl", tmp_path / "other.jsonl")
     assert evaluate.main(command(tmp_path, "out", **changed, **{"eval.dataset": tmp_path / "other.jsonl"})) == 2
     assert "has the scores of eval too, which this evaluation would drop" in capsys.readouterr().err
+    for text in ('{"sco', "[]", "{}"):
+        (tmp_path / "foreign").mkdir(exist_ok=True)
+        (tmp_path / "foreign" / "scores.json").write_text(text)
+        words = command(tmp_path, "foreign", **changed, **{"eval.dataset": tmp_path / "other.jsonl"})
+        assert evaluate.main(words) == 2
+        assert "foreign/scores.json is not what cli.evaluate writes; name another folder" in capsys.readouterr().err
     os.utime(weights, (1, 1))
     for change, sentence in (
         (lambda: None, "has answers with weights "),

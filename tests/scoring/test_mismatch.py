@@ -55,14 +55,21 @@ def rollout(model: Path, tmp_path: Path, ranks: RankPool, monkeypatch: pytest.Mo
     }
 
 
-def errors_of(rollout: dict[str, Any], model: Path, tmp_path: Path) -> dict[str, Any]:
+def errors_of(
+    rollout: dict[str, Any],
+    model: Path,
+    tmp_path: Path,
+    entropy: str = "sampler",
+    rows: tuple[int, ...] = (0, 1, 2, 3),
+) -> dict[str, Any]:
+    """The errors of a dump, which must be those of ``rows``."""
     dump = tmp_path / "step_000001.parquet"
     settings = {"step": 1, "estimator": "gtpo", "config": vars(GTPOConfig()), "temperature": 0.7}
-    write_dump(dump, settings | {"entropy": "sampler", "outcome_dtype": "float32", "batch_rows": 4}, rollout)
+    write_dump(dump, settings | {"entropy": entropy, "outcome_dtype": "float32", "batch_rows": 4}, rollout)
     out = tmp_path / "out.json"
     assert main(["mismatch", str(dump), "--model", str(model), "--json", str(out)]) == 0
     results = json.loads(out.read_text())
-    assert (results["rows"], results["tokens"]) == (4, sum(RESPONSES) - 2)
+    assert (results["rows"], results["tokens"]) == (len(rows), sum(rollout["mask"][row].sum() for row in rows))
     return results["candidates"]["rollout"]
 
 
@@ -72,13 +79,29 @@ def test_errors_are_those_that_were_made(
     errors = errors_of(rollout, model, tmp_path)
     # Batches of one row and of several round differently.
     assert errors["entropy_error_p99"] < 0.02 and errors["log_prob_error_p99"] < 0.05 and errors["sign_flips"] == 0
-    assert "credited by gtpo; log-probs and entropies of vLLM's sampler against" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "entropies of vLLM's sampler (or the actor, if the audit's gate was closed) against" in said
+    assert "left out" not in said
     exact = errors["entropy_error_mean"]
     rollout["entropy"] = [values + np.float32(0.25) for values in rollout["entropy"]]
     rollout["log_probs"] = [values - np.float32(0.5) for values in rollout["log_probs"]]
     errors = errors_of(rollout, model, tmp_path)
     assert abs(errors["entropy_error_mean"] - 0.25) <= exact + 1e-3
     assert abs(errors["log_prob_error_mean"] - 0.5) < 0.05
+
+
+def test_the_samplers_values_are_not_compared_in_rows_of_the_guide(
+    rollout: dict[str, Any], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They have the actor's. With ``--rollout.entropy actor`` all rows have, and all are compared."""
+    rollout["guided"] = [False, False, False, True]
+    rollout["entropy"][3] = rollout["entropy"][3] + np.float32(8)
+    errors = errors_of(rollout, model, tmp_path, rows=(0, 1, 2))
+    assert errors["entropy_error_p99"] < 0.02
+    assert "Rows of the guide, which the policy's sampler has not seen, are left out: 1." in capsys.readouterr().out
+    assert errors_of(rollout, model, tmp_path, entropy="actor")["entropy_error_p99"] > 7
+    said = capsys.readouterr().out
+    assert "entropies of the actor against" in said and "left out" not in said
 
 
 def test_a_dump_without_credit_or_of_other_tokens_is_refused(

@@ -201,6 +201,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         else:
             batch.check_finite()
             if exact is not None:
+                assert batch.values is not None
                 exact_rows = batch.in_rows(exact)
                 audit = self.audit.compare(batch, exact_rows, self.credit)
                 if self.audit.closed:

@@ -228,7 +228,7 @@ def load_checkpoint(path: Path, target: Trainer | LoadedModel) -> dict[str, Any]
     """Load one checkpoint into a trainer, or its weights into a model (collective); return the saved client state.
 
     With the layout and number of processes that it was written with, training goes on bit for bit; with others, the
-    random states stay as they are.
+    random states stay as they are. Of Transformer Engine's delayed scales it has only the first replica's.
 
     Raises:
         CheckpointError: it is missing, damaged or of another model; nothing has changed.

@@ -248,7 +248,7 @@ def begin(target: Path, *, whole_folder: bool) -> Path:
             # A crash left an earlier checkpoint beside its place: it goes back, unless its successor is there.
             place = path.with_name(path.name.removesuffix(_REPLACED))
             if place.exists():
-                shutil.rmtree(path)
+                _remove(path)
             else:
                 path.rename(place)
     temporary = _unfinished(target)
@@ -289,7 +289,7 @@ def publish(temporary: Path, target: Path) -> None:
     temporary.rename(target)
     sync(target.parent)
     if replaced.exists():
-        shutil.rmtree(replaced)
+        _remove(replaced)
 
 
 def set_latest(folder: Path, tag: str) -> None:

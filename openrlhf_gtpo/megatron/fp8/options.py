@@ -176,7 +176,7 @@ def _check_bf16_layers(options: Fp8Options, layers: int, layout: Layout) -> None
             f"$num_layers_at_start_in_bf16 {start} and $num_layers_at_end_in_bf16 {end} leave none "
             f"of this model's {layers} layers in FP8; leave $fp8 out."
         )
-    if options.recipe == "delayed" and start + end > 0 and not options.emulated:
+    if options.recipe == "delayed" and start + end > 0:
         raise LayoutError(
             "$fp8_recipe delayed cannot leave layers in BF16 (Transformer Engine reduces its scales over all "
             "of them); use tensorwise or blockwise."
