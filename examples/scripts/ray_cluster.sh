@@ -71,7 +71,7 @@ show_step() {
 # start LOG NODE COMMAND   a step in the background; its process is $!
 start() {
     step_words "$2" bash -c "$3"
-    "${step[@]}" >>"$1" 2>&1 &
+    "${step[@]}" >>"$1" 2>&1 9>&- & # without the job's lock
 }
 
 # The command that the node names[$1] runs.
@@ -153,6 +153,7 @@ run_on_cluster() {
     # Written before the nodes, which read it, start: Ray's open ports answer only to this token.
     (umask 077 && head -c 32 /dev/urandom | od -An -vtx1 | tr -d ' \n' >"$token")
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$token"
+    unset RAY_AUTH_TOKEN # which Ray would prefer
 
     for i in "${!names[@]}"; do
         start "$logs/${names[i]}.log" "${names[i]}" "$(node_command "$i")"
@@ -175,6 +176,8 @@ run_on_cluster() {
         if ! running "$trainer"; then
             status=0
             wait "$trainer" || status=$?
+            # `ray job submit` also ends with 0 if the job was stopped, or still runs when its log ends.
+            ((status != 0)) || ! grep -aqE "Job '[^']+' was stopped|Status for job '" "$logs/train.log" || status=1
             ((status == 0)) || explain
         fi
     fi

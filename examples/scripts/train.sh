@@ -109,7 +109,7 @@ RECOMPUTE="${RECOMPUTE:-none}"         # selective (the MLP) and full need less 
 MAX_TOKENS_PER_GPU="${MAX_TOKENS_PER_GPU:-12288}"
 VLLM_ENGINES="${VLLM_ENGINES:-}"       # default: colocated, as many as fill the GPUs; split, 4
 VLLM_TENSOR_PARALLEL="${VLLM_TENSOR_PARALLEL:-2}"
-VLLM_GPU_MEMORY="${VLLM_GPU_MEMORY:-0.6}"
+VLLM_GPU_MEMORY="${VLLM_GPU_MEMORY:-}" # default: split, 0.9; colocated, 0.6, or 0.4 beside a guide, whose engines take as much
 VLLM_MAX_NUM_SEQS="${VLLM_MAX_NUM_SEQS:-1024}" # responses that an engine decodes at once (vLLM's own: 128); as planned
 VLLM_MAX_NUM_BATCHED_TOKENS="${VLLM_MAX_NUM_BATCHED_TOKENS:-8192}" # and tokens in a step, including prompts (2048)
 
@@ -133,6 +133,8 @@ check_counts NODES GPUS_PER_NODE TENSOR_PARALLEL PIPELINE_PARALLEL CONTEXT_PARAL
 [[ "$PLACEMENT" != colocated ]] || : "${VLLM_ENGINES:=$((NODES * GPUS_PER_NODE / VLLM_TENSOR_PARALLEL))}"
 [[ "${VLLM_ENGINES:=4}" != 0 ]] || VLLM_ENGINES=1 # the trainer says that an engine has too few GPUs
 check_counts VLLM_ENGINES
+if [[ "$PLACEMENT" == split ]]; then : "${VLLM_GPU_MEMORY:=0.9}"; elif [[ -n "$GUIDE" ]]; then : "${VLLM_GPU_MEMORY:=0.4}"; fi
+: "${VLLM_GPU_MEMORY:=0.6}"
 for variable in GUIDE_STEPS RESCUE_BATCH FP8_AUDIT_STEPS; do
     [[ "${!variable}" =~ ^[0-9]{1,9}$ ]] || refuse "$variable is '${!variable}'; it must be a number from 0 to 999999999."
 done

@@ -71,6 +71,7 @@ root="${ROOT:-${SLURM_SUBMIT_DIR:-$(pwd)}}"
 [[ -f "$root/examples/scripts/ray_cluster.sh" ]] ||
     refuse "$root is not the project's root; call sbatch from the root, or set ROOT to it."
 cd "$root"
+[[ "$LAUNCHER" != */presets/*.sh ]] || LAUNCHER="$(basename "$LAUNCHER" .sh)"
 launcher=(bash "$LAUNCHER")
 if [[ -f "examples/scripts/presets/$LAUNCHER.sh" ]]; then
     launcher=(bash examples/scripts/train.sh "$LAUNCHER")
@@ -88,6 +89,7 @@ done
 # shellcheck source=examples/scripts/ray_cluster.sh
 source examples/scripts/ray_cluster.sh
 variant="${ALGORITHM:+-$ALGORITHM}${SURROGATE:+-$SURROGATE}"
+[[ " $LAUNCHER_FLAGS " != *" --cpu "* ]] || variant+=-cpu # as train.sh, which the OUTPUT exported here overrules
 OUTPUT="$(realpath -m "${OUTPUT:-runs/$(basename "$LAUNCHER" .sh)$variant}")"
 export OUTPUT
 mounts="$root,$OUTPUT${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
@@ -101,9 +103,8 @@ else
     [[ -n "${SLURM_JOB_ID:-}" ]] || refuse "this is a batch script: sbatch $0, or bash $0 --dry-run to look at it."
     unset SLURM_EXPORT_ENV # of sbatch --export=…: srun would keep from its steps what is exported below
     mapfile -t names < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-    gpus="${SLURM_GPUS:-}" gpus="${gpus##*:}" # of sbatch --gpus, which may deal them out unevenly
-    [[ ! "$gpus" =~ ^[0-9]+$ ]] || ((gpus == ${#names[@]} * ${SLURM_GPUS_ON_NODE:-0})) ||
-        refuse "SLURM_GPUS=$SLURM_GPUS are not ${SLURM_GPUS_ON_NODE:-0} on each of ${#names[@]} nodes, as ${names[0]} has; ask for them with --gpus-per-node."
+    [[ -z "${SLURM_GPUS:-}" ]] || # every srun would ask for all of them on its one node
+        refuse "sbatch --gpus=$SLURM_GPUS deals out the GPUs of all nodes together; ask for those of each with --gpus-per-node."
     find_addresses "$INTERFACE"
 fi
 attempt="${SLURM_RESTART_COUNT:-0}"
@@ -129,6 +130,8 @@ if $dry_run; then
 fi
 
 mkdir -p "$logs" || refuse "OUTPUT=$OUTPUT cannot be made."
+exec 9>"$OUTPUT/slurm/lock" # until this job ends: another one, or another task of its array, would train into the same files
+flock --nonblock --conflict-exit-code 75 9 || (($? != 75)) || refuse "another job trains in OUTPUT=$OUTPUT; give this one its own, or wait for that one."
 say "job $SLURM_JOB_ID, attempt $((attempt + 1)), on ${names[*]}; logs: $logs"
 run_on_cluster # sets status, and lost, stopping or cancelled if that is why it ended
 case "$(what_next)" in

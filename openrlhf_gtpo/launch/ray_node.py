@@ -85,7 +85,8 @@ def with_token(environment: Mapping[str, str], token: Path | None) -> dict[str, 
     """A copy of ``environment`` in which Ray, which listens on every interface, requires the token."""
     if token is None:
         return dict(environment)
-    return {**environment, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token.absolute())}
+    others = {name: value for name, value in environment.items() if name != "RAY_AUTH_TOKEN"}  # Ray would prefer it
+    return {**others, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token.absolute())}
 
 
 def close_own_ray(environment: MutableMapping[str, str]) -> None:

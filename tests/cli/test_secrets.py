@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from openrlhf_gtpo.cli import hide_key
+from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line import upstream_parser
 from openrlhf_gtpo.launch.ray_node import close_own_ray
 
@@ -61,6 +62,9 @@ def test_the_environments_key_reaches_a_tracker_on_another_host(monkeypatch: pyt
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     assert upstream_parser.parse([*RUN, "--logger.wandb.key", "WANDB_API_KEY"]).logger.wandb.key == KEY
     assert upstream_parser.parse(RUN).logger.wandb.key is None
+    monkeypatch.delenv("WANDB_API_KEY")
+    with pytest.raises(UsageError, match="takes the key from that variable, which is not set here; export it where"):
+        upstream_parser.parse([*RUN, "--logger.wandb.key", "WANDB_API_KEY"])
 
 
 def test_a_benchmark_has_no_key_in_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

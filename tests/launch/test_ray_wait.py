@@ -125,7 +125,8 @@ def test_only_the_user_reads_the_secret_and_it_is_made_once(tmp_path: Path) -> N
     secret = path.read_text()
     make_token(path)
     assert path.read_text() == secret and len(secret) == 64 and path.stat().st_mode & 0o077 == 0
-    assert with_token({"A": "b"}, path) == {"A": "b", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
+    with_path = {"A": "b", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
+    assert with_token({"A": "b", "RAY_AUTH_TOKEN": "which Ray would prefer"}, path) == with_path
     assert with_token({"A": "b"}, None) == {"A": "b"}
 
 

@@ -321,6 +321,11 @@ def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:
     values = vars(args)  # by flag
     if values["logger.wandb.key"]:  # the trackers of a cluster do not have this process's environment
         values["logger.wandb.key"] = Secret(os.environ.get("WANDB_API_KEY") or values["logger.wandb.key"])
+        if values["logger.wandb.key"] == "WANDB_API_KEY":
+            raise UsageError(
+                "--logger.wandb.key WANDB_API_KEY takes the key from that variable, which is not set here; export it "
+                "where the trainer runs (on a Ray cluster, before its head starts)."
+            )
     if "actor.eps_clip" in given:
         given |= {"actor.eps_clip_low_high"}  # OpenRLHF takes its one value for both bounds
     preset = values["algo.preset"]
