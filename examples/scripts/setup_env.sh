@@ -118,6 +118,9 @@ check_host() {
     [[ "$(uname -sm)" == "Linux x86_64" ]] ||
         refuse "${lock#"$root/"} is for Linux on x86-64; this is $(uname -sm)."
 
+    local special="[][[:space:]\"'\\\$\`&;()<>|*?{}#~!^]"
+    [[ ! "$root" =~ $special ]] ||
+        refuse "$root has blanks or other special characters, and from there Ray cannot start its workers: move the project."
     python="$(find_python)"
     [[ -n "$python" ]] || ! $cuda || refuse "Python 3.12 was not found on PATH, and requirements/cuda.lock is for no other version:" \
         "load or install it (module load python/3.12, uv python install 3.12, Ubuntu 24.04: apt-get install python3-venv python3-dev)."

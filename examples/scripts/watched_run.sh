@@ -24,7 +24,7 @@ run_watched() {
         printf '[%s] stopped; %s goes on from the last checkpoint.\n' "$name" "$how" >&2
         exit "$stopped"
     elif ((status != 0)); then
-        tail -c "+$((logged + 1))" "$log" | grep -E '^train_ppo_ray' >&2 || tail -n 20 "$log" >&2
+        tail -c "+$((logged + 1))" "$log" | grep -E '^train_ppo_ray' >&2 || tail -n 20 "$log" >&2 || true
         printf '[%s] training ended with exit code %s; the whole log: %s\n' "$name" "$status" "$log" >&2
         exit "$status"
     fi

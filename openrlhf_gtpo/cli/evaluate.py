@@ -63,7 +63,6 @@ def _evaluate(args: argparse.Namespace) -> None:
     check_openrlhf()
     flags = checked_flags(args)
     check_output("--output", args.output / "scores.json")
-    args.output.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as folder:
         model = args.model
         if not Path(model, "config.json").is_file():
@@ -85,6 +84,11 @@ def checked_flags(args: argparse.Namespace) -> dict[str, Any]:
 
     flags = {name: value for name, value in vars(args).items() if "." in name}
     check_ranges(flags)
+    longest, max_len = flags["rollout.max_new_tokens"], flags["data.max_len"]
+    if longest >= max_len:
+        raise UsageError(
+            f"Expected --rollout.max_new_tokens < --data.max_len {max_len}, for a prompt to fit, got {longest}."
+        )
     if not flags["eval.temperature"] and flags["eval.n_samples_per_prompt"] > 1:  # vLLM refuses this
         raise UsageError("With --eval.temperature 0 every answer is the same; give --eval.n_samples_per_prompt 1.")
     if flags["data.apply_chat_template"] and flags["data.input_template"]:
@@ -122,6 +126,7 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
     from openrlhf_gtpo.scoring.answers import answer, load_engine, questions_of, read_answers
 
     run, tokenizer, reward = checked_inputs(flags, model)
+    source = flags["reward.remote_url"]
     sets = [name.strip() for name in flags["eval.dataset"].split(",")]
     places = [Path(name.partition("@")[0]) for name in sets]
     paths = [args.output / f"{place.stem if place.is_file() else place.name}.jsonl" for place in places]
@@ -151,14 +156,15 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
             "max_tokens": flags["rollout.max_new_tokens"],
             "max_len": flags["data.max_len"],
             "seed": flags["train.seed"],
-            "reward": _digest(Path(flags["reward.remote_url"]).read_text("utf-8")),
+            "reward": _digest(Path(source).read_text("utf-8")),
         }
         work[path] = questions, settings, read_answers(path, settings)
+    args.output.mkdir(parents=True, exist_ok=True)
     engine = None
     if any(len(rows) < len(questions) for questions, _, rows in work.values()):
         engine = load_engine(model, flags)
     scores = {
-        path.stem: per_question(answer(engine, questions, rows, reward, answer_of, path, settings))
+        path.stem: per_question(answer(engine, questions, rows, reward, answer_of, source, path, settings))
         for path, (questions, settings, rows) in work.items()
     }
     used = {path.stem: settings for path, (_, settings, _) in work.items()}

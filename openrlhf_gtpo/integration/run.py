@@ -24,7 +24,7 @@ def train(args: SimpleNamespace) -> None:
     Raises:
         UsageError: a mistake by the user, found before any engine starts.
         TrainingStopped: data that must not be learned from, or a checkpoint that cannot be written.
-        Restartable: a process or a node died.
+        Restartable: a process or a node died, or Ray did not start.
         StoppedOnRequest: the run was asked to stop, and can be resumed.
     """
     stop.prepare(args)
@@ -68,7 +68,7 @@ def check(args: SimpleNamespace) -> None:
         replay.check(args)
     check_weights_fit(args.actor.model_name_or_path, "--actor.model_name_or_path")
     check_room(args)
-    host.check_ray_address()
+    host.check_ray()
 
 
 def run(args: SimpleNamespace) -> None:

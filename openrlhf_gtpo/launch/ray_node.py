@@ -5,6 +5,7 @@ import resource
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -31,6 +32,11 @@ _PATIENCE = {
     "RAY_py_gcs_connect_timeout_s": "600",
     "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "600",
 }
+
+# How often a node is started until it lives. Ray gives its agents, Python that imports much, 15 s each time, which a
+# cold disk or a busy host may take longer than (https://github.com/ray-project/ray/issues/65983, which ends this).
+_STARTS = 3
+_AGENT_WAS_SLOW = b"Timed out waiting for file"
 
 # Seconds without a connection to the head. Ray would go on for a minute after its death, and nobody restarts it.
 _HEAD_IS_GONE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3"}
@@ -101,7 +107,8 @@ def close_own_ray(environment: MutableMapping[str, str]) -> None:
 
 
 def run_node(node: Node, token: Path | None, logs: Path | None) -> int:
-    """Run this node until Ray or a signal ends it; returns the exit status. Its processes may open many files.
+    """Run this node until Ray or a signal ends it; returns the exit status. A node whose agent was too slow for Ray is
+    started again. Its processes may open many files.
 
     Args:
         token: the cluster's secret; None leaves the cluster open.
@@ -115,12 +122,19 @@ def run_node(node: Node, token: Path | None, logs: Path | None) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once Ray has ended, as a job script repeats its request
     try:
-        with tempfile.TemporaryDirectory(prefix="ray", dir=node.temporary, ignore_cleanup_errors=True) as folder:
-            environment = {**_NO_METRICS_SERVERS, **_PATIENCE, **with_token(os.environ, token)}
-            status = run_and_clear(node.command(Path(folder)), environment)
-            session = Path(folder, "session_latest", "logs")
-            if logs is not None and session.is_dir():
-                shutil.copytree(session, logs, dirs_exist_ok=True, ignore_dangling_symlinks=True)
-            return status
+        environment = {**_NO_METRICS_SERVERS, **_PATIENCE, **with_token(os.environ, token)}
+        starts = 0
+        while True:
+            with tempfile.TemporaryDirectory(prefix="ray", dir=node.temporary, ignore_cleanup_errors=True) as folder:
+                status = run_and_clear(node.command(Path(folder)), environment)
+                session = Path(folder, "session_latest", "logs")
+                if logs is not None and session.is_dir():
+                    shutil.copytree(session, logs, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+                said = session / "raylet.err"
+                slow = status == 1 and said.is_file() and _AGENT_WAS_SLOW in said.read_bytes()
+            starts += 1
+            if not slow or starts == _STARTS:
+                return status
+            print(f"Node {node.name}: Ray's agent took more than 15 s to start; trying again.", file=sys.stderr)
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -12,9 +12,9 @@ from openrlhf_gtpo.report.metrics import Rows, before_and_after, datasource_of, 
 
 
 def print_run_summary(metrics: Rows, console: Console | None = None) -> None:
-    """Print tables: held-out reward before, after and change; metrics of the first and last step; seconds and tokens/s
-    of a step by phase; then the run's warnings, one per line. Without a terminal, rich leaves out colors and the lines
-    are plain text."""
+    """Print tables: held-out reward before, after and change; metrics of the first and last step, or of the
+    nearest that has them; seconds and tokens/s of a step by phase; then the run's warnings, one per line. Without a
+    terminal, rich leaves out colors and the lines are plain text."""
     console = console or Console()
     held_out = _table("Held-out reward ± standard error", "task", "before", "after", "change", "evaluations")
     for name in held_out_names(metrics):
@@ -26,12 +26,15 @@ def print_run_summary(metrics: Rows, console: Console | None = None) -> None:
     if not held_out.rows:
         held_out.add_row("no evaluation in this run", "-", "-", "-", "0")
 
+    steps = [row for row in metrics if row["kind"] == names.KIND_TRAIN]
     training = _table(f"Training: {_last_step(metrics)} steps", "metric", "first step", "last step")
     audit = (names.FP8_ENTROPY_ERROR, names.FP8_SIGN_FLIPS, *names.SAMPLER_AUDIT.values())
     for name in (names.REWARD_MEAN, names.ENTROPY_ALL, names.RESPONSE_LENGTH_MEAN, *audit):
-        values = series(metrics, names.KIND_TRAIN, name)[1]
-        if values:
-            training.add_row(name, f"{values[0]:.3f}", f"{values[-1]:.3f}")
+        points = list(zip(*series(metrics, names.KIND_TRAIN, name)))
+        if points:  # an audit's need not be those of the run's first and last step
+            ends = zip((points[0], points[-1]), (steps[0], steps[-1]))
+            shown = (f"{value:.3f}" + (f" (step {at})" if at != row["step"] else "") for (at, value), row in ends)
+            training.add_row(name, *shown)
 
     # Medians: the first step warms up caches and would distort a mean.
     timing = _table("Time per step (median)", "phase", "seconds", "share", "tokens/s")
@@ -45,7 +48,6 @@ def print_run_summary(metrics: Rows, console: Console | None = None) -> None:
             timing.add_row(phase.replace("_", " "), f"{median(seconds):.2f}", share, rate)
     console.print(held_out, "", training, "", timing)
 
-    steps = [row for row in metrics if row["kind"] == names.KIND_TRAIN]
     for name in sorted({name for row in steps for name in row if name.startswith(names.WARNING_PREFIX)}):
         warned = [row for row in steps if name in row]
         text = f"Warning in {len(warned)} of {len(steps)} steps, last in step {warned[-1]['step']}: {warned[-1][name]}"

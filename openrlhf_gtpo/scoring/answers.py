@@ -5,7 +5,6 @@ an interruption left behind is continued where it ends.
 """
 
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -104,6 +103,7 @@ def answer(
     rows: list[dict[str, Any]],
     reward: Callable[..., Mapping[str, Any]],
     answer_of: Callable[..., str | None] | None,
+    source: str,
     path: Path,
     settings: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
@@ -115,6 +115,7 @@ def answer(
         rows: those that ``path`` already has (:func:`read_answers`); the new ones are appended.
         reward: OpenRLHF's ``reward_func``, called with one response at a time from threads.
         answer_of: from the same three lists, the answer as text for majority voting; None for no voting.
+        source: the file that both are from.
         settings: ``n``, ``temperature``, ``top_p``, ``max_tokens`` and ``seed``; each request's seed is made from
             ``seed``, and a new file begins with all settings.
 
@@ -124,7 +125,7 @@ def answer(
         or None; and ``answers`` or None.
 
     Raises:
-        TrainingStopped: the reward or ``answer_of`` raised, or a reward is not a finite number.
+        TrainingStopped: the reward or ``answer_of`` raised, or training would refuse what the reward returned.
     """
     with path.open("a", encoding="utf-8") as file, ThreadPoolExecutor() as threads:
         if not rows:
@@ -135,7 +136,7 @@ def answer(
                 batch = left[start : start + BATCH]
                 sampled = _sample(engine, batch, settings)
                 for (_, question), result in zip(batch, sampled, strict=True):
-                    row = _graded(engine, question, result, reward, answer_of, threads)
+                    row = _graded(engine, question, result, reward, answer_of, source, threads)
                     file.write(json.dumps(row) + "\n")
                     rows.append(row)
                 file.flush()
@@ -149,7 +150,8 @@ def _sample(engine: Any, batch: Sequence[Any], settings: Mapping[str, Any]) -> l
     from vllm import SamplingParams
 
     names = ("n", "temperature", "top_p", "max_tokens")
-    chosen = {name: settings[name] for name in names} | {"skip_special_tokens": False}
+    chosen = {name: settings[name] for name in names}
+    chosen |= {"skip_special_tokens": False, "min_tokens": 1}  # as in training
     if chosen["temperature"]:  # entropies come with these
         chosen |= {"logprobs": 0, "flat_logprobs": True}
     seeds = [int(np.random.SeedSequence([settings["seed"], number]).generate_state(1)[0]) for number, _ in batch]
@@ -168,21 +170,21 @@ def _graded(
     result: Any,
     reward: Callable[..., Mapping[str, Any]],
     answer_of: Callable[..., str | None] | None,
+    source: str,
     threads: ThreadPoolExecutor,
 ) -> dict[str, Any]:
+    from openrlhf_gtpo.integration.rollout.rewards import reason_of, reward_and_score
+
     (prompt, label), outputs, decode = question, result.outputs, engine.get_tokenizer().decode
     # As in training: an answer that is decoded alone may lose its first space.
     queries = [decode([*result.prompt_token_ids, *output.token_ids]) for output in outputs]
     try:
         results = threads.map(lambda query: reward([query], [prompt], [label]), queries)
-        scores = [float(np.asarray(result["rewards"], dtype=float).reshape(())) for result in results]
-        for score in scores:
-            if not math.isfinite(score):
-                raise ValueError(f"{score} is not a finite number")
+        scores = [reward_and_score(result)[0] for result in results]
         answers = answer_of and [answer_of([query], [prompt], [label]) for query in queries]
-    except Exception as error:  # the user's code
+    except (Exception, SystemExit) as error:  # the user's code
         raise TrainingStopped(
-            f"Could not grade an answer: {type(error).__name__}: {error}. Its question: {prompt!r}"
+            f"Could not grade an answer with {source}: {reason_of(error, source)}. Its question: {prompt!r}"
         ) from error
     return {
         "responses": [decode(output.token_ids) for output in outputs],

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from openrlhf.utils.agent import SingleTurnAgentExecutor
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.rollout.rewards import (
@@ -62,7 +63,7 @@ def test_one_number_may_come_as_a_list_or_a_tensor(tmp_path: Path, value: str) -
     assert (output["reward"], output["scores"]) == (0.5, 0.5)
 
 
-RETURNED_NONE = "it returned no 'rewards'"
+NO_REWARDS = "it returned no 'rewards'"
 
 
 @pytest.mark.parametrize(
@@ -72,10 +73,14 @@ RETURNED_NONE = "it returned no 'rewards'"
         ("raise ValueError('two\\nlines')", "ValueError: two lines ({file}, line 2)"),
         # Raised in the standard library; the line that a user can fix is the one that called it.
         ("import json; json.loads('')", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) ({file}, line 2)"),
-        ("return {}", RETURNED_NONE),
-        ("return None", RETURNED_NONE),
-        ("return {'scores': 1.0}", RETURNED_NONE),
-        ("return {'rewards': None}", RETURNED_NONE),
+        ("import sys; sys.exit(3)", "RuntimeError: it called sys.exit(3) ({file}, line 2)"),
+        ("return {}", NO_REWARDS),
+        ("return {'scores': 1.0}", NO_REWARDS),
+        ("return {'rewards': None}", NO_REWARDS),
+        ("return None", "it returned None, not a dict with 'rewards'"),
+        ("return 0.0", "it returned 0.0, not a dict with 'rewards'"),
+        ("return '1.0'", "it returned '1.0', not a dict with 'rewards'"),
+        ("return [1.0] * 1000", f"it returned {str([1.0] * 1000)[:200]}, not a dict with 'rewards'"),
         (
             "return {'rewards': [1.0, 0.0]}",
             "expected one finite number for the one response, got 'rewards' '[1.0, 0.0]'",
@@ -91,13 +96,14 @@ RETURNED_NONE = "it returned no 'rewards'"
     ],
 )
 def test_a_reward_that_fails_stops_the_run_with_the_reason_and_the_prompt(
-    tmp_path: Path, body: str, reason: str
+    tmp_path: Path, body: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "reward.py"
     with pytest.raises(TrainingStopped) as stopped:
         answer(executor(tmp_path, body))
     sentence = f"Could not get the reward of a response from {file}: {reason.format(file=file)}. Prompt: '2 + 2 = '"
     assert str(stopped.value) == sentence
+    assert "Failed to fetch reward" not in caplog.text  # upstream's line about each response
 
 
 def test_the_first_number_of_an_extra_log_is_logged(tmp_path: Path) -> None:
@@ -132,7 +138,8 @@ def test_a_reward_server_that_does_not_answer_is_named_with_its_error(monkeypatc
 def test_servers_that_take_turns_are_all_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Upstream does not say which of them it asked."""
     executor = StrictRewardExecutor(["http://a/", "http://b/"], Patience())
-    monkeypatch.setattr(executor, "_fetch_rewards_via_http", lambda *columns: asyncio.sleep(0, [{"rewards": None}]))
+    fetched = asyncio.sleep(0, [{"rewards": None}])
+    monkeypatch.setattr(SingleTurnAgentExecutor, "_fetch_rewards_via_http", lambda *columns: fetched)
     with pytest.raises(TrainingStopped, match="response from http://a/ or http://b/: it returned no 'rewards'"):
         answer(executor)
 

@@ -184,6 +184,26 @@ def test_a_node_keeps_rays_logs_and_nothing_else(tmp_path: Path) -> None:
     assert [path.name for path in temporary.iterdir()] == ["notes"]
 
 
+@pytest.mark.parametrize(("said", "starts"), [("Check failed: Timed out waiting for file /x", 3), ("no space", 1)])
+def test_a_node_whose_agent_was_slow_is_started_again(
+    said: str, starts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    folders: list[Path] = []
+
+    def run(command: list[str], environment: dict[str, str]) -> int:
+        [folder] = [Path(word.partition("=")[2]) for word in command if word.startswith("--temp-dir=")]
+        assert not any(earlier.exists() for earlier in folders)
+        folders.append(folder)
+        (folder / "session_latest" / "logs").mkdir(parents=True)
+        (folder / "session_latest" / "logs" / "raylet.err").write_text(said)
+        return 1
+
+    monkeypatch.setattr(ray_node, "run_and_clear", run)
+    assert ray_node.run_node(Node("n2", "127.0.0.1", "127.0.0.1:6379", 6379, tmp_path), None, None) == 1
+    assert len(folders) == starts
+    assert capsys.readouterr().err.count("Node n2: Ray's agent took more than 15 s to start") == starts - 1
+
+
 def test_a_job_script_may_repeat_its_request_to_end(tmp_path: Path) -> None:
     (tmp_path / "temporary").mkdir()
     ray = tmp_path / "ray"

@@ -162,14 +162,14 @@ def test_a_link_that_leads_nowhere_is_refused(bare_project, host):
 def test_a_copy_of_a_checkout_gets_an_environment_of_its_own(bare_project, tmp_path, host):
     assert run_setup_env(bare_project, **host).returncode == 0
     before = files(bare_project)
-    copy = shutil.copytree(bare_project, tmp_path / "a copy")
+    copy = shutil.copytree(bare_project, tmp_path / "copy-2")
     assert_made(run_setup_env(copy, **host), copy)
     assert files(bare_project) == before
 
 
 def test_a_moved_project_gets_a_new_environment(bare_project, tmp_path, host):
     assert run_setup_env(bare_project, **host).returncode == 0
-    moved = bare_project.rename(tmp_path / "moved & [renamed]")
+    moved = bare_project.rename(tmp_path / "moved+renamed,é")
     assert_made(run_setup_env(moved, **host), moved)
     assert_ready(moved, host)
 
@@ -350,6 +350,12 @@ def test_missing_compiler_is_one_sentence(bare_project):
     path = path_with_only(bare_project / "bin", "flock", "python3.11")
     assert_refused(run_setup_env(bare_project, PATH=path), "g++ was not found", "apt-get install g++")
     assert not (bare_project / ".venv").exists()
+
+
+@pytest.mark.parametrize("name", ["a b", "it's", "copy(1)", "[x]", "a\\b"])
+def test_a_path_that_rays_shell_takes_apart_is_refused(tmp_path, host, name):
+    root = add_project(tmp_path / "project").rename(tmp_path / name)
+    assert_refused(run_setup_env(root, **host), f"{root} has blanks or other special characters, and from there Ray")
 
 
 @made_by_setup_env

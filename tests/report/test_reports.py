@@ -112,6 +112,18 @@ def test_the_summary_has_the_change_and_the_median_time(tmp_path, capsys):
         assert any(all(cell in line for cell in cells) for line in out.splitlines()), cells
 
 
+def test_a_metric_that_an_end_of_the_run_lacks_has_its_step_beside_it(tmp_path, capsys):
+    """As an audit's, which only some steps have."""
+
+    def audits(kind, step):
+        return {names.FP8_SIGN_FLIPS: 0.01 * step} if step in (2, 3) else {}
+
+    assert main(["run", str(_run(tmp_path / "m.jsonl", more=audits))]) == 0
+    rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+    assert [names.FP8_SIGN_FLIPS, *"0.020 (step 2) 0.030 (step 3)".split()] in rows
+    assert [names.ENTROPY_ALL, "1.000", "0.250"] in rows
+
+
 def test_two_runs_in_one_file_are_two_runs_in_every_report(tmp_path, capsys):
     path = tmp_path / "m.jsonl"
     _run(path, steps=5, evaluations=((0, 0.2), (5, 0.9)))

@@ -46,6 +46,7 @@ class Engine:
         for prompt, param in zip(prompts, params, strict=True):
             text = Tokenizer().decode(prompt["prompt_token_ids"])
             self.asked.append(text)
+            assert param.min_tokens == 1  # as in training
             said = [text[-2], str(param.seed % 10)]
             flat = FlatLogprobs(ranks=[self.rank]) if param.logprobs == 0 else None
             outputs = [SimpleNamespace(token_ids=[ord(one)], finish_reason="stop", logprobs=flat) for one in said]
@@ -58,7 +59,8 @@ def reward(queries: list[str], prompts: list[str], labels: list[str]) -> dict[st
 
 
 def answer(engine: Engine, path: Path, grade: Any = reward, answer_of: Any = None) -> list[dict[str, Any]]:
-    return answers.answer(engine, QUESTIONS, answers.read_answers(path, SETTINGS), grade, answer_of, path, SETTINGS)
+    rows = answers.read_answers(path, SETTINGS)
+    return answers.answer(engine, QUESTIONS, rows, grade, answer_of, __file__, path, SETTINGS)
 
 
 def test_an_interrupted_evaluation_goes_on_with_the_questions_that_are_left(tmp_path: Path, monkeypatch: Any) -> None:
@@ -86,7 +88,7 @@ def test_an_answer_has_the_mean_entropy_of_its_tokens(tmp_path: Path) -> None:
     half = ENTROPY_TAG + int(np.float32(0.5).view(np.uint32))
     assert [row["entropies"] for row in answer(Engine(half), tmp_path / "answers")] == [[0.5, 0.5]] * 5
     settings = SETTINGS | {"temperature": 0, "n": 1}
-    greedy = answers.answer(Engine(half), QUESTIONS, [], reward, None, tmp_path / "greedy", settings)
+    greedy = answers.answer(Engine(half), QUESTIONS, [], reward, None, __file__, tmp_path / "greedy", settings)
     assert [row["entropies"] for row in greedy] == [None] * 5
 
 
@@ -100,13 +102,25 @@ def test_answers_with_other_settings_are_refused(tmp_path: Path) -> None:
         answers.read_answers(path, SETTINGS)
 
 
-def test_a_reward_that_fails_ends_it_with_the_question(tmp_path: Path) -> None:
-    for bad in ({"rewards": [1, 2]}, {"rewards": math.nan}, {"rewards": math.inf}, {}, None):
-        with pytest.raises(TrainingStopped, match=r"Could not grade an answer: .* 'What is 0\?'"):
+def test_a_reward_that_fails_ends_it_with_the_reason_and_the_question(tmp_path: Path) -> None:
+    """By training's rules and in its words."""
+    not_one = "expected one finite number for the one response, got 'rewards' "
+    for bad, reason in (
+        ({"rewards": [1, 2]}, not_one + "'[1, 2]'"),
+        ({"rewards": math.nan}, not_one + "'nan'"),
+        ({"rewards": "1.0"}, not_one + "'1.0'"),
+        ({}, "it returned no 'rewards'"),
+        ("1.0", "it returned '1.0', not a dict with 'rewards'"),
+    ):
+        with pytest.raises(TrainingStopped) as stopped:
             answer(Engine(), tmp_path / "answers", lambda *_: bad)  # noqa: B023
+        sentence = f"Could not grade an answer with {__file__}: {reason}. Its question: 'What is 0?'"
+        assert str(stopped.value) == sentence
         assert answers.read_answers(tmp_path / "answers", SETTINGS | {"reward": "mended"}) == []
-    with pytest.raises(TrainingStopped, match="Could not grade an answer: ZeroDivisionError: .*'What is 0"):
-        answer(Engine(), tmp_path / "answers", answer_of=lambda *_: 1 / 0)
+    place = r"JSONDecodeError: Expecting value: line 1 column 1 \(char 0\) \(.*test_answers.py, line \d+\)\. Its "
+    for mistake in ({"grade": lambda *_: json.loads("")}, {"answer_of": lambda *_: json.loads("")}):
+        with pytest.raises(TrainingStopped, match=place):
+            answer(Engine(), tmp_path / "answers", **mistake)
     assert len(answer(Engine(), tmp_path / "answers")) == 5
 
 
@@ -156,6 +170,7 @@ def command(place: Path, output: str, **changed: Any) -> list[str]:
         ({"reward.remote_url": "/nowhere.py"}, "--reward.remote_url /nowhere.py does not exist."),
         ({"data.max_len": 2049}, "model can read, 2048 tokens; give at most that."),
         ({"data.max_len": 9}, "--data.max_len 9 with --rollout.max_new_tokens 8 leaves 1"),
+        ({"data.max_len": 8}, "Expected --rollout.max_new_tokens < --data.max_len 8, for a prompt to fit, got 8."),
     ],
 )
 def test_wrong_input_is_one_sentence_before_an_engine_starts(
@@ -169,6 +184,7 @@ def test_wrong_input_is_one_sentence_before_an_engine_starts(
     monkeypatch.setattr(platform, "detect", lambda: "cuda")
     assert evaluate.main(command(place, "wrong", **changed)) == 2
     assert sentence in capsys.readouterr().err
+    assert not (place / "wrong").exists()
     assert platform.chosen_platform() == "cuda", "a conversion works on the CPU, an evaluation need not"
 
 

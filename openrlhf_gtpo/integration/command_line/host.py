@@ -1,12 +1,13 @@
 """The host's part in a run: the GPUs it asks Ray for, what replaces CUDA if there is none, and Ray itself."""
 
 import os
+import re
 import sys
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.errors import Restartable, UsageError
 from openrlhf_gtpo.integration.command_line.input_checks import connect
 from openrlhf_gtpo.megatron.fp8.options import FP32_SCALES
 
@@ -107,6 +108,7 @@ def start_ray(args: SimpleNamespace, gpus: int) -> None:
 
     Raises:
         UsageError: no Ray answers at RAY_ADDRESS.
+        Restartable: Ray did not start here in time.
     """
     import ray
 
@@ -132,15 +134,28 @@ def start_ray(args: SimpleNamespace, gpus: int) -> None:
         options["runtime_env"]["worker_process_setup_hook"] = "openrlhf_gtpo.platform.activate"
         if not os.environ.get("RAY_ADDRESS"):
             options |= {"address": "local", "num_gpus": gpus, "num_cpus": gpus + 4, "include_dashboard": False}
-    try:
-        ray.init(**options)
-    except ConnectionError as error:  # such as for RAY_ADDRESS=auto, which check_ray_address cannot try
-        raise _no_ray(error) from error
+    # Ray gives its agents 15 s to start (launch/ray_node.py); the first try has read from the disk what they import.
+    for _ in range(3):
+        try:
+            ray.init(**options)
+            return
+        except ConnectionError as error:  # such as for RAY_ADDRESS=auto, which check_ray cannot try
+            raise _no_ray(error) from error
+        except Exception as error:
+            if "timed out during startup" not in str(error):  # Ray raises no type of its own
+                raise
+    raise Restartable("Ray did not start on this host in 3 attempts of 30 s; is the host or its disk busy?")
 
 
-def check_ray_address() -> None:
-    """Refuse a RAY_ADDRESS at which nothing listens: Ray would try for minutes and then abort the process (ray 2.55.0,
-    _private/node.py, Node._init_gcs_client). This can go once Ray raises early."""
+def check_ray() -> None:
+    """Refuse a path to Python that Ray's shell would take apart, so that no worker ever starts (ray 2.55.0,
+    _private/runtime_env/context.py; torch 2.13's compiler has the same fault). Refuse a RAY_ADDRESS at which nothing
+    listens: Ray would try for minutes and then abort the process (_private/node.py, Node._init_gcs_client)."""
+    if re.search(r"[^\w@%+=:,./-]", sys.executable):
+        raise UsageError(
+            f"Ray cannot start its workers with {sys.executable}: put the environment in a folder whose path has no "
+            "blanks or other special characters."
+        )
     address = os.environ.get("RAY_ADDRESS", "")
     try:
         if address.startswith("http"):

@@ -80,7 +80,8 @@ def refuse_untransferable(name: str | None, flag: str) -> None:
     from transformers import PretrainedConfig
 
     try:
-        config = PretrainedConfig.get_config_dict(name or "")[0]
+        # By its folder: asked for a name, Transformers 5.15 tries a Hub that cannot be reached for half a minute.
+        config = PretrainedConfig.get_config_dict(model_folder(name, weights=False))[0] if name else {}
     except Exception:  # whatever is wrong with it
         return
     # Transformers 5.15 renames their experts, and vLLM 0.29's loaders know only the names in the checkpoints.
@@ -255,6 +256,10 @@ def check_reward(args: SimpleNamespace) -> None:
                     ) from error
                 except ValueError:  # a compiled function may have no signature to read
                     pass
+                if inspect.iscoroutinefunction(reward_func):
+                    raise UsageError(
+                        f"--reward.remote_url {url}: OpenRLHF does not await reward_func; write it without async."
+                    )
                 continue
             if Path(url).exists():
                 raise UsageError(
@@ -317,11 +322,14 @@ def _load_table(name: str, split: str, flag: str) -> Any:
 
     folder, _, data_dir = name.partition("@")
     path = Path(folder)
+    if path.is_file() and path.suffix not in _TABLES:  # upstream would ask the Hub for it
+        raise UsageError(f"{flag} {path} is not one of {', '.join(_TABLES)}; convert or rename it.")
     if path.is_file() and path.stat().st_size == 0:
         raise UsageError(f"{flag} {path} is empty.")
-    for file in [path] if path.is_file() else sorted((path / data_dir).rglob("*")):
-        if _TABLES.get(file.suffix) == "json" and file.is_file():
-            _refuse_null_rows(file, flag)
+    files = [path] if path.is_file() else sorted((path / data_dir).rglob("*"))
+    of_json = [file for file in files if _TABLES.get(file.suffix) == "json" and file.is_file()]
+    for file in of_json:
+        _refuse_null_rows(file, flag)
     progress, verbosity = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
@@ -335,6 +343,8 @@ def _load_table(name: str, split: str, flag: str) -> Any:
     except Exception as error:  # datasets wraps parsers that raise their own types
         if "corresponds to no data" in str(error):
             raise UsageError(f"{flag} {path} has no rows.") from error
+        for file in of_json:
+            _refuse_bad_line(file, flag)
         kind = path.suffix[1:] if path.suffix in _TABLES else "a data set"
         raise UsageError(f"{flag} {path} cannot be read as {kind}: {_reason(error.__cause__ or error)}") from error
     finally:
@@ -362,6 +372,32 @@ def _refuse_null_rows(file: Path, flag: str) -> None:
             number = next((n for n, row in enumerate(rows, 1) if row.lstrip().startswith(b"null")), None)
     if number is not None:
         raise UsageError(f"{flag} {file}: row {number} is null; drop it.")
+
+
+def _refuse_bad_line(file: Path, flag: str) -> None:
+    """Refuse the first line to blame of a JSON file that ``datasets`` could not read; its own words count rows from
+    0, or name none."""
+    data = file.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+        json.loads(text)
+        return
+    except UnicodeDecodeError as error:
+        number = data.count(b"\n", 0, error.start) + 1
+        raise UsageError(f"{flag} {file}: line {number} is not in UTF-8; convert the file, as with iconv.") from error
+    except json.JSONDecodeError as error:
+        if text.lstrip().startswith("[") and error.msg != "Extra data":  # a list of rows
+            raise UsageError(f"{flag} {file}: line {error.lineno} is not JSON ({error.msg}).") from error
+    except (ValueError, RecursionError):  # a number that is too long, or too many brackets
+        pass
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            if not line.strip() or isinstance(json.loads(line), dict):
+                continue
+            reason = ""
+        except (ValueError, RecursionError) as error:
+            reason = f" ({getattr(error, 'msg', error)})"
+        raise UsageError(f"{flag} {file}: line {number} is not a JSON object{reason}; give one row per line.")
 
 
 def check_dataset(args: SimpleNamespace, tokenizer: Any, names: str | None, split: str, flag: str) -> None:
@@ -397,7 +433,9 @@ def check_dataset(args: SimpleNamespace, tokenizer: Any, names: str | None, spli
 
 
 def _check_rows(args: SimpleNamespace, tokenizer: Any, table: Any, where: str) -> None:
-    """Refuse prompts that are empty or not text, null labels, and the first prompt that leaves no room to respond."""
+    """Refuse prompts that are empty, or neither text nor messages, labels that are null or of different types, and the
+    first prompt that leaves no room to respond."""
+    from datasets import Json
     from openrlhf.datasets.prompts_dataset import preprocess_data
 
     template = tokenizer.apply_chat_template if args.data.apply_chat_template else None
@@ -410,21 +448,33 @@ def _check_rows(args: SimpleNamespace, tokenizer: Any, table: Any, where: str) -
             "or give a model that has one."
         )
     for row, data in enumerate(islice(table, args.data.max_samples), start=1):
-        if data[keys[0]] is None:
+        given = data[keys[0]]
+        if given is None:
             raise UsageError(
                 f"{where}: row {row} has no prompt ({keys[0]!r} of --data.input_key is null); drop that row."
+            )
+        messages = isinstance(given, list) and all(isinstance(message, dict) for message in given)
+        if template and not messages and not isinstance(given, str):
+            raise UsageError(
+                f"{where}: the prompt of row {row} is {_line(repr(given)):.60}, not text or a list of messages."
             )
         try:
             prompt, label = preprocess_data(data, args.data.input_template, *keys, template)
         except Exception as error:  # templates are programs
             raise UsageError(f"{where}: the prompt of row {row} cannot be made: {_reason(error)}") from error
         if not isinstance(prompt, str):
-            raise UsageError(f"{where}: the prompt of row {row} is not text but a {type(prompt).__name__}.")
-        if not prompt or data[keys[0]] == "":
+            raise UsageError(f"{where}: the prompt of row {row} is {_line(repr(given)):.60}, not text.")
+        if not prompt or given == "":
             raise UsageError(f"{where}: the prompt of row {row} is empty; drop that row.")
         if label is None:
             raise UsageError(
                 f"{where}: row {row} has no label ({keys[1]!r} of --data.label_key is null); drop that row."
+            )
+        # datasets 5.2 keeps a column of several types as JSON text, from which "3" comes back as 3.
+        if isinstance(table.features.get(keys[1]), Json) and not isinstance(label, list | dict):
+            raise UsageError(
+                f"{where}: labels ({keys[1]!r} of --data.label_key) have different types, which would turn text such "
+                'as "3" into numbers; write all of them as text.'
             )
         if len(prompt.encode()) <= room:  # a token is at least one byte
             continue

@@ -68,7 +68,8 @@ def check_checkpoints(args: SimpleNamespace) -> None:
     except CheckpointError as error:
         if isinstance(error, DamagedError) and ckpt.load_tag is None:  # the one before it is taken
             return
-        raise UsageError(f"--ckpt.load_enable: {error}") from error
+        flag = "--ckpt.load_enable" if ckpt.load_tag is None else "--ckpt.load_tag"
+        raise UsageError(f"{flag}: {error}") from error
     if backend != args.actor.backend:
         raise UsageError(
             f"--ckpt.load_enable: {path} was written with --actor.backend {backend}; give that, or another folder."

@@ -112,7 +112,12 @@ def parse(argv: Sequence[str]) -> SimpleNamespace:
     try:
         exec(main_block(), namespace)
     except AssertionError as error:  # one of upstream's own checks
-        raise UsageError(str(error)) from error
+        hint = ""
+        if "number of sample batches" in str(error):
+            hint = (
+                " Raise --rollout.batch_size or --rollout.n_samples_per_prompt, or lower --rollout.micro_batch_size."
+            )
+        raise UsageError(f"{error}{hint}") from error
     except ModuleNotFoundError as error:
         if error.name != "modelscope":
             raise

@@ -174,7 +174,13 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         finally:
             if self.dumper:
                 self.dumper.close()
-        if not (step or self.has_trained):
+        if step and not self.has_trained:
+            print(
+                f"Warning: no step was trained after step {step}, that of the checkpoint, with --train.num_episodes "
+                f"{self.args.train.num_episodes}; its model is written.",
+                flush=True,
+            )
+        elif not self.has_trained:
             low, high = self.args.algo.dynamic_filtering_range
             raise TrainingStopped(
                 "No step was trained, and no model is written: dynamic filtering dropped every prompt, as none had a "

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -89,6 +89,39 @@ def described(failure: BaseException) -> str:
     return f"{type(failure).__name__}: {' '.join(str(failure).split())[:500]}"
 
 
+def reward_and_score(returned: Any) -> tuple[float, float]:
+    """The 'rewards' and 'scores' that a reward function or server returned for one response, each of which may be in a
+    list or tensor; without 'scores' the first is both.
+
+    Raises:
+        TrainingStopped: the reason why they are not two finite numbers, as a clause.
+    """
+    if not isinstance(returned, Mapping):
+        raise TrainingStopped(f"it returned {returned!r:.200}, not a dict with 'rewards'")
+    numbers = {name: returned[name] for name in ("rewards", "scores") if returned.get(name) is not None}
+    if "rewards" not in numbers:
+        raise TrainingStopped("it returned no 'rewards'")
+    for name, value in numbers.items():
+        try:
+            numbers[name] = torch.as_tensor(value, dtype=torch.float64).reshape(()).item()
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            numbers[name] = math.nan
+        if not math.isfinite(numbers[name]):  # a filter would drop its group without a word
+            got = f"{name!r} {str(value)[:200]!r}"
+            raise TrainingStopped(f"expected one finite number for the one response, got {got}")
+    return numbers["rewards"], numbers.get("scores", numbers["rewards"])
+
+
+def reason_of(failure: BaseException, source: str) -> str:
+    """Why there is no reward, as a clause: that of :func:`reward_and_score`, or what the user's code raised and in
+    which line, of the file ``source`` if possible."""
+    if isinstance(failure, TrainingStopped):
+        return str(failure)
+    frames = traceback.extract_tb(failure.__traceback__)
+    frame = ([f for f in frames if f.filename == os.path.abspath(source)] or frames)[-1]
+    return f"{described(failure)} ({frame.filename}, line {frame.lineno})"
+
+
 class StrictRewardExecutor(SingleTurnAgentExecutor):
     """Raises TrainingStopped with the reason and the prompt when the reward function or server fails, or returns
     anything but one number, which may be in a list or tensor.
@@ -107,36 +140,26 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
         output = await super().execute(prompt, label, *args, **kwargs)
         if not self.reward_endpoints:
             return output
-        returned = {"reward": "rewards", "scores": "scores"}
+        returned, failure = output["reward"], output["extra_logs"].get(_FAILURE)
         try:
-            for name in returned:
-                output[name] = torch.as_tensor(output[name], dtype=torch.float64).reshape(()).item()
-                if not math.isfinite(output[name]):  # a filter would drop its group without a word
-                    raise ValueError
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            logs = output["extra_logs"]
-            failure = logs.get(_FAILURE) if isinstance(logs, dict) else None
-            reason = "it returned no 'rewards'"
-            if output["reward"] is not None:
-                got = f"{returned[name]!r} {str(output[name])[:200]!r}"
-                reason = f"expected one finite number for the one response, got {got}"
             if failure is not None:
-                frames = traceback.extract_tb(failure.__traceback__)
-                source = os.path.abspath(self.reward_endpoints[0])
-                frame = ([f for f in frames if f.filename == source] or frames)[-1]
-                reason = f"{described(failure)} ({frame.filename}, line {frame.lineno})"
+                raise failure
+            output["reward"], output["scores"] = reward_and_score(returned)
+        except Exception as error:  # a user's code
+            reason = reason_of(error, self.reward_endpoints[0])
             raise (TrainingStopped if failure is None else RewardFailed)(
                 f"Could not get the reward of a response from {self._source}: {reason}. Prompt: {prompt!r}"
             ) from failure
+        logs = returned.get("extra_logs")
         try:
             output["extra_logs"] = {  # upstream takes the first number of a tensor, but not of a list
                 name: torch.as_tensor(value, dtype=torch.float64).flatten()[0].item()
-                for name, value in output["extra_logs"].items()
+                for name, value in (logs or {}).items()
             }
         except (AttributeError, IndexError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise TrainingStopped(
                 f"Expected 'extra_logs' from {self._source} to map each name to a number, got "
-                f"{str(output['extra_logs'])[:200]!r}. Prompt: {prompt!r}"
+                f"{str(logs)[:200]!r}. Prompt: {prompt!r}"
             ) from error
         return output
 
@@ -150,9 +173,10 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
         return await self._or_failure(lambda: fetch(*columns))
 
     async def _or_failure(self, fetch: Callable[[], Awaitable[list[dict[str, Any]]]]) -> list[dict[str, Any]]:
-        """The rewards or, if fetching them raises, what upstream's ``execute`` takes for a response without one."""
+        """A reward for upstream's ``execute`` to hand on: all that was returned or, in the logs, what was raised."""
         try:
-            return await self._patience.ask(fetch, f"the reward from {self._source}")
+            [returned] = await self._patience.ask(fetch, f"the reward from {self._source}")
+            return [{"rewards": returned}]
         except Exception as failure:  # a user's code
             return [{"rewards": None, "extra_logs": {_FAILURE: failure}}]
 
@@ -166,6 +190,9 @@ def _in_thread(function: Callable[..., T], *args: Any) -> Awaitable[list[T]]:
             result.set_result([function(*args)])
         except Exception as failure:  # a user's code
             result.set_exception(failure)
+        except SystemExit as ended:  # it would end this thread alone, and the run would wait for a result
+            error = RuntimeError(f"it called sys.exit({ended.code!r})")
+            result.set_exception(error.with_traceback(ended.__traceback__))
 
     # A thread that never returns must not keep the process from exiting, as a pool's would.
     threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()

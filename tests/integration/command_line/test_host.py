@@ -2,14 +2,16 @@
 sentence; workers start with the variables that libraries read before any of the workers' code runs."""
 
 import os
+import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import ray
 
-from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.errors import Restartable, UsageError
 from openrlhf_gtpo.integration.command_line import upstream_parser
-from openrlhf_gtpo.integration.command_line.host import Gpus, adapt, gpus_of, start_ray
+from openrlhf_gtpo.integration.command_line.host import Gpus, adapt, check_ray, gpus_of, start_ray
 
 SIZES = (
     "--actor.num_gpus_per_node 4 --ref.num_gpus_per_node 4 --critic.num_gpus_per_node 2 --reward.num_gpus_per_node 2"
@@ -87,6 +89,22 @@ def test_a_ray_that_does_not_answer_is_the_users_mistake(monkeypatch: pytest.Mon
         start_ray(args, gpus=1)
 
 
+def test_ray_is_started_again_if_its_agents_were_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else Ray raises is shown as it is."""
+    raised = [Exception(f"The current node {what}") for what in ("timed out during startup.",) * 5 + ("is no node.",)]
+    monkeypatch.setattr(ray, "init", lambda **options: raised and _raise(raised.pop(0)))
+    args = upstream_parser.parse(GROUP.split())
+    with pytest.raises(Restartable, match="Ray did not start on this host in 3 attempts of 30 s"):
+        start_ray(args, gpus=1)
+    with pytest.raises(Exception, match="is no node"):
+        start_ray(args, gpus=1)
+    start_ray(args, gpus=1)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
 VARIABLES = (
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
     "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -114,6 +132,15 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Any:
         return found
 
     return started
+
+
+@pytest.mark.parametrize("folder", ["/home/a b", "/home/o'neill", "/tmp/copy(1)", "/home/josé/x-1.2"])
+def test_a_path_that_rays_shell_takes_apart(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(sys, "executable", f"{folder}/.venv/bin/python")
+    refused = pytest.raises(UsageError, match="Ray cannot start its workers with /.*/python: put the environment in")
+    with nullcontext() if folder.endswith("x-1.2") else refused:
+        check_ray()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import datasets
+import httpx
 import pytest
 from command_lines import ROWS, argv_of, table
 
@@ -18,6 +19,8 @@ from openrlhf_gtpo.integration.controller.step_costs import dense_shape
 from openrlhf_gtpo.integration.run import parse
 
 pytestmark = pytest.mark.usefixtures("no_engine")
+
+LINE = '{"question": "a", "answer": "b"}'
 
 
 # ── The model ──
@@ -39,6 +42,19 @@ def test_a_model_that_is_not_there(refused: Callable[..., str], tmp_path: Path) 
     assert "HF_HUB_OFFLINE is set, and the cache" in refused({flag: "no-such-user/no-such-model"})
     assert "without config.json" in refused({flag: folder(tmp_path / "empty")})
     assert "no weights" in refused({flag: folder(tmp_path / "config", config_json='{"model_type": "llama"}')})
+
+
+def test_a_model_that_nobody_has_is_asked_for_without_retries(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise httpx.ConnectError("no network")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(httpx.Client, "send", fail)
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("the Hub is asked again"))
+    message = refused({"--actor.model_name_or_path": "no-such-user/no-such-model"})
+    assert "the Hugging Face Hub cannot be reached (no network)" in message
 
 
 @pytest.mark.parametrize(
@@ -276,6 +292,7 @@ def test_counting_a_models_work_runs_no_code_of_its_own(with_code: Callable[[str
         ("def reward(queries, prompts, labels): ...\n", "defines no reward_func"),
         ("reward_func = 3\n", "defines no reward_func"),
         ("def reward_func(queries, prompts): ...\n", "which it does not take: too many positional arguments."),
+        ("async def reward_func(queries, prompts, labels): ...\n", "OpenRLHF does not await reward_func"),
         ("def reward_func(q, p, labels, scale): ...\n", "does not take: missing a required argument: 'scale'."),
     ],
 )
@@ -386,10 +403,31 @@ def test_no_data_set(refused: Callable[..., str]) -> None:
         ("null.jsonl", "null\n", "row 1 is null; drop it"),
         ("later.jsonl", '{"question": "a", "answer": "b"}\nnull\n', "row 2 is null; drop it"),
         ("list.json", '[\n null, {"question": "a", "answer": "b"}]', "row 1 is null; drop it"),
-        ("broken.jsonl", '{"question": "a", "answer": \n', "cannot be read as jsonl"),
+        (
+            "broken.jsonl",
+            '{"question": "a", "answer": \n',
+            ": line 1 is not a JSON object (Expecting value); give one row per line.",
+        ),
+        (
+            "python.jsonl",
+            f"{LINE}\n\n{{'question': 'x'}}\n{LINE}",
+            ": line 3 is not a JSON object (Expecting property name enclosed in double quotes);",
+        ),
+        ("brace.jsonl", f"{LINE[:-1]}\n{LINE}\n", ": line 1 is not a JSON object (Expecting ',' delimiter)"),
+        ("commas.jsonl", f"{LINE},\n{LINE},\n", ": line 1 is not a JSON object (Extra data)"),
+        ("lists.jsonl", f"{LINE}\n" + '["a", "b"]\n' * 2, ": line 2 is not a JSON object;"),
+        ("only_lists.jsonl", '["a", "b"]\n["c", "d"]\n', ": line 1 is not a JSON object;"),
+        ("texts.jsonl", '"a"\n"b"\n', ": line 1 is not a JSON object;"),
+        ("deep.jsonl", f"{LINE}\n" + "[" * 100_000, ": line 2 is not a JSON object (maximum recursion depth"),
+        ("utf16.jsonl", "\xff\xfe{\0}\0\n\0", ": line 1 is not in UTF-8; convert the file, as with iconv."),
+        ("byte.jsonl", f"{LINE}\n{{'question': 'caf\xe9'}}\n", ": line 2 is not in UTF-8;"),
+        ("comma.json", f"[\n  {LINE},\n  {LINE}\n  {LINE}\n]", ": line 4 is not JSON (Expecting ',' delimiter)."),
+        ("numbers.json", f"[\n{LINE},\n2]", "cannot be read as json: "),
         ("text.parquet", "this is no parquet file", "cannot be read as parquet"),
         ("text.arrow", "this is no arrow file", "cannot be read as arrow"),
-        ("script.py", "import os\n", "cannot be read as a data set: Dataset scripts are no longer supported"),
+        ("script.py", "import os\n", " is not one of .json, .jsonl, .csv, .parquet, .arrow; convert or rename it."),
+        ("rows.txt", LINE, " is not one of .json, .jsonl,"),
+        ("rows", LINE, " is not one of .json, .jsonl,"),
         (
             "latin.jsonl",
             '{"question": "caf\xe9", "answer": "a"}\n',
@@ -443,10 +481,53 @@ def test_a_data_set_without_the_split(refused: Callable[..., str]) -> None:
     assert "has no split 'test' (--data.prompt_split)" in refused({"--data.prompt_split": "test"})
 
 
+def test_a_list_of_rows(command: dict[str, Any], data_flag: str, tmp_path: Path) -> None:
+    for name, indent in (("line.json", None), ("lines.json", 2), ("list.jsonl", 2)):
+        (tmp_path / name).write_text(json.dumps(ROWS, indent=indent))
+        check_inputs(parse(argv_of(command | {data_flag: tmp_path / name})))
+
+
 @pytest.mark.parametrize("content", [7, ["a"]])
-def test_a_prompt_that_is_no_text(refused: Callable[..., str], data_flag: str, tmp_path: Path, content: Any) -> None:
+def test_a_prompt_that_is_no_text(
+    refused: Callable[..., str], model: Path, data_flag: str, tmp_path: Path, content: Any
+) -> None:
     path = table(tmp_path / "odd.jsonl", [{"question": content, "answer": "b"}])
-    assert refused({data_flag: path}).startswith(f"{data_flag} {path}: the prompt of row 1 ")
+    wrong = f"{data_flag} {path}: the prompt of row 1 is {content}, not text"
+    assert refused({data_flag: path}) == f"{wrong}."
+    chat = {"--data.apply_chat_template": True, "--actor.model_name_or_path": chat_model(model, tmp_path / "chat")}
+    assert refused(chat | {data_flag: path}) == f"{wrong} or a list of messages."
+    mixed = table(tmp_path / "mixed.jsonl", [*ROWS, {"question": content, "answer": "b"}])
+    assert ": the prompt of row 5 is " in refused(chat | {data_flag: mixed})
+
+
+def test_prompts_may_be_texts_and_messages(command: dict[str, Any], model: Path, tmp_path: Path) -> None:
+    chat = {"--data.apply_chat_template": True, "--actor.model_name_or_path": chat_model(model, tmp_path / "chat")}
+    named = {"role": "user", "content": "a", "name": "b"}
+    prompts: list[Any] = ["a", [{"role": "user", "content": "a"}], [named, {"role": "user", "content": "a"}]]
+    path = table(tmp_path / "chats.jsonl", [{"question": prompt, "answer": "b"} for prompt in prompts])
+    check_inputs(parse(argv_of(command | chat | {"--data.prompt_dataset": path})))
+
+
+def chat_model(model: Path, path: Path) -> Path:
+    copy_model(model, path)
+    (path / "chat_template.jinja").write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    return path
+
+
+@pytest.mark.parametrize("odd", [7, 7.5, True, ["7", 7], {"is": "7"}])
+def test_labels_of_different_types(refused: Callable[..., str], data_flag: str, tmp_path: Path, odd: Any) -> None:
+    """One number among texts, and datasets 5.2 makes a number of each text that looks like one."""
+    path = table(tmp_path / "labels.jsonl", [*ROWS, {"question": "a", "answer": odd}])
+    assert refused({data_flag: path}) == (
+        f"{data_flag} {path}: labels ('answer' of --data.label_key) have different types, which would turn text such "
+        'as "3" into numbers; write all of them as text.'
+    )
+
+
+@pytest.mark.parametrize("labels", [[1, 2], [1, 2.5], [{"is": "1"}, {"or": "2"}], [["1"], ["1", "2"]]])
+def test_labels_need_not_be_text(command: dict[str, Any], data_flag: str, tmp_path: Path, labels: list[Any]) -> None:
+    path = table(tmp_path / "labels.jsonl", [{"question": "a", "answer": label} for label in labels])
+    check_inputs(parse(argv_of(command | {data_flag: path})))
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_a_warning_is_printed_when_it_begins_and_written_as_long_as_it_holds(
     ("saved", "evaluated", "made"), [(0, [], [0]), (4, [0], [4]), (4, [0, 4], []), (3, [0, 2], [])], ids=str
 )
 def test_an_evaluation_that_an_interruption_cut_off_is_made_when_the_run_goes_on(
-    saved: int, evaluated: list[int], made: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: int, evaluated: list[int], made: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """Every second step is evaluated. By then the engines have the checkpoint's weights, which are sent once. A best
     checkpoint is kept, even if the interruption cut off only its saving."""
@@ -162,6 +162,11 @@ def test_an_evaluation_that_an_interruption_cut_off_is_made_when_the_run_goes_on
             controller.fit()
     else:
         controller.fit()
+        said = capsys.readouterr().out
+        assert (
+            f"Warning: no step was trained after step {saved}, that of the checkpoint, with --train.num_episodes 1;"
+            in said
+        )
     assert done == ["weights"] * (saved > 0) + made and purged == [saved]
     assert [one["tag"] for one in saves] == ["best_global_step4"] * (saved == 4)
     expected = states | {"best_eval_metric_value": 0.25, "kl_coefficient": 0.5}
