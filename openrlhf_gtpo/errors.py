@@ -24,7 +24,12 @@ class Restartable(TrainingStopped):
 
 
 class StoppedOnRequest(RuntimeError):
-    """Training was asked to stop, and did so after a complete step, whose checkpoint has been written."""
+    """Training was asked to stop, and did so before its first step, or after one whose checkpoint is written."""
+
+
+def one_line(said: object) -> str:
+    """The words of an error, or of any text, in one line; the type of an error that has none."""
+    return " ".join(str(said).split()) or type(said).__name__
 
 
 class SettingError(ValueError):

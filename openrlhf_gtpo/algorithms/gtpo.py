@@ -31,7 +31,7 @@ class GTPOConfig(Settings):
         alpha1: weight of the outcome in the other variants (default: 1 in ``v3``; 0.9 in ``v1_clipped`` and ``v2``,
             where Eq. 11 requires alpha1 + alpha2 = 1, so giving one of them sets the other).
         alpha2: weight of the entropy share in the other variants (default: 0.1).
-        kappa: ``v1_clipped`` and ``v2`` clip the token reward to [1, alpha1 + alpha1 / kappa]; must be > 1.
+        kappa: ``v1_clipped`` and ``v2`` clip the token reward of O+ to [1, alpha1 + alpha1 / kappa]; must be > 1.
         success_threshold: rows with outcome >= this form O+, the others O-.
         compare: what a token's entropy is compared with: the tokens at the same ``position`` of its group, all tokens
             of its ``response``, or those of the whole ``group``; each within its own polarity.

@@ -119,8 +119,8 @@ def _check_gpus(args: argparse.Namespace) -> None:
     gpus = torch.cuda.device_count()
     if gpus and "broadcast" in args.transport and gpus <= args.workers:
         raise UsageError(
-            f"--transport broadcast needs a GPU for the trainer beside those of {args.workers} workers, and this host "
-            f"has {gpus}; give --transport colocated."
+            f"--transport broadcast needs a GPU for the trainer besides those of {args.workers} workers, and this "
+            f"host has {gpus}; give --transport colocated."
         )
     if gpus and len(args.transport) > 1:
         raise UsageError("The transports need the trainer on different GPUs; give one --transport at a time.")

@@ -109,8 +109,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     flag = command(
         "weight-sync",
-        "whole weight syncs into an engine, beside a device copy",
-        "GB/s of whole weight syncs into an engine, beside a device copy of the same bytes. The trainer is one "
+        "whole weight syncs into an engine, against a device copy",
+        "GB/s of whole weight syncs into an engine, against a device copy of the same bytes. The trainer is one "
         "process with the full tensors, so that gathering costs nothing: only packing, transfer and loading are "
         "measured. OpenRLHF's own transfer, one call per parameter, is CUDA only; bucket size 0 has as many calls.",
     )

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from openrlhf_gtpo.cli import Parser
-from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.errors import UsageError, one_line
 from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
 from openrlhf_gtpo.integration.controller.checkpoint_disk import free_bytes, gigabytes, parameters_of
 from openrlhf_gtpo.platform.files import model_folder
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except UsageError as error:
             line = wrong(str(error))
         except Exception as error:  # whatever an import or a file system may raise on a broken node
-            line = wrong(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            line = wrong(f"{type(error).__name__}: {one_line(error):.300}")
         fit &= line.status != "wrong"
         print(f"{line.status:<8} {name}: {line.text}", flush=True)
     return int(not fit)
@@ -117,7 +117,7 @@ def torch_and_driver(args: argparse.Namespace) -> Line:
             assert (ones @ ones == 128).all(), f"GPU {index} multiplies wrongly"
         assert count, "torch sees no GPU"
     except Exception as error:
-        said = " ".join(str(error).split())[:200]
+        said = one_line(error)[:200]
         return wrong(f"{version}: {said}; CUDA {cuda} needs driver {oldest} or newer; see also CUDA_VISIBLE_DEVICES.")
     return ok(f"{version} for CUDA {cuda} computes on {count} GPUs")
 

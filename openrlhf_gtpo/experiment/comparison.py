@@ -39,14 +39,16 @@ class Difference:
     def sentence(self, method: str, baseline: str) -> str:
         """The finding in one sentence, for a reader who reads nothing else."""
         if math.isnan(self.low):
-            return f"{method} is {self.effect:+.3f} beside {baseline}; 1 seed does not say whether that is chance."
+            return (
+                f"{method} is {self.effect:+.3f} relative to {baseline}; 1 seed does not say whether that is chance."
+            )
         if not self.has_spread:
             found = "no difference seen" if abs(self.effect) < _SAME else "the same mean difference for every seed"
-            return f"{method} beside {baseline}: {found} ({self.effect:+.3f}; {self.seeds} seeds without a spread)."
+            return f"{method} against {baseline}: {found} ({self.effect:+.3f}; {self.seeds} seeds without a spread)."
         interval = f"{self.effect:+.3f}, 95 % interval {self.low:+.3f} to {self.high:+.3f}"
         if self.low <= 0 <= self.high:
             return (
-                f"{method} beside {baseline}: no difference seen ({interval}); "
+                f"{method} against {baseline}: no difference seen ({interval}); "
                 f"{self.seeds} seeds can see {self.seen:.3f}."
             )
         return f"{method} is {'better' if self.effect > 0 else 'worse'} than {baseline} ({interval})."

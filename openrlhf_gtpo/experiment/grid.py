@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.errors import UsageError, one_line
 
 _REQUIRED = {"output": str, "flags": dict, "methods": dict, "seeds": list}
 _OPTIONAL = {"settings": dict, "baseline": str, "evaluate": dict}
@@ -80,7 +80,7 @@ def read_grid(path: Path) -> Grid:
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}).") from error
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise UsageError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
+        raise UsageError(f"{path} cannot be read as YAML: {one_line(error)}") from error
     _check_entries(path, entries)
     methods, settings = entries["methods"], entries.get("settings", {})
     groups = {"flags": entries["flags"], "evaluate": entries.get("evaluate")}

@@ -103,7 +103,7 @@ def _end_descendants() -> None:
 
 
 def _reap(except_for: int | None = None) -> None:
-    """Collect adopted orphans that have ended; ``except_for`` is waited for by whoever started it."""
+    """Reap adopted orphans that have ended; ``except_for`` is waited for by whoever started it."""
     with suppress(ChildProcessError):  # there is no child
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             if ended.si_pid == except_for:

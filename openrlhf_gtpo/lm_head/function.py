@@ -1,4 +1,4 @@
-"""Hidden states and the LM head's weight in, log-probability and entropy of every token out; never the logits.
+"""Hidden states and the LM head's weight, or given logits, in; log-probability and entropy of every token out.
 
 Owns the functions that other packages call, their checks, the choice of implementation, and their autograd. The
 computation is in `projection`.

@@ -84,9 +84,9 @@ def planned_config(model: str) -> SimpleNamespace:
 
 
 def candidates(request: Request) -> list[Candidate]:
-    """Every legal candidate: first those that fit, fastest first, then the others, starting with the least too large.
+    """Every legal candidate: first those that fit, fastest first, then the others, the least oversized first.
 
-    Each has the fastest size of engine that fits.
+    Each has the fastest size of engine that fits, or the largest if none does.
 
     Raises:
         SettingError: nothing is legal; the message says which rule is broken.
@@ -149,8 +149,8 @@ def _divisions(request: Request) -> list[tuple[int, int]]:
         training, node = total - request.rollout_gpus, cluster.gpus_per_node
         if training > node and training % node:
             raise SettingError(
-                f"$rollout_gpus {request.rollout_gpus} leaves {training} GPUs to train on, which are not whole nodes "
-                f"of {node}; give another number."
+                f"$rollout_gpus {request.rollout_gpus} leaves {training} GPUs to train on, which is not a "
+                f"whole number of {node}-GPU nodes; give another number."
             )
         return [(training, request.rollout_gpus)]
     if total < 2:

@@ -7,7 +7,7 @@ import stat
 from functools import cache
 from pathlib import Path
 
-from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.errors import UsageError, one_line
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "*.safetensors"
@@ -87,9 +87,7 @@ def shards_of(index: Path) -> list[str]:
     try:
         return sorted(set(map(str, json.loads(index.read_text())["weight_map"].values())))
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"{index.parent}: {index.name} cannot be read: {' '.join(str(error).split()) or type(error).__name__}"
-        ) from error
+        raise UsageError(f"{index.parent}: {index.name} cannot be read: {one_line(error)}") from error
 
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -106,7 +104,7 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
             with safe_open(file, framework="pt") as tensors:
                 shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
         except (SafetensorError, OSError) as error:
-            raise UsageError(f"{folder}: {file.name} cannot be read: {' '.join(str(error).split())}") from error
+            raise UsageError(f"{folder}: {file.name} cannot be read: {one_line(error)}") from error
     return shapes
 
 

@@ -222,7 +222,7 @@ def _end(processes: list[BaseProcess], seconds: float) -> None:
 
 
 def _serve(pipe: Connection) -> None:
-    """The life of one rank."""
+    """The main function of a rank: run what it is sent and return the result."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         answer = _call(pipe.recv_bytes())

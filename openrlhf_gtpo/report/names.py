@@ -32,7 +32,7 @@ RESCUE_ROWS = "rescue/rows"  # share of the trained rows that are in rescued gro
 RESCUE_QUEUED = "rescue/queued"  # prompts that wait for the guide
 RESCUE_RESCUED = "rescue/rescued"  # prompts that the guide has answered correctly since the run began
 RESCUE_GIVEN_UP = "rescue/given_up"  # likewise, prompts that neither could answer or that had to leave the full queue
-SAMPLE = "sample"  # the last letters of a prompt and its response as one text; only in metrics.jsonl
+SAMPLE = "sample"  # the last characters of a prompt and its response as one text; only in metrics.jsonl
 SAMPLE_REWARD = "sample_reward"
 WARNING_PREFIX = "warning/"  # texts, at the steps for which they are true; only in metrics.jsonl
 

@@ -14,7 +14,7 @@ from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import datasource_of, held_out_names, phase_file, read_runs
 
 _POLL_SECONDS = 0.5
-_SAMPLE_LETTERS = 80
+_SAMPLE_LENGTH = 80
 
 
 def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> None:
@@ -54,7 +54,7 @@ def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> N
                     console.print(f"step {entry['step']}/{steps}  {line}", markup=False, highlight=False)
                 if names.SAMPLE in entry:
                     text = " ".join(entry[names.SAMPLE].split())
-                    ending = text if len(text) <= _SAMPLE_LETTERS else f"…{text[-_SAMPLE_LETTERS:]}"
+                    ending = text if len(text) <= _SAMPLE_LENGTH else f"…{text[-_SAMPLE_LENGTH:]}"
                     sample = f"  for example, with reward {entry[names.SAMPLE_REWARD]:.2f}: {ending}"
                     console.print(sample, markup=False, highlight=False, soft_wrap=True)
             shown = entries[-1] if entries else shown

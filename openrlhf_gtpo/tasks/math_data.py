@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from openrlhf_gtpo.errors import one_line
 from openrlhf_gtpo.tasks.math_verify_reward import parse_answer
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
@@ -104,7 +105,9 @@ def load_table(source: str, config: str | None = None, split: str = "train") -> 
                 later = sum(line.lstrip().startswith("null") for line in lines)
                 null = re.match(r"\ufeff?[\s\[]*null", first) or (later and not first.lstrip().startswith("["))
         except UnicodeDecodeError as error:
-            raise ValueError(f"--source {source} is not UTF-8 text ({error}); convert it, as with iconv") from error
+            raise ValueError(
+                f"--source {source} is not UTF-8 text ({error}); convert it, for example with iconv"
+            ) from error
         if not first:
             raise ValueError(f"--source {source} is empty")
         if null and kind == "json":
@@ -118,10 +121,9 @@ def load_table(source: str, config: str | None = None, split: str = "train") -> 
             return datasets.load_dataset(kind, data_files=str(path), split="train")
         return datasets.load_dataset(source, config, split=split)
     except Exception as error:  # the library's readers raise whatever their parsers do, and wrap some of it
-        cause = error.__cause__ or error
         raise ValueError(
             f"--source {source} cannot be read as {', '.join(_FILES)} or as a data set of the Hugging Face hub: "
-            f"{' '.join(str(cause).split()) or type(cause).__name__}"
+            f"{one_line(error.__cause__ or error)}"
         ) from error
 
 

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 # Of ChatML, Llama 3, DeepSeek (whose bars are wide), Llama 2 and Gemma.
 SPECIAL_TOKEN = re.compile(r"<[|｜][^<>|｜]*[|｜]>|</?s>|<(?:pad|bos|eos|start_of_turn|end_of_turn)>")
-_ENDING = 20  # letters of a prompt's end by which it is found: about as long as the opening of a turn
+_ENDING = 20  # characters of a prompt's end by which it is found: about as long as the opening of a turn
 
 
 def response_and_label(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str]) -> tuple[str, str]:
     """The response to the one prompt, without special tokens, and its label.
 
     A query does not begin with its prompt if that was cut to fit or does not decode to itself; the response is then
-    what follows the prompt's last letters, where they come last.
+    what follows the last occurrence of the prompt's end.
 
     Raises:
         ValueError: not exactly one response.

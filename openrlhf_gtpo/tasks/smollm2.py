@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from openrlhf_gtpo.errors import one_line
 from openrlhf_gtpo.platform.files import share_weights
 from openrlhf_gtpo.tasks.build_once import build_once
 
@@ -53,9 +54,8 @@ def _convert(gguf: Path, directory: Path) -> None:
             tokenizer = repair_tokenizer(AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name))
             model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         except Exception as error:  # a truncated file may make its readers raise anything
-            reason = " ".join(str(error).split())[:200]
             raise ValueError(
-                f"{gguf} cannot be read ({type(error).__name__}: {reason}); reinstall {GGUF_PACKAGE}"
+                f"{gguf} cannot be read ({type(error).__name__}: {one_line(error):.200}); reinstall {GGUF_PACKAGE}"
             ) from error
         config = model.config
         config.rms_norm_eps = 1e-5  # the GGUF's float32 reads as 9.99999974e-06

@@ -1,4 +1,4 @@
-"""Credits dumped rollouts by any estimator, with the parts that the page shows; ``algorithms`` computes it all."""
+"""Computes the credit of dumped rollouts by any estimator, with the parts that the page shows, in ``algorithms``."""
 
 import typing
 from collections.abc import Sequence

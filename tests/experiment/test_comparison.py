@@ -47,9 +47,9 @@ def test_equal_methods_differ_among_all_in_one_study_of_twenty() -> None:
 def test_no_differences_have_an_interval_of_no_width_and_one_seed_has_none() -> None:
     same = paired_difference(np.zeros((3, 10)))
     assert (same.effect, same.low, same.high, same.seen) == (0, 0, 0, 0)
-    assert same.sentence("a", "b") == "a beside b: no difference seen (+0.000; 3 seeds without a spread)."
+    assert same.sentence("a", "b") == "a against b: no difference seen (+0.000; 3 seeds without a spread)."
     equal = paired_difference(np.array([0.3 - 0.2, 0.9 - 0.8])[:, None])  # as can happen by chance with few questions
-    same_mean = "a beside b: the same mean difference for every seed (+0.100; 2 seeds without a spread)."
+    same_mean = "a against b: the same mean difference for every seed (+0.100; 2 seeds without a spread)."
     assert equal.sentence("a", "b") == same_mean
     one = paired_difference(np.array([[0.5, 0.7]]))
     assert one.effect == pytest.approx(0.6) and math.isnan(one.low) and math.isnan(one.seen)

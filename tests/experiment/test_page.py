@@ -27,7 +27,7 @@ def test_an_experiments_page_has_figures_comparisons_and_what_differs(tmp_path: 
     assert "Runs: 3 dapo, 3 grpo&lt;b&gt;, 3 gtpo." in text and "<b>" not in text
     assert "left out: " + str(study / "gtpo" / "seed-4") in text
     assert "math500, mean@32: gtpo is better than dapo (+0." in text
-    assert "grpo&lt;b&gt; beside dapo: no difference seen" in text and "3 seeds can see 0." in text
+    assert "grpo&lt;b&gt; against dapo: no difference seen" in text and "3 seeds can see 0." in text
     assert text.count("<svg") == 4 and "#010203" not in text and "http-equiv" in text and "<script" not in text
     for title in ("Policy entropy", "Response length", "Best of 32 held-out responses"):
         assert f'aria-label="{title}"' in text
@@ -72,7 +72,7 @@ def test_an_interval_of_no_width_is_not_shown_as_one(tmp_path: Path) -> None:
     runs = [f"{label}={tmp_path / label / str(seed)}" for label in ("gtpo", "dapo") for seed in (1, 2, 3)]
     assert page(*runs, "--baseline", "dapo", "--output", tmp_path / "out") == 0
     text = (tmp_path / "out" / "index.html").read_text()
-    assert "gtpo beside dapo: the same mean difference for every seed (+0.033; 3 seeds without a spread)." in text
+    assert "gtpo against dapo: the same mean difference for every seed (+0.033; 3 seeds without a spread)." in text
     assert "no spread" in text and "+0.033 to +0.033" not in text
 
 
@@ -116,7 +116,7 @@ def test_evaluations_with_other_settings_are_seen_to_be(tmp_path: Path) -> None:
     assert page(*runs, "--baseline", "dapo", "--output", tmp_path / "out") == 0
     text = (tmp_path / "out" / "index.html").read_text()
     assert "evaluation of math: temperature" in text and "<td>0.25, default</td><td>1.0</td>" in text
-    assert "evaluation of math: weights" not in text and "math, held-out reward: gtpo beside dapo" in text
+    assert "evaluation of math: weights" not in text and "math, held-out reward: gtpo against dapo" in text
 
 
 def test_openrlhfs_own_folders_are_read(tmp_path: Path) -> None:
@@ -142,7 +142,9 @@ def test_openrlhfs_own_folders_are_read(tmp_path: Path) -> None:
     runs = [f"grpo={tmp_path / 'a_seed1'}", f"grpo={tmp_path / 'a_seed2'}", f"dapo={tmp_path / 'b_seed1'}"]
     assert page(*runs, "--baseline", "grpo", "--output", tmp_path / "out") == 0
     text = (tmp_path / "out" / "index.html").read_text()
-    assert "math, held-out reward: dapo is +0.250 beside grpo; 1 seed does not say whether that is chance." in text
+    assert (
+        "math, held-out reward: dapo is +0.250 relative to grpo; 1 seed does not say whether that is chance." in text
+    )
     assert "Best of a prompt&#39;s responses, in training" in text or "Best of a prompt's responses" in text
 
 

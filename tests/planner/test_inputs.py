@@ -130,11 +130,13 @@ def test_every_gpu_is_plausible() -> None:
         ("--gpus 8 --assume overlap=2", "--assume overlap=2: expected overlap=NUMBER, an integer (overlap=0 or 1)."),
         (
             "--gpus 16 --placement split --rollout-gpus 7",
-            "--rollout-gpus 7 leaves 9 GPUs to train on, which are not whole nodes of 8; give another number.",
+            "--rollout-gpus 7 leaves 9 GPUs to train on, which is not a whole number of 8-GPU nodes; give another "
+            "number.",
         ),
         (
             "--gpus 16 --placement split --rollout-gpus 4",  # two nodes of six would be slower than 8 and 4
-            "--rollout-gpus 4 leaves 12 GPUs to train on, which are not whole nodes of 8; give another number.",
+            "--rollout-gpus 4 leaves 12 GPUs to train on, which is not a whole number of 8-GPU nodes; give another "
+            "number.",
         ),
         ("--gpus 8 --response-length 0", "Expected --response-length >= 1, got 0."),
         ("--gpus 8 --max-tokens-per-gpu 0", "Expected --max-tokens-per-gpu >= 1, got 0."),

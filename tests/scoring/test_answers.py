@@ -168,7 +168,7 @@ def command(place: Path, output: str, **changed: Any) -> list[str]:
         ({"eval.dataset": "/nowhere.jsonl"}, "--eval.dataset /nowhere.jsonl does not exist."),
         ({"data.label_key": "nothing"}, "has no column 'nothing'"),
         ({"reward.remote_url": "/nowhere.py"}, "--reward.remote_url /nowhere.py does not exist."),
-        ({"data.max_len": 2049}, "model can read, 2048 tokens; give at most that."),
+        ({"data.max_len": 2049}, "exceeds the 2048 positions of "),
         ({"data.max_len": 9}, "--data.max_len 9 with --rollout.max_new_tokens 8 leaves 1"),
         ({"data.max_len": 8}, "Expected --rollout.max_new_tokens < --data.max_len 8, for a prompt to fit, got 8."),
     ],

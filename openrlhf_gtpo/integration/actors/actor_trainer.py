@@ -15,7 +15,7 @@ from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 from ray.exceptions import ActorUnavailableError
 
-from openrlhf_gtpo.errors import Restartable, TrainingStopped
+from openrlhf_gtpo.errors import Restartable, TrainingStopped, one_line
 from openrlhf_gtpo.integration.actors.token_ratios import TokenRatios
 from openrlhf_gtpo.integration.credit.guide_rows import GuideRatios, guide_rows, info_rows
 from openrlhf_gtpo.integration.credit.loss import credit_loss
@@ -64,7 +64,7 @@ def wait_for_engines(
             elif failure is not None:
                 raise Restartable(
                     f"{what} {number} of {len(engines)} (counted from 0) died {waited:.0f} s after the trainer "
-                    f"began to wait for it: {' '.join(str(failure).split())[-400:]}{_last_words(engines[number])}"
+                    f"began to wait for it: {one_line(failure)[-400:]}{_last_words(engines[number])}"
                 )
         absent = ", ".join(map(str, sorted(starting.values())))
         if starting and waited >= limit:

@@ -121,7 +121,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
         return status
 
     def broadcast_to_vllm(self) -> None:
-        """See ``MegatronActorTrainer``."""
+        """See ``ActorTrainer``."""
         with self.peaks.phase(names.BROADCAST):
             self.offload.restore(optimizer=False)
             self.trainer.broadcast_to_vllm()

@@ -237,7 +237,7 @@ def _check_batch_size(args: SimpleNamespace) -> None:
         needed = min(replicas, args.rollout.batch_size * args.rollout.n_samples_per_prompt)
         if args.train.batch_size < needed:
             raise UsageError(
-                f"Expected --train.batch_size >= {needed}, a row for each data-parallel replica of the {role}, got "
+                f"Expected --train.batch_size >= {needed}, so that every replica of the {role} has a row, got "
                 f"{args.train.batch_size}."
             )
 
@@ -276,7 +276,7 @@ def check_guide(args: SimpleNamespace) -> None:
         (
             args.algo.kl.unbiased_gradient and args.algo.kl.use_loss and args.algo.kl.init_coef > 0,
             "--algo.kl.unbiased_gradient",
-            "whose ratio takes all responses for the old policy's",
+            "which treats every response as the old policy's",
         ),
         (args.data.max_images_per_prompt > 0, "--data.max_images_per_prompt", "as the guide is given only text"),
     ):

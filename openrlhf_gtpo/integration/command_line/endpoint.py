@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx2  # openai depends on it
 import openai  # vLLM depends on it
 
-from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.errors import UsageError, one_line
 
 _LOOK_LIMIT = 30.0  # seconds for each request before a run starts
 _PROBES = (1, 10, 100)  # token ids, at least one of which is a prompt without a certain next token
@@ -82,8 +82,7 @@ def check_endpoint(args: SimpleNamespace) -> None:
             cold, warm = (_highest_log_prob(client, model, token, temperature) for temperature in (0.5, 1.0))
             moves |= abs(cold - warm) > _NOISE
     except openai.APIError as error:
-        reason = " ".join(str(error).split())
-        raise UsageError(f"{said} does not answer as an http://HOST:PORT/v1 would: {reason}") from error
+        raise UsageError(f"{said} does not answer as an http://HOST:PORT/v1 would: {one_line(error)}") from error
     except (httpx2.InvalidURL, ValueError, AttributeError, LookupError, TypeError) as error:
         raise UsageError(f"{said} cannot be a guide: {error}") from error
     if not moves and (args.rollout.temperature, args.rollout.top_p) != (1, 1):

@@ -91,7 +91,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--algo.preset",
         choices=sorted(PRESETS),
         help="select a whole algorithm: its estimator, loss, clip range, KL, filtering and length penalty; "
-        "flags given beside it win. dapo, and forking_tokens, built on it, are for rewards of 0 and 1 (for -1 and 1 "
+        "flags given with it win. dapo, and forking_tokens, built on it, are for rewards of 0 and 1 (for -1 and 1 "
         "add --reward.overlong_penalty_factor 1 --algo.dynamic_filtering_range -1 1) and need "
         "--rollout.max_new_tokens; grpo averages its KL over tokens, the paper over each response first",
     )
@@ -420,12 +420,11 @@ def _follow_guide(values: dict[str, Any]) -> None:
 def _check_one_advantage_per_row(values: dict[str, Any], name: str, estimator: str) -> None:
     """Refuse credit that differs between the tokens of a response."""
     why, remedy = None, "give gspo_token, or an estimator such as group_norm or grpo_s"
-    if estimator in ESTIMATORS:
-        if ESTIMATORS[estimator].level == "token":
-            why = f"--algo.advantage.estimator {estimator} gives every token its own"
-    elif estimator == "gae" or (estimator == "reinforce" and values["algo.advantage.gamma"] != 1):
+    ours = ESTIMATORS.get(estimator)
+    discounts = estimator == "gae" or (estimator == "reinforce" and values["algo.advantage.gamma"] != 1)
+    if discounts or (ours and ours.level == "token"):
         why = f"--algo.advantage.estimator {estimator} gives every token its own"
-    elif values["algo.kl.init_coef"] > 0 and not values["algo.kl.use_loss"]:
+    elif not ours and values["algo.kl.init_coef"] > 0 and not values["algo.kl.use_loss"]:
         why = "the KL in the reward gives every token its own"
         remedy = "give --algo.kl.use_loss or --algo.kl.init_coef 0"
     if why:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
-from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.errors import UsageError, one_line
 from openrlhf_gtpo.platform.files import model_folder, shards_of, weight_shapes
 
 # Files in which a checkpoint may name its own Python code.
@@ -131,7 +131,7 @@ def check_model(name: str | None, flag: str, trust_remote_code: bool = False) ->
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # a configuration's own class may raise anything
         raise UsageError(
-            f"{flag} {name} is not a Hugging Face checkpoint that can be read: {_reason(error)}"
+            f"{flag} {name} is not a Hugging Face checkpoint that can be read: {one_line(error)}"
         ) from error
     _check_weights(path, flag)
     return config
@@ -188,7 +188,7 @@ def _check_weights(path: Path, flag: str) -> None:
         for index in path.glob("*.safetensors.index.json"):
             for shard in shards_of(index):
                 if not os.path.isfile(path / shard):  # not Path.is_file, which raises for a name that is too long
-                    raise UsageError(f"{path} lacks {_line(shard):.255}, which its {index.name} lists.")
+                    raise UsageError(f"{path} lacks {one_line(shard):.255}, which its {index.name} lists.")
         weight_shapes(path)
     except UsageError as error:
         raise UsageError(f"{flag} {error}") from error
@@ -208,11 +208,11 @@ def load_tokenizer(name: str, flag: str, trust_remote_code: bool = False) -> Any
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # a tokenizer's own class may raise anything
-        raise UsageError(f"{flag} {name} has no tokenizer that can be read: {_reason(error)}") from error
+        raise UsageError(f"{flag} {name} has no tokenizer that can be read: {one_line(error)}") from error
 
 
 def check_length(config: Any, max_len: int, model: str) -> None:
-    """Refuse a ``--data.max_len`` beyond the positions of a ``model``, which vLLM would find once it has been started.
+    """Refuse a ``--data.max_len`` beyond the positions of a ``model``, which vLLM would only refuse after its start.
     A model whose rotary embedding is scaled is left to vLLM, which knows by how much (0.29,
     config/model.py, _get_and_verify_max_len)."""
     text = config.get_text_config()
@@ -221,17 +221,8 @@ def check_length(config: Any, max_len: int, model: str) -> None:
     longest = getattr(text, "max_position_embeddings", None) or math.inf
     if max_len > longest and all(one.get("rope_type", "default") == "default" for one in ropes):
         raise UsageError(
-            f"--data.max_len {max_len} is longer than {model} can read, {longest} tokens; give at most that."
+            f"--data.max_len {max_len} exceeds the {longest} positions of {model} (max_position_embeddings)."
         )
-
-
-def _reason(error: BaseException) -> str:
-    """An error's message in one line, or its type if it has none."""
-    return _line(str(error)) or type(error).__name__
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def check_reward(args: SimpleNamespace) -> None:
@@ -288,7 +279,7 @@ def import_file(file: str, flag: str, name: str) -> Callable[..., Any]:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the user's own code may raise anything
-        raise UsageError(f"{flag} {file} cannot be imported: {type(error).__name__}: {_reason(error)}") from error
+        raise UsageError(f"{flag} {file} cannot be imported: {type(error).__name__}: {one_line(error)}") from error
     found = getattr(module, name, None)
     if not callable(found):
         where = "the README" if name == "reward_func" else "OpenRLHF's openrlhf/utils/agent.py"
@@ -346,7 +337,7 @@ def _load_table(name: str, split: str, flag: str) -> Any:
         for file in of_json:
             _refuse_bad_line(file, flag)
         kind = path.suffix[1:] if path.suffix in _TABLES else "a data set"
-        raise UsageError(f"{flag} {path} cannot be read as {kind}: {_reason(error.__cause__ or error)}") from error
+        raise UsageError(f"{flag} {path} cannot be read as {kind}: {one_line(error.__cause__ or error)}") from error
     finally:
         datasets.logging.set_verbosity(verbosity)
         if progress:
@@ -384,7 +375,9 @@ def _refuse_bad_line(file: Path, flag: str) -> None:
         return
     except UnicodeDecodeError as error:
         number = data.count(b"\n", 0, error.start) + 1
-        raise UsageError(f"{flag} {file}: line {number} is not in UTF-8; convert the file, as with iconv.") from error
+        raise UsageError(
+            f"{flag} {file}: line {number} is not in UTF-8; convert the file, for example with iconv."
+        ) from error
     except json.JSONDecodeError as error:
         if text.lstrip().startswith("[") and error.msg != "Extra data":  # a list of rows
             raise UsageError(f"{flag} {file}: line {error.lineno} is not JSON ({error.msg}).") from error
@@ -413,13 +406,15 @@ def check_dataset(args: SimpleNamespace, tokenizer: Any, names: str | None, spli
             continue
         for column_flag, column in (("input_key", args.data.input_key), ("label_key", args.data.label_key)):
             if column is not None and column not in table.column_names:
-                columns = _line(", ".join(table.column_names))
+                columns = one_line(", ".join(table.column_names))
                 raise UsageError(f"{flag} {name} has no column {column!r} (--data.{column_flag}); it has {columns}.")
         try:
             if tokenizer is not None:
                 _check_rows(args, tokenizer, table, f"{flag} {name}")
         except UnicodeDecodeError as error:  # datasets decodes text as it is read
-            raise UsageError(f"{flag} {name} is not in UTF-8 ({error}); convert it, as with iconv.") from error
+            raise UsageError(
+                f"{flag} {name} is not in UTF-8 ({error}); convert it, for example with iconv."
+            ) from error
         except KeyError as error:  # datasets raises it for a name with a NUL within a column
             raise UsageError(f"{flag} {name} has a column with a name in it that cannot be read: {error}.") from error
         local.append(table)
@@ -428,7 +423,7 @@ def check_dataset(args: SimpleNamespace, tokenizer: Any, names: str | None, spli
             datasets.concatenate_datasets(local)
     except ValueError as error:
         raise UsageError(
-            f"{flag} {names}: a column has different types in them ({_reason(error)}); convert or drop it."
+            f"{flag} {names}: a column has different types in them ({one_line(error)}); convert or drop it."
         ) from error
 
 
@@ -456,14 +451,14 @@ def _check_rows(args: SimpleNamespace, tokenizer: Any, table: Any, where: str) -
         messages = isinstance(given, list) and all(isinstance(message, dict) for message in given)
         if template and not messages and not isinstance(given, str):
             raise UsageError(
-                f"{where}: the prompt of row {row} is {_line(repr(given)):.60}, not text or a list of messages."
+                f"{where}: the prompt of row {row} is {one_line(repr(given)):.60}, not text or a list of messages."
             )
         try:
             prompt, label = preprocess_data(data, args.data.input_template, *keys, template)
         except Exception as error:  # templates are programs
-            raise UsageError(f"{where}: the prompt of row {row} cannot be made: {_reason(error)}") from error
+            raise UsageError(f"{where}: the prompt of row {row} cannot be made: {one_line(error)}") from error
         if not isinstance(prompt, str):
-            raise UsageError(f"{where}: the prompt of row {row} is {_line(repr(given)):.60}, not text.")
+            raise UsageError(f"{where}: the prompt of row {row} is {one_line(repr(given)):.60}, not text.")
         if not prompt or given == "":
             raise UsageError(f"{where}: the prompt of row {row} is empty; drop that row.")
         if label is None:

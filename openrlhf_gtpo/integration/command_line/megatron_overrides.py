@@ -125,8 +125,8 @@ def _value(shown: str, text: str, hint: Any) -> Any:
 
 
 def _reader(shown: str, kind: Any, text: str) -> tuple[int, Callable[[str], Any], list[str]]:
-    """For a type: its turn in a union (types that fit any text come last, and lists before them if there are commas),
-    what reads text or raises ValueError or KeyError if it is no such value, and what a message says to give.
+    """For a type: its priority in a union (types that fit any text come last, and lists before them if there are
+    commas), a parser that raises ValueError or KeyError for other text, and the choices that a message names.
 
     Raises:
         UsageError: text cannot express its values.

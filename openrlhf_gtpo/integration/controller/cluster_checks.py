@@ -12,7 +12,7 @@ import psutil  # vLLM and DeepSpeed depend on it
 import ray
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.errors import UsageError, one_line
 from openrlhf_gtpo.integration.command_line.host import gpus_of
 from openrlhf_gtpo.integration.controller.checkpoint_disk import gigabytes, writes_checkpoints
 from openrlhf_gtpo.megatron.parallel.layout import check_architecture
@@ -158,7 +158,7 @@ def check_shared_folder(folder: str, nodes: list[dict[str, Any]]) -> None:
             try:
                 complaint = ray.get(answer, timeout=_LOOK_LIMIT)
             except (ray.exceptions.RayError, TimeoutError) as error:
-                complaint = f"could not be checked ({' '.join(str(error).split())[:200]})"
+                complaint = f"could not be checked ({one_line(error):.200})"
             if complaint:
                 raise UsageError(
                     f"--ckpt.path {path} {complaint} on node {_name(node)}, and all {len(nodes)} nodes must read and "

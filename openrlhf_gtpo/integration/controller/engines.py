@@ -19,7 +19,7 @@ from openrlhf.trainer.ray import vllm_engine
 from ray.exceptions import RayError, RayTaskError
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.errors import TrainingStopped, one_line
 from openrlhf_gtpo.integration.actors.actor_trainer import wait_for_engines
 from openrlhf_gtpo.integration.actors.dispatch import engine_bundles
 from openrlhf_gtpo.integration.controller.failures import DIED, cause_of
@@ -82,7 +82,7 @@ class Engines:
         self.restarts += 1
         number = self._all.index(engine)
         killed = self._killed.pop(number, None)
-        what = killed or f"died: {' '.join(str(error).split())[-300:]}"
+        what = killed or f"died: {one_line(error)[-300:]}"
         said = f"vLLM engine {number} of {len(self._all)} (counted from 0) {what}"
         if self.restarts > self._max_restarts:
             limit = f"--train.max_restarts {self._max_restarts} allows no further restart"

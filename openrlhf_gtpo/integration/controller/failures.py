@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import ray
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from openrlhf_gtpo.errors import Restartable, StoppedOnRequest, TrainingStopped, UsageError
+from openrlhf_gtpo.errors import Restartable, StoppedOnRequest, TrainingStopped, UsageError, one_line
 from openrlhf_gtpo.integration.controller.checkpoint_disk import free_bytes, gigabytes
 from openrlhf_gtpo.megatron.checkpoint.files import CheckpointError
 from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
@@ -168,7 +168,7 @@ def raise_if_lost(error: BaseException) -> None:
     what = f"the node {', '.join(dead)} left the Ray cluster" if dead else "a process of the run died"
     raise Restartable(
         f"{what}, and training cannot go on without it; the logs of its node say why. The same command with "
-        f"--ckpt.load_enable goes on from the last checkpoint. Ray says: {' '.join(str(lost).split())[:600]}"
+        f"--ckpt.load_enable goes on from the last checkpoint. Ray says: {one_line(lost):.600}"
     ) from None
 
 

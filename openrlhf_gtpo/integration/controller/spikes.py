@@ -9,7 +9,7 @@ from typing import Any
 from openrlhf_gtpo.errors import Restartable
 from openrlhf_gtpo.report import names
 
-_OF_OWN_ROWS = ("ppo_kl",)  # the only one watched beside rescued rows, which are far from the policy
+_OF_OWN_ROWS = ("ppo_kl",)  # the only one watched with rescued rows, which are far from the policy
 _WATCHED = ("policy_loss", "kl", "ppo_kl", "actor_grad_norm")
 _WINDOW, _ENOUGH = 50, 20  # steps to look back at, and steps needed before one is judged
 

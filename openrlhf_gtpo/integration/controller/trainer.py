@@ -44,7 +44,7 @@ _FRESH = {"episode": 0, "global_step": 0, "total_consumed_prompts": 0, "data_loa
 
 _COMPARE_WITHIN_GROUPS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")  # of upstream's estimators
 _MOSTLY = 0.9  # of a step's responses
-_SAMPLE_LETTERS = 2000  # characters kept from the end of a step's sample
+_SAMPLE_LENGTH = 2000  # characters kept from the end of a step's sample
 
 _UpstreamTrainer: Any = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
 
@@ -139,12 +139,12 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         """Train as upstream does, after one evaluation if ``--eval.before_training`` asks for it.
 
         Raises:
-            StoppedOnRequest: the run was asked to stop; its last step's checkpoint is written.
+            StoppedOnRequest: the run was asked to stop; if it made a step, its checkpoint is written.
             TrainingStopped: there was nothing to train on.
         """
         if stop_file(self.args).exists():
             stop_file(self.args).unlink(missing_ok=True)
-            raise StoppedOnRequest("asked to, before its first step; there is nothing new to save.")
+            raise StoppedOnRequest("asked to, before its first step; there was nothing new to save.")
         wait_for_engines(self.vllm_engines or [])  # no rank waits for those that share its GPUs and do not sleep
         self.engines.watch()
         if self.guide:
@@ -391,7 +391,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             numbers = {name: value for name, value in logs.items() if is_number(value)}
             sample = dict(zip((names.SAMPLE, names.SAMPLE_REWARD), logs.get("generated_samples", ())))
             if sample:
-                sample[names.SAMPLE] = sample[names.SAMPLE][-_SAMPLE_LETTERS:]
+                sample[names.SAMPLE] = sample[names.SAMPLE][-_SAMPLE_LENGTH:]
             failed = {names.WARNING_PREFIX + "checkpoint": " ".join(self.failed_saves)} if self.failed_saves else {}
             self.metrics_writer.write(names.KIND_TRAIN, global_step, numbers | sample | self.warnings | failed)
         self.failed_saves = []

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 
-from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.errors import TrainingStopped, one_line
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ def engine_works() -> Iterator[None]:
 
 def described(failure: BaseException) -> str:
     """An exception's type and the beginning of its text, on one line."""
-    return f"{type(failure).__name__}: {' '.join(str(failure).split())[:500]}"
+    return f"{type(failure).__name__}: {one_line(failure):.500}"
 
 
 def reward_and_score(returned: Any) -> tuple[float, float]:

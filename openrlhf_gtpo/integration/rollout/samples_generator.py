@@ -21,7 +21,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
 
-from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.errors import TrainingStopped, one_line
 from openrlhf_gtpo.integration.rollout.guide import DEATHS, GUIDE_DIED, GUIDED, Guide, GuideRows
 from openrlhf_gtpo.integration.rollout.rescue import RescueQueue, plain
 from openrlhf_gtpo.report import names
@@ -152,8 +152,8 @@ class OrderedSamplesGenerator(SamplesGenerator):
         for experience in kept if self._evaluated is None else ():
             if differing := experience.info.keys() ^ kept[0].info.keys():
                 raise TrainingStopped(
-                    "Expected the same names in every response's extra_logs, which are averaged, got "
-                    f"{', '.join(sorted(differing))} only in some; give it a number in all of them."
+                    "Expected the same names in every response's extra_logs, which are averaged; only some have "
+                    f"{', '.join(sorted(differing))}."
                 )
         accepted = {experience.index[0] for experience in kept}
         for number in sorted(self._responses.keys() - accepted):
@@ -213,7 +213,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
             if log_probs is not None and len(log_probs) != len(tokens):  # as of an agent that does not ask for them
                 raise ValueError(f"it has {len(log_probs)} rollout_log_probs for {len(tokens)} observation_tokens")
         except Exception as error:  # a reward's answer has been checked, an agent's comes from the user's code
-            what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            what = f"{type(error).__name__}: {one_line(error):.200}"
             raise TrainingStopped(
                 "Expected --train.agent_func_path to return a response as OpenRLHF's MultiTurnAgentExecutor.execute "
                 f"does, with numbers as reward, scores and extra_logs, got one that cannot be read ({what}): "

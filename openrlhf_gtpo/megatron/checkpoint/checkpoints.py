@@ -117,10 +117,11 @@ class Checkpoints:
 
     def load(self, target: Trainer | LoadedModel, tag: str | None = None) -> dict[str, Any]:
         """Load the newest checkpoint, or ``tag``, into a trainer or a model alone, and return the saved client state,
-        which is empty if there is no checkpoint. Damaged ones are set aside.
+        which is empty if there is no checkpoint. Without ``tag``, damaged ones are renamed.
 
         Raises:
-            CheckpointError: none of the existing ones is whole, or it is of another model; nothing has changed.
+            CheckpointError: none of the existing ones is whole, ``tag`` is not there, or it does not fit ``target``,
+                which is unchanged.
         """
         self.finish()
         path = choose([Path(self.folder)], tag)

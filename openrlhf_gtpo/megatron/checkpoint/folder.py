@@ -196,7 +196,7 @@ def check_checkpoint(
     folder = Path(folder)
     manifest = _check_sizes(folder)
     if "model" not in manifest:
-        raise CheckpointError(f"{folder} is not a checkpoint of the Megatron actor, but of DeepSpeed's.")
+        raise CheckpointError(f"{folder} is a checkpoint of the DeepSpeed actor, not of the Megatron actor.")
     if hf_config is not None:
         stored, wanted = manifest["model"], describe_model(hf_config)
         differences = [

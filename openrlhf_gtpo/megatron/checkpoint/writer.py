@@ -50,7 +50,7 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
 
 
 class _NoClones(TorchFunctionMode):
-    """Keeps Megatron from cloning all of a host's tensors at once while it plans their write (filesystem_async.py)."""
+    """Keeps Megatron from cloning all CPU tensors at once while it plans the write (filesystem_async.py)."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return args[0] if func is torch.Tensor.clone else func(*args, **(kwargs or {}))

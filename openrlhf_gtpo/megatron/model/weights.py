@@ -41,8 +41,8 @@ class _Parameter:
         return EXPERTS in self.local_name
 
     @property
-    def is_shared(self) -> bool:
-        """True if ranks have different values."""
+    def is_split(self) -> bool:
+        """True if each rank has a part of its values."""
         return self.partition_dim is not None or len(self.names) > 1
 
     @property
@@ -51,7 +51,7 @@ class _Parameter:
 
 
 class FullWeights:
-    """The whole model on every rank of a replica, in Hugging Face's order and names; a tied head is not repeated.
+    """The whole model on every rank of a replica, under Hugging Face's names; a tied head is not repeated.
 
     Collective: all ranks of a replica construct it, and fill or iterate over it, together; if replicas share the
     experts, so do all ranks of those replicas.
@@ -161,10 +161,10 @@ class FullWeights:
 
     def _shards(self, bucket: list[_Parameter]) -> Iterator[list[Tensor]]:
         """Every rank's part of each parameter, or the parameter alone if all ranks have the same."""
-        dense = self._all_gather([p for p in bucket if p.is_shared and not p.is_expert], self._tp)
-        experts = self._all_gather([p for p in bucket if p.is_shared and p.is_expert], self._experts)
+        dense = self._all_gather([p for p in bucket if p.is_split and not p.is_expert], self._tp)
+        experts = self._all_gather([p for p in bucket if p.is_split and p.is_expert], self._experts)
         for parameter in bucket:
-            if parameter.is_shared:
+            if parameter.is_split:
                 yield next(experts if parameter.is_expert else dense)
             else:
                 yield [self._read(self._parameters[parameter.local_name])]

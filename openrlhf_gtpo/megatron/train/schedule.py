@@ -134,7 +134,7 @@ class _Output(tuple):
 
 
 def _count_nothing(output: tuple[Tensor, Tensor | None], non_loss_data: bool = False) -> tuple[Tensor, Tensor, None]:
-    """The loss of a micro-batch that is only there to keep other replicas company."""
+    """The loss of a dummy micro-batch, with which a replica takes part in the others' collectives."""
     return output[0].sum() * 0.0, torch.zeros((), dtype=torch.int), None
 
 

@@ -130,7 +130,7 @@ def test_a_contradiction_in_the_command_line(
         ({"--vllm.max_num_seqs": 0}, "Expected --vllm.max_num_seqs >= 1, got 0."),
         (
             {"--actor.num_gpus_per_node": 4, "--train.batch_size": 2},
-            "Expected --train.batch_size >= 4, a row for each data-parallel replica of the actor, got 2.",
+            "Expected --train.batch_size >= 4, so that every replica of the actor has a row, got 2.",
         ),
         (
             {"--vllm.max_num_seqs": 4096},

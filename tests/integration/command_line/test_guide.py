@@ -76,7 +76,7 @@ def test_what_a_guide_goes_with(guided: dict[str, Any], changes: dict[str, Any])
         ({"--algo.guide.num_engines": 0}, "Expected --algo.guide.num_engines >= 1, got 0."),
         (
             {"--algo.kl.unbiased_gradient": True, "--algo.kl.use_loss": True, "--algo.kl.init_coef": 0.1},
-            "--algo.guide.model_name_or_path cannot be combined with --algo.kl.unbiased_gradient, whose ratio",
+            "--algo.guide.model_name_or_path cannot be combined with --algo.kl.unbiased_gradient, which treats",
         ),
         (
             {"--algo.advantage.estimator": "group_norm", "--train.async_enable": True},

@@ -138,7 +138,7 @@ def test_a_length_beyond_the_models_positions(
     """vLLM would say so once Ray has started; what a scaled rotary embedding reaches is its business."""
     positions = json.loads((model / "config.json").read_text())["max_position_embeddings"]
     longer = {"--algo.advantage.estimator": estimator, "--data.max_len": positions + 1}
-    message = f"is longer than --actor.model_name_or_path {model} can read, {positions} tokens; give at most that."
+    message = f"exceeds the {positions} positions of --actor.model_name_or_path {model} (max_position_embeddings)."
     assert refused(longer) == f"--data.max_len {positions + 1} {message}"
     scaled = copy_model(model, tmp_path / "scaled")
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
@@ -150,7 +150,7 @@ def test_a_length_beyond_the_models_positions(
 def test_rotary_embeddings_of_several_kinds_of_layers_may_be_scaled() -> None:
     text = SimpleNamespace(max_position_embeddings=8, rope_parameters={"sliding": {"rope_type": "default"}})
     config = SimpleNamespace(get_text_config=lambda: text)
-    with pytest.raises(UsageError, match="--data.max_len 9 is longer than --model x can read, 8 tokens"):
+    with pytest.raises(UsageError, match="--data.max_len 9 exceeds the 8 positions of --model x"):
         check_length(config, 9, "--model x")
     text.rope_parameters["full"] = {"rope_type": "yarn", "factor": 4.0}
     check_length(config, 9, "--model x")
@@ -419,7 +419,7 @@ def test_no_data_set(refused: Callable[..., str]) -> None:
         ("only_lists.jsonl", '["a", "b"]\n["c", "d"]\n', ": line 1 is not a JSON object;"),
         ("texts.jsonl", '"a"\n"b"\n', ": line 1 is not a JSON object;"),
         ("deep.jsonl", f"{LINE}\n" + "[" * 100_000, ": line 2 is not a JSON object (maximum recursion depth"),
-        ("utf16.jsonl", "\xff\xfe{\0}\0\n\0", ": line 1 is not in UTF-8; convert the file, as with iconv."),
+        ("utf16.jsonl", "\xff\xfe{\0}\0\n\0", ": line 1 is not in UTF-8; convert the file, for example with iconv."),
         ("byte.jsonl", f"{LINE}\n{{'question': 'caf\xe9'}}\n", ": line 2 is not in UTF-8;"),
         ("comma.json", f"[\n  {LINE},\n  {LINE}\n  {LINE}\n]", ": line 4 is not JSON (Expecting ',' delimiter)."),
         ("numbers.json", f"[\n{LINE},\n2]", "cannot be read as json: "),
