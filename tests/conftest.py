@@ -24,10 +24,17 @@ settings.load_profile("suite")
 # These make programs color or wrap their output as if they wrote to a terminal, or another pytest select other tests.
 for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "TTY_COMPATIBLE", "COLUMNS", "LINES", "PYTEST_ADDOPTS"):
     os.environ.pop(name, None)
+# A container's image may set this; hundreds of processes would then compile this project's files again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-
-# With models this small, threads only wait for each other, and there are more processes than cores.
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.update(
+    # Nothing fetches a model or reports usage.
+    {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "offline"}
+    | {"RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    # With models this small, threads only wait for each other, and there are more processes than cores. What torch
+    # compiles, such as vLLM's sampling, takes g++ half a minute on a new machine, and 2 s of each run.
+    | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+)
 
 _STARTUP = str(Path(sitecustomize.__file__).parent)  # read here, and by every process that the tests start
 if _STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):  # a pytest worker has it already

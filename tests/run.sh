@@ -18,15 +18,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=examples/scripts/setup_env.sh
 source examples/scripts/setup_env.sh
 
-# Nothing below may fetch a model or report usage.
-export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false WANDB_MODE=offline
-export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
-# What torch compiles, such as vLLM's sampling, takes g++ half a minute on a new machine, and 2 s of each run; the models here
-# are small enough to do without.
-export TORCHDYNAMO_DISABLE=1
-# A container's image may say so; hundreds of processes would then compile this project's files again.
-unset PYTHONDONTWRITEBYTECODE
-
 # Files of the project that match the patterns: tracked, or new and not ignored; a source archive has no git.
 project_files() {
     if git rev-parse --is-inside-work-tree >/dev/null 2>&1; then

@@ -1,4 +1,4 @@
-"""The estimators by name. To add one, write a file with its settings and mathematics and list it in ``ESTIMATORS``."""
+"""The estimators by name. To add one, write its settings and mathematics and list it in ``ESTIMATORS``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

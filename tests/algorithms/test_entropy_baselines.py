@@ -122,6 +122,15 @@ def test_what_either_adds_is_its_share():
         torch.testing.assert_close(shares[has_credit], expected(advantages)[mask][has_credit])
 
 
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_an_estimator_that_leaves_tokens_out_says_so(name):
+    """A KL reward would give them a loss."""
+    batch, estimator = ragged_batch(3), ESTIMATORS[name]
+    advantages, mask = estimator.advantages(*batch, estimator.config()), batch[1]
+    credited = (advantages != 0).any(dim=1)
+    assert estimator.leaves_out == bool(((advantages == 0) & mask)[credited].any())
+
+
 def test_refusals():
     entropy, mask, _, _ = ragged_batch(0)
     for fraction in (0.0, 1.5, float("nan")):

@@ -1,7 +1,6 @@
 """Runs the trainer through the real stack on a tiny model; the tests look at what a run leaves behind."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -76,8 +75,5 @@ def trainer_argv(tiny_model: Path, task: Path, tmp_path: Path) -> list[str]:
 def finish(argv: list[str], folder: Path, timeout: float = 800, command: list[str] | None = None) -> Finished:
     """Train with ``argv`` in its own process and return what it leaves behind. The limit is for a run that hangs."""
     command = command or [sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray"]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    ended = subprocess.run(
-        [*command, *argv], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout
-    )
+    ended = subprocess.run([*command, *argv], cwd=folder, capture_output=True, text=True, timeout=timeout)
     return Finished(ended.returncode, ended.stdout + ended.stderr, folder)

@@ -109,11 +109,10 @@ def _own_folder(argv: list[str], folder: Path) -> tuple[list[str], Hold]:
 
 @contextmanager
 def _running(argv: list[str], folder: Path) -> Iterator[subprocess.Popen]:
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with (folder / "log").open("w") as log:
         run = subprocess.Popen(
             [sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray", *argv],
-            cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT,
+            cwd=folder, stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
             yield run

@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf_gtpo.algorithms.estimators import ESTIMATORS
-from openrlhf_gtpo.algorithms.surrogates import SURROGATES
 from openrlhf_gtpo.cli import evaluate
 from openrlhf_gtpo.experiment.grid import read_grid, words
 from openrlhf_gtpo.integration.run import parse
@@ -66,12 +64,12 @@ def test_the_guides_demonstration_differs_in_the_guide_alone() -> None:
     assert getattr(flags, "rollout.max_new_tokens") == runs["alone"].rollout.max_new_tokens
 
 
-def test_the_study_has_every_credit_and_surrogate() -> None:
+def test_the_studys_methods_have_the_same_work() -> None:
     """It trains each with two optimizer steps per rollout, and evaluates it with the rollout's limits."""
     grid = read_grid(EXPERIMENTS / "study.yaml")
     runs = [parse(words(run.flags)) for run in grid.runs if run.seed == 1]
-    assert {*ESTIMATORS} <= {args.algo.advantage.estimator for args in runs}
-    assert {*SURROGATES} | {"ppo", "gspo"} == {args.actor.policy_loss_type for args in runs}
+    readme = (EXPERIMENTS.parents[1] / "README.md").read_text()
+    assert f"compares {len(runs)} methods in {len(grid.runs)} runs" in readme
     for args in runs:
         assert args.rollout.batch_size * args.rollout.n_samples_per_prompt == 2 * args.train.batch_size
         assert args.train.max_epochs == 1

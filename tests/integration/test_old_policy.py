@@ -9,6 +9,7 @@ import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 from rollouts import Rollout, arguments, in_sampling_order, maker, rollout
 
+from openrlhf_gtpo.algorithms import ESTIMATORS
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
 from openrlhf_gtpo.report import names
@@ -95,7 +96,7 @@ def test_the_samplers_entropies_shape_and_the_policy_is_not_asked(
     assert made.seconds[names.TIMING_OLD_LOG_PROBS] < 1
 
 
-@pytest.mark.parametrize("estimator", ["gtpo", "grpo_s", "forking_tokens", "entropy_bonus"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize(
     ("argv", "replayed", "forwarded"),
     [((), False, 5), (DYNAMIC, False, 5), (("--train.max_epochs", "2"), False, 20), ((), True, 0)],
