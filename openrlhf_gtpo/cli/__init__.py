@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,16 +42,27 @@ class Parser(argparse.ArgumentParser):
         return super()._get_values(action, arg_strings)
 
 
-def exit_status(command: str, run: Callable[[], Any], *mistakes: type[Exception]) -> int:
-    """Call ``run``. Return 0, or after one sentence on stderr 2 for a user error or 1 if training or a process failed.
+def exit_status(
+    command: str, run: Callable[[], Any], *mistakes: type[Exception], interrupted: str = "interrupted."
+) -> int:
+    """Call ``run``. Return 0, or after one sentence on stderr 2 for a user error, 1 if training or a process failed,
+    130 after Ctrl-C; without a sentence 141 if nobody reads stdout any more, as after `| head`.
 
     Args:
         command: name to print before the sentence.
         mistakes: exceptions that are the user's error, besides :class:`UsageError` and :class:`LaunchError`.
+        interrupted: the sentence after Ctrl-C.
     """
     said: tuple[type[Exception], ...] = (UsageError, LaunchError, TrainingStopped, ProcessFailed, *mistakes)
     try:
         run()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at its end
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        print(f"{command}: {interrupted}", file=sys.stderr)
+        return 128 + signal.SIGINT
     except said as error:
         if is_first_process():
             print(f"{command}: {error}", file=sys.stderr)

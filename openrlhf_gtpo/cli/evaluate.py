@@ -10,13 +10,19 @@ that has, besides `reward_func`, `answer_of` with the same arguments, which retu
 
 import argparse
 import json
+import os
+import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import psutil
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.cli import Parser, RawHelpFormatter, exit_status
@@ -24,11 +30,13 @@ from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.platform.files import check_output, replace_text
 from openrlhf_gtpo.report.answers import per_question, summarize, table
 
+_INTERRUPTED = "interrupted; the same command goes on."
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate. Return 0, 2 after a sentence on stderr if the input is unusable, 1 if a process or reward failed."""
     args = build_parser().parse_args(argv)
-    return exit_status("evaluate", lambda: _evaluate(args), ValueError, OSError)
+    return exit_status("evaluate", lambda: _evaluate(args), ValueError, OSError, interrupted=_INTERRUPTED)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -75,7 +83,28 @@ def _evaluate(args: argparse.Namespace) -> None:
             if done.returncode:
                 why = (done.stderr.strip().splitlines() or [""])[-1].removeprefix("convert megatron-to-hf: ")
                 raise UsageError(f"--model {args.model} is not a Hugging Face folder (no config.json), and {why}")
-        _answer_all(args, flags, model)
+        with _ended_by_ctrl_c(Path(folder)):
+            _answer_all(args, flags, model)
+
+
+@contextmanager
+def _ended_by_ctrl_c(folder: Path) -> Iterator[None]:
+    """End this process and vLLM's at once, and remove ``folder``. While vLLM 0.29 starts an engine, it survives a
+    KeyboardInterrupt, and then waits for the engine that the same Ctrl-C has ended (v1/engine/core_client.py)."""
+
+    def end(number: int, frame: Any) -> None:
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+        print(f"evaluate: {_INTERRUPTED}", file=sys.stderr, flush=True)
+        os._exit(128 + number)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def checked_flags(args: argparse.Namespace) -> dict[str, Any]:

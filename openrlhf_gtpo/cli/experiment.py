@@ -31,11 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path, metavar="FILE", help="a YAML file: docs/experiments.md")
     parser.add_argument("--dry-run", action="store_true", help="check everything and list the runs")
     args = parser.parse_args(argv)
-    try:
-        return exit_status("experiment", lambda: _experiment(args), OSError)
-    except KeyboardInterrupt:
-        print("experiment: interrupted; the same command resumes it.", file=sys.stderr)
-        return 130
+    said = "interrupted; the same command resumes it."
+    return exit_status("experiment", lambda: _experiment(args), OSError, interrupted=said)
 
 
 def _experiment(args: argparse.Namespace) -> None:

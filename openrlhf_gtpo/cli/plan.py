@@ -16,7 +16,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from openrlhf_gtpo.cli import Parser, RawHelpFormatter
+from openrlhf_gtpo.cli import Parser, RawHelpFormatter, exit_status
 from openrlhf_gtpo.errors import SettingError, UsageError
 from openrlhf_gtpo.megatron.fp8.options import RECIPES
 from openrlhf_gtpo.megatron.parallel.layout import RECOMPUTE
@@ -36,12 +36,15 @@ _HUB = {"3b": "Qwen/Qwen2.5-3B", "7b": "Qwen/Qwen2.5-7B", "32b": "Qwen/Qwen2.5-3
 def main(argv: Sequence[str] | None = None) -> int:
     """Plan. Return 0, or 2 after one sentence on stderr if there is no plan, for example if the model fits nowhere."""
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        _plan(build_parser().parse_args(words), words)
-    except (SettingError, UsageError) as error:
-        print(f"plan: {error.with_flags(_flag) if isinstance(error, SettingError) else error}", file=sys.stderr)
-        return 2
-    return 0
+    args = build_parser().parse_args(words)
+
+    def plan() -> None:
+        try:
+            _plan(args, words)
+        except SettingError as error:
+            raise UsageError(error.with_flags(_flag)) from error
+
+    return exit_status("plan", plan, OSError)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -95,7 +95,7 @@ def read_grid(path: Path) -> Grid:
     baseline = entries.get("baseline")
     if baseline is not None and baseline not in methods:
         raise UsageError(f"{path}: the baseline {baseline!r} is not among the methods {', '.join(methods)}.")
-    output = Path(entries["output"])
+    output = Path(entries["output"]).expanduser()
     runs = []
     for method, *chosen in itertools.product(methods, *settings.values()):
         flags = entries["flags"] | (methods[method] or {})

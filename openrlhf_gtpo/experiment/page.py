@@ -97,7 +97,8 @@ def find_runs(arguments: Sequence[str], wanted: Container[Path] | None = None) -
                 ended[folder] = _read(folder, rows)
         evaluated = {folder: run for folder, run in ended.items() if run.questions}
         for folder, run in (evaluated or ended).items():
-            runs.setdefault(folder.parent.relative_to(text).as_posix(), []).append(run)
+            method = folder.parent.relative_to(text).as_posix()
+            runs.setdefault(Path(text).resolve().name if method == "." else method, []).append(run)
         unfinished += [folder for folder in folders if folder not in (evaluated or ended)]
     for label, group in runs.items():
         for one, two in combinations(group, 2):

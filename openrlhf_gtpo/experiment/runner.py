@@ -68,7 +68,7 @@ def run_all(grid: Grid) -> list[str]:
     done, what the current run is doing, and the time that is left for training if each takes as long as those before.
 
     Returns:
-        a sentence for each run that failed; its log says why.
+        a sentence for each run that failed, which has been printed; its log says why.
 
     Raises:
         KeyboardInterrupt: a signal or a request to stop ended a run.
@@ -96,8 +96,13 @@ def run_all(grid: Grid) -> list[str]:
                     finished = sum(is_finished(one, grid) for one in grid.runs)
                     text = f"{run}: {run.folder} ({finished} of {len(grid.runs)} runs are finished)"
                     console.print(text, markup=False, highlight=False, soft_wrap=True)
-                    failures += _make(run, grid, partial(show, run))
+                    for failure in _make(run, grid, partial(show, run)):
+                        failures.append(failure)
+                        console.print(failure, markup=False, highlight=False, soft_wrap=True)
                     show(run)
+                elif not mine:
+                    text = f"{run}: another process makes it."
+                    console.print(text, markup=False, highlight=False, soft_wrap=True)
     return failures
 
 

@@ -151,6 +151,8 @@ def read_dump(path: Path) -> RolloutDump:
 
 @contextmanager
 def _whole(path: Path) -> Iterator[None]:
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name one of the dumps in its rollouts folder.")
     try:
         yield
     except (OSError, pa.ArrowInvalid) as error:

@@ -1,11 +1,44 @@
 """Every command line: its usage and its help."""
 
 import argparse
+import os
+import subprocess
+import sys
 from importlib import import_module
 
 import pytest
 
-from openrlhf_gtpo.cli import Parser
+from openrlhf_gtpo.cli import Parser, exit_status
+from openrlhf_gtpo.errors import TrainingStopped, UsageError
+
+
+@pytest.mark.parametrize(
+    ("ends", "status", "said"),
+    [
+        (KeyboardInterrupt(), 130, "x: interrupted.\n"),
+        (UsageError("no"), 2, "x: no\n"),
+        (TrainingStopped("no"), 1, "x: no\n"),
+        (OSError("no"), 2, "x: no\n"),
+    ],
+)
+def test_how_a_command_ends(ends: BaseException, status: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def run() -> None:
+        raise ends
+
+    assert exit_status("x", run, OSError) == status and capsys.readouterr().err == said
+
+
+def test_a_reader_may_stop_reading() -> None:
+    """As in ``cli.plan … | head -1``."""
+    program = (
+        "from openrlhf_gtpo.cli import exit_status; raise SystemExit(exit_status('x', lambda: print(1), OSError))"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run([sys.executable, "-c", program], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
 
 COMMANDS = {
     "ask": [[]],

@@ -241,10 +241,9 @@ def test_a_run_that_fails_is_named_and_the_others_are_made(file: Path, capsys: A
     (file.parent / "way").write_text("fail")
     assert experiment.main([str(file)]) == 1
     said = capsys.readouterr().err
-    assert (
-        "/gtpo/seed-1/log): train_ppo_ray stopped: no good reason\n" in said
-        and "gtpo, seed 1 ended with status 1 (" in said
-    )
+    failure = "/gtpo/seed-1/log): train_ppo_ray stopped: no good reason\n"
+    assert failure in said and "gtpo, seed 1 ended with status 1 (" in said
+    assert said.index(failure) < said.rindex(" runs are finished)"), "it is not held back until the last run"
     assert len(starts(file)) == 3
     assert "mean of 2" in (file.parent / "runs" / "table.md").read_text()
     (file.parent / "way").write_text("kill")  # which says nothing itself

@@ -39,6 +39,25 @@ def run_rounds(
     return found
 
 
+def run_averages(model: str, argv: list[str], rounds: int) -> tuple[float, float]:
+    """Train for ``rounds`` on the same rows; return the largest difference of this rank's part of the weights' moving
+    average from one in float64, and the largest distance of that one from where it began."""
+    args, strategy, trained = _trained("deepspeed", model, argv)
+
+    def weights() -> torch.Tensor:
+        own = [getattr(weight, "ds_tensor", weight).data for weight in trained.actor.parameters()]
+        return torch.cat([one.double().flatten() for one in own])
+
+    expected, begun = weights(), weights()
+    for _ in range(rounds):
+        for row, batch, old in _own_rows(trained, strategy, [9, 4]):
+            trained.append(_sample(row, batch, old, args))
+        trained.fit(0.1)
+        expected.lerp_(weights(), 1 - args.train.ema_beta)
+    found, rest = torch.cat([part.double().flatten() for part in trained._averages()]).chunk(2)
+    return float((found + rest - expected).abs().max()), float((expected - begun).abs().max())
+
+
 def run_ratios(
     backend: str, model: str, argv: list[str], lengths: list[int]
 ) -> tuple[dict[str, float], dict[int, dict[str, torch.Tensor]]]:

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import make_checkpoint
 from openrlhf.trainer.ray.launcher import RayActorGroup
 from rank_pool import RankPool
-from steps_program import run_gathers, run_poisoned, run_ratios, run_rounds, run_whole_step
+from steps_program import run_averages, run_gathers, run_poisoned, run_ratios, run_rounds, run_whole_step
 from tp_program import sent_weights
 
 from openrlhf_gtpo.integration.actors import dispatch, optimizer_steps
@@ -205,17 +206,45 @@ def test_several_steps_and_epochs_train_alike(argv: list[str], actor_model: str,
             assert found[i][metric] == pytest.approx(value, rel=0.02, abs=0.005), (i, metric)
 
 
+def test_the_routers_loss_counts_rows_and_not_replicas(
+    actor_model: str, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """One of two replicas has no row."""
+    model = make_checkpoint(tmp_path / "moe", "qwen3_moe", 64)
+    for file in Path(actor_model).glob("tokenizer*"):
+        shutil.copy(file, model)
+    argv = ["--algo.advantage.estimator", "gtpo", "--actor.aux_loss_coef", "100", "--train.batch_size", "6"]
+    norms = [pools[n].run(run_rounds, "deepspeed", str(model), argv, [[9]])[0][0]["actor_grad_norm"] for n in (1, 2)]
+    assert norms[1] == pytest.approx(norms[0], rel=0.01) and norms[0] > 10
+
+
 def test_weights_gathered_together_are_all_there(actor_model: str, pools: dict[int, RankPool]) -> None:
     """Under ZeRO 3, as a model is loaded that has several weights in a module, such as biases or experts."""
     argv = ["--algo.advantage.estimator", "gtpo", "--ds.zero_stage", "3"]
     assert pools[2].run(run_gathers, actor_model, argv) == [[True] * 5] * 2
 
 
+@pytest.mark.parametrize("stage", ["0", "2", "3"])
+def test_the_average_of_the_weights_follows_small_steps(
+    stage: str, actor_model: str, pools: dict[int, RankPool]
+) -> None:
+    """A step moves it by less than bfloat16 can tell, and so it moves by the sum of many."""
+    argv = ["--algo.advantage.estimator", "gtpo", "--train.enable_ema", "--ds.zero_stage", stage]
+    argv += ["--actor.adam.lr", "1e-4", "--actor.lr_warmup_ratio", "0", "--train.batch_size", "2"]
+    for error, distance in pools[2].run(run_averages, actor_model, argv, 10):
+        assert error < 0.01 * distance and distance > 1e-5
+
+
 EMA = ["--algo.advantage.estimator", "gtpo", "--train.enable_ema", "--train.ema_beta", "0.5"]
 
 
+MUON = ["--algo.advantage.estimator", "gtpo", "--actor.optim", "muon"]
+
+
 @pytest.mark.parametrize(
-    "argv", [EMA, [*EMA, "--ds.zero_stage", "3"], ["--algo.advantage.estimator", "gae"]], ids=["2", "3", "critic"]
+    "argv",
+    [EMA, [*EMA, "--ds.zero_stage", "3"], ["--algo.advantage.estimator", "gae"], MUON],
+    ids=["2", "3", "critic", "muon"],
 )
 def test_a_resumed_actor_trains_on_bit_by_bit(
     argv: list[str], actor_model: str, pools: dict[int, RankPool], tmp_path: Path
@@ -226,6 +255,7 @@ def test_a_resumed_actor_trains_on_bit_by_bit(
     (model / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
     argv = [*argv, *THREES, "--train.batch_size", "6", "--train.max_epochs", "2"]
     argv += ["--ckpt.path", str(tmp_path / "saved"), "--actor.adam.lr", "1e-3", "--critic.adam.lr", "1e-3"]
+    argv += ["--actor.muon.lr", "1e-3"]
     whole = pools[2].run(run_rounds, "deepspeed", str(model), argv, [LENGTHS[:12]] * 3, 2)
     actors = tmp_path / "saved" / "_actor" / "global_step2"  # a critic resumes only beside one
     if not actors.exists():
@@ -233,7 +263,7 @@ def test_a_resumed_actor_trains_on_bit_by_bit(
         write_manifest(actors, {})
     resumed = pools[2].run(run_rounds, "deepspeed", str(model), [*argv, "--ckpt.load_enable"], [LENGTHS[:12]])
     assert resumed == [statuses[2:] for statuses in whole]
-    argv += ["--ckpt.load_enable", "--actor.adam.lr", "1e-5", "--critic.adam.lr", "1e-5"]
+    argv += ["--ckpt.load_enable", "--actor.adam.lr", "1e-5", "--critic.adam.lr", "1e-5", "--actor.muon.lr", "1e-5"]
     slower = pools[2].run(run_rounds, "deepspeed", str(model), argv, [LENGTHS[:12]])
     for (slow,), (as_saved,) in zip(slower, resumed, strict=True):
         [name] = [name for name in slow if name.endswith("_lr")]

@@ -299,7 +299,7 @@ def test_an_agents_response_that_cannot_be_learned_from(
 def test_responses_that_log_different_things(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = respond_with(monkeypatch, lambda prompt: {"extra_logs": {"parsed": 1} if prompt == "2" else {}})
     assert len(generator.generate_eval_samples(n_samples_per_prompt=2)) == 12
-    with pytest.raises(TrainingStopped, match="the same names in every response's extra_logs.* got parsed only in"):
+    with pytest.raises(TrainingStopped, match="the same names in every response's extra_logs.* only some have parsed"):
         generator.generate_samples()
 
 

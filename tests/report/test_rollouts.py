@@ -115,7 +115,7 @@ def test_a_folder_of_dumps_is_not_read_as_one(tmp_path: Path) -> None:
     for step in (7, 8):
         write_dump(dump_file(tmp_path, step), SETTINGS, COLUMNS)
     for read in (read_dump, rollouts.read_settings):
-        with pytest.raises(ValueError, match="is not a whole Parquet file .*directory"):
+        with pytest.raises(ValueError, match="is a folder; name one of the dumps"):
             read(tmp_path)
 
 

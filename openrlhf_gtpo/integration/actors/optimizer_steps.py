@@ -277,7 +277,7 @@ class WholeSteps:
             for place, part in enumerate(parts):
                 last = place + 1 == len(parts)
                 buffer.dynamic_optimizer_step.append(int(last))
-                buffer.dynamic_sample_loss_scale.append(len(part) / max(1, len(items)))
+                buffer.dynamic_sample_loss_scale.append(len(part) * group.size() / samples)
                 buffer.dynamic_batch_num_tokens.append(tokens)
                 buffer.dynamic_global_batch_size.append(samples)
                 engine.set_gradient_accumulation_boundary(last)

@@ -17,6 +17,7 @@ from openrlhf_gtpo import platform
 from openrlhf_gtpo.integration.actors.actor_trainer import ActorTrainer, keep_trying
 from openrlhf_gtpo.integration.actors.optimizer_steps import WholeSteps
 from openrlhf_gtpo.integration.actors.policy_model import PolicyModel
+from openrlhf_gtpo.integration.actors.strategy import averages
 from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy
 from openrlhf_gtpo.platform.memory import ReportsPeakMemory
 from openrlhf_gtpo.report import names
@@ -94,17 +95,17 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
         if captures_entropy(strategy.args) or platform.chosen_platform() == "cpu":
             ppo_actor.Actor = PolicyModel
         super().init_model_from_pretrained(strategy, pretrain, max_steps=max_steps, vllm_engines=vllm_engines)
-        for weight, saved in zip(self._averages(), self.checkpoint_states.pop(_AVERAGES, ())):
-            weight.copy_(saved)
+        for part, saved in zip(self._averages(), self.checkpoint_states.pop(_AVERAGES, ())):
+            part.copy_(saved)
 
     def _averages(self) -> list[torch.Tensor]:
-        """This rank's part of the moving average of the weights; empty without ``--train.enable_ema``."""
-        return [getattr(p, "ds_tensor", p).data for p in self.ema_model.parameters()] if self.ema_model else []
+        """See :func:`averages`; empty without ``--train.enable_ema``."""
+        return [part for parts in averages(self.ema_model) for part in parts] if self.ema_model else []
 
     def save_checkpoint(self, tag: str, client_states: dict[str, Any] | None = None, **metric: Any) -> None:
         """Like upstream's, with the moving average of the weights, which upstream (0.11.2) restarts on a resume."""
-        averages = [weight.cpu() for weight in self._averages()]
-        super().save_checkpoint(tag, (client_states or {}) | {_AVERAGES: averages}, **metric)
+        saved = [part.cpu() for part in self._averages()]
+        super().save_checkpoint(tag, (client_states or {}) | {_AVERAGES: saved}, **metric)
 
     def forward(
         self,

@@ -22,6 +22,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.utils import has_inf_or_nan
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.tensor_fragment import fragment_address
 from openrlhf.utils.deepspeed import DeepspeedStrategy
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
@@ -87,6 +88,18 @@ class Strategy(DeepspeedStrategy):
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         super().setup_distributed(timeout)
         self.accumulated_gradient = 1  # the moving average of the weights counts calls, one per step
+
+    @torch.no_grad()
+    def moving_average(self, model: Any, model_ema: Any, beta: float = 0.992, device: str = "cpu") -> None:
+        """Like upstream's, but of this rank's parts under ZeRO 3, as DeepSpeed drops what upstream writes to gathered
+        weights (deepspeed 0.19.6, zero/partition_parameters.py, GatheredParameters without modifier_rank), and as
+        exact as in float32, as bfloat16 rounds away most of what a step adds."""
+        for weight, average, rest in zip(model.parameters(), *averages(model_ema), strict=True):
+            if weight.requires_grad:
+                exact = average.float() + rest.float()
+                exact.lerp_(getattr(weight, "ds_tensor", weight).data.to(exact), 1 - beta)
+                average.copy_(exact)
+                rest.copy_(exact - average.float())
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Like upstream's; see :func:`poisoned`."""
@@ -181,6 +194,12 @@ class Strategy(DeepspeedStrategy):
             for group in schedule.optimizer.param_groups
         ]
         loaded, states = super().load_ckpt(model, load_dir, tag, **kwargs)
+        if isinstance(model.optimizer, DeepSpeedZeroOptimizer):
+            # Muon's momentum is in the gradients' dtype (deepspeed 0.19.6, zero/stage_1_and_2.py, get_flat_partition),
+            # and torch loads it in that of the float32 weights.
+            for state in schedule.optimizer.state.values():
+                if "momentum_buffer" in state:
+                    state["momentum_buffer"] = state["momentum_buffer"].to(model.optimizer.gradient_accumulation_dtype)
         groups = schedule.optimizer.param_groups
         for group, saved, peak, settings in zip(groups, schedule.base_lrs, peaks, of_groups, strict=True):
             group.update(settings)
@@ -236,9 +255,13 @@ class CpuStrategy(Strategy):
             config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
         return config
 
-    def moving_average(self, model: Any, model_ema: Any, beta: float = 0.992, device: str = "cpu") -> None:
-        """Like upstream's, but on the CPU; its trainer passes "cuda"."""
-        super().moving_average(model, model_ema, beta, "cpu")
+
+def averages(model_ema: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """This rank's parts of the weights' moving average, and what their dtype has rounded off them."""
+    parts = [getattr(weight, "ds_tensor", weight).data for weight in model_ema.parameters()]
+    if not hasattr(model_ema, "rounded_off"):
+        model_ema.rounded_off = [torch.zeros_like(part) for part in parts]
+    return parts, model_ema.rounded_off
 
 
 def _gather_to_the_end(*args: Any, **kwargs: Any) -> Any:

@@ -192,6 +192,7 @@ def check_inputs(args: SimpleNamespace) -> None:
     """Raise UsageError for the first checkpoint, reward, data set or setting that cannot work with this run's
     estimator or surrogate."""
     _check_loss(args)
+    _check_optimizer(args)
     _check_batch_size(args)
     entropy_weighted = args.algo.advantage.estimator in ESTIMATORS
     if entropy_weighted:
@@ -226,11 +227,28 @@ def check_inputs(args: SimpleNamespace) -> None:
         check_dataset(args, of_rows, args.eval.dataset, args.eval.split, "--eval.dataset")
 
 
+def _trained_on_deepspeed(args: SimpleNamespace) -> list[str]:
+    roles = ["actor"] if args.actor.backend == "deepspeed" else []
+    return [*roles, "critic"] if args.critic.model_name_or_path else roles
+
+
+def _check_optimizer(args: SimpleNamespace) -> None:
+    """Refuse what DeepSpeed 0.19.6 raises on once engines are up (runtime/engine.py; zero/stage3.py;
+    zero/stage_1_and_2.py, get_flat_partition)."""
+    stage, in_fp32 = args.ds.zero_stage, args.ds.grad_accum_dtype == "fp32" and args.ds.param_dtype == "bf16"
+    for role in _trained_on_deepspeed(args):
+        muon = getattr(args, role).optim == "muon"
+        if muon and stage == 3:
+            raise UsageError(f"--{role}.optim muon does not work with --ds.zero_stage 3; give 2.")
+        if in_fp32 and (stage == 0 or (muon and stage == 2)):
+            also = f" and --{role}.optim muon" if muon else ""
+            raise UsageError(f"--ds.grad_accum_dtype fp32 does not work with --ds.zero_stage {stage}{also}; give 1.")
+
+
 def _check_batch_size(args: SimpleNamespace) -> None:
     """Refuse an optimizer step in which some replicas of a DeepSpeed group have no row: steps would be larger, and
     fewer than the learning rate's schedule counts."""
-    roles = ["actor"] if args.actor.backend == "deepspeed" else []
-    for role in [*roles, "critic"] if args.critic.model_name_or_path else roles:
+    for role in _trained_on_deepspeed(args):
         section = getattr(args, role)
         replicas = section.num_nodes * section.num_gpus_per_node
         replicas //= args.ds.ring_attn_size * args.ds.tensor_parallel_size
@@ -277,6 +295,11 @@ def check_guide(args: SimpleNamespace) -> None:
             args.algo.kl.unbiased_gradient and args.algo.kl.use_loss and args.algo.kl.init_coef > 0,
             "--algo.kl.unbiased_gradient",
             "which treats every response as the old policy's",
+        ),
+        (
+            args.algo.kl.target and args.algo.kl.init_coef > 0,
+            "--algo.kl.target",
+            "which would follow the KL of the guide's rows too",
         ),
         (args.data.max_images_per_prompt > 0, "--data.max_images_per_prompt", "as the guide is given only text"),
     ):

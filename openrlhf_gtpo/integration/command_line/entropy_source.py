@@ -41,7 +41,7 @@ def choose_entropy(args: SimpleNamespace) -> None:
             print(f"--rollout.entropy auto takes the actor's entropies: {why}.", file=sys.stderr)
             rollout.entropy = "actor"
     if rollout.log_probs == "sampler":
-        _check_log_probs(args)
+        _check_log_probs(args, steps)
         if steps > 1:
             print(
                 f"--rollout.log_probs sampler: each of the {steps} optimizer steps of a rollout takes its own "
@@ -69,13 +69,18 @@ def _why_not(args: SimpleNamespace) -> str | None:
     return why_no_sampler_entropy()
 
 
-def _check_log_probs(args: SimpleNamespace) -> None:
+def _check_log_probs(args: SimpleNamespace, steps: int) -> None:
     coefficient = args.algo.kl.init_coef
     for refused, why in (
         (
             coefficient > 0 and not args.algo.kl.use_loss,
             f"leaves out the log-probs that --algo.kl.init_coef {coefficient:g} turns into a reward; give "
             "--algo.kl.use_loss too, or --algo.kl.init_coef 0",
+        ),
+        (
+            args.algo.kl.unbiased_gradient and coefficient > 0 and steps > 1,
+            f"leaves out the log-probs that --algo.kl.unbiased_gradient needs with {steps} optimizer steps; "
+            "leave that flag out",
         ),
         (
             args.rollout.entropy == "actor",

@@ -114,9 +114,7 @@ def parse(argv: Sequence[str]) -> SimpleNamespace:
     except AssertionError as error:  # one of upstream's own checks
         hint = ""
         if "number of sample batches" in str(error):
-            hint = (
-                " Raise --rollout.batch_size or --rollout.n_samples_per_prompt, or lower --rollout.micro_batch_size."
-            )
+            hint = " Lower --rollout.micro_batch_size or --actor.num_gpus_per_node, or give more responses."
         raise UsageError(f"{error}{hint}") from error
     except ModuleNotFoundError as error:
         if error.name != "modelscope":

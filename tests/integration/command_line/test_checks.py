@@ -133,6 +133,18 @@ def test_a_contradiction_in_the_command_line(
             "Expected --train.batch_size >= 4, so that every replica of the actor has a row, got 2.",
         ),
         (
+            {"--actor.optim": "muon", "--ds.zero_stage": 3},
+            "--actor.optim muon does not work with --ds.zero_stage 3; give 2.",
+        ),
+        (
+            {"--ds.grad_accum_dtype": "fp32", "--ds.zero_stage": 0},
+            "--ds.grad_accum_dtype fp32 does not work with --ds.zero_stage 0; give 1.",
+        ),
+        (
+            {"--actor.optim": "muon", "--ds.grad_accum_dtype": "fp32", "--ds.zero_stage": 2},
+            "--ds.grad_accum_dtype fp32 does not work with --ds.zero_stage 2 and --actor.optim muon; give 1.",
+        ),
+        (
             {"--vllm.max_num_seqs": 4096},
             "--vllm.max_num_seqs 4096 decodes a token of each response in a step, but "
             "--vllm.max_num_batched_tokens is 2048 by default and allows fewer; give it at least 4096.",

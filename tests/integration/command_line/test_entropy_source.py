@@ -60,6 +60,12 @@ def test_an_unknown_vllm_is_refused(refused: Callable[..., str], monkeypatch: py
             "leaves out the actor's forward, from which the entropies come; give --rollout.entropy sampler too",
         ),
         (SAMPLER | {"--algo.kl.init_coef": 0.1}, "log-probs that --algo.kl.init_coef 0.1 turns into a reward"),
+        (
+            SAMPLER
+            | {"--algo.kl.init_coef": 0.1, "--algo.kl.use_loss": True, "--algo.kl.unbiased_gradient": True}
+            | {"--train.max_epochs": 2},
+            "that --algo.kl.unbiased_gradient needs with ",
+        ),
         (SAMPLER | {"--algo.kl.init_coef": 0} | RESCUES, "if a guide's rescued rows join it"),
         (SAMPLER | {"--algo.kl.init_coef": 0} | WAITS, "that an actor needs if it waits for its critic"),
         (SAMPLER | {"--algo.kl.init_coef": 0}, "needs --algo.advantage.is_correction_level token or seq"),

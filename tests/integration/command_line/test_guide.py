@@ -79,6 +79,10 @@ def test_what_a_guide_goes_with(guided: dict[str, Any], changes: dict[str, Any])
             "--algo.guide.model_name_or_path cannot be combined with --algo.kl.unbiased_gradient, which treats",
         ),
         (
+            {"--algo.kl.target": 0.1, "--algo.kl.use_loss": True, "--algo.kl.init_coef": 0.1},
+            "--algo.guide.model_name_or_path cannot be combined with --algo.kl.target, which would follow the KL of",
+        ),
+        (
             {"--algo.advantage.estimator": "group_norm", "--train.async_enable": True},
             "cannot be combined with --train.async_enable, whose controller is OpenRLHF's",
         ),
