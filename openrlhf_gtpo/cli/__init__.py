@@ -61,7 +61,8 @@ def exit_status(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at its end
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
-        print(f"{command}: {interrupted}", file=sys.stderr)
+        if is_first_process():
+            print(f"{command}: {interrupted}", file=sys.stderr)
         return 128 + signal.SIGINT
     except said as error:
         if is_first_process():

@@ -220,6 +220,11 @@ def _print(args: argparse.Namespace, request: Request, found: list[Candidate]) -
     )
     print(output.ranking(found, args.top))
     print(f"\n{'best' if fitting else 'nearest'}: {output.details(found[0])}")
+    if work.entropy == "sampler" and work.optimizer_steps > 1 and work.log_probs == "actor":
+        print(
+            f"--entropy sampler saves nothing: a rollout's {work.optimizer_steps} optimizer steps need the actor's "
+            "forward for its log-probs (--log-probs)"
+        )
     if not args.assumptions:
         print(
             "times rest on assumed efficiencies (--assumptions lists them); nothing here was measured on this cluster"

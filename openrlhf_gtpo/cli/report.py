@@ -179,7 +179,7 @@ def _watch(args: argparse.Namespace) -> None:
 
     if not 1 <= args.steps < 2**31:
         raise UsageError(f"Expected --steps >= 1 and below 2^31, got {args.steps}.")
-    watch(args.metrics, args.steps, args.pid)
+    watch(args.metrics / "metrics.jsonl" if args.metrics.is_dir() else args.metrics, args.steps, args.pid)
 
 
 def _fp8(args: argparse.Namespace) -> None:

@@ -41,6 +41,8 @@ def check_folders(grid: Grid) -> None:
     Raises:
         UsageError: there is such a run, which is named with the flag, or the folder has other files.
     """
+    if grid.output.exists() and not grid.output.is_dir():
+        raise UsageError(f"output {grid.output} is not a folder; name another.")
     for run in grid.runs:
         if grid.evaluate is not None:
             _refuse_others(run.folder / "evaluation", "evaluated", grid.evaluate)

@@ -50,6 +50,7 @@ def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> N
                     last = entry
                 if entry.get("time", started) < started:
                     continue  # from before this run resumed
+                steps = max(steps, entry["step"])  # the trainer may have been given flags that make more
                 if not console.is_terminal or entry["kind"] == names.KIND_EVAL:
                     console.print(f"step {entry['step']}/{steps}  {line}", markup=False, highlight=False)
                 if names.SAMPLE in entry:
@@ -61,7 +62,9 @@ def watch(path: Path, steps: int, pid: int, console: Console | None = None) -> N
             if doing := _doing(path, started):
                 begun = begun or time.time()
                 done, left = _done(last, steps, begun)
-                progress.update(bar, description="; ".join(filter(None, (line, doing))), completed=done, left=left)
+                progress.update(
+                    bar, description="; ".join(filter(None, (line, doing))), completed=done, total=steps, left=left
+                )
             if running:
                 time.sleep(_POLL_SECONDS)
         progress.update(bar, description=line, left="")

@@ -35,7 +35,7 @@ def read_credit(path: Path) -> tuple[Tensor, Tensor]:
     for number, entry in enumerate(_entries(path), 1):
         reward, group = entry.get("reward"), entry.get("group", entry.get("prompt"))
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
-            raise UsageError(f'{path}:{number} has no reward; add "reward": NUMBER.')
+            raise UsageError(f'{path}:{number} has no number as its reward; add "reward": NUMBER.')
         if not isinstance(group, str | int):
             raise UsageError(f'{path}:{number} has no prompt to tell its group by; add "group": NAME_OR_NUMBER.')
         outcome.append(float(reward))

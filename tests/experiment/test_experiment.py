@@ -237,6 +237,12 @@ def test_a_half_run_counts_nowhere_and_is_made_again(file: Path, how: str, resum
     assert len(rows) == (5 if resumed == "new" else 8)
 
 
+def test_an_output_that_is_a_file_is_refused(file: Path, capsys: Any) -> None:
+    (file.parent / "runs").touch()
+    assert experiment.main([str(file)]) == 2
+    assert capsys.readouterr().err.endswith("/runs is not a folder; name another.\n")
+
+
 def test_a_run_that_fails_is_named_and_the_others_are_made(file: Path, capsys: Any) -> None:
     (file.parent / "way").write_text("fail")
     assert experiment.main([str(file)]) == 1

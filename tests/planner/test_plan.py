@@ -447,6 +447,12 @@ def test_flags_of_the_script_are_the_trainer_s() -> None:
     assert not parsed["megatron.use_distributed_optimizer"]
 
 
+def test_a_sampler_whose_entropies_save_nothing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for more, said in (("", True), ("--log-probs sampler", False), ("--train-batch 2048", False)):
+        assert plan.main(["--model", "7b", "--gpus", "8", "--entropy", "sampler", *more.split()]) == 0
+        assert ("--entropy sampler saves nothing: a rollout's 16 optimizer steps" in capsys.readouterr().out) == said
+
+
 def test_the_script_of_a_plan_with_a_reference_has_one(tmp_path: Path) -> None:
     """The reference runs on the GPUs that were planned, and never without its coefficient."""
     path = tmp_path / "plan.sh"

@@ -55,9 +55,10 @@ def test_watch_prints_every_line_and_ends_with_the_process(tmp_path: Path) -> No
     ]
 
 
-@pytest.mark.parametrize("after", [0, 3])
-def test_watch_prints_steps_that_the_file_has_already(tmp_path: Path, after: int) -> None:
-    """An earlier run died after its fifth step: the next begins anew, or goes on from step 3."""
+@pytest.mark.parametrize(("after", "planned"), [(0, 8), (3, 8), (3, 4)])
+def test_watch_prints_steps_that_the_file_has_already(tmp_path: Path, after: int, planned: int) -> None:
+    """An earlier run died after its fifth step: the next begins anew, or goes on from step 3. It may make more steps
+    than planned."""
     path = tmp_path / "metrics.jsonl"
     with closing(MetricsWriter(path)) as writer:
         writer.begin(0, {})
@@ -71,9 +72,10 @@ def test_watch_prints_steps_that_the_file_has_already(tmp_path: Path, after: int
     )
     trainer = subprocess.Popen([sys.executable, "-c", script])
     output = io.StringIO()
-    watch(path, 8, trainer.pid, Console(file=output, force_terminal=False, width=120))
+    watch(path, planned, trainer.pid, Console(file=output, force_terminal=False, width=120))
     trainer.wait()
-    assert output.getvalue().splitlines() == [f"step {step}/8  reward 0.25" for step in steps]
+    said = output.getvalue().splitlines()
+    assert said == [f"step {step}/{max(planned, step)}  reward 0.25" for step in steps]
 
 
 def test_watch_of_a_run_that_dies_before_its_first_line_ends_quietly(tmp_path: Path) -> None:

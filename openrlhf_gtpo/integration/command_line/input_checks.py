@@ -430,7 +430,7 @@ def check_dataset(args: SimpleNamespace, tokenizer: Any, names: str | None, spli
 def _check_rows(args: SimpleNamespace, tokenizer: Any, table: Any, where: str) -> None:
     """Refuse prompts that are empty, or neither text nor messages, labels that are null or of different types, and the
     first prompt that leaves no room to respond."""
-    from datasets import Json
+    import datasets
     from openrlhf.datasets.prompts_dataset import preprocess_data
 
     template = tokenizer.apply_chat_template if args.data.apply_chat_template else None
@@ -465,8 +465,9 @@ def _check_rows(args: SimpleNamespace, tokenizer: Any, table: Any, where: str) -
             raise UsageError(
                 f"{where}: row {row} has no label ({keys[1]!r} of --data.label_key is null); drop that row."
             )
-        # datasets 5.2 keeps a column of several types as JSON text, from which "3" comes back as 3.
-        if isinstance(table.features.get(keys[1]), Json) and not isinstance(label, list | dict):
+        # datasets 5 keeps a column of several types as JSON text, from which "3" comes back as 3.
+        mixed = isinstance(table.features.get(keys[1]), getattr(datasets, "Json", ()))
+        if mixed and not isinstance(label, list | dict):
             raise UsageError(
                 f"{where}: labels ({keys[1]!r} of --data.label_key) have different types, which would turn text such "
                 'as "3" into numbers; write all of them as text.'
