@@ -380,15 +380,16 @@ def check_shared_gpus(args: SimpleNamespace) -> None:
             section = getattr(args, name)
             if there and section.num_nodes * section.num_gpus_per_node > gpus:
                 raise UsageError(
-                    f"Expected --{name}.num_nodes × --{name}.num_gpus_per_node to be at most {gpus}, as {name} shares "
-                    f"the actor's GPUs (--train.colocate_all), got {section.num_nodes} × {section.num_gpus_per_node}."
+                    f"Expected --{name}.num_nodes × --{name}.num_gpus_per_node to be at most {gpus}, as the {name} "
+                    f"shares the actor's GPUs (--train.colocate_all), got {section.num_nodes} × "
+                    f"{section.num_gpus_per_node}."
                 )
     for first, second in pairs:
         one, other = getattr(args, first), getattr(args, second)
         if (one.num_nodes, one.num_gpus_per_node) != (other.num_nodes, other.num_gpus_per_node):
             raise UsageError(
                 f"Expected --{second}.num_nodes {one.num_nodes} and --{second}.num_gpus_per_node "
-                f"{one.num_gpus_per_node}, as {second} shares the GPUs of {first} (--train.colocate_*), got "
+                f"{one.num_gpus_per_node}, as the {second} shares the {first}'s GPUs (--train.colocate_*), got "
                 f"{other.num_nodes} and {other.num_gpus_per_node}."
             )
 

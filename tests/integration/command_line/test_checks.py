@@ -260,12 +260,12 @@ def test_what_asynchronous_training_does_not_do(
         ),
         (
             {"--train.colocate_all": True, "--ref.num_gpus_per_node": 2},
-            "Expected --ref.num_nodes 1 and --ref.num_gpus_per_node 1, as ref shares the GPUs of actor "
+            "Expected --ref.num_nodes 1 and --ref.num_gpus_per_node 1, as the ref shares the actor's GPUs "
             "(--train.colocate_*), got 1 and 2.",
         ),
         (
             {"--train.colocate_actor_ref": True, "--ref.num_nodes": 2, "--ref.num_gpus_per_node": 1},
-            "Expected --ref.num_nodes 1 and --ref.num_gpus_per_node 1, as ref shares the GPUs of actor",
+            "Expected --ref.num_nodes 1 and --ref.num_gpus_per_node 1, as the ref shares the actor's GPUs",
         ),
         (
             {
@@ -274,12 +274,12 @@ def test_what_asynchronous_training_does_not_do(
                 "--critic.num_gpus_per_node": 2,
                 "--reward.num_gpus_per_node": 3,
             },
-            "Expected --reward.num_nodes 1 and --reward.num_gpus_per_node 2, as reward shares the GPUs of critic",
+            "Expected --reward.num_nodes 1 and --reward.num_gpus_per_node 2, as the reward shares the critic's GPUs",
         ),
         (
             {"--algo.advantage.estimator": "gae", "--train.colocate_all": True, "--critic.num_gpus_per_node": 2},
-            "Expected --critic.num_nodes × --critic.num_gpus_per_node to be at most 1, as critic shares the actor's "
-            "GPUs (--train.colocate_all), got 1 × 2.",
+            "Expected --critic.num_nodes × --critic.num_gpus_per_node to be at most 1, as the critic "
+            "shares the actor's GPUs (--train.colocate_all), got 1 × 2.",
         ),
     ],
     ids=str,
