@@ -109,15 +109,11 @@ def _ended_by_ctrl_c(folder: Path) -> Iterator[None]:
 
 def checked_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Return the flags of ``args`` that training has too; UsageError if one is out of range."""
-    from openrlhf_gtpo.integration.command_line.checks import check_ranges
+    from openrlhf_gtpo.integration.command_line.checks import check_a_prompt_fits, check_ranges
 
     flags = {name: value for name, value in vars(args).items() if "." in name}
     check_ranges(flags)
-    longest, max_len = flags["rollout.max_new_tokens"], flags["data.max_len"]
-    if longest >= max_len:
-        raise UsageError(
-            f"Expected --rollout.max_new_tokens < --data.max_len {max_len}, for a prompt to fit, got {longest}."
-        )
+    check_a_prompt_fits(flags["rollout.max_new_tokens"], flags["data.max_len"])
     if not flags["eval.temperature"] and flags["eval.n_samples_per_prompt"] > 1:  # vLLM refuses this
         raise UsageError("With --eval.temperature 0 every answer is the same; give --eval.n_samples_per_prompt 1.")
     if flags["data.apply_chat_template"] and flags["data.input_template"]:

@@ -78,6 +78,7 @@ def run_all(grid: Grid) -> list[str]:
     failures: list[str] = []
     spent: dict[Path, float] = {}  # seconds of finished runs, whose files are read once
     console = Console(stderr=True)
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=len(grid.runs))
@@ -96,15 +97,13 @@ def run_all(grid: Grid) -> list[str]:
             with _locked(run.folder) as mine:
                 if mine and not is_finished(run, grid):
                     finished = sum(is_finished(one, grid) for one in grid.runs)
-                    text = f"{run}: {run.folder} ({finished} of {len(grid.runs)} runs are finished)"
-                    console.print(text, markup=False, highlight=False, soft_wrap=True)
+                    say(f"{run}: {run.folder} ({finished} of {len(grid.runs)} runs are finished)")
                     for failure in _make(run, grid, partial(show, run)):
                         failures.append(failure)
-                        console.print(failure, markup=False, highlight=False, soft_wrap=True)
+                        say(failure)
                     show(run)
                 elif not mine:
-                    text = f"{run}: another process makes it."
-                    console.print(text, markup=False, highlight=False, soft_wrap=True)
+                    say(f"{run}: another process makes it.")
     return failures
 
 

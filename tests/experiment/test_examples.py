@@ -64,10 +64,14 @@ def test_the_guides_demonstration_differs_in_the_guide_alone() -> None:
     assert getattr(flags, "rollout.max_new_tokens") == runs["alone"].rollout.max_new_tokens
 
 
-def test_the_studys_methods_have_the_same_work() -> None:
+def test_the_study_has_every_credit_and_surrogate_that_was_published() -> None:
     """It trains each with two optimizer steps per rollout, and evaluates it with the rollout's limits."""
     grid = read_grid(EXPERIMENTS / "study.yaml")
     runs = [parse(words(run.flags)) for run in grid.runs if run.seed == 1]
+    credits = {"gtpo", "grpo_s", "forking_tokens", "entropy_bonus"}
+    assert credits <= {args.algo.advantage.estimator for args in runs}
+    surrogates = {"gspo_token", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov", "stare", "hapo", "htpo"}
+    assert surrogates | {"ppo", "gspo"} == {args.actor.policy_loss_type for args in runs}
     readme = (EXPERIMENTS.parents[1] / "README.md").read_text()
     assert f"compares {len(runs)} methods in {len(grid.runs)} runs" in readme
     for args in runs:

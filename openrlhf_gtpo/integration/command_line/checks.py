@@ -148,6 +148,14 @@ def check_ranges(values: Mapping[str, Any]) -> None:
                 raise UsageError(f"Expected {rule.format('--' + name)}, got {got}.")
 
 
+def check_a_prompt_fits(longest: int | None, max_len: int) -> None:
+    """Raise UsageError if the longest response, ``--rollout.max_new_tokens``, leaves no token for a prompt."""
+    if longest and longest >= max_len:
+        raise UsageError(
+            f"Expected --rollout.max_new_tokens < --data.max_len {max_len}, for a prompt to fit, got {longest}."
+        )
+
+
 def check_every_run(args: SimpleNamespace) -> None:
     """Raise UsageError for the first thing that fails with every estimator and backend, and for a checkpoint's own
     code without ``--actor.trust_remote_code``: upstream's workers and vLLM would run it without asking."""
@@ -450,11 +458,7 @@ def _check_modes(args: SimpleNamespace) -> None:
         )
     if buffer is not None and not 0 < buffer < longest:
         raise UsageError(f"Expected 0 < --reward.overlong_buffer_len < {longest} tokens, got {buffer:g}.")
-    if longest and longest >= args.data.max_len:
-        raise UsageError(
-            f"Expected --rollout.max_new_tokens < --data.max_len {args.data.max_len}, for a prompt to fit, "
-            f"got {longest}."
-        )
+    check_a_prompt_fits(longest, args.data.max_len)
     if not rollout.temperature > 0:  # all responses to a prompt would be the same
         raise UsageError(f"Expected --rollout.temperature > 0, got {rollout.temperature:g}.")
 

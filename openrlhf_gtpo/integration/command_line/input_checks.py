@@ -442,6 +442,8 @@ def _check_rows(args: SimpleNamespace, tokenizer: Any, table: Any, where: str) -
             f"--data.apply_chat_template: {args.actor.model_name_or_path} has no chat template; leave the flag out, "
             "or give a model that has one."
         )
+    # datasets 5 keeps a column of several types as JSON text, from which "3" comes back as 3.
+    mixed = isinstance(table.features.get(keys[1]), getattr(datasets, "Json", ()))
     for row, data in enumerate(islice(table, args.data.max_samples), start=1):
         given = data[keys[0]]
         if given is None:
@@ -465,8 +467,6 @@ def _check_rows(args: SimpleNamespace, tokenizer: Any, table: Any, where: str) -
             raise UsageError(
                 f"{where}: row {row} has no label ({keys[1]!r} of --data.label_key is null); drop that row."
             )
-        # datasets 5 keeps a column of several types as JSON text, from which "3" comes back as 3.
-        mixed = isinstance(table.features.get(keys[1]), getattr(datasets, "Json", ()))
         if mixed and not isinstance(label, list | dict):
             raise UsageError(
                 f"{where}: labels ({keys[1]!r} of --data.label_key) have different types, which would turn text such "

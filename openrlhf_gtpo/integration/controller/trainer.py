@@ -174,17 +174,17 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         finally:
             if self.dumper:
                 self.dumper.close()
-        if step and not self.has_trained:
-            print(
-                f"Warning: no step was trained after step {step}, that of the checkpoint, with --train.num_episodes "
-                f"{self.args.train.num_episodes}; its model is written.",
-                flush=True,
-            )
-        elif not self.has_trained:
+        if not (step or self.has_trained):
             low, high = self.args.algo.dynamic_filtering_range
             raise TrainingStopped(
                 "No step was trained, and no model is written: dynamic filtering dropped every prompt, as none had a "
                 f"mean score between {low:g} and {high:g} (--algo.dynamic_filtering_range)."
+            )
+        if not self.has_trained:
+            print(
+                f"Warning: no step was trained after step {step}, that of the checkpoint, with --train.num_episodes "
+                f"{self.args.train.num_episodes}; its model is written.",
+                flush=True,
             )
         if self.heartbeat:
             self.heartbeat.clear()
