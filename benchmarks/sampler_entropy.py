@@ -33,7 +33,8 @@ def main() -> None:
     from openrlhf_gtpo.integration.rollout.rollout_actor import IN_ENGINE, WORKER_EXTENSION
 
     load = os.getloadavg()
-    options: dict[str, Any] = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 4 * args.tokens}
+    on_cpu = platform.chosen_platform() == "cpu"  # which has no CUDA graphs
+    options: dict[str, Any] = {"dtype": "bfloat16", "enforce_eager": on_cpu, "max_model_len": 4 * args.tokens}
     options |= {"distributed_executor_backend": IN_ENGINE}  # as in a run
     options |= {"max_num_seqs": args.rows, "gpu_memory_utilization": 0.1, "enable_prefix_caching": False}
     engine = LLM(args.model, worker_extension_cls=WORKER_EXTENSION, **options)
@@ -46,12 +47,12 @@ def main() -> None:
 
     def rollout(logprobs: int | None) -> None:
         asked = {"logprobs": logprobs, "flat_logprobs": logprobs is not None}
-        sampling = SamplingParams(max_tokens=args.tokens, ignore_eos=True, **asked)
+        sampling = SamplingParams(max_tokens=args.tokens, ignore_eos=True, detokenize=False, **asked)
         engine.generate(prompts, sampling, use_tqdm=False)
 
     sides = {"without": {"rollout": lambda: rollout(None)}, "with entropies": {"rollout": lambda: rollout(0)}}
     measured = measure(sides, args.repeat)
-    samplers = measure(sampler_sides(args.rows, vocab_size), 3 * args.repeat, warm_up=2)
+    samplers = measure(sampler_sides(args.rows, vocab_size, "cpu" if on_cpu else "cuda"), 3 * args.repeat, warm_up=2)
     for phase, found in (("rollout", measured), ("sampler", samplers)):
         base = found["without"]
         rows = [[name, f"{min(side.seconds[phase]):.4f}", median_and_range(side.over(base, phase), 3)]
@@ -62,7 +63,7 @@ def main() -> None:
     write_results(args.output, args, {"load_average": [load, os.getloadavg()], **results})
 
 
-def sampler_sides(rows: int, vocab_size: int) -> dict[str, Any]:
+def sampler_sides(rows: int, vocab_size: int, device: str) -> dict[str, Any]:
     """One step of vLLM's V1 sampler over ``rows`` random requests."""
     import torch
     from vllm.v1.sample.logits_processor import LogitsProcessors
@@ -71,8 +72,8 @@ def sampler_sides(rows: int, vocab_size: int) -> dict[str, Any]:
 
     from openrlhf_gtpo.integration.rollout.sampler_entropy import capture
 
-    logits = torch.randn(rows, vocab_size, dtype=torch.bfloat16) * 3
-    ones = torch.ones(rows)
+    logits = torch.randn(rows, vocab_size, dtype=torch.bfloat16, device=device) * 3
+    ones = torch.ones(rows, device=device)
 
     def step(sampler: Any, num_logprobs: int | None) -> Any:
         metadata = SamplingMetadata(

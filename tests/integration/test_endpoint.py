@@ -115,13 +115,12 @@ def answers(url: str, folder: Path) -> list[dict[str, Any]]:
     )
 
     async def ask() -> list[dict[str, Any]]:
-        fields = {"with_log_probs": True, "tokenizer": Letters()}
-        actor = object.__new__(type("GuideActor", (EndpointActor,), fields))
+        actor = object.__new__(type("GuideActor", (EndpointActor,), {"with_log_probs": True}))
         await actor.__init__(url, "guide", agent_func_path=None, remote_rm_url=[str(folder / "reward.py")])
         assert actor.get_num_unfinished_requests() == 0
         params = SamplingParams(temperature=0.7, max_tokens=4, min_tokens=1, skip_special_tokens=False)
         label = NumberedLabel("42", 3, (7, 0, 3))
-        given = {"sampling_params": params, "max_length": 32, "hf_tokenizer": None}
+        given = {"sampling_params": params, "max_length": 32, "hf_tokenizer": Letters()}
         return await actor.generate_responses("6*7 = ", label, num_samples=2, **given)
 
     return asyncio.run(ask())

@@ -21,11 +21,23 @@ from fake_engines import (
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.rollout.guide import Guide
 from openrlhf_gtpo.integration.rollout.rewards import Patience, RewardFailed
+from openrlhf_gtpo.integration.rollout.samples_generator import SharedTokenizer
 from openrlhf_gtpo.report import names
 
 
 def marks(samples: list[Any]) -> list[float]:
     return [float(sample.info[names.GUIDE_ROWS]) for sample in samples]
+
+
+class Ref:
+    """Ray's reference to a tokenizer, which counts how often it is fetched."""
+
+    fetched = 0
+
+    def __await__(self) -> Any:
+        self.fetched += 1
+        yield
+        return "a tokenizer"
 
 
 # ── How many rows ──
@@ -73,12 +85,12 @@ def test_a_group_is_the_policys_rows_and_then_the_guides(monkeypatch: pytest.Mon
     """Each row has its own seed, the policy's rows those of a run without a guide; evaluation is only the policy's."""
     alone = rows(sampling(monkeypatch).generate_samples()[0])
     generator, engines = guided(monkeypatch)
-    generator.tokenizer, seen = object(), []
+    generator.tokenizer, seen = SharedTokenizer(Ref()), []
     for engine in engines:
         answer = engine.executor.execute
         engine.executor.execute = lambda answer=answer, **of: seen.append(of["hf_tokenizer"]) or answer(**of)
     samples = generator.generate_samples()[0]
-    assert set(seen) == {None}, "the guide already has the tokenizer, which may be megabytes"
+    assert set(seen) == {"a tokenizer"} and generator.tokenizer.ref.fetched == 3, "once for each engine"
     assert marks(samples) == [float(sample.info["guide"]) for sample in samples] == [0.0, 0.0, 1.0] * 4
     assert [sample.prompts[0] for sample in samples] == [str(i) for i in range(4) for _ in range(3)]
     assert all(sample.rollout_log_probs.tolist() == [[-0.5]] for sample in samples)

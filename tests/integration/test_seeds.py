@@ -17,7 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.actors.strategy import Strategy
 from openrlhf_gtpo.integration.rollout import rollout_actor, samples_generator
-from openrlhf_gtpo.integration.rollout.rewards import Patience, RewardFailed
+from openrlhf_gtpo.integration.rollout.rewards import Patience, RewardFailed, StrictRewardExecutor
 from openrlhf_gtpo.integration.rollout.rollout_actor import EngineRestarted, StrictRolloutActor
 from openrlhf_gtpo.integration.rollout.samples_generator import NumberedLabel
 
@@ -301,6 +301,25 @@ def test_responses_that_log_different_things(monkeypatch: pytest.MonkeyPatch) ->
     assert len(generator.generate_eval_samples(n_samples_per_prompt=2)) == 12
     with pytest.raises(TrainingStopped, match="the same names in every response's extra_logs.* only some have parsed"):
         generator.generate_samples()
+
+
+def test_vllm_makes_no_text_and_no_answers_that_nobody_reads() -> None:
+    """An agent reads the text of whole answers; a single turn's reward gets prompt and response decoded together."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine, asked = Engine(), []
+
+    async def answer(prompt: Any, params: Any, request_id: str) -> Any:
+        asked.append((params.output_kind, params.detokenize))
+        yield None
+
+    engine.llm.generate, params = answer, SamplingParams()
+    for executor in (Executor(), StrictRewardExecutor(None, Patience())):
+        engine.executor = executor
+        asyncio.run(engine.generate([1], params))
+    assert asked == [(RequestOutputKind.FINAL_ONLY, True), (RequestOutputKind.FINAL_ONLY, False)]
+    assert params == SamplingParams(), "upstream's own object"
 
 
 def test_an_engine_that_was_started_again_does_not_sample_before_it_has_the_weights() -> None:

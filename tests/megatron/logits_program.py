@@ -153,6 +153,17 @@ def threads() -> int:
     return min(counts)
 
 
+def devices_of_groups() -> tuple[list[str], str]:
+    """The devices that Megatron's groups connect at once, and then the default group's, which had one before."""
+    default = torch.distributed.group.WORLD
+    default.bound_device_id = torch.device("cpu", 0)
+    try:
+        with on(Layout()):
+            return [str(group.bound_device_id) for group in groups._made], str(default.bound_device_id)
+    finally:
+        default.bound_device_id = None
+
+
 def offloaded_twin(
     source: str, layout: Layout, dtype: str, distributed: bool, rows: list[list[int]]
 ) -> tuple[list[float], list[float], bool]:

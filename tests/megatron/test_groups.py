@@ -1,10 +1,11 @@
-"""These tests catch groups that outlive their layout, whose polling threads slow down all the process does later."""
+"""These tests catch groups that outlive their layout, whose polling threads slow down all the process does later, and
+groups that take a GPU's memory before they are used."""
 
 from pathlib import Path
 
 import pytest
 from families import SHALLOW, make_checkpoint, ragged_rows
-from logits_program import sft_losses, threads
+from logits_program import devices_of_groups, sft_losses, threads
 from moe_program import make_mixture
 from rank_pool import RankPool
 
@@ -24,3 +25,9 @@ def test_training_at_one_layout_after_another_leaves_no_thread_behind(
         ranks.run(sft_losses, str(source), Layout(), rows, 1)  # begins by collecting what the first left behind
         counts.append(ranks.run(threads))
     assert counts[0] == counts[1]
+
+
+def test_groups_connect_when_they_are_used_even_if_the_default_group_has_a_device(ranks: RankPool) -> None:
+    """As DeepSpeed's has on CUDA, where each connection takes GPU memory."""
+    [(made, default), *_] = ranks.run(devices_of_groups)
+    assert set(made) == {"None"} and len(made) >= 20 and default == "cpu:0"

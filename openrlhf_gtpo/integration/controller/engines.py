@@ -179,19 +179,17 @@ def kill_hanging(
         threading.Thread(target=watch, daemon=True).start()
 
 
-def start_guide(args: SimpleNamespace, tokenizer: Any, shared: Any) -> list[Any]:
+def start_guide(args: SimpleNamespace, shared: Any) -> list[Any]:
     """Start rollout actors with ``--algo.guide.model_name_or_path``, which may still be loading it when this returns,
     or one that asks ``--algo.guide.endpoint``.
 
     Args:
         args: the run's arguments.
-        tokenizer: shared by the policy and the guide.
         shared: placement group of the trainer's GPUs, on which to put them; None to give them their own GPUs.
     """
     guide, vllm = args.algo.guide, args.vllm
     with_rewards = {"agent_func_path": args.train.agent_func_path, "remote_rm_url": args.reward.remote_url}
     fields: dict[str, Any] = {"patience": Patience.of(args), "with_log_probs": True, "gets_weights": False}
-    fields["tokenizer"] = tokenizer
     if guide.endpoint:
         actor = ray.remote(max_concurrency=MAX_CALLS)(type("GuideActor", (EndpointActor,), fields))
         return [actor.options(num_cpus=0).remote(guide.endpoint, guide.model_name_or_path, **with_rewards)]

@@ -29,7 +29,7 @@ from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceM
 from openrlhf_gtpo.integration.credit.old_policy import count_all_steps
 from openrlhf_gtpo.integration.rollout.guide import Guide
 from openrlhf_gtpo.integration.rollout.replay import ReplayedSamples
-from openrlhf_gtpo.integration.rollout.samples_generator import OrderedSamplesGenerator
+from openrlhf_gtpo.integration.rollout.samples_generator import OrderedSamplesGenerator, SharedTokenizer
 from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.answers import best_of
@@ -104,13 +104,13 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         train = self.args.train
         if self.args.algo.guide.model_name_or_path:
             shared = self.actor_model_group.placement_group if train.colocate_all else None
-            self.guide = Guide(start_guide(self.args, self.tokenizer, shared), self.args)
+            self.guide = Guide(start_guide(self.args, shared), self.args)
         self.engines = Engines(self.vllm_engines or [], train.max_restarts, train.stall_timeout)
         self.samples_generator: Any = self.replayed or OrderedSamplesGenerator(
             self.strategy,
             self.prompts_dataloader,
             self.eval_dataloader,
-            self.tokenizer,
+            SharedTokenizer(ray.put(self.tokenizer)),
             self.vllm_engines,
             recover=self._recover,
             guide=self.guide,

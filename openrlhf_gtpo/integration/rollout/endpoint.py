@@ -26,7 +26,7 @@ _DEATHS = (
     openai.AuthenticationError,
     openai.PermissionDeniedError,
 )
-_OURS = ("logprobs", "output_kind", "flat_logprobs")  # not for a request to a server
+_OURS = ("logprobs", "output_kind", "flat_logprobs", "detokenize")  # not for a request to a server
 
 
 class EndpointActor(StrictRolloutActor):

@@ -23,6 +23,7 @@ import numpy as np
 import psutil  # vLLM and DeepSpeed depend on it
 import ray
 from openrlhf.trainer.ray import vllm_engine
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo import platform
@@ -36,7 +37,12 @@ from openrlhf_gtpo.integration.rollout.rewards import (
     engine_works,
 )
 from openrlhf_gtpo.integration.rollout.sampler_calls import Answer, refuse_other_distributions, sampler_values
-from openrlhf_gtpo.integration.rollout.samples_generator import DROPPED, SAMPLER_VALUES, NumberedLabel
+from openrlhf_gtpo.integration.rollout.samples_generator import (
+    DROPPED,
+    SAMPLER_VALUES,
+    NumberedLabel,
+    SharedTokenizer,
+)
 from openrlhf_gtpo.weight_sync.buckets import Bucket
 from openrlhf_gtpo.weight_sync.receipts import Receipt
 
@@ -84,7 +90,6 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         temperature: of training requests, and thus of their entropies.
         with_log_probs: whether responses to training prompts carry log-probs, whatever upstream asks for.
         gets_weights: whether the trainer sends it weights.
-        tokenizer: replaces the one that comes with every prompt.
     """
 
     executor: Any
@@ -94,8 +99,8 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
     temperature = 1.0
     with_log_probs = False
     gets_weights = True
-    tokenizer: Any = None
     _has_old_weights = False
+    _tokenizer: asyncio.Future[Any] | None = None
 
     async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         kwargs |= {"worker_extension_cls": WORKER_EXTENSION} | self.engine_args
@@ -150,8 +155,10 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         """
         if self._has_old_weights:
             await self.serves()
-        if self.tokenizer is not None:
-            kwargs["hf_tokenizer"] = self.tokenizer
+        tokenizer = kwargs["hf_tokenizer"]
+        if isinstance(tokenizer, SharedTokenizer):
+            self._tokenizer = self._tokenizer or asyncio.ensure_future(tokenizer.ref)  # once for all calls
+            kwargs["hf_tokenizer"] = await self._tokenizer
         respond = super().generate_responses
         if not isinstance(label, NumberedLabel):  # upstream's asynchronous trainer
             return await respond(prompt, label, sampling_params, *args, num_samples=num_samples, **kwargs)
@@ -184,7 +191,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             try:
                 given = (prompt, theirs, sampling_params, *args)
                 found = await guide.engine.generate_responses.remote(
-                    *given, num_samples=guide.num_rows, **kwargs | {"hf_tokenizer": None}
+                    *given, num_samples=guide.num_rows, **kwargs | {"hf_tokenizer": tokenizer}
                 )
             except DEATHS as death:
                 how = described(getattr(death, "cause", None) or death)  # for a task's error, what the task raised
@@ -227,6 +234,9 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         """
         key, answers = _sample_seed.get(), _answers.get()
         sampling_params = copy(sampling_params)
+        sampling_params.output_kind = RequestOutputKind.FINAL_ONLY  # vLLM would also hand on each step's tokens
+        if isinstance(self.executor, StrictRewardExecutor):
+            sampling_params.detokenize = False  # it decodes the whole response itself; an agent may read vLLM's text
         if key is not None:
             length, asked = len(prompt_token_ids), _asked.get()
             words = [*key, length, asked[length]] if asked[length] else [*key, length]
