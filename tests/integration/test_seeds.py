@@ -19,7 +19,7 @@ from openrlhf_gtpo.integration.actors.strategy import Strategy
 from openrlhf_gtpo.integration.rollout import rollout_actor, samples_generator
 from openrlhf_gtpo.integration.rollout.rewards import Patience, RewardFailed, StrictRewardExecutor
 from openrlhf_gtpo.integration.rollout.rollout_actor import EngineRestarted, StrictRolloutActor
-from openrlhf_gtpo.integration.rollout.samples_generator import NumberedLabel
+from openrlhf_gtpo.integration.rollout.samples_generator import NumberedLabel, SharedTokenizer
 
 
 def loader(seed: int, workers: int = 0, shuffle: bool = True) -> Any:
@@ -362,6 +362,25 @@ def test_the_asynchronous_trainers_calls_pass_through() -> None:
     )
     assert [response["label"] for response in responses] == ["1", "1"] and "prompt_number" not in responses[0]
     assert engine.seeds == [None] * 4
+
+
+def test_a_call_that_is_cancelled_leaves_the_tokenizer_to_the_others() -> None:
+    from vllm import SamplingParams
+
+    engine, asked = Engine(), {"sampling_params": SamplingParams(), "max_length": 8}
+
+    async def story() -> list[dict[str, Any]]:
+        coming: Any = asyncio.get_running_loop().create_future()
+        tokenizer = SharedTokenizer(coming)
+        calls = [engine.generate_responses("p", "1", hf_tokenizer=tokenizer, **asked) for _ in range(2)]
+        cancelled, other = map(asyncio.ensure_future, calls)
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.sleep(0)
+        coming.set_result(None)
+        return await other
+
+    assert len(asyncio.run(story())) == 1
 
 
 def engine_start(monkeypatch: pytest.MonkeyPatch, platform: str) -> dict[str, Any]:

@@ -104,6 +104,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
 
     async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         kwargs |= {"worker_extension_cls": WORKER_EXTENSION} | self.engine_args
+        kwargs["disable_log_stats"] = True  # which only a server would publish
         on_cpu = platform.chosen_platform() == "cpu"
         if on_cpu and kwargs.get("full_determinism"):
             kwargs |= _ALONE
@@ -158,7 +159,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         tokenizer = kwargs["hf_tokenizer"]
         if isinstance(tokenizer, SharedTokenizer):
             self._tokenizer = self._tokenizer or asyncio.ensure_future(tokenizer.ref)  # once for all calls
-            kwargs["hf_tokenizer"] = await self._tokenizer
+            kwargs["hf_tokenizer"] = await asyncio.shield(self._tokenizer)  # a cancelled call spares the others
         respond = super().generate_responses
         if not isinstance(label, NumberedLabel):  # upstream's asynchronous trainer
             return await respond(prompt, label, sampling_params, *args, num_samples=num_samples, **kwargs)

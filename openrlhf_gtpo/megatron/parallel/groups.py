@@ -70,8 +70,8 @@ def initialize(layout: Layout, seed: int) -> None:
 @contextmanager
 def _connected_when_used() -> Iterator[None]:
     """Let groups connect when they are first used. A default group with a device, such as DeepSpeed makes (0.19.6,
-    comm/torch.py), connects every new group at once: some 0.3 GiB of GPU memory each, and a model on one GPU uses 3 of
-    Megatron's 20."""
+    comm/torch.py), has NCCL connect every new group at once, which takes GPU memory: a model on one GPU uses 3 of
+    Megatron's 17."""
     default = torch.distributed.group.WORLD
     device, default.bound_device_id = default.bound_device_id, None
     try:
