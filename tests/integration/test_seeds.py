@@ -304,7 +304,8 @@ def test_responses_that_log_different_things(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_vllm_makes_no_text_and_no_answers_that_nobody_reads() -> None:
-    """An agent reads the text of whole answers; a single turn's reward gets prompt and response decoded together."""
+    """An agent reads the text of whole answers; a single turn's reward gets prompt and response decoded together. vLLM
+    finds stop strings in the text."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -315,10 +316,14 @@ def test_vllm_makes_no_text_and_no_answers_that_nobody_reads() -> None:
         yield None
 
     engine.llm.generate, params = answer, SamplingParams()
-    for executor in (Executor(), StrictRewardExecutor(None, Patience())):
-        engine.executor = executor
-        asyncio.run(engine.generate([1], params))
-    assert asked == [(RequestOutputKind.FINAL_ONLY, True), (RequestOutputKind.FINAL_ONLY, False)]
+    single_turn = StrictRewardExecutor(None, Patience())
+    for engine.executor, given in (
+        (Executor(), params),
+        (single_turn, params),
+        (single_turn, SamplingParams(stop="e")),
+    ):
+        asyncio.run(engine.generate([1], given))
+    assert asked == [(RequestOutputKind.FINAL_ONLY, with_text) for with_text in (True, False, True)]
     assert params == SamplingParams(), "upstream's own object"
 
 

@@ -147,7 +147,14 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         super()._configure_device_env(*args, **kwargs)
 
     async def generate_responses(
-        self, prompt: str, label: Any, sampling_params: Any, *args: Any, num_samples: int = 1, **kwargs: Any
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: Any,
+        max_length: int,
+        hf_tokenizer: Any,
+        num_samples: int = 1,
+        images: Any = None,
     ) -> list[dict[str, Any]]:
         """Like upstream's; responses to a numbered prompt carry its number as ``prompt_number``.
 
@@ -156,13 +163,13 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         """
         if self._has_old_weights:
             await self.serves()
-        tokenizer = kwargs["hf_tokenizer"]
-        if isinstance(tokenizer, SharedTokenizer):
-            self._tokenizer = self._tokenizer or asyncio.ensure_future(tokenizer.ref)  # once for all calls
-            kwargs["hf_tokenizer"] = await asyncio.shield(self._tokenizer)  # a cancelled call spares the others
+        tokenizer = hf_tokenizer
+        if isinstance(hf_tokenizer, SharedTokenizer):
+            self._tokenizer = self._tokenizer or asyncio.ensure_future(hf_tokenizer.ref)  # once for all calls
+            tokenizer = await asyncio.shield(self._tokenizer)  # a cancelled call spares the others
         respond = super().generate_responses
         if not isinstance(label, NumberedLabel):  # upstream's asynchronous trainer
-            return await respond(prompt, label, sampling_params, *args, num_samples=num_samples, **kwargs)
+            return await respond(prompt, label, sampling_params, max_length, tokenizer, num_samples, images)
 
         async def sample(index: int) -> dict[str, Any]:
             _sample_seed.set(label.seed and (*label.seed, index))
@@ -174,7 +181,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             def ask() -> Awaitable[list[dict[str, Any]]]:
                 # Upstream hands all samples of a prompt the same parameters, which its agent changes in place: the
                 # first turn of one would limit the prompts of the others (openrlhf 0.11.2, utils/agent.py).
-                return respond(prompt, label.label, deepcopy(sampling_params), *args, num_samples=1, **kwargs)
+                return respond(prompt, label.label, deepcopy(sampling_params), max_length, tokenizer, images=images)
 
             own_agent = not isinstance(self.executor, StrictRewardExecutor)
             [response] = await (self.patience.ask(ask, "the agent") if own_agent else ask())
@@ -190,10 +197,8 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             """The guide's responses, or the policy's in their place if the guide died."""
             theirs = label._replace(seed=label.seed and (*label.seed, _OF_GUIDE), guide=None)
             try:
-                given = (prompt, theirs, sampling_params, *args)
-                found = await guide.engine.generate_responses.remote(
-                    *given, num_samples=guide.num_rows, **kwargs | {"hf_tokenizer": tokenizer}
-                )
+                given = (prompt, theirs, sampling_params, max_length, hf_tokenizer, guide.num_rows, images)
+                found = await guide.engine.generate_responses.remote(*given)
             except DEATHS as death:
                 how = described(getattr(death, "cause", None) or death)  # for a task's error, what the task raised
                 rest = range(num_samples - guide.num_rows, num_samples)
@@ -236,7 +241,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         key, answers = _sample_seed.get(), _answers.get()
         sampling_params = copy(sampling_params)
         sampling_params.output_kind = RequestOutputKind.FINAL_ONLY  # vLLM would also hand on each step's tokens
-        if isinstance(self.executor, StrictRewardExecutor):
+        if isinstance(self.executor, StrictRewardExecutor) and not sampling_params.stop:
             sampling_params.detokenize = False  # it decodes the whole response itself; an agent may read vLLM's text
         if key is not None:
             length, asked = len(prompt_token_ids), _asked.get()
