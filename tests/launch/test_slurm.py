@@ -141,7 +141,7 @@ def test_a_request_to_stop_is_handed_on_and_requeues_whatever_the_limit(
     cluster: SlurmCluster, jobs: dict[str, Job]
 ) -> None:
     job = jobs["stopped"]
-    until(lambda: (job.folder / "started").exists() or job.ended(), 300, "training starts")
+    until(lambda: (job.folder / "started").exists() or job.ended(), 600, "training starts")
     cluster.run("scancel", "--signal=USR1", "--batch", job.number)
     until(lambda: cluster.restarts(job.number) == 1 or job.ended(), 300, "a requeue")
     until(job.ended, 300, "the job ends")
@@ -183,7 +183,7 @@ def test_a_job_that_loses_a_node_leaves_no_process_and_a_folder_of_one_node_is_r
     cluster: SlurmCluster, lost: Job
 ) -> None:
     job = lost
-    until(lambda: (job.folder / "started").exists() or job.ended(), 300, "training starts")
+    until(lambda: (job.folder / "started").exists() or job.ended(), 600, "training starts")
     assert (job.folder / "started").exists(), job.everything
     assert "2 nodes joined" in job.log
     shared, refused = (job.folder / "said").read_text().splitlines()
