@@ -56,7 +56,7 @@ MAY_NAME_OPENRLHF = {"integration", "scoring", "benchmarks", "cli"}
 # Rooms within a room: each may import those before it, and none may import the files beside them.
 INNER = {
     "megatron": ("parallel", "fp8", "model", "train", "checkpoint"),
-    "integration": ("credit", "command_line", "rollout", "actors", "controller"),
+    "integration": ("credit", "command_line", "checks", "rollout", "actors", "controller"),
 }
 
 

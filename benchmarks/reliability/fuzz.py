@@ -208,16 +208,16 @@ def plan_model(data: bytes) -> None:
 
 
 def check_model_config(data: bytes) -> None:
-    from openrlhf_gtpo.integration.command_line import input_checks
+    from openrlhf_gtpo.integration.checks import models
 
     path = str(written("model/config.json", data).parent)
     if not (folder() / "model/model.safetensors").exists():
         from safetensors.torch import save_file
 
         save_file({}, str(folder() / "model/model.safetensors"))
-    input_checks.refuse_own_code(path, "--model", "--trust")
-    input_checks.refuse_untransferable(path, "--model")
-    config = input_checks.check_model(path, "--model")
+    models.refuse_own_code(path, "--model", "--trust")
+    models.refuse_untransferable(path, "--model")
+    config = models.check_model(path, "--model")
     from openrlhf_gtpo.integration.command_line.megatron_flags import refusals_name_flags
     from openrlhf_gtpo.megatron.parallel.layout import Layout, check_layout
 
@@ -226,7 +226,7 @@ def check_model_config(data: bytes) -> None:
 
 
 def check_weights_index(data: bytes) -> None:
-    from openrlhf_gtpo.integration.command_line.input_checks import check_model
+    from openrlhf_gtpo.integration.checks.models import check_model
 
     path = written("index/model.safetensors.index.json", data).parent
     written("index/config.json", _bytes(CONFIG))
@@ -290,7 +290,7 @@ class Letters:
 def read_data_set(case: tuple[bytes, bool, str]) -> None:
     import datasets
 
-    from openrlhf_gtpo.integration.command_line.input_checks import check_dataset
+    from openrlhf_gtpo.integration.checks.data import check_dataset
 
     data, chat, suffix = case
     args = SimpleNamespace(

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration import run
+from openrlhf_gtpo.integration.checks.data import table_rows
+from openrlhf_gtpo.integration.checks.models import check_model
 from openrlhf_gtpo.integration.command_line.host import gpus_of
-from openrlhf_gtpo.integration.command_line.input_checks import check_model, table_rows
 from openrlhf_gtpo.integration.command_line.megatron_flags import fp8_of
 from openrlhf_gtpo.integration.credit.old_policy import always_forwards
 from openrlhf_gtpo.report.step_phases import Setup

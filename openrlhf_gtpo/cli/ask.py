@@ -29,7 +29,7 @@ def answer(model: str, question: str, max_tokens: int) -> str:
     from transformers import AutoModelForCausalLM, pipeline
     from transformers.utils import logging
 
-    from openrlhf_gtpo.integration.command_line.input_checks import check_model, check_weights_fit, load_tokenizer
+    from openrlhf_gtpo.integration.checks.models import check_model, check_weights_fit, load_tokenizer
 
     if max_tokens < 1:
         raise UsageError(f"Expected --max-tokens >= 1, got {max_tokens}.")

@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> None:
     """Run the benchmark that ``args`` names; torch and the code to measure are imported only from here on."""
     if args.command in ("overhead", "actor"):  # their files import OpenRLHF
         from openrlhf_gtpo import platform
+        from openrlhf_gtpo.integration.checks.models import check_model
         from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
-        from openrlhf_gtpo.integration.command_line.input_checks import check_model
 
         check_openrlhf()
         check_model(args.model, "--model")

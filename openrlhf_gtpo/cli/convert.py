@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from openrlhf_gtpo.cli import Parser, exit_status
-from openrlhf_gtpo.integration.command_line.input_checks import check_model, check_weights_fit
+from openrlhf_gtpo.integration.checks.models import check_model, check_weights_fit
 from openrlhf_gtpo.megatron.checkpoint.folder import SIDE_FILES, CheckpointWriteError, check_checkpoint, resolve
 from openrlhf_gtpo.megatron.parallel.layout import Layout, LayoutError, check_layout
 from openrlhf_gtpo.platform import PLATFORM_VARIABLE

@@ -278,7 +278,7 @@ def model(args: argparse.Namespace) -> Line:
     """Check that the model's configuration and all of its weights are here."""
     if args.model is None:
         return skipped("no --model.")
-    from openrlhf_gtpo.integration.command_line.input_checks import check_model, check_weights_fit
+    from openrlhf_gtpo.integration.checks.models import check_model, check_weights_fit
 
     folder = args.model
     if not Path(folder).exists() and not folder.startswith(("/", ".")):

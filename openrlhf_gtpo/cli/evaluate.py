@@ -109,7 +109,8 @@ def _ended_by_ctrl_c(folder: Path) -> Iterator[None]:
 
 def checked_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Return the flags of ``args`` that training has too; UsageError if one is out of range."""
-    from openrlhf_gtpo.integration.command_line.checks import check_a_prompt_fits, check_ranges
+    from openrlhf_gtpo.integration.checks.settings import check_a_prompt_fits
+    from openrlhf_gtpo.integration.command_line.values import check_ranges
 
     flags = {name: value for name, value in vars(args).items() if "." in name}
     check_ranges(flags)
@@ -126,14 +127,9 @@ def checked_inputs(flags: dict[str, Any], model: str) -> tuple[Any, Any, Callabl
     if questions or reward cannot be used."""
     from openrlhf.utils.config import hierarchize
 
-    from openrlhf_gtpo.integration.command_line.input_checks import (
-        check_dataset,
-        check_length,
-        check_model,
-        check_reward,
-        import_file,
-        load_tokenizer,
-    )
+    from openrlhf_gtpo.integration.checks.data import check_dataset
+    from openrlhf_gtpo.integration.checks.models import check_length, check_model, load_tokenizer
+    from openrlhf_gtpo.integration.checks.reward import check_reward, import_file
 
     config, tokenizer = check_model(model, "--model"), load_tokenizer(model, "--model")
     check_length(config, flags["data.max_len"], f"--model {model}")

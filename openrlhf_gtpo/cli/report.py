@@ -239,8 +239,8 @@ def _mismatch(args: argparse.Namespace) -> None:
 
     from openrlhf_gtpo.algorithms import ESTIMATORS
     from openrlhf_gtpo.benchmarks.harness import write_results
+    from openrlhf_gtpo.integration.checks.models import load_tokenizer
     from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
-    from openrlhf_gtpo.integration.command_line.input_checks import load_tokenizer
     from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
     from openrlhf_gtpo.report.fp8_page import table
     from openrlhf_gtpo.scoring.fp8_report import compare_rollout

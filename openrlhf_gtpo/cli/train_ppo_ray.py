@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 from openrlhf_gtpo.cli import hide_key
 from openrlhf_gtpo.errors import STOPPED_STATUS, Restartable, StoppedOnRequest, TrainingStopped, UsageError
-from openrlhf_gtpo.integration.command_line.result_checks import checkpoint_folders
+from openrlhf_gtpo.integration.checks.results import checkpoint_folders
 from openrlhf_gtpo.integration.controller import stop
 from openrlhf_gtpo.integration.run import check, parse, train
 from openrlhf_gtpo.launch.process_tree import HUNG, run_and_clear

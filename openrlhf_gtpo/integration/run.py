@@ -7,13 +7,15 @@ from typing import Any
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.integration import patch
+from openrlhf_gtpo.integration.checks.guide import check_guide
+from openrlhf_gtpo.integration.checks.megatron import check_megatron
+from openrlhf_gtpo.integration.checks.models import check_weights_fit
+from openrlhf_gtpo.integration.checks.replay import check_dumps
+from openrlhf_gtpo.integration.checks.results import check_checkpoints, check_metrics_file, check_results
+from openrlhf_gtpo.integration.checks.settings import check_every_run, check_inputs, check_shared_gpus
 from openrlhf_gtpo.integration.command_line import host, replay, upstream_parser
-from openrlhf_gtpo.integration.command_line.checks import check_every_run, check_guide, check_inputs, check_shared_gpus
 from openrlhf_gtpo.integration.command_line.entropy_source import choose_entropy
 from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
-from openrlhf_gtpo.integration.command_line.input_checks import check_weights_fit
-from openrlhf_gtpo.integration.command_line.megatron_checks import check_megatron
-from openrlhf_gtpo.integration.command_line.result_checks import check_checkpoints, check_metrics_file, check_results
 from openrlhf_gtpo.integration.controller import stop
 from openrlhf_gtpo.integration.controller.checkpoint_disk import check_room
 
@@ -65,7 +67,7 @@ def check(args: SimpleNamespace) -> None:
     check_guide(args)
     check_shared_gpus(args)
     if args.train.replay_rollouts:
-        replay.check(args)
+        check_dumps(args)
     check_weights_fit(args.actor.model_name_or_path, "--actor.model_name_or_path")
     check_room(args)
     host.check_ray()

@@ -19,7 +19,7 @@ from openrlhf_gtpo.cli import experiment
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.experiment import runner
 from openrlhf_gtpo.experiment.grid import read_grid, words
-from openrlhf_gtpo.integration.command_line.result_checks import check_metrics_file, check_results
+from openrlhf_gtpo.integration.checks.results import check_metrics_file, check_results
 
 
 def entries(tmp_path: Path, **changed: Any) -> dict[str, Any]:
@@ -404,7 +404,7 @@ def test_a_run_whose_evaluation_was_interrupted_is_held_to_that_ones_checks_alon
         (run.folder / "metrics.jsonl").write_text('{"kind": "run", "step": 1, "run": "x", "ended": true}\n')
     assert experiment.main([str(file), "--dry-run"]) == 0
     asked = []
-    loads = "openrlhf_gtpo.integration.command_line.input_checks.load_tokenizer"
+    loads = "openrlhf_gtpo.integration.checks.models.load_tokenizer"
     monkeypatch.setattr(loads, lambda model, flag: asked.append(model))
     for name in ("check_model", "check_length"):
         monkeypatch.setattr(loads.replace("load_tokenizer", name), lambda *of: None)
@@ -444,9 +444,8 @@ def test_what_is_evaluated_is_looked_at_before_the_first_run(
     monkeypatch.setattr(
         "openrlhf_gtpo.integration.run.check", lambda args: None
     )  # the check of training, which is not under test here
-    monkeypatch.setattr("openrlhf_gtpo.integration.command_line.input_checks.load_tokenizer", lambda *of: None)
-    for name in ("check_model", "check_length"):
-        monkeypatch.setattr(f"openrlhf_gtpo.integration.command_line.input_checks.{name}", lambda *of: None)
+    for name in ("check_model", "check_length", "load_tokenizer"):
+        monkeypatch.setattr(f"openrlhf_gtpo.integration.checks.models.{name}", lambda *of: None)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"input": "1 + 1", "label": "2"}\n' * 8)
     (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return {}\n")

@@ -17,7 +17,7 @@ from vllm import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
-from openrlhf_gtpo.integration.command_line.endpoint import check_endpoint
+from openrlhf_gtpo.integration.checks.endpoint import check_endpoint
 from openrlhf_gtpo.integration.command_line.host import gpus_of
 from openrlhf_gtpo.integration.rollout.endpoint import Endpoint, EndpointActor
 from openrlhf_gtpo.integration.rollout.guide import Guide

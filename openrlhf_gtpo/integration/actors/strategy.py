@@ -33,7 +33,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from openrlhf_gtpo.integration.actors.optimizer_steps import poisoned
-from openrlhf_gtpo.integration.command_line.result_checks import checkpoint_folders
+from openrlhf_gtpo.integration.checks.results import checkpoint_folders
 from openrlhf_gtpo.megatron.checkpoint import folder as checkpoint_folder
 from openrlhf_gtpo.megatron.checkpoint.files import Entry, HashedFile
 from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError

@@ -1,1 +1,1 @@
-"""The command line: OpenRLHF's parser with this package's flags, and everything refused before an engine starts."""
+"""The command line: OpenRLHF's parser with this package's flags, and what follows from them on this host."""

@@ -2,13 +2,14 @@
 
 import os
 import re
+import socket
 import sys
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import Restartable, UsageError
-from openrlhf_gtpo.integration.command_line.input_checks import connect
 from openrlhf_gtpo.megatron.fp8.options import FP32_SCALES
 
 # The variables that upstream sets in its workers' environment, with upstream's defaults.
@@ -170,3 +171,15 @@ def _no_ray(error: Exception) -> UsageError:
         f"No Ray cluster answers at RAY_ADDRESS={os.environ.get('RAY_ADDRESS')} ({error}); start one there, or unset "
         "RAY_ADDRESS to have Ray started on this host."
     )
+
+
+def connect(url: str, default_port: int | None = None) -> None:
+    """Check that something listens at the host and port of ``url``; do nothing without a port.
+
+    Raises:
+        OSError, ValueError: nothing listens there, or the port is invalid.
+    """
+    parts = urlsplit(url if "//" in url else f"//{url}")
+    port = parts.port or default_port
+    if port is not None:
+        socket.create_connection((parts.hostname or "", port), timeout=5).close()

@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line import flags
-from openrlhf_gtpo.integration.command_line.checks import check_values
 from openrlhf_gtpo.integration.command_line.guard import source_path
+from openrlhf_gtpo.integration.command_line.values import check_values
 
 MODULE = "openrlhf.cli.train_ppo_ray"
 

@@ -1,5 +1,5 @@
 """A guide behind an OpenAI-compatible endpoint (``--algo.guide.endpoint``), such as ``vllm serve`` provides, in place
-of engines of this run. For what is asked of it, see ``command_line/endpoint.py``.
+of engines of this run. For what is asked of it, see ``checks/endpoint.py``.
 """
 
 from collections.abc import AsyncIterator
@@ -14,7 +14,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo.errors import TrainingStopped
-from openrlhf_gtpo.integration.command_line.endpoint import api_key, request, sampled
+from openrlhf_gtpo.integration.checks.endpoint import api_key, request, sampled
 from openrlhf_gtpo.integration.rollout.rewards import StrictRewardExecutor
 from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRolloutActor
 

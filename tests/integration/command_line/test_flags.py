@@ -13,7 +13,7 @@ from rollouts import Rollout, arguments, in_sampling_order, maker
 
 from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES, GRPOSConfig, GTPOConfig
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.integration.command_line import checks, flags, upstream_parser
+from openrlhf_gtpo.integration.command_line import flags, upstream_parser, values
 from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
 from openrlhf_gtpo.integration.credit.loss import credit_loss
@@ -465,7 +465,7 @@ def test_an_unknown_variant_lists_the_known_ones() -> None:
 
 
 def test_every_range_is_a_flags() -> None:
-    assert {name for *_, flags_of in checks._RANGES for name in flags_of.split()} <= parse().keys()
+    assert {name for *_, flags_of in values._RANGES for name in flags_of.split()} <= parse().keys()
 
 
 # Every flag that this package adds, with its default. Changing this list changes what people's scripts do.

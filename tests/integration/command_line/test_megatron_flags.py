@@ -118,7 +118,7 @@ def test_deepspeeds_own_parallelism_is_refused(flag: str, remedy: str) -> None:
 
 
 def test_every_flag_of_deepspeeds_is_read_or_named() -> None:
-    """The others are read by the layout and offloading, or refused in ``megatron_checks`` and ``checks``."""
+    """The others are read by the layout and offloading, or refused in ``checks``."""
     read = {"ds.tensor_parallel_size", "ds.ring_attn_size", "ds.enable_sleep"}
     refused = {"ds.adam_offload", "ds.param_dtype", "ds.load_in_4bit"}
     known = {action.dest for action in command_lines.value_flags(command_lines.parser(extended=False))}

@@ -16,8 +16,8 @@ from command_lines import argv_of
 
 from openrlhf_gtpo.cli import train_ppo_ray
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.integration.checks.settings import check_every_run, check_inputs, check_shared_gpus
 from openrlhf_gtpo.integration.command_line import host
-from openrlhf_gtpo.integration.command_line.checks import check_every_run, check_inputs, check_shared_gpus
 from openrlhf_gtpo.integration.run import parse
 
 pytestmark = pytest.mark.usefixtures("no_engine")

@@ -10,8 +10,8 @@ from command_lines import argv_of
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.integration.checks.megatron import check_megatron
 from openrlhf_gtpo.integration.command_line import host
-from openrlhf_gtpo.integration.command_line.megatron_checks import check_megatron
 from openrlhf_gtpo.integration.run import parse
 
 TP, PP = (f"--megatron.{name}_model_parallel_size" for name in ("tensor", "pipeline"))

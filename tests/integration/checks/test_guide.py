@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from command_lines import argv_of
 
-from openrlhf_gtpo.integration.command_line.checks import check_guide
+from openrlhf_gtpo.integration.checks.guide import check_guide
 from openrlhf_gtpo.integration.run import parse
 
 pytestmark = pytest.mark.usefixtures("no_engine")

@@ -9,8 +9,8 @@ import pytest
 from command_lines import argv_of
 
 from openrlhf_gtpo.integration import run
+from openrlhf_gtpo.integration.checks.models import load_tokenizer
 from openrlhf_gtpo.integration.command_line import host
-from openrlhf_gtpo.integration.command_line.input_checks import load_tokenizer
 from openrlhf_gtpo.report.rollouts import VERSION, dump_file, vocabulary_digest, write_dump
 
 pytestmark = pytest.mark.usefixtures("no_engine")

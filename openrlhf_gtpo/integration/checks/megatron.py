@@ -8,7 +8,7 @@ from typing import Any
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.algorithms import ESTIMATORS
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.integration.command_line.input_checks import check_model
+from openrlhf_gtpo.integration.checks.models import check_model
 from openrlhf_gtpo.integration.command_line.megatron_flags import fp8_of, layout_of, megatron_flag, refusals_name_flags
 from openrlhf_gtpo.integration.command_line.megatron_overrides import parse_overrides
 from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit

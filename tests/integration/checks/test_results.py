@@ -10,7 +10,7 @@ import pytest
 from command_lines import argv_of
 
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.integration.command_line.result_checks import (
+from openrlhf_gtpo.integration.checks.results import (
     check_checkpoints,
     check_metrics_file,
     check_results,

@@ -1,0 +1,1 @@
+"""Refuses a run that is sure to fail, in one sentence, before any engine starts."""
