@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,12 +24,10 @@ _NO_METRICS_SERVERS = {
     "AUTOSCALER_METRIC_PORT": "65536",
 }
 
-# For a head that loads from a slow disk: how often, every two seconds, a node asks for one that answers but is not
-# ready (Ray's 20 lose the nodes after 40 s), and for how many seconds the head's own processes wait until it answers,
-# and its dashboard for each of its parts (after Ray's 30 it ends, and nobody can submit a job; ray 2.55.0,
+# For a head that loads from a slow disk: for how many seconds its own processes wait until it answers, and its
+# dashboard for each of its parts (after Ray's 30 it ends, and nobody can submit a job; ray 2.55.0,
 # _private/ray_constants.py and dashboard/consts.py).
 _PATIENCE = {
-    "RAY_NUM_REDIS_GET_RETRIES": "300",
     "RAY_py_gcs_connect_timeout_s": "600",
     "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "600",
 }
@@ -37,6 +36,10 @@ _PATIENCE = {
 # cold disk or a busy host may take longer than (https://github.com/ray-project/ray/issues/65983, which ends this).
 _STARTS = 3
 _AGENT_WAS_SLOW = b"Timed out waiting for file"
+
+# Seconds for which a node looks for a head that is ready. `ray start` looks for 40 s, and only at the first head that
+# answers: one that is started again, as its agent was slow, refuses it ("WrongClusterID"; ray 2.55.0).
+_SEARCH, _ONE_SEARCH = 600.0, 30.0
 
 # Seconds without a connection to the head. Ray would go on for a minute after its death, and nobody restarts it.
 _HEAD_IS_GONE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3"}
@@ -107,8 +110,8 @@ def close_own_ray(environment: MutableMapping[str, str]) -> None:
 
 
 def run_node(node: Node, token: Path | None, logs: Path | None) -> int:
-    """Run this node until Ray or a signal ends it; returns the exit status. A node whose agent was too slow for Ray is
-    started again. Its processes may open many files.
+    """Run this node until Ray or a signal ends it; returns the exit status. A node whose agent, or head, was too slow
+    for Ray is started again. Its processes may open many files.
 
     Args:
         token: the cluster's secret; None leaves the cluster open.
@@ -123,7 +126,7 @@ def run_node(node: Node, token: Path | None, logs: Path | None) -> int:
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once Ray has ended, as a job script repeats its request
     try:
         environment = {**_NO_METRICS_SERVERS, **_PATIENCE, **with_token(os.environ, token)}
-        starts = 0
+        starts, slow_starts, began = 0, 0, time.monotonic()
         while True:
             with tempfile.TemporaryDirectory(prefix="ray", dir=node.temporary, ignore_cleanup_errors=True) as folder:
                 status = run_and_clear(node.command(Path(folder)), environment)
@@ -132,9 +135,14 @@ def run_node(node: Node, token: Path | None, logs: Path | None) -> int:
                     shutil.copytree(session, logs, dirs_exist_ok=True, ignore_dangling_symlinks=True)
                 said = session / "raylet.err"
                 slow = status == 1 and said.is_file() and _AGENT_WAS_SLOW in said.read_bytes()
-            starts += 1
-            if not slow or starts == _STARTS:
+                unmet = node.head is not None and status == 1 and not said.is_file()
+            starts, slow_starts = starts + 1, slow_starts + slow
+            if unmet and starts * _ONE_SEARCH < time.monotonic() - began < _SEARCH:
+                why = f"there is no head at {node.head} that is ready"
+            elif slow and slow_starts < _STARTS:
+                why = "Ray's agent took more than 15 s to start"
+            else:
                 return status
-            print(f"Node {node.name}: Ray's agent took more than 15 s to start; trying again.", file=sys.stderr)
+            print(f"Node {node.name}: {why}; trying again.", file=sys.stderr)
     finally:
         signal.signal(signal.SIGTERM, before)

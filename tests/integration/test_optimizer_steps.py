@@ -235,6 +235,19 @@ def test_the_average_of_the_weights_follows_small_steps(
         assert error < 0.01 * distance and distance > 1e-5
 
 
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_the_average_of_a_run_that_went_on_begins_with_the_checkpoints_weights(
+    stage: str, actor_model: str, pools: dict[int, RankPool], tmp_path: Path
+) -> None:
+    """The flag is new: the checkpoint has no average."""
+    argv = ["--algo.advantage.estimator", "gtpo", "--ds.zero_stage", stage, "--train.batch_size", "2"]
+    argv += ["--actor.adam.lr", "1e-2", "--actor.lr_warmup_ratio", "0", "--ckpt.path", str(tmp_path)]
+    pools[2].run(run_rounds, "deepspeed", actor_model, argv, [LENGTHS[:4]], 1)
+    argv += ["--ckpt.load_enable", "--train.enable_ema"]
+    for error, distance in pools[2].run(run_averages, actor_model, argv, 1):
+        assert error < 0.01 * distance and distance > 1e-5
+
+
 EMA = ["--algo.advantage.estimator", "gtpo", "--train.enable_ema", "--train.ema_beta", "0.5"]
 
 

@@ -141,6 +141,7 @@ def test_the_controller_goes_on_from_any_checkpoint(
         assert resumed.trained == whole.trained[step:]
         evaluated = [number for number in whole.evaluated if number > step - (not tag.startswith("best"))]
         assert resumed.evaluated == evaluated
+        assert (checkpoint["metric_value"] is not None) == tag.startswith("best"), "evaluated once it is saved"
         later = {name: one for name, one in saved.items() if list(saved).index(name) > list(saved).index(tag)}
         assert plain(resumed.actor_model_group.saved) == plain(later)
 
@@ -208,6 +209,27 @@ def test_a_fixed_kl_coefficient_is_what_the_command_line_of_the_resumed_run_says
         resumed.kl_ctl = coefficient
         resumed.init_checkpoint_states()
         assert resumed.kl_ctl.value == goes_on_with
+
+
+@pytest.mark.parametrize(
+    ("asked", "saved", "key", "best"),
+    [
+        ("", "eval_x_pass1", "eval_x_pass1", 0.9),
+        ("", "none", "", -math.inf),
+        ("none", "eval_x_pass1", "none", -math.inf),
+        ("eval_x_pass1", "eval_x_pass1", "eval_x_pass1", 0.9),
+        ("eval_y_pass1", "eval_x_pass1", "eval_y_pass1", -math.inf),
+        ("eval_y_pass1", "none", "eval_y_pass1", -math.inf),
+    ],
+)
+def test_the_best_checkpoint_is_by_the_metric_of_the_resumed_runs_command_line(
+    asked: str, saved: str, key: str, best: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without one there, by that of the checkpoint, whose best value counts only for its own metric."""
+    resumed = Controller(monkeypatch, tmp_path, 8, False, {})
+    resumed.best_eval_metric_key = asked
+    resumed.restore_best_checkpoint_state({"best_eval_metric_key": saved, "best_eval_metric_value": 0.9})
+    assert (resumed.best_eval_metric_key, resumed.best_eval_metric_value) == (key, best)
 
 
 def test_an_evaluation_that_was_made_counts_for_the_best_checkpoint(

@@ -232,7 +232,8 @@ def respond_with(monkeypatch: pytest.MonkeyPatch, changed: Callable[[str], dict[
     return generator
 
 
-def test_samples_of_a_prompt_do_not_share_their_sampling_parameters() -> None:
+@pytest.mark.parametrize("label", [NumberedLabel("1", 0, None), "1"], ids=["numbered", "asynchronous"])
+def test_samples_of_a_prompt_do_not_share_their_sampling_parameters(label: Any) -> None:
     """Upstream's agent takes what is left for the first turn of another sample for the least of its own, and would
     cut the observation that this one begins with."""
     from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
@@ -265,7 +266,7 @@ def test_samples_of_a_prompt_do_not_share_their_sampling_parameters() -> None:
     tokenizer = lambda text, **_: {"input_ids": torch.ones(1, len(text), dtype=torch.long)}  # noqa: E731
     call = engine.generate_responses(
         "p",
-        NumberedLabel("1", 0, None),
+        label,
         sampling_params=SamplingParams(max_tokens=None),
         max_length=30,
         hf_tokenizer=tokenizer,
@@ -273,6 +274,20 @@ def test_samples_of_a_prompt_do_not_share_their_sampling_parameters() -> None:
     )
     assert [len(response["observation_tokens"]) for response in asyncio.run(call)] == [9, 14, 19]
     assert sorted(asked) == [(5, 25, 1), (7, 23, 0.1), (10, 20, 1), (12, 18, 0.2), (15, 15, 1), (17, 13, 0.3)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "actions", "cut"),
+    [(8, [(2, 4), (6, 8)], False), (9, [(2, 4)], True), (8, [(2, 7)], True), (7, [(2, 4)], False), (8, [], True)],
+)
+def test_an_agent_whose_context_is_full_was_cut_off(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, actions: list[tuple[int, int]], cut: bool
+) -> None:
+    """A row ends with an action that vLLM did not cut off, or with an observation that leaves no room for the next."""
+    answer = {"observation_tokens": [1] * tokens, "action_ranges": actions, "rollout_log_probs": None}
+    generator = respond_with(monkeypatch, lambda prompt: answer)
+    found, *_ = generator.generate_samples(max_len=8)
+    assert {bool(row.truncated) for row in found} == {cut}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from openrlhf_gtpo.cli import ray_cluster
 from openrlhf_gtpo.launch import ray_node, ray_wait
 from openrlhf_gtpo.launch.ray_node import Node, make_token, with_token
 
-RETRIES, CONNECT = "RAY_NUM_REDIS_GET_RETRIES", "RAY_py_gcs_connect_timeout_s"
+CONNECT = "RAY_py_gcs_connect_timeout_s"
 
 
 class Head(ThreadingHTTPServer):
@@ -242,22 +243,49 @@ def test_a_dashboard_that_answers_otherwise_has_no_nodes_yet(nodes: Any, monkeyp
     assert dashboard.alive() == set()
 
 
-def test_a_node_waits_for_a_head_that_is_slow_to_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """For as long as the script waits for nodes, and not for Ray's 40 s; nor do the head's own processes end after 30.
-    Whoever sets Ray's variable decides."""
-    seen: list[tuple[str, str]] = []
-    monkeypatch.setattr(ray_node, "run_and_clear", lambda _, env: seen.append((env[RETRIES], env[CONNECT])) or 0)
+@pytest.mark.parametrize(
+    ("head", "seconds", "starts"),
+    [("127.0.0.1:6379", 45.0, 14), ("127.0.0.1:6379", 4.0, 1), (None, 45.0, 1)],
+    ids=["not ready", "fails at once", "is the head"],
+)
+def test_a_node_looks_for_a_head_that_is_started_again(
+    head: str | None,
+    seconds: float,
+    starts: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """For as long as the script waits for nodes. Ray looks for 40 s, and sticks to a head that is gone."""
+    clock = [0.0]
+
+    def run(command: list[str], environment: dict[str, str]) -> int:
+        clock[0] += seconds
+        return 1
+
+    monkeypatch.setattr(ray_node, "run_and_clear", run)
+    monkeypatch.setattr(ray_node, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    assert ray_node.run_node(Node("n2", "127.0.0.1", head, 6379, tmp_path), None, None) == 1
+    assert clock[0] == starts * seconds
+    assert capsys.readouterr().err.count(f"Node n2: there is no head at {head} that is ready; trying") == starts - 1
+
+
+def test_the_heads_own_processes_wait_for_one_that_is_slow_to_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whoever sets Ray's variable decides."""
+    seen: list[str] = []
+    monkeypatch.setattr(ray_node, "run_and_clear", lambda _, environment: seen.append(environment[CONNECT]) or 0)
     monkeypatch.delenv(CONNECT, raising=False)
-    node = Node("n2", "127.0.0.1", "127.0.0.1:6379", 6379, tmp_path)
-    monkeypatch.delenv(RETRIES, raising=False)
+    node = Node("n1", "127.0.0.1", None, 6379, tmp_path)
     assert ray_node.run_node(node, None, None) == 0
-    monkeypatch.setenv(RETRIES, "7")
+    monkeypatch.setenv(CONNECT, "7")
     assert ray_node.run_node(node, None, None) == 0
-    assert seen == [("300", "600"), ("7", "600")]
-    constants = importlib.util.find_spec("ray._private.ray_constants")
-    assert constants and constants.origin and f'"{RETRIES}"' in Path(constants.origin).read_text()
+    assert seen == ["600", "7"]
     parts = "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT"
     assert parts in ray_node._PATIENCE
-    assert f'"{parts}"' in (Path(constants.origin).parents[1] / "dashboard" / "consts.py").read_text()
-    (compiled,) = Path(constants.origin).parents[1].glob("_raylet.so")
+    ray = importlib.util.find_spec("ray")
+    assert ray and ray.origin
+    assert f'"{parts}"' in (Path(ray.origin).parent / "dashboard" / "consts.py").read_text()
+    (compiled,) = Path(ray.origin).parent.glob("_raylet.so")
     assert CONNECT.removeprefix("RAY_").encode() in compiled.read_bytes()

@@ -95,8 +95,10 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
         if captures_entropy(strategy.args) or platform.chosen_platform() == "cpu":
             ppo_actor.Actor = PolicyModel
         super().init_model_from_pretrained(strategy, pretrain, max_steps=max_steps, vllm_engines=vllm_engines)
-        for part, saved in zip(self._averages(), self.checkpoint_states.pop(_AVERAGES, ())):
-            part.copy_(saved)
+        # Those of a checkpoint that has none begin with its weights, and upstream's (0.11.2) with the untrained ones.
+        weights = [getattr(weight, "ds_tensor", weight).data for weight in self.actor.parameters()]
+        for part, begin in zip(self._averages(), self.checkpoint_states.pop(_AVERAGES, None) or weights):
+            part.copy_(begin)
 
     def _averages(self) -> list[torch.Tensor]:
         """See :func:`averages`; empty without ``--train.enable_ema``."""

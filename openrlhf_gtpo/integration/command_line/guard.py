@@ -53,11 +53,13 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
         "BasePPOTrainer.broadcast_to_vllm(self)",
         "BasePPOTrainer.init_checkpoint_states(self)",
         "BasePPOTrainer.ppo_train(self, global_steps)",
+        "BasePPOTrainer.restore_best_checkpoint_state(self, checkpoint_states)",
         "BasePPOTrainer.train_step(self, rollout_samples, global_step)",
         "BasePPOTrainer.save_best_checkpoint(self, eval_metrics, global_step, client_states)",
         "BasePPOTrainer.save_logs_and_checkpoints(self, global_step, logs_dict, client_states)",
         "PPOTrainer.evaluate(self, global_step)",
         "PPOTrainer.fit(self, global_step)",
+        "compute_eval_metrics(eval_dataloader, samples_list, n_samples_per_prompt)",
     ),
     "openrlhf.trainer.ray.launcher": (
         "RayActorGroup._initiate_actors(self, pg, num_gpus_per_actor)",

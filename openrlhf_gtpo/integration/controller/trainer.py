@@ -3,8 +3,9 @@ stop on request.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +48,7 @@ _MOSTLY = 0.9  # of a step's responses
 _SAMPLE_LENGTH = 2000  # characters kept from the end of a step's sample
 
 _UpstreamTrainer: Any = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
+_compute_eval_metrics = ppo_trainer.compute_eval_metrics  # upstream's
 
 
 class FlushedTensorboard(TensorboardLogger):
@@ -94,7 +96,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     has_trained = False
 
     def __init__(self, pretrain: str, strategy: Any, *args: Any, **kwargs: Any) -> None:
-        ppo_trainer.TensorboardLogger = FlushedTensorboard
+        ppo_trainer.TensorboardLogger, ppo_trainer.compute_eval_metrics = FlushedTensorboard, eval_metrics
         if strategy.args.train.replay_rollouts:
             self.replayed = replayed = ReplayedSamples(strategy.args)
             ppo_trainer.prepare_datasets = lambda strategy, tokenizer: (replayed, None, replayed.max_steps)
@@ -335,6 +337,12 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             audit.batches, audit.closed = states.get(_AUDIT, (0, False))
         return self._states
 
+    def restore_best_checkpoint_state(self, checkpoint_states: dict[str, Any]) -> None:
+        """Like upstream's, but ``--ckpt.best_metric_key``, if given, decides: another metric's best is no bound."""
+        asked, saved = self.best_eval_metric_key, checkpoint_states.get("best_eval_metric_key")
+        if saved == asked or (not asked and saved != "none"):
+            super().restore_best_checkpoint_state(checkpoint_states)
+
     def save_best_checkpoint(
         self, eval_metrics: dict[str, Any], global_step: int, client_states: dict[str, Any] | None = None
     ) -> None:
@@ -403,6 +411,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
 
         def save() -> None:
             self._show(names.CHECKPOINT)  # at every try
+            self._latest_eval_metric_value = None  # of an earlier step: this one's evaluation follows
             super(EntropyTrainer, self).save_logs_and_checkpoints(global_step, logs, states)
 
         def save_at_last(path: str) -> None:
@@ -429,10 +438,8 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         self._show(names.EVALUATION)
         logs = super().evaluate(global_step, **generate_kwargs)
         if self.metrics_writer:
-            sources = {prompt: source for rows in self.eval_dataloader for source, prompt in zip(rows[0], rows[1])}
-            more = held_out_statistics(
-                self.samples_generator.held_out, sources, generate_kwargs["n_samples_per_prompt"]
-            )
+            samples = generate_kwargs["n_samples_per_prompt"]
+            more = held_out_statistics(self.samples_generator.held_out, _sources(self.eval_dataloader), samples)
             self.metrics_writer.write(names.KIND_EVAL, global_step, logs | more)
         self._begin_step()
         return logs
@@ -470,22 +477,37 @@ def step_warnings(status: Mapping[str, Any], args: SimpleNamespace, credit: Entr
     return found
 
 
+def _sources(eval_dataloader: Iterable[Any]) -> list[str]:
+    """The data source of each prompt, by its number."""
+    return [source for sources, *_ in eval_dataloader for source in sources]
+
+
+def eval_metrics(
+    eval_dataloader: Iterable[Any], samples: Sequence[Experience], samples_per_prompt: int
+) -> dict[str, float]:
+    """Like upstream's, which knows a question by its text, so that one in two data sets counts for the last alone."""
+    numbered = [replace(sample, prompts=sample.index) for sample in samples]
+    sources = _sources(eval_dataloader)
+    return _compute_eval_metrics([(sources, range(len(sources)), None, None)], numbered, samples_per_prompt)
+
+
 def held_out_statistics(
-    samples: Sequence[Experience], sources: Mapping[str, str], samples_per_prompt: int
+    samples: Sequence[Experience], sources: Sequence[str], samples_per_prompt: int
 ) -> dict[str, float]:
     """Statistics of the held-out reward that upstream leaves out, by metric name: its standard error over questions,
     which a data source with one question does not have, and the mean best of k responses for each k that the paper
     shows, if there are more than k.
 
     Args:
-        samples: one row each, with the responses to a prompt next to each other.
-        sources: data source by prompt.
+        samples: one row each, with its prompt's number as index and the responses to a prompt next to each other.
+        sources: data source by the prompt's number.
     """
     rewards: dict[str, list[list[float]]] = {}
     for row in range(0, len(samples), samples_per_prompt):
         responses = samples[row : row + samples_per_prompt]
-        source = sources.get(responses[0].prompts[0], "unknown")
-        rewards.setdefault(source, []).append([float(response.rewards) for response in responses])
+        rewards.setdefault(sources[responses[0].index[0]], []).append(
+            [float(response.rewards) for response in responses]
+        )
     found = {}
     for source, questions in rewards.items():
         if len(questions) > 1:

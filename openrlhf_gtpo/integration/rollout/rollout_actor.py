@@ -168,8 +168,14 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             self._tokenizer = self._tokenizer or asyncio.ensure_future(hf_tokenizer.ref)  # once for all calls
             tokenizer = await asyncio.shield(self._tokenizer)  # a cancelled call spares the others
         respond = super().generate_responses
+
+        def ask(label: Any) -> Awaitable[list[dict[str, Any]]]:
+            # Upstream hands all samples of a prompt the same parameters, which its agent changes in place: the first
+            # turn of one would limit the prompts of the others (openrlhf 0.11.2, utils/agent.py).
+            return respond(prompt, label, deepcopy(sampling_params), max_length, tokenizer, images=images)
+
         if not isinstance(label, NumberedLabel):  # upstream's asynchronous trainer
-            return await respond(prompt, label, sampling_params, max_length, tokenizer, num_samples, images)
+            return [one for [one] in await _all_or_none(*(ask(label) for _ in range(num_samples)))]
 
         async def sample(index: int) -> dict[str, Any]:
             _sample_seed.set(label.seed and (*label.seed, index))
@@ -177,14 +183,9 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             answers: list[Answer] = []
             with_entropy = self.with_entropy and label.is_trained
             _answers.set(answers if with_entropy else None)
-
-            def ask() -> Awaitable[list[dict[str, Any]]]:
-                # Upstream hands all samples of a prompt the same parameters, which its agent changes in place: the
-                # first turn of one would limit the prompts of the others (openrlhf 0.11.2, utils/agent.py).
-                return respond(prompt, label.label, deepcopy(sampling_params), max_length, tokenizer, images=images)
-
+            ask_once = partial(ask, label.label)
             own_agent = not isinstance(self.executor, StrictRewardExecutor)
-            [response] = await (self.patience.ask(ask, "the agent") if own_agent else ask())
+            [response] = await (self.patience.ask(ask_once, "the agent") if own_agent else ask_once())
             response["prompt_number"] = label.number
             if with_entropy:
                 vocab_size = self.llm.model_config.get_vocab_size()

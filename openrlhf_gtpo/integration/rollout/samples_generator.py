@@ -210,7 +210,12 @@ class OrderedSamplesGenerator(SamplesGenerator):
                 )
             print(f"Warning: a prompt is dropped. {response[DROPPED]}", flush=True)
             return SimpleNamespace(scores=[torch.tensor(float("nan"))])
+        max_len = generate_kwargs.get("max_len", 2048)
         try:
+            # Upstream ends an agent whose context is full, and counts it as cut off only if its last turn was.
+            end = max((end for _, end in response["action_ranges"]), default=0)
+            if max_len <= len(response["observation_tokens"]) > end:
+                response["truncated"] = True
             experience = super()._process_response_into_experience(response, **generate_kwargs)
             for name in ("rewards", "scores"):
                 number = getattr(experience, name)
@@ -230,7 +235,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
             self.tokens += int(experience.action_mask.sum())
         experience.index = [response["prompt_number"]]  # until the experience maker numbers rows
         if SAMPLER_VALUES in response:
-            shown = slice(1, generate_kwargs.get("max_len", 2048))  # as upstream cuts rollout_log_probs
+            shown = slice(1, max_len)  # as upstream cuts rollout_log_probs
             columns = (torch.tensor([values[shown]], dtype=torch.float32) for values in response[SAMPLER_VALUES])
             experience.sampler_values = TokenValues(*columns)
         if self._guide:

@@ -76,7 +76,7 @@ class Checkpoints:
         Args:
             client_state: whatever else a resumed run needs, in plain values and tensors, which are all that a load
                 accepts; the first rank's is kept.
-            metric_value: of this checkpoint; greater is better, and the worst are removed first.
+            metric_value: of this checkpoint, for its manifest.
 
         Raises:
             CheckpointWriteError: this or the previous asynchronous save failed; neither failure keeps the other from

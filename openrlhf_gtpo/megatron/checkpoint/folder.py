@@ -8,7 +8,6 @@ first rank's.
 """
 
 import json
-import math
 import re
 import shutil
 import time
@@ -301,7 +300,8 @@ def set_latest(folder: Path, tag: str) -> None:
 
 
 def rotate(folder: Path, kept: str, others: Sequence[Path] = (), *, max_num: int, max_mem_gb: float) -> list[str]:
-    """Remove excess checkpoints, as OpenRLHF does: those without a metric first, then the worst, then the oldest.
+    """Remove excess checkpoints, the oldest first. OpenRLHF goes by a metric first, which is of an earlier step: it
+    saves a step before it evaluates it (0.11.2, trainer/ppo_trainer.py, fit).
 
     At most ``max_num`` checkpoints and ``max_mem_gb`` (2^30 bytes) stay. Tags that begin with "best" do not count as
     checkpoints and are not removed, except earlier ones when ``kept`` is a new best. Two always stay: ``kept``, and
@@ -317,22 +317,13 @@ def rotate(folder: Path, kept: str, others: Sequence[Path] = (), *, max_num: int
     removed = [path for path in best if path.name not in staying] if kept.startswith(_BEST) else []
     for path in removed:
         _remove(path)
-    for path in sorted((path for path in regular if path.name not in staying), key=_worth):
+    for path in sorted((path for path in regular if path.name not in staying), key=_written):
         if len(regular) <= max_num and sum(map(_bytes, regular + best)) <= max_mem_gb * 2**30:
             break
         _remove(path)
         removed.append(path)
         regular.remove(path)
     return [path.name for path in removed]
-
-
-def _worth(path: Path) -> tuple[bool, float, float]:
-    try:
-        metric = float(read_manifest(path)["metric"]["value"])
-    except (CheckpointError, KeyError, TypeError, ValueError, OverflowError):
-        metric = math.nan
-    known = not math.isnan(metric)
-    return known, metric if known else 0.0, _written(path)
 
 
 def _written(path: Path) -> float:

@@ -8,12 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from openrlhf.trainer.ppo_utils.experience import Experience
 from rollouts import arguments
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.controller import trainer
 from openrlhf_gtpo.integration.controller.spikes import Spikes
-from openrlhf_gtpo.integration.controller.trainer import EntropyTrainer, held_out_statistics, step_warnings
+from openrlhf_gtpo.integration.controller.trainer import (
+    EntropyTrainer,
+    eval_metrics,
+    held_out_statistics,
+    step_warnings,
+)
 from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import MetricsWriter
@@ -175,22 +181,33 @@ def test_an_evaluation_that_an_interruption_cut_off_is_made_when_the_run_goes_on
 
 
 def test_the_standard_error_of_held_out_reward_is_over_questions() -> None:
-    rewards = {"a": ("x", (0.0, 1.0)), "b": ("x", (1.0, 1.0)), "c": ("x", (0.0, 0.0)), "d": ("y", (0.0, 1.0))}
-    rewards |= {"e": ("z", (math.nan, 1.0)), "f": ("z", (0.0, 1.0))}
+    rewards = [(0.0, 1.0), (1.0, 1.0), (0.0, 0.0), (0.0, 1.0), (math.nan, 1.0), (0.0, 1.0)]
     samples: Any = [
-        SimpleNamespace(prompts=[prompt], rewards=torch.tensor([reward]))
-        for prompt, (_, pair) in rewards.items()
+        SimpleNamespace(index=[number], rewards=torch.tensor([reward]))
+        for number, pair in enumerate(rewards)
         for reward in pair
     ]
-    sources = {prompt: source for prompt, (source, _) in rewards.items()}
     # The means of x's questions are 0.5, 1 and 0, with a standard deviation of 0.5; y has one question.
     expected = {"eval_x_pass1_stderr": 0.5 / math.sqrt(3), "eval_z_pass1_stderr": math.nan}
-    assert held_out_statistics(samples, sources, 2) == pytest.approx(expected, nan_ok=True)
+    assert held_out_statistics(samples, list("xxxyzz"), 2) == pytest.approx(expected, nan_ok=True)
+
+
+def test_a_question_of_two_data_sets_counts_in_both() -> None:
+    """A data loader gives two rows at a time here; both sets have the question "a"."""
+    loader: Any = [(["x", "x"], ["a", "b"], [0, 0], None), (["y"], ["a"], [0], None)]
+    rewards = [(1.0, 0.0), (0.0, 0.0), (1.0, 1.0)]
+    samples: Any = [
+        Experience(index=[number], prompts=["aba"[number]], rewards=torch.tensor([reward]))
+        for number, pair in enumerate(rewards)
+        for reward in pair
+    ]
+    logs = eval_metrics(loader, samples, 2)
+    assert logs == {"eval_x_pass2": 0.5, "eval_x_pass1": 0.25, "eval_y_pass2": 1.0, "eval_y_pass1": 1.0}
 
 
 def test_the_best_of_16_is_that_of_all_draws_from_a_questions_responses() -> None:
     rewards = [1.0, 0.5] + 15 * [0.0]
-    samples: Any = [SimpleNamespace(prompts=["a"], rewards=torch.tensor([reward])) for reward in rewards]
+    samples: Any = [SimpleNamespace(index=[0], rewards=torch.tensor([reward])) for reward in rewards]
     # Each draw leaves out one of 17: the best in one draw, another one in the other 16.
-    assert held_out_statistics(samples, {"a": "x"}, 17) == {"eval_x_pass16": pytest.approx((0.5 + 16 * 1.0) / 17)}
-    assert held_out_statistics(samples[:16], {"a": "x"}, 16) == {}  # upstream reports this one
+    assert held_out_statistics(samples, ["x"], 17) == {"eval_x_pass16": pytest.approx((0.5 + 16 * 1.0) / 17)}
+    assert held_out_statistics(samples[:16], ["x"], 16) == {}  # upstream reports this one
