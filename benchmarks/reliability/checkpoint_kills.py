@@ -159,9 +159,10 @@ def on_megatron(asynchronous: bool, source: str, folder: Path, say: Say) -> None
         set_to(parameters, step)
         checkpoints.save(f"step{step}", trainer, {"step": step})
         say(step - asynchronous)
-        while checkpoints.poll():  # training goes on
+        while checkpoints._pending is not None:  # training goes on
             set_to(parameters, -1)
             time.sleep(0.005)
+            checkpoints.finish(wait=False)
         say(step)
 
 

@@ -24,16 +24,7 @@ from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.platform.processes import run_processes
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import phase_file, read_runs
-from openrlhf_gtpo.report.step_phases import (
-    COUNTED,
-    IDLE,
-    STEP,
-    MissingMetrics,
-    measured_steps,
-    of_run,
-    ratios,
-    summary,
-)
+from openrlhf_gtpo.report.step_phases import COUNTED, IDLE, STEP, measured_steps, of_run, ratios, summary
 
 COMMAND = (sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -86,7 +77,7 @@ def measure_runs(chosen: Sequence[Configuration], args: argparse.Namespace, fold
         rows = run_trainer(name, one.argv, place, args.warmup + args.steps)
         try:
             counted = measured_steps(rows, args.warmup, args.steps)
-        except MissingMetrics as error:
+        except ValueError as error:
             raise TrainingStopped(f"{name}: {error}; the whole log: {place / 'train.log'}") from error
         runs[one.name].append({"rows": counted, **of_run(counted, one.setup)})
 

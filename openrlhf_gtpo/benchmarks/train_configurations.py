@@ -10,16 +10,16 @@ from types import SimpleNamespace
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration import run
 from openrlhf_gtpo.integration.checks.data import table_rows
-from openrlhf_gtpo.integration.checks.models import check_model
 from openrlhf_gtpo.integration.command_line.host import gpus_of
 from openrlhf_gtpo.integration.command_line.megatron_flags import fp8_of
-from openrlhf_gtpo.integration.credit.old_policy import always_forwards
+from openrlhf_gtpo.integration.credit.old_policy import always_forwards, count_rows
 from openrlhf_gtpo.report.step_phases import Setup
 
 # Flags that all configurations must share, so that they are given the same work.
 _SAME = (
     *("train.seed", "data.prompt_dataset", "data.prompt_split", "data.prompt_probs", "data.input_key", "data.max_len"),
     *("data.max_samples", "data.input_template", "data.apply_chat_template", "rollout.batch_size"),
+    "rollout.vllm_generate_batch_size",
     *("rollout.n_samples_per_prompt", "rollout.max_new_tokens", "rollout.temperature", "rollout.top_p"),
 )
 
@@ -104,7 +104,7 @@ def setup_of(args: SimpleNamespace) -> Setup:
     gpus = gpus_of(args)
     models = sum(gpus) - gpus.engines - gpus.guide
     epochs = args.train.max_epochs
-    forwards = always_forwards(args, args.rollout.batch_size * args.rollout.n_samples_per_prompt)
+    forwards = always_forwards(args, count_rows(args))
     has_reference = args.algo.kl.init_coef > 0
     reference_beside = has_reference and not gpus.reference  # on the actor's GPUs
     trained = _dtype(args)
@@ -132,7 +132,6 @@ def _check_measurable(args: SimpleNamespace, steps: int) -> None:
             "--train.async_enable lets the phases of different steps overlap, so that no phase has seconds "
             "of its own; leave it out."
         )
-    check_model(args.actor.model_name_or_path, "--actor.model_name_or_path", args.actor.trust_remote_code)
     if not args.data.prompt_dataset:
         raise UsageError("--data.prompt_dataset is missing; give a data set.")
     rows = table_rows(args.data.prompt_dataset, args.data.prompt_split, "--data.prompt_dataset")

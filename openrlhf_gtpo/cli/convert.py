@@ -98,14 +98,14 @@ def hf_to_megatron(source: str, destination: str, layout: Layout, dtype: str) ->
     only these import megatron."""
     import torch
 
-    from openrlhf_gtpo.megatron.checkpoint.checkpoints import save_checkpoint
+    from openrlhf_gtpo.megatron.checkpoint.checkpoints import PendingSave
     from openrlhf_gtpo.megatron.model.policy import ModelOptions, load_model
     from openrlhf_gtpo.megatron.parallel import groups
 
     groups.initialize(layout, seed=0)
     model = load_model(source, ModelOptions(layout=layout, dtype=getattr(torch, dtype)), for_training=False)
     with _write_errors():
-        save_checkpoint(Path(destination), model, hf_source=source)
+        PendingSave(Path(destination), model, client_state={}, hf_source=source, metric={}).finish()
 
 
 def megatron_to_hf(source: str, destination: str, dtype: str) -> None:

@@ -129,7 +129,7 @@ def checked_inputs(flags: dict[str, Any], model: str) -> tuple[Any, Any, Callabl
 
     from openrlhf_gtpo.integration.checks.data import check_dataset
     from openrlhf_gtpo.integration.checks.models import check_length, check_model, load_tokenizer
-    from openrlhf_gtpo.integration.checks.reward import check_reward, import_file
+    from openrlhf_gtpo.integration.checks.reward import import_reward
 
     config, tokenizer = check_model(model, "--model"), load_tokenizer(model, "--model")
     check_length(config, flags["data.max_len"], f"--model {model}")
@@ -137,10 +137,7 @@ def checked_inputs(flags: dict[str, Any], model: str) -> tuple[Any, Any, Callabl
     run.use_ms = False  # ModelScope
     for name in flags["eval.dataset"].split(","):  # each has a table of its own here
         check_dataset(run, tokenizer, name, flags["eval.split"], "--eval.dataset")
-    reward = import_file(flags["reward.remote_url"], "--reward.remote_url", "reward_func")
-    run.train.agent_func_path, run.reward.remote_url = None, [flags["reward.remote_url"]]  # as check_reward reads them
-    check_reward(run)
-    return run, tokenizer, reward
+    return run, tokenizer, import_reward(flags["reward.remote_url"])
 
 
 def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> None:

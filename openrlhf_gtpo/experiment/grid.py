@@ -107,7 +107,9 @@ def read_grid(path: Path) -> Grid:
                 given[flag] = f"settings.{axis}.{name}"
                 flags[flag] = value
         label = "/".join([method, *chosen])
-        runs += [_run(output, label, seed, flags) for seed in seeds]
+        for seed in seeds:
+            folder = output / label / f"seed-{seed}"
+            runs.append(Run(label, seed, folder, flags | {"train.seed": seed} | places(folder)))
     return Grid(output, runs, baseline, entries.get("evaluate"))
 
 
@@ -128,11 +130,6 @@ def places(folder: Path) -> dict[str, Any]:
         "ckpt.output_dir": str(folder / "model"),
         "ckpt.path": str(folder / "checkpoints"),
     }
-
-
-def _run(output: Path, label: str, seed: int, flags: dict[str, Any]) -> Run:
-    folder = output / label / f"seed-{seed}"
-    return Run(label, seed, folder, flags | {"train.seed": seed} | places(folder))
 
 
 def _check_entries(path: Path, entries: Any) -> None:

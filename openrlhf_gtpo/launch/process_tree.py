@@ -37,7 +37,7 @@ def run_and_clear(
     Args:
         environment: the program's whole environment.
         patience: seconds that the program has after such a signal, until SIGKILL.
-        hangs: called about once a second; True ends the program too, with little patience.
+        hangs: called about once a second; True, or an error, ends the program too, with little patience.
 
     Returns:
         the program's exit status, -N if signal N killed it, 128 + the signal that this process received, or HUNG.
@@ -65,11 +65,13 @@ def run_and_clear(
             _reap(except_for=child.pid)
             select.select([end], [], [], 1.0 if asked is None else 0.2)
         os.close(end)
-        _end_descendants()
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        try:
+            _end_descendants()  # the program is one of them if hangs() raised
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            _prctl(_PR_SET_CHILD_SUBREAPER, 0)
     return 128 + received[0] if received else HUNG if hung else child.returncode
 
 

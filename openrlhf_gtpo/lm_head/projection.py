@@ -113,57 +113,18 @@ def forward(
     belongs to another shard.
     """
     shard, bits_per_logit = settings.shard, 1 / (math.log(2) * settings.temperature)
-    statistics = token_statistics(
-        settings.work,
-        hidden,
-        weight[: shard.columns],
-        None if bias is None else bias[: shard.columns],
-        labels,
-        bits_per_logit=bits_per_logit,
-        tile=settings.forward_tile(hidden),
-        with_entropy=settings.with_entropy,
-    )
-    statistics = shard.merged(statistics, bits_per_logit)
-    entropy = statistics.entropy(shard.vocab_size) if settings.with_entropy else None
-    return statistics.log_prob(settings.temperature), entropy, statistics.normalizer(bits_per_logit)
-
-
-def token_statistics(
-    work: type[TileWork],
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    *,
-    bits_per_logit: float,
-    tile: tiles.Tile,
-    with_entropy: bool,
-) -> TokenStatistics:
-    """Statistics of `hidden` (T, H) over the columns of `weight` (V, H); `bias` (V,), `labels` (T,) of this shard."""
-    wide = accumulation_dtype(hidden.dtype)
-    memory = work(tile, hidden, with_entropy)
+    tile, wide = settings.forward_tile(hidden), accumulation_dtype(hidden.dtype)
+    memory = settings.work(tile, hidden, settings.with_entropy)
     bias = None if bias is None else bias.to(wide)
-    total = TokenStatistics.empty(hidden.size(0), wide, hidden.device, with_entropy)
+    total = TokenStatistics.empty(hidden.size(0), wide, hidden.device, settings.with_entropy)
     for tokens in spans(hidden.size(0), tile.tokens):
-        for columns in spans(weight.size(0), tile.columns):
+        for columns in spans(shard.columns, tile.columns):
             product = memory.product(hidden[tokens], weight[columns])
             tile_bias = None if bias is None else bias[columns]
             memory.absorb(product, tile_bias, labels[tokens] - columns.start, total.rows(tokens), bits_per_logit)
-    return total
-
-
-@dataclass
-class Gradients:
-    """The tensors that a sweep writes its results to, each None if it is not needed.
-
-    `hidden` (T, H) and `bias` (V,), both in the accumulation dtype, are added to. `weight` (V, H), of any dtype, is
-    added to, or overwritten if `weight_is_fresh` (its previous contents are then undefined).
-    """
-
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    weight_is_fresh: bool
+    total = shard.merged(total, bits_per_logit)
+    entropy = total.entropy(shard.vocab_size) if settings.with_entropy else None
+    return total.log_prob(settings.temperature), entropy, total.normalizer(bits_per_logit)
 
 
 def backward(
@@ -193,12 +154,6 @@ def backward(
         if d_hidden is not None and part.adds_hidden:
             place = d_hidden[tokens]
             hidden_sum = place.zero_() if in_place else torch.zeros(place.shape, dtype=wide, device=place.device)
-        out = Gradients(
-            hidden=hidden_sum,
-            weight=None if d_weight is None or not part.adds_weight else d_weight[: shard.columns],
-            bias=None if d_bias is None or not part.adds_weight else d_bias[: shard.columns],
-            weight_is_fresh=d_weight_is_fresh,
-        )
         accumulated = 0 if hidden_sum is None or in_place else hidden_sum.nbytes
         tile = settings.backward_tile(
             hidden,
@@ -214,15 +169,18 @@ def backward(
             None if bias is None else bias[: shard.columns],
             labels[tokens],
             gradient.rows(tokens),
-            out,
             tile,
+            d_hidden=hidden_sum,
+            d_weight=None if d_weight is None or not part.adds_weight else d_weight[: shard.columns],
+            d_bias=None if d_bias is None or not part.adds_weight else d_bias[: shard.columns],
+            d_weight_is_fresh=d_weight_is_fresh,
         )
         d_weight_is_fresh = d_weight_is_fresh and not part.adds_weight
         if d_hidden is not None and hidden_sum is not None:
             shard.sum_(hidden_sum)
             if not in_place:
                 d_hidden[tokens].copy_(hidden_sum)
-        del out, hidden_sum  # before the next turn makes its own
+        del hidden_sum  # before the next turn makes its own
 
     if d_weight is not None and not into_main_grad:
         d_weight[0 if d_weight_is_fresh else shard.columns :].zero_()
@@ -269,10 +227,18 @@ def sweep(
     bias: Tensor | None,
     labels: Tensor,
     gradient: LogitGradient,
-    out: Gradients,
     tile: tiles.Tile,
+    *,
+    d_hidden: Tensor | None,
+    d_weight: Tensor | None,
+    d_bias: Tensor | None,
+    d_weight_is_fresh: bool,
 ) -> None:
-    """Recompute every logit of `hidden` (T, H) x `weight` (V, H) and add its share to the gradients in `out`.
+    """Recompute every logit of `hidden` (T, H) x `weight` (V, H) and add its share to the gradients, each None if it
+    is not needed.
+
+    `d_hidden` (T, H) and `d_bias` (V,), both in the accumulation dtype, are added to. `d_weight` (V, H), of any dtype,
+    is added to, or overwritten if `d_weight_is_fresh` (its previous contents are then undefined).
 
     Columns are the outer loop, so that each tile of the weight's gradient is completed, and converted from the
     accumulation dtype, only once.
@@ -281,15 +247,15 @@ def sweep(
     memory = work(tile, hidden, gradient.slope is not None)
     bias = None if bias is None else bias.to(wide)
     # If a tile of the weight's gradient is a single product, that product goes straight to its place.
-    direct = out.weight is not None and out.weight_is_fresh and out.weight.dtype == hidden.dtype
+    direct = d_weight is not None and d_weight_is_fresh and d_weight.dtype == hidden.dtype
     direct = direct and tile.tokens >= hidden.size(0)
     for columns in spans(weight.size(0), tile.columns):
         weight_tile = weight[columns]
-        place = None if out.weight is None else out.weight[columns]
+        place = None if d_weight is None else d_weight[columns]
         weight_sum: Tensor | None = None
         if place is not None and not direct:
             weight_sum = place if place.dtype == wide else torch.empty(place.shape, dtype=wide, device=place.device)
-            if out.weight_is_fresh or weight_sum is not place:
+            if d_weight_is_fresh or weight_sum is not place:
                 weight_sum.zero_()
         for tokens in spans(hidden.size(0), tile.tokens):
             grad = memory.gradient(
@@ -297,16 +263,16 @@ def sweep(
                 None if bias is None else bias[columns],
                 labels[tokens] - columns.start,
                 gradient.rows(tokens),
-                None if out.bias is None else out.bias[columns],
+                None if d_bias is None else d_bias[columns],
             )
-            if out.hidden is not None:
-                add_product_(out.hidden[tokens], grad, weight_tile)
+            if d_hidden is not None:
+                add_product_(d_hidden[tokens], grad, weight_tile)
             if weight_sum is not None:
                 add_product_(weight_sum, grad.t(), hidden[tokens])
             elif place is not None:
                 torch.mm(grad.t(), hidden[tokens], out=place)
         if place is not None and weight_sum is not None and weight_sum is not place:
-            if out.weight_is_fresh:
+            if d_weight_is_fresh:
                 place.copy_(weight_sum)
             else:
                 place.add_(weight_sum)

@@ -6,7 +6,7 @@ row of an RL system was consulted for any of them. docs/results/planner.md has t
 
 from dataclasses import dataclass, fields
 
-GIB = 2**30
+from openrlhf_gtpo.planner.cluster import GIB
 
 
 @dataclass(frozen=True)

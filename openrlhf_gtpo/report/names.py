@@ -58,14 +58,12 @@ OPENRLHF = {  # its own names, in TensorBoard, for what a run of this package re
 }
 
 TIMING_PREFIX = "timing/"  # seconds
-TIMING_GENERATION = "timing/generation"
-TIMING_MAKE_EXPERIENCE = "timing/make_experience"
-TIMING_PPO_TRAIN = "timing/ppo_train"
-TIMING_BROADCAST = "timing/broadcast"
-TIMING_STEP_TOTAL = "timing/step_total"
-GENERATION, OLD_LOG_PROBS, ADVANTAGES = "generation", "old_log_probs", "advantages"
-MAKE_EXPERIENCE, PPO_TRAIN, BROADCAST = "make_experience", "ppo_train", "broadcast"
+TIMING_STEP_TOTAL = "timing/step_total"  # the sum of the phases
+TIMING_STEP_WALL = "timing/step_wall"  # without evaluation and checkpoints
+GENERATION, MAKE_EXPERIENCE, PPO_TRAIN, BROADCAST = "generation", "make_experience", "ppo_train", "broadcast"
 PHASES = (GENERATION, MAKE_EXPERIENCE, PPO_TRAIN, BROADCAST)
+# Within make_experience: the forward passes of all models, and shaping.
+OLD_LOG_PROBS, ADVANTAGES = "old_log_probs", "advantages"
 EVALUATION, CHECKPOINT = "evaluation", "checkpoint"  # between steps
 DOING = {
     GENERATION: "sampling",
@@ -75,9 +73,6 @@ DOING = {
     EVALUATION: "evaluating",
     CHECKPOINT: "saving a checkpoint",
 }
-TIMING_OLD_LOG_PROBS = "timing/old_log_probs"  # within make_experience: the forward passes of all models
-TIMING_ADVANTAGES = "timing/advantages"  # within make_experience: shaping
-TIMING_STEP_WALL = "timing/step_wall"  # without evaluation and checkpoints; step_total is the sum of the phases
 TOKENS_PER_SECOND_PREFIX = "tokens_per_second/"
 
 TOKENS_PROMPT = "tokens/prompt"  # of every response's prompt, and of an environment's turns; no padding

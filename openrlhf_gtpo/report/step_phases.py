@@ -6,43 +6,27 @@ Arithmetic on what the trainer logs. Must not import torch.
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import Rows, is_number
 
 STEP, IDLE = "step", "idle"
 
-
-class Phase(NamedTuple):
-    """A part of a step.
-
-    Fields:
-        timing: the metric with its seconds.
-        counted: the real tokens (never padding) that its tokens/s count.
-    """
-
-    timing: str
-    counted: str
-
-
 _RESPONSE = "response tokens"
 _SAMPLED = "sampled tokens"  # response tokens where these are not known: in a replay and in older files
 _ALL = "prompt and response tokens"
 _PASSES = "prompt and response tokens, in every epoch"
 
+# The parts of a step: the metric with their seconds, and the real tokens (never padding) that their tokens/s count.
 PHASES = {
-    "rollout": Phase(names.TIMING_GENERATION, _SAMPLED),
-    "old_log_probs": Phase(names.TIMING_OLD_LOG_PROBS, _ALL),
-    "shaping": Phase(names.TIMING_ADVANTAGES, _RESPONSE),
-    "train": Phase(names.TIMING_PPO_TRAIN, _PASSES),
-    "weight_sync": Phase(names.TIMING_BROADCAST, _ALL),
+    "rollout": (names.timing(names.GENERATION), _SAMPLED),
+    "old_log_probs": (names.timing(names.OLD_LOG_PROBS), _ALL),
+    "shaping": (names.timing(names.ADVANTAGES), _RESPONSE),
+    "train": (names.timing(names.PPO_TRAIN), _PASSES),
+    "weight_sync": (names.timing(names.BROADCAST), _ALL),
 }
-COUNTED = {name: phase.counted for name, phase in PHASES.items()} | {STEP: _ALL}
-
-
-class MissingMetrics(ValueError):
-    """A run lacks steps or metrics that the measurement needs."""
+COUNTED = {name: counted for name, (_, counted) in PHASES.items()} | {STEP: _ALL}
 
 
 @dataclass(frozen=True)
@@ -69,18 +53,18 @@ def measured_steps(rows: Rows, warmup: int, steps: int) -> list[Mapping[str, Any
     """The ``steps`` training steps after the first ``warmup`` ones.
 
     Raises:
-        MissingMetrics: there are fewer steps, or one lacks a phase.
+        ValueError: there are fewer steps, or one lacks a metric.
     """
     found = [row for row in rows if row["kind"] == names.KIND_TRAIN]
     if len(found) < warmup + steps:
-        raise MissingMetrics(f"it made {len(found)} of {warmup + steps} steps")
+        raise ValueError(f"it made {len(found)} of {warmup + steps} steps")
     wanted = [names.TIMING_STEP_WALL, names.TOKENS_PROMPT, names.TOKENS_RESPONSE]
-    wanted += [phase.timing for phase in PHASES.values()]
+    wanted += [timing for timing, _ in PHASES.values()]
     measured = found[warmup : warmup + steps]
     for row in measured:
         for name in wanted:
             if not is_number(row.get(name)):
-                raise MissingMetrics(f"step {row['step']} has no {name}")
+                raise ValueError(f"step {row['step']} has no {name}")
     return measured
 
 
@@ -114,9 +98,9 @@ def of_run(rows: Rows, setup: Setup) -> dict[str, Any]:
         }
 
     # Log-probs that no model is asked for (0 passes) handle no tokens.
-    handled = {name: tokens[phase.counted] * (setup.passes.get(name) != 0) for name, phase in PHASES.items()}
+    handled = {name: tokens[counted] * (setup.passes.get(name) != 0) for name, (_, counted) in PHASES.items()}
     phases = {
-        name: numbers(_mean(rows, phase.timing), handled[name], passes.get(name, 0)) for name, phase in PHASES.items()
+        name: numbers(_mean(rows, timing), handled[name], passes.get(name, 0)) for name, (timing, _) in PHASES.items()
     }
     idle = step_seconds - sum(phase["seconds"] for phase in phases.values())
     working = sum(phase["seconds"] * setup.busy.get(name, 0) for name, phase in phases.items())

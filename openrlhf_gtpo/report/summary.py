@@ -11,11 +11,10 @@ from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import Rows, before_and_after, datasource_of, held_out_names, series
 
 
-def print_run_summary(metrics: Rows, console: Console | None = None) -> None:
+def print_run_summary(metrics: Rows) -> None:
     """Print tables: held-out reward before, after and change; metrics of the first and last step, or of the
     nearest that has them; seconds and tokens/s of a step by phase; then the run's warnings, one per line. Without a
     terminal, rich leaves out colors and the lines are plain text."""
-    console = console or Console()
     held_out = _table("Held-out reward ± standard error", "task", "before", "after", "change", "evaluations")
     for name in held_out_names(metrics):
         evaluations = len(series(metrics, names.KIND_EVAL, name)[0])
@@ -46,6 +45,7 @@ def print_run_summary(metrics: Rows, console: Console | None = None) -> None:
             share = f"{median(seconds) / median(totals):.0%}" if totals and median(totals) else "-"
             rate = f"{median(rates):,.0f}" if rates else "-"
             timing.add_row(phase.replace("_", " "), f"{median(seconds):.2f}", share, rate)
+    console = Console()
     console.print(held_out, "", training, "", timing)
 
     for name in sorted({name for row in steps for name in row if name.startswith(names.WARNING_PREFIX)}):

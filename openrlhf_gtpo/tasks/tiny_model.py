@@ -9,7 +9,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-from openrlhf_gtpo.platform.files import share_weights
 from openrlhf_gtpo.tasks.build_once import build_once
 from openrlhf_gtpo.tasks.reasoning_gym_data import SMALL_CONFIGS, PromptForm, draw_entries
 
@@ -73,7 +72,6 @@ def _make(seed: int, directory: Path) -> None:
         torch.set_num_threads(threads)
     model.generation_config._from_model_config = False
     model.save_pretrained(directory)
-    share_weights(directory)
     tokenizer.save_pretrained(directory)
 
 

@@ -3,7 +3,7 @@
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,19 +22,12 @@ class Method:
     config: Any
 
 
-@dataclass(frozen=True)
-class Credit:
-    """The credit of a dump's B rows with up to T tokens.
+class Credit(NamedTuple):
+    """The credit of a dump's B rows with up to T tokens."""
 
-    Attributes:
-        success: (B,) bool.
-        parts: see :class:`CreditParts`; None for an estimator that has none.
-        advantages: (B, T), before a KL reward and ``--reward.clip_range``, which the dump's own may include.
-    """
-
-    success: Tensor
-    parts: CreditParts | None
-    advantages: Tensor
+    success: Tensor  # (B,) bool
+    parts: CreditParts | None  # None for an estimator that has none
+    advantages: Tensor  # (B, T), before a KL reward and --reward.clip_range, which the dump's own may include
 
 
 def read_methods(texts: Sequence[str], dump: RolloutDump) -> list[Method]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from openrlhf_gtpo import __version__
 from openrlhf_gtpo.algorithms import ESTIMATORS, CreditParts
-from openrlhf_gtpo.report.rollouts import RolloutDump, Tokens
+from openrlhf_gtpo.report.rollouts import RolloutDump
 from openrlhf_gtpo.view.credit import Method, credit
 
 _LOWEST = -20  # power of ten of code 0 << 11; there are 32
@@ -140,6 +140,9 @@ def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Pac
         parts = {name: of_part(getattr(made.parts, name, None)) for name in CreditParts._fields}
         credits.append({"success": made.success[rows].int().tolist(), "advantage": of_tokens(advantages), **parts})
 
+    counted, num_rows = columns["mask"].values, len(columns["row"])
+    sums = np.bincount(token_rows, columns["advantages"].values * counted, num_rows)
+    means = sums / np.maximum(1, np.bincount(token_rows, counted, num_rows))  # 0 for a row without action tokens
     pieces = columns["pieces"].values[shown]
     ids = packed.pieces
     return {
@@ -154,7 +157,7 @@ def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Pac
         "penalty": of_rows(columns["length_penalty"]),
         "truncated": columns["truncated"][rows].astype(int).tolist(),
         "guided": None if columns["guided"] is None else columns["guided"][rows].astype(int).tolist(),
-        "advantage": [_printed(mean) for mean in _row_means(columns["advantages"], columns["mask"])[rows]],
+        "advantage": of_rows(means),
         "pieces": packed.array(np.array([ids.setdefault(piece, len(ids)) for piece in pieces], np.uint32)),
         "mask": packed.array(mask.astype(np.uint8)),
         "entropy": of_column("entropy"),
@@ -183,13 +186,6 @@ def _sampled_rows(dump: RolloutDump, part: float) -> np.ndarray:
             break
         chosen.append(one)
     return np.flatnonzero(np.isin(group, chosen))
-
-
-def _row_means(column: Tokens, mask: Tokens) -> np.ndarray:
-    """(B,) mean over a row's action tokens, 0 for a row without any."""
-    rows: np.ndarray = np.repeat(np.arange(len(mask.offsets) - 1), np.diff(mask.offsets))
-    total = np.bincount(rows, column.values * mask.values, len(mask.offsets) - 1)
-    return total / np.maximum(1, np.bincount(rows, mask.values, len(mask.offsets) - 1))
 
 
 def _equal(one: np.ndarray, other: np.ndarray) -> bool:

@@ -15,10 +15,6 @@ class ParameterMeta(NamedTuple):
     name: str
     shape: tuple[int, ...]
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
 
 # Parameters that travel in one buffer. Plain data: a transport of calls may turn the tuples into lists.
 Bucket = Sequence[tuple[str, tuple[int, ...]]]
@@ -69,7 +65,7 @@ def plan_buckets(parameters: Iterable[ParameterMeta], bucket_bytes: int) -> list
     buckets: list[list[ParameterMeta]] = []
     free = 0
     for parameter in parameters:
-        size = parameter.numel * WIRE_DTYPE.itemsize
+        size = math.prod(parameter.shape) * WIRE_DTYPE.itemsize
         if not buckets or size > free:
             buckets.append([])
             free = bucket_bytes

@@ -45,16 +45,13 @@ class PlainWorker(WeightReceiver):
     model_class = PlainModel
 
     def __init__(self, rank: int, shapes: Shapes, device: torch.device) -> None:
-        self._rank = rank
+        self.rank = rank
         self.device = device
         self.model = self.model_class(shapes, device)
         self.model_runner = SimpleNamespace(
             get_model=lambda: self.model,
             reload_weights=lambda weights_iterator: self.model.load_weights(weights_iterator),
         )
-
-    def _rank_in_engine(self) -> int:
-        return self._rank
 
 
 class ProcessEngine:

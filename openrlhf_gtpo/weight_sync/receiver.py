@@ -31,18 +31,19 @@ class _ColocatedSync:
 
 
 class WeightReceiver:
-    """Mixed into vLLM's worker (``worker_extension_cls``), which owns ``device`` and ``model_runner``.
+    """Mixed into vLLM's worker (``worker_extension_cls``), which owns ``rank``, ``device`` and ``model_runner``.
 
     On CPU vLLM repacks linear weights after loading and can only reload a model as a whole, from tensors that it keeps
     until a layer is complete (vllm 0.29.0, model_executor/model_loader/reload/layerwise.py).
     """
 
+    rank: int  # in its engine
     device: torch.device
     model_runner: Any
 
     def join_weight_group(self, host: str, port: int, rank_offset: int, world_size: int) -> None:
         """Join the trainer's broadcast group as rank ``rank_offset`` + this worker's rank in its engine."""
-        rank = rank_offset + self._rank_in_engine()
+        rank = rank_offset + self.rank
         self._broadcast = transports.join(host, port, rank, world_size, self.device)
 
     def receive_weights(self, buckets: list[Bucket], sync_checksum: bool) -> Receipt | None:
@@ -96,9 +97,6 @@ class WeightReceiver:
             return True
         tied = getattr(self.model_runner.model_config.hf_config, "tie_word_embeddings", False)
         return not str(record.args[0]).endswith(("RotaryEmbedding", "ParallelLMHead") if tied else "RotaryEmbedding")
-
-    def _rank_in_engine(self) -> int:
-        return torch.distributed.get_rank()
 
     def _incoming(self, buckets: list[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
         for bucket in buckets:

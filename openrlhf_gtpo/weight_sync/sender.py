@@ -1,5 +1,6 @@
 """The trainer's side of weight transfer: sends full buckets to engines on other GPUs, or on the trainer's own."""
 
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack
@@ -54,7 +55,9 @@ class WeightSender:
         self._engines = list(engines)
         self._device = device
         world_size = len(self._engines) * tensor_parallel_size + 1
-        listener = transports.listen()
+        # It stays open: a port that is merely free may be taken by another process before vLLM is imported and listens
+        # (https://github.com/vllm-project/vllm/issues/51275).
+        listener = socket.create_server(("", 0))
         port = int(listener.getsockname()[1])
         joining = [
             engine("join_weight_group", host, port, 1 + i * tensor_parallel_size, world_size)

@@ -29,7 +29,7 @@ def join(
     """Join the trainer's rank 0 and every vLLM worker as ``rank`` of ``world_size``; returns when all have joined.
 
     Args:
-        listener: on rank 0, the socket from :func:`listen`; the group owns it from here on.
+        listener: on rank 0, the socket where they meet, on ``port``; the group owns it from here on.
 
     Raises:
         WeightSyncError: vLLM's NCCL is switched off.
@@ -71,15 +71,6 @@ def join(
         return finish
 
     return start_gloo
-
-
-def listen() -> socket.socket:
-    """A listening socket where the group meets, on a free port.
-
-    It stays open: a port that is merely free may be taken by another process before vLLM is imported and listens (see
-    https://github.com/vllm-project/vllm/issues/51275).
-    """
-    return socket.create_server(("", 0))
 
 
 def memory_of(device: torch.device) -> str:

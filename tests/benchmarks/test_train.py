@@ -49,7 +49,7 @@ def command(actor_model: str, tmp_path: Path) -> dict[str, Any]:
 
 
 def rows(steps: int, times: float) -> list[dict[str, Any]]:
-    seconds = {phase.timing: times for phase in PHASES.values()}
+    seconds = {timing: times for timing, _ in PHASES.values()}
     work = {names.TOKENS_PROMPT: 30, names.TOKENS_RESPONSE: 10, names.FLOPS_FORWARD: 1e6}
     step = {"kind": "train", **seconds, **work, names.TIMING_STEP_WALL: 6 * times}
     return [step | {"step": index + 1} for index in range(steps)]
@@ -234,7 +234,9 @@ def test_operations_and_precisions_of_the_phases(command: dict[str, Any]) -> Non
     assert reference.passes == {"rollout": 1, "old_log_probs": 2, "train": 3}
     assert setup_of(parse(argv_of(command | REFERENCE | SAMPLER))).passes["old_log_probs"] == 1
     assert setup_of(parse(argv_of(command | SAMPLER))).passes["old_log_probs"] == 0
-    assert setup_of(parse(argv_of(command | SAMPLER | {"--train.batch_size": 1}))).passes["old_log_probs"] == 1
+    two = command | SAMPLER | {"--train.batch_size": 2}
+    assert setup_of(parse(argv_of(two))).passes["old_log_probs"] == 1
+    assert setup_of(parse(argv_of(two | {"--rollout.vllm_generate_batch_size": 1}))).passes["old_log_probs"] == 0
     fp8 = {"--actor.backend": "megatron", "--megatron.fp8": "emulated", "--train.max_tokens_per_gpu": 64}
     assert setup_of(parse(argv_of(command | fp8))).precision["train"] == "fp8 (emulated, blockwise)"
 

@@ -35,8 +35,9 @@ def check_phases(rows: Sequence[Mapping[str, Any]], setup: Setup = SPLIT) -> dic
     assert all(seconds > 0 for seconds in parts.values())
     assert sum(parts.values()) + run["idle"]["seconds"] == pytest.approx(step["seconds"])
     assert 0 <= run["idle"]["share"] < 0.5, "a phase is counted twice, or most of the step is in none"
+    scored, shaped, both = map(names.timing, (names.OLD_LOG_PROBS, names.ADVANTAGES, names.MAKE_EXPERIENCE))
     for row in rows:
-        assert row[names.TIMING_OLD_LOG_PROBS] + row[names.TIMING_ADVANTAGES] <= row[names.TIMING_MAKE_EXPERIENCE]
+        assert row[scored] + row[shaped] <= row[both]
     for one in phases.values():
         assert one["tokens"] > 0
         assert one["tokens_per_second_per_gpu"] * one["seconds"] * setup.gpus == pytest.approx(one["tokens"])

@@ -93,7 +93,7 @@ def test_the_samplers_entropies_shape_and_the_policy_is_not_asked(
     assert torch.equal(reference[batch.mask], batch.reference[batch.mask])
     fresh = set(vars(Experience()))
     assert all(e.action_log_probs is None and set(vars(e)) == fresh for e in experiences)
-    assert made.seconds[names.TIMING_OLD_LOG_PROBS] < 1
+    assert made.seconds[names.timing(names.OLD_LOG_PROBS)] < 1
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -84,6 +84,18 @@ def test_what_hangs_is_ended_with_its_orphans(tmp_path: Path) -> None:
     assert not is_running(orphan) and not is_running(own)
 
 
+def test_an_error_of_the_caller_ends_program_and_orphans(tmp_path: Path) -> None:
+    """It reaches the caller, whose signals are its own again."""
+    program = HASTY.replace("patience=", "hangs=lambda: os.path.exists('error') and 1 / 0, patience=")
+    program = program.replace("sys.exit", "import signal\ntry: ")
+    program += "\nexcept ZeroDivisionError: sys.exit(5 * (signal.getsignal(signal.SIGTERM) == signal.SIG_DFL))"
+    run = start(600, ORPHAN + "trap '' TERM; echo $$ >own; while :; do sleep 1; done", tmp_path, program)
+    orphan, own = pid_in(tmp_path / "orphan"), pid_in(tmp_path / "own")
+    (tmp_path / "error").touch()
+    assert run.wait(timeout=120) == 5
+    assert not is_running(orphan) and not is_running(own)
+
+
 def test_a_hangup_that_nohup_ignores_stays_ignored(tmp_path: Path) -> None:
     program = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); " + PROGRAM
     run = start(30, "echo $$ >own; while [[ ! -e end ]]; do sleep 0.1; done", tmp_path, program)

@@ -1,5 +1,7 @@
 """A vocabulary sharded over real gloo processes equals the whole one, forward and backward."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,8 @@ from lm_head_reference import make_case, naive
 from rank_pool import RankPool
 
 from openrlhf_gtpo.lm_head.portable import PortableTile
-from openrlhf_gtpo.lm_head.projection import token_statistics
+from openrlhf_gtpo.lm_head.projection import forward
+from openrlhf_gtpo.lm_head.softmax import TokenStatistics
 from openrlhf_gtpo.lm_head.tiles import Tile
 
 
@@ -33,24 +36,20 @@ def test_tensor_parallel_ranks(world_size):
 def test_statistics_of_up_to_eight_shards_merge_to_those_of_the_whole(cuts, tile, seed):
     """For any split, including shards without columns, and any tiles."""
     case = make_case(6, 4, 120, scale=5.0, seed=seed)
-    bits_per_logit = 1 / torch.log(torch.tensor(2.0, dtype=torch.float64)).item()
-    total = None
+    total = TokenStatistics.empty(6, torch.float64, case.hidden.device, with_entropy=True)
+
+    def merged(part, bits_per_logit):
+        total.merge_(part, bits_per_logit)
+        return total
+
     for start, stop in zip([0, *cuts], [*cuts, 120]):
+        shard = SimpleNamespace(columns=stop - start, vocab_size=120, merged=merged)
+        options = SimpleNamespace(
+            work=PortableTile, shard=shard, temperature=1.0, with_entropy=True, forward_tile=lambda hidden: tile
+        )
+        weight, bias = case.weight[start:stop], case.bias[start:stop]
         with torch.no_grad():
-            part = token_statistics(
-                PortableTile,
-                case.hidden,
-                case.weight[start:stop],
-                case.bias[start:stop],
-                case.labels - start,
-                bits_per_logit=bits_per_logit,
-                tile=tile,
-                with_entropy=True,
-            )
-        if total is None:
-            total = part
-        else:
-            total.merge_(part, bits_per_logit)
+            log_prob, entropy, _ = forward(case.hidden, weight, bias, case.labels - start, options)
     expected = naive(case.hidden, case.weight, case.labels, bias=case.bias)
-    torch.testing.assert_close(total.log_prob(1.0), expected[0].detach(), rtol=0, atol=1e-10)
-    torch.testing.assert_close(total.entropy(120), expected[1].detach(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(log_prob, expected[0].detach(), rtol=0, atol=1e-10)
+    torch.testing.assert_close(entropy, expected[1].detach(), rtol=0, atol=1e-10)

@@ -296,7 +296,7 @@ def failing_saves(source: str, layout: Layout, folder: str) -> list[Any]:
             checkpoints.asynchronous = asynchronous
             try:
                 checkpoints.save("step1", trainer, {"global_step": 1})
-                checkpoints._pending._write.join()
+                checkpoints._pending.write.join()
                 checkpoint_writer._write_item = whole
                 checkpoints.save("step2", trainer, {"global_step": 2})  # surfaces the failure of step1
             except OSError as error:
@@ -307,8 +307,8 @@ def failing_saves(source: str, layout: Layout, folder: str) -> list[Any]:
             torch.distributed.barrier()  # every rank has looked before the next save begins
         seen.append(checkpoints.load(trainer)["global_step"])
         checkpoints.save("step3", trainer, {"global_step": 3})
-        while checkpoints.poll():
-            pass
+        while checkpoints._pending is not None:
+            checkpoints.finish(wait=False)
         torch.distributed.barrier()
         seen.append((latest(checkpoints), sorted(path.name for path in Path(folder).iterdir())))
         return seen

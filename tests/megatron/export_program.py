@@ -9,7 +9,7 @@ import torch
 from logits_program import on
 
 from openrlhf_gtpo.megatron.checkpoint import export
-from openrlhf_gtpo.megatron.checkpoint.checkpoints import load_checkpoint, save_checkpoint
+from openrlhf_gtpo.megatron.checkpoint.checkpoints import PendingSave, load_checkpoint
 from openrlhf_gtpo.megatron.model.policy import ModelOptions, load_model
 from openrlhf_gtpo.megatron.parallel import groups
 from openrlhf_gtpo.megatron.parallel.layout import Layout
@@ -22,7 +22,7 @@ def round_trips(layout: Layout, models: list[tuple[str, str, str]]) -> None:
     with on(layout):
         for source, dtype, folder in models:
             options = ModelOptions(layout=layout, dtype=getattr(torch, dtype))
-            save_checkpoint(Path(folder) / "megatron", load_model(source, options), hf_source=source)
+            PendingSave(Path(folder) / "megatron", load_model(source, options), {}, source, {}).finish()
             model = load_model(source, options, with_weights=False)
             load_checkpoint(Path(folder) / "megatron", model)
             export.save_hf(model, Path(folder) / "megatron" / "hf", Path(folder) / "hf", shard_bytes=SHARD_BYTES)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.megatron.fp8.options import (
     FP32_SCALES,
     MODES,
@@ -174,8 +175,16 @@ def test_powers_of_two_that_the_user_asks_for_are_refused(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("rounded", ["", "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"])
 def test_the_recipe_in_force_has_float32_scales(monkeypatch: pytest.MonkeyPatch, rounded: str) -> None:
     """Transformer Engine's recipe class tells, no matter who imported it and when."""
-    from openrlhf_gtpo.megatron.fp8.fp8 import check_host
+    from openrlhf_gtpo.megatron.model.policy import ModelOptions, load_model
 
+    def load(recipe: str) -> None:
+        with pytest.raises(UsageError, match="no model is loaded"):
+            load_model("x", ModelOptions(fp8=Fp8Options("hybrid", recipe)))
+
+    def no_model(*unused: Any, **options: Any) -> None:
+        raise UsageError("no model is loaded")
+
+    monkeypatch.setattr("openrlhf_gtpo.megatron.model.policy.model_folder", no_model)
     names = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
     recipe = SimpleNamespace(**{name: SimpleNamespace(power_2_scale=name == rounded) for name in names})
     module = SimpleNamespace(Float8BlockScaling=recipe)
@@ -185,12 +194,12 @@ def test_the_recipe_in_force_has_float32_scales(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.11.0")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: HOPPER)
     monkeypatch.setattr("torch.version.cuda", "12.9")
-    check_host(Fp8Options("hybrid", "tensorwise"))
+    load("tensorwise")
     if rounded:
         with pytest.raises(LayoutError, match="in this process Transformer Engine rounds them to powers of two"):
-            check_host(Fp8Options("hybrid", "blockwise"))
+            load("blockwise")
     else:
-        check_host(Fp8Options("hybrid", "blockwise"))
+        load("blockwise")
 
 
 def test_the_emulation_takes_the_portable_layers_where_transformer_engine_is(monkeypatch: pytest.MonkeyPatch) -> None:

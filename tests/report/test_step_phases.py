@@ -8,16 +8,7 @@ import pytest
 from openrlhf_gtpo.benchmarks.train import print_phases
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.benchmark_plots import plot_step_phases
-from openrlhf_gtpo.report.step_phases import (
-    COUNTED,
-    PHASES,
-    MissingMetrics,
-    Setup,
-    measured_steps,
-    of_run,
-    ratios,
-    summary,
-)
+from openrlhf_gtpo.report.step_phases import COUNTED, PHASES, Setup, measured_steps, of_run, ratios, summary
 
 SETUP = Setup(
     gpus=4,
@@ -35,7 +26,7 @@ def row(step, times=1.0, **more):
     return {
         "kind": "train",
         "step": step,
-        **{phase.timing: value * times for phase, value in zip(PHASES.values(), seconds, strict=True)},
+        **{timing: value * times for (timing, _), value in zip(PHASES.values(), seconds, strict=True)},
         names.TIMING_STEP_WALL: 20.0 * times,
         names.TIMING_STEP_TOTAL: 1.0,  # upstream's sum, which is not the whole step
         names.TOKENS_PROMPT: 300,
@@ -135,10 +126,10 @@ def test_the_first_steps_and_evaluations_are_not_measured():
 
 
 def test_missing_steps_and_metrics_are_named():
-    with pytest.raises(MissingMetrics, match="it made 2 of 3 steps"):
+    with pytest.raises(ValueError, match="it made 2 of 3 steps"):
         measured_steps([row(1), row(2)], warmup=1, steps=2)
-    with pytest.raises(MissingMetrics, match="step 2 has no timing/advantages"):
-        measured_steps([row(1), row(2, **{names.TIMING_ADVANTAGES: None})], warmup=1, steps=1)
+    with pytest.raises(ValueError, match="step 2 has no timing/advantages"):
+        measured_steps([row(1), row(2, **{names.timing(names.ADVANTAGES): None})], warmup=1, steps=1)
 
 
 def results(*configurations, repeat=2):

@@ -167,10 +167,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
         Raises:
             CheckpointWriteError: it could not be written; training can go on.
         """
-        if wait:
-            self.checkpoints.finish()
-        else:
-            self.checkpoints.poll()
+        self.checkpoints.finish(wait)
 
     def save_model(self) -> None:
         """Write the trained policy as a Hugging Face checkpoint to ``--ckpt.output_dir``."""

@@ -158,9 +158,6 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
         model = self.ema_model if args.train.enable_ema else self.actor
         keep_trying(partial(self.strategy.save_model, model, self.tokenizer), args.ckpt.output_dir)
 
-    def finish_checkpoint(self, wait: bool = True) -> None:
-        """Nothing to wait for: DeepSpeed's checkpoints are whole when saving returns."""
-
 
 class DeepspeedCriticTrainer(WholeSteps, CriticPPOTrainer):
     """Upstream's critic trainer, a whole optimizer step at a time."""

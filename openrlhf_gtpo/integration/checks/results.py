@@ -64,7 +64,7 @@ def check_checkpoints(args: SimpleNamespace) -> None:
         path = candidate(folders, ckpt.load_tag)
         backend = backend_of(path) if path is not None else args.actor.backend
         places = [] if path is None else [folder / path.name for folder in folders]
-        wrote = [read_manifest(place).get("world_size") for place in places if (place / MANIFEST).is_file()]
+        wrote = [read_manifest(p).get("world_size") if (p / MANIFEST).is_file() else None for p in places]
     except CheckpointError as error:
         if isinstance(error, DamagedError) and ckpt.load_tag is None:  # the one before it is taken
             return

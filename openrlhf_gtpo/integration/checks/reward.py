@@ -24,20 +24,7 @@ def check_reward(args: SimpleNamespace) -> None:
             )
         for url in args.reward.remote_url:
             if url.endswith(".py"):
-                reward_func = import_file(url, "--reward.remote_url", "reward_func")
-                try:
-                    inspect.signature(reward_func).bind([], [], [])
-                except TypeError as error:
-                    raise UsageError(
-                        f"--reward.remote_url {url}: reward_func is called with three lists, (queries, prompts, "
-                        f"labels), which it does not take: {error}."
-                    ) from error
-                except ValueError:  # a compiled function may have no signature to read
-                    pass
-                if inspect.iscoroutinefunction(reward_func):
-                    raise UsageError(
-                        f"--reward.remote_url {url}: OpenRLHF does not await reward_func; write it without async."
-                    )
+                import_reward(url)
                 continue
             if Path(url).exists():
                 raise UsageError(
@@ -52,6 +39,23 @@ def check_reward(args: SimpleNamespace) -> None:
                 raise UsageError(f"--reward.remote_url {url}: no reward server answers there ({error}).") from error
     else:
         check_model(args.reward.model_name_or_path, "--reward.model_name_or_path", args.actor.trust_remote_code)
+
+
+def import_reward(file: str) -> Callable[..., Any]:
+    """Return ``reward_func`` from a Python file; refuse what OpenRLHF cannot call."""
+    reward_func = import_file(file, "--reward.remote_url", "reward_func")
+    try:
+        inspect.signature(reward_func).bind([], [], [])
+    except TypeError as error:
+        raise UsageError(
+            f"--reward.remote_url {file}: reward_func is called with three lists, (queries, prompts, labels), which "
+            f"it does not take: {error}."
+        ) from error
+    except ValueError:  # a compiled function may have no signature to read
+        pass
+    if inspect.iscoroutinefunction(reward_func):
+        raise UsageError(f"--reward.remote_url {file}: OpenRLHF does not await reward_func; write it without async.")
+    return reward_func
 
 
 def import_file(file: str, flag: str, name: str) -> Callable[..., Any]:

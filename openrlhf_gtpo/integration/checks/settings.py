@@ -20,6 +20,7 @@ from openrlhf_gtpo.integration.checks.models import (
 )
 from openrlhf_gtpo.integration.checks.reward import check_reward
 from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
+from openrlhf_gtpo.integration.credit.old_policy import count_rows
 
 # vLLM 0.29's default for an engine that an actor makes: ENGINE_CONTEXT is not in its table of defaults
 # (engine/arg_utils.py, get_batch_defaults), so the one in config/scheduler.py counts.
@@ -137,7 +138,7 @@ def _check_batch_size(args: SimpleNamespace) -> None:
         section = getattr(args, role)
         replicas = section.num_nodes * section.num_gpus_per_node
         replicas //= args.ds.ring_attn_size * args.ds.tensor_parallel_size
-        needed = min(replicas, args.rollout.batch_size * args.rollout.n_samples_per_prompt)
+        needed = min(replicas, count_rows(args))
         if args.train.batch_size < needed:
             raise UsageError(
                 f"Expected --train.batch_size >= {needed}, so that every replica of the {role} has a row, got "
@@ -215,7 +216,7 @@ def _check_async(args: SimpleNamespace) -> None:
             raise UsageError(
                 f"{flag} cannot be combined with --train.async_enable, whose controller is OpenRLHF's; {remedy}."
             )
-    rows = args.rollout.batch_size * args.rollout.n_samples_per_prompt
+    rows = count_rows(args)
     if rows % args.train.batch_size:  # a rollout makes whole steps here: see count_all_steps
         raise UsageError(
             f"Expected --train.batch_size to divide a rollout's {rows} rows, as OpenRLHF's controller "

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line.guard import why_no_sampler_entropy
 from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy
-from openrlhf_gtpo.integration.credit.old_policy import always_forwards, count_steps
+from openrlhf_gtpo.integration.credit.old_policy import always_forwards, count_rows, count_steps
 
 _CORRECTION = "--algo.advantage.is_correction_level"
 
@@ -19,7 +19,7 @@ def choose_entropy(args: SimpleNamespace) -> None:
         UsageError: a source that this run cannot have.
     """
     rollout = args.rollout
-    rows = rollout.batch_size * rollout.n_samples_per_prompt
+    rows = count_rows(args)
     steps = count_steps(rows, args.train.batch_size) * args.train.max_epochs
     if rollout.entropy != "actor":
         asked, rollout.entropy = rollout.entropy, "sampler"

@@ -23,7 +23,9 @@ def name_unread(values: dict[str, Any], given: frozenset[str]) -> None:
     """Print one line that names the ``given`` flags that this run, with these ``values`` by flag, does not read."""
     estimator, with_ray = values["algo.advantage.estimator"], values["vllm.sync_with_ray"]
     loss_type, guide = values["actor.policy_loss_type"], values["algo.guide.model_name_or_path"]
-    rows = values["rollout.batch_size"] * values["rollout.n_samples_per_prompt"]
+    prompts = values["rollout.batch_size"]
+    prompts = min(prompts, values["rollout.vllm_generate_batch_size"] or prompts)  # as in ``count_rows``
+    rows = prompts * values["rollout.n_samples_per_prompt"]
     shapes_credit, evaluates = estimator in ESTIMATORS, values["eval.dataset"] and values["eval.steps"] > 0
     keeps_best = values["ckpt.best_metric_key"] != "none"
     reward_url = values["reward.remote_url"] or values["train.agent_func_path"]

@@ -5,7 +5,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -49,7 +49,9 @@ class RolloutDumper:
         if step % args.logger.dump_rollouts == 0 and late:
             print(f"Warning: the last rollout dump is still being written; step {step}'s is left out.", flush=True)
         elif step % args.logger.dump_rollouts == 0:
-            groups = self._sampled_groups(step, int(batch.group_ids.max()) + 1)
+            total = int(batch.group_ids.max()) + 1
+            count = min(total, max(1, args.logger.dump_rows // args.rollout.n_samples_per_prompt))
+            groups = set(random.Random(f"{args.train.seed} {step}").sample(range(total), count))
             self._ratios = SimpleQueue()
             copies = list(map(copy, experiences))
             self._thread = threading.Thread(
@@ -91,11 +93,6 @@ class RolloutDumper:
         except Exception as error:  # a full disk, a tokenizer that cannot decode: no reason to lose the run
             print(f"Warning: rollouts of step {step} were not dumped to {path}: {error}", flush=True)
 
-    def _sampled_groups(self, step: int, groups: int) -> set[int]:
-        args = self._args
-        count = max(1, args.logger.dump_rows // args.rollout.n_samples_per_prompt)
-        return set(random.Random(f"{args.train.seed} {step}").sample(range(groups), min(count, groups)))
-
     def _settings(self, step: int, batch: RolloutBatch) -> dict[str, Any]:
         args = self._args
         return {
@@ -118,7 +115,9 @@ class RolloutDumper:
     def _rows(
         self, batch: RolloutBatch, experiences: Sequence[Experience], groups: set[int]
     ) -> Iterator[dict[str, Any]]:
-        decode = lru_cache(maxsize=2**16)(self._decode)
+        decode = lru_cache(maxsize=2**16)(
+            partial(self._tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
         for experience in experiences:
             for i, row in enumerate(experience.index):
                 group = int(batch.group_ids[row])
@@ -155,9 +154,6 @@ class RolloutDumper:
     @cached_property
     def _vocabulary(self) -> str:
         return vocabulary_digest(self._tokenizer)
-
-    def _decode(self, tokens: tuple[int, ...]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def _of_response(row: Mapping[str, Any]) -> slice:

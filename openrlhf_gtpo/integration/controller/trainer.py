@@ -365,11 +365,12 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         return True
 
     def _finish_checkpoint(self, wait: bool) -> None:
-        ray.get(self.actor_model_group.async_run_method(method_name="finish_checkpoint", wait=wait))
+        if self.args.actor.backend == "megatron":  # DeepSpeed's checkpoints are whole when saving returns
+            ray.get(self.actor_model_group.async_run_method(method_name="finish_checkpoint", wait=wait))
 
     def _publish_checkpoint(self, wait: bool = False) -> bool:
         """Have idle ranks give an asynchronous save its name, if it is written by now; return False if it failed."""
-        return self.args.actor.backend != "megatron" or self._save(lambda: self._finish_checkpoint(wait))
+        return self._save(lambda: self._finish_checkpoint(wait))
 
     def _completed(self, client_states: dict[str, Any] | None) -> dict[str, Any]:
         """A checkpoint's states, with what upstream leaves out of them. Upstream also leaves a resumed run in an

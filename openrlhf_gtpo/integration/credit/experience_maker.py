@@ -132,7 +132,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
             if results is not None:
                 for experience, result in zip(experiences, results, strict=True):
                     setattr(experience, name, result)
-        self.seconds = {names.TIMING_OLD_LOG_PROBS: time.perf_counter() - started}
+        self.seconds = {names.timing(names.OLD_LOG_PROBS): time.perf_counter() - started}
         return experiences
 
     def _policy_forward(self, samples_list: list[Experience]) -> list[TokenValues]:
@@ -215,7 +215,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
                 for experience, part in zip(experiences, batch.split(rows.flatten(), experiences), strict=True):
                     experience.info[name] = part
         self.metrics = batch.metrics(experiences, self.credit) | audit | self._missing
-        self.seconds[names.TIMING_ADVANTAGES] = time.perf_counter() - started
+        self.seconds[names.timing(names.ADVANTAGES)] = time.perf_counter() - started
         if self.on_batch:
             self.on_batch(batch, experiences)
         return experiences

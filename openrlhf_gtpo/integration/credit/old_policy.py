@@ -21,6 +21,13 @@ if TYPE_CHECKING:  # OpenRLHF takes seconds to import; a command line that is re
 _MAY_MISS = 0.01  # fraction of a rollout's action tokens
 
 
+def count_rows(args: SimpleNamespace) -> int:
+    """Number of rows in a rollout. Upstream asks the engines once for each, even if that draws fewer prompts than a
+    rollout may have (openrlhf 0.11.2, trainer/ppo_utils/samples_generator.py, generate_samples)."""
+    prompts = min(args.rollout.batch_size, args.rollout.vllm_generate_batch_size)
+    return prompts * args.rollout.n_samples_per_prompt
+
+
 def count_steps(total: int, batch_size: int) -> int:
     """Number of optimizer steps in an epoch over ``total`` rows: one per whole batch, but at least one. Leftover rows
     are spread over the steps, and too few rows for a batch make one small step."""
@@ -31,11 +38,9 @@ def count_all_steps(args: SimpleNamespace, prompts: int) -> int:
     """Number of optimizer steps in a run over ``prompts`` prompts, which learning rates are scheduled by. Upstream
     counts the batches in all episodes' rows (openrlhf 0.11.2, trainer/ppo_trainer.py, prepare_datasets), which is too
     few or too many if a rollout's rows are not a multiple of a batch."""
-    drawn = min(args.rollout.batch_size, args.rollout.vllm_generate_batch_size)  # for each rollout
-    whole, rest = divmod(prompts, drawn)
-    samples, batch = args.rollout.n_samples_per_prompt, args.train.batch_size
-    steps = whole * count_steps(drawn * samples, batch)
-    steps += count_steps(rest * samples, batch) if rest else 0
+    rows, batch = count_rows(args), args.train.batch_size
+    whole, rest = divmod(prompts * args.rollout.n_samples_per_prompt, rows)
+    steps = whole * count_steps(rows, batch) + (count_steps(rest, batch) if rest else 0)
     return steps * args.train.max_epochs * args.train.num_episodes
 
 

@@ -163,8 +163,11 @@ class OrderedSamplesGenerator(SamplesGenerator):
                     f"{', '.join(sorted(differing))}."
                 )
         accepted = {experience.index[0] for experience in kept}
-        for number in sorted(self._responses.keys() - accepted):
-            self._queue_failures(self._responses[number])
+        for number in sorted(self._responses.keys() - accepted):  # whose groups the filter has dropped
+            assert self._guide is not None
+            group = self._responses[number]
+            if not any(self._guide.is_success(experience) for _, experience in group):
+                self.rescue.add([response for response, _ in group if GUIDED not in response])
         self._responses = {}
         return kept, consumed, exhausted
 
@@ -245,12 +248,6 @@ class OrderedSamplesGenerator(SamplesGenerator):
             if self._guide.rescue_batch and self._evaluated is None:
                 self._responses.setdefault(response["prompt_number"], []).append((response, experience))
         return experience
-
-    def _queue_failures(self, group: list[tuple[dict[str, Any], Experience]]) -> None:
-        """Queue the policy's rows of a group that the filter has dropped, if none of its rows is right."""
-        assert self._guide is not None
-        if not any(self._guide.is_success(experience) for _, experience in group):
-            self.rescue.add([response for response, _ in group if GUIDED not in response])
 
     def _rescue(self, **generate_kwargs: Any) -> None:
         """Have the guide answer prompts at which the policy failed, if a batch of them is waiting; those that it

@@ -91,26 +91,14 @@ class Checkpoints:
             if not self.asynchronous:
                 self.finish()
 
-    def poll(self) -> bool:
-        """Publish the asynchronous save if all ranks have finished writing; True while one is still under way.
-
-        Raises:
-            CheckpointWriteError: the save failed.
-        """
-        if self._pending is None:
-            return False
-        done = all(all_gather_objects(self._pending.done()))
-        if done:
-            self.finish()
-        return not done
-
-    def finish(self) -> None:
-        """Wait for the asynchronous save, if there is one, and publish it.
+    def finish(self, wait: bool = True) -> None:
+        """Wait for the asynchronous save, if there is one, and publish it; without ``wait``, only if all ranks have
+        finished writing.
 
         Raises:
             CheckpointWriteError: it failed.
         """
-        if self._pending is None:
+        if self._pending is None or not (wait or all(all_gather_objects(self._pending.write.done()))):
             return
         pending, self._pending = self._pending, None
         put_in_order(pending.finish(), [], max_num=self.max_num, max_mem_gb=self.max_mem_gb)
@@ -126,15 +114,6 @@ class Checkpoints:
         self.finish()
         path = choose([Path(self.folder)], tag)
         return {} if path is None else _load_verified(path, target)
-
-
-def save_checkpoint(path: Path, model: LoadedModel, *, hf_source: str | Path | None = None) -> None:
-    """Write one checkpoint of weights alone (collective).
-
-    Raises:
-        CheckpointWriteError: it could not be written; nothing is left behind under ``path``.
-    """
-    PendingSave(path, model, {}, hf_source, {}).finish()
 
 
 class PendingSave:
@@ -197,11 +176,7 @@ class PendingSave:
                 copy_side_files(hf_source, self._temporary / SIDE_FILES)
 
         self._failure = failure_of(write_small_files) if get_rank() == 0 else None
-        self._write = RankWrite(strategy.writer, host)
-
-    def done(self) -> bool:
-        """True when this rank has nothing left to write."""
-        return self._write.done()
+        self.write = RankWrite(strategy.writer, host)
 
     def finish(self) -> Path:
         """Wait for every rank, give the checkpoint its name, and return where it is.
@@ -209,13 +184,13 @@ class PendingSave:
         Raises:
             CheckpointWriteError: some rank could not write its part; nothing is left of it.
         """
-        agree(self._temporary, self._path, self._write.join() or self._failure)
+        agree(self._temporary, self._path, self.write.join() or self._failure)
         if get_rank() == 0:
             self._reserve.unlink()
         with megatron_calls():
             for finalize in self._finalize:
                 finalize()
-        publish(self._temporary, self._path, self._manifest, self._write.entries)
+        publish(self._temporary, self._path, self._manifest, self.write.entries)
         return self._path
 
     def _take_reserve(self) -> None:

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.random import is_checkpointing
 from torch import Tensor
 
-from openrlhf_gtpo.megatron.fp8.options import Fp8Options, check_fp8_host, check_transformer_engine
+from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.megatron.fp8.quantize import (
     COLUMNS,
     E4M3,
@@ -33,19 +33,6 @@ from openrlhf_gtpo.megatron.fp8.weights import EmulatedWeight, in_high_precision
 
 STATE = ".fp8."  # in the names of buffers that a checkpoint made without FP8 lacks
 INPUT, WEIGHT, GRADIENT = range(3)  # the matrices of a product, and the rows of a delayed scaling's state
-
-
-def check_host(options: Fp8Options) -> None:
-    """Check this process's device and Transformer Engine, unless FP8 is emulated.
-
-    Raises:
-        LayoutError: as :func:`check_fp8_host` and :func:`check_transformer_engine`.
-    """
-    if options.emulated:
-        return
-    major, minor = (torch.version.cuda or "0.0").split(".")[:2]
-    check_fp8_host(options, torch.cuda.get_device_capability(), (int(major), int(minor)))
-    check_transformer_engine(options.recipe)
 
 
 class Fp8:

@@ -84,16 +84,9 @@ class _AdaptedBridge:
         } | options
 
 
-class _Llama(_AdaptedBridge, LLaMABridge):
-    pass
-
-
-class _Qwen2(_AdaptedBridge, Qwen2Bridge):
-    pass
-
-
-class _Qwen3(_AdaptedBridge, Qwen3Bridge):
-    pass
+def _adapted(bridge: type) -> type:
+    """mbridge's ``bridge`` with ``_AdaptedBridge`` mixed in, for a family that needs no more."""
+    return type(bridge.__name__, (_AdaptedBridge, bridge), {})
 
 
 class _Qwen3Moe(_AdaptedBridge, Qwen3MoEBridge):
@@ -113,10 +106,10 @@ class _Qwen3Moe(_AdaptedBridge, Qwen3MoEBridge):
 
 
 _BRIDGES: dict[str, Any] = {
-    "llama": _Llama,
-    "mistral": _Llama,  # the same names and layout; its sliding window must be off
-    "qwen2": _Qwen2,
-    "qwen3": _Qwen3,
+    "llama": _adapted(LLaMABridge),
+    "mistral": _adapted(LLaMABridge),  # the same names and layout; its sliding window must be off
+    "qwen2": _adapted(Qwen2Bridge),
+    "qwen3": _adapted(Qwen3Bridge),
     "qwen3_moe": _Qwen3Moe,
 }
 

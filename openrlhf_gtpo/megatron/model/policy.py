@@ -16,8 +16,8 @@ from torch import Tensor
 
 from openrlhf_gtpo.lm_head import linear_log_prob_and_entropy
 from openrlhf_gtpo.megatron.fp8 import weights as fp8_weights
-from openrlhf_gtpo.megatron.fp8.fp8 import Fp8, check_host
-from openrlhf_gtpo.megatron.fp8.options import Fp8Options
+from openrlhf_gtpo.megatron.fp8.fp8 import Fp8
+from openrlhf_gtpo.megatron.fp8.options import Fp8Options, check_fp8_host, check_transformer_engine
 from openrlhf_gtpo.megatron.model.bridge import EXPERTS, make_bridge, read_config
 from openrlhf_gtpo.megatron.model.packing import Packed
 from openrlhf_gtpo.megatron.parallel import groups
@@ -169,8 +169,10 @@ def load_model(
         LayoutError: this process's device does not support the requested FP8.
         UsageError: as :func:`model_folder`.
     """
-    if options.fp8 is not None:
-        check_host(options.fp8)
+    if options.fp8 is not None and not options.fp8.emulated:
+        major, minor = (torch.version.cuda or "0.0").split(".")[:2]
+        check_fp8_host(options.fp8, torch.cuda.get_device_capability(), (int(major), int(minor)))
+        check_transformer_engine(options.fp8.recipe)
     # mbridge would fetch only config.json (0.15.1, core/bridge.py, _get_actual_hf_path).
     folder = model_folder(source, weights=with_weights)
     config = read_config(folder)

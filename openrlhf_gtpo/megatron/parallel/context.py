@@ -4,10 +4,9 @@ Every sequence is cut into 2 × CP chunks; rank r has the r-th and the r-th from
 every rank the same. Megatron's rotary embedding and Transformer Engine's attention split it the same way.
 """
 
-from typing import Any
-
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
 
@@ -30,16 +29,6 @@ def gather_actions(values: Tensor, mine: Tensor) -> Tensor:
 
     Every rank then computes the same loss from them, and only its own values carry its gradient.
     """
-    return _Sum.apply(values.new_zeros(mine.shape).masked_scatter(mine, values))
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        total = values.clone()
-        torch.distributed.all_reduce(total, group=parallel_state.get_context_parallel_group())
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+    all_values = values.new_zeros(mine.shape).masked_scatter(mine, values)
+    # A sum over any group, despite its name; the gradient passes as it is.
+    return reduce_from_tensor_model_parallel_region(all_values, group=parallel_state.get_context_parallel_group())

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,27 +40,14 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, str) and device.startswith("cuda")
 
 
-class _NoStates:
-    """Stands in for Megatron's tracker of CUDA random states; there are none to switch between."""
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def get_states(self) -> dict:
-        return {}
-
-    def set_states(self, states: dict) -> None:
-        pass
-
-    def fork(self, name: str = "") -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()  # dropout draws from the CPU's own generator
-
-
 def activate() -> None:
     """Replace Megatron calls that need CUDA random states or streams, or more than gloo offers. Safe to call twice."""
     from megatron.core.tensor_parallel import random
 
-    random._CUDA_RNG_STATE_TRACKER = _NoStates()
+    # There are no CUDA random states to switch between: dropout draws from the CPU's own generator.
+    random._CUDA_RNG_STATE_TRACKER = SimpleNamespace(
+        get_states=dict, set_states=lambda states: None, fork=lambda name="": contextlib.nullcontext()
+    )
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
     # Activation recompute saves and restores both CUDA's state and the CPU's; the latter is saved anyway.
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)

@@ -17,7 +17,7 @@ from openrlhf_gtpo.integration.checks.results import (
     resumes,
 )
 from openrlhf_gtpo.integration.run import parse
-from openrlhf_gtpo.megatron.checkpoint.folder import write_manifest
+from openrlhf_gtpo.megatron.checkpoint.folder import MANIFEST, write_manifest
 from openrlhf_gtpo.report.metrics import MetricsWriter
 
 pytestmark = pytest.mark.usefixtures("no_engine")
@@ -153,6 +153,10 @@ def test_deepspeeds_ranks_are_as_many_as_before(
     check_checkpoints(parse(argv_of(command | resume | {"--ds.zero_stage": 0})))
     write_manifest(folder, {"world_size": 1})
     check_checkpoints(parse(argv_of(command | resume)))
+    (folder / MANIFEST).rename(folder / "model_states.pt")  # as an earlier version left the actor's
+    make_checkpoint(tmp_path, role="_critic", world_size=3)
+    gae = {"--algo.advantage.estimator": "gae", "--ckpt.load_tag": "global_step1"}
+    assert "/_critic/global_step1 was written by 3 processes" in refused(resume | gae)
 
 
 def test_what_cannot_be_gone_on_from_is_refused(

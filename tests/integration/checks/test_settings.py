@@ -133,6 +133,11 @@ def test_a_contradiction_in_the_command_line(
             "Expected --train.batch_size >= 4, so that every replica of the actor has a row, got 2.",
         ),
         (
+            {"--actor.num_gpus_per_node": 4, "--train.batch_size": 1, "--rollout.n_samples_per_prompt": 2}
+            | {"--rollout.vllm_generate_batch_size": 1},
+            "Expected --train.batch_size >= 2, so that every replica of the actor has a row, got 1.",
+        ),
+        (
             {"--actor.optim": "muon", "--ds.zero_stage": 3},
             "--actor.optim muon does not work with --ds.zero_stage 3; give 2.",
         ),
@@ -314,6 +319,7 @@ def test_asynchronous_training_has_no_step_beside_upstreams_plan(
     rows = {"--rollout.batch_size": 4, "--rollout.n_samples_per_prompt": 4, "--train.batch_size": 24}
     assert refused(asynchronous | rows).startswith("Expected --train.batch_size to divide a rollout's 16 rows")
     check_inputs(parse(argv_of(command | asynchronous | rows | {"--train.batch_size": 8})))
+    assert "a rollout's 4 rows" in refused(asynchronous | rows | {"--rollout.vllm_generate_batch_size": 1})
 
 
 def test_nothing_at_all_is_told_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:

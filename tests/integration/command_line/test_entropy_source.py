@@ -97,6 +97,7 @@ def test_audits_have_their_ranges(refused: Callable[..., str], changes: dict[str
         ((), "sampler", ""),
         (("--rollout.top_p", "0.9"), "actor", "auto takes the actor's entropies: --rollout.top_p 0.9"),
         (TWO, "actor", "the old-policy forward is done all the same: the 2 optimizer steps of a rollout"),
+        ((*TWO, "--rollout.vllm_generate_batch_size", "2"), "sampler", ""),
         (KL_REWARD, "actor", "the old-policy forward is done all the same: KL as a reward"),
         ((*KL_REWARD, "--algo.kl.use_loss", "--algo.kl.estimator", "k2"), "sampler", ""),
         (

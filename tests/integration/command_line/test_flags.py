@@ -345,7 +345,11 @@ def test_the_advantage_of_a_short_lone_success_arrives(
             "--data.apply_chat_template --data.input_template Q:{}",
             "--data.input_template (the chat template makes the prompts)",
         ),
-        ("--rollout.batch_size 8 --train.batch_size 999", "--train.batch_size (a rollout has "),
+        ("--rollout.batch_size 8 --train.batch_size 999", "--train.batch_size (a rollout has 64 rows"),
+        (
+            "--rollout.batch_size 8 --rollout.vllm_generate_batch_size 4 --train.batch_size 64",
+            "--train.batch_size (a rollout has 32 rows",
+        ),
         ("--logger.dump_rows 8", "--logger.dump_rows (there is no --logger.dump_rollouts"),
         ("--vllm.sync_with_ray --vllm.sync_bucket_mb 1", "--vllm.sync_bucket_mb (--vllm.sync_with_ray has no"),
         ("--rollout.entropy_audit_steps 5", "--rollout.entropy_audit_steps (entropies are the actor's)"),

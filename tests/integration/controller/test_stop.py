@@ -75,11 +75,16 @@ def controller(args: SimpleNamespace) -> EntropyTrainer:
 @pytest.mark.parametrize(("save_steps", "step"), [(float("inf"), 3), (4, 3), (4, 8)])
 def test_a_request_saves_whatever_the_schedule_says_and_waits_for_it(tmp_path: Path, save_steps, step) -> None:
     args = arguments(tmp_path, save_steps=save_steps)
+    args.actor.backend = "megatron"
     trainer = controller(args)
     stop.stop_file(args).touch()
     with pytest.raises(StoppedOnRequest, match=f"after step {step}, which is saved in {tmp_path}"):
         trainer.save_logs_and_checkpoints(step, {}, {"global_step": step})
-    assert trainer.actor_model_group.called == [("save_checkpoint", f"global_step{step}"), ("finish_checkpoint", None)]
+    assert trainer.actor_model_group.called == [
+        ("finish_checkpoint", None),
+        ("save_checkpoint", f"global_step{step}"),
+        ("finish_checkpoint", None),
+    ]
     assert args.ckpt.save_steps == save_steps
     assert not stop.stop_file(args).exists()  # already followed, so the resumed run must not see it
 
@@ -290,18 +295,6 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         stop.prepare(arguments(tmp_path, tmp_path / "file" / "request"))
     with pytest.raises(UsageError, match=f"--ckpt.stop_file {tmp_path} cannot be used: it is a folder"):
         stop.prepare(arguments(tmp_path, tmp_path))
-
-
-def test_both_actors_can_be_waited_for() -> None:
-    from openrlhf_gtpo.integration.actors.megatron_actor import MegatronPolicy
-    from openrlhf_gtpo.integration.actors.policy_actor import EntropyPolicyActor
-
-    called: list[str] = []
-    checkpoints = SimpleNamespace(finish=lambda: called.append("finish"), poll=lambda: called.append("poll"))
-    for wait in (True, False):
-        MegatronPolicy.finish_checkpoint(SimpleNamespace(checkpoints=checkpoints), wait)  # type: ignore[arg-type]
-        EntropyPolicyActor.finish_checkpoint(SimpleNamespace(), wait)
-    assert called == ["finish", "poll"]
 
 
 def test_the_driver_hands_the_request_on() -> None:
