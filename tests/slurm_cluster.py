@@ -77,11 +77,11 @@ def three_free_ports() -> list[int]:
         return ports
 
 
-def until(condition: Callable[[], object], seconds: float, what: str) -> None:
+def until(condition: Callable[[], object], seconds: float, what: str | Callable[[], str]) -> None:
     """Wait for an event; the limit is for one that never comes."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what() if callable(what) else what}"
         time.sleep(0.5)
 
 

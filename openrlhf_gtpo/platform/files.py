@@ -94,17 +94,23 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name to shape of a model's weights, from the headers of its safetensors; empty if it has none.
 
     Raises:
-        UsageError: a file cannot be read, for example because it is cut off; the message names the folder.
+        UsageError: a file cannot be read, for example because it is cut off, or two files have the same weight, of
+            which Transformers, vLLM and mbridge would take different ones; the message names the folder.
     """
     from safetensors import SafetensorError, safe_open  # here, because the doctor may run where nothing is installed
 
     shapes: dict[str, tuple[int, ...]] = {}
+    files: dict[str, str] = {}
     for file in sorted(set(folder.glob(WEIGHTS)) - set(folder.glob(_SECOND_COPY))):
         try:
             with safe_open(file, framework="pt") as tensors:
-                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+                names = tensors.keys()
+                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
         except (SafetensorError, OSError) as error:
             raise UsageError(f"{folder}: {file.name} cannot be read: {one_line(error)}") from error
+        for name in sorted(files.keys() & names):
+            raise UsageError(f"{folder}: {files[name]} and {file.name} both have the weight {name}; keep one of them.")
+        files |= dict.fromkeys(names, file.name)
     return shapes
 
 

@@ -207,7 +207,7 @@ def test_a_job_that_loses_a_node_leaves_no_process_and_a_folder_of_one_node_is_r
     assert os.stat(token).st_mode & 0o077 == 0
 
     (job.folder / "die").touch()
-    until(job.ended, 300, "the job ends")
+    until(job.ended, 300, lambda: f"the job ends: {job.everything}")
     assert job.state() == "FAILED" and cluster.restarts(job.number) == 0
     assert "Ray on the node n2 has ended" in job.log, job.everything
     assert "the job has lost nodes (n2), and MAX_REQUEUES is 0: look at n2" in job.log

@@ -27,11 +27,11 @@ CLIENT_STATE = {"global_step": 3, "episode": 1, "data_loader_state_dict": {"posi
 
 
 def make_trainer(
-    source: str, layout: Layout, dtype: str = "float32", distributed: bool = True, lr: float = 5e-3
+    source: str, layout: Layout, dtype: str = "float32", distributed: bool = True, lr: float = 5e-3, **more: Any
 ) -> Trainer:
     """A trainer whose learning rate falls at each step."""
     model = load_model(source, ModelOptions(layout=layout, dtype=getattr(torch, dtype)))
-    options = OptimizerOptions(lr=lr, weight_decay=0.1, distributed=distributed)
+    options = OptimizerOptions(lr=lr, weight_decay=0.1, distributed=distributed, **more)
     return Trainer(model, options, lambda carrier: torch.optim.lr_scheduler.LambdaLR(carrier, lambda step: 0.8**step))
 
 
@@ -101,22 +101,23 @@ def resume(source: str, layout: Layout, folders: list[str], dtype: str, distribu
     return found
 
 
-def resume_slower(source: str, folder: str) -> list[list[float]]:
+def resume_slower(source: str, folder: str, distributed: bool) -> tuple[list[list[float]], list[Any]]:
     """Learning rates before and after a step of three resumed runs: at the saved run's peak, at a hundredth of it, and
-    at the same hundredth from a checkpoint of the slower run."""
-    rates = []
+    at the same hundredth from a checkpoint of the slower run. Then the betas and eps with which the last one trained,
+    whose command line has others than the first."""
+    rates, other = [], {"betas": (0.5, 0.6), "eps": 1e-2}
     with on(Layout()):
-        trainer = make_trainer(source, Layout())
+        trainer = make_trainer(source, Layout(), distributed=distributed)
         train(trainer, range(2))
         Checkpoints(folder).save("step2", trainer, {})
-        for lr in (5e-3, 5e-5, 5e-5):
-            trainer = make_trainer(source, Layout(), lr=lr)
+        for lr, more in ((5e-3, {}), (5e-5, {}), (5e-5, other)):
+            trainer = make_trainer(source, Layout(), lr=lr, distributed=distributed, **more)
             Checkpoints(folder).load(trainer)
             now = trainer.schedule_state()["lr_carrier"]["param_groups"][0]["lr"]
             rates.append([now, train(trainer, range(2, 3))[0][2]])
             if lr < 5e-3:
                 Checkpoints(folder).save("step3", trainer, {})
-    return rates
+        return rates, [(tuple(group["betas"]), group["eps"]) for group in trainer.optimizer.param_groups]
 
 
 @contextmanager

@@ -154,6 +154,13 @@ def test_a_sliding_window_in_use() -> None:
     qwen = window | {"model_type": "qwen2", "use_sliding_window": True}
     assert "sliding-window" in refusal(model(**qwen), Layout())
     assert "sliding-window" in refusal(model(**qwen, layer_types=["full_attention", "sliding_attention"]), Layout())
+    unread = {"use_sliding_window": False, "layer_types": ["full_attention"] * 30}
+    assert "sliding-window" in refusal(model(model_type="mistral", **window | unread), Layout())
+    moe = window | {"use_sliding_window": True, "layer_types": ["full_attention"] * 30}
+    assert "sliding-window" in refusal(experts(**moe), Layout())
+    scaled = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    beyond = {"sliding_window": 8192, "max_position_embeddings": 8192, "rope_parameters": scaled}
+    assert "sliding-window" in refusal(model(model_type="mistral", **beyond), Layout())
 
 
 @pytest.mark.parametrize(
@@ -167,7 +174,7 @@ def test_a_sliding_window_in_use() -> None:
     ids=str,
 )
 def test_a_sliding_window_that_hides_nothing(unused: dict[str, Any]) -> None:
-    check_layout(model(**unused), Layout(), 1)
+    check_layout(model(model_type="qwen2", **unused), Layout(), 1)
 
 
 LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -208,6 +215,7 @@ def test_a_llama3_embedding_that_megatron_would_scale_otherwise() -> None:
         ({"mlp_bias": True}, "mlp_bias False, and this one has True"),
         ({"attention_bias": True}, "attention_bias False, and this one has True"),
         ({"hidden_act": "gelu"}, "hidden_act 'silu', and this one has 'gelu'"),
+        ({"is_causal": False}, "is_causal True, and this one has False"),
     ],
     ids=str,
 )

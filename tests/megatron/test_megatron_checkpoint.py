@@ -97,11 +97,15 @@ def test_training_goes_on_at_another_layout(written: Callable, variant: str, nam
         assert new[2] == old[2]
 
 
-def test_a_smaller_learning_rate_holds_from_the_checkpoint_on(model: Path, tmp_path: Path, one_rank: RankPool) -> None:
-    [(same, smaller, again)] = one_rank.run(program.resume_slower, str(model), str(tmp_path))
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_resumed_run_has_its_own_optimizers_settings(
+    distributed: bool, model: Path, tmp_path: Path, one_rank: RankPool
+) -> None:
+    [((same, smaller, again), settings)] = one_rank.run(program.resume_slower, str(model), str(tmp_path), distributed)
     assert same == pytest.approx([5e-3 * 0.8**2, 5e-3 * 0.8**3])
     assert smaller == pytest.approx([rate / 100 for rate in same])
     assert again == pytest.approx([rate * 0.8 for rate in smaller])
+    assert settings == [((0.5, 0.6), 1e-2)] * len(settings) != []
 
 
 @pytest.mark.parametrize(("shape", "most"), [((7,), 1), ((3, 4), 3), ((3, 3, 3), 5), ((1, 5), 1)])

@@ -4,11 +4,12 @@ import json
 import math
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from openrlhf_gtpo.errors import UsageError, one_line
-from openrlhf_gtpo.platform.files import model_folder, shards_of, weight_shapes
+from openrlhf_gtpo.platform.files import WEIGHTS, model_folder, shards_of, weight_shapes
 
 # Files in which a checkpoint may name its own Python code.
 _CONFIGURATIONS = (
@@ -141,7 +142,9 @@ def _check_weights(path: Path, flag: str) -> None:
 
 
 def check_weights_fit(model: str, flag: str) -> None:
-    """Refuse a local language model that lacks weights, which Transformers would make up, or has some of wrong sizes.
+    """Refuse a local language model that lacks weights, which Transformers would make up, or has some of wrong sizes,
+    or a head that its configuration ties to the embedding, but which is another: Transformers would not tie them, vLLM
+    and Megatron would.
 
     It is loaded without its tensors' values, in a fraction of a second. A model for which that fails, such as one with
     its own code, is left to whoever loads it.
@@ -159,7 +162,7 @@ def check_weights_fit(model: str, flag: str) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        _, found = AutoModelForCausalLM.from_pretrained(
+        loaded, found = AutoModelForCausalLM.from_pretrained(
             path,
             device_map="meta",
             output_loading_info=True,
@@ -183,6 +186,24 @@ def check_weights_fit(model: str, flag: str) -> None:
             f"{flag} {path}: {weight} is {tuple(there)}, and its config.json asks for {tuple(wanted)}; are weights "
             "and config.json of the same model?"
         )
+    for head, embedding in loaded.all_tied_weights_keys.items():
+        stored = _stored(path, (head, embedding))
+        if len(stored) == 2 and not stored[head].equal(stored[embedding]):
+            raise UsageError(
+                f"{flag} {path}: {head} and {embedding} differ, and config.json says that they are one "
+                "(tie_word_embeddings); set it to false."
+            )
+
+
+def _stored(folder: Path, names: Iterable[str]) -> dict[str, Any]:
+    """Those of a checkpoint's weights with these names that are in its safetensors."""
+    from safetensors import safe_open
+
+    found: dict[str, Any] = {}
+    for file in folder.glob(WEIGHTS):
+        with safe_open(file, framework="pt") as tensors:
+            found |= {name: tensors.get_tensor(name) for name in tensors.keys() if name in names}
+    return found
 
 
 def load_tokenizer(name: str, flag: str, trust_remote_code: bool = False) -> Any:

@@ -29,7 +29,8 @@ _CONTRADICTING = {
     "it comes from the checkpoint's config.json": (
         "num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels normalization "
         "layernorm_epsilon layernorm_zero_centered_gamma qk_layernorm qk_l2_norm add_bias_linear add_qkv_bias "
-        "gated_linear_unit activation_func rotary_interleaved apply_residual_connection_post_layernorm "
+        "gated_linear_unit activation_func activation_func_clamp_value glu_linear_offset rotary_interleaved "
+        "apply_residual_connection_post_layernorm "
         "multi_latent_attention attention_output_gate experimental_attention_variant window_size "
         "window_attn_skip_freq no_rope_freq softmax_type softmax_scale mtp_num_layers is_hybrid_model "
         "num_moe_experts moe_ffn_hidden_size moe_layer_freq moe_router_topk moe_router_score_function "
@@ -37,7 +38,7 @@ _CONTRADICTING = {
     ),
     "the engines route as the checkpoint's config.json says": (
         "moe_input_jitter_eps moe_router_force_load_balancing moe_expert_capacity_factor "
-        "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk"
+        "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_apply_probs_on_input"
     ),
     # Megatron multiplies the router's own losses by their tokens to make up for a division of the whole gradient that
     # the policy's loss has already done (megatron-core 0.16.1, transformer/moe/router.py,

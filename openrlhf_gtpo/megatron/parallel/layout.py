@@ -175,27 +175,32 @@ def check_architecture(hf_config: Any) -> None:
 
 def _assumed(hf_config: Any) -> dict[str, Any]:
     """The values that the converted model takes for granted, by configuration entry."""
-    assumed: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    assumed: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "is_causal": True}
     if hf_config.model_type == "qwen3_moe":
         assumed |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
     return assumed
 
 
 def _sliding_window(hf_config: Any) -> int | None:
-    """The attention window in tokens; None if attention always sees every earlier position."""
-    window = getattr(hf_config, "sliding_window", None)
-    if window is None or not getattr(hf_config, "use_sliding_window", True):
+    """The attention window in tokens; None if attention always sees every earlier position. Of other models than
+    Qwen's, Transformers 5.15 reads neither ``use_sliding_window`` nor ``layer_types``, of its MoE only the former."""
+    window, kind = getattr(hf_config, "sliding_window", None), hf_config.model_type
+    if window is None or (kind.startswith("qwen") and not getattr(hf_config, "use_sliding_window", True)):
         return None
-    layers = getattr(hf_config, "layer_types", None)
-    if window >= hf_config.max_position_embeddings or (layers and "sliding_attention" not in layers):
-        return None
-    return window
+    layers = getattr(hf_config, "layer_types", None) if kind in ("qwen2", "qwen3") else None
+    beyond = window >= hf_config.max_position_embeddings and _rope(hf_config)[0] == "default"  # a scaled one goes on
+    return None if beyond or (layers and "sliding_attention" not in layers) else window
+
+
+def _rope(hf_config: Any) -> tuple[str, dict[str, Any]]:
+    """The type of a model's rotary embedding, and its entries."""
+    # transformers 5 says rope_parameters, earlier checkpoints rope_scaling; "type" is the oldest spelling.
+    rope = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+    return rope.get("rope_type", rope.get("type")) or "default", rope
 
 
 def _check_rope(hf_config: Any) -> None:
-    # transformers 5 says rope_parameters, earlier checkpoints rope_scaling; "type" is the oldest spelling.
-    rope = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
-    kind = rope.get("rope_type", rope.get("type")) or "default"
+    kind, rope = _rope(hf_config)
     if kind not in SUPPORTED_ROPE_TYPES:
         raise ModelError(
             f"the Megatron actor does not support this model's rotary embedding {kind!r} (rope_type); it supports "

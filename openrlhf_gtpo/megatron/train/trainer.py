@@ -138,7 +138,7 @@ class Trainer:
         """
         lr = self._schedule_carrier.param_groups[0]["lr"]
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"], group["betas"], group["eps"] = lr, self.options.betas, self.options.eps  # not a checkpoint's
             if not on_cuda():
                 group["fused"] = True  # torch's Adam in one pass, which Megatron has no option for
             # Megatron leaves it to its scheduler to multiply by 0 for biases and norms (megatron-core 0.16.1,

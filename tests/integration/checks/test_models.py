@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from command_lines import argv_of, table
+from safetensors.torch import load_file, save_file
 
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.checks.models import check_length, check_weights_fit
@@ -122,6 +124,20 @@ def test_weights_of_another_configuration(refused: Callable[..., str], model: Pa
         (path / "config.json").write_text(json.dumps(config | change))
         for flags in ({}, {"--algo.advantage.estimator": "group_norm"}):
             assert message in refused(flags | {"--actor.model_name_or_path": path})
+
+
+@pytest.mark.parametrize("change", [0.0, 0.5])
+def test_a_tied_head_that_is_another(model: Path, tmp_path: Path, change: float) -> None:
+    """Transformers would train it as it is; vLLM and Megatron would take the embedding."""
+    path = copy_model(model, tmp_path / "tied")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    weights = load_file(path / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + change
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    differs = r"lm_head.weight and model.embed_tokens.weight differ, and config.json says .*; set it to false."
+    with pytest.raises(UsageError, match=differs) if change else nullcontext():
+        check_weights_fit(str(path), "--actor.model_name_or_path")
 
 
 @pytest.mark.parametrize("estimator", ["gtpo", "group_norm"])
