@@ -83,7 +83,7 @@ node_command() {
         checks+=(--port "$port")
         words+=(head --port "$port")
     else
-        words+=(worker --head "${addresses[0]}:$port")
+        words+=(worker --head "${addresses[0]}:$port" --timeout "$JOIN_TIMEOUT")
     fi
     words+=(--name "${names[$1]}" --address "${addresses[$1]}" --token "$token" --logs "$logs/${names[$1]}-ray" --temporary "$NODE_TMP")
     local -a flags
@@ -146,7 +146,7 @@ find_lost() {
 # Sets status, and lost, stopping or cancelled if that is why it ended.
 run_on_cluster() {
     local i
-    pids=() waiter='' trainer='' lost='' stopping=false cancelled=false status=1 stop_deadline=0
+    pids=() waiter='' trainer='' lost='' cancelled=false status=1 stop_deadline=0
     trap 'on_stop' USR1
     trap 'cancelled=true' TERM INT
     trap 'tear_down' EXIT

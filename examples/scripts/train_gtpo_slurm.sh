@@ -101,6 +101,8 @@ if $dry_run; then
     names=(HEAD WORKER) addresses=(HEAD-ADDRESS WORKER-ADDRESS)
 else
     [[ -n "${SLURM_JOB_ID:-}" ]] || refuse "this is a batch script: sbatch $0, or bash $0 --dry-run to look at it."
+    stopping=false
+    trap 'stopping=true' USR1 # until run_on_cluster has its own: back into the queue
     unset SLURM_EXPORT_ENV # of sbatch --export=…: srun would keep from its steps what is exported below
     mapfile -t names < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     [[ -z "${SLURM_GPUS:-}" ]] || # every srun would ask for all of them on its one node

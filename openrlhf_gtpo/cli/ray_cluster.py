@@ -17,7 +17,7 @@ from openrlhf_gtpo.cli import Parser, RawHelpFormatter
 from openrlhf_gtpo.launch.ray_node import Node, make_token, run_node
 from openrlhf_gtpo.launch.ray_wait import Dashboard, NotJoined, wait_for_nodes
 
-_PORT = 6379
+_PORT, _TIMEOUT = 6379, 600.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "wait":
             wait_for_nodes(Dashboard(args.dashboard, args.token), args.nodes, args.timeout)
             return 0
-        node = Node(args.name, args.address, args.head, args.port, args.temporary, more)
+        node = Node(args.name, args.address, args.head, args.port, args.temporary, more, args.timeout)
         return run_node(node, args.token, args.logs)
     except NotJoined as error:
         return _say(str(error), 1)
@@ -54,11 +54,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog=prog, description=__doc__, formatter_class=RawHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     head = commands.add_parser("head", help="run the head on this host")
-    head.set_defaults(head=None)
+    head.set_defaults(head=None, timeout=_TIMEOUT)
     head.add_argument("--port", type=int, default=_PORT, help="port for other nodes; the dashboard gets the next one")
     worker = commands.add_parser("worker", help="run another node on this host")
     worker.set_defaults(port=_PORT)
     worker.add_argument("--head", required=True, help="IP:PORT of the head")
+    worker.add_argument("--timeout", type=float, default=_TIMEOUT, help="seconds to look for a head that is ready")
     for node in (head, worker):
         add = node.add_argument
         add("--address", required=True, help="address at which the other hosts reach this one")
@@ -68,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     wait = commands.add_parser("wait", help="wait until all nodes have joined")
     wait.add_argument("--dashboard", default=f"http://127.0.0.1:{_PORT + 1}", help="URL of the head's dashboard")
     wait.add_argument("--nodes", nargs="+", required=True, help="names of the nodes to wait for")
-    wait.add_argument("--timeout", type=float, default=600.0, help="seconds to wait")
+    wait.add_argument("--timeout", type=float, default=_TIMEOUT, help="seconds to wait")
     for command in (head, worker, wait):
         command.add_argument("--token", type=Path, help="file with the cluster's secret (without, anyone may use it)")
     return parser

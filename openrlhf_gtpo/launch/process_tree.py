@@ -10,8 +10,9 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 
 import psutil  # vLLM and DeepSpeed depend on it
@@ -22,6 +23,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here, because little may be 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PATIENCE = 5.0  # seconds from SIGTERM to SIGKILL for a hung program, and for orphans: they have nothing to finish
+_GIVE_UP = 60.0  # seconds until orphans that even SIGKILL does not end, as they wait for a device or a disk, are left
 
 
 def run_and_clear(
@@ -47,6 +49,7 @@ def run_and_clear(
     """
     received: list[int] = []
     hung = False
+    others = set(psutil.Process().children())  # of a shell that became this process, such as a `tee` of its log
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     taken = [number for number in _FORWARDED if not (nohup and number == signal.SIGHUP)]
@@ -67,7 +70,7 @@ def run_and_clear(
         os.close(end)
     finally:
         try:
-            _end_descendants()  # the program is one of them if hangs() raised
+            _end_descendants(others)  # the program is one of them if hangs() raised
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -84,24 +87,35 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
-def _end_descendants() -> None:
-    """End all descendants of this process."""
-    deadline = time.monotonic() + _PATIENCE
-    this = psutil.Process()
-    for process in this.children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
+def _end_descendants(others: Set[psutil.Process]) -> None:
+    """End all descendants of this process but ``others``."""
+    began = time.monotonic()
+    for process in _descendants(others):
+        with suppress(psutil.Error):
             process.terminate()
             process.resume()  # a stopped process does not take SIGTERM before this
     while True:
         _reap()
-        left = this.children(recursive=True)
+        left = _descendants(others)
+        waited = time.monotonic() - began
         if not left:
             return
-        if time.monotonic() > deadline:
-            for process in left:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
+        if waited > _GIVE_UP:
+            print(f"Warning: after {waited:.0f} s these processes still run: {left}", file=sys.stderr, flush=True)
+            return
+        for process in left if waited > _PATIENCE else ():
+            with suppress(psutil.Error):
+                process.kill()
         time.sleep(0.1)
+
+
+def _descendants(others: Set[psutil.Process]) -> list[psutil.Process]:
+    found: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        if child not in others:
+            with suppress(psutil.NoSuchProcess):
+                found += [child, *child.children(recursive=True)]
+    return found
 
 
 def _reap(except_for: int | None = None) -> None:

@@ -24,22 +24,22 @@ _NO_METRICS_SERVERS = {
     "AUTOSCALER_METRIC_PORT": "65536",
 }
 
-# For a head that loads from a slow disk: for how many seconds its own processes wait until it answers, and its
-# dashboard for each of its parts (after Ray's 30 it ends, and nobody can submit a job; ray 2.55.0,
-# _private/ray_constants.py and dashboard/consts.py).
+# For a head that loads from a slow disk: for how many seconds its dashboard waits for each of its parts. After Ray's
+# 30 it ends, and nobody can submit a job (ray 2.55.0, dashboard/consts.py).
 _PATIENCE = {
-    "RAY_py_gcs_connect_timeout_s": "600",
     "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "600",
 }
 
 # How often a node is started until it lives. Ray gives its agents, Python that imports much, 15 s each time, which a
-# cold disk or a busy host may take longer than (https://github.com/ray-project/ray/issues/65983, which ends this).
+# cold disk or a busy host may take longer than (https://github.com/ray-project/ray/issues/65983, which ends this), and
+# the node 30 s until the head knows it (ray 2.55.0, _private/node.py), as a busy head may take.
 _STARTS = 3
 _AGENT_WAS_SLOW = b"Timed out waiting for file"
 
-# Seconds for which a node looks for a head that is ready. `ray start` looks for 40 s, and only at the first head that
-# answers: one that is started again, as its agent was slow, refuses it ("WrongClusterID"; ray 2.55.0).
-_SEARCH, _ONE_SEARCH = 600.0, 30.0
+# Seconds that `ray start` has taken at least if it has waited in vain: 30 for the head to know the node, or 40 for a
+# head that is ready. It asks only the first that answers, and one that is started again, as its agent was slow,
+# refuses it ("WrongClusterID"). What is wrong with a command line is said at once.
+_WAITED = 30.0
 
 # Seconds without a connection to the head. Ray would go on for a minute after its death, and nobody restarts it.
 _HEAD_IS_GONE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3"}
@@ -57,6 +57,7 @@ class Node:
             the next three.
         temporary: folder on a disk of this host, in which Ray's files get their own; short, for Unix sockets.
         more: further flags of `ray start`, which come last and win.
+        patience: seconds for which it looks for a head that is ready.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Node:
     port: int
     temporary: Path
     more: Sequence[str] = ()
+    patience: float = 600.0
 
     def command(self, folder: Path) -> list[str]:
         """`ray start` with its flags, and its files in ``folder``. The dashboard listens on the loopback only."""
@@ -110,8 +112,8 @@ def close_own_ray(environment: MutableMapping[str, str]) -> None:
 
 
 def run_node(node: Node, token: Path | None, logs: Path | None) -> int:
-    """Run this node until Ray or a signal ends it; returns the exit status. A node whose agent, or head, was too slow
-    for Ray is started again. Its processes may open many files.
+    """Run this node until Ray or a signal ends it; returns the exit status. A node that was too slow for Ray, or whose
+    head was, is started again. Its processes may open many files.
 
     Args:
         token: the cluster's secret; None leaves the cluster open.
@@ -123,24 +125,32 @@ def run_node(node: Node, token: Path | None, logs: Path | None) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # As ray.init does, and `ray start` does not (ray 2.55.0, _private/worker.py).
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65536)), hard))
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once Ray has ended, as a job script repeats its request
+    ends: list[int] = []  # requests that come once Ray has ended, as a job script repeats them
+    before = signal.signal(signal.SIGTERM, lambda number, frame: ends.append(number))
     try:
-        environment = {**_NO_METRICS_SERVERS, **_PATIENCE, **with_token(os.environ, token)}
-        starts, slow_starts, began = 0, 0, time.monotonic()
+        connect = {"RAY_py_gcs_connect_timeout_s": f"{node.patience:.0f}"}  # until the head answers, ready or not
+        environment = {**_NO_METRICS_SERVERS, **_PATIENCE, **connect, **with_token(os.environ, token)}
+        slow_starts, first = 0, time.monotonic()
         while True:
+            began = time.monotonic()
             with tempfile.TemporaryDirectory(prefix="ray", dir=node.temporary, ignore_cleanup_errors=True) as folder:
                 status = run_and_clear(node.command(Path(folder)), environment)
                 session = Path(folder, "session_latest", "logs")
                 if logs is not None and session.is_dir():
                     shutil.copytree(session, logs, dirs_exist_ok=True, ignore_dangling_symlinks=True)
-                said = session / "raylet.err"
-                slow = status == 1 and said.is_file() and _AGENT_WAS_SLOW in said.read_bytes()
-                unmet = node.head is not None and status == 1 and not said.is_file()
-            starts, slow_starts = starts + 1, slow_starts + slow
-            if unmet and starts * _ONE_SEARCH < time.monotonic() - began < _SEARCH:
+                said, waited = session / "raylet.err", time.monotonic() - began > _WAITED
+                has_run = (session / "ray_process_exit.log").exists()  # `ray start --block` tells what ended
+                slow = said.is_file() and (_AGENT_WAS_SLOW in said.read_bytes() or (waited and not has_run))
+                unmet = node.head is not None and not said.is_file() and waited
+            slow_starts += slow
+            if status != 1:
+                return status
+            if ends:
+                return 128 + ends[0]
+            if unmet and time.monotonic() - first < node.patience:
                 why = f"there is no head at {node.head} that is ready"
             elif slow and slow_starts < _STARTS:
-                why = "Ray's agent took more than 15 s to start"
+                why = "Ray was too slow for its own limits of 15 s for its agent and 30 s for the node"
             else:
                 return status
             print(f"Node {node.name}: {why}; trying again.", file=sys.stderr)

@@ -54,6 +54,7 @@ class Heartbeat:
 
     def _touch(self) -> None:
         with suppress(OSError):  # a full disk is no reason to stop
+            self._path.parent.mkdir(parents=True, exist_ok=True)  # before the first checkpoint
             self._path.touch()
 
     def _beat_on(self, going_on: Callable[[], bool]) -> None:

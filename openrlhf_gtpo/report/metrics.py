@@ -101,6 +101,10 @@ class MetricsWriter:
             )
         self._step = int(step)
 
+    def flush(self) -> None:
+        """Write lines that wait for room; raises OSError if there is none yet."""
+        self._file.flush()
+
     def close(self) -> None:
         self._file.close()
 

@@ -19,9 +19,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from openrlhf_gtpo.errors import StoppedOnRequest
+from openrlhf_gtpo.integration.actors import actor_trainer
 from openrlhf_gtpo.integration.actors.strategy import Strategy
 from openrlhf_gtpo.integration.controller import cluster_checks, trainer
 from openrlhf_gtpo.integration.controller.spikes import Spikes
+from openrlhf_gtpo.integration.controller.stop import stop_file
 from openrlhf_gtpo.integration.controller.trainer import EntropyTrainer, FlushedTensorboard
 from openrlhf_gtpo.integration.run import run
 from openrlhf_gtpo.report.metrics import MetricsWriter, read_runs
@@ -69,7 +71,7 @@ class Controller(EntropyTrainer):
         args.algo.dynamic_filtering_enable = filtered  # drops even labels
         args.train.num_episodes, args.train.stall_timeout = 2, 0.0
         args.eval = SimpleNamespace(steps=2, before_training=False, temperature=0.0, n_samples_per_prompt=1)
-        args.logger = SimpleNamespace(logging_steps=1)
+        args.logger = SimpleNamespace(logging_steps=1, metrics_path=str(folder / "metrics.jsonl"))
         args.ckpt = SimpleNamespace(save_steps=1, path=str(folder), stop_file=None, load_enable=bool(loaded))
         args.ds = SimpleNamespace(param_dtype="bf16")
         (folder / "_actor").mkdir(parents=True, exist_ok=True)
@@ -260,11 +262,20 @@ def test_a_run_has_ended_when_its_model_is_written(monkeypatch: pytest.MonkeyPat
     def train(args: SimpleNamespace) -> None:
         ppo_trainer.PPOTrainer.remote()
         whole.fit()
+        stop_file(whole.args).touch()  # as the model is written: too late
         assert not ended()  # the driver has the model written
 
+    failures = [OSError(errno.ENOSPC, "No space left on device")]
+
+    def flush() -> None:  # the line waits for room
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(actor_trainer, "_WAIT", 0)
+    monkeypatch.setattr(whole.metrics_writer, "flush", flush)
     monkeypatch.setattr(train_ppo_ray, "train", train)
     run(whole.args)
-    assert ended()
+    assert ended() and not failures and not stop_file(whole.args).exists()
 
 
 def test_tensorboard_has_each_step_once(tmp_path: Path) -> None:

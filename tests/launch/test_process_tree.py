@@ -47,6 +47,16 @@ def test_the_programs_end_takes_its_orphans_along(tmp_path: Path) -> None:
     assert not is_running(pid_in(tmp_path / "orphan"))
 
 
+def test_what_the_program_did_not_start_goes_on(tmp_path: Path) -> None:
+    """A shell that leaves a process and becomes this one, as `exec > >(tee log)` does."""
+    words = f"sleep 600 & echo $! >tunnel; exec {sys.executable} -c '{PROGRAM}' 30 bash -c \"exit 7\""
+    run = subprocess.Popen(["bash", "-c", words], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert run.wait(timeout=120) == 7
+    tunnel = pid_in(tmp_path / "tunnel")
+    assert is_running(tunnel)
+    os.kill(tunnel, signal.SIGTERM)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_program_and_orphans(number: int, tmp_path: Path) -> None:
     run = start(30, ORPHAN + "echo $$ >own; exec sleep 600", tmp_path)

@@ -185,11 +185,26 @@ def test_a_node_keeps_rays_logs_and_nothing_else(tmp_path: Path) -> None:
     assert [path.name for path in temporary.iterdir()] == ["notes"]
 
 
-@pytest.mark.parametrize(("said", "starts"), [("Check failed: Timed out waiting for file /x", 3), ("no space", 1)])
-def test_a_node_whose_agent_was_slow_is_started_again(
-    said: str, starts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+@pytest.mark.parametrize(
+    ("said", "seconds", "has_run", "starts"),
+    [
+        ("Check failed: Timed out waiting for file /x", 15.0, False, 3),
+        ("no space", 4.0, False, 1),
+        ("the head does not know the node yet", 35.0, False, 3),
+        ("killed", 3600.0, True, 1),
+    ],
+)
+def test_a_node_that_was_too_slow_for_ray_is_started_again(
+    said: str,
+    seconds: float,
+    has_run: bool,
+    starts: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     folders: list[Path] = []
+    clock = [0.0]
 
     def run(command: list[str], environment: dict[str, str]) -> int:
         [folder] = [Path(word.partition("=")[2]) for word in command if word.startswith("--temp-dir=")]
@@ -197,12 +212,28 @@ def test_a_node_whose_agent_was_slow_is_started_again(
         folders.append(folder)
         (folder / "session_latest" / "logs").mkdir(parents=True)
         (folder / "session_latest" / "logs" / "raylet.err").write_text(said)
+        if has_run:
+            (folder / "session_latest" / "logs" / "ray_process_exit.log").touch()
+        clock[0] += seconds
         return 1
 
     monkeypatch.setattr(ray_node, "run_and_clear", run)
+    monkeypatch.setattr(ray_node, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     assert ray_node.run_node(Node("n2", "127.0.0.1", "127.0.0.1:6379", 6379, tmp_path), None, None) == 1
     assert len(folders) == starts
-    assert capsys.readouterr().err.count("Node n2: Ray's agent took more than 15 s to start") == starts - 1
+    assert capsys.readouterr().err.count("Node n2: Ray was too slow for its own limits") == starts - 1
+
+
+def test_a_request_to_end_between_two_starts_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], environment: dict[str, str]) -> int:
+        [folder] = [Path(word.partition("=")[2]) for word in command if word.startswith("--temp-dir=")]
+        (folder / "session_latest" / "logs").mkdir(parents=True)
+        (folder / "session_latest" / "logs" / "raylet.err").write_text("Check failed: Timed out waiting for file /x")
+        os.kill(os.getpid(), signal.SIGTERM)  # before its files have been copied
+        return 1
+
+    monkeypatch.setattr(ray_node, "run_and_clear", run)
+    assert ray_node.run_node(Node("n1", "127.0.0.1", None, 6379, tmp_path), None, None) == 128 + signal.SIGTERM
 
 
 def test_a_job_script_may_repeat_its_request_to_end(tmp_path: Path) -> None:

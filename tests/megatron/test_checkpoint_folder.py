@@ -48,6 +48,15 @@ def test_the_oldest_goes_first(tmp_path: Path) -> None:
     assert tags(tmp_path) == ["t2", "t3"]
 
 
+def test_a_clock_that_goes_back_makes_none_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a requeued job's first node is another one."""
+    for i, now in enumerate([7200.0, 7260.0, 3600.0, 3660.0]):
+        monkeypatch.setattr(checkpoint_folder.time, "time", lambda now=now: now)
+        write(tmp_path, f"t{i}")
+    assert newest_whole(tmp_path) == tmp_path / "t3"
+    assert checkpoint_folder.rotate(tmp_path, "t3", max_num=2, max_mem_gb=1) == ["t0", "t1"]
+
+
 def test_the_best_is_protected_and_alone(tmp_path: Path) -> None:
     for tag in ("t0", "best_t0", "t1"):
         write(tmp_path, tag, 0.0)

@@ -44,7 +44,11 @@ def prepare(args: SimpleNamespace) -> None:
         raise UsageError(f"{flag} cannot be used: {error.strerror}: {error.filename}.") from error
 
     def ask(number: int, frame: FrameType | None) -> None:
-        path.touch()
-        print("SIGUSR1: the run stops after this step, with a checkpoint.", file=sys.stderr, flush=True)
+        try:
+            path.touch()
+            said = "the run stops after this step, with a checkpoint."
+        except OSError as error:
+            said = f"the run goes on, as {path} cannot be made ({error.strerror})."
+        print(f"SIGUSR1: {said}", file=sys.stderr, flush=True)
 
     signal.signal(signal.SIGUSR1, ask)

@@ -169,6 +169,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         try:
             super().fit(global_step)
         except StoppedOnRequest:
+            self._flush_metrics()
             for tracker in (self.wandb_logger, self.tensorboard_logger):
                 if tracker:
                     tracker.close()
@@ -194,9 +195,15 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             self.metrics_writer.phase(names.CHECKPOINT)  # upstream's driver has the model written now
 
     def end(self) -> None:
-        """Note that the run has ended: its model is written, and nobody makes it again."""
+        """Note that the run has ended: its model is written, and nobody makes it again or stops it."""
+        stop_file(self.args).unlink(missing_ok=True)
         if self.metrics_writer:
             self.metrics_writer.end()
+            self._flush_metrics()
+
+    def _flush_metrics(self) -> None:
+        if (writer := self.metrics_writer) is not None:
+            keep_trying(lambda path: writer.flush(), self.args.logger.metrics_path)
 
     def _evaluate(self, step: int) -> dict[str, float]:
         generation = {"temperature": self.args.eval.temperature}

@@ -271,7 +271,9 @@ def write_manifest(folder: Path, contents: dict[str, Any], known: dict[str, Entr
     for name in _DISTRIBUTIONS:
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    described = {"format": FORMAT, "written": time.time(), **contents, "versions": versions, "files": files}
+    # Later than the others even if the clock has gone back, or another node's is behind: order decides what is newest.
+    written = max([time.time(), *(_written(folder.parent / name) + 1e-3 for name in names(folder.parent))])
+    described = {"format": FORMAT, "written": written, **contents, "versions": versions, "files": files}
     write_text(folder / MANIFEST, json.dumps(described, indent=1))
     for directory in {path.parent for path in paths} | {folder}:
         sync(directory)

@@ -1,6 +1,7 @@
 """A request to stop ends the right run, after a step whose checkpoint is written."""
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -277,6 +278,9 @@ def test_sigusr1_to_the_driver_is_a_request(tmp_path: Path, capsys: pytest.Captu
     stop.prepare(args)
     os.kill(os.getpid(), signal.SIGUSR1)
     assert stop.stop_file(args).exists() and "stops after this step" in capsys.readouterr().err
+    shutil.rmtree(stop.stop_file(args).parent)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert "SIGUSR1: the run goes on, as " in capsys.readouterr().err
 
 
 def test_asynchronous_training_keeps_the_signal(tmp_path: Path) -> None:
