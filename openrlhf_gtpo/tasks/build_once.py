@@ -40,11 +40,11 @@ def build_once(output_dir: str | Path, recipe: Mapping[str, Any], build: Callabl
         build(partial)
         made = sorted(path for path in partial.rglob("*") if path.is_file())
         files = {str(path.relative_to(partial)): path.stat().st_size for path in made}
-        # mkdtemp and safetensors leave the result unreadable to others, such as the account a job runs under.
-        partial.chmod(0o755)
-        for path in made:
-            path.chmod(0o644)
         (partial / MARKER).write_text(json.dumps({"recipe": wanted, "files": files}, indent=2) + "\n")
+        # mkdtemp, safetensors and umask 077 make files unreadable to others, such as the account a job runs under.
+        partial.chmod(0o755)
+        for path in partial.rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)
         damaged = target.exists() and any(target.iterdir())
         if not (damaged and _is_complete(target, wanted)):  # another process may have finished the same work first
             if damaged:  # renamed first, so that a kill during the deletion does not leave it unmarked

@@ -140,8 +140,9 @@ def write_math_files(
 ) -> tuple[Path, str]:
     """Write `train.jsonl`, and `eval.jsonl` if rows are held out; return their folder and a summary of the rows.
 
-    A row has `input` (the problem, or chat messages) and `label` (the answer). Problems that are empty or repeated, or
-    whose answer Math-Verify cannot read, are left out: the reward would not know what to compare with.
+    A row has `input` (the problem, or chat messages) and `label` (the answer). Problems that are empty or repeated
+    (the same text but for white space), or whose answer Math-Verify cannot read, are left out: the reward would not
+    know what to compare with.
 
     Args:
         table: rows with these columns.
@@ -211,7 +212,8 @@ def _read_problems(
                 f"row {number} has the {problem_key} {str(problem)[:60]!r}; expected a text, or chat messages with "
                 "role and content"
             )
-        key = json.dumps(problem, sort_keys=True, ensure_ascii=False)
+        contents = [message["content"] for message in problem] if isinstance(problem, list) else [problem or ""]
+        key = "".join("".join(map(str, contents)).split())
         if key in problems:
             repeated += 1
         elif not problem or not parse_answer(answer):

@@ -33,6 +33,7 @@ WITHOUT_BRACES = re.compile(r"[-+]?(?:\d|\\[a-zA-Z{])(?:(?!\\[\])])[^\s$])*")
 ALONE = re.compile(r"\\boxed\{|\$[^$]+\$$")  # a lone formula, not a response that contains some
 MONEY = re.compile(r"(?<!\\)\\\$")  # an escaped dollar, of an amount of money
 SCIENTIFIC = re.compile(r"(?<![\w.\\])(\d+\.?\d*|\.\d+)e([-+]?\d+)(?![\w.])")
+BASE = re.compile(r"[^_]*\d_\{?(\d+)\W*$")  # of a number that is the answer, such as 101_2: Math-Verify drops it
 
 
 @dataclass(frozen=True)
@@ -148,10 +149,12 @@ def judge(response: str, answer: str) -> Grade:
             f"the answer {answer!r:.80} is not a mathematical expression; `python3 -m openrlhf_gtpo.cli.prepare math` "
             "leaves such rows out"
         )
-    found = _parse(final_answer(response))
+    final = final_answer(response)
+    found = _parse(final)
+    bases = {base[1] for text in (answer, final) if (base := BASE.match(text))}
     pairs = ((one, other) for one in gold for other in found)
     correct = any(verify(*pair, timeout_seconds=SECONDS_PER_STEP) and not _tiny_and_apart(*pair) for pair in pairs)
-    return Grade(correct=correct, answered=bool(found))
+    return Grade(correct=correct and len(bases) < 2, answered=bool(found))
 
 
 def _tiny_and_apart(one: Any, other: Any) -> bool:
@@ -208,9 +211,17 @@ def parse_answer(answer: str) -> list[Any]:
 
 
 def _parse(text: str) -> list[Any]:
-    """Math-Verify's reading; of a lone formula with a number like 6.8e-5 (to it, 6.8 e - 5), both readings."""
+    r"""Math-Verify's reading; of a lone formula with a number like 6.8e-5 (to it, 6.8 e - 5), both readings.
+
+    To Math-Verify 10\,000 is 10 times 0, and U+2212 is a minus only in formulas. A blank or ~ separates thousands only
+    in a lone formula, where 3 141 is one number: a list has commas.
+    """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
+    blank = r"|[\s~]" if ALONE.match(text) else ""
+    # Not after a decimal point, nor in 10^3\,000 or \frac12\,345.
+    thousands = rf"(?<![\w.^])[1-9]\d{{0,2}}(?:(?:\\[,:; ]{blank})\d{{3}})+(?!\d)"
+    text = re.sub(thousands, lambda number: re.sub(r"\D", "", number[0]), text.replace("\N{MINUS SIGN}", "-"))
     targets = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
     readings = [text]
     if ALONE.match(text) and SCIENTIFIC.search(text):

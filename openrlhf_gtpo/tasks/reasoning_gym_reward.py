@@ -57,12 +57,15 @@ def extract_answer(response: str, expected: str) -> str:
     """The part of a response that is to be scored; "" if there is none.
 
     The text inside the last `<answer></answer>`; else the last number, if one is expected, without a plus sign and
-    separators of thousands, since many scorers compare texts; else the whole response.
+    separators of thousands, since many scorers compare texts; else the whole response. A minus sign (U+2212) becomes
+    a hyphen.
     """
+    response = response.replace("\N{MINUS SIGN}", "-")
     if tagged := TAGGED.findall(response):
         return tagged[-1].strip()
     if NUMBER.fullmatch(expected.strip()):
-        numbers = NUMBER.findall(response)
+        text = re.sub(r"(?<=\d)[ \t]*[-+]", " ", response)  # an operator, not a sign
+        numbers = NUMBER.findall(re.sub(r"(=[ \t]*[-+])[ \t]+", r"\1", text))
         return numbers[-1].lstrip("+").replace(",", "") if numbers else ""
     return response.strip()
 

@@ -26,6 +26,16 @@ def test_is_built_once_and_leaves_nothing_beside_it(tmp_path):
     assert [path.name for path in first.parent.iterdir()] == ["out"]
 
 
+def test_another_account_can_read_all_of_a_result_whatever_the_umask(tmp_path):
+    umask = os.umask(0o077)
+    try:
+        out = build_once(tmp_path / "out", {}, _builder([]))
+    finally:
+        os.umask(umask)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (out, *out.rglob("*"))}
+    assert modes == {"out": 0o755, "sub": 0o755, "file.txt": 0o644, MARKER: 0o644}
+
+
 def test_an_empty_directory_is_filled(tmp_path):
     (tmp_path / "out").mkdir()
     build_once(tmp_path / "out", {}, _builder([]))

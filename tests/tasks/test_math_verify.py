@@ -166,6 +166,71 @@ def test_an_amount_of_money_is_a_number(response, answer):
     assert judge(response, "3") == WRONG
 
 
+@pytest.mark.parametrize("space", [r"\,", r"\:", r"\;", "\\ ", "~", " ", "\N{NARROW NO-BREAK SPACE}"])
+def test_a_space_may_separate_thousands(space):
+    for written, number in (("10#000", "10000"), ("-1#234#567", "-1234567"), ("12#345.67", "12345.67")):
+        written = written.replace("#", space)
+        assert judge(rf"\boxed{{{written}}}", number) == judge(rf"\boxed{{{number}}}", written) == RIGHT
+    assert judge(rf"\boxed{{1{space}000}}", "0") == judge(rf"\boxed{{3{space}141}}", "144") == WRONG
+    assert judge(rf"\boxed{{(1{space}000, 2)}}", "(1000, 2)") == RIGHT
+
+
+def test_thousands_in_a_text_without_a_box():
+    assert judge(r"In all it is $x = 10\,000$.", "10000") == RIGHT
+    assert judge("It costs 10 000.", "10000") == RIGHT
+
+
+@pytest.mark.parametrize(
+    "boxed, answer, expected",
+    [
+        ("(1, 000)", "(1, 0)", RIGHT),
+        ("(1, 000)", "1000", WRONG),
+        ("1, 200, 300", "300, 200, 1", RIGHT),
+        (r"1,\ 200", "1, 200", RIGHT),
+        (r"2\ \frac{1}{2}", "2.5", RIGHT),
+        (r"2\,\frac{100}{300}", r"\frac{7}{3}", RIGHT),
+        (r"\frac12\,300", "150", RIGHT),
+        (r"x^2\,100", "100x^2", RIGHT),
+        (r"a_1\,200", "200a_1", RIGHT),
+        (r"10\,00", "1000", WRONG),
+        ("1 2 3", "123", WRONG),
+        (r"2\,\pi", r"2\pi", RIGHT),
+        (r"\begin{pmatrix}1\\ 200\\ 300\end{pmatrix}", r"\begin{pmatrix} 1 \\ 200 \\ 300 \end{pmatrix}", RIGHT),
+        (r"\begin{pmatrix}1 & 200\end{pmatrix}", r"\begin{pmatrix}1200\end{pmatrix}", WRONG),
+    ],
+)
+def test_other_spaces_separate_no_thousands(boxed, answer, expected):
+    assert judge(rf"\boxed{{{boxed}}}", answer) == expected
+
+
+@pytest.mark.parametrize("response", ["The result is −5", "x = −5", r"\boxed{−5}", r"\boxed −5", "2 − 7 = −5", "$−5$"])
+def test_a_minus_sign_is_a_minus(response):
+    assert judge(response, "-5") == judge(response, "−5") == judge(response.replace("−", "-"), "−5") == RIGHT
+    assert judge(response, "5") == WRONG
+
+
+@pytest.mark.parametrize(
+    "response, answer, expected",
+    [
+        (r"\boxed{101_2}", "101_3", WRONG),
+        (r"\boxed{101_{3}}", "$101_2$", WRONG),
+        ("It is $101_3$.", "101_{2}", WRONG),
+        (r"\boxed{2_{10}}", "2_{16}", WRONG),
+        (r"\boxed{101_{2}}", "101_2", RIGHT),
+        (r"$\boxed{101}_2$", "101_3", RIGHT),  # outside the box
+        (r"\boxed{101}", "101_2", RIGHT),
+        (r"\boxed{101_2}", "101", RIGHT),
+        (r"\boxed{x = 101_3}", "101_2", WRONG),
+        (r"\boxed{101_2, 12_3}", "12_3, 101_2", RIGHT),
+        (r"\boxed{5_{10} = 101_2}", "101_2 = 5_{10}", RIGHT),
+        (r"\boxed{x_1 = x_2}", "x_2 = x_1", RIGHT),
+        ("As 212_3 is 23, it is 10111.", "10111_2", RIGHT),
+    ],
+)
+def test_a_numbers_base_is_compared_if_both_answers_have_one(response, answer, expected):
+    assert judge(response, answer) == expected
+
+
 def test_many_threads_share_few_processes():
     pool = GraderPool(2)
     with ThreadPoolExecutor(8) as threads:
@@ -268,6 +333,16 @@ def test_empty_answers_and_problems_that_differ_in_blanks_alone_are_left_out(tmp
     directory, said = write_math_files(rows, tmp_path / "out")
     assert said.endswith("left out: 1 repeated, 6 without a problem, or whose answer is not a mathematical expression")
     assert [row["label"] for row in _rows(directory / "train.jsonl")] == ["2", "1"]
+
+
+def test_a_problem_is_repeated_whatever_its_white_space_and_whether_it_is_a_message(tmp_path):
+    """Otherwise it could be both trained on and held out."""
+    texts = ["Find $x$:\n$x + 1 = 3$.", "Find  $x$:\r\n$x+1=3$.\n", "Find $x$: $x + 1 = 3$."]
+    problems = [texts[0], texts[1], [{"role": "user", "content": texts[2]}], "Find $x$: $x + 1 = 4$."]
+    problems += [[{"role": "system", "content": "Think."}, {"role": "user", "content": text}] for text in texts]
+    directory, said = write_math_files([{"problem": one, "answer": "2"} for one in problems], tmp_path / "out")
+    assert "3 problems to train on, 0 held out; left out: 4 repeated, 0" in said
+    assert [row["input"] for row in _rows(directory / "train.jsonl")][2] == problems[4]
 
 
 def test_a_tables_cells_are_text(tmp_path):

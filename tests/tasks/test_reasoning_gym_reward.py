@@ -55,6 +55,35 @@ def test_numbers(response, number):
     assert reward.extract_answer(response, "7") == number
 
 
+@pytest.mark.parametrize(
+    "response, number",
+    [
+        ("The result is −3.", "-3"),
+        ("<answer>−3</answer>", "-3"),
+        ("5-3", "3"),
+        ("1,200 -3", "3"),
+        ("5 − 3", "3"),
+        ("5 - -3", "-3"),
+        ("5 - 12 = -7", "-7"),
+        ("5 − 12 = − 7.", "-7"),
+        ("5 + 12 =+ 17", "17"),
+        ("1. -3", "-3"),
+        ("First 5\n-3", "-3"),
+        ("First 5:\n- 3 apples", "3"),
+        ("(-3)", "-3"),
+        ("2 * -3", "-3"),
+    ],
+)
+def test_a_sign_belongs_to_its_number_and_an_operator_does_not(response, number):
+    assert reward.extract_answer(response, "7") == number
+
+
+def test_a_minus_sign_is_not_dropped():
+    label = json.dumps({"task": "chain_sum", "entry": {"answer": "-3", "metadata": {}}})
+    assert _score("The result is −3.", label) == 1.0
+    assert _score("The result is −3.", label.replace("-3", "3")) < 1.0
+
+
 def test_scorers_that_compare_texts_see_a_number_as_labels_write_it():
     label = json.dumps({"task": "lcm", "entry": {"answer": "1200", "metadata": {}}})
     assert _score("It is 1,200.", label) == _score("So: +1200", label) == 1.0
