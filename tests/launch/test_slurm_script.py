@@ -36,7 +36,7 @@ def test_a_dry_run_shows_every_step_and_the_launchers_own(launcher: Path, tmp_pa
     token = f"--gpus 0 --shared {output}/slurm/1-0/ray_token --temporary /tmp"
     assert f"cli.doctor {token} --port 7000 && exec python3 -m" in head and f"cli.doctor {token} && exec" in worker
     assert "ray_cluster head --port 7000 --name HEAD" in head
-    assert "ray_cluster worker --head HEAD-ADDRESS:7000 --name WORKER" in worker
+    assert "ray_cluster worker --head HEAD-ADDRESS:7000 --timeout 600 --name WORKER" in worker
     assert "ray_cluster wait --dashboard http://127.0.0.1:7001" in wait and "--nodes HEAD WORKER" in wait
     assert f"bash {launcher} --submit http://127.0.0.1:7001 --cpu -- --ckpt.load_enable" in training
     assert "--ckpt.stop_file" in training and "--actor.adam.lr 5e-7" in training
@@ -218,6 +218,18 @@ def test_an_attempt_that_loses_several_nodes_counts_once(launcher: Path, tmp_pat
     assert ended.returncode == 0 and "the job is back in the queue" in ended.stderr, ended.stderr
     assert ended.stdout == "requeued: 7_3\n"
     assert (tmp_path / "run" / "slurm" / "7-lost").read_text() == "n1 n2\n"
+
+
+def test_a_request_before_anything_has_started_requeues_the_job(launcher: Path, tmp_path: Path) -> None:
+    """As when a job is preempted while the script still asks SLURM for the nodes' addresses."""
+    signals = "kill -USR1 $(ps -o ppid= $PPID); echo 'x NodeAddr=127.0.0.1 x'"  # the parent is the script's subshell
+    programs = {"scontrol": f'case $2 in hostnames) echo n1 ;; node) {signals} ;; *) echo "requeued: $2" ;; esac'}
+    for name, text in (PROGRAMS | programs).items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    settings = {"LAUNCHER": str(launcher), "OUTPUT": str(tmp_path / "run"), "SLURM_JOB_ID": "7", "FOUND": ""}
+    ended = run(PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_JOB_NODELIST="n1", **settings)
+    assert ended.returncode == 0 and ended.stdout == "requeued: 7\n", ended.stderr
 
 
 @pytest.mark.parametrize(
