@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special, stats
 
+from openrlhf_gtpo.report.metrics import decimals
+
 _POWER = 0.8  # chance that an effect of the size that is "seen" gives an interval without 0
 
 _SAME = 1e-9  # difference of scores below which they are equal
@@ -38,18 +40,17 @@ class Difference:
 
     def sentence(self, method: str, baseline: str) -> str:
         """The finding in one sentence, for a reader who reads nothing else."""
+        effect = decimals(self.effect, "+")
         if math.isnan(self.low):
-            return (
-                f"{method} is {self.effect:+.3f} relative to {baseline}; 1 seed does not say whether that is chance."
-            )
+            return f"{method} is {effect} relative to {baseline}; 1 seed does not say whether that is chance."
         if not self.has_spread:
             found = "no difference seen" if abs(self.effect) < _SAME else "the same mean difference for every seed"
-            return f"{method} against {baseline}: {found} ({self.effect:+.3f}; {self.seeds} seeds without a spread)."
-        interval = f"{self.effect:+.3f}, 95 % interval {self.low:+.3f} to {self.high:+.3f}"
+            return f"{method} against {baseline}: {found} ({effect}; {self.seeds} seeds without a spread)."
+        interval = f"{effect}, 95 % interval {decimals(self.low, '+')} to {decimals(self.high, '+')}"
         if self.low <= 0 <= self.high:
             return (
                 f"{method} against {baseline}: no difference seen ({interval}); "
-                f"{self.seeds} seeds can see {self.seen:.3f}."
+                f"{self.seeds} seeds can see {decimals(self.seen)}."
             )
         return f"{method} is {'better' if self.effect > 0 else 'worse'} than {baseline} ({interval})."
 

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,9 +22,9 @@ from openrlhf_gtpo.experiment.comparison import Difference, p_among_all, paired_
 from openrlhf_gtpo.experiment.grid import OURS
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.curves import plot_figures
-from openrlhf_gtpo.report.metrics import Rows, before_and_after, datasource_of, held_out_names, read_runs
+from openrlhf_gtpo.report.metrics import Rows, datasource_of, decimals, held_out_names, read_runs, series
 
-_HELD_OUT = "held-out reward"  # of training's last evaluation
+_HELD_OUT = "held-out reward"  # of training; "at step N" makes it a measure
 _OF_A_START = (*OURS, "kind", "step", "time", "run", "seed", "ended")  # these may differ between runs of one label
 _OF_A_MODEL = ("model", "weights")  # these differ between evaluations
 
@@ -47,6 +48,11 @@ class FoundRun:
     settings: Mapping[str, Any]
     scores: Mapping[tuple[str, str], np.ndarray]
     questions: Mapping[str, str]
+
+    @property
+    def under_way(self) -> bool:
+        """True if it has not ended, as far as its metrics say."""
+        return self.rows[0]["kind"] == names.KIND_RUN and not any(row.get("ended") for row in self.rows)
 
 
 Runs = dict[str, list[FoundRun]]
@@ -76,11 +82,11 @@ def find_runs(arguments: Sequence[str], wanted: Container[Path] | None = None) -
                     f"Legends leave out a label that begins with _, such as {label!r}; name it otherwise."
                 )
             *earlier, rows = read_runs(path)
-            runs.setdefault(label, []).append(_read(Path(path), rows))
+            runs.setdefault(label, []).append(run := _read(Path(path), rows))
             if earlier:
                 left_out = f"{len(earlier)} of {len(earlier) + 1} runs, those before the last"
                 print(f"{path}: left out {left_out}.", file=sys.stderr)
-            if rows[0]["kind"] == names.KIND_RUN and not any(row.get("ended") for row in rows):
+            if run.under_way:
                 print(f"{path}: has not ended; its figures are those of its last step.", file=sys.stderr)
             continue
         folders = sorted(file.parent for file in Path(text).rglob("seed-*/flags.json"))
@@ -122,30 +128,41 @@ def write_page(
     """
     bases = _bases(runs, baseline) if baseline is not None else {}
     runs = dict(sorted(runs.items(), key=lambda item: item[0] not in bases.values()))
-    found = [
-        (label, base, *measure, difference)
-        for label, base in bases.items()
-        for measure, difference in _differences(label, runs[label], base, runs.get(base, [])).items()
-    ]
-    compared = {row[0] for row in found}
+    found: list[tuple[str, str, str, str, Difference]] = []
+    apart = []
+    for label, base in bases.items():
+        for (data, measure), difference in _differences(label, runs[label], base, runs.get(base, [])).items():
+            if difference is None:
+                why = "there is no step at which all their runs with the same seeds were evaluated"
+                apart.append((label, f"{data}, {measure}: {label} is not compared with {base}, as {why}."))
+            else:
+                found.append((label, base, data, measure, difference))
+    compared = {row[0] for row in (*found, *apart)}
     among = _among_all([row[:4] for row in found], runs)
     figures = plot_figures({label: [run.rows for run in group] for label, group in runs.items()}, folder)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(resources.files(__package__).joinpath("page.html").read_text("utf-8"))
-    columns = sorted({key for group in runs.values() for run in group for key in run.scores}, key=_by_measure)
+    shown = {row[2:4] for row in found}
+    for run in (run for group in runs.values() for run in group):
+        shown |= {keys[-1] for keys in _held_out(run).values()}
+        shown |= {key for key in run.scores if not key[1].startswith(_HELD_OUT)}
+    columns = sorted(shown, key=_by_measure)
     page = folder / "index.html"
     text = template.render(
         title=title,
+        decimals=decimals,
         baseline=baseline,
         runs=runs,
         unfinished=unfinished,
+        under_way=[run.path for group in runs.values() for run in group if run.under_way],
         alone=[label for label in bases if label not in compared],
         sentences=[_of_all(*key, p) for key, p in among.items() if not key[-1].startswith("pass@")]
         + [
             f"{data}, {measure}: {difference.sentence(label, base)}"
             for label, base, data, measure, difference in found
             if not measure.startswith("pass@")
-        ],
+        ]
+        + [sentence for _, sentence in apart],
         differences=found,
         among=among,
         figures={name: Markup(_inline(svg.read_text("utf-8"), name)) for name, svg in figures.items()},
@@ -184,9 +201,9 @@ def _read(path: Path, rows: Rows) -> FoundRun:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{evaluation} is not what cli.evaluate writes; restore or remove it.") from error
     for name in held_out_names(rows):
-        after = before_and_after(rows, name)[1]
-        if after is not None:
-            scores[datasource_of(name), _HELD_OUT] = np.array([after])
+        for step, value in zip(*series(rows, names.KIND_EVAL, name)):
+            if step > 0:
+                scores[datasource_of(name), f"{_HELD_OUT} at step {step}"] = np.array([value])
     named = re.findall(r"seed[-_=]?(\d+)", str(path))  # as in OpenRLHF's folders, which say it nowhere else
     seed = start.get("seed", int(named[-1]) if named else None)
     differing = {name: value for name, value in settings.items() if name not in _OF_A_START}
@@ -206,21 +223,39 @@ def _bases(runs: Runs, baseline: str) -> dict[str, str]:
 
 def _differences(
     label: str, group: Sequence[FoundRun], base: str, others: Sequence[FoundRun]
-) -> dict[tuple[str, str], Difference]:
-    """Differences by data set and measure, over the seeds for which both have it."""
+) -> dict[tuple[str, str], Difference | None]:
+    """Differences by data set and measure, over the seeds for which both have it. Training's held-out reward is of the
+    last step at which all of these runs were evaluated, and None if there is no such step."""
     by_seed = {run.seed: run for run in others if run.seed is not None}
     pairs = [(run, by_seed[run.seed]) for run in group if run.seed in by_seed]
-    ordered = sorted({key for run, other in pairs for key in run.scores.keys() & other.scores.keys()}, key=_by_measure)
+    steps = defaultdict(list)
+    for mine, theirs in ((_held_out(run), _held_out(other)) for run, other in pairs):
+        for data in mine.keys() & theirs.keys():
+            steps[data].append({*mine[data]} & {*theirs[data]})
+    last = {
+        data: max(set.intersection(*keys), key=_by_measure, default=(data, _HELD_OUT)) for data, keys in steps.items()
+    }
+    shared = {key for run, other in pairs for key in run.scores.keys() & other.scores.keys()}
+    ordered = sorted(shared | {*last.values()}, key=_by_measure)
     largest = {data: measure for data, measure in ordered if measure.startswith("pass@")}
     found = {}
     for data, measure in ordered:
-        if not (measure == _HELD_OUT or measure.startswith("mean@") or measure == largest.get(data)):
+        if not ((data, measure) == last.get(data) or measure.startswith("mean@") or measure == largest.get(data)):
             continue
         having = [pair for pair in pairs if all((data, measure) in run.scores for run in pair)]
-        if measure != _HELD_OUT and len({run.questions.get(data) for pair in having for run in pair}) > 1:
+        if not measure.startswith(_HELD_OUT) and len({run.questions.get(data) for pair in having for run in pair}) > 1:
             raise UsageError(f"{label} and {base} answered different questions of {data}; evaluate both on the same.")
         differences = [run.scores[data, measure] - other.scores[data, measure] for run, other in having]
-        found[data, measure] = paired_difference(np.array(differences))
+        found[data, measure] = paired_difference(np.array(differences)) if having else None
+    return found
+
+
+def _held_out(run: FoundRun) -> dict[str, list[tuple[str, str]]]:
+    """The scores of a run that are held-out rewards of training, by data set and in order of step."""
+    found = defaultdict(list)
+    for key in sorted(run.scores, key=_by_measure):
+        if key[1].startswith(_HELD_OUT):
+            found[key[0]].append(key)
     return found
 
 
@@ -249,9 +284,9 @@ def _of_all(base: str, data: str, measure: str, p: Mapping[str, float]) -> str:
 
 
 def _by_measure(key: tuple[str, str]) -> tuple[str, bool, str, int]:
-    """Sort key: data sets by name, and the measures of each by name, pass@4 before pass@32."""
+    """Sort key: data sets by name, and the measures of each by name, pass@4 before pass@32, step 9 before 10."""
     data, measure = key
-    name, _, k = measure.partition("@")
+    name, _, k = measure.replace(" at step ", "@").partition("@")
     return data, name not in ("mean", "pass", "best", "majority"), name, int(k or 0)
 
 
@@ -259,7 +294,7 @@ def _mean(group: Sequence[FoundRun], key: tuple[str, str]) -> str:
     values = [float(run.scores[key].mean()) for run in group if key in run.scores]
     if not values:
         return ""
-    return f"{fmean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
+    return decimals(fmean(values)) + (f" ± {decimals(stdev(values))}" if len(values) > 1 else "")
 
 
 def _settings(runs: Runs) -> dict[str, list[str]]:

@@ -77,7 +77,9 @@ class Candidate:
         bucket = {"sync_bucket": buckets}
         beside_engine = weights | states | reference if self.colocated and not away else {}
         beside_trainer = context | resting | (loaded if self.colocated else {})  # the cache is asleep
-        activations = {"activations": forward_bytes(training, stage)}
+        work = self.engines.workload
+        tokens = min(work.micro_batch_tokens(training.layout.context_parallel_size), work.rows * work.row_length)
+        activations = {"activations": forward_bytes(replace(training, tokens=tokens), stage)}  # of any rows
         read = {"optimizer": held["optimizer"]}  # or written
         if training.fp8 is not None and training.fp8.primary_weights:  # checkpoints hold these weights in bfloat16
             read["bf16_copies"] = 2 * fp8_parameters(training, stage)

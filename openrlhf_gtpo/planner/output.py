@@ -148,7 +148,7 @@ def launch_script(one: Candidate, *, algorithm: str, model: str, command: str) -
             "FP8_RECIPE": "blockwise" if fp8 is None else fp8.recipe,
             "FP8_PARAM": 1 if fp8 is not None and fp8.primary_weights else "",
             "RECOMPUTE": training.recompute,
-            "MAX_TOKENS_PER_GPU": -(-training.tokens // context),
+            "MAX_TOKENS_PER_GPU": -(-work.micro_batch_tokens(context) // context),
         },
         "The engines": {
             "VLLM_ENGINES": engines.count,

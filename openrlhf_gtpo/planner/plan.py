@@ -116,7 +116,9 @@ def candidates(request: Request) -> list[Candidate]:
                 continue
             for fp8, recompute in product(precisions, [request.recompute] if request.recompute else RECOMPUTE):
                 replicas, context = layout.data_parallel_size(training_gpus), layout.context_parallel_size
-                tokens = work.micro_batch_tokens(context)
+                # A short rollout makes one optimizer step of up to two batches less a row (old_policy.count_steps).
+                rows = -(-min(work.rows, 2 * work.batch - 1) // replicas)
+                tokens = min(work.micro_batch_tokens(context), rows * work.row_length)
                 training = Training(
                     shape=request.shape,
                     layout=layout,

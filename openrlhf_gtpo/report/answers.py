@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
+from openrlhf_gtpo.report.metrics import decimals
+
 
 def best_of(scores: Sequence[float], k: int) -> float:
     """The mean best score of ``k`` answers, over all draws from ``scores`` without replacement.
@@ -73,7 +75,7 @@ def table(summaries: Mapping[str, Mapping[str, tuple[float, float | None]]]) -> 
     """A markdown table with a row for each data set: means, ± standard errors where known."""
 
     def cell(mean: float, error: float | None) -> str:
-        return f"{mean:.3f}" if error is None else f"{mean:.3f} ± {error:.3f}"
+        return decimals(mean) + ("" if error is None else f" ± {decimals(error)}")
 
     columns = list(dict.fromkeys(name for summary in summaries.values() for name in summary))
     lines = ["| data set | " + " | ".join(columns) + " |", "|---" + "|---:" * len(columns) + "|"]

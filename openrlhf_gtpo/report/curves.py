@@ -138,7 +138,8 @@ def plot_figures(runs: Mapping[str, Sequence[Rows]], folder: Path) -> dict[str, 
             for index, (label, seeds) in enumerate(runs.items()):
                 color, line = _color_and_line(index)
                 points = [read(rows) for rows in seeds]
-                _thin_and_mean(axes, points, f"{label} (n={len(seeds)})", color, line=line)
+                having = sum(bool(steps) for steps, _ in points)
+                _thin_and_mean(axes, points, f"{label} (n={having})", color, line=line)
                 if not any(steps for steps, _ in points):
                     without.append(label)
             _finish(axes, title, unit)

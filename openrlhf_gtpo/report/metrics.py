@@ -121,7 +121,7 @@ def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:
     A run begins with a line of the kind "run" at step 0; in a file of version 0.1, which has no such line, it begins
     where the first step comes again. An unreadable line is left out: a process that dies cuts off its last line, which
     after a resume is in the middle of the file. Where a resumed run repeated a step, the later line counts, and
-    earlier lines of later steps, which the weights have not seen, no longer count.
+    earlier lines of later steps, which the weights have not seen, no longer count; nor do they until its first step.
 
     Raises:
         ValueError: the file is absent or unreadable, or none of its lines is a metrics line.
@@ -135,6 +135,7 @@ def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:
     except OSError as error:
         raise ValueError(f"cannot read metrics from {file}: {error.strerror}") from None
     runs: list[dict[tuple[str, int], dict[str, Any]]] = [{}]
+    ends = [math.inf]  # of each run, the step that it was resumed from, until it makes the next one
     broken = last = 0
     for number, line in enumerate(lines, start=1):
         try:
@@ -147,6 +148,11 @@ def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:
             begins = key == (names.KIND_RUN, 0) and "ended" not in row
             if runs[-1] and (begins or again):
                 runs.append({})
+                ends.append(math.inf)
+            if row["kind"] == names.KIND_RUN and "ended" not in row:
+                ends[-1] = row["step"]
+            elif row["step"] > ends[-1]:
+                ends[-1] = math.inf
             if row["kind"] == names.KIND_TRAIN:
                 if row["step"] <= last:  # repeated, from a checkpoint
                     runs[-1] = {other: kept for other, kept in runs[-1].items() if other[1] < row["step"]}
@@ -158,7 +164,7 @@ def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:
     if not runs[-1]:
         problem = f"line {broken} is not a metrics line" if broken else "it has no lines yet"
         raise ValueError(f"{file} has no metrics: {problem}")
-    return [list(rows.values()) for rows in runs]
+    return [[row for row in rows.values() if row["step"] <= end] for rows, end in zip(runs, ends)]
 
 
 def _read_tensorboard(folder: Path) -> list[dict[str, Any]]:
@@ -213,6 +219,14 @@ def before_and_after(rows: Rows, held_out_name: str) -> tuple[float | None, floa
 def datasource_of(held_out_name: str) -> str:
     """The data source in a held-out name, such as "products" in `eval_products_pass1`."""
     return held_out_name.removeprefix(names.EVAL_PREFIX).removesuffix(names.EVAL_PASS1_SUFFIX)
+
+
+def decimals(value: float, sign: str = "") -> str:
+    """A number with three decimals; below 0.001, or as close to 1, with two digits of what is left, unless that is
+    rounding error. ``sign`` "+" shows the sign of positive numbers too."""
+    apart = min(abs(value), abs(1 - abs(value)))
+    places = 1 - math.floor(math.log10(apart)) if 1e-9 <= apart < 1e-3 else 3
+    return f"{value:{sign}.{places}f}"
 
 
 def is_number(value: Any) -> bool:

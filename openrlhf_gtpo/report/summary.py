@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.report.metrics import Rows, before_and_after, datasource_of, held_out_names, series
+from openrlhf_gtpo.report.metrics import Rows, before_and_after, datasource_of, decimals, held_out_names, series
 
 
 def print_run_summary(metrics: Rows) -> None:
@@ -20,7 +20,7 @@ def print_run_summary(metrics: Rows) -> None:
         evaluations = len(series(metrics, names.KIND_EVAL, name)[0])
         cells = _cells(*before_and_after(metrics, name))
         for place, error in enumerate(before_and_after(metrics, name + names.EVAL_ERROR_SUFFIX)):
-            cells[place] += "" if error is None else f" ± {error:.3f}"
+            cells[place] += "" if error is None else f" ± {decimals(error)}"
         held_out.add_row(escape(datasource_of(name)), *cells, str(evaluations))
     if not held_out.rows:
         held_out.add_row("no evaluation in this run", "-", "-", "-", "0")
@@ -32,7 +32,7 @@ def print_run_summary(metrics: Rows) -> None:
         points = list(zip(*series(metrics, names.KIND_TRAIN, name)))
         if points:  # an audit's need not be those of the run's first and last step
             ends = zip((points[0], points[-1]), (steps[0], steps[-1]))
-            shown = (f"{value:.3f}" + (f" (step {at})" if at != row["step"] else "") for (at, value), row in ends)
+            shown = (decimals(value) + (f" (step {at})" if at != row["step"] else "") for (at, value), row in ends)
             training.add_row(name, *shown)
 
     # Medians: the first step warms up caches and would distort a mean.
@@ -42,9 +42,10 @@ def print_run_summary(metrics: Rows) -> None:
         seconds = series(metrics, names.KIND_TRAIN, names.timing(phase))[1]
         rates = series(metrics, names.KIND_TRAIN, names.tokens_per_second(phase))[1]
         if seconds:
-            share = f"{median(seconds) / median(totals):.0%}" if totals and median(totals) else "-"
-            rate = f"{median(rates):,.0f}" if rates else "-"
-            timing.add_row(phase.replace("_", " "), f"{median(seconds):.2f}", share, rate)
+            took = median(seconds)
+            share = f"{took / median(totals):.0%}" if totals and median(totals) else "-"
+            rate = f"{median(rates):{',.0f' if median(rates) >= 10 else '.2g'}}" if rates else "-"
+            timing.add_row(phase.replace("_", " "), f"{took:{'.2f' if took >= 0.1 else '.2g'}}", share, rate)
     console = Console()
     console.print(held_out, "", training, "", timing)
 
@@ -75,8 +76,8 @@ def comparison_markdown(runs: Mapping[str, Sequence[Rows]]) -> str:
                 cells = " | ".join(_cells(before, after))
                 lines.append(f"| {run} | {task or 'none'} | {cells} | {_last_step(rows)} |")
         for task, pairs in complete.items():
-            spreads = [_with_spread(values, ".3f") for values in zip(*pairs)]
-            spreads.append(_with_spread([after - before for before, after in pairs], "+.3f"))
+            spreads = [_with_spread(values) for values in zip(*pairs)]
+            spreads.append(_with_spread([after - before for before, after in pairs], "+"))
             lines.append(f"| **{label}, mean of {len(pairs)}** | {task} | {' | '.join(spreads)} | |")
     return "\n".join(lines) + "\n"
 
@@ -89,14 +90,14 @@ def _table(title: str, first: str, *others: str) -> Table:
 
 
 def _cells(before: float | None, after: float | None) -> list[str]:
-    """The cells before, after and change with three digits, "-" for what is unknown."""
+    """The cells before, after and change, "-" for what is unknown."""
     change = None if before is None or after is None else after - before
-    values = ((before, ".3f"), (after, ".3f"), (change, "+.3f"))
-    return ["-" if value is None else f"{value:{form}}" for value, form in values]
+    values = ((before, ""), (after, ""), (change, "+"))
+    return ["-" if value is None else decimals(value, sign) for value, sign in values]
 
 
-def _with_spread(values: Sequence[float], form: str) -> str:
-    return f"{mean(values):{form}}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
+def _with_spread(values: Sequence[float], sign: str = "") -> str:
+    return decimals(mean(values), sign) + (f" ± {decimals(stdev(values))}" if len(values) > 1 else "")
 
 
 def _last_step(rows: Rows) -> int:

@@ -339,7 +339,7 @@ function formulas(c, row, i, t) {
     compared = `mean(${list(alive.map((peer) => weight(credit.row_entropy[peer])))})`;
     words = `each response's ${mean} entropy, over the group's ${alive.length} ${kind}`;
   } else {
-    const H = (place) => NUMBERS[step.columns.entropy[place]];
+    const H = (place) => Math.max(method.entropy_eps, NUMBERS[step.columns.entropy[place]]);
     const alive = peers.map((peer) => [peer, tokenAt(step, peer, t)]).filter(([, token]) => token >= 0);
     own = weight(H(i));
     compared = `${mean}(${method.compare !== "position" ? weight("H")

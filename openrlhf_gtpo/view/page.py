@@ -88,6 +88,7 @@ def _method(method: Method) -> dict[str, Any]:
         "level": estimator.level,
         "compare": getattr(config, "compare", None),
         "mean": getattr(config, "entropy_mean", "arithmetic"),
+        "entropy_eps": getattr(config, "entropy_eps", None),
         "rewards": [estimator.formula and estimator.formula(config, succeeded) for succeeded in (False, True)],
         "settings": ", ".join(f"{name} {value}" for name, value in vars(config).items()),
         "known": estimator.formula is not None,

@@ -56,6 +56,11 @@ def test_no_differences_have_an_interval_of_no_width_and_one_seed_has_none() -> 
     assert "1 seed does not say" in one.sentence("a", "b")
 
 
+def test_an_interval_without_0_does_not_show_it() -> None:
+    found = paired_difference(np.array([0.0005, 0.0006, 0.0007])[:, None])
+    assert found.sentence("a", "b") == "a is better than b (+0.00060, 95 % interval +0.00035 to +0.00085)."
+
+
 @pytest.mark.parametrize("seeds", [3, 5])
 @pytest.mark.parametrize(
     "scenario", ["noise alone", "mostly seeds", "seeds as questions", "mostly questions", "answers"]

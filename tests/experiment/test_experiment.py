@@ -175,7 +175,7 @@ def test_the_table_begins_with_the_baseline_and_the_page_compares_with_it(file: 
     table = (file.parent / "runs" / "table.md").read_text()
     assert 0 < table.index("grpo, mean of 3") < table.index("gtpo, mean of 3")
     page = (file.parent / "runs" / "report" / "index.html").read_text()
-    assert "task, held-out reward: gtpo against grpo: no difference seen (+0.000" in page
+    assert "task, held-out reward at step 1: gtpo against grpo: no difference seen (+0.000" in page
 
 
 def test_an_evaluation_of_one_method_does_not_end_the_experiment(file: Path) -> None:

@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from studies import write_run, write_study
 
 from openrlhf_gtpo.cli.report import main
 from openrlhf_gtpo.experiment.comparison import paired_difference
-from openrlhf_gtpo.report.metrics import read_runs, series
+from openrlhf_gtpo.report.metrics import MetricsWriter, read_runs, series
 
 
 def page(*arguments: object) -> int:
@@ -83,6 +85,7 @@ def test_all_methods_are_compared_with_the_baseline_at_once(tmp_path: Path) -> N
     assert page(study, "--baseline", "dapo", "--output", tmp_path / "out") == 0
     text = (tmp_path / "out" / "index.html").read_text()
     assert "math500, mean@32: among all 2 methods together, these differ from dapo: gtpo (p &lt; 0.001)." in text
+    assert "<td>&lt; 0.001</td>" in text and "<td>0.000</td>" not in text
     assert (
         page(f"gtpo={study}/gtpo/seed-1", f"dapo={study}/dapo/seed-1", "--baseline", "dapo", "--output", tmp_path) == 0
     )
@@ -100,6 +103,7 @@ def test_of_a_file_with_several_runs_the_last_counts_and_the_others_are_named(
     two.write_text(half)
     assert page(f"gtpo={two}", "--output", tmp_path / "out") == 0
     assert capsys.readouterr().err == f"{two}: has not ended; its figures are those of its last step.\n"
+    assert f"Not ended, and shown up to its last step: {two}." in (tmp_path / "out" / "index.html").read_text()
 
 
 def test_evaluations_with_other_settings_are_seen_to_be(tmp_path: Path) -> None:
@@ -116,7 +120,35 @@ def test_evaluations_with_other_settings_are_seen_to_be(tmp_path: Path) -> None:
     assert page(*runs, "--baseline", "dapo", "--output", tmp_path / "out") == 0
     text = (tmp_path / "out" / "index.html").read_text()
     assert "evaluation of math: temperature" in text and "<td>0.25, default</td><td>1.0</td>" in text
-    assert "evaluation of math: weights" not in text and "math, held-out reward: gtpo against dapo" in text
+    assert "evaluation of math: weights" not in text and "math, held-out reward at step 20: gtpo against dapo" in text
+
+
+def write_evaluations(path: Path, rewards: dict[int, float]) -> None:
+    with closing(MetricsWriter(path)) as writer:
+        writer.begin(0, {"seed": 1})
+        for step, reward in rewards.items():
+            writer.write("eval", step, {"eval_math_pass1": reward})
+        writer.end()
+
+
+def test_held_out_rewards_are_compared_at_one_step(tmp_path: Path) -> None:
+    """A method that went on longer is compared where the other ended; the means have both of its steps."""
+    rewards = {"gtpo": {0: 0.2, 9: 0.3, 10: 0.31, 20: 0.52}, "grpo": {7: 0.4}, "dapo": {0: 0.2, 9: 0.3, 10: 0.31}}
+    for label, found in rewards.items():
+        write_evaluations(tmp_path / label, found)
+    runs = [f"{label}={tmp_path / label}" for label in rewards]
+    assert page(*runs, "--baseline", "dapo", "--output", tmp_path / "out") == 0
+    text = (tmp_path / "out" / "index.html").read_text()
+    assert "math, held-out reward at step 10: gtpo is +0.000 relative to dapo" in text and "better" not in text
+    why = "there is no step at which all their runs with the same seeds were evaluated."
+    assert f"math, held-out reward: grpo is not compared with dapo, as {why}" in text
+    assert text.count("is not compared") == 1
+    means = re.findall(r"<tr><th scope=.row.>math, (.*)</th><td>(.*)</td><td>(.*)</td><td>(.*)</td></tr>", text)
+    assert means == [
+        ("held-out reward at step 7", "", "", "0.400"),
+        ("held-out reward at step 10", "0.310", "0.310", ""),
+        ("held-out reward at step 20", "", "0.520", ""),
+    ]
 
 
 def test_openrlhfs_own_folders_are_read(tmp_path: Path) -> None:
@@ -143,7 +175,8 @@ def test_openrlhfs_own_folders_are_read(tmp_path: Path) -> None:
     assert page(*runs, "--baseline", "grpo", "--output", tmp_path / "out") == 0
     text = (tmp_path / "out" / "index.html").read_text()
     assert (
-        "math, held-out reward: dapo is +0.250 relative to grpo; 1 seed does not say whether that is chance." in text
+        "math, held-out reward at step 2: dapo is +0.250 relative to grpo; 1 seed does not say whether that is chance."
+        in text
     )
     assert "Best of a prompt&#39;s responses, in training" in text or "Best of a prompt's responses" in text
 

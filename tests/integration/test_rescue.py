@@ -113,7 +113,6 @@ def test_the_guide_answers_what_the_policy_failed_at(monkeypatch: pytest.MonkeyP
         assert marks == [[0, 0, 1] * 2, [1] * 6]
         assert all(row.rollout_log_probs.tolist() == [[-0.5]] for row in rows)
         assert generator.tokens == 8 * 3 + 4, "one per response: eight groups, and an answer to each of four prompts"
-        generator.tokens = 0
     assert (generator.rescue.rescued, generator.rescue.given_up, len(generator.rescue)) == (6, 6, 0)
 
 

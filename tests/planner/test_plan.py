@@ -20,7 +20,7 @@ from openrlhf_gtpo.model_shape import PRESETS
 from openrlhf_gtpo.planner.assumptions import Assumptions
 from openrlhf_gtpo.planner.candidate import SYNC_BUCKET, Candidate
 from openrlhf_gtpo.planner.cluster import parse_cluster
-from openrlhf_gtpo.planner.output import details, ranking, trainer_flags
+from openrlhf_gtpo.planner.output import details, launch_script, ranking, trainer_flags
 from openrlhf_gtpo.planner.plan import Request, candidates, planned_config, smallest_cluster
 from openrlhf_gtpo.planner.workload import Workload
 
@@ -146,6 +146,28 @@ def test_what_travels_hides_behind_passes() -> None:
     assert hidden["reduction"] < shown["reduction"] / 5 and hidden["gather"] < shown["gather"]
     assert "--megatron.ddp overlap_grad_reduce=false" in " ".join(trainer_flags(apart))
     assert trainer_flags(one(asked)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens"),
+    [
+        ({}, 8 * 768),
+        ({"max_tokens_per_gpu": 4096}, 4096),
+        ({"max_tokens_per_gpu": 500}, 768),  # a row
+        ({"train_batch": 8}, 2 * 768),  # a rollout of 15 rows makes one optimizer step
+        ({"train_batch": 32}, 8 * 768),
+        ({"train_batch": 8, "prompts_per_step": 1}, 768),
+    ],
+    ids=str,
+)
+def test_activations_are_of_no_more_rows_than_there_are(changes: dict[str, Any], tokens: int) -> None:
+    work = replace(Workload(256, 512, samples_per_prompt=8, prompts_per_step=8), **changes)
+    found = one(request("3b", 8, work, **FIXED | {"tensor": 1, "vllm_tensor": 1}))
+    assert found.training.tokens == tokens and found.fits
+    rollout = one(request("3b", 8, replace(work, train_batch=None), **FIXED | {"tensor": 1, "vllm_tensor": 1}))
+    assert found.memory["forward"] == rollout.memory["forward"]
+    script = launch_script(found, algorithm="gtpo", model="MODEL", command="")
+    assert f'MAX_TOKENS_PER_GPU="${{MAX_TOKENS_PER_GPU-{max(768, work.max_tokens_per_gpu)}}}"' in script
 
 
 def test_less_is_kept_the_more_is_computed_again() -> None:

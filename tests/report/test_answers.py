@@ -65,3 +65,4 @@ def test_a_summary_has_means_and_standard_errors_over_questions() -> None:
     alone = summarize(per_question([questions[0] | {"answers": None}]))
     assert "majority@3" not in alone and alone["mean@3"][1] is None and "±" not in table({"x": alone})
     assert "| one | 0.700 ± 0.300 |" in table({"one": found}).replace("0.700 ± 0.300 | 0", "0.700 ± 0.300 |\n0")
+    assert "| 0.99975 ± 0.00020 |" in table({"one": {"mean@3": (0.99975, 0.0002)}})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.report.metrics import MetricsWriter, before_and_after, held_out_names, read_runs, series
+from openrlhf_gtpo.report.metrics import MetricsWriter, before_and_after, decimals, held_out_names, read_runs, series
 
 
 def _write(path, *lines):
@@ -144,16 +144,22 @@ def test_runs_in_one_file_stay_apart_and_a_resumed_one_stays_one(tmp_path):
 
 
 def test_steps_that_a_resumed_run_has_not_made_again_are_not_its_own(tmp_path):
-    """The run ended after 5 steps with an evaluation; then it went on from step 2 and was killed after step 4."""
+    """The run ended after 5 steps with an evaluation; then it went on from step 2, and was killed after step 4.
+    A start that made no step before that, and one from the end, have undone nothing."""
     path = tmp_path / "m.jsonl"
     _start(path, 1, 2, 3, 4, 5)
     _write(path, ("eval", 5, {"b": 1}), ("run", 5, {"run": "x", "ended": True}))
     _start(path, after=2)
-    assert series(read_runs(path)[-1], "train", "a")[0] == [1, 2, 3, 4, 5]  # the new start may never have trained
-    _write(path, ("train", 3, {"a": 30}), ("train", 4, {"a": 40}))
-    (rows,) = read_runs(path)
-    assert series(rows, "train", "a") == ([1, 2, 3, 4], [1, 2, 30, 40])
-    assert series(rows, "eval", "b") == ([], []) and not any("ended" in row for row in rows)
+    _start(path, after=2)
+    _start(path, after=5)
+    assert series(read_runs(path)[-1], "train", "a")[0] == [1, 2, 3, 4, 5]
+    _start(path, after=2)
+    for made in ([], [30, 40]):
+        _write(path, *(("train", step, {"a": a}) for step, a in enumerate(made, start=3)))
+        (rows,) = read_runs(path)
+        assert series(rows, "train", "a") == ([1, 2, 3, 4][: 2 + len(made)], [1, 2, *made])
+        assert series(rows, "eval", "b") == ([], []) and not any("ended" in row for row in rows)
+        assert [row["step"] for row in rows if row["kind"] == "run"] == [0, 2]
 
 
 @pytest.mark.parametrize("evaluated", [True, False])
@@ -194,6 +200,23 @@ def test_held_out_reward_before_and_after(tmp_path):
     assert before_and_after(rows, name) == (0.2, 0.5)
     assert before_and_after(rows[1:], name) == (None, 0.5)
     assert before_and_after(rows[:1], name) == (0.2, None)
+
+
+@pytest.mark.parametrize(
+    "value, shown",
+    [
+        (0.0004, "+0.00040"),
+        (0.99996, "+0.999960"),
+        (-0.0004, "-0.00040"),
+        (0.0096, "+0.010"),
+        (1.5, "+1.500"),
+        (0.1 + 0.2 - 0.3, "+0.000"),
+        (1.0, "+1.000"),
+        (math.nan, "+nan"),
+    ],
+)
+def test_what_is_near_0_or_1_is_not_rounded_to_it(value, shown):
+    assert decimals(value, "+") == shown and decimals(abs(value)) == shown[1:]
 
 
 def test_names_of_phases_are_those_of_earlier_files():

@@ -71,6 +71,13 @@ def test_each_of_thirty_methods_has_a_line_of_its_own(tmp_path, monkeypatch):
     assert len(drawn) == 3 * 30 and len(set(drawn)) == 30
 
 
+def test_a_figures_legend_counts_the_runs_that_it_shows(tmp_path):
+    whole, without = (read_runs(_run(tmp_path / str(e), entropies=e))[-1] for e in (True, False))
+    paths = curves.plot_figures({"a": [whole, without, whole]}, tmp_path / "figures")
+    for title, shown in (("Policy entropy", 2), ("Response length", 3)):
+        assert f">a (n={shown})<" in paths[title].read_text()
+
+
 def test_every_label_is_in_the_legend(tmp_path, monkeypatch):
     saved = []
     monkeypatch.setattr(curves, "save", lambda figure, *rest: saved.append(figure))
@@ -119,6 +126,20 @@ def test_a_metric_that_an_end_of_the_run_lacks_has_its_step_beside_it(tmp_path, 
     rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
     assert [names.FP8_SIGN_FLIPS, *"0.020 (step 2) 0.030 (step 3)".split()] in rows
     assert [names.ENTROPY_ALL, "1.000", "0.250"] in rows
+
+
+def test_little_is_not_shown_as_nothing(tmp_path, capsys):
+    def little(kind, step):
+        if kind == "eval":
+            return {"eval_products_pass1_stderr": 0.0002}
+        slow = {names.timing(names.BROADCAST): 0.004, names.tokens_per_second(names.BROADCAST): 0.4}
+        return slow | {names.FP8_SIGN_FLIPS: 0.0004, names.SAMPLER_AUDIT["share_rank_correlation"]: 0.99996}
+
+    assert main(["run", str(_run(tmp_path / "m.jsonl", more=little, evaluations=((0, 0.99975), (4, 1.0))))]) == 0
+    rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+    assert [names.FP8_SIGN_FLIPS, "0.00040", "0.00040"] in rows and ["broadcast", "0.004", "0%", "0.4"] in rows
+    assert [names.SAMPLER_AUDIT["share_rank_correlation"], "0.999960", "0.999960"] in rows
+    assert "products 0.99975 ± 0.00020 1.000 ± 0.00020 +0.00025 2".split() in rows
 
 
 def test_two_runs_in_one_file_are_two_runs_in_every_report(tmp_path, capsys):

@@ -113,6 +113,22 @@ def test_the_numbers_of_a_token_are_those_of_the_algorithms(open_page: Any, dump
     assert advantage.startswith(f"A = ({three_digits(made.parts.reward[0, 2]):g} − {mean:g}) / {std:g} = ")
 
 
+def test_a_formula_has_the_entropy_that_the_credit_computed_with(browser: Any, tmp_path: Path) -> None:
+    """Two failures whose first tokens have entropies below `entropy_eps`, one of them 0."""
+    table = columns(groups=1, samples=2)
+    table["outcome"][:] = 0
+    table["entropy"][0][0], table["entropy"][1][0] = 0, 1e-9
+    dump = read_dump(write(tmp_path, 1, table))
+    (tmp_path / "view.html").write_text(make_page([dump], read_methods(["gtpo"], dump), 10**9)[0])
+    page = browser.new_page()
+    page.goto((tmp_path / "view.html").as_uri())
+    page.wait_for_selector("body[data-ready]")
+    page.locator("#text").press("Home")
+    shown = page.locator(".formula").first.text_content()
+    page.close()
+    assert shown.startswith("share = (1/0.000001) / mean(1/0.000001, 1/0.000001) = 1over")
+
+
 def test_keys_go_through_tokens_and_through_the_group(open_page: Any) -> None:
     page = open_page()
     text = page.locator("#text")

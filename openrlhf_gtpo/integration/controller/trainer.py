@@ -289,7 +289,6 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         if self.guide:
             self.experience_maker.rescued, generator.rescued = generator.rescued, []
         self.costs.sampled([*rollout_samples, *self.experience_maker.rescued])
-        tokens, generator.tokens = generator.tokens, 0
         if self.dumper:
             self.dumper.step = global_step + 1  # the number that it is logged under
         coefficient = self.kl_ctl.value
@@ -298,7 +297,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             self.kl_ctl.value = coefficient
         self.costs.trained()
         if self.replayed is None:
-            status[names.TOKENS_SAMPLED] = float(tokens)
+            status[names.TOKENS_SAMPLED] = float(generator.tokens)
         if self.guide:
             self.guide.step = global_step
             if self.args.algo.guide.rescue_batch:

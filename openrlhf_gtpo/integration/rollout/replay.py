@@ -23,10 +23,10 @@ class ReplayedSamples:
     Attributes:
         step: the step of the dump returned last.
         max_steps: optimizer steps of the dumped run, from which its learning rates follow.
-        dispatched, dropped, tokens, at_end_of_episode: as in ``OrderedSamplesGenerator``; a replay is one episode.
+        dispatched, dropped, at_end_of_episode: as in ``OrderedSamplesGenerator``; a replay is one episode.
     """
 
-    dispatched = dropped = tokens = step = 0
+    dispatched = dropped = step = 0
     at_end_of_episode = False
 
     def __init__(self, args: SimpleNamespace) -> None:

@@ -63,7 +63,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
     Attributes:
         dispatched: training prompts since the run began; a resumed run sets it to what its checkpoint has consumed.
         dropped: prompts of the last rollout whose reward or agent failed.
-        tokens: number sampled for training since the last step was logged, whatever became of them.
+        tokens: number sampled by the last call of ``generate_samples``, whatever became of them.
         held_out: the rows of the last evaluation.
         rescue: prompts that wait for the guide, with ``--algo.guide.rescue_batch``.
         rescued: rows of the groups that the guide has rescued, until the controller takes them to train on.
@@ -109,7 +109,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
     def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Experience], float | None, int, bool]:
         """Like upstream's; the percentage of prompts that pass the filter counts prompts (upstream counts responses,
         so that 8 per prompt make it 800). Can go with https://github.com/OpenRLHF/OpenRLHF/pull/1282 or its like."""
-        self.dropped = 0
+        self.dropped = self.tokens = 0
         with self._guide.awake() if self._guide and self._guide.share > 0 else nullcontext():
             samples, passed, consumed, exhausted = super().generate_samples(**generate_kwargs)
             self._rescue(**generate_kwargs)
