@@ -6,9 +6,9 @@
 #   sbatch examples/scripts/train_gtpo_slurm.sh -- --actor.adam.lr 5e-7      what follows -- goes to the trainer
 #   bash examples/scripts/train_gtpo_slurm.sh --dry-run             print every command, start nothing; on any host
 #
-# Before the job's time is over, before preemption and on `scancel --batch --signal=USR1 JOB` the run saves a
-# checkpoint after the step in progress, and the job goes back into the queue and continues from there. docs/slurm.md
-# explains its messages.
+# Before the job's time is over, before preemption (if the cluster says so) and on `scancel --batch --signal=USR1 JOB`
+# the run saves a checkpoint after the step in progress, and the job goes back into the queue and continues from there.
+# docs/slurm.md explains its messages.
 
 #SBATCH --job-name=gtpo
 #SBATCH --nodes=4

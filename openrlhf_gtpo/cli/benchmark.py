@@ -4,6 +4,7 @@ A benchmark consists of its flags below and ``run(args)`` in the file with its n
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -12,6 +13,7 @@ from typing import Any
 
 from openrlhf_gtpo.cli import Parser, exit_status, hide_key
 from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.launch.ray_node import close_own_ray
 from openrlhf_gtpo.megatron.fp8.options import RECIPES
 from openrlhf_gtpo.megatron.parallel.layout import RECOMPUTE
 from openrlhf_gtpo.platform.files import check_output
@@ -189,4 +191,5 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    close_own_ray(os.environ)
     sys.exit(main(hide_key(sys.argv[1:])))

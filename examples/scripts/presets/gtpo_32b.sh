@@ -7,7 +7,7 @@
 #             products with blockwise scales, every 20th batch audited for what FP8 does to the advantages; vLLM TP8 × 4
 #
 #   sbatch examples/scripts/train_gtpo_slurm.sh                                # on SLURM
-#   bash examples/scripts/train.sh gtpo_32b --submit http://127.0.0.1:8265     # on a Ray cluster, from its head
+#   bash examples/scripts/train.sh gtpo_32b --submit http://127.0.0.1:6380     # on a Ray cluster, from its head
 #
 # Does it fit, and how fast will it be? python3 -m openrlhf_gtpo.cli.plan --help
 MODEL="${MODEL:-Qwen/Qwen2.5-32B}"
