@@ -44,7 +44,7 @@ def test_weights_that_are_cut_off_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_shape_of_an_8b_llama() -> None:
-    assert sum(p.numel for p in llama_parameters(32, 4096, 14336, 128256)) == 8_030_261_248  # Llama 3.1 8B
+    assert sum(math.prod(p.shape) for p in llama_parameters(32, 4096, 14336, 128256)) == 8_030_261_248  # Llama 3.1 8B
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_a_kl_that_is_not_finite_leaves_the_coefficient(monkeypatch: pytest.Monk
 
     controller = object.__new__(EntropyTrainer)
     controller.args = SimpleNamespace(
-        train=SimpleNamespace(max_restarts=0), actor=SimpleNamespace(backend="deepspeed")
+        train=SimpleNamespace(max_restarts=0), actor=SimpleNamespace(backend="deepspeed"), ckpt=None
     )
     controller.costs = SimpleNamespace(sampled=lambda rows: None, trained=lambda: None)
     controller.samples_generator = SimpleNamespace(tokens=0)
