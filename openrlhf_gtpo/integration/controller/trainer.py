@@ -3,10 +3,8 @@ stop on request.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -21,11 +19,11 @@ from openrlhf_gtpo.errors import StoppedOnRequest, TrainingStopped
 from openrlhf_gtpo.integration.actors.actor_trainer import keep_trying, wait_for_engines
 from openrlhf_gtpo.integration.controller.engines import Engines, kill_hanging, start_guide
 from openrlhf_gtpo.integration.controller.failures import answering, write_errors
+from openrlhf_gtpo.integration.controller.metrics import eval_metrics, held_out_statistics, sources_of, step_warnings
 from openrlhf_gtpo.integration.controller.rollout_dump import RolloutDumper
 from openrlhf_gtpo.integration.controller.spikes import Spikes
 from openrlhf_gtpo.integration.controller.step_costs import StepCosts
 from openrlhf_gtpo.integration.controller.stop import stop_file
-from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
 from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
 from openrlhf_gtpo.integration.credit.old_policy import count_all_steps
 from openrlhf_gtpo.integration.rollout.guide import Guide
@@ -33,7 +31,6 @@ from openrlhf_gtpo.integration.rollout.replay import ReplayedSamples
 from openrlhf_gtpo.integration.rollout.samples_generator import OrderedSamplesGenerator, SharedTokenizer
 from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.report.answers import best_of
 from openrlhf_gtpo.report.heartbeat import Heartbeat
 from openrlhf_gtpo.report.metrics import MetricsWriter, Rows, is_number
 
@@ -43,12 +40,9 @@ _KL_COEFFICIENT, _AUDIT, _RECENT, _RESCUE = "kl_coefficient", "audit", "recent_m
 # What upstream's (0.11.2) init_checkpoint_states returns if --ckpt.load_enable finds no folder.
 _FRESH = {"episode": 0, "global_step": 0, "total_consumed_prompts": 0, "data_loader_state_dict": {}}
 
-_COMPARE_WITHIN_GROUPS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")  # of upstream's estimators
-_MOSTLY = 0.9  # of a step's responses
 _SAMPLE_LENGTH = 2000  # characters kept from the end of a step's sample
 
 _UpstreamTrainer: Any = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
-_compute_eval_metrics = ppo_trainer.compute_eval_metrics  # upstream's
 
 
 class FlushedTensorboard(TensorboardLogger):
@@ -446,81 +440,7 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         logs = super().evaluate(global_step, **generate_kwargs)
         if self.metrics_writer:
             samples = generate_kwargs["n_samples_per_prompt"]
-            more = held_out_statistics(self.samples_generator.held_out, _sources(self.eval_dataloader), samples)
+            more = held_out_statistics(self.samples_generator.held_out, sources_of(self.eval_dataloader), samples)
             self.metrics_writer.write(names.KIND_EVAL, global_step, logs | more)
         self._begin_step()
         return logs
-
-
-def step_warnings(status: Mapping[str, Any], args: SimpleNamespace, credit: EntropyCredit | None) -> dict[str, str]:
-    """Warnings of what leaves nothing to learn, by a step's metrics: a sentence with the flag that helps, by name.
-
-    GTPO and GRPO-S learn from groups with successes and failures, other estimators from unequal rewards.
-    """
-    found = {}
-    groups, samples = status[names.GROUPS_TOTAL], args.rollout.n_samples_per_prompt
-    if credit is None or not hasattr(credit.config, "shape_uniform_groups"):
-        compares = credit is not None or args.algo.advantage.estimator in _COMPARE_WITHIN_GROUPS
-        uniform = compares and status.get("group_reward_std", 1.0) < 1e-6
-        what = "rewards are equal"
-    else:
-        uniform = not credit.config.shape_uniform_groups and status[names.GROUPS_UNIFORM] == groups
-        threshold = f"--algo.{credit.name}.success_threshold {credit.config.success_threshold:g}"
-        what = f"responses all succeed or all fail ({threshold})"
-    if uniform:
-        found[names.WARNING_PREFIX + "groups"] = (
-            f"in each of the {groups:.0f} groups the {samples} {what}, with a mean reward of "
-            f"{status[names.REWARD_MEAN]:.3f}, so nothing is learned; check the reward, or give "
-            f"--rollout.n_samples_per_prompt more than {samples}."
-        )
-    cut, rows = status["rollout/truncated_rate"], status["rollout/num_samples"]
-    if cut >= _MOSTLY:
-        limit = f"--rollout.max_new_tokens {args.rollout.max_new_tokens}"
-        if args.train.agent_func_path or not args.rollout.max_new_tokens:
-            limit = f"--data.max_len {args.data.max_len}"
-        found[names.WARNING_PREFIX + "truncated"] = (
-            f"{cut * rows:.0f} of {rows:.0f} responses were cut off at {limit} before their end; give it more."
-        )
-    return found
-
-
-def _sources(eval_dataloader: Iterable[Any]) -> list[str]:
-    """The data source of each prompt, by its number."""
-    return [source for sources, *_ in eval_dataloader for source in sources]
-
-
-def eval_metrics(
-    eval_dataloader: Iterable[Any], samples: Sequence[Experience], samples_per_prompt: int
-) -> dict[str, float]:
-    """Like upstream's, which knows a question by its text, so that one in two data sets counts for the last alone."""
-    numbered = [replace(sample, prompts=sample.index) for sample in samples]
-    sources = _sources(eval_dataloader)
-    return _compute_eval_metrics([(sources, range(len(sources)), None, None)], numbered, samples_per_prompt)
-
-
-def held_out_statistics(
-    samples: Sequence[Experience], sources: Sequence[str], samples_per_prompt: int
-) -> dict[str, float]:
-    """Statistics of the held-out reward that upstream leaves out, by metric name: its standard error over questions,
-    which a data source with one question does not have, and the mean best of k responses for each k that the paper
-    shows, if there are more than k.
-
-    Args:
-        samples: one row each, with its prompt's number as index and the responses to a prompt next to each other.
-        sources: data source by the prompt's number.
-    """
-    rewards: dict[str, list[list[float]]] = {}
-    for row in range(0, len(samples), samples_per_prompt):
-        responses = samples[row : row + samples_per_prompt]
-        rewards.setdefault(sources[responses[0].index[0]], []).append(
-            [float(response.rewards) for response in responses]
-        )
-    found = {}
-    for source, questions in rewards.items():
-        if len(questions) > 1:
-            error = torch.tensor(questions).mean(dim=1).std().item() / len(questions) ** 0.5
-            found[f"{names.EVAL_PREFIX}{source}{names.EVAL_PASS1_SUFFIX}{names.EVAL_ERROR_SUFFIX}"] = error
-        for k in names.BEST_OF:
-            if k < samples_per_prompt:
-                found[names.eval_best_of(source, k)] = sum(best_of(each, k) for each in questions) / len(questions)
-    return found

@@ -13,13 +13,9 @@ from rollouts import arguments
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.controller import trainer
+from openrlhf_gtpo.integration.controller.metrics import eval_metrics, held_out_statistics, step_warnings
 from openrlhf_gtpo.integration.controller.spikes import Spikes
-from openrlhf_gtpo.integration.controller.trainer import (
-    EntropyTrainer,
-    eval_metrics,
-    held_out_statistics,
-    step_warnings,
-)
+from openrlhf_gtpo.integration.controller.trainer import EntropyTrainer
 from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import MetricsWriter
