@@ -248,6 +248,14 @@ def test_the_average_of_a_run_that_went_on_begins_with_the_checkpoints_weights(
         assert error < 0.01 * distance and distance > 1e-5
 
 
+def test_the_first_step_is_as_long_without_zero(actor_model: str, pools: dict[int, RankPool]) -> None:
+    """Adam's is nearly the learning rate in every weight, if it is the first that Adam counts."""
+    argv = ["--algo.advantage.estimator", "gtpo", "--train.enable_ema", "--train.ema_beta", "0", "--train.batch_size"]
+    argv += ["2", "--actor.adam.lr", "1e-3", "--actor.lr_warmup_ratio", "0", "--ds.zero_stage"]
+    lengths = [pools[1].run(run_averages, actor_model, [*argv, stage], 1)[0][1] for stage in ("0", "2")]
+    assert lengths[0] == pytest.approx(lengths[1], rel=0.02) and lengths[1] > 5e-4
+
+
 EMA = ["--algo.advantage.estimator", "gtpo", "--train.enable_ema", "--train.ema_beta", "0.5"]
 
 

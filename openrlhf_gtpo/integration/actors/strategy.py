@@ -19,6 +19,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import has_inf_or_nan
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -114,7 +115,13 @@ class Strategy(DeepspeedStrategy):
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             update = optimizer._overflow_check_and_loss_scale_update
             optimizer._overflow_check_and_loss_scale_update = lambda: optimizer.check_overflow() or update()
-        elif isinstance(optimizer, FP16_Optimizer):
+        elif isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+            # They begin with a step of zeros (0.19.6, initialize_optimizer_states), which Adam would count: its first
+            # steps would be a quarter too small.
+            optimizer.optimizer.state.clear()
+            for group in optimizer.optimizer.param_groups:
+                group.pop("step", None)
+        if isinstance(optimizer, FP16_Optimizer):
             optimizer.loss_scale_config.use_grad_scaling = True  # in bf16 the scale is 1
         elif isinstance(optimizer, BF16_Optimizer):
             # The LM head may lie outside the engine's forward (policy_model.py). Its gradient is then there before

@@ -119,16 +119,29 @@ def _trained_on_deepspeed(args: SimpleNamespace) -> list[str]:
 
 
 def _check_optimizer(args: SimpleNamespace) -> None:
-    """Refuse what DeepSpeed 0.19.6 raises on once engines are up (runtime/engine.py; zero/stage3.py;
-    zero/stage_1_and_2.py, get_flat_partition)."""
-    stage, in_fp32 = args.ds.zero_stage, args.ds.grad_accum_dtype == "fp32" and args.ds.param_dtype == "bf16"
+    """Refuse combinations on which DeepSpeed 0.19.6 fails once engines are up, or trains otherwise without a word:
+    Muon is plain SGD outside zero/stage_1_and_2.py and stage3.py, a loss in fp16 is not scaled without ZeRO
+    (engine.py, backward), and gradients are not added up in fp32 where ZeRO 2 divides them (stage_1_and_2.py)."""
+    ds, stage = args.ds, args.ds.zero_stage
+    added = f"--ds.grad_accum_dtype {ds.grad_accum_dtype}"
+    if ds.grad_accum_dtype not in (None, "bf16", "fp16", "fp32"):
+        raise UsageError(f"Expected {added.split()[0]} to be bf16, fp16 or fp32, got {ds.grad_accum_dtype}.")
+    in_fp32, zero = ds.grad_accum_dtype == "fp32", f"--ds.zero_stage {stage}"
     for role in _trained_on_deepspeed(args):
-        muon = getattr(args, role).optim == "muon"
-        if muon and stage == 3:
-            raise UsageError(f"--{role}.optim muon does not work with --ds.zero_stage 3; give 2.")
-        if in_fp32 and (stage == 0 or (muon and stage == 2)):
-            also = f" and --{role}.optim muon" if muon else ""
-            raise UsageError(f"--ds.grad_accum_dtype fp32 does not work with --ds.zero_stage {stage}{also}; give 1.")
+        muon, optim = getattr(args, role).optim == "muon", f"--{role}.optim muon"
+        for refused, one, other, remedy in (
+            (muon and stage in (0, 3), optim, zero, "give 2"),
+            (muon and in_fp32, optim, added, "leave that out"),
+            (muon and ds.param_dtype == "fp16", optim, "--ds.param_dtype fp16", "give bf16"),
+            (muon and ds.adam_offload, optim, "--ds.adam_offload", "leave that out"),
+            (in_fp32 and stage in (0, 2), added, zero, "give 1 or 3"),
+            (ds.param_dtype == "fp16" and stage == 0, "--ds.param_dtype fp16", zero, "give 2"),
+            (ds.adam_offload and stage == 0, "--ds.adam_offload", zero, "give 2"),
+            (ds.enable_sleep and stage == 0, "--ds.enable_sleep", zero, "give 2"),
+            (ds.enable_sleep and stage == 1 and in_fp32, "--ds.enable_sleep", f"{zero} and {added}", "give 3"),
+        ):
+            if refused:
+                raise UsageError(f"{one} does not work with {other}; {remedy}.")
 
 
 def _check_batch_size(args: SimpleNamespace) -> None:

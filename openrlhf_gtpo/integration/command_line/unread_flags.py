@@ -111,6 +111,11 @@ def name_unread(values: dict[str, Any], given: frozenset[str]) -> None:
             "there is no --train.dynamic_batch_enable",
             ("train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu"),
         ),
+        (
+            values["actor.backend"] == "deepspeed" and values["ds.zero_stage"] < 3,
+            "DeepSpeed keeps a model that is not trained off the GPU only with --ds.zero_stage 3",
+            ("ref.offload", "reward.offload"),
+        ),
         (values["ds.lora.rank"] == 0, "there is no --ds.lora.rank", ("ds.lora.",)),
         (values["data.apply_chat_template"], "the chat template makes the prompts", ("data.input_template",)),
         (

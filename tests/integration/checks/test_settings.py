@@ -143,11 +143,28 @@ def test_a_contradiction_in_the_command_line(
         ),
         (
             {"--ds.grad_accum_dtype": "fp32", "--ds.zero_stage": 0},
-            "--ds.grad_accum_dtype fp32 does not work with --ds.zero_stage 0; give 1.",
+            "--ds.grad_accum_dtype fp32 does not work with --ds.zero_stage 0; give 1 or 3.",
         ),
         (
-            {"--actor.optim": "muon", "--ds.grad_accum_dtype": "fp32", "--ds.zero_stage": 2},
-            "--ds.grad_accum_dtype fp32 does not work with --ds.zero_stage 2 and --actor.optim muon; give 1.",
+            {"--ds.grad_accum_dtype": "fp32", "--ds.zero_stage": 2},
+            "--ds.grad_accum_dtype fp32 does not work with --ds.zero_stage 2; give 1 or 3.",
+        ),
+        ({"--ds.grad_accum_dtype": "float"}, "Expected --ds.grad_accum_dtype to be bf16, fp16 or fp32, got float."),
+        (
+            {"--actor.optim": "muon", "--ds.zero_stage": 0},
+            "--actor.optim muon does not work with --ds.zero_stage 0; give 2.",
+        ),
+        (
+            {"--actor.optim": "muon", "--ds.param_dtype": "fp16"},
+            "--actor.optim muon does not work with --ds.param_dtype fp16; give bf16.",
+        ),
+        (
+            {"--ds.param_dtype": "fp16", "--ds.zero_stage": 0},
+            "--ds.param_dtype fp16 does not work with --ds.zero_stage 0; give 2.",
+        ),
+        (
+            {"--actor.optim": "muon", "--ds.grad_accum_dtype": "fp32", "--ds.zero_stage": 1},
+            "--actor.optim muon does not work with --ds.grad_accum_dtype fp32; leave that out.",
         ),
         (
             {"--vllm.max_num_seqs": 4096},

@@ -318,6 +318,7 @@ def test_the_advantage_of_a_short_lone_success_arrives(
             "here: --critic.adam.lr (gtpo has no critic).",
         ),
         ("--algo.preset gspo --algo.kl.init_coef 0 --algo.kl.use_loss --ref.offload", "(--algo.kl.init_coef is 0)"),
+        ("--algo.preset dapo --algo.kl.init_coef 0.01 --ref.offload", "off the GPU only with --ds.zero_stage 3)"),
         (
             "--algo.advantage.estimator rloo --algo.kl.init_coef 0.1 --algo.kl.unbiased_gradient "
             "--algo.kl.horizon 10 --train.ema_beta 0.9 --actor.muon.momentum 0.9",
@@ -380,7 +381,7 @@ def test_flags_that_nothing_reads_are_named_in_one_line(
         "--reward.overlong_buffer_len 3 --reward.overlong_form continuous",
         "--algo.advantage.estimator grpo_s --algo.grpo_s.beta1 1 --logger.entropy_enable --vllm.sync_backend nccl",
         "--algo.advantage.estimator reinforce --algo.advantage.gamma 1 --algo.advantage.no_std_norm --ds.zero_stage 3",
-        "--algo.preset dapo --algo.kl.init_coef 0.01 --ref.offload --train.micro_batch_size 2",
+        "--algo.preset dapo --algo.kl.init_coef 0.01 --ref.offload --ds.zero_stage 3 --train.micro_batch_size 2",
         "--algo.advantage.estimator gtpo --rollout.entropy sampler --rollout.entropy_audit_gate 0.1",
     ],
 )
