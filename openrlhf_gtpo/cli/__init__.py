@@ -1,6 +1,7 @@
 """Command lines: parse, check, call, print. This file holds what they share."""
 
 import argparse
+import io
 import os
 import re
 import signal
@@ -54,9 +55,12 @@ def exit_status(
         interrupted: the sentence after Ctrl-C.
     """
     said: tuple[type[Exception], ...] = (UsageError, LaunchError, TrainingStopped, ProcessFailed, *mistakes)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # of a terminal or pipe that has no × or ±
     try:
         run()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # a shell may have closed it
+            sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at its end
         return 128 + signal.SIGPIPE

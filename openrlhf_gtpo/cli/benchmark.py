@@ -36,6 +36,8 @@ def _start(args: argparse.Namespace) -> None:
             if type(number) is int and not least <= number <= _MOST:
                 limit = f">= {least}" if number < least else f"<= {_MOST}"
                 raise UsageError(f"Expected --{name.replace('_', '-')} {limit}, got {number}.")
+    if args.output is not None and args.output == getattr(args, "png", None):
+        raise UsageError(f"--output and --png are both {args.output}; name two files.")
     for name in ("output", "png"):  # so that no measurement is lost at the end
         check_output(f"--{name}", getattr(args, name, None))
     run(args)

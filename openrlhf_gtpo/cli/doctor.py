@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from openrlhf_gtpo.cli import Parser
+from openrlhf_gtpo.cli import Parser, exit_status
 from openrlhf_gtpo.errors import UsageError, one_line
 from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
 from openrlhf_gtpo.integration.controller.checkpoint_disk import free_bytes, gigabytes, parameters_of
@@ -57,17 +57,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shared", metavar="FILE", help="a file that another node wrote to a folder that all share")
     parser.add_argument("--temporary", default="/tmp", metavar="DIR", help="this node's folder for Ray's files")
     args = parser.parse_args(argv)
-    fit = True
-    for name, check in CHECKS.items():
-        try:
-            line = check(args)
-        except UsageError as error:
-            line = wrong(str(error))
-        except Exception as error:  # whatever an import or a file system may raise on a broken node
-            line = wrong(f"{type(error).__name__}: {one_line(error):.300}")
-        fit &= line.status != "wrong"
-        print(f"{line.status:<8} {name}: {line.text}", flush=True)
-    return int(not fit)
+    found: list[str] = []
+
+    def look() -> None:
+        for name, check in CHECKS.items():
+            try:
+                line = check(args)
+            except UsageError as error:
+                line = wrong(str(error))
+            except Exception as error:  # whatever an import or a file system may raise on a broken node
+                line = wrong(f"{type(error).__name__}: {one_line(error):.300}")
+            found.append(line.status)
+            print(f"{line.status:<8} {name}: {line.text}", flush=True)
+
+    return exit_status("doctor", look) or int("wrong" in found)
 
 
 def gpus(args: argparse.Namespace) -> Line:
@@ -205,6 +208,8 @@ def ports(args: argparse.Namespace) -> Line:
     if args.port is None:
         return skipped("no --port: this is not Ray's head.")
     wanted = range(args.port, args.port + 4)  # as launch/ray_node.py takes them
+    if not 1 <= wanted[0] <= wanted[-1] <= 65535:
+        return wrong(f"--port {args.port} must be from 1 to 65532, the first of four.")
     for port in wanted:
         with socket.socket() as server:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed counts as free

@@ -27,7 +27,7 @@ from openrlhf_gtpo.planner.candidate import PLACEMENTS, Candidate
 from openrlhf_gtpo.planner.cluster import GIB, GPUS, parse_cluster
 from openrlhf_gtpo.planner.plan import Request, candidates, planned_config, smallest_cluster
 from openrlhf_gtpo.planner.workload import Workload
-from openrlhf_gtpo.platform.files import check_output
+from openrlhf_gtpo.platform.files import check_output, replace_text
 
 TRAIN_BATCH = 128  # as in the launch scripts
 _HUB = {"3b": "Qwen/Qwen2.5-3B", "7b": "Qwen/Qwen2.5-7B", "32b": "Qwen/Qwen2.5-32B"}
@@ -131,6 +131,10 @@ def _plan(args: argparse.Namespace, words: list[str]) -> None:
         raise UsageError(
             "--emit writes a script that offloads, as the launcher does for colocated engines; drop --no-offload."
         )
+    if args.emit is not None and args.samples_per_prompt < 2:
+        raise UsageError(f"Expected --samples-per-prompt >= 2 for --emit, as {args.algorithm} compares them, got 1.")
+    if args.emit is not None and args.model in PRESETS and args.model not in _HUB:
+        raise UsageError(f"--emit needs a checkpoint to train, and --model {args.model} has none; give another.")
     request = _request(args)
     found = candidates(request)
     best = found[0]
@@ -143,9 +147,12 @@ def _plan(args: argparse.Namespace, words: list[str]) -> None:
         raise UsageError(_nowhere(args, request, best))
     if args.emit is not None:
         model, command = _model(args.model), _command(words)
-        args.emit.parent.mkdir(parents=True, exist_ok=True)
-        args.emit.write_text(output.launch_script(best, algorithm=args.algorithm, model=model, command=command))
-        args.emit.chmod(0o755)
+        try:
+            args.emit.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(args.emit, output.launch_script(best, algorithm=args.algorithm, model=model, command=command))
+            args.emit.chmod(0o755)
+        except OSError as error:
+            raise UsageError(f"--emit {args.emit} cannot be written: {error.strerror}.") from error
         if not args.json:
             print(
                 f"\nwrote {args.emit}; from the project's root: bash {shlex.quote(str(args.emit.resolve()))} --dry-run"

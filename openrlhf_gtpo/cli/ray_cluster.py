@@ -8,6 +8,7 @@ FILE is a secret that all hosts read; `head` creates it. What follows -- goes to
 """
 
 import argparse
+import math
 import socket
 import sys
 from collections.abc import Sequence
@@ -35,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         node = Node(args.name, args.address, args.head, args.port, args.temporary, more, args.timeout)
         return run_node(node, args.token, args.logs)
+    except KeyboardInterrupt:
+        return _say("interrupted.", 130)
     except NotJoined as error:
         return _say(str(error), 1)
     except FileNotFoundError as error:
@@ -49,6 +52,13 @@ def _say(sentence: str, status: int) -> int:
     return status
 
 
+def seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise ValueError
+    return value
+
+
 def _parser() -> argparse.ArgumentParser:
     prog = "python3 -m openrlhf_gtpo.cli.ray_cluster"
     parser = Parser(prog=prog, description=__doc__, formatter_class=RawHelpFormatter)
@@ -59,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     worker = commands.add_parser("worker", help="run another node on this host")
     worker.set_defaults(port=_PORT)
     worker.add_argument("--head", required=True, help="IP:PORT of the head")
-    worker.add_argument("--timeout", type=float, default=_TIMEOUT, help="seconds to look for a head that is ready")
+    worker.add_argument("--timeout", type=seconds, default=_TIMEOUT, help="seconds to look for a head that is ready")
     for node in (head, worker):
         add = node.add_argument
         add("--address", required=True, help="address at which the other hosts reach this one")
@@ -69,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     wait = commands.add_parser("wait", help="wait until all nodes have joined")
     wait.add_argument("--dashboard", default=f"http://127.0.0.1:{_PORT + 1}", help="URL of the head's dashboard")
     wait.add_argument("--nodes", nargs="+", required=True, help="names of the nodes to wait for")
-    wait.add_argument("--timeout", type=float, default=_TIMEOUT, help="seconds to wait")
+    wait.add_argument("--timeout", type=seconds, default=_TIMEOUT, help="seconds to wait")
     for command in (head, worker, wait):
         command.add_argument("--token", type=Path, help="file with the cluster's secret (without, anyone may use it)")
     return parser

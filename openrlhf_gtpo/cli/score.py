@@ -78,7 +78,7 @@ def _score(args: argparse.Namespace, given: Sequence[str]) -> None:
     check_openrlhf()
     from openrlhf.utils.config import hierarchize
 
-    check_output("--output", args.output, args.input)
+    check_output("--output", args.output, args.input, *Path(args.model).glob("*"))
     flags = hierarchize(args)
     layout = megatron_flags.layout_of(flags)
     processes = args.processes

@@ -162,3 +162,5 @@ def check_output(flag: str, path: Path | None, *sources: Path) -> None:
         raise UsageError(f"{flag} {path} is the input, which would be lost; name another file.")
     if not os.access(there, os.W_OK) or (there != path and not there.is_dir()):
         raise UsageError(f"{flag} {path} cannot be written, because of {there}; name another file.")
+    if flag == "--png" and path.suffix != ".png":
+        raise UsageError(f"{flag} {path} does not end in .png, as a PNG image should.")

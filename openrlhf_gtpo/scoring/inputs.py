@@ -163,7 +163,8 @@ def check(model: ScoreModel, source: Path, target: Path, processes: int) -> RowF
     if processes < 1:
         raise UsageError(f"Expected --processes >= 1, got {processes}.")
     if not source.is_file():
-        raise UsageError(f"--input {source} {'is a folder' if source.is_dir() else 'does not exist'}; give a file.")
+        what = "is a folder" if source.is_dir() else "is not a file, which is read twice" if source.exists() else ""
+        raise UsageError(f"--input {source} {what or 'does not exist'}; give a file.")
     if not target.parent.is_dir():
         raise UsageError(f"--output {target}: the folder {target.parent} does not exist; create it first.")
     if not Path(model.folder).is_dir():

@@ -28,6 +28,15 @@ def test_how_a_command_ends(ends: BaseException, status: int, said: str, capsys:
     assert exit_status("x", run, OSError) == status and capsys.readouterr().err == said
 
 
+def test_a_terminal_without_a_sign_and_no_terminal_at_all() -> None:
+    program = "from openrlhf_gtpo.cli import exit_status; raise SystemExit(exit_status('x', lambda: print('2 × 3')))"
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run([sys.executable, "-c", program], env=ascii_only, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "2 ? 3\n", "")
+    closed = subprocess.run(["bash", "-c", f'{sys.executable} -c "{program}" >&-'], capture_output=True, text=True)
+    assert (closed.returncode, closed.stderr) == (0, "")
+
+
 def test_a_reader_may_stop_reading() -> None:
     """As in ``cli.plan … | head -1``."""
     program = (

@@ -241,6 +241,12 @@ def test_another_openrlhf_is_named(capsys: Any, monkeypatch: pytest.MonkeyPatch)
     assert status == "wrong" and text.startswith("OpenRLHF 0.9.0 is installed, but")
 
 
+@pytest.mark.parametrize("port", ["-5", "65533", "70000"])
+def test_a_port_that_there_is_not(port: str, capsys: Any) -> None:
+    doctor.main(["--port", port])
+    assert f"wrong    ports: --port {port} must be from 1 to 65532, the first of four." in capsys.readouterr().out
+
+
 def test_a_port_that_is_taken(capsys: Any) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

@@ -171,6 +171,12 @@ def test_a_script_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureF
         assert capsys.readouterr() == ("", f"plan: --emit {emit} {problem}\n")
     assert plan.main(["--model", "7b", "--gpus", "8", "--emit", str(tmp_path / "plan.sh"), "--no-offload"]) == 2
     assert "--emit writes a script that offloads" in capsys.readouterr().err
+    emit = ["--gpus", "8", "--emit", str(tmp_path / "plan.sh")]
+    assert plan.main(["--model", "7b", *emit, "--samples-per-prompt", "1"]) == 2
+    assert "Expected --samples-per-prompt >= 2 for --emit, as gtpo compares them" in capsys.readouterr().err
+    assert plan.main(["--model", "tiny", *emit]) == 2
+    assert "--emit needs a checkpoint to train, and --model tiny has none" in capsys.readouterr().err
+    assert not (tmp_path / "plan.sh").exists()
 
 
 def write(folder: Path, fields: Any) -> Path:

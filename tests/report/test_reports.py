@@ -242,8 +242,8 @@ def test_a_folder_gets_its_curves(tmp_path, capsys):
         ),
         (["compare", "gtpo={tmp}/a.jsonl", "gtpo={tmp}/./a.jsonl"], "gtpo has {tmp}/./a.jsonl twice; name it once."),
         (
-            ["compare", "gtpo={tmp}/a.jsonl", "--png", "{tmp}/x", "--markdown", "{tmp}/x"],
-            "--markdown are both {tmp}/x",
+            ["compare", "gtpo={tmp}/a.jsonl", "--png", "{tmp}/x.png", "--markdown", "{tmp}/x.png"],
+            "--markdown are both {tmp}/x.png",
         ),
         (["run", "{tmp}/a.jsonl", "--png", "{tmp}/a.jsonl"], "--png {tmp}/a.jsonl is the input, which would be lost"),
         (["run", "{tmp}/a.jsonl", "--png", "{tmp}"], "--png {tmp} is a folder; name a file in it."),

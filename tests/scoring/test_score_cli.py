@@ -157,6 +157,7 @@ def test_more_processes_than_cores_can_serve_are_refused(
         ({"--input": "{tmp}/absent.jsonl"}, "--input {tmp}/absent.jsonl does not exist"),
         ({"--input": "{tmp}"}, "--input {tmp} is a folder; give a file"),
         ({"--output": "{tmp}/absent/out"}, "--output {tmp}/absent/out: the folder {tmp}/absent does not exist"),
+        ({"--output": "{model}/config.json"}, "is the input, which would be lost"),
         ({"--output": "{tmp}"}, "--output {tmp} is a folder"),
         ({"--output": "{tmp}/./in.jsonl"}, "--output {tmp}/in.jsonl is the input, which would be lost"),
         ({"--max_tokens": 0}, "Expected --max-tokens >= 1, got 0."),
@@ -186,7 +187,7 @@ def test_more_processes_than_cores_can_serve_are_refused(
 def test_what_cannot_work_is_refused(
     flags: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
 ) -> None:
-    changes = {flag: str(value).format(tmp=tmp_path) for flag, value in changes.items()}
+    changes = {flag: str(value).format(tmp=tmp_path, model=flags["--model"]) for flag, value in changes.items()}
     refuse(flags | changes, message.format(tmp=tmp_path), capsys)
 
 
