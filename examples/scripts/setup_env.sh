@@ -52,6 +52,10 @@ for word in "$@"; do
     case "$word" in
         --packages-only) packages_only=true ;;
         --cuda) cuda=true ;;
+        --help | -h)
+            sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+            exit 0
+            ;;
         *) refuse "unknown arguments $*; known: --cuda --packages-only." ;;
     esac
 done

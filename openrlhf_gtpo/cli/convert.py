@@ -16,6 +16,7 @@ from openrlhf_gtpo.integration.checks.models import check_model, check_weights_f
 from openrlhf_gtpo.megatron.checkpoint.folder import SIDE_FILES, CheckpointWriteError, check_checkpoint, resolve
 from openrlhf_gtpo.megatron.parallel.layout import Layout, LayoutError, check_layout
 from openrlhf_gtpo.platform import PLATFORM_VARIABLE
+from openrlhf_gtpo.platform.files import check_output
 from openrlhf_gtpo.platform.processes import is_first_process, run_processes
 
 DTYPES = ("bfloat16", "float32")
@@ -37,6 +38,8 @@ def _convert(args: argparse.Namespace) -> None:
         raise ValueError(f"{target} is a file; name a new folder.")
     if target.is_dir() and any(target.iterdir()):
         raise ValueError(f"{target} is not empty; name a new folder.")
+    if not target.exists():
+        check_output("DST", target)
     args.run(args)
     if is_first_process():
         print(target)

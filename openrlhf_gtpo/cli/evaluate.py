@@ -77,6 +77,10 @@ def _evaluate(args: argparse.Namespace) -> None:
             model = str(Path(folder) / "model")
             if not Path(args.model).exists():
                 raise UsageError(f"--model {args.model} does not exist.")
+            if not Path(args.model).is_dir():
+                raise UsageError(
+                    f"--model {args.model} is a file; give a Hugging Face folder or a Megatron checkpoint."
+                )
             command = [sys.executable, "-m", "openrlhf_gtpo.cli.convert", "megatron-to-hf", args.model, model]
             # Its own process, as it uses only the CPU from then on.
             done = subprocess.run(command, stderr=subprocess.PIPE, text=True)

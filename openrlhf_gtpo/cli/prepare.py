@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from openrlhf_gtpo.cli import Parser, exit_status
+from openrlhf_gtpo.platform.files import check_output
 from openrlhf_gtpo.tasks.math_data import BENCHMARKS, INSTRUCTION, load_table, write_benchmarks, write_math_files
 from openrlhf_gtpo.tasks.reasoning_gym_data import PRESETS, write_task_files
 from openrlhf_gtpo.tasks.smollm2 import convert_smollm2
@@ -19,7 +20,7 @@ from openrlhf_gtpo.tasks.tiny_model import make_tiny_model
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Return 0, or 2 after one sentence on stderr if the user's settings cannot be met."""
     args = build_parser().parse_args(argv)
-    return exit_status(f"prepare {args.command}", lambda: print(args.run(args)), ValueError, OSError)
+    return exit_status(f"prepare {args.command}", lambda: _prepare(args), ValueError, OSError)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -43,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--task", help="a reasoning-gym data set, such as products, gcd, chain_sum (default: the preset's)")
     add("--train-size", type=int, default=75, help="training questions")
-    add("--train-rows", type=int, help="repeat the training questions to this many rows (default: each once)")
+    add("--train-rows", type=int, help="repeat or cut the training questions to this many rows (default: each once)")
     add("--eval-size", type=int, default=24, help="held-out questions")
     add("--seed", type=int, default=1, help="seed of the questions")
     add(
@@ -73,8 +74,8 @@ def build_parser() -> argparse.ArgumentParser:
     math = commands.add_parser("math", help="a data set of problems and answers, for math_verify_reward.py")
     add = math.add_argument
     add("--source", required=True, help="a .jsonl, .json, .csv or .parquet file, or a name on the Hugging Face hub")
-    add("--config", help="the hub data set's configuration, such as main")
-    add("--split", default="train", help="the hub data set's split")
+    add("--config", help="the hub data set's configuration, such as main; a file has none")
+    add("--split", default="train", help="the hub data set's split; a file has none")
     add(
         "--problem-key",
         default="problem",
@@ -98,6 +99,13 @@ def build_parser() -> argparse.ArgumentParser:
     for command in (smollm2, tiny, task, math, benchmarks):
         command.add_argument("--output", required=True, type=Path, metavar="DIR")
     return parser
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    output = args.output.expanduser()
+    if not output.exists():
+        check_output("--output", output)
+    print(args.run(args))
 
 
 def _task(args: argparse.Namespace) -> Path:

@@ -16,7 +16,7 @@ from openrlhf_gtpo.cli.score import add_input_flags
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line import megatron_flags
 from openrlhf_gtpo.megatron.fp8.options import MODES, RECIPES
-from openrlhf_gtpo.platform.files import check_output
+from openrlhf_gtpo.platform.files import check_output, replace_text
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import read_runs
 
@@ -159,7 +159,7 @@ def _compare(args: argparse.Namespace) -> None:
     print(table, end="")
     if args.markdown:
         args.markdown.parent.mkdir(parents=True, exist_ok=True)
-        args.markdown.write_text(table, encoding="utf-8")
+        replace_text(args.markdown, table)
     if args.png:
         from openrlhf_gtpo.report.curves import plot_comparison
 

@@ -20,6 +20,7 @@ from markupsafe import Markup
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.experiment.comparison import Difference, p_among_all, paired_difference
 from openrlhf_gtpo.experiment.grid import OURS
+from openrlhf_gtpo.platform.files import replace_text
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.curves import plot_figures
 from openrlhf_gtpo.report.metrics import Rows, datasource_of, decimals, held_out_names, read_runs, series
@@ -170,7 +171,7 @@ def write_page(
         means={label: [_mean(group, key) for key in columns] for label, group in runs.items()},
         settings=_settings(runs),
     )
-    page.write_text(text, encoding="utf-8")
+    replace_text(page, text)
     return page
 
 

@@ -3,7 +3,9 @@
 Draws what `metrics.read_runs` returns and computes only means over seeds and data sources.
 """
 
+import io
 import math
+import os
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -148,9 +150,8 @@ def plot_figures(runs: Mapping[str, Sequence[Rows]], folder: Path) -> dict[str, 
             if axes.lines:
                 figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8, handlelength=4)
             paths[title] = folder / f"{re.sub('[^a-z0-9]+', '_', title.lower())}.svg"
-            figure.savefig(paths[title].with_suffix(".png"), dpi=130)
-            figure.savefig(paths[title], transparent=True, metadata={"Date": None})
-            paths[title].write_text(paths[title].read_text("utf-8").replace(_INK, "currentColor"), "utf-8")
+            _write(figure, paths[title].with_suffix(".png"), "png", dpi=130)
+            _write(figure, paths[title], "svg", transparent=True, metadata={"Date": None})
     return paths
 
 
@@ -176,8 +177,23 @@ def save(figure: Figure, png_path: str | Path, title: str = "") -> Path:
         figure.suptitle(title)
     path = Path(png_path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130, format="png")
+    _write(figure, path, "png", dpi=130)
     return path
+
+
+def _write(figure: Figure, path: Path, kind: str, **options: Any) -> None:
+    """Write a figure, so that it is at ``path`` whole or not at all."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=kind, **options)
+    content = drawn.getvalue()
+    if kind == "svg":
+        content = content.replace(_INK.encode(), b"currentColor")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _mean_before_and_after(rows: Rows) -> list[float]:

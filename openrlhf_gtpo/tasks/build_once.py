@@ -11,6 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
+from openrlhf_gtpo.errors import one_line
+
 MARKER = "made_from.json"
 
 
@@ -29,6 +33,7 @@ def build_once(output_dir: str | Path, recipe: Mapping[str, Any], build: Callabl
 
     Raises:
         ValueError: `output_dir` exists and holds something else, or the result of another recipe. Nothing is deleted.
+        OSError: it cannot be written.
     """
     target = Path(output_dir).expanduser().resolve()
     wanted = json.loads(json.dumps(recipe))
@@ -54,6 +59,8 @@ def build_once(output_dir: str | Path, recipe: Mapping[str, Any], build: Callabl
             except OSError:  # or may have done so since
                 if not _is_complete(target, wanted):
                     raise
+    except SafetensorError as error:  # what its writer makes of a full disk
+        raise OSError(f"{target} cannot be written: {one_line(error)}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target

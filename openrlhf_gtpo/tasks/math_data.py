@@ -5,11 +5,13 @@ Matching flags: `--data.prompt_dataset DIR/train.jsonl --data.input_key input --
 """
 
 import json
+import os
 import random
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from openrlhf_gtpo.errors import one_line
@@ -75,12 +77,10 @@ def write_benchmarks(
             rows, repeated, unread = _read_problems(table, *columns, None, instruction, "")
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        texts[name] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        texts[name] = _lines(rows)
         left_out = f"; left out: {repeated} repeated, {unread} whose answer cannot be checked"
         counts.append(f"{name}: {len(rows)} of {benchmark.questions} questions{left_out if repeated + unread else ''}")
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
-        (directory / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    _write_all(directory, texts)
     return directory, "\n".join(counts)
 
 
@@ -88,7 +88,8 @@ def load_table(source: str, config: str | None = None, split: str = "train") -> 
     """The rows of a file, or of a data set on the Hugging Face hub.
 
     Raises:
-        ValueError: a file is missing or cannot be read, or a data set cannot be loaded.
+        ValueError: a file is missing, cannot be read, or is given with a configuration or a split; or a data set
+            cannot be loaded.
     """
     import datasets
     import pandas
@@ -97,6 +98,9 @@ def load_table(source: str, config: str | None = None, split: str = "train") -> 
     kind = _FILES.get(path.suffix)
     if kind is not None and not path.is_file():
         raise ValueError(f"--source {source} does not exist")
+    if kind is not None and (config is not None or split != "train"):
+        flag = f"--split {split}" if config is None else f"--config {config}"
+        raise ValueError(f"--source {source} is a file, of which no {flag} is read; leave it out")
     if kind in ("json", "csv"):
         try:  # here, because the library's readers fail later, at a row, without naming the file
             with path.open(encoding="utf-8") as lines:
@@ -169,17 +173,29 @@ def write_math_files(
             f"checked ({repeated} more were repeated, {without_answer} had none)"
         )
     held_out = set(random.Random(seed).sample(range(len(rows)), eval_size))
-    parts = {"train": [row for index, row in enumerate(rows) if index not in held_out]}
+    texts = {"train": _lines(row for index, row in enumerate(rows) if index not in held_out)}
     if eval_size:
-        parts["eval"] = [rows[index] for index in sorted(held_out)]
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, part in parts.items():
-        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in part)
-        (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        texts["eval"] = _lines(rows[index] for index in sorted(held_out))
+    _write_all(directory, texts)
     return directory, (
-        f"{len(parts['train'])} problems to train on, {eval_size} held out; left out: {repeated} repeated, "
+        f"{len(rows) - eval_size} problems to train on, {eval_size} held out; left out: {repeated} repeated, "
         f"{without_answer} without a problem, or whose answer is not a mathematical expression"
     )
+
+
+def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def _write_all(directory: Path, texts: Mapping[str, str]) -> None:
+    """Write ``NAME.jsonl`` for each text, or none of them if the disk has no room for all."""
+    directory.mkdir(parents=True, exist_ok=True)
+    # In the folder itself, which may be a disk of its own.
+    with TemporaryDirectory(prefix=".partial-", dir=directory) as partial:
+        for name, text in texts.items():
+            Path(partial, name).write_text(text, encoding="utf-8")
+        for name in texts:
+            os.replace(Path(partial, name), directory / f"{name}.jsonl")
 
 
 def _read_problems(

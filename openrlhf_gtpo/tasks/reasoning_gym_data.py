@@ -105,7 +105,7 @@ def write_task_files(
         task_config: fields of the task's config; None takes them from `SMALL_CONFIGS` if it has the task.
         instruction, system, question_form, examples: see `PromptForm`.
         train_rows: number of rows of `train.jsonl`, to give one episode a chosen number of steps: the training
-            questions are repeated, in a new order each time, up to this number. None writes each question once.
+            questions are repeated, in a new order each time, or cut to this number. None writes each question once.
 
     Raises:
         ValueError: unknown task or config field, a value the task refuses, a question form with an unknown field, or

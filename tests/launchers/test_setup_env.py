@@ -300,6 +300,13 @@ def test_an_unknown_flag_is_refused(bare_project):
     assert_refused(run_setup_env(bare_project, "--cuda", "--gpu"), "unknown arguments --cuda --gpu; known: --cuda")
 
 
+def test_help_is_the_scripts_header_and_makes_nothing(bare_project):
+    printed = run_setup_env(bare_project, "--help")
+    assert (printed.returncode, printed.stderr) == (0, "")
+    assert printed.stdout.startswith("Makes .venv in the project's root") and "CUDA_HOME" in printed.stdout
+    assert "BASH_SOURCE" not in printed.stdout and not (bare_project / ".venv").exists()
+
+
 def path_with_only(directory: Path, *programs: str) -> str:
     """A PATH that has only these programs and basic tools."""
     directory.mkdir()

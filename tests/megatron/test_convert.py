@@ -114,6 +114,10 @@ def test_mistakes_are_one_sentence(convert: Callable[..., Ended], source: Path, 
         (("hf-to-megatron", source, full), "is not empty; name a new folder."),
         (("hf-to-megatron", source, full / "something"), "is a file; name a new folder."),
         (
+            ("hf-to-megatron", source, full / "something" / "new"),
+            f"cannot be written, because of {full / 'something'};",
+        ),
+        (
             ("hf-to-megatron", unsaid, new),
             f"{unsaid} has no dtype in its config.json; choose --dtype bfloat16 or float32.",
         ),

@@ -1,6 +1,8 @@
+import errno
 import subprocess
 import sys
 from contextlib import closing
+from pathlib import Path
 
 import matplotlib.image
 import pytest
@@ -220,6 +222,27 @@ def test_command_line_writes_its_files(tmp_path, capsys):
     assert main(["compare", *arguments]) == 0
     assert (tmp_path / "run.png").stat().st_size > 10_000 and png.stat().st_size > 10_000
     assert markdown.read_text() in capsys.readouterr().out
+
+
+def test_a_full_disk_leaves_no_empty_files(tmp_path, capsys, monkeypatch):
+    run, out = f"gtpo={_run(tmp_path / 'a.jsonl')}", tmp_path / "out"
+
+    def full(path, content, *rest, **options):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    page = ["page", run, "--output", str(out)]
+    for method, arguments in (
+        ("write_text", ["compare", run, "--markdown", str(out / "table.md")]),
+        ("write_bytes", ["compare", run, "--png", str(out / "curves.png")]),
+        ("write_bytes", page),
+        ("write_text", page),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, method, full)
+            assert main(arguments) == 2
+        assert capsys.readouterr().err.endswith("No space left on device\n")
+        assert all(path.stat().st_size for path in out.iterdir())
 
 
 def test_a_folder_gets_its_curves(tmp_path, capsys):

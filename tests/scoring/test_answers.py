@@ -161,6 +161,7 @@ def command(place: Path, output: str, **changed: Any) -> list[str]:
         ({"rollout.top_p": 0}, "Expected 0 < --rollout.top_p <= 1, got 0."),
         ({"data.input_template": "Q: {}"}, "With --data.apply_chat_template no --data.input_template is read; leave "),
         ({"model": "/nowhere"}, "--model /nowhere does not exist."),
+        ({"model": __file__}, f"--model {__file__} is a file; give a Hugging Face folder or a Megatron checkpoint."),
         (
             {"model": "tests"},
             "--model tests is not a Hugging Face folder (no config.json), and tests is not a checkpoint",

@@ -4,6 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from openrlhf_gtpo.tasks.build_once import MARKER, build_once
 
@@ -51,6 +53,15 @@ def test_an_interrupted_build_leaves_no_directory_and_is_redone(tmp_path):
         build_once(tmp_path / "out", {}, interrupted)
     assert list(tmp_path.iterdir()) == []
     assert (build_once(tmp_path / "out", {}, _builder([])) / "sub" / "file.txt").is_file()
+
+
+def test_safetensors_that_cannot_be_written_are_an_error_of_the_disk(tmp_path):
+    def build(directory):
+        save_file({"a": torch.zeros(1)}, directory / "no" / "folder")
+
+    with pytest.raises(OSError, match=f"^{tmp_path / 'out'} cannot be written: .*No such file"):
+        build_once(tmp_path / "out", {}, build)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut short"])

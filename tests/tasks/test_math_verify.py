@@ -371,6 +371,8 @@ def test_nested_columns_and_messages_are_taken_as_they_are(tmp_path):
     [
         (["--source", "missing.jsonl"], "--source missing.jsonl does not exist"),
         (["--problem-key", "question"], "row 1 has no column question; it has problem, answer"),
+        (["--config", "zz"], "source.jsonl is a file, of which no --config zz is read; leave it out"),
+        (["--split", "test"], "source.jsonl is a file, of which no --split test is read; leave it out"),
         (["--eval-size", "2"], "leaves nothing to train on: 2 problems"),
         (["--eval-size", "-1"], "Expected --eval-size >= 0, got -1"),
         (["--answer-key", "answer.value"], "row 1 has no column answer.value"),

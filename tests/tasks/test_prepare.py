@@ -1,4 +1,6 @@
+import errno
 import json
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +79,15 @@ def test_a_directory_in_use_is_not_overwritten(tmp_path, capsys):
         assert "not made by this command" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["tiny-model", "task", "math", "benchmarks"])
+def test_an_output_below_a_file_is_refused_before_anything_is_read(tmp_path, capsys, command):
+    (tmp_path / "file").touch()
+    flags = {"task": ["--preset", "smoke"], "math": ["--source", "/nowhere.jsonl"]}.get(command, [])
+    assert main([command, *flags, "--output", str(tmp_path / "file" / "out")]) == 2
+    said = f"--output {tmp_path}/file/out cannot be written, because of {tmp_path}/file; name another file.\n"
+    assert capsys.readouterr().err == f"prepare {command}: {said}"
+
+
 # The first row of each data set, shortened.
 BENCHMARK_ROWS = {
     "aime2024": {
@@ -123,3 +134,27 @@ def test_benchmarks_become_files_that_evaluate_reads(tmp_path, capsys):
     (hub / "amc23.jsonl").write_text('{"problem": "1 + 1?", "answer": 2}\n')
     assert main(["benchmarks", "--names", "amc23", "--from", str(hub), "--output", str(tmp_path / "new")]) == 2
     assert "amc23: row 1 has no column question; it has problem, answer" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_nothing_that_blocks_a_second_try(tmp_path, capsys, monkeypatch):
+    (tmp_path / "hub").mkdir()
+    for name in ("aime2024", "amc23"):
+        (tmp_path / "hub" / f"{name}.jsonl").write_text(json.dumps(BENCHMARK_ROWS[name]) + "\n")
+    (tmp_path / "a.jsonl").write_text('{"problem": "1 + 1?", "answer": 2}\n{"problem": "1 + 2?", "answer": 3}\n')
+    math = ["math", "--source", str(tmp_path / "a.jsonl"), "--eval-size", "1", "--output", str(tmp_path / "math")]
+    benchmarks = ["benchmarks", "--names", "aime2024", "amc23", "--from", str(tmp_path / "hub")]
+    write_text = Path.write_text
+    for arguments, second in ((math, "eval"), ([*benchmarks, "--output", str(tmp_path / "out")], "amc23")):
+
+        def full(path, text, second=second, **options):
+            write_text(path, "" if path.stem == second else text, **options)
+            if path.stem == second:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "write_text", full)
+            assert main(arguments) == 2
+        assert capsys.readouterr().err.endswith("No space left on device\n")
+        assert list(Path(arguments[-1]).iterdir()) == []
+        assert main(arguments) == 0
+        assert len(list(Path(arguments[-1]).iterdir())) == 2
