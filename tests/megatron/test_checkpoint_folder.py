@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,25 @@ def test_a_clock_that_goes_back_makes_none_the_newest(tmp_path: Path, monkeypatc
         write(tmp_path, f"t{i}")
     assert newest_whole(tmp_path) == tmp_path / "t3"
     assert checkpoint_folder.rotate(tmp_path, "t3", max_num=2, max_mem_gb=1) == ["t0", "t1"]
+
+
+def test_a_folder_that_may_not_be_entered_is_no_hindrance() -> None:
+    """As of another user, beside the one that convert writes."""
+    with tempfile.TemporaryDirectory() as shared:  # tmp_path is closed to all but its owner
+        Path(shared).chmod(0o777)
+        closed = Path(shared, "closed")
+        closed.mkdir(mode=0)
+        user = os.geteuid()
+        if user == 0:  # to whom nothing is closed
+            os.seteuid(65534)
+        try:
+            mine = Path(shared, "mine")
+            mine.mkdir()
+            write_manifest(mine, MODEL)
+        finally:
+            os.seteuid(user)
+            closed.chmod(0o700)
+        assert check_checkpoint(mine)["model"] == {}
 
 
 def test_the_best_is_protected_and_alone(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -186,24 +185,25 @@ def check_weights_fit(model: str, flag: str) -> None:
             f"{flag} {path}: {weight} is {tuple(there)}, and its config.json asks for {tuple(wanted)}; are weights "
             "and config.json of the same model?"
         )
+    stored = weight_shapes(path).keys()
     for head, embedding in loaded.all_tied_weights_keys.items():
-        stored = _stored(path, (head, embedding))
-        if len(stored) == 2 and not stored[head].equal(stored[embedding]):
+        if {head, embedding} <= stored and not _same(path, head, embedding):
             raise UsageError(
                 f"{flag} {path}: {head} and {embedding} differ, and config.json says that they are one "
                 "(tie_word_embeddings); set it to false."
             )
 
 
-def _stored(folder: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Those of a checkpoint's weights with these names that are in its safetensors."""
+def _same(folder: Path, *pair: str) -> bool:
+    """True if the weights with these two names, which are in the folder's safetensors, are equal."""
     from safetensors import safe_open
 
     found: dict[str, Any] = {}
     for file in folder.glob(WEIGHTS):
         with safe_open(file, framework="pt") as tensors:
-            found |= {name: tensors.get_tensor(name) for name in tensors.keys() if name in names}
-    return found
+            found |= {name: tensors.get_tensor(name) for name in tensors.keys() if name in pair}
+    first, second = found.values()
+    return bool(first.equal(second))
 
 
 def load_tokenizer(name: str, flag: str, trust_remote_code: bool = False) -> Any:

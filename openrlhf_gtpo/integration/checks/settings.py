@@ -26,7 +26,6 @@ from openrlhf_gtpo.integration.credit.old_policy import count_rows
 # (engine/arg_utils.py, get_batch_defaults), so the one in config/scheduler.py counts.
 _VLLM_BATCHED_TOKENS = 2048
 
-
 # Transformers' learning-rate schedules, without those that want numbers or metrics which OpenRLHF does not give them.
 _SCHEDULES = (
     *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"),

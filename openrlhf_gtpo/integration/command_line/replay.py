@@ -29,7 +29,6 @@ NOT_READ = (
     "train.num_episodes",
 )
 
-
 _ABSENT = "replay"  # so that no reward actor is made; for an agent's reward, upstream likewise sets "agent"
 
 

@@ -272,7 +272,8 @@ def write_manifest(folder: Path, contents: dict[str, Any], known: dict[str, Entr
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     # Later than the others even if the clock has gone back, or another node's is behind: order decides what is newest.
-    written = max([time.time(), *(_written(folder.parent / name) + 1e-3 for name in names(folder.parent))])
+    others = (path.parent for path in folder.parent.glob(f"*/{MANIFEST}"))
+    written = max([time.time(), *(_written(other) + 1e-3 for other in others)])
     described = {"format": FORMAT, "written": written, **contents, "versions": versions, "files": files}
     write_text(folder / MANIFEST, json.dumps(described, indent=1))
     for directory in {path.parent for path in paths} | {folder}:
