@@ -4,18 +4,20 @@
 #   bash benchmarks/determinism_study.sh
 #
 # About a minute a run on two cores, three runs each. Finished runs are kept: start it again to go on after an interruption.
-# Metrics go to docs/results/determinism/smoke-{with,without}-N.jsonl.
+# Metrics (smoke-{with,without}-N.jsonl) go to docs/results/determinism/runs.tar.xz.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=examples/scripts/setup_env.sh
 source examples/scripts/setup_env.sh
-results=docs/results/determinism
-mkdir -p "$results"
+# shellcheck source=benchmarks/raw.sh
+source benchmarks/raw.sh
+archive=docs/results/determinism/runs.tar.xz metrics=runs/determinism_study
+unpack "$archive" "$metrics"
 
 # study NAME TRAINER_FLAGS...: one smoke run, unless its metrics are there already
 study() {
-    local kept="$results/$1.jsonl" output="runs/determinism-$1"
+    local kept="$metrics/$1.jsonl" output="runs/determinism-$1"
     [[ ! -e "$kept" ]] || return 0
     rm -rf "$output"
     bash examples/scripts/quickstart.sh --smoke --output "$output" -- "${@:2}"
@@ -27,3 +29,4 @@ for number in 1 2 3; do
     study "smoke-without-$number"
     study "smoke-with-$number" --train.full_determinism_enable
 done
+pack "$archive" "$metrics" smoke-with{,out}-{1..3}.jsonl

@@ -4,21 +4,23 @@
 #
 #   bash benchmarks/quickstart_study.sh [ESTIMATOR ...]     default: gtpo grpo_s group_norm
 #
-# About ten minutes a run on two cores. Finished runs are kept: start it again to go on after an interruption. Metrics go to
-# docs/results/quickstart/ESTIMATOR-seedN.jsonl, the comparison to docs/results/quickstart/{table.md,curves.png}.
+# About ten minutes a run on two cores. Finished runs are kept: start it again to go on after an interruption. Metrics
+# (ESTIMATOR-seedN.jsonl) go to docs/results/quickstart/runs.tar.xz, the comparison to table.md and curves.png beside it.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=examples/scripts/setup_env.sh
 source examples/scripts/setup_env.sh
-results=docs/results/quickstart
-mkdir -p "$results"
+# shellcheck source=benchmarks/raw.sh
+source benchmarks/raw.sh
+results=docs/results/quickstart metrics=runs/quickstart_study
+unpack "$results/runs.tar.xz" "$metrics"
 estimators=("$@")
 ((${#estimators[@]} > 0)) || estimators=(gtpo grpo_s group_norm)
 
 # study NAME SEED FLAGS...: one run of the quickstart, unless its metrics are there already
 study() {
-    local name="$1" seed="$2" kept="$results/$1-seed$2.jsonl" output="runs/study-$1-seed$2"
+    local name="$1" seed="$2" kept="$metrics/$1-seed$2.jsonl" output="runs/study-$1-seed$2"
     [[ ! -e "$kept" ]] || return 0
     rm -rf "$output"
     bash examples/scripts/quickstart.sh --seed "$seed" --output "$output" "${@:3}"
@@ -42,9 +44,11 @@ done
 study gtpo_megatron_pp2 1 --backend megatron --pipeline-parallel 2 "${actor[@]}"
 study gtpo_megatron_tp3 1 --backend megatron --tensor-parallel 3 "${actor[@]}"
 
-runs=()
-for kept in "$results"/*-seed[0-9]*.jsonl; do
+runs=() names=()
+for kept in "$metrics"/*-seed[0-9]*.jsonl; do
     name="$(basename "$kept" .jsonl)"
     runs+=("${name%-seed*}=$kept")
+    names+=("$name.jsonl")
 done
+pack "$results/runs.tar.xz" "$metrics" "${names[@]}"
 python3 -m openrlhf_gtpo.cli.report compare "${runs[@]}" --png "$results/curves.png" --markdown "$results/table.md"

@@ -11,13 +11,15 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=examples/scripts/setup_env.sh
 source examples/scripts/setup_env.sh
-results=docs/results/sampler
+# shellcheck source=benchmarks/raw.sh
+source benchmarks/raw.sh
+results=docs/results/sampler metrics=runs/sampler_study
 model=.cache/quickstart/smollm2-135m-instruct
-mkdir -p "$results"
+unpack "$results/runs.tar.xz" "$metrics"
 
 for seed in {1..6}; do
     for entropy in actor sampler; do # in turns, so that other work on the machine meets both
-        kept="$results/$entropy-seed$seed.jsonl" output="runs/sampler-study-$entropy-seed$seed"
+        kept="$metrics/$entropy-seed$seed.jsonl" output="runs/sampler-study-$entropy-seed$seed"
         [[ ! -e "$kept" ]] || continue
         rm -rf "$output"
         flags=(--rollout.entropy "$entropy")
@@ -29,8 +31,9 @@ for seed in {1..6}; do
 done
 runs=()
 for entropy in actor sampler; do
-    for seed in {1..6}; do runs+=("$entropy=$results/$entropy-seed$seed.jsonl"); done
+    for seed in {1..6}; do runs+=("$entropy=$metrics/$entropy-seed$seed.jsonl"); done
 done
+pack "$results/runs.tar.xz" "$metrics" {actor,sampler}-seed{1..6}.jsonl
 python3 -m openrlhf_gtpo.cli.report compare "${runs[@]}" --png "$results/curves.png" --markdown "$results/table.md"
 
 [[ -e $results/rollout.json ]] ||

@@ -4,30 +4,31 @@
 #   bash benchmarks/study.sh
 #
 # Some 10 minutes a run on two cores, 13 where they are busy. Start it again to go on after an interruption, also in a
-# fresh clone: the raw files of finished runs are kept in docs/results/study/runs, and a run that has them is not made again.
+# fresh clone: the raw files of finished runs are kept in docs/results/study/runs.tar.xz, and a run that has them is not made
+# again.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=examples/scripts/setup_env.sh
 source examples/scripts/setup_env.sh
+# shellcheck source=benchmarks/raw.sh
+source benchmarks/raw.sh
 results=docs/results/study runs=runs/study
 python3 -m openrlhf_gtpo.cli.prepare smollm2 --output .cache/quickstart/smollm2-135m-instruct
 python3 -m openrlhf_gtpo.cli.prepare task --task chain_sum --task-config '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}' \
     --system "Answer briefly." --question-form '{expression}' --example '21 + 3' 'The result is 24.' \
     --train-size 160 --eval-size 48 --output runs/study_data
-mkdir -p "$runs" "$results/runs"
-cp -rn "$results/runs/." "$runs"
+unpack "$results/runs.tar.xz" "$runs"
 
 status=0
 python3 -m openrlhf_gtpo.cli.experiment examples/experiments/study.yaml || status=$?
+kept=()
 for evaluated in "$runs"/*/seed-*/evaluation/flags.json; do # written last
     [[ -e $evaluated ]] || exit "$status" # none is finished
     run="${evaluated%/evaluation/*}"
-    kept="$results/runs/${run#"$runs"/}"
-    mkdir -p "$kept/evaluation"
-    cp "$run"/{flags.json,metrics.jsonl} "$kept"
-    cp "$run"/evaluation/{summary,scores,flags}.json "$kept/evaluation"
+    kept+=("${run#"$runs"/}"/{flags.json,metrics.jsonl,evaluation/{summary,scores,flags}.json})
     rm -rf "$run/model"
 done
+pack "$results/runs.tar.xz" "$runs" "${kept[@]}"
 [[ ! -e $runs/report ]] || cp "$runs"/report/{index.html,*.png} "$results" # a killed experiment has not made it
 exit "$status"
