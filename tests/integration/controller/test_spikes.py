@@ -92,7 +92,7 @@ def test_a_kl_that_is_not_finite_leaves_the_coefficient(monkeypatch: pytest.Monk
     )
     controller.costs = SimpleNamespace(sampled=lambda rows: None, trained=lambda: None)
     controller.samples_generator = SimpleNamespace(tokens=0)
-    controller.experience_maker = SimpleNamespace(rescued=[], metrics={}, credit=None)
+    controller.experience_maker = SimpleNamespace(rescued=[], metrics={}, outcome=None, credit=None)
     controller.metrics_writer, controller.warnings, controller.heartbeat = None, {}, None
     controller.kl_ctl = AdaptiveKLController(0.1, 6.0, 1000)
     monkeypatch.setattr(trainer, "step_warnings", lambda *arguments: {})
