@@ -1,10 +1,12 @@
 """`python3 -m openrlhf_gtpo.cli.ask MODEL QUESTION`: asks a model, such as one that was just trained, a question.
 
-The question goes through the model's chat template, if it has one. The answer takes the likeliest token at each step.
+The question goes through the model's chat template, if it has one, as with training's --data.apply_chat_template. The
+answer takes the likeliest token at each step.
 """
 
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 from openrlhf_gtpo.cli import Parser, exit_status
 from openrlhf_gtpo.errors import UsageError
@@ -26,10 +28,12 @@ def answer(model: str, question: str, max_tokens: int) -> str:
     Raises:
         UsageError: the checkpoint cannot be read, the question is empty, or there is no room for an answer.
     """
-    from transformers import AutoModelForCausalLM, pipeline
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
 
-    from openrlhf_gtpo.integration.checks.models import check_model, check_weights_fit, load_tokenizer
+    from openrlhf_gtpo.integration.checks.models import check_model, check_weights_fit, load_tokenizer, token_ids
+    from openrlhf_gtpo.integration.checks.prompts import prompt_and_label
 
     if max_tokens < 1:
         raise UsageError(f"Expected --max-tokens >= 1, got {max_tokens}.")
@@ -40,12 +44,18 @@ def answer(model: str, question: str, max_tokens: int) -> str:
     check_model(model, "MODEL")
     check_weights_fit(model, "MODEL")
     tokenizer = load_tokenizer(model, "MODEL")
-    generate = pipeline("text-generation", AutoModelForCausalLM.from_pretrained(model), tokenizer=tokenizer)
-    asked = [{"role": "user", "content": question}] if tokenizer.chat_template else question
-    # A penalty in the checkpoint's generation_config.json is not part of the policy: training does not read it either.
-    likeliest = {"do_sample": False, "repetition_penalty": 1.0}
-    [made] = generate(asked, max_new_tokens=max_tokens, return_full_text=False, **likeliest)
-    return made["generated_text"].strip()
+    has_template = tokenizer.chat_template is not None
+    data = SimpleNamespace(input_key="question", label_key=None, input_template=None, apply_chat_template=has_template)
+    prompt, _ = prompt_and_label({"question": question}, SimpleNamespace(data=data), tokenizer)
+    tokens = torch.tensor([token_ids(tokenizer, prompt)])
+    causal_lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)  # the engines' dtype
+    # Of the checkpoint's generation_config.json, vLLM reads nothing else for a request of training's.
+    ends = causal_lm.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    causal_lm.generation_config = GenerationConfig(eos_token_id=sorted(ends) or None, min_new_tokens=1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    made = causal_lm.to(device).generate(tokens.to(device), max_new_tokens=max_tokens)
+    return tokenizer.decode(made[0, tokens.shape[1] :], skip_special_tokens=True).strip()
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--eval.n_samples_per_prompt", type=int, default=32, metavar="K", help="answers to each question")
     add("--eval.temperature", type=float, default=1.0, help="sampling temperature; with 0 every answer is the same")
     add("--reward.remote_url", required=True, metavar="FILE", help="a Python file with OpenRLHF's reward_func")
+    add("--success_threshold", type=float, default=1.0, help="an answer with at least this reward is correct")
     add("--data.input_key", default="input", help="column of the questions")
     add("--data.label_key", help="column of the labels that the reward gets")
     add("--data.input_template", help="text with {} for the question, used without a chat template")
@@ -114,10 +115,11 @@ def _ended_by_ctrl_c(folder: Path) -> Iterator[None]:
 def checked_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Return the flags of ``args`` that training has too; UsageError if one is out of range."""
     from openrlhf_gtpo.integration.checks.settings import check_a_prompt_fits
-    from openrlhf_gtpo.integration.command_line.values import check_ranges
+    from openrlhf_gtpo.integration.command_line.values import check_ranges, check_template
 
     flags = {name: value for name, value in vars(args).items() if "." in name}
     check_ranges(flags)
+    check_template(flags["data.input_template"])
     check_a_prompt_fits(flags["rollout.max_new_tokens"], flags["data.max_len"])
     if not flags["eval.temperature"] and flags["eval.n_samples_per_prompt"] > 1:  # vLLM refuses this
         raise UsageError("With --eval.temperature 0 every answer is the same; give --eval.n_samples_per_prompt 1.")
@@ -132,10 +134,16 @@ def checked_inputs(flags: dict[str, Any], model: str) -> tuple[Any, Any, Callabl
     from openrlhf.utils.config import hierarchize
 
     from openrlhf_gtpo.integration.checks.data import check_dataset
-    from openrlhf_gtpo.integration.checks.models import check_length, check_model, load_tokenizer
+    from openrlhf_gtpo.integration.checks.models import (
+        check_length,
+        check_model,
+        check_weights_fit,
+        load_tokenizer,
+    )
     from openrlhf_gtpo.integration.checks.reward import import_reward
 
     config, tokenizer = check_model(model, "--model"), load_tokenizer(model, "--model")
+    check_weights_fit(model, "--model")
     check_length(config, flags["data.max_len"], f"--model {model}")
     run = hierarchize(argparse.Namespace(**flags, **{"actor.model_name_or_path": model}))
     run.use_ms = False  # ModelScope
@@ -145,6 +153,9 @@ def checked_inputs(flags: dict[str, Any], model: str) -> tuple[Any, Any, Callabl
 
 
 def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> None:
+    import torch
+
+    from openrlhf_gtpo.algorithms import success
     from openrlhf_gtpo.scoring.answers import answer, load_engine, questions_of, read_answers
 
     run, tokenizer, reward = checked_inputs(flags, model)
@@ -185,11 +196,14 @@ def _answer_all(args: argparse.Namespace, flags: dict[str, Any], model: str) -> 
     engine = None
     if any(len(rows) < len(questions) for questions, _, rows in work.values()):
         engine = load_engine(model, flags)
-    scores = {
-        path.stem: per_question(answer(engine, questions, rows, reward, answer_of, source, path, settings))
-        for path, (questions, settings, rows) in work.items()
+    scores = {}
+    for path, (questions, settings, rows) in work.items():
+        answered = answer(engine, questions, rows, reward, answer_of, source, path, settings)
+        correct = [success(torch.tensor(row["scores"]), args.success_threshold).tolist() for row in answered]
+        scores[path.stem] = per_question(answered, correct)
+    used = {
+        path.stem: settings | {"success_threshold": args.success_threshold} for path, (_, settings, _) in work.items()
     }
-    used = {path.stem: settings for path, (_, settings, _) in work.items()}
     digests = {name: settings["questions"] for name, settings in used.items()}
     found = {"questions": digests, "settings": used, "scores": scores}
     replace_text(args.output / "scores.json", json.dumps(found) + "\n")

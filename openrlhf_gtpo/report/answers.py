@@ -35,27 +35,28 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     return fmean(winners) if winners else 0.0
 
 
-def per_question(questions: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+def per_question(questions: Sequence[Mapping[str, Any]], correct: Sequence[Sequence[bool]]) -> dict[str, list[float]]:
     """The scores of each question.
 
     Args:
         questions: each has a list of k for ``scores``, ``lengths`` (tokens), ``cut_off``, and a list or None for
-            ``entropies`` (nats) and ``answers``; an answer is correct if its score is at least 1.
+            ``entropies`` (nats) and ``answers``.
+        correct: whether each answer is, for each question.
 
     Returns:
         a value for every question: ``mean@k`` of scores; ``pass@j`` for j = 1, 2, 4, … and k; ``best@k`` score;
         ``majority@k`` if all questions have answers; ``length``; ``cut_off``, a share; ``entropy`` if all have it.
     """
     found: dict[str, list[float]] = defaultdict(list)
-    for question in questions:
+    for question, right in zip(questions, correct, strict=True):
         scores = question["scores"]
-        k, correct = len(scores), [score >= 1 for score in scores]
+        k = len(scores)
         found[f"mean@{k}"].append(fmean(scores))
         for j in sorted({2**power for power in range(k.bit_length())} | {k}):
-            found[f"pass@{j}"].append(best_of(correct, j))
+            found[f"pass@{j}"].append(best_of(right, j))
         found[f"best@{k}"].append(max(scores))
         if question["answers"] is not None:
-            found[f"majority@{k}"].append(majority(question["answers"], correct))
+            found[f"majority@{k}"].append(majority(question["answers"], right))
         found["length"].append(fmean(question["lengths"]))
         found["cut_off"].append(fmean(question["cut_off"]))
         if question.get("entropies"):  # missing in older files

@@ -149,6 +149,8 @@ def _sample(engine: Any, batch: Sequence[Any], settings: Mapping[str, Any]) -> l
     """vLLM's result for each question, with a seed that depends only on the settings and the question's number."""
     from vllm import SamplingParams
 
+    from openrlhf_gtpo.integration.checks.models import token_ids
+
     names = ("n", "temperature", "top_p", "max_tokens")
     chosen = {name: settings[name] for name in names}
     chosen |= {"skip_special_tokens": False, "min_tokens": 1}  # as in training
@@ -156,9 +158,8 @@ def _sample(engine: Any, batch: Sequence[Any], settings: Mapping[str, Any]) -> l
         chosen |= {"logprobs": 0, "flat_logprobs": True}
     seeds = [int(np.random.SeedSequence([settings["seed"], number]).generate_state(1)[0]) for number, _ in batch]
     tokenizer = engine.get_tokenizer()
-    prompts = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for _, (prompt, _) in batch]
     return engine.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts],
+        [{"prompt_token_ids": token_ids(tokenizer, prompt)} for _, (prompt, _) in batch],
         [SamplingParams(**chosen, seed=seed) for seed in seeds],
         use_tqdm=False,
     )

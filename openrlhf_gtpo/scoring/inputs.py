@@ -9,7 +9,13 @@ from typing import Any
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.integration.checks.models import check_model, check_weights_fit, load_tokenizer, refuse_own_code
+from openrlhf_gtpo.integration.checks.models import (
+    check_model,
+    check_weights_fit,
+    load_tokenizer,
+    refuse_own_code,
+    token_ids,
+)
 from openrlhf_gtpo.integration.command_line.megatron_flags import megatron_flag, refusals_name_flags
 from openrlhf_gtpo.integration.command_line.megatron_overrides import parse_overrides
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options, check_fp8
@@ -98,10 +104,7 @@ class RowFile:
                     if tokenizer is None:
                         tokenizer = load_tokenizer(self.model, "--model", self.trust_remote_code)
                     # Separately, so that the response's tokens do not depend on where the prompt ends.
-                    prompt, response = (
-                        tokenizer(entry[name], add_special_tokens=False)["input_ids"]
-                        for name in ("prompt", "response")
-                    )
+                    prompt, response = (token_ids(tokenizer, entry[name]) for name in ("prompt", "response"))
                     if not prompt:
                         raise UsageError(
                             f"{where}: prompt has no token, so nothing predicts the response's first; give a prompt."

@@ -43,6 +43,7 @@ def _find_gguf() -> Path:
 
 def _convert(gguf: Path, directory: Path) -> None:
     import torch
+    import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -51,7 +52,12 @@ def _convert(gguf: Path, directory: Path) -> None:
     try:
         try:
             tokenizer = repair_tokenizer(AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name))
-            model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+            # From 5.17 on, transformers keeps a GGUF's weights quantized, and cannot save them, unless told otherwise.
+            in_gguf = getattr(transformers, "GgufConfig", None)
+            dense = {"quantization_config": in_gguf(dequantize=True)} if in_gguf else {}
+            model = AutoModelForCausalLM.from_pretrained(
+                gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **dense
+            )
         except Exception as error:  # a truncated file may make its readers raise anything
             raise ValueError(
                 f"{gguf} cannot be read ({type(error).__name__}: {one_line(error):.200}); reinstall {GGUF_PACKAGE}"

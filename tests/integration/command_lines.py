@@ -129,6 +129,8 @@ def words(action: argparse.Action, flag: str) -> list[str]:
         values = ["3", "5"]
     elif action.type is float:
         values = ["0.375", "0.75"]
+    elif action.dest == "data.input_template":
+        values = ["alpha {}"]
     else:
         values = ["alpha", "beta"]
     count = action.nargs if isinstance(action.nargs, int) else 2 if action.nargs in ("*", "+") else 1

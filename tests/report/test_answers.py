@@ -51,10 +51,11 @@ def test_a_summary_has_means_and_standard_errors_over_questions() -> None:
         {"scores": [1, 1, 1], "lengths": [1, 1, 1], "cut_off": [0, 0, 0], "answers": ["c", "c", "c"],
          "entropies": [1.5, 1.5, 1.5]},
     ]  # fmt: skip
-    found = summarize(per_question(questions))
+    correct = [[True, False, False], [True, True, True]]
+    found = summarize(per_question(questions, correct))
     names = ["mean@3", "pass@1", "pass@2", "pass@3", "best@3", "majority@3", "length", "cut_off", "entropy"]
     assert list(found) == names and found["entropy"][0] == 1.0
-    assert list(per_question([questions[0], questions[1] | {"entropies": None, "answers": None}])) == [
+    assert list(per_question([questions[0], questions[1] | {"entropies": None, "answers": None}], correct)) == [
         name for name in names if name not in ("majority@3", "entropy")  # only some questions have these
     ]
     assert found["mean@3"] == (pytest.approx(0.7), pytest.approx(stdev([0.4, 1]) / 2**0.5))
@@ -62,7 +63,7 @@ def test_a_summary_has_means_and_standard_errors_over_questions() -> None:
     assert found["pass@2"][0] == pytest.approx((2 / 3 + 1) / 2)
     assert (found["pass@3"][0], found["best@3"][0], found["majority@3"][0]) == (1, 1, 0.5)
     assert (found["length"][0], found["cut_off"][0]) == (3.5, pytest.approx(1 / 6))
-    alone = summarize(per_question([questions[0] | {"answers": None}]))
+    alone = summarize(per_question([questions[0] | {"answers": None}], correct[:1]))
     assert "majority@3" not in alone and alone["mean@3"][1] is None and "±" not in table({"x": alone})
     assert "| one | 0.700 ± 0.300 |" in table({"one": found}).replace("0.700 ± 0.300 | 0", "0.700 ± 0.300 |\n0")
     assert "| 0.99975 ± 0.00020 |" in table({"one": {"mean@3": (0.99975, 0.0002)}})

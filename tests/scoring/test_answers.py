@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from vllm.logprobs import FlatLogprobs
 
 from openrlhf_gtpo import platform
@@ -104,7 +106,7 @@ def test_answers_with_other_settings_are_refused(tmp_path: Path) -> None:
 
 def test_a_reward_that_fails_ends_it_with_the_reason_and_the_question(tmp_path: Path) -> None:
     """By training's rules and in its words."""
-    not_one = "expected one finite float32 number for the one response, got 'rewards' "
+    not_one = "expected one finite number for the one response, got 'rewards' "
     for bad, reason in (
         ({"rewards": [1, 2]}, not_one + "'[1, 2]'"),
         ({"rewards": math.nan}, not_one + "'nan'"),
@@ -159,6 +161,10 @@ def command(place: Path, output: str, **changed: Any) -> list[str]:
         ({"eval.n_samples_per_prompt": 0}, "Expected --eval.n_samples_per_prompt >= 1, got 0."),
         ({"eval.temperature": 0}, "every answer is the same; give --eval.n_samples_per_prompt 1."),
         ({"rollout.top_p": 0}, "Expected 0 < --rollout.top_p <= 1, got 0."),
+        (
+            {"data.input_template": "Q:"},
+            "Expected --data.input_template to have {}, where the question goes, got 'Q:'.",
+        ),
         ({"data.input_template": "Q: {}"}, "With --data.apply_chat_template no --data.input_template is read; leave "),
         ({"model": "/nowhere"}, "--model /nowhere does not exist."),
         ({"model": __file__}, f"--model {__file__} is a file; give a Hugging Face folder or a Megatron checkpoint."),
@@ -187,6 +193,35 @@ def test_wrong_input_is_one_sentence_before_an_engine_starts(
     assert sentence in capsys.readouterr().err
     assert not (place / "wrong").exists()
     assert platform.chosen_platform() == "cuda", "a conversion works on the CPU, an evaluation need not"
+
+
+def test_a_model_that_training_refuses(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """vLLM would answer with the embedding as the head."""
+    model = shutil.copytree(place / "model", tmp_path / "model")
+    (file,) = model.glob("*.safetensors")
+    weights = load_file(file)
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}, file, {"format": "pt"})
+    assert evaluate.main(command(tmp_path, "out", model=model, **{"eval.dataset": place / "task" / "eval.jsonl"})) == 2
+    assert "lm_head.weight and model.embed_tokens.weight differ" in capsys.readouterr().err
+
+
+def test_success_is_decided_as_in_training(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """In float32, in which this sum is 1; another threshold needs no other answers. The engine is a stand-in."""
+    (tmp_path / "reward.py").write_text(
+        "def reward_func(queries, prompts, labels): return {'rewards': 0.7 + 0.2 + 0.1}"
+    )
+    changed = {"model": place / "model", "eval.n_samples_per_prompt": 2, "reward.remote_url": tmp_path / "reward.py"}
+    changed["eval.dataset"] = place / "task" / "eval.jsonl"
+    engines = [Engine()]
+    monkeypatch.setattr(answers, "load_engine", lambda *_: engines.pop())
+    for threshold, expected in (({}, 1.0), ({"success_threshold": 1.1}, 0.0), ({"success_threshold": 0.9}, 1.0)):
+        assert evaluate.main(command(tmp_path, "out", **changed, **threshold)) == 0, capsys.readouterr().err
+        found = json.loads((tmp_path / "out" / "scores.json").read_text())
+        assert set(found["scores"]["eval"]["pass@2"]) == {expected}
+        assert found["settings"]["eval"]["success_threshold"] == threshold.get("success_threshold", 1.0)
+    assert torch.tensor(0.7 + 0.2 + 0.1) >= 1 > 0.7 + 0.2 + 0.1
 
 
 def test_an_output_that_is_a_file(place: Path, capsys: pytest.CaptureFixture) -> None:

@@ -241,6 +241,37 @@ def test_no_prefix_of_older_weights_survives(synced: Synced, transport: str) -> 
     assert cached_tokens() == 0
 
 
+def test_a_response_that_is_paused_midway_goes_on_as_if_the_new_weights_had_read_all_of_it(synced: Synced) -> None:
+    """As in a partial rollout: before the pause its log-probs are the old weights', after it the new ones'."""
+    import ray
+    from vllm import SamplingParams
+
+    old, new = synced.perturbed(60), synced.perturbed(61)
+    prompt = torch.randint(1, VOCABULARY, (20,), generator=torch.Generator().manual_seed(7)).tolist()
+    params = SamplingParams(max_tokens=PREFIX - 20, temperature=1.0, ignore_eos=True, logprobs=0)
+    for delay in (0.3, 0.1, 1, 3, 0):  # seconds, until the pause falls midway
+        synced.send(old, 2**28)
+        request = synced.engine.generate.remote(prompt, params)
+        ray.wait([request], timeout=delay)
+        ray.get(synced.engine.pause_generation.remote())
+        synced.send(new, 2**28)
+        ray.get(synced.engine.resume_generation.remote())
+        (output,) = ray.get(request).outputs
+        tokens = torch.tensor([prompt + list(output.token_ids)])
+        found = torch.tensor([of_token[t].logprob for of_token, t in zip(output.logprobs, output.token_ids)])
+        by_old, by_new = (
+            synced.trainer_distributions(of, tokens).gather(2, tokens[:, 1:, None])[0, len(prompt) - 1 :, 0]
+            for of in (old, new)
+        )
+        # Tokens before the pause: the number that fits best.
+        apart = [float((found - torch.cat([by_old[:k], by_new[k:]])).abs().sum()) for k in range(len(found) + 1)]
+        before = apart.index(min(apart))
+        if 10 < before < len(found) - 10:
+            break
+    assert 10 < before < len(found) - 10, "never paused midway: this test would show nothing"
+    assert_equal_but_for_rounding(found, torch.cat([by_old[:before], by_new[before:]]))
+
+
 @pytest.mark.parametrize("transport", ["broadcast", "colocated"])
 def test_a_parameter_that_is_not_sent_is_named(synced: Synced, transport: str) -> None:
     from openrlhf_gtpo.weight_sync.receipts import WeightSyncError

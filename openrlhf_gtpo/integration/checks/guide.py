@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.integration.checks.models import check_length, check_model, load_tokenizer
+from openrlhf_gtpo.integration.checks.models import check_length, check_model, check_weights_fit, load_tokenizer
 
 
 def check_guide(args: SimpleNamespace) -> None:
@@ -54,6 +54,7 @@ def check_guide(args: SimpleNamespace) -> None:
     config = None if guide.endpoint else check_model(name, flag, trusted)
     tokenizer = load_tokenizer(name, flag, trusted)
     if config is not None:
+        check_weights_fit(name, flag)
         check_length(config, args.data.max_len, f"{flag} {name}")
     _check_same_tokenizer(args, tokenizer, flag)
     if guide.endpoint:

@@ -223,6 +223,12 @@ def load_tokenizer(name: str, flag: str, trust_remote_code: bool = False) -> Any
         raise UsageError(f"{flag} {name} has no tokenizer that can be read: {one_line(error)}") from error
 
 
+def token_ids(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of ``text`` as training reads it: none is added, such as the BOS that a chat template has anyway
+    (openrlhf 0.11.2, utils/agent.py, SingleTurnAgentExecutor.execute)."""
+    return tokenizer(text=text, add_special_tokens=False)["input_ids"]
+
+
 def check_length(config: Any, max_len: int, model: str) -> None:
     """Refuse a ``--data.max_len`` beyond the positions of a ``model``, which vLLM would only refuse after its start.
     A model whose rotary embedding is scaled is left to vLLM, which knows by how much (0.29,

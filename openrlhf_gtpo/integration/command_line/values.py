@@ -89,6 +89,7 @@ def check_values(values: dict[str, Any]) -> None:
         pair = values[name]
         if pair is not None and len(pair) == 2 and not pair[0] < pair[1]:
             raise UsageError(f"Expected --{name} LOW HIGH with LOW < HIGH, got {pair[0]:g} {pair[1]:g}.")
+    check_template(values["data.input_template"])
     # Groups of processes that this run does not have; their numbers may be anything.
     there = {
         "critic.": values["algo.advantage.estimator"] == "gae",
@@ -97,6 +98,13 @@ def check_values(values: dict[str, Any]) -> None:
     }
     absent = tuple(beginning for beginning, is_there in there.items() if not is_there)
     check_ranges({name: value for name, value in values.items() if not name.startswith(absent)})
+
+
+def check_template(template: str | None) -> None:
+    """Refuse an ``--data.input_template`` without a place for the question: OpenRLHF's training drops such a template
+    (openrlhf 0.11.2, cli/train_ppo_ray.py), and anywhere else every prompt would be the same text."""
+    if template and "{}" not in template.replace("{{", ""):  # {{ is a brace of the text
+        raise UsageError(f"Expected --data.input_template to have {{}}, where the question goes, got {template!r}.")
 
 
 def check_ranges(values: Mapping[str, Any]) -> None:

@@ -35,7 +35,6 @@ from openrlhf_gtpo.integration.rollout.rewards import (
     StrictRewardExecutor,
     described,
     engine_works,
-    reason_of,
 )
 from openrlhf_gtpo.integration.rollout.sampler_calls import Answer, refuse_other_distributions, sampler_values
 from openrlhf_gtpo.integration.rollout.samples_generator import (
@@ -101,7 +100,6 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
     with_log_probs = False
     gets_weights = True
     _has_old_weights = False
-    _agent_path = ""
     _tokenizer: asyncio.Future[Any] | None = None
 
     async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
@@ -122,7 +120,6 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             kwargs["moe_backend"] = "triton"
         # Upstream makes it before the engine, whose memory then leaves a reward its own.
         vllm_engine.SingleTurnAgentExecutor = partial(StrictRewardExecutor, patience=self.patience)
-        self._agent_path = kwargs.get("agent_func_path") or ""
         await super().__init__(*args, **kwargs)
         self._death_watch = asyncio.create_task(_fail_calls_at_death(self.llm.engine_core))
         if self.with_entropy:
@@ -219,15 +216,9 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             return [one for one in theirs if DROPPED in one] or ours + theirs
         except Exception as failure:  # a user's code
             is_mistake = isinstance(failure, TrainingStopped) and not isinstance(failure, RewardFailed)
-            by_agent = not isinstance(failure, TrainingStopped) and not isinstance(self.executor, StrictRewardExecutor)
-            if is_mistake or (self.patience.tries == 1 and not by_agent):
+            if is_mistake or self.patience.tries == 1:
                 raise
             await self.serves()  # which raises if it was the engine that failed
-            if self.patience.tries == 1:
-                raise RewardFailed(
-                    f"Could not get a response from {self._agent_path}: {reason_of(failure, self._agent_path)}. "
-                    f"Prompt: {prompt!r}"
-                ) from failure
             return [{DROPPED: described(failure)}]
 
     async def serves(self) -> None:
@@ -297,11 +288,13 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
     async def _forget_prefixes(self) -> None:
         """Drop the keys and values of older weights, which later prompts would reuse.
 
-        While requests are paused midway (partial rollouts), vLLM keeps the cache, says so in its log, and the requests
-        go on with it, unless vLLM is told to preempt them (https://github.com/vllm-project/vllm/pull/28827).
+        No request has any: those that are paused midway (partial rollouts) lost theirs at the pause, and compute them
+        again with the new weights (vllm 0.29.0, v1/engine/core.py, ``_finish_pause`` with ``clear_cache``, which is on
+        unless ``pause_generation`` is told otherwise).
         """
-        if self.kwargs["enable_prefix_caching"] and not await self.llm.reset_prefix_cache():
-            assert self.get_num_unfinished_requests(), "vLLM kept prefixes of the old weights without a request"
+        if self.kwargs["enable_prefix_caching"]:
+            dropped = await self.llm.reset_prefix_cache()
+            assert dropped, "vLLM kept prefixes of the old weights"
 
 
 async def _all_or_none(*calls: Awaitable[Any]) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from command_lines import argv_of
+from safetensors.torch import load_file, save_file
 
 from openrlhf_gtpo.integration.checks.guide import check_guide
 from openrlhf_gtpo.integration.run import parse
@@ -113,6 +114,20 @@ def test_engines_on_the_same_gpus_need_room_together(
     for command in (shared, shared | {"--vllm.enable_sleep": True}, alone):
         assert "on the same GPUs (--train.colocate_all) to be at most 1 together, got 1.25." in refused(command)
     check_guide(parse(argv_of(alone | {"--vllm.enable_sleep": True})))  # the policy sleeps by then
+
+
+def test_a_guide_with_a_tied_head_and_another_stored(
+    guided: dict[str, Any], model: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    """vLLM would sample with the embedding as the head."""
+    other = shutil.copytree(model, tmp_path / "guide")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    weights = load_file(other / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 0.5
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    message = refused(guided | {"--algo.guide.model_name_or_path": other})
+    assert message.startswith(f"--algo.guide.model_name_or_path {other}: lm_head.weight and ")
 
 
 def test_a_guide_with_another_tokenizer_is_refused_with_the_first_token_that_differs(

@@ -129,6 +129,11 @@ def test_a_contradiction_in_the_command_line(
         ({"--vllm.num_engines": None}, "Expected --vllm.num_engines >= 1 to sample from, got None."),
         ({"--vllm.max_num_seqs": 0}, "Expected --vllm.max_num_seqs >= 1, got 0."),
         (
+            {"--data.input_template": "Q:"},
+            "Expected --data.input_template to have {}, where the question goes, got 'Q:'.",
+        ),
+        ({"--data.input_template": "{{}} {x}"}, "Expected --data.input_template to have {}, where the question goes"),
+        (
             {"--actor.num_gpus_per_node": 4, "--train.batch_size": 2},
             "Expected --train.batch_size >= 4, so that every replica of the actor has a row, got 2.",
         ),
