@@ -32,6 +32,14 @@ def one_line(said: object) -> str:
     return " ".join(str(said).split()) or type(said).__name__
 
 
+def last_error(said: object) -> str:
+    """The words of an error in one line; of one whose text is a traceback, as of Ray's, those at the traceback's end:
+    from the last line on that is not indented and follows one that is."""
+    lines = str(said).strip().splitlines()
+    ends = [n for n in range(1, len(lines)) if lines[n - 1][:1].isspace() and not lines[n][:1].isspace() and lines[n]]
+    return one_line("\n".join(lines[ends[-1] :])) if ends else one_line(said)
+
+
 class SettingError(ValueError):
     """Settings that cannot work, alone or together. A command line prints the sentence with its own flag names.
 

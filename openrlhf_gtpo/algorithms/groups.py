@@ -47,12 +47,15 @@ def success(outcome: Tensor, threshold: float = 1.0) -> Tensor:
 
     Args:
         outcome: (B,) outcome rewards before any length penalty.
-        threshold: rows with outcome >= threshold belong to O+, compared in the outcome's precision: a float32 reward
-            of 0.9 is not below 0.9, though it would be if both were read as float64.
+        threshold: rows with outcome >= threshold belong to O+. Both are compared in float32, which a run's rewards
+            have, or in the outcome's precision if that is coarser: a float32 reward of 0.9 is not below 0.9, and
+            0.7 + 0.2 + 0.1 is not below 1, though they would be in float64.
 
     Returns:
         (B,) bool.
     """
+    if outcome.dtype == torch.float64:
+        outcome = outcome.float()
     return outcome >= (outcome.new_tensor(threshold) if outcome.is_floating_point() else threshold)
 
 

@@ -1,6 +1,7 @@
 """Rollout actors over a vLLM that answers with its request's seed, and a samples generator over them."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -51,10 +52,14 @@ class Engine(StrictRolloutActor):
 
 
 class Executor(AgentExecutorBase):
-    """An agent with two turns, which makes new sampling parameters for the second."""
+    """An agent with two turns, which makes new sampling parameters for the second. Its scores are 0 at even labels,
+    and at odd ones 0.75, 1 and 1.25, so that a filter has something to let through."""
 
     fails: set[str] = set()
     failure: type[Exception] = RewardFailed
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
 
     async def execute(
         self,
@@ -70,7 +75,8 @@ class Executor(AgentExecutorBase):
         if prompt in self.fails:
             raise self.failure(f"no reward for {prompt}")
         turns = [await llm_engine.generate([1] * 5, sampling_params), await llm_engine.generate([1] * 9, params)]
-        score = float(int(label) % 2)
+        score = int(label) % 2 * (0.75 + 0.25 * (self.asked[prompt] % 3))
+        self.asked[prompt] += 1
         return {
             "prompt": prompt,
             "label": label,
@@ -202,7 +208,7 @@ def sampling(
         algo=SimpleNamespace(
             dynamic_filtering_enable=False,
             dynamic_filtering_range=(0.5, 1.5),
-            advantage=SimpleNamespace(is_correction_level="off"),
+            advantage=SimpleNamespace(estimator="reinforce", is_correction_level="off"),
         ),
     )
     data = [([""], [str(i)], [str(i)], [None]) for i in range(PROMPTS)]

@@ -27,6 +27,7 @@ from openrlhf_gtpo.algorithms import (
     GTPOConfig,
     grpo_s_advantages,
     gtpo_advantages,
+    success,
 )
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.command_line.flags import AGGREGATION
@@ -107,6 +108,45 @@ def test_grpo_s_v1_without_entropy_is_upstreams_group_norm_exactly(
     upstream_args = arguments("--algo.advantage.estimator", "group_norm", *layout)
     _, expected = make(upstream_args, batch, monkeypatch, RemoteExperienceMaker)
     assert torch.equal(advantages(experiences, batch), advantages(expected, batch) * batch.mask)
+
+
+WITHIN_GROUPS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
+
+
+@pytest.mark.parametrize("samples", [3, 6, 7, 8, 12])
+@pytest.mark.parametrize("estimator", [*WITHIN_GROUPS, "reinforce", "flash_reinforce", "forking_tokens"])
+def test_equal_rewards_have_advantage_0(estimator: str, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean of equal float32 numbers is rounded, so that they differ from it, and their std is not 0."""
+    for reward in (0.2, 0.3, 0.7, 1 / 3, -0.1, 1e-3, 123.4):
+        batch = rollout(seed=6, samples=samples)
+        batch.outcome[:] = reward
+        made, experiences = make(
+            arguments("--algo.advantage.estimator", estimator, samples=samples), batch, monkeypatch
+        )
+        assert not advantages(experiences, batch)[batch.mask].any(), reward
+        if estimator in (*WITHIN_GROUPS, "forking_tokens"):
+            assert not any(e.info["group_reward_std"].any() for e in experiences), reward
+        for experience in experiences:
+            assert torch.equal(experience.rewards, torch.full_like(experience.rewards, reward)), "dumped as given"
+
+
+@pytest.mark.parametrize("estimator", WITHIN_GROUPS)
+def test_one_group_of_equal_rewards_leaves_the_others_as_upstream_has_them(
+    estimator: str, layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rewards are compared after their length penalty. reinforce_baseline subtracts the batch's mean at last."""
+    argv = ("--algo.advantage.estimator", estimator, *layout)
+    argv += ("--reward.stop_properly_penalty_coef", "-0.3", "--algo.advantage.no_std_norm")
+    batch = rollout(seed=7, binary=False)
+    equal, cut = slice(0, 4), slice(4, 8)
+    batch.outcome[equal], batch.truncated[equal], batch.truncated[cut] = 0.7, False, True
+    _, experiences = make(arguments(*argv), batch, monkeypatch)
+    _, expected = make(arguments(*argv), batch, monkeypatch, RemoteExperienceMaker)
+    found, upstreams = advantages(experiences, batch) * batch.mask, advantages(expected, batch) * batch.mask
+    torch.testing.assert_close(found, upstreams, rtol=0, atol=1e-6 if estimator != "group_norm" else 10)
+    if estimator == "reinforce_baseline":
+        return
+    assert torch.equal(found[8:], upstreams[8:]) and not found[:8].any() and found[8:].any()
 
 
 @pytest.mark.parametrize(
@@ -357,6 +397,12 @@ def test_success_is_decided_in_the_precision_of_the_rewards(monkeypatch: pytest.
     found = advantages(experiences, batch)
     assert (found[right] >= 0).all() and (found[right] > 0).any() and (found[batch.mask & ~right] <= 0).all()
     assert made.metrics["groups/uniform"] < made.metrics["groups/total"]
+
+
+def test_a_success_in_float32_is_one_in_float64() -> None:
+    """An agent's reward may be float64, and cli.evaluate has Python's numbers; most rewards are float32."""
+    for dtype in (torch.float32, torch.float64):
+        assert success(torch.tensor([0.7 + 0.2 + 0.1, 0.99999], dtype=dtype)).tolist() == [True, False]
 
 
 # ── Reward clipping and the KL reward ──

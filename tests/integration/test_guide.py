@@ -117,7 +117,8 @@ def test_a_filter_sees_all_rows_of_a_group(monkeypatch: pytest.MonkeyPatch) -> N
         handle.engine.executor = Fails()
     samples = generator.generate_samples()[0]
     assert [sample.prompts[0] for sample in samples] == [p for p in "1357" for _ in range(3)]  # the guide's right ones
-    assert [float(sample.rewards) for sample in samples] == marks(samples) == [0.0, 0.0, 1.0] * 4
+    assert marks(samples) == [0.0, 0.0, 1.0] * 4
+    assert [float(sample.rewards) > 0 for sample in samples] == [False, False, True] * 4
 
 
 def test_where_entropies_come_from_samplers_a_guide_row_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,7 +211,7 @@ def test_rescued_rows_are_trained_on_with_the_steps_own(monkeypatch: pytest.Monk
         args=args,
         guide=SimpleNamespace(step=0),
         samples_generator=SimpleNamespace(rescued=[rescued], rescue=RescueQueue(2), dropped=0, tokens=0),
-        experience_maker=SimpleNamespace(rescued=[], metrics={}, credit=None),
+        experience_maker=SimpleNamespace(rescued=[], metrics={}, outcome=None, credit=None),
         kl_ctl=SimpleNamespace(value=0.1),
         costs=SimpleNamespace(sampled=counted.append, trained=lambda: None),
         metrics_writer=None,

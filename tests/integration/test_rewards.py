@@ -83,16 +83,23 @@ NO_REWARDS = "it returned no 'rewards'"
         ("return [1.0] * 1000", f"it returned {str([1.0] * 1000)[:200]}, not a dict with 'rewards'"),
         (
             "return {'rewards': [1.0, 0.0]}",
-            "expected one finite number for the one response, got 'rewards' '[1.0, 0.0]'",
+            "expected one finite float32 number for the one response, got 'rewards' '[1.0, 0.0]'",
         ),
-        ("return {'rewards': 'good'}", "expected one finite number for the one response, got 'rewards' 'good'"),
-        ("return {'rewards': []}", "expected one finite number for the one response, got 'rewards' '[]'"),
+        (
+            "return {'rewards': 'good'}",
+            "expected one finite float32 number for the one response, got 'rewards' 'good'",
+        ),
+        ("return {'rewards': []}", "expected one finite float32 number for the one response, got 'rewards' '[]'"),
         (
             "return {'rewards': 1, 'scores': {}}",
-            "expected one finite number for the one response, got 'scores' '{{}}'",
+            "expected one finite float32 number for the one response, got 'scores' '{{}}'",
         ),
-        ("return {'rewards': float('nan')}", "expected one finite number for the one response, got 'rewards' 'nan'"),
-        ("return {'rewards': 1e999}", "expected one finite number for the one response, got 'rewards' 'inf'"),
+        (
+            "return {'rewards': float('nan')}",
+            "expected one finite float32 number for the one response, got 'rewards' 'nan'",
+        ),
+        ("return {'rewards': 1e39}", "expected one finite float32 number for the one response, got 'rewards' '1e+39'"),
+        ("return {'rewards': 1e999}", "expected one finite float32 number for the one response, got 'rewards' 'inf'"),
     ],
 )
 def test_a_reward_that_fails_stops_the_run_with_the_reason_and_the_prompt(
@@ -122,7 +129,7 @@ def test_extra_logs_that_are_no_numbers_stop_the_run(tmp_path: Path, logs: str) 
 
 
 def test_a_number_beyond_all_floats_is_no_reward(tmp_path: Path) -> None:
-    with pytest.raises(TrainingStopped, match="expected one finite number for the one response"):
+    with pytest.raises(TrainingStopped, match="expected one finite float32 number for the one response"):
         answer(executor(tmp_path, "return {'rewards': 10**400, 'extra_logs': 'x'}"))
 
 

@@ -12,10 +12,12 @@ import ray
 import torch
 from fake_engines import PROMPTS, Engine, Executor, rows, sampling
 from openrlhf.trainer.ppo_utils import samples_generator as upstream
+from rollouts import arguments
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.actors.strategy import Strategy
+from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.integration.rollout import rollout_actor, samples_generator
 from openrlhf_gtpo.integration.rollout.rewards import Patience, RewardFailed, StrictRewardExecutor
 from openrlhf_gtpo.integration.rollout.rollout_actor import EngineRestarted, StrictRolloutActor
@@ -92,6 +94,45 @@ def test_filtered_prompts_leave_the_same_rows_whatever_comes_back_first(monkeypa
     again = sampling(monkeypatch, engines=2)
     again.args.algo.dynamic_filtering_enable = True
     assert rows(again.generate_samples()[0]) == rows(samples)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "rewards", "scores", "passes"),
+    [
+        ("group_norm", [0.3, 0.3, 0.3], [0.3, 0.3, 0.3], False),  # their mean is in the filter's range
+        ("group_norm", [0.7 + 0.2 + 0.1, 1.0, 1.0], None, False),  # equal as float32
+        ("group_norm", [0.3, 0.3, 0.3], [0.0, 1.0, 1.0], False),
+        ("group_norm", [0.1, 0.3, 0.3], [0.5, 0.5, 0.5], False),
+        ("group_norm", [0.1, 0.3, 0.3], None, True),
+        ("gtpo", [0.1, 0.3, 0.3], None, False),  # none succeeds
+        ("gtpo", [0.1, 1.0, 0.3], None, True),
+        ("forking_tokens", [0.1, 0.3, 0.3], None, True),
+    ],
+)
+def test_a_group_that_does_not_differ_is_replaced(
+    estimator: str, rewards: list[float], scores: list[float] | None, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without scores, as of an agent that leaves them out, rewards stand in for them."""
+    at: Counter[str] = Counter()
+
+    def changed(prompt: str) -> dict[str, Any]:
+        if prompt != "1":
+            return {} if scores else {"scores": None}
+        at[prompt] += 1
+        index = at[prompt] - 1
+        return {"reward": rewards[index], "scores": scores and scores[index]}
+
+    generator = respond_with(monkeypatch, changed)
+    generator.args.algo.dynamic_filtering_enable, generator.args.algo.dynamic_filtering_range = True, (0.0, 1.01)
+    generator._credit = entropy_credit(arguments("--algo.advantage.estimator", estimator))
+    prompts = [sample.prompts[0] for sample in generator.generate_samples()[0]]
+    assert [prompt for prompt in prompts if prompt != "1"] == [p for p in "357" + "9" * (not passes) for _ in range(3)]
+    assert prompts.count("1") == 3 * passes
+    at.clear()
+    generator.generate_eval_samples()
+    assert [s.prompts[0] for s in generator.held_out] == [
+        p for p in "012345" for _ in range(3)
+    ], "an evaluation has all"
 
 
 def test_under_full_determinism_every_turn_of_every_sample_has_a_seed_of_its_own(
@@ -214,10 +255,25 @@ def test_too_many_failed_rewards_stop_the_run(monkeypatch: pytest.MonkeyPatch) -
         generator.generate_samples()
 
 
-def test_without_restarts_the_first_failed_reward_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("failure", "sentence"),
+    [
+        (RewardFailed, "no reward for 1"),
+        (
+            ConnectionError,
+            rf"Could not get a response from {__file__}: ConnectionError: no reward for 1 \(.*fake_engines.py, line "
+            r"\d+\). Prompt: '1'",
+        ),
+    ],
+    ids=["reward", "agent"],
+)
+def test_without_restarts_the_first_failed_reward_or_agent_stops_the_run(
+    failure: type[Exception], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = sampling(monkeypatch)
-    generator.vllm_engines[0].engine.executor.fails = {"1"}
-    with pytest.raises(TrainingStopped, match="^no reward for 1$"):
+    engine = generator.vllm_engines[0].engine
+    engine.executor.fails, engine.executor.failure, engine._agent_path = {"1"}, failure, __file__
+    with pytest.raises(TrainingStopped, match=f"^{sentence}$"):
         generator.generate_samples()
 
 
@@ -297,6 +353,8 @@ def test_an_agent_whose_context_is_full_was_cut_off(
         ({"scores": float("-inf")}, "its scores are not finite"),
         ({"rollout_log_probs": [-0.5]}, "it has 1 rollout_log_probs for 2 observation_tokens"),
         ({"reward": "good"}, "too many dimensions 'str'"),
+        ({"observation_tokens": [1, 1000]}, "token 1000 is not in the model's vocabulary of 1000"),
+        ({"observation_tokens": [-1, 1]}, "token -1 is not in the model's vocabulary of 1000"),
     ],
 )
 def test_an_agents_response_that_cannot_be_learned_from(
@@ -308,6 +366,12 @@ def test_an_agents_response_that_cannot_be_learned_from(
     with pytest.raises(
         TrainingStopped, match=f"Expected --train.agent_func_path to return .* cannot be read .*Error: {what}"
     ):
+        generator.generate_samples()
+
+
+def test_an_agents_extra_logs_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = respond_with(monkeypatch, lambda prompt: {"extra_logs": {"step": 2.0}})
+    with pytest.raises(TrainingStopped, match="in the 'extra_logs' from --train.agent_func_path, got step, which"):
         generator.generate_samples()
 
 

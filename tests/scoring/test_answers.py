@@ -106,7 +106,7 @@ def test_answers_with_other_settings_are_refused(tmp_path: Path) -> None:
 
 def test_a_reward_that_fails_ends_it_with_the_reason_and_the_question(tmp_path: Path) -> None:
     """By training's rules and in its words."""
-    not_one = "expected one finite number for the one response, got 'rewards' "
+    not_one = "expected one finite float32 number for the one response, got 'rewards' "
     for bad, reason in (
         ({"rewards": [1, 2]}, not_one + "'[1, 2]'"),
         ({"rewards": math.nan}, not_one + "'nan'"),

@@ -1,5 +1,5 @@
-"""Code shared by the actor trainers on DeepSpeed and on Megatron: the estimator's loss, the transfer of weights to the
-engines, and writing that a full disk only delays."""
+"""Code shared by the actor trainers on DeepSpeed and on Megatron: the loss, the transfer of weights to the engines,
+and writing that a full disk only delays."""
 
 import time
 from abc import abstractmethod
@@ -14,11 +14,19 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 from ray.exceptions import ActorUnavailableError
+from torch import Tensor
 
-from openrlhf_gtpo.errors import Restartable, TrainingStopped, one_line
+from openrlhf_gtpo.errors import Restartable, TrainingStopped, last_error
+from openrlhf_gtpo.integration.actors.guide_ratios import GuideRatios
 from openrlhf_gtpo.integration.actors.token_ratios import TokenRatios
-from openrlhf_gtpo.integration.credit.guide_rows import GuideRatios, guide_rows, info_rows
-from openrlhf_gtpo.integration.credit.loss import credit_loss
+from openrlhf_gtpo.integration.credit.guide_rows import guide_rows, info_rows
+from openrlhf_gtpo.integration.credit.loss import (
+    LossInputs,
+    LossOutputs,
+    StepTotals,
+    make_policy_loss,
+    micro_batch_loss,
+)
 from openrlhf_gtpo.megatron.parallel.agreement import all_gather_objects
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.weight_sync.buckets import Weights
@@ -30,6 +38,7 @@ _START_LIMIT = 45 * 60.0
 _AGAIN = 1.0
 _LOG_LINES = 5
 _TRIES, _WAIT = 60, 30  # the wait in seconds
+_READ_INFO = (names.GROUPS_CORRECT, names.GROUPS_ACCURACY)
 
 
 def wait_for_engines(
@@ -64,7 +73,7 @@ def wait_for_engines(
             elif failure is not None:
                 raise Restartable(
                     f"{what} {number} of {len(engines)} (counted from 0) died {waited:.0f} s after the trainer "
-                    f"began to wait for it: {one_line(failure)[-400:]}{_last_words(engines[number])}"
+                    f"began to wait for it: {last_error(failure):.400}{_last_words(engines[number])}"
                 )
         absent = ", ".join(map(str, sorted(starting.values())))
         if starting and waited >= limit:
@@ -86,39 +95,49 @@ def _last_words(engine: Any) -> str:
     return f"; its log ends: {' | '.join(lines)}"
 
 
-def _own_as_old(loss: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Use the log-probs in training, detached, as old ones if no forward has computed those (``credit.old_policy``).
-    Upstream's KL loss, which may read them too, takes a ratio of 1 without them (openrlhf 0.11.2, compute_approx_kl).
-    If one is not finite, the optimizer step is skipped, and the rollout is not blamed."""
-    log_probs, old_log_probs, *others = inputs
-    if old_log_probs is None:
-        old_log_probs = log_probs.detach().nan_to_num(0.0, 0.0, 0.0)
-    return log_probs, old_log_probs, *others
-
-
 class ActorTrainer(ActorPPOTrainer):
-    """Upstream's actor trainer, with the estimator's loss and a weight transfer in buckets."""
+    """Upstream's actor trainer, with one loss for both backends and a weight transfer in buckets."""
 
     def __init__(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(strategy, *args, **kwargs)
-        loss = credit_loss(self.args)
-        if loss is not None:
-            self.actor_loss_fn = loss
-        self.actor_loss_fn.register_forward_pre_hook(_own_as_old)
-        self.guide_ratios = GuideRatios(self.actor_loss_fn, self.args.algo.guide.ratio_cap)
-        self.ratios = TokenRatios(self.actor_loss_fn) if self.args.logger.dump_rollouts else None
-        self.reads: tuple[str, ...] = getattr(self.actor_loss_fn, "reads", ())  # upstream's own loss reads nothing
+        self.policy_loss = make_policy_loss(self.args)
+        self.ratios = TokenRatios() if self.args.logger.dump_rollouts else None
+        features = GuideRatios(self.args.algo.guide.ratio_cap), self.ratios
+        self.loss_features = [feature for feature in features if feature]
 
-    def _tell(self, batch: Experience) -> None:
-        """Tell the loss, and what watches it, the rows of the micro-batch that it gets next."""
-        if self.ratios:
-            self.ratios.rows = batch.labels
-        self.guide_ratios.rows = guide_rows(batch)
-        for name, metric in (("correct", names.GROUPS_CORRECT), ("accuracy", names.GROUPS_ACCURACY)):
-            if name in self.reads:
-                known = metric in batch.info
-                assert known or not batch.action_mask.any()
-                self.actor_loss_fn.given[name] = info_rows(batch, metric) if known else batch.action_mask[:, 0]
+    def loss(
+        self,
+        batch: Experience,
+        log_probs: Tensor,
+        entropy: Tensor | None,
+        totals: StepTotals,
+        kl_coef: float,
+        router_loss: Tensor | None = None,
+    ) -> LossOutputs:
+        """The loss of a micro-batch from the (B, T) values of a forward pass; what it reads of ``batch`` is copied to
+        their device. Arguments: see ``LossInputs``."""
+
+        def here(values: Tensor | None) -> Any:
+            return None if values is None else values.to(log_probs.device, non_blocking=True)
+
+        info = {name: here(info_rows(batch, name)) for name in _READ_INFO if name in batch.info}
+
+        inputs = LossInputs(
+            log_probs=log_probs,
+            old_log_probs=here(batch.action_log_probs),
+            advantages=here(batch.advantages),
+            mask=here(batch.action_mask.bool()),
+            totals=totals,
+            rollout_log_probs=here(batch.rollout_log_probs),
+            base_log_probs=here(batch.base_action_log_probs),
+            entropy=entropy,
+            router_loss=router_loss,
+            guided=here(guide_rows(batch)),
+            correct=info.get(names.GROUPS_CORRECT),
+            accuracy=info.get(names.GROUPS_ACCURACY),
+            labels=batch.labels,
+        )
+        return micro_batch_loss(inputs, self.policy_loss, self.loss_features, self.args, kl_coef)
 
     @property
     def _colocated(self) -> bool:

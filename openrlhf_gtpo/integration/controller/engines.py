@@ -19,7 +19,7 @@ from openrlhf.trainer.ray import vllm_engine
 from ray.exceptions import RayError, RayTaskError
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from openrlhf_gtpo.errors import TrainingStopped, one_line
+from openrlhf_gtpo.errors import TrainingStopped, last_error
 from openrlhf_gtpo.integration.actors.actor_trainer import wait_for_engines
 from openrlhf_gtpo.integration.actors.dispatch import engine_bundles
 from openrlhf_gtpo.integration.controller.failures import DIED, cause_of
@@ -82,14 +82,15 @@ class Engines:
         self.restarts += 1
         number = self._all.index(engine)
         killed = self._killed.pop(number, None)
-        what = killed or f"died: {one_line(error)[-300:]}"
+        what = killed or f"died: {last_error(error):.300}"
         said = f"vLLM engine {number} of {len(self._all)} (counted from 0) {what}"
         if self.restarts > self._max_restarts:
             limit = f"--train.max_restarts {self._max_restarts} allows no further restart"
             raise TrainingStopped(f"{said} ({limit}; its node's Ray logs say more)") from None
         if killed is None and cause_of(error, (*DIED, EngineRestarted)) is None:
             ray.kill(engine, no_restart=False)  # vLLM's process died, the actor did not
-        print(f"Warning: {said}. It is being restarted; the others answer its prompts until then.", flush=True)
+        meanwhile = "the others answer its prompts until then" if self.serving else "its prompts wait for it"
+        print(f"Warning: {said}. It is being restarted; {meanwhile}.", flush=True)
 
     def recover(self, error: Exception) -> None:
         """Return if an engine's failure caused ``error``, else raise it; the list of engines may be empty afterwards.

@@ -8,32 +8,47 @@ from typing import Any
 import torch
 from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ppo_utils.experience import Experience
+from torch import Tensor
 
-from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
+from openrlhf_gtpo.algorithms import success
+from openrlhf_gtpo.integration.credit.entropy_credit import COMPARE_WITHIN_GROUPS, EntropyCredit
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.answers import best_of
 
-_COMPARE_WITHIN_GROUPS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")  # of upstream's estimators
 _MOSTLY = 0.9  # of a step's responses
 _compute_eval_metrics = ppo_trainer.compute_eval_metrics  # upstream's
 
 
-def step_warnings(status: Mapping[str, Any], args: SimpleNamespace, credit: EntropyCredit | None) -> dict[str, str]:
-    """Warnings of what leaves nothing to learn, by a step's metrics: a sentence with the flag that helps, by name.
+def step_warnings(
+    status: Mapping[str, Any], outcome: Tensor, args: SimpleNamespace, credit: EntropyCredit | None
+) -> dict[str, str]:
+    """Warnings of what leaves nothing to learn: a sentence with the flag that helps, by name.
 
     GTPO and GRPO-S learn from groups with successes and failures, other estimators from unequal rewards.
+
+    Args:
+        status: a step's metrics.
+        outcome: (B,) the step's rewards before any length penalty.
     """
     found = {}
     groups, samples = status[names.GROUPS_TOTAL], args.rollout.n_samples_per_prompt
+    none_succeeds = False
     if credit is None or not hasattr(credit.config, "shape_uniform_groups"):
-        compares = credit is not None or args.algo.advantage.estimator in _COMPARE_WITHIN_GROUPS
-        uniform = compares and status.get("group_reward_std", 1.0) < 1e-6
+        compares = credit is not None or args.algo.advantage.estimator in COMPARE_WITHIN_GROUPS
+        uniform = compares and status.get("group_reward_std") == 0
         what = "rewards are equal"
     else:
-        uniform = not credit.config.shape_uniform_groups and status[names.GROUPS_UNIFORM] == groups
-        threshold = f"--algo.{credit.name}.success_threshold {credit.config.success_threshold:g}"
-        what = f"responses all succeed or all fail ({threshold})"
-    if uniform:
+        uniform = credit.needs_both and status[names.GROUPS_UNIFORM] == groups
+        flag, threshold = f"--algo.{credit.name}.success_threshold", credit.config.success_threshold
+        what = f"responses all succeed or all fail ({flag} {threshold:g})"
+        none_succeeds = not success(outcome, threshold).any()
+    low, high = outcome.float().aminmax()
+    if none_succeeds and low < high:
+        found[names.WARNING_PREFIX + "groups"] = (
+            f"0 of {len(outcome)} responses reach {threshold} (rewards {low.numpy()!s} to {high.numpy()!s}), so none "
+            f"counts as a success; lower {flag}, or check the reward."
+        )
+    elif uniform:
         found[names.WARNING_PREFIX + "groups"] = (
             f"in each of the {groups:.0f} groups the {samples} {what}, with a mean reward of "
             f"{status[names.REWARD_MEAN]:.3f}, so nothing is learned; check the reward, or give "

@@ -34,7 +34,7 @@ class Spikes:
                 raise Restartable(
                     f"{name} of step {step} is {value:.4g}, {(value - middle) / spread:.1f} robust standard deviations"
                     f" above the {middle:.4g} of the {len(before)} steps before it (--train.spike_zscore "
-                    f"{self.limit:g}). It is not saved; --ckpt.load_enable goes on from the last checkpoint."
+                    f"{self.limit:g}). It is not saved."
                 )
             before.append(value)
             del before[:-_WINDOW]

@@ -172,10 +172,15 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
             if self.dumper:
                 self.dumper.close()
         if not (step or self.has_trained):
-            low, high = self.args.algo.dynamic_filtering_range
+            (low, high), credit = self.args.algo.dynamic_filtering_range, self.experience_maker.credit
+            differs = "rewards that differ"
+            if credit is not None and credit.needs_both:
+                threshold = f"--algo.{credit.name}.success_threshold {credit.config.success_threshold:g}"
+                differs = f"both successes and failures ({threshold})"
             raise TrainingStopped(
-                "No step was trained, and no model is written: dynamic filtering dropped every prompt, as none had a "
-                f"mean score between {low:g} and {high:g} (--algo.dynamic_filtering_range)."
+                "No step was trained, and no model is written: dynamic filtering dropped every prompt, as none had "
+                f"responses with different scores, {differs} and a mean score between {low:g} and {high:g} "
+                "(--algo.dynamic_filtering_range)."
             )
         if not self.has_trained:
             print(
@@ -304,7 +309,8 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
         status.update(self.experience_maker.metrics)
         if "ppo_clip_ratio" in status:
             status[names.CLIP_FRACTION] = status["ppo_clip_ratio"]
-        before, self.warnings = self.warnings, step_warnings(status, self.args, self.experience_maker.credit)
+        maker, before = self.experience_maker, self.warnings
+        self.warnings = step_warnings(status, maker.outcome, self.args, maker.credit)
         for name in self.warnings.keys() - before.keys():
             print(f"Warning, from step {global_step} on: {self.warnings[name]}", flush=True)
         return status, global_step

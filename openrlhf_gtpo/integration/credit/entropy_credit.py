@@ -11,6 +11,9 @@ from openrlhf_gtpo.algorithms import ESTIMATORS, ErrorBudget, Estimator, error_b
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.token_values import TokenValues
 
+# Upstream's estimators that learn only from differences between the rewards of a group.
+COMPARE_WITHIN_GROUPS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
+
 
 @dataclass(frozen=True)
 class EntropyCredit:
@@ -22,6 +25,11 @@ class EntropyCredit:
     @property
     def estimator(self) -> Estimator:
         return ESTIMATORS[self.name]
+
+    @property
+    def needs_both(self) -> bool:
+        """True if a group whose responses all succeed or all fail has no advantage, whatever their rewards."""
+        return not getattr(self.config, "shape_uniform_groups", True)
 
     def advantages(
         self, entropy: Tensor, mask: Tensor, outcome: Tensor, group_ids: Tensor, length_penalty: Tensor | None

@@ -6,15 +6,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from openrlhf.trainer.ppo_utils import experience_maker
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
-from openrlhf.trainer.ppo_utils.length_penalty import apply_stop_properly_penalty
+from openrlhf.trainer.ppo_utils.length_penalty import apply_length_penalties, apply_stop_properly_penalty
 from openrlhf.utils.utils import zero_pad_sequences
 
 from openrlhf_gtpo.algorithms import SURROGATES, length_penalty
 from openrlhf_gtpo.integration.credit import old_policy
 from openrlhf_gtpo.integration.credit.audit import Audit
-from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy, entropy_credit
+from openrlhf_gtpo.integration.credit.entropy_credit import COMPARE_WITHIN_GROUPS, captures_entropy, entropy_credit
 from openrlhf_gtpo.integration.credit.rollout_batch import RolloutBatch, in_sampling_order
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
@@ -25,6 +26,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
 
     Attributes:
         metrics: the last batch's, flat names to numbers (see ``RolloutBatch.metrics``).
+        outcome: the last batch's rewards before any length penalty, (B,) in sampling order.
         seconds: time of the last batch's forward passes and of its shaping, by the names of their metrics.
         rescued: rows of rescued groups, which join the next batch but not its ``metrics`` or its dump.
         on_batch: called with each batch and the experiences made from it, if the controller sets it.
@@ -36,6 +38,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         super().__init__(*args, **kwargs)
         self.credit = entropy_credit(self.args)
         self.metrics: dict[str, float] = {}
+        self.outcome = torch.empty(0)
         self.seconds: dict[str, float] = {}
         self.audit = Audit(self.args)
         self.rescued: list[Experience] = []
@@ -197,7 +200,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         batch = RolloutBatch.gather(experiences, values, self.args.rollout.n_samples_per_prompt)
         audit = {}
         if self.credit is None:
-            experiences = super().compute_advantages_and_returns(experiences)
+            experiences = self._by_upstream(batch, experiences)
         else:
             batch.check_finite()
             if exact is not None:
@@ -214,10 +217,44 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
             for name, rows in ((names.GROUPS_CORRECT, correct), (names.GROUPS_ACCURACY, accuracy)):
                 for experience, part in zip(experiences, batch.split(rows.flatten(), experiences), strict=True):
                     experience.info[name] = part
+        self.outcome = batch.outcome
         self.metrics = batch.metrics(experiences, self.credit) | audit | self._missing
         self.seconds[names.timing(names.ADVANTAGES)] = time.perf_counter() - started
         if self.on_batch:
             self.on_batch(batch, experiences)
+        return experiences
+
+    def _by_upstream(self, batch: RolloutBatch, experiences: list[Experience]) -> list[Experience]:
+        """Upstream's estimators, which give 0 where nothing differs.
+
+        Upstream rounds the mean of equal float32 rewards, and divides what is left by a std of the same size (openrlhf
+        0.11.2, trainer/ppo_utils/experience_maker.py, compute_advantages_and_returns: eight rewards of 0.2 get -10,
+        after its clip). Rewards that are equal within their group, which only differences from the group matter to,
+        are therefore 0 while advantages are made from them; other groups keep upstream's numbers.
+        """
+        estimator = self.args.algo.advantage.estimator
+        rewards: list[torch.Tensor] = []
+
+        def penalize(experiences: list[Experience], args: Any) -> None:
+            apply_length_penalties(experiences, args)
+            rewards.extend(experience.rewards for experience in experiences)
+            if estimator in COMPARE_WITHIN_GROUPS:
+                equal = _equal_in_group(in_sampling_order(torch.cat(rewards), batch.order), batch)
+                for experience, zero in zip(experiences, batch.split(equal, experiences), strict=True):
+                    experience.rewards = experience.rewards.masked_fill(zero, 0)
+
+        experience_maker.apply_length_penalties = penalize
+        try:
+            experiences = super().compute_advantages_and_returns(experiences)
+        finally:
+            experience_maker.apply_length_penalties = apply_length_penalties
+        for experience, reward in zip(experiences, rewards, strict=True):
+            experience.rewards = reward
+        if estimator in ("gae", "reinforce", "flash_reinforce"):  # less the batch's mean, equal ones are equal still
+            tokens = torch.cat([e.advantages[e.action_mask.bool()] for e in experiences])
+            if (tokens == tokens[:1]).all():
+                for experience in experiences:
+                    experience.advantages.zero_()
         return experiences
 
     def _shape(self, batch: RolloutBatch, experiences: list[Experience]) -> None:
@@ -230,6 +267,7 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         rewards = (batch.outcome if penalty is None else batch.outcome + penalty).float()
         deviation = rewards.view(-1, self.args.rollout.n_samples_per_prompt).std(dim=-1)
         deviation = deviation.repeat_interleave(self.args.rollout.n_samples_per_prompt)
+        deviation = deviation.masked_fill(_equal_in_group(rewards, batch), 0)
 
         shaped = batch.scatter(advantages, experiences)
         for experience, values, std in zip(experiences, shaped, batch.split(deviation, experiences), strict=True):
@@ -274,6 +312,12 @@ class EntropyExperienceMaker(RemoteExperienceMaker):
         if self.credit is not None and self.credit.estimator.level == "sequence":
             return from_here[:, :1].expand_as(from_here)
         return from_here
+
+
+def _equal_in_group(rewards: torch.Tensor, batch: RolloutBatch) -> torch.Tensor:
+    """(B,) bool, True where all ``rewards`` (B,) of a row's group, in sampling order, are the same number."""
+    groups = rewards.view(int(batch.group_ids.max()) + 1, -1)
+    return (groups == groups[:, :1]).all(dim=-1).repeat_interleave(groups.shape[1])
 
 
 def _take(experiences: list[Experience], name: str) -> list[TokenValues] | None:

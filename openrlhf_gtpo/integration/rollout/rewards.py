@@ -94,7 +94,7 @@ def reward_and_score(returned: Any) -> tuple[float, float]:
     list or tensor; without 'scores' the first is both.
 
     Raises:
-        TrainingStopped: the reason why they are not two finite numbers, as a clause.
+        TrainingStopped: the reason why they are not two finite numbers in float32, as a clause.
     """
     if not isinstance(returned, Mapping):
         raise TrainingStopped(f"it returned {returned!r:.200}, not a dict with 'rewards'")
@@ -106,9 +106,9 @@ def reward_and_score(returned: Any) -> tuple[float, float]:
             numbers[name] = torch.as_tensor(value, dtype=torch.float64).reshape(()).item()
         except (TypeError, ValueError, RuntimeError, OverflowError):
             numbers[name] = math.nan
-        if not math.isfinite(numbers[name]):  # a filter would drop its group without a word
+        if not torch.tensor(numbers[name]).isfinite():  # a filter would drop its group without a word
             got = f"{name!r} {str(value)[:200]!r}"
-            raise TrainingStopped(f"expected one finite number for the one response, got {got}")
+            raise TrainingStopped(f"expected one finite float32 number for the one response, got {got}")
     return numbers["rewards"], numbers.get("scores", numbers["rewards"])
 
 

@@ -35,6 +35,7 @@ from openrlhf_gtpo.integration.rollout.rewards import (
     StrictRewardExecutor,
     described,
     engine_works,
+    reason_of,
 )
 from openrlhf_gtpo.integration.rollout.sampler_calls import Answer, refuse_other_distributions, sampler_values
 from openrlhf_gtpo.integration.rollout.samples_generator import (
@@ -100,6 +101,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
     with_log_probs = False
     gets_weights = True
     _has_old_weights = False
+    _agent_path = ""
     _tokenizer: asyncio.Future[Any] | None = None
 
     async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
@@ -120,6 +122,7 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             kwargs["moe_backend"] = "triton"
         # Upstream makes it before the engine, whose memory then leaves a reward its own.
         vllm_engine.SingleTurnAgentExecutor = partial(StrictRewardExecutor, patience=self.patience)
+        self._agent_path = kwargs.get("agent_func_path") or ""
         await super().__init__(*args, **kwargs)
         self._death_watch = asyncio.create_task(_fail_calls_at_death(self.llm.engine_core))
         if self.with_entropy:
@@ -216,9 +219,15 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             return [one for one in theirs if DROPPED in one] or ours + theirs
         except Exception as failure:  # a user's code
             is_mistake = isinstance(failure, TrainingStopped) and not isinstance(failure, RewardFailed)
-            if is_mistake or self.patience.tries == 1:
+            by_agent = not isinstance(failure, TrainingStopped) and not isinstance(self.executor, StrictRewardExecutor)
+            if is_mistake or (self.patience.tries == 1 and not by_agent):
                 raise
             await self.serves()  # which raises if it was the engine that failed
+            if self.patience.tries == 1:
+                raise RewardFailed(
+                    f"Could not get a response from {self._agent_path}: {reason_of(failure, self._agent_path)}. "
+                    f"Prompt: {prompt!r}"
+                ) from failure
             return [{DROPPED: described(failure)}]
 
     async def serves(self) -> None:

@@ -21,7 +21,9 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
 
+from openrlhf_gtpo.algorithms import success
 from openrlhf_gtpo.errors import TrainingStopped, one_line
+from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.integration.rollout.guide import DEATHS, GUIDE_DIED, GUIDED, Guide, GuideRows
 from openrlhf_gtpo.integration.rollout.rescue import RescueQueue, plain
 from openrlhf_gtpo.report import names
@@ -33,6 +35,7 @@ SAMPLER_VALUES = "sampler_values"  # in a response: see ``sampler_calls.py``
 DROPPED = "dropped"  # key for the reason, in place of all responses to a prompt
 _AGAIN = 1.0  # seconds until engines are woken, or put to sleep, again
 _MAY_DROP = 0.1  # of a rollout's prompts, and one in any case
+_FILTERED = SimpleNamespace(scores=[torch.tensor(float("nan"))])  # no range of mean scores has its group in it
 
 
 class NumberedLabel(NamedTuple):
@@ -74,6 +77,8 @@ class OrderedSamplesGenerator(SamplesGenerator):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._guide = guide
+        self._credit = entropy_credit(self.args)
+        self._group: list[Experience] = []  # the responses so far to the prompt that upstream is looking at
         self.rescue = RescueQueue(guide.rescue_batch if guide else 0)
         self.rescued: list[Experience] = []
         self._responses: dict[int, list[tuple[dict[str, Any], Experience]]] = {}  # of a rollout, by prompt number
@@ -197,8 +202,8 @@ class OrderedSamplesGenerator(SamplesGenerator):
         return NumberedLabel(label, number, seed, is_trained, guide)
 
     def _process_response_into_experience(self, response: dict[str, Any], **generate_kwargs: Any) -> Any:
-        """Like upstream's, with a response's ``sampler_values`` if it has any; for a dropped prompt, something that no
-        filter lets through.
+        """Like upstream's, with a response's ``sampler_values`` if it has any; for a dropped prompt, and in place of
+        the last response to one that :meth:`_is_uniform`, something that no filter lets through.
 
         Raises:
             TrainingStopped: too many prompts were dropped, an agent returned something that is not a response, or the
@@ -212,7 +217,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
                     f"The last: {response[DROPPED]}"
                 )
             print(f"Warning: a prompt is dropped. {response[DROPPED]}", flush=True)
-            return SimpleNamespace(scores=[torch.tensor(float("nan"))])
+            return _FILTERED
         max_len = generate_kwargs.get("max_len", 2048)
         try:
             # Upstream ends an agent whose context is full, and counts it as cut off only if its last turn was.
@@ -247,7 +252,27 @@ class OrderedSamplesGenerator(SamplesGenerator):
             self._mark(experience, is_guided=GUIDED in response)
             if self._guide.rescue_batch and self._evaluated is None:
                 self._responses.setdefault(response["prompt_number"], []).append((response, experience))
+        has_reward = experience.rewards is not None  # not yet, if a reward model gives it
+        if self._evaluated is None and self.args.algo.dynamic_filtering_enable and has_reward:
+            if experience.scores is None:  # as of an agent without any; upstream would let every group through
+                experience.scores = experience.rewards
+            if self._group and self._group[0].index != experience.index:
+                self._group = []
+            self._group.append(experience)
+            if len(self._group) == self.args.rollout.n_samples_per_prompt and self._is_uniform(self._group):
+                return _FILTERED
         return experience
+
+    def _is_uniform(self, group: list[Experience]) -> bool:
+        """True if the responses to a prompt do not differ in their scores, or in what the estimator compares.
+
+        Upstream's filter sees only their mean score, which lies in its range for eight scores of 0.3 too (openrlhf
+        0.11.2, trainer/ppo_utils/samples_generator.py, _generate_vllm).
+        """
+        scores, rewards = (torch.cat([getattr(one, name) for one in group]) for name in ("scores", "rewards"))
+        if self._credit is not None and self._credit.needs_both:
+            rewards = success(rewards, self._credit.config.success_threshold)
+        return any(bool((values == values[0]).all()) for values in (scores, rewards))
 
     def _rescue(self, **generate_kwargs: Any) -> None:
         """Have the guide answer prompts at which the policy failed, if a batch of them is waiting; those that it

@@ -15,7 +15,7 @@ from fake_engines import guide_arguments
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.errors import TrainingStopped, last_error
 from openrlhf_gtpo.integration.controller import engines as module
 from openrlhf_gtpo.integration.controller.engines import Engines, kill_hanging
 from openrlhf_gtpo.integration.rollout.guide import Guide
@@ -119,6 +119,38 @@ def test_an_engine_that_died_is_left_out_and_comes_back_with_the_next_weights(
     one.state = None
     assert engines.check() == 0
     engines.bring_back(None)  # nobody to bring back
+
+
+CAUSE = "ValueError: No available memory for the cache blocks: 0.3 GB; lower gpu_memory_utilization."
+FRAMES = "".join(
+    f'  File "vllm/v1/engine/part_{n}.py", line {n}, in part\n    return self.part_{n}()\n' for n in range(20)
+)
+DIED = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
+DIED += "Worker unexpectedly exits with a connection error code 2. End of file. There are some potential root causes. "
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"\x1b[36mray::RolloutActor.serves()\x1b[39m (pid=7, ip=10.0.0.1)\n{FRAMES}{CAUSE}", CAUSE),
+        (f"The actor died because of an error raised in its creation task, ray::A()\n{FRAMES}{CAUSE}\n", CAUSE),
+        (f"ray::A.f() (pid=7)\n{FRAMES}RayTaskError: ray::B.g()\n{FRAMES}{CAUSE}", CAUSE),
+        (f"ray::A.f() (pid=7)\n{FRAMES}ValueError: two\nlines", "ValueError: two lines"),
+        (f"The actor died unexpectedly before finishing this task.\n\tclass_name: A\n\tpid: 7\n{DIED}", DIED.strip()),
+        ("it is being started\n", "it is being started"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_a_death_is_told_in_its_last_sentence_and_not_in_the_middle_of_a_traceback(text: str, said: str) -> None:
+    assert last_error(RuntimeError(text)) == said
+
+
+def test_what_the_prompts_of_a_dead_engine_wait_for(killed: list[Engine], capsys: pytest.CaptureFixture[str]) -> None:
+    for count, meanwhile in ((1, "its prompts wait for it"), (2, "the others answer its prompts until then")):
+        serving = [Engine() for _ in range(count)]
+        serving[0].state = task_error(EngineDeadError())
+        assert Engines(serving, max_restarts=1, stall_timeout=0).check() == 1
+        assert f"It is being restarted; {meanwhile}." in capsys.readouterr().out
 
 
 def test_a_trainer_on_the_same_gpus_waits_until_a_lost_engine_has_started(

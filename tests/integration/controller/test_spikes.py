@@ -31,7 +31,7 @@ def test_a_spike_is_named(steps: int, window: int) -> None:
     with pytest.raises(  # (5 - 1) / 0.1 is 40; 20 numbers give the spread to within about a quarter
         Restartable,
         match=rf"^actor_grad_norm of step {steps + 1} is 5, [3-5]\d\.\d robust standard deviations above the "
-        rf"(1\.\d+|0\.9\d+) of the {window} steps before it \(--train\.spike_zscore 8\)\. It is not saved; ",
+        rf"(1\.\d+|0\.9\d+) of the {window} steps before it \(--train\.spike_zscore 8\)\. It is not saved\.$",
     ):
         spikes.check(steps + 1, {"actor_grad_norm": 5.0})
 
@@ -92,7 +92,7 @@ def test_a_kl_that_is_not_finite_leaves_the_coefficient(monkeypatch: pytest.Monk
     )
     controller.costs = SimpleNamespace(sampled=lambda rows: None, trained=lambda: None)
     controller.samples_generator = SimpleNamespace(tokens=0)
-    controller.experience_maker = SimpleNamespace(rescued=[], metrics={}, credit=None)
+    controller.experience_maker = SimpleNamespace(rescued=[], metrics={}, outcome=None, credit=None)
     controller.metrics_writer, controller.warnings, controller.heartbeat = None, {}, None
     controller.kl_ctl = AdaptiveKLController(0.1, 6.0, 1000)
     monkeypatch.setattr(trainer, "step_warnings", lambda *arguments: {})

@@ -29,12 +29,13 @@ LEARNS = {
     "rollout/num_samples": 64.0,
 }
 ALL_FAIL = {names.GROUPS_UNIFORM: 16.0}  # with partial credit: rewards differ
-EQUAL = ALL_FAIL | {"group_reward_std": 3e-9}
+EQUAL = ALL_FAIL | {"group_reward_std": 0.0}
+OUTCOME = torch.tensor([0.0, 1.0, 0.25] * 16)
 
 
-def warnings(estimator: str, status: dict[str, float], *flags: str) -> str:
+def warnings(estimator: str, status: dict[str, float], *flags: str, outcome: torch.Tensor = OUTCOME) -> str:
     args = arguments("--algo.advantage.estimator", estimator, *flags)
-    return " ".join(step_warnings(LEARNS | status, args, entropy_credit(args)).values())
+    return " ".join(step_warnings(LEARNS | status, outcome, args, entropy_credit(args)).values())
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,26 @@ def test_a_step_that_teaches_nothing_is_named_with_the_flag_that_helps(
     assert found == "" if sentence is None else sentence in found
 
 
+@pytest.mark.parametrize(
+    ("estimator", "flags", "rewards", "sentence"),
+    [
+        ("gtpo", [], [0.1, 0.9, 0.5], "0 of 96 responses reach 1.0 (rewards 0.1 to 0.9), so none counts as a success; "
+         "lower --algo.gtpo.success_threshold, or check the reward."),
+        ("grpo_s", ["--algo.grpo_s.success_threshold", "0.5", "--algo.grpo_s.shape_uniform_groups"],
+         [0.0, 0.49999997], "0 of 64 responses reach 0.5 (rewards 0.0 to 0.49999997)"),
+        ("gtpo", [], [0.1, 0.7 + 0.2 + 0.1], "in each of the 16 groups"),  # a success
+        ("gtpo", [], [0.2, 0.2], "in each of the 16 groups"),  # no threshold would part them
+        ("group_norm", [], [0.1, 0.9], None),
+        ("forking_tokens", [], [0.1, 0.9], None),  # only its metrics ask for successes
+    ],
+)  # fmt: skip
+def test_rewards_that_never_reach_the_threshold_are_named_with_it(
+    estimator: str, flags: list[str], rewards: list[float], sentence: str | None
+) -> None:
+    found = warnings(estimator, ALL_FAIL, *flags, outcome=torch.tensor(rewards * 32))
+    assert found == "" if sentence is None else sentence in found
+
+
 NO_AUDIT = SimpleNamespace(batches=0, closed=False)
 
 
@@ -89,7 +110,7 @@ def test_a_warning_is_printed_when_it_begins_and_written_as_long_as_it_holds(
     )
     seconds = {"timing/generation": 0.5, "timing/ppo_train": 0.25}
     controller.experience_maker = SimpleNamespace(
-        rescued=[], metrics={}, seconds={}, credit=entropy_credit(args), audit=NO_AUDIT
+        rescued=[], metrics={}, seconds={}, outcome=OUTCOME, credit=entropy_credit(args), audit=NO_AUDIT
     )
     controller.samples_generator = SimpleNamespace(at_end_of_episode=False, tokens=7)
     controller.metrics_writer = MetricsWriter(tmp_path / "metrics.jsonl")
@@ -130,7 +151,7 @@ def test_an_evaluation_that_an_interruption_cut_off_is_made_when_the_run_goes_on
     controller.tensorboard_logger = SimpleNamespace(go_on=purged.append, close=lambda: None)
     controller.kl_ctl, controller.heartbeat, controller.spikes = SimpleNamespace(value=0.5), None, Spikes(0.0)
     controller.engines = SimpleNamespace(watch=lambda: None, check=lambda: 0, bring_back=lambda policy: None)
-    controller.experience_maker = SimpleNamespace(audit=NO_AUDIT)
+    controller.experience_maker = SimpleNamespace(audit=NO_AUDIT, credit=None)
     controller.samples_generator, controller.failed_saves = SimpleNamespace(at_end_of_episode=False), []
     controller.best_eval_metric_key, controller.best_eval_metric_value = "", -math.inf
     controller.metrics_writer = MetricsWriter(tmp_path / "metrics.jsonl")
@@ -160,7 +181,7 @@ def test_an_evaluation_that_an_interruption_cut_off_is_made_when_the_run_goes_on
     monkeypatch.setattr(EntropyTrainer, "init_checkpoint_states", lambda self: states)
     if saved == 0:  # a run of no steps, of this start or an earlier one, has trained nothing
         args.algo.dynamic_filtering_enable, args.algo.dynamic_filtering_range = True, [0.0, 1.0]
-        with pytest.raises(TrainingStopped, match="No step was trained, .* none had a mean score between 0 and 1 "):
+        with pytest.raises(TrainingStopped, match="No step was trained, .* none had .* a mean score between 0 and 1 "):
             controller.fit()
     else:
         controller.fit()
