@@ -17,7 +17,6 @@ run checkpoint_kills --kills "$kills"
 run resume_exact --kills "$((kills / 20 > 1 ? kills / 20 : 2))"
 run engine_faults --faults "$((kills / 4))"
 run rank_faults --rounds "$(((kills + 24) / 25))"
-run fuzz --cases "$((kills * 50))"
 run shares --repeat 5
 ((${#failed[@]} == 0)) || {
     printf '[reliability] something was lost, or failed, in: %s\n' "${failed[*]}" >&2

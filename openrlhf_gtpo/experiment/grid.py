@@ -79,7 +79,7 @@ def read_grid(path: Path) -> Grid:
         entries = yaml.load(path.read_text(encoding="utf-8"), KeysOnce)
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}).") from error
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise UsageError(f"{path} cannot be read as YAML: {one_line(error)}") from error
     _check_entries(path, entries)
     methods, settings = entries["methods"], entries.get("settings", {})

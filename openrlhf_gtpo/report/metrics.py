@@ -8,7 +8,6 @@ trained model is written, it writes the same with `"ended": true`.
 import json
 import math
 import os
-import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -140,9 +139,9 @@ def read_runs(path: str | Path) -> list[list[dict[str, Any]]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError):
+        except ValueError:
             row = None
-        if isinstance(row, dict) and row.get("kind") in KINDS and isinstance(row.get("step"), int):
+        if isinstance(row, dict) and row.get("kind") in KINDS:
             key = (row["kind"], row["step"])
             again = key in ((names.KIND_EVAL, 0), (names.KIND_TRAIN, 1)) and key in runs[-1]
             begins = key == (names.KIND_RUN, 0) and "ended" not in row
@@ -230,9 +229,8 @@ def decimals(value: float, sign: str = "") -> str:
 
 
 def is_number(value: Any) -> bool:
-    """True if a value of a metrics line is a number that fits a float, and not null, text or a boolean."""
-    whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    return whole or isinstance(value, float)
+    """True if a value of a metrics line is a number, and not null, text or a boolean."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _json_value(name: str, value: Any) -> Any:

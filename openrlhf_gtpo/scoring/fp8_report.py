@@ -3,7 +3,7 @@ recipe by recipe (``cli.report fp8``), and those that a rollout was trained on (
 """
 
 import json
-import sys
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,7 +34,7 @@ def read_credit(path: Path) -> tuple[Tensor, Tensor]:
     lines_of: dict[str | int, list[int]] = {}  # line numbers of a group, from 1
     for number, entry in enumerate(_entries(path), 1):
         reward, group = entry.get("reward"), entry.get("group", entry.get("prompt"))
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
             raise UsageError(f'{path}:{number} has no number as its reward; add "reward": NUMBER.')
         if not isinstance(group, str | int):
             raise UsageError(f'{path}:{number} has no prompt to tell its group by; add "group": NAME_OR_NUMBER.')

@@ -74,8 +74,8 @@ def _is_complete(target: Path, recipe: Mapping[str, Any]) -> bool:
         raise ValueError(f"{target} is a file; choose another --output")
     try:
         marker = json.loads((target / MARKER).read_text())
-        found, files = {**marker["recipe"]}, {**marker["files"]}
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        found, files = marker["recipe"], marker["files"]
+    except (OSError, ValueError, KeyError):
         if any(target.iterdir()):
             raise ValueError(
                 f"{target} is not empty and was not made by this command (no {MARKER} in it): "

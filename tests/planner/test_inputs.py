@@ -203,14 +203,13 @@ KINDS = "is neither tiny, 3b, 7b, 32b nor a Hugging Face config.json or a folder
             {"model_type": "gpt2", "n_embd": 768},
             "the Megatron actor does not support the architecture 'gpt2'; it supports llama, mistral, qwen2",
         ),
-        (QWEN2 | {"hidden_size": None}, "Expected a whole number hidden_size from 1 to 16777216 in its config.json, "),
+        (QWEN2 | {"hidden_size": None}, "Expected a whole number hidden_size >= 1 in its config.json, "),
         (
             QWEN2 | {"num_hidden_layers": 1.5},
-            "number num_hidden_layers from 1 to 16777216 in its config.json, got 1.5.",
+            "number num_hidden_layers >= 1 in its config.json, got 1.5.",
         ),
-        (QWEN2 | {"num_hidden_layers": 10**400}, "to 16777216 in its config.json, got 1000"),
-        ({k: v for k, v in QWEN2.items() if k != "vocab_size"}, "number vocab_size from 1 to 16777216 in its "),
-        (QWEN2 | {"model_type": "qwen3_moe"}, "number moe_intermediate_size from 1 to 16777216 in its config.json, "),
+        ({k: v for k, v in QWEN2.items() if k != "vocab_size"}, "number vocab_size >= 1 in its "),
+        (QWEN2 | {"model_type": "qwen3_moe"}, "number moe_intermediate_size >= 1 in its config.json, "),
         (QWEN2 | {"quantization_config": {}}, "this checkpoint is quantized"),
         # transformers' default for a Mistral model that does not mention its window
         (

@@ -112,11 +112,6 @@ def test_a_line_cut_off_by_a_kill_is_left_out_and_costs_a_resumed_run_nothing(tm
     assert series(read_runs(path)[-1], "train", "a") == ([1, 2, 3], [1, 20, 3])
 
 
-def test_a_number_that_no_float_holds_is_left_out(tmp_path):
-    path = _write(tmp_path / "m.jsonl", ("train", 1, {"a": 1}), ("train", 2, {"a": 10**400}))
-    assert series(read_runs(path)[-1], "train", "a") == ([1], [1.0])
-
-
 def test_a_repeated_step_counts_once_with_its_later_line(tmp_path):
     path = _write(tmp_path / "m.jsonl", ("train", 2, {"a": 1, "b": 1}), ("eval", 2, {"a": 5}), ("train", 2, {"a": 2}))
     rows = read_runs(path)[-1]
@@ -181,7 +176,6 @@ def test_runs_of_version_0_1_stay_apart(tmp_path, evaluated):
         ("hello\n", "line 1 is not"),
         ("[1]\n", "line 1"),
         ('{"a": 1}', "line 1"),
-        ("[" * 100_000, "line 1"),
     ],
 )
 def test_an_unreadable_file_is_one_sentence(tmp_path, content, message):

@@ -1,4 +1,3 @@
-import json
 import os
 import shutil
 from pathlib import Path
@@ -86,15 +85,9 @@ def test_a_directory_of_something_else_is_refused_and_kept(tmp_path):
     with pytest.raises(ValueError, match="not made by this command"):
         build_once(tmp_path, {}, _builder([]))
     (tmp_path / "list").mkdir()
-    for marker in (
-        ["not", "ours"],
-        {"recipe": None, "files": {}},
-        {"recipe": {}, "files": [1]},
-        {"recipe": [[1, 2]], "files": {}},
-    ):
-        (tmp_path / "list" / MARKER).write_text(json.dumps(marker))
-        with pytest.raises(ValueError, match="not made by this command"):
-            build_once(tmp_path / "list", {}, _builder([]))
+    (tmp_path / "list" / MARKER).write_text('{"recipe": ')  # by an older tool, or cut off
+    with pytest.raises(ValueError, match="not made by this command"):
+        build_once(tmp_path / "list", {}, _builder([]))
     with pytest.raises(ValueError, match="is a file"):
         build_once(tmp_path / "thesis.txt", {}, _builder([]))
     assert (tmp_path / "thesis.txt").read_text() == "years of work"

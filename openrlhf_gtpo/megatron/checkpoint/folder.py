@@ -165,7 +165,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if "model" in manifest:  # of the Megatron actor
             manifest["model"] = dict(manifest["model"])
             [manifest[name] for name in ("dtype", "optimizer")]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"{path} cannot be read ({type(error).__name__}); use another checkpoint.") from None
     if version != FORMAT:
         raise CheckpointError(

@@ -57,7 +57,6 @@ def test_no_data_set(refused: Callable[..., str]) -> None:
         ("lists.jsonl", f"{LINE}\n" + '["a", "b"]\n' * 2, ": line 2 is not a JSON object;"),
         ("only_lists.jsonl", '["a", "b"]\n["c", "d"]\n', ": line 1 is not a JSON object;"),
         ("texts.jsonl", '"a"\n"b"\n', ": line 1 is not a JSON object;"),
-        ("deep.jsonl", f"{LINE}\n" + "[" * 100_000, ": line 2 is not a JSON object (maximum recursion depth"),
         ("utf16.jsonl", "\xff\xfe{\0}\0\n\0", ": line 1 is not in UTF-8; convert the file, for example with iconv."),
         ("byte.jsonl", f"{LINE}\n{{'question': 'caf\xe9'}}\n", ": line 2 is not in UTF-8;"),
         ("comma.json", f"[\n  {LINE},\n  {LINE}\n  {LINE}\n]", ": line 4 is not JSON (Expecting ',' delimiter)."),
@@ -113,8 +112,6 @@ def test_a_data_set_without_the_columns(refused: Callable[..., str], data_flag: 
     assert refused({data_flag: path}).endswith("has no column 'answer' (--data.label_key); it has question.")
     path = table(tmp_path / "odd.jsonl", [{"a\nb": "a"}])
     assert refused({data_flag: path}).endswith("it has a b.")
-    path = table(tmp_path / "nul.jsonl", [{"question": {"a\0b": "a", "c": [1, "d"]}, "answer": "b"}])
-    assert "has a column with a name in it that cannot be read: 'a\\x00b'." in refused({data_flag: path})
 
 
 def test_a_data_set_without_the_split(refused: Callable[..., str]) -> None:

@@ -54,7 +54,7 @@ def test_a_model_that_nobody_has_is_asked_for_without_retries(
 
 @pytest.mark.parametrize(
     "config",
-    ["{", "[]", '{"model_type": "no_such_model"}', "{}", '{"model_type": "qwen2", "num_hidden_layers": 2147483648}'],
+    ["{", "[]", '{"model_type": "no_such_model"}', "{}"],
 )
 def test_a_model_whose_configuration_cannot_be_read(refused: Callable[..., str], tmp_path: Path, config: str) -> None:
     path = folder(tmp_path / "broken", config_json=config, model_safetensors="")
@@ -78,7 +78,7 @@ def test_a_model_whose_weights_are_cut_off(refused: Callable[..., str], model: P
     assert "model.safetensors" in message and "cannot be read" in message
 
 
-@pytest.mark.parametrize("index", ["", "null", "{}", '{"weight_map": "x"}', "[" * 100_000])
+@pytest.mark.parametrize("index", ["", "{}", '{"weight_map": {"a"'])
 def test_a_model_whose_list_of_weights_cannot_be_read(
     refused: Callable[..., str], model: Path, tmp_path: Path, index: str
 ) -> None:
@@ -87,12 +87,10 @@ def test_a_model_whose_list_of_weights_cannot_be_read(
     assert "model.safetensors.index.json cannot be read" in refused({"--actor.model_name_or_path": path})
 
 
-def test_a_shard_of_a_name_that_no_file_can_have_is_missing(
-    refused: Callable[..., str], model: Path, tmp_path: Path
-) -> None:
+def test_a_missing_shard(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
     path = copy_model(model, tmp_path / "indexed")
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x\n" + "x" * 300}}))
-    assert f"lacks x {'x' * 253}, which its" in refused({"--actor.model_name_or_path": path})
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+    assert "lacks gone.safetensors, which its" in refused({"--actor.model_name_or_path": path})
 
 
 def test_a_model_without_a_tokenizer(refused: Callable[..., str], model: Path, tmp_path: Path) -> None:
