@@ -6,13 +6,14 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.platform.processes import LaunchError, ProcessFailed, is_first_process
 
 _KEY = "WANDB_API_KEY"
+_KEY_FLAG = r"(--logger\.wandb\.ke?y?[=\s\0]['\"]?)(?!--)([^\s\0'\"]+)"  # argparse takes the beginning of a flag, too
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -75,25 +76,17 @@ def exit_status(
     return 0
 
 
-def hide_key(argv: Sequence[str]) -> list[str]:
-    """Move W&B's key from ``argv`` to WANDB_API_KEY, leave that name in its place, and return the new ``argv``. To be
-    called before anything prints the arguments or starts a process.
+def hide_key() -> None:
+    """Start this process anew if its command line has W&B's key: then WANDB_API_KEY has it, and the command line that
+    name. To be called before the slow imports.
 
     A command line is visible in every user's ``ps``, in Ray's record of the job and in a benchmark's results; an
-    environment, only to its own user. The key is removed from this process's title too.
+    environment, only to its own user. A new title (setproctitle) would not do: it is ignored without a word once the
+    environment's first variable has been written again, as any import may do.
     """
-    words: list[str] = []
-    key = ""
-    for word in argv:
-        flag, _, value = word.partition("=")
-        if words and re.fullmatch(r"--logger\.wandb\.ke?y?", words[-1]) and word and not word.startswith("--"):
-            key, word = word, _KEY
-        elif re.fullmatch(r"--logger\.wandb\.ke?y?", flag) and value:
-            key, word = value, f"{flag}={_KEY}"
-        words.append(word)
-    if key not in ("", _KEY):
-        from setproctitle import getproctitle, setproctitle  # vLLM depends on it, and a benchmark's host may lack it
-
-        os.environ[_KEY] = key
-        setproctitle(getproctitle().replace(key, _KEY))
-    return words
+    given = "\0".join(sys.argv[1:])  # no word contains this; a benchmark's --compare has flags within a word
+    keys = [key for _, key in re.findall(_KEY_FLAG, given) if key != _KEY]
+    if keys:
+        os.environ[_KEY] = keys[-1]
+        words = re.sub(_KEY_FLAG, rf"\g<1>{_KEY}", given).split("\0")
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1 : -len(words)], *words])

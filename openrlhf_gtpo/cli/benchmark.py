@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf_gtpo.cli import Parser, exit_status, hide_key
+
+if __name__ == "__main__":
+    hide_key()
+
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.launch.ray_node import close_own_ray
 from openrlhf_gtpo.megatron.fp8.options import RECIPES
@@ -194,4 +198,4 @@ def build_parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     close_own_ray(os.environ)
-    sys.exit(main(hide_key(sys.argv[1:])))
+    sys.exit(main())

@@ -14,6 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from openrlhf_gtpo.cli import hide_key
+
+if __name__ == "__main__":
+    hide_key()
+
 from openrlhf_gtpo.errors import STOPPED_STATUS, Restartable, StoppedOnRequest, TrainingStopped, UsageError
 from openrlhf_gtpo.integration.checks.results import checkpoint_folders
 from openrlhf_gtpo.integration.controller import stop
@@ -124,4 +128,4 @@ def _newest(args: SimpleNamespace) -> tuple[Path, int] | None:
 
 if __name__ == "__main__":
     close_own_ray(os.environ)
-    sys.exit(main(hide_key(sys.argv[1:])))
+    sys.exit(main())

@@ -167,6 +167,11 @@ def _check_flags(path: Path, place: str, flags: Any) -> None:
             raise UsageError(f"{path}: {place} has {name}; write flags without dashes, {name.lstrip('-')}.")
         if name in (_OURS_OF_EVALUATE if place == "evaluate" else OURS):
             raise UsageError(f"{path}: {place} sets {name}, which the experiment sets itself.")
+        if name.startswith("logger.wandb.k") and value != "WANDB_API_KEY":
+            raise UsageError(
+                f"{path}: {place}.{name} must be WANDB_API_KEY, literally, with W&B's key in that variable of the "
+                "environment; a run's folder and its page show its flags."
+            )
         if not isinstance(value, str | int | float) and not (
             isinstance(value, list) and all(isinstance(one, str | int | float) for one in value)
         ):

@@ -28,7 +28,7 @@ from tests.startup import sitecustomize
 # comes before the tests' own sitecustomize on the path, and includes it.
 WITHOUT = Path(sitecustomize.__file__).read_text() + """
 from importlib.machinery import PathFinder
-ABSENT = {"openrlhf", "ray", "vllm", "deepspeed", "setproctitle"}  # the last one comes with vLLM
+ABSENT = {"openrlhf", "ray", "vllm", "deepspeed"}
 find = PathFinder.find_spec
 def find_spec(name, path=None, target=None):
     return None if name.split(".")[0] in ABSENT else find(name, path, target)
@@ -38,7 +38,7 @@ PathFinder.find_spec = staticmethod(find_spec)
 # takes a process for each precision, starts its own.
 ALONE = """
 import os, socket, sys
-from openrlhf_gtpo.cli import benchmark, hide_key
+from openrlhf_gtpo.cli import benchmark
 if __name__ == "__main__":
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
@@ -48,7 +48,7 @@ if __name__ == "__main__":
         if words.startswith("train-step"):
             for name in launch:
                 del os.environ[name]
-        assert benchmark.main(hide_key(words.split())) == 0, words
+        assert benchmark.main(words.split()) == 0, words
         assert "weight-sync" not in words or "transformers" not in sys.modules
 """
 COMMANDS = (

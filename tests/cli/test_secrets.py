@@ -5,8 +5,11 @@ import os
 import pickle
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from openrlhf_gtpo.cli import hide_key
@@ -24,29 +27,49 @@ def no_key_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY")
 
 
-@pytest.mark.parametrize(
-    "form", [["--logger.wandb.key", KEY], [f"--logger.wandb.key={KEY}"], ["--logger.wandb.k", KEY]]
-)
-def test_a_process_takes_the_key_out_of_its_command_line(form: list[str]) -> None:
-    program = (
-        "import os, sys; from openrlhf_gtpo.cli import hide_key; words = hide_key(sys.argv[1:]);"
-        "print(words, open('/proc/self/cmdline').read().split('\\0'), os.environ['WANDB_API_KEY'], sep='\\n')"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program, *form, "--x", "1"], capture_output=True, text=True, check=True
-    )
-    words, title, key = ended.stdout.splitlines()
-    assert key == KEY and KEY not in title and "--x 1" in title
-    assert words == repr([word.replace(KEY, "WANDB_API_KEY") for word in [*form, "--x", "1"]])
+def cmdline(pid: int) -> str:
+    with suppress(OSError):  # it has ended
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [*(["--logger.wandb.key", word] for word in ("WANDB_API_KEY", "--x", "")), ["--logger.wandb.key="], RUN],
-    ids=str,
+    "words",
+    [
+        ["train_ppo_ray", *RUN, "--logger.wandb.key", KEY],
+        ["train_ppo_ray", *RUN, "--train.max_restarts", "2", f"--logger.wandb.key={KEY}"],
+        ["benchmark", "train", "--compare", f"a=--logger.wandb.key {KEY}", "--", "--logger.wandb.k", KEY],
+    ],
+    ids=["run", "supervised", "benchmark"],
 )
-def test_a_command_line_without_a_key_stays_as_it_is(argv: list[str]) -> None:
-    assert hide_key(argv) == argv and "WANDB_API_KEY" not in os.environ
+def test_an_entry_point_takes_the_key_out_of_its_command_line(words: list[str], tmp_path: Path) -> None:
+    """From before its slow imports to its end, in each of its processes."""
+    command = [sys.executable, "-m", f"openrlhf_gtpo.cli.{words[0]}", *words[1:]]
+    with (tmp_path / "log").open("wb") as log:
+        process = psutil.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    polls = hidden = 0
+    while process.poll() is None:
+        with suppress(psutil.Error):
+            shown = [cmdline(one.pid) for one in (process, *process.children(recursive=True))]
+            polls += 1
+            if any(KEY in line for line in shown):
+                assert not hidden, "the key came back"
+            elif any("WANDB_API_KEY" in line for line in shown):
+                hidden += 1
+        time.sleep(0.02)
+    said = (tmp_path / "log").read_text()
+    assert hidden > polls / 2 and process.returncode == 2, said
+    assert KEY not in said and ("reward.py" in said or "is alone" in said)
+
+
+@pytest.mark.parametrize(
+    "words", [*(["--logger.wandb.key", word] for word in ("WANDB_API_KEY", "--x", "")), ["--logger.wandb.key="], RUN]
+)
+def test_a_command_line_without_a_key_stays_as_it_is(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["program", *words, "x"])
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("started anew"))
+    hide_key()
+    assert "WANDB_API_KEY" not in os.environ
 
 
 def test_the_arguments_keep_the_key_for_wandb_and_show_it_to_nobody() -> None:
@@ -65,16 +88,6 @@ def test_the_environments_key_reaches_a_tracker_on_another_host(monkeypatch: pyt
     monkeypatch.delenv("WANDB_API_KEY")
     with pytest.raises(UsageError, match="takes the key from that variable, which is not set here; export it where"):
         upstream_parser.parse([*RUN, "--logger.wandb.key", "WANDB_API_KEY"])
-
-
-def test_a_benchmark_has_no_key_in_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from openrlhf_gtpo.benchmarks.harness import write_results
-    from openrlhf_gtpo.cli import benchmark
-
-    monkeypatch.setattr(benchmark, "run", lambda args: write_results(tmp_path / "results.json", args, {}))
-    monkeypatch.setattr("setproctitle.setproctitle", lambda title: None)
-    assert benchmark.main(hide_key(["train", "--", "--logger.wandb.key", KEY])) == 0
-    assert KEY not in (tmp_path / "results.json").read_text() and os.environ["WANDB_API_KEY"] == KEY
 
 
 def test_a_runs_own_ray_answers_to_a_token_of_its_own() -> None:

@@ -75,6 +75,7 @@ def test_flags_become_a_command_line() -> None:
         ({"methods": {"_x": {}}}, "the name '_x' must be a folder name"),
         ({"methods": {"gtpo": {"train.seed": 3}}}, "methods.gtpo sets train.seed, which the experiment sets itself"),
         ({"flags": {"--a": 1}}, "write flags without dashes, a"),
+        ({"flags": {"logger.wandb.key": "0123"}}, "flags.logger.wandb.key must be WANDB_API_KEY, literally"),
         ({"flags": {"a": {"b": 1}}}, "flags.a must be text, a number, a list of them or true"),
         ({"settings": {"lr": {}}}, "settings.lr must have values by name"),
         ({"settings": {"lr": 5}}, "settings.lr must have values by name"),
