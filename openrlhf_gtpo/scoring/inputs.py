@@ -128,7 +128,7 @@ def _entry(line: bytes, where: str) -> dict[str, Any]:
     """Parse a line, which must have one of the two forms, with values of the right types."""
     try:
         entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"{where} is not JSON ({error}); {_FORMS}.") from error
     if not isinstance(entry, dict):
         raise UsageError(f"{where} is not a JSON object; {_FORMS}.")
@@ -148,8 +148,6 @@ def _entry(line: bytes, where: str) -> dict[str, Any]:
     for name in text:
         if not isinstance(entry[name], str):
             raise UsageError(f"{where}: {name} must be text; apply a chat template before.")
-        if any("\ud800" <= letter <= "\udfff" for letter in entry[name]):
-            raise UsageError(f"{where}: {name} has half of a surrogate pair, which is not a character; remove it.")
     return entry
 
 

@@ -104,7 +104,7 @@ def reward_and_score(returned: Any) -> tuple[float, float]:
     for name, value in numbers.items():
         try:
             numbers[name] = torch.as_tensor(value, dtype=torch.float64).reshape(()).item()
-        except (TypeError, ValueError, RuntimeError, OverflowError):
+        except (TypeError, ValueError, RuntimeError):
             numbers[name] = math.nan
         if not torch.tensor(numbers[name]).isfinite():  # a filter would drop its group without a word
             got = f"{name!r} {str(value)[:200]!r}"
@@ -156,7 +156,7 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
                 name: torch.as_tensor(value, dtype=torch.float64).flatten()[0].item()
                 for name, value in (logs or {}).items()
             }
-        except (AttributeError, IndexError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        except (AttributeError, IndexError, TypeError, ValueError, RuntimeError) as error:
             raise TrainingStopped(
                 f"Expected 'extra_logs' from {self._source} to map each name to a number, got "
                 f"{str(logs)[:200]!r}. Prompt: {prompt!r}"
