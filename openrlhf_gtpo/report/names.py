@@ -87,6 +87,26 @@ EVAL_ERROR_SUFFIX = "_stderr"  # after a held-out reward's name: its standard er
 BEST_OF = (32, 16)  # responses to a held-out question; the paper shows the mean of the best of them
 EVAL_RESPONSE_LENGTH_MEAN = "eval_response_length_mean"
 
+# What OpenRLHF 0.11.2 and this package keep by name next to a response's `extra_logs`, and is not above.
+_FURTHER = frozenset("""
+    _num_action_tokens _num_samples _weights action_log_probs actor_bad_steps actor_grad_norm actor_lr advantages
+    base_action_log_probs critic_bad_steps critic_grad_norm critic_loss critic_lr dynamic_filtering_pass_rate ended
+    entropy_loss generated_samples global_step group_reward_std is_filter_ratio kind kl logprobs_diff policy_loss
+    ppo_clip_ratio ppo_kl response_clip_ratio response_length return returns reward rollout/num_samples
+    rollout/response_length_mean rollout/reward_mean rollout/reward_std rollout/truncated_rate rollout_log_probs run
+    score step time total_length truncated values vllm_kl
+    """.split())
+_OURS = {
+    value for name, value in list(globals().items()) if name.isupper() and isinstance(value, str) and "/" in value
+}
+_OURS |= {SAMPLE, SAMPLE_REWARD, *SAMPLER_AUDIT.values()}
+_PREFIXES = tuple(value for value in _OURS if value.endswith("/"))
+
+
+def is_taken(name: str) -> bool:
+    """True if a step has another number of this name, so that a reward or an agent must not log its own under it."""
+    return name in _FURTHER or name in _OURS or name.startswith(_PREFIXES)
+
 
 def eval_best_of(source: str, k: int) -> str:
     """The mean best reward of k held-out responses, under upstream's name: `eval_<source>_pass<k>`."""

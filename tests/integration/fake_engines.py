@@ -19,6 +19,7 @@ from openrlhf_gtpo.integration.rollout.rewards import RewardFailed
 from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRolloutActor
 from openrlhf_gtpo.integration.rollout.samples_generator import OrderedSamplesGenerator
 
+VOCABULARY = 1000
 PROMPTS = 40
 
 
@@ -37,6 +38,7 @@ class Engine(StrictRolloutActor):
         self.seeds: list[int | None] = []
         self._mm_pad_token_ids = None
         self.llm = SimpleNamespace(
+            model_config=SimpleNamespace(get_vocab_size=lambda: VOCABULARY),
             generate=self.answer,
             is_sleeping=self.nothing,
             collective_rpc=self.nothing,

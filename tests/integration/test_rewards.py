@@ -128,6 +128,13 @@ def test_extra_logs_that_are_no_numbers_stop_the_run(tmp_path: Path, logs: str) 
         answer(executor(tmp_path, f"return {{'rewards': 1.0, 'extra_logs': {logs}}}"))
 
 
+@pytest.mark.parametrize("name", ["step", "kl", "reward", "response_length", "timing/mine", "entropy/all", "ended"])
+def test_extra_logs_under_the_name_of_another_metric_stop_the_run(tmp_path: Path, name: str) -> None:
+    """A step's line has this field already, the KL controller would follow it, or a report would show it."""
+    with pytest.raises(TrainingStopped, match=f"in the 'extra_logs' from .*reward.py, got {name}, which the run uses"):
+        answer(executor(tmp_path, f"return {{'rewards': 1.0, 'extra_logs': {{'x': 1.0, '{name}': 2.0}}}}"))
+
+
 def test_a_reward_server_that_does_not_answer_is_named_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async def no_pause(seconds: float) -> None:
         pass

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,6 +18,7 @@ import torch
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 
 from openrlhf_gtpo.errors import TrainingStopped, one_line
+from openrlhf_gtpo.report import names
 
 T = TypeVar("T")
 
@@ -122,6 +123,20 @@ def reason_of(failure: BaseException, source: str) -> str:
     return f"{described(failure)} ({frame.filename}, line {frame.lineno})"
 
 
+def refuse_taken_names(extra_logs: Iterable[str], source: str) -> None:
+    """Refuse names that a step's other metrics have: the user's number would take the other's place, or end the run
+    once the step is trained.
+
+    Raises:
+        TrainingStopped: with the names.
+    """
+    if taken := sorted(name for name in map(str, extra_logs) if names.is_taken(name)):
+        raise TrainingStopped(
+            f"Expected names of its own in the 'extra_logs' from {source}, got {', '.join(taken)}, which the run uses "
+            "for its own metrics; rename it there."
+        )
+
+
 class StrictRewardExecutor(SingleTurnAgentExecutor):
     """Raises TrainingStopped with the reason and the prompt when the reward function or server fails, or returns
     anything but one number, which may be in a list or tensor.
@@ -161,6 +176,7 @@ class StrictRewardExecutor(SingleTurnAgentExecutor):
                 f"Expected 'extra_logs' from {self._source} to map each name to a number, got "
                 f"{str(logs)[:200]!r}. Prompt: {prompt!r}"
             ) from error
+        refuse_taken_names(output["extra_logs"], self._source)
         return output
 
     async def _fetch_rewards_via_func(self, *columns: Any) -> list[dict[str, Any]]:

@@ -190,6 +190,8 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
             own_agent = not isinstance(self.executor, StrictRewardExecutor)
             [response] = await (self.patience.ask(ask_once, "the agent") if own_agent else ask_once())
             response["prompt_number"] = label.number
+            if own_agent:
+                response["vocab_size"] = self.llm.model_config.get_vocab_size()
             if with_entropy:
                 vocab_size = self.llm.model_config.get_vocab_size()
                 tokens, actions = response["observation_tokens"], response["action_ranges"]

@@ -7,6 +7,7 @@ If an engine dies in the middle, upstream's loop starts over with the prompts th
 come or are on their way are not asked for again, and the other prompts go to the engines that are left.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ from openrlhf_gtpo.errors import TrainingStopped, one_line
 from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.integration.rollout.guide import DEATHS, GUIDE_DIED, GUIDED, Guide, GuideRows
 from openrlhf_gtpo.integration.rollout.rescue import RescueQueue, plain
+from openrlhf_gtpo.integration.rollout.rewards import refuse_taken_names
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
 
@@ -232,6 +234,10 @@ class OrderedSamplesGenerator(SamplesGenerator):
             log_probs, tokens = response["rollout_log_probs"], response["observation_tokens"]
             if log_probs is not None and len(log_probs) != len(tokens):  # as of an agent that does not ask for them
                 raise ValueError(f"it has {len(log_probs)} rollout_log_probs for {len(tokens)} observation_tokens")
+            size = response.get("vocab_size", math.inf)  # an agent's response has it
+            unknown = [token for token in experience.sequences[0].tolist() if not 0 <= token < size]
+            if unknown:
+                raise ValueError(f"token {unknown[0]} is not in the model's vocabulary of {size}")
         except Exception as error:  # a reward's answer has been checked, an agent's comes from the user's code
             what = f"{type(error).__name__}: {one_line(error):.200}"
             raise TrainingStopped(
@@ -239,6 +245,7 @@ class OrderedSamplesGenerator(SamplesGenerator):
                 f"does, with numbers as reward, scores and extra_logs, got one that cannot be read ({what}): "
                 f"{response!r:.300}"
             ) from error
+        refuse_taken_names(response.get("extra_logs", {}), "--train.agent_func_path")
         if self._evaluated is None:
             self.tokens += int(experience.action_mask.sum())
         experience.index = [response["prompt_number"]]  # until the experience maker numbers rows
