@@ -21,6 +21,7 @@ if __name__ == "__main__":
 from openrlhf_gtpo.errors import STOPPED_STATUS, Restartable, StoppedOnRequest, TrainingStopped, UsageError
 from openrlhf_gtpo.integration.checks.results import checkpoint_folders
 from openrlhf_gtpo.integration.controller import stop
+from openrlhf_gtpo.integration.controller.wandb_run import WandbRun
 from openrlhf_gtpo.integration.run import check, parse, train
 from openrlhf_gtpo.launch.process_tree import HUNG, run_and_clear
 from openrlhf_gtpo.launch.ray_node import close_own_ray
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not supervised:
             try:
                 check(args)
+                if not args.ckpt.load_enable or args.ckpt.load_tag:  # W&B cannot go back to an earlier step
+                    WandbRun(args).forget()
             except OSError as error:  # an impossible path, such as one that is too long
                 raise UsageError(str(error)) from error
             if args.train.max_restarts or args.train.stall_timeout:

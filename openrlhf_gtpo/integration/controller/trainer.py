@@ -13,7 +13,7 @@ from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.kl_controller import AdaptiveKLController
 from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
-from openrlhf.utils.logging_utils import TensorboardLogger
+from openrlhf.utils.logging_utils import TensorboardLogger, WandbLogger
 
 from openrlhf_gtpo.errors import StoppedOnRequest, TrainingStopped
 from openrlhf_gtpo.integration.actors.actor_trainer import keep_trying, wait_for_engines
@@ -24,6 +24,7 @@ from openrlhf_gtpo.integration.controller.rollout_dump import RolloutDumper
 from openrlhf_gtpo.integration.controller.spikes import Spikes
 from openrlhf_gtpo.integration.controller.step_costs import StepCosts
 from openrlhf_gtpo.integration.controller.stop import stop_file
+from openrlhf_gtpo.integration.controller.wandb_run import WandbRun
 from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
 from openrlhf_gtpo.integration.credit.old_policy import count_all_steps
 from openrlhf_gtpo.integration.rollout.guide import Guide
@@ -70,6 +71,23 @@ class FlushedTensorboard(TensorboardLogger):
         self.writer.purge_step = step + 1
 
 
+class ResumedWandb(WandbLogger):
+    """Upstream's logger; a run that is started again goes on in its W&B run, which gets each step once."""
+
+    def __init__(self, args: Any) -> None:
+        self._run = WandbRun(args)
+        self._run.open()
+        super().__init__(args)
+
+    def log_train(self, global_step: int, logs_dict: dict[str, Any]) -> None:
+        if self._run.takes(names.KIND_TRAIN, global_step):
+            super().log_train(global_step, logs_dict)
+
+    def log_eval(self, global_step: int, logs_dict: dict[str, Any]) -> None:
+        if self._run.takes(names.KIND_EVAL, global_step):
+            super().log_eval(global_step, logs_dict)
+
+
 class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     """Upstream's controller; what it logs goes to TensorBoard and W&B through upstream, and to ``metrics.jsonl``.
 
@@ -90,7 +108,8 @@ class EntropyTrainer(_UpstreamTrainer):  # type: ignore[misc]
     has_trained = False
 
     def __init__(self, pretrain: str, strategy: Any, *args: Any, **kwargs: Any) -> None:
-        ppo_trainer.TensorboardLogger, ppo_trainer.compute_eval_metrics = FlushedTensorboard, eval_metrics
+        ppo_trainer.WandbLogger, ppo_trainer.TensorboardLogger = ResumedWandb, FlushedTensorboard
+        ppo_trainer.compute_eval_metrics = eval_metrics
         if strategy.args.train.replay_rollouts:
             self.replayed = replayed = ReplayedSamples(strategy.args)
             ppo_trainer.prepare_datasets = lambda strategy, tokenizer: (replayed, None, replayed.max_steps)
