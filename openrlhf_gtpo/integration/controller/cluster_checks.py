@@ -25,8 +25,8 @@ _LOOK_LIMIT = 300.0  # seconds for a node to start a process and look
 
 
 def check_nodes(args: SimpleNamespace) -> None:
-    """Refuse a cluster with too few GPUs, a checkpoint folder that its nodes do not share, and a model that one of the
-    nodes neither has nor can fetch.
+    """Refuse a cluster with too few GPUs or CPUs, a checkpoint folder that its nodes do not share, and a model that
+    one of the nodes neither has nor can fetch.
 
     Raises:
         UsageError: names the nodes in question.
@@ -48,8 +48,8 @@ def check_nodes(args: SimpleNamespace) -> None:
 
 
 def check_gpus(args: SimpleNamespace, nodes: list[dict[str, Any]]) -> None:
-    """Refuse fewer GPUs than the run needs, for which Ray would wait forever, and engines for which no node has enough
-    GPUs: their tensor-parallel groups would cross nodes."""
+    """Refuse fewer GPUs, or CPUs beside them, than the run needs, for which Ray would wait forever, and engines for
+    which no node has enough GPUs: their tensor-parallel groups would cross nodes."""
     counts = [int(node["Resources"].get("GPU", 0)) for node in nodes]
     there = ", ".join(f"{_name(node)}: {count}" for node, count in zip(nodes, counts, strict=True))
     needed = gpus_of(args)
@@ -59,6 +59,16 @@ def check_gpus(args: SimpleNamespace, nodes: list[dict[str, Any]]) -> None:
             f"The run needs {sum(needed)} GPUs ({groups}), and the Ray cluster has {sum(counts)} ({there}); add "
             "nodes, give --train.colocate_all, or lower --vllm.num_engines, --algo.guide.num_engines or num_nodes "
             "and num_gpus_per_node of --actor, --ref, --critic or --reward."
+        )
+    cpus = [int(node["Resources"].get("CPU", 0)) for node in nodes]
+    # The controller needs a free one to start, before it starts the guide, and then holds none.
+    least = max(sum(needed), sum(needed) - needed.guide + 1)
+    if sum(map(min, counts, cpus)) < sum(needed) or sum(cpus) < least:
+        each = ", ".join(f"{_name(node)}: {cpu} for {gpu}" for node, cpu, gpu in zip(nodes, cpus, counts, strict=True))
+        raise UsageError(
+            f"The run needs {least} CPUs, one on the node of each of its {sum(needed)} GPUs and one for its "
+            f"controller to start, and the Ray cluster has {sum(cpus)} (CPUs for GPUs, {each}); start its nodes with "
+            "more (ray start --num-cpus)."
         )
     size, engines = args.vllm.tensor_parallel_size, args.vllm.num_engines or 0
     fitting = [

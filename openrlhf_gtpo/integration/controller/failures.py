@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import ray
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from openrlhf_gtpo.errors import Restartable, StoppedOnRequest, TrainingStopped, UsageError, one_line
+from openrlhf_gtpo.errors import Restartable, StoppedOnRequest, TrainingStopped, UsageError, last_error
 from openrlhf_gtpo.integration.controller.checkpoint_disk import free_bytes, gigabytes
 from openrlhf_gtpo.megatron.checkpoint.files import CheckpointError
 from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
@@ -82,35 +82,47 @@ def deaths_noticed(ranks: Callable[[], list[Any]], every: float = 2.0) -> Iterat
         ActorDiedError, OutOfMemoryError: Ray's error for the dead rank.
     """
     lost: list[Exception] = []
-    over, looking = threading.Event(), threading.Lock()
+    asked: dict[Any, Any] = {}  # ranks by the requests that they have not answered
 
     def look() -> None:
-        asked: dict[Any, Any] = {}  # ranks by the requests that they have not answered
+        if lost:
+            return
+        asked.update({rank.__ray_ready__.remote(): rank for rank in ranks() if rank not in asked.values()})
+        ready, _ = ray.wait([*asked], num_returns=len(asked), timeout=0) if asked else ([], [])
+        for answer in ready:
+            del asked[answer]
+            try:
+                ray.get(answer)
+            except (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError) as error:
+                lost.append(error)
+                _thread.interrupt_main(_LOST)
+                return
+            except ray.exceptions.RayError:  # out of reach for a moment: it is asked again
+                pass
+
+    with raised_on(_LOST, lambda: lost[0]), repeated(look, every):
+        yield
+
+
+@contextmanager
+def repeated(look: Callable[[], None], every: float) -> Iterator[None]:
+    """Call ``look``, which asks Ray, every ``every`` seconds in a thread of its own, and never after the block."""
+    over, looking = threading.Event(), threading.Lock()
+
+    def look_on() -> None:
         while not over.wait(every):
             with looking:
                 if over.is_set():
                     return
-                asked |= {rank.__ray_ready__.remote(): rank for rank in ranks() if rank not in asked.values()}
-                ready, _ = ray.wait([*asked], num_returns=len(asked), timeout=0) if asked else ([], [])
-                for answer in ready:
-                    del asked[answer]
-                    try:
-                        ray.get(answer)
-                    except (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError) as error:
-                        lost.append(error)
-                        _thread.interrupt_main(_LOST)
-                        return
-                    except ray.exceptions.RayError:  # out of reach for a moment: it is asked again
-                        pass
+                look()
 
-    threading.Thread(target=look, daemon=True).start()
-    with raised_on(_LOST, lambda: lost[0]):
-        try:
-            yield
-        finally:
-            over.set()
-            with looking:  # a call after Ray's shutdown would start another Ray
-                pass
+    threading.Thread(target=look_on, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        with looking:  # a call after Ray's shutdown would start another Ray
+            pass
 
 
 @contextmanager
@@ -166,10 +178,8 @@ def raise_if_lost(error: BaseException) -> None:
     except Exception:  # the head may be what died
         dead = []
     what = f"the node {', '.join(dead)} left the Ray cluster" if dead else "a process of the run died"
-    raise Restartable(
-        f"{what}, and training cannot go on without it; the logs of its node say why. The same command with "
-        f"--ckpt.load_enable goes on from the last checkpoint. Ray says: {one_line(lost):.600}"
-    ) from None
+    why = f"the logs of its node say why. Ray says: {last_error(lost):.600}"
+    raise Restartable(f"{what}, and training cannot go on without it; {why}") from None
 
 
 @contextmanager
