@@ -264,7 +264,7 @@ what_next() {
         say "no training; the log above says why. sbatch again once that is mended."
         echo failed
     else
-        say "training ended with status $status; its log: $logs/train.log. sbatch again goes on from the last checkpoint."
+        say "training ended with status $status; its log: $logs/train.log. sbatch again goes on from the last checkpoint, if there is one."
         echo failed
     fi
 }
@@ -274,6 +274,6 @@ requeue() {
         say "the job is back in the queue."
         exit 0
     fi
-    say "SLURM does not requeue this job (--requeue, JobRequeue); sbatch again goes on from the last checkpoint."
+    say "SLURM does not requeue this job (--requeue, JobRequeue); sbatch again goes on from the last checkpoint, if there is one."
     exit "$status"
 }

@@ -133,7 +133,8 @@ fi
 
 mkdir -p "$logs" || refuse "OUTPUT=$OUTPUT cannot be made."
 exec 9>"$OUTPUT/slurm/lock" # until this job ends: another one, or another task of its array, would train into the same files
-flock --nonblock --conflict-exit-code 75 9 || (($? != 75)) || refuse "another job trains in OUTPUT=$OUTPUT; give this one its own, or wait for that one."
+waits=$((attempt > 0 ? 60 : 0)) # what the last attempt left on a node may still be ending
+flock --timeout "$waits" --conflict-exit-code 75 9 || (($? != 75)) || refuse "another job trains in OUTPUT=$OUTPUT; give this one its own, or wait for that one."
 say "job $SLURM_JOB_ID, attempt $((attempt + 1)), on ${names[*]}; logs: $logs"
 run_on_cluster # sets status, and lost, stopping or cancelled if that is why it ended
 case "$(what_next)" in

@@ -21,7 +21,7 @@ run_watched() {
     wait "$trainer" || status=$?
     trap - EXIT HUP INT TERM
     if ((stopped)); then
-        printf '[%s] stopped; %s goes on from the last checkpoint.\n' "$name" "$how" >&2
+        printf '[%s] stopped; %s goes on from the last checkpoint, if there is one.\n' "$name" "$how" >&2
         exit "$stopped"
     elif ((status != 0)); then
         tail -c "+$((logged + 1))" "$log" | grep -E '^train_ppo_ray' >&2 || tail -n 20 "$log" >&2 || true

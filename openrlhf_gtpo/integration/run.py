@@ -1,7 +1,9 @@
 """Turns a command line into a run: parses and checks it, patches upstream and runs its own ``train`` in Ray."""
 
+import os
 import signal
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,7 @@ from openrlhf_gtpo.integration.checks.guide import check_guide
 from openrlhf_gtpo.integration.checks.megatron import check_megatron
 from openrlhf_gtpo.integration.checks.models import check_weights_fit
 from openrlhf_gtpo.integration.checks.replay import check_dumps
-from openrlhf_gtpo.integration.checks.results import check_checkpoints, check_metrics_file, check_results
+from openrlhf_gtpo.integration.checks.results import check_earlier_runs
 from openrlhf_gtpo.integration.checks.settings import check_every_run, check_inputs, check_shared_gpus
 from openrlhf_gtpo.integration.command_line import host, replay, upstream_parser
 from openrlhf_gtpo.integration.command_line.entropy_source import choose_entropy
@@ -59,10 +61,8 @@ def check(args: SimpleNamespace) -> None:
     Raises:
         UsageError: a combination, input or cluster that cannot work.
     """
-    check_checkpoints(args)
+    check_earlier_runs(args)
     check_megatron(args)
-    check_metrics_file(args)
-    check_results(args)
     check_inputs(args)
     check_guide(args)
     check_shared_gpus(args)
@@ -86,6 +86,7 @@ def run(args: SimpleNamespace) -> None:
 
     from openrlhf_gtpo.integration.controller.cluster_checks import check_nodes
     from openrlhf_gtpo.integration.controller.failures import deaths_noticed, explained, raised_on
+    from openrlhf_gtpo.integration.controller.placement import waits_reported
 
     groups: list[Any] = []
     controllers: list[Any] = []  # none of this package's in asynchronous training
@@ -108,7 +109,10 @@ def run(args: SimpleNamespace) -> None:
         try:
             with explained(), deaths_noticed(lambda: [rank for group in groups for rank in group._actor_handlers]):
                 check_nodes(args)
-                train_ppo_ray.train(args)
+                # A Ray that was started for this run has what the run asks for.
+                own = platform.chosen_platform() == "cpu" and not os.environ.get("RAY_ADDRESS")
+                with nullcontext() if own else waits_reported():
+                    train_ppo_ray.train(args)
                 ray.get([controller.end.remote() for controller in controllers])
         finally:
             ray.shutdown()

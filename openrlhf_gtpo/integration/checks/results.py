@@ -1,12 +1,13 @@
 """What earlier runs have left in a run's folders: what it goes on from, and what it must not replace."""
 
+from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.megatron.checkpoint.files import CheckpointError, DamagedError
+from openrlhf_gtpo.megatron.checkpoint.files import CheckpointError
 from openrlhf_gtpo.megatron.checkpoint.folder import (
     MANIFEST,
     backend_of,
@@ -30,6 +31,28 @@ def checkpoint_folders(args: SimpleNamespace) -> list[Path]:
 def resumes(args: SimpleNamespace) -> bool:
     """True if the command line has the run go on from a checkpoint."""
     return bool(args.ckpt.load_enable) and newest_whole(*checkpoint_folders(args)) is not None
+
+
+def way_on(args: SimpleNamespace) -> str:
+    """What a run that ended early can be gone on from, as the end of a sentence."""
+    newest = None
+    if not args.ckpt.disable_ds:
+        with suppress(CheckpointError):
+            newest = newest_whole(*checkpoint_folders(args))
+    if newest is None:
+        return "there is no checkpoint to go on from"
+    return f"the same command with --ckpt.load_enable goes on from {newest}"
+
+
+def check_earlier_runs(args: SimpleNamespace) -> None:
+    """Refuse to replace what an earlier run has left, and to go on from what cannot be loaded.
+
+    Raises:
+        UsageError: as the checks below.
+    """
+    check_checkpoints(args)
+    check_metrics_file(args)
+    check_results(args)
 
 
 def check_checkpoints(args: SimpleNamespace) -> None:
@@ -62,12 +85,17 @@ def check_checkpoints(args: SimpleNamespace) -> None:
         return
     try:
         path = candidate(folders, ckpt.load_tag)
+        if path is not None and ckpt.load_tag is None:
+            path = newest_whole(*folders)
+            if path is None:
+                raise CheckpointError(
+                    f"none of the checkpoints in {folders[0]} is whole ({', '.join(names(folders[0]))}); give another "
+                    "folder to start anew."
+                )
         backend = backend_of(path) if path is not None else args.actor.backend
         places = [] if path is None else [folder / path.name for folder in folders]
         wrote = [read_manifest(p).get("world_size") if (p / MANIFEST).is_file() else None for p in places]
     except CheckpointError as error:
-        if isinstance(error, DamagedError) and ckpt.load_tag is None:  # the one before it is taken
-            return
         flag = "--ckpt.load_enable" if ckpt.load_tag is None else "--ckpt.load_tag"
         raise UsageError(f"{flag}: {error}") from error
     if backend != args.actor.backend:

@@ -169,8 +169,13 @@ def test_what_cannot_be_gone_on_from_is_refused(
     assert message.startswith("--ckpt.load_tag: ")
     assert message.endswith("/_actor has no checkpoint 'global_step2'; it has global_step1.")
     assert "give --ckpt.load_enable with it" in refused({"--ckpt.load_tag": "global_step1"})
+    make_checkpoint(tmp_path, "global_step3")
     (folder / "checkpoint.json").write_text("{")  # the training ranks set it aside
     check_checkpoints(parse(argv_of(command | resume)))
+    (folder.with_name("global_step3") / "checkpoint.json").write_text("{")
+    message = refused(resume | {"--logger.metrics_path": tmp_path / "metrics.jsonl"})
+    assert "none of the checkpoints in" in message and "is whole (global_step1, global_step3); give another" in message
+    shutil.rmtree(folder.with_name("global_step3"))
     assert "cannot be read" in refused(
         resume | {"--ckpt.load_tag": "global_step1"}
     )  # but they take no checkpoint other than the one asked for
