@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 
 from openrlhf_gtpo.cli import hide_key
 
@@ -19,7 +19,8 @@ if __name__ == "__main__":
     hide_key()
 
 from openrlhf_gtpo.errors import STOPPED_STATUS, Restartable, StoppedOnRequest, TrainingStopped, UsageError
-from openrlhf_gtpo.integration.checks.results import checkpoint_folders
+from openrlhf_gtpo.integration.checks.live_runs import alone
+from openrlhf_gtpo.integration.checks.results import check_earlier_runs, checkpoint_folders, way_on
 from openrlhf_gtpo.integration.controller import stop
 from openrlhf_gtpo.integration.controller.wandb_run import WandbRun
 from openrlhf_gtpo.integration.run import check, parse, train
@@ -32,8 +33,9 @@ _SUPERVISED = "OPENRLHF_GTPO_SUPERVISED"  # in the environment of a run that a s
 
 _NOT_AGAIN = 65  # sysexits.h, EX_DATAERR: status of a supervised run that would fail again; its supervisor returns 1
 _INTERRUPTED = 128 + signal.SIGINT
+_SIGNALS = {_INTERRUPTED: "interrupted", 128 + signal.SIGTERM: "terminated", 128 + signal.SIGHUP: "hung up"}
 # No run is restarted after one of these: success, mistakes, requests.
-_ENDS = (0, 2, _NOT_AGAIN, STOPPED_STATUS, _INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
+_ENDS = (0, 2, _NOT_AGAIN, STOPPED_STATUS, *_SIGNALS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,45 +44,67 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal that ended it (130 after Ctrl-C)."""
     words = list(sys.argv[1:] if argv is None else argv)
     supervised = os.environ.pop(_SUPERVISED, None) is not None
+    args: SimpleNamespace | None = None
+    before = signal.signal(signal.SIGTERM, _terminate)  # until Ray starts, whose handler aborts
     try:
         args = parse(words)
-        if not supervised:
-            try:
-                check(args)
-                if not args.ckpt.load_enable or args.ckpt.load_tag:  # W&B cannot go back to an earlier step
-                    WandbRun(args).forget()
-            except OSError as error:  # an impossible path, such as one that is too long
-                raise UsageError(str(error)) from error
+        if supervised:
+            train(args)
+            return 0
+        try:
+            check(args)
+        except OSError as error:  # an impossible path, such as one that is too long
+            raise UsageError(str(error)) from error
+        with alone(args) as locks:
+            check_earlier_runs(args)  # one may have ended meanwhile
+            if not args.ckpt.load_enable or args.ckpt.load_tag:  # W&B cannot go back to an earlier step
+                WandbRun(args).forget()
             if args.train.max_restarts or args.train.stall_timeout:
-                return supervise([sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray", *words], args)
-        train(args)
+                command = [sys.executable, "-m", "openrlhf_gtpo.cli.train_ppo_ray", *words]
+                status = supervise(command, args, locks)
+            else:
+                train(args)
+                status = 0
     except UsageError as error:
         print(f"train_ppo_ray: {error}", file=sys.stderr)
         return 2
+    except Restartable as error:
+        said = str(error) if supervised or args is None else f"{str(error).rstrip('.')}; {way_on(args)}."
+        print(f"train_ppo_ray stopped: {said}", file=sys.stderr)
+        return 1
     except TrainingStopped as error:
         print(f"train_ppo_ray stopped: {error}", file=sys.stderr)
-        return _NOT_AGAIN if supervised and not isinstance(error, Restartable) else 1
+        return _NOT_AGAIN if supervised else 1
     except StoppedOnRequest as error:
         print(f"train_ppo_ray stopped: {error}", file=sys.stderr)
         return STOPPED_STATUS
     except KeyboardInterrupt:
-        print(
-            "train_ppo_ray stopped: interrupted; with --ckpt.load_enable it goes on from its last checkpoint, if any.",
-            file=sys.stderr,
-        )
-        return _INTERRUPTED
-    return 0
+        status = _INTERRUPTED
+    except SystemExit as end:
+        if end.code not in _SIGNALS:
+            raise
+        status = int(end.code)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if status in _SIGNALS and not supervised:
+        advice = "" if args is None else f"; {way_on(args)}"
+        print(f"train_ppo_ray stopped: {_SIGNALS[status]}{advice}.", file=sys.stderr)
+    return status
 
 
-def supervise(command: Sequence[str], args: SimpleNamespace) -> int:
+def _terminate(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def supervise(command: Sequence[str], args: SimpleNamespace, locks: Sequence[int] = ()) -> int:
     """Run ``command`` until it ends on purpose, restarting it at most ``--train.max_restarts`` times, and leave no
     process of it behind. Returns the exit status, as :func:`main` does.
 
     A request to stop that arrives between two starts applies to the next one: this process handles SIGUSR1, and the
     run does not mistake the file for an old one.
 
-    Raises:
-        KeyboardInterrupt: after SIGINT to this process.
+    Args:
+        locks: descriptors of the run's locks, which outlive this process if its run does.
     """
     stop.prepare(args)
     command = [*command, "--ckpt.stop_file", str(stop.stop_file(args))]
@@ -99,10 +123,8 @@ def supervise(command: Sequence[str], args: SimpleNamespace) -> int:
     for restart in range(1, restarts + 2):
         heartbeat.clear()
         environment = os.environ | {_SUPERVISED: "1"}
-        status = run_and_clear(command, environment, hangs=hangs)
+        status = run_and_clear(command, environment, hangs=hangs, locks=locks)
         heartbeat.clear()
-        if status == _INTERRUPTED:
-            raise KeyboardInterrupt
         if status in _ENDS:
             return 1 if status == _NOT_AGAIN else status
         why = f"it ended with status {status} (see its last lines)"
@@ -118,8 +140,7 @@ def supervise(command: Sequence[str], args: SimpleNamespace) -> int:
             print(f"train_ppo_ray: {why}; restart {restart} of {restarts} {place}.", file=sys.stderr, flush=True)
             if own:
                 command += ["--ckpt.load_enable", "--ckpt.load_tag", ""]
-    how = f"after {restarts} restarts; the same command with --ckpt.load_enable goes on from the last checkpoint"
-    print(f"train_ppo_ray stopped: {why}, {how}.", file=sys.stderr)
+    print(f"train_ppo_ray stopped: {why}, after {restarts} restarts; {way_on(args)}.", file=sys.stderr)
     return 1
 
 

@@ -30,9 +30,13 @@ def handler() -> Iterator[None]:
 @pytest.fixture
 def args(tmp_path: Path) -> SimpleNamespace:
     return SimpleNamespace(
-        ckpt=SimpleNamespace(path=str(tmp_path), stop_file=None, load_enable=False),
+        ckpt=SimpleNamespace(
+            path=str(tmp_path), output_dir=f"{tmp_path}/model", stop_file=None, load_enable=False, disable_ds=False
+        ),
         critic=SimpleNamespace(model_name_or_path=None),
-        logger=SimpleNamespace(wandb=SimpleNamespace(run_name="ppo_at_noon")),  # TensorBoard's folder
+        logger=SimpleNamespace(
+            wandb=SimpleNamespace(run_name="ppo_at_noon"), metrics_path=None
+        ),  # TensorBoard's folder
         train=SimpleNamespace(async_enable=False, stall_timeout=0.0, max_restarts=2),
     )
 
@@ -45,7 +49,14 @@ class Runs:
         self._left = list(statuses)
         monkeypatch.setattr(train_ppo_ray, "run_and_clear", self._run)
 
-    def _run(self, command: Sequence[str], environment: Mapping[str, str], *, hangs: Callable[[], bool]) -> int:
+    def _run(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        hangs: Callable[[], bool],
+        locks: Sequence[int] = (),
+    ) -> int:
         self.commands.append(list(command))
         status = self._left.pop(0)
         return status if isinstance(status, int) else status(command, environment, hangs)
@@ -102,17 +113,41 @@ def test_an_end_on_purpose_is_the_end(status: int, kept: int, args, monkeypatch)
     assert len(runs.commands) == 1
 
 
-def test_ctrl_c_is_the_end(args, monkeypatch) -> None:
-    Runs(monkeypatch, 130)
-    with pytest.raises(KeyboardInterrupt):
-        train_ppo_ray.supervise(["run"], args)
+@pytest.mark.parametrize(("status", "word"), [(130, "interrupted"), (143, "terminated"), (129, "hung up")])
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_a_signal_is_the_end_and_says_what_there_is_to_go_on_from(
+    status: int, word: str, has_checkpoint: bool, args, tmp_path, training, monkeypatch, capsys
+) -> None:
+    if has_checkpoint:
+        save(tmp_path, "global_step7")
+    Runs(monkeypatch, status)
+    assert train_ppo_ray.main([]) == status
+    way_on = "there is no checkpoint to go on from"
+    if has_checkpoint:
+        way_on = f"the same command with --ckpt.load_enable goes on from {tmp_path}/_actor/global_step7"
+    assert capsys.readouterr().err == f"train_ppo_ray stopped: {word}; {way_on}.\n"
+
+
+def test_sigterm_ends_a_run_with_a_sentence_before_ray_is_there(args, training, monkeypatch, capsys) -> None:
+    args.train.max_restarts = 0
+    monkeypatch.setattr(train_ppo_ray, "train", lambda args: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    assert train_ppo_ray.main([]) == 143
+    assert "stopped: terminated; there is no checkpoint to go on from." in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(
     ("restarts", "said"),
     [
-        (2, "train_ppo_ray stopped: its driver was killed by signal 6, after 2 restarts; the same command with"),
-        (0, "train_ppo_ray stopped: its driver was killed by signal 6, after 0 restarts; the same command with"),
+        (
+            2,
+            "train_ppo_ray stopped: its driver was killed by signal 6, after 2 restarts; there is no checkpoint to go",
+        ),
+        (
+            0,
+            "train_ppo_ray stopped: its driver was killed by signal 6, after 0 restarts; there is no checkpoint to go",
+        ),
     ],
 )
 def test_restarts_are_counted(restarts: int, said: str, args, monkeypatch, capsys) -> None:
@@ -198,6 +233,7 @@ def training(args, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(train_ppo_ray, "parse", lambda argv: args)
     monkeypatch.setattr(train_ppo_ray, "check", lambda args: None)
+    monkeypatch.setattr(train_ppo_ray, "check_earlier_runs", lambda args: None)
     monkeypatch.setattr(train_ppo_ray, "train", train)
     return said
 
