@@ -248,7 +248,7 @@ def test_a_response_that_is_paused_midway_goes_on_as_if_the_new_weights_had_read
 
     old, new = synced.perturbed(60), synced.perturbed(61)
     prompt = torch.randint(1, VOCABULARY, (20,), generator=torch.Generator().manual_seed(7)).tolist()
-    params = SamplingParams(max_tokens=PREFIX - 20, temperature=1.0, ignore_eos=True, logprobs=0)
+    params = SamplingParams(max_tokens=PREFIX - 20, temperature=synced.temperature, ignore_eos=True, logprobs=0)
     for delay in (0.3, 0.1, 1, 3, 0):  # seconds, until the pause falls midway
         synced.send(old, 2**28)
         request = synced.engine.generate.remote(prompt, params)
@@ -260,7 +260,9 @@ def test_a_response_that_is_paused_midway_goes_on_as_if_the_new_weights_had_read
         tokens = torch.tensor([prompt + list(output.token_ids)])
         found = torch.tensor([of_token[t].logprob for of_token, t in zip(output.logprobs, output.token_ids)])
         by_old, by_new = (
-            synced.trainer_distributions(of, tokens).gather(2, tokens[:, 1:, None])[0, len(prompt) - 1 :, 0]
+            synced.trainer_distributions(of, tokens, synced.temperature).gather(2, tokens[:, 1:, None])[
+                0, len(prompt) - 1 :, 0
+            ]
             for of in (old, new)
         )
         # Tokens before the pause: the number that fits best.
