@@ -134,7 +134,7 @@ def _check_measurable(args: SimpleNamespace, steps: int) -> None:
         )
     if not args.data.prompt_dataset:
         raise UsageError("--data.prompt_dataset is missing; give a data set.")
-    rows = table_rows(args.data.prompt_dataset, args.data.prompt_split, "--data.prompt_dataset")
+    rows = table_rows(args, args.data.prompt_dataset, args.data.prompt_split, "--data.prompt_dataset")
     needed = steps * args.rollout.batch_size
     given = needed if rows is None else min(rows, args.data.max_samples) * args.train.num_episodes
     if given < needed:

@@ -22,18 +22,17 @@ from openrlhf_gtpo.errors import TrainingStopped, UsageError
 BATCH = 64  # the most questions whose answers an interruption can lose
 
 
-def questions_of(run: SimpleNamespace, tokenizer: Any, name: str, split: str) -> list[tuple[str, str]]:
+def questions_of(run: SimpleNamespace, tokenizer: Any, name: str, split: str) -> list[tuple[str, Any]]:
     """Each question of a data set as the model is to read it, and its label, both as in training.
 
     Args:
         run: arguments with training's ``data``.
     """
-    from openrlhf.datasets import PromptDataset
-    from openrlhf.datasets.utils import blending_datasets
+    from openrlhf_gtpo.integration.checks.prompts import Prompts, blending_datasets
 
     strategy = SimpleNamespace(args=run, print=lambda *_: None, is_rank_0=lambda: False)
     rows = blending_datasets(name, None, strategy, max_count=run.data.max_samples, dataset_split=split)
-    prompts = PromptDataset(rows, tokenizer, strategy, input_template=run.data.input_template)
+    prompts = Prompts(rows, tokenizer, strategy, input_template=run.data.input_template)
     return list(zip(prompts.prompts, prompts.labels, strict=True))
 
 

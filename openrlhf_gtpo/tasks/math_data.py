@@ -7,7 +7,6 @@ Matching flags: `--data.prompt_dataset DIR/train.jsonl --data.input_key input --
 import json
 import os
 import random
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from openrlhf_gtpo.errors import one_line
+from openrlhf_gtpo.platform.tables import csv_rows, json_rows
 from openrlhf_gtpo.tasks.math_verify_reward import parse_answer
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
@@ -92,7 +92,6 @@ def load_table(source: str, config: str | None = None, split: str = "train") -> 
             cannot be loaded.
     """
     import datasets
-    import pandas
 
     path = Path(source)
     kind = _FILES.get(path.suffix)
@@ -101,32 +100,19 @@ def load_table(source: str, config: str | None = None, split: str = "train") -> 
     if kind is not None and (config is not None or split != "train"):
         flag = f"--split {split}" if config is None else f"--config {config}"
         raise ValueError(f"--source {source} is a file, of which no {flag} is read; leave it out")
-    if kind in ("json", "csv"):
-        try:  # here, because the library's readers fail later, at a row, without naming the file
-            with path.open(encoding="utf-8") as lines:
-                first = next(lines, "")
-                # A null row would crash the process (https://github.com/apache/arrow/issues/47409).
-                later = sum(line.lstrip().startswith("null") for line in lines)
-                null = re.match(r"\ufeff?[\s\[]*null", first) or (later and not first.lstrip().startswith("["))
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"--source {source} is not UTF-8 text ({error}); convert it, for example with iconv"
-            ) from error
-        if not first:
-            raise ValueError(f"--source {source} is empty")
-        if null and kind == "json":
-            raise ValueError(f"--source {source} has a row that is null; drop it")
+    if kind == "csv":
+        return csv_rows(path)
+    if kind == "json":
+        rows = list(json_rows(path))
+        columns = dict.fromkeys(name for row in rows for name in row)
+        return [{**columns, **row} for row in rows]
     try:
-        if kind == "csv":  # as text: an empty cell would turn a column of integers into floats
-            columns = pandas.read_csv(path, nrows=0).columns
-            text = datasets.Features({str(column): datasets.Value("string") for column in columns})
-            return datasets.load_dataset(kind, data_files=str(path), split="train", features=text)
         if kind is not None:
             return datasets.load_dataset(kind, data_files=str(path), split="train")
         return datasets.load_dataset(source, config, split=split)
     except Exception as error:  # the library's readers raise whatever their parsers do, and wrap some of it
         raise ValueError(
-            f"--source {source} cannot be read as {', '.join(_FILES)} or as a data set of the Hugging Face hub: "
+            f"--source {source} cannot be read as Parquet or as a data set of the Hugging Face hub: "
             f"{one_line(error.__cause__ or error)}"
         ) from error
 

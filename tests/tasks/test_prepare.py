@@ -49,12 +49,12 @@ def test_a_users_mistake_is_one_sentence_and_exit_code_2(tmp_path, capsys, argum
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("a.jsonl", b'{"problem": "caf\xe9 1+1", "answer": "2"}\n', "a.jsonl is not UTF-8 text"),
-        ("a.csv", b"problem,answer\ncaf\xe9,2\n", "a.csv is not UTF-8 text"),
-        ("a.json", b"", "a.json is empty"),
-        ("a.json", b"[null]", "a.json has a row that is null"),
-        ("a.jsonl", b'{"problem": "1+1", "answer": "2"}\nnull\n', "a.jsonl has a row that is null"),
-        ("a.jsonl", b"{\n", "a.jsonl cannot be read as"),
+        ("a.jsonl", b'{"problem": "caf\xe9 1+1", "answer": "2"}\n', "a.jsonl: line 1 is not in UTF-8"),
+        ("a.csv", b"problem,answer\ncaf\xe9,2\n", "a.csv cannot be read as csv"),
+        ("a.json", b"", "leaves nothing to train on"),
+        ("a.json", b"[null]", "a.json: row 1 is null"),
+        ("a.jsonl", b'{"problem": "1+1", "answer": "2"}\nnull\n', "a.jsonl: row 2 is null"),
+        ("a.jsonl", b"{\n", "a.jsonl: line 1 is not JSON"),
     ],
 )
 def test_a_table_that_cannot_be_read(tmp_path, capsys, name, content, message):
@@ -63,6 +63,18 @@ def test_a_table_that_cannot_be_read(tmp_path, capsys, name, content, message):
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("prepare")]
     assert len(said) == 1 and message in said[0] and "while generating" not in said[0]
     assert not (tmp_path / "out").exists()
+
+
+def test_answers_are_written_as_the_table_says_them(tmp_path):
+    answers = [3, 3.5, 10**20, "007", None]
+    rows = [{"problem": f"{answer}?", "answer": answer} for answer in answers] + [{"problem": "none?"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "a.csv").write_text("problem,answer\n" + "".join(f"{answer}?,{answer or ''}\n" for answer in answers))
+    for name in ("a.jsonl", "a.csv"):
+        out = tmp_path / f"of {name}"
+        assert main(["math", "--source", str(tmp_path / name), "--output", str(out)]) == 0
+        labels = [json.loads(line)["label"] for line in (out / "train.jsonl").read_text().splitlines()]
+        assert labels == ["3", "3.5", str(10**20), "007"]
 
 
 def test_flags_override_a_preset(tmp_path):

@@ -3,6 +3,7 @@ checkpoints are written whole or not at all, and read only as they were written.
 
 import copyreg
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -34,6 +35,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from openrlhf_gtpo.integration.actors.optimizer_steps import poisoned
+from openrlhf_gtpo.integration.checks.prompts import Prompts, blending_datasets
 from openrlhf_gtpo.integration.checks.results import checkpoint_folders
 from openrlhf_gtpo.megatron.checkpoint import folder as checkpoint_folder
 from openrlhf_gtpo.megatron.checkpoint.files import Entry, HashedFile
@@ -62,6 +64,13 @@ class Strategy(DeepspeedStrategy):
         super().__init__(*args, **kwargs)
         # DeepSpeed is told 1 micro-batch per step, so that it divides no loss; the trainers say which one is the last.
         self.use_dynamic_batch = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Arrive in an actor's process. If it is a controller, upstream's own included, it reads prompts and labels as
+        their files say them."""
+        self.__dict__.update(state)
+        if controller := sys.modules.get("openrlhf.trainer.ppo_trainer"):
+            vars(controller).update(blending_datasets=blending_datasets, PromptDataset=Prompts)
 
     def setup_dataloader(
         self,

@@ -105,11 +105,19 @@ def check_inputs(args: SimpleNamespace) -> None:
     if replays:
         return
     check_length(config, args.data.max_len, f"{model[1]} {model[0]}")
-    of_rows = tokenizer if entropy_weighted else None
-    check_dataset(args, of_rows, args.data.prompt_dataset, args.data.prompt_split, "--data.prompt_dataset")
+    of_rows = None if hasattr(config, "vision_config") else tokenizer
+    json_for = None  # why labels must fit into JSON
+    if args.algo.guide.rescue_batch:  # as part of a checkpoint
+        json_for = "--algo.guide.rescue_batch"
+    elif not args.train.agent_func_path and args.reward.remote_url and not args.reward.remote_url[0].endswith(".py"):
+        json_for = "--reward.remote_url"
+    for names, split, flag in (
+        (args.data.prompt_dataset, args.data.prompt_split, "--data.prompt_dataset"),
+        (args.eval.dataset, args.eval.split, "--eval.dataset"),
+    ):
+        if names or flag != "--eval.dataset":
+            check_dataset(args, of_rows, names, split, flag, entropy_weighted, json_for)
     check_prompt_probs(args)
-    if args.eval.dataset:
-        check_dataset(args, of_rows, args.eval.dataset, args.eval.split, "--eval.dataset")
 
 
 def _trained_on_deepspeed(args: SimpleNamespace) -> list[str]:

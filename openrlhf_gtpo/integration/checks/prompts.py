@@ -1,0 +1,229 @@
+"""Prompts and labels as their files say them, for OpenRLHF's loader of prompts, checks and ``cli.evaluate``."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain, islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from openrlhf.datasets import PromptDataset, prompts_dataset, utils
+
+from openrlhf_gtpo.errors import UsageError, one_line
+from openrlhf_gtpo.platform.tables import csv_rows, json_rows
+
+TABLES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+_SPLIT_FLAGS = {"--data.prompt_dataset": " (--data.prompt_split)", "--eval.dataset": " (--eval.split)"}
+_content_of, _preprocess = prompts_dataset._str_to_content_list, prompts_dataset.preprocess_data  # upstream's
+
+
+class Rows(list[dict[str, Any]]):
+    """A data set as far as upstream's loader of prompts asks."""
+
+    def select(self, indices: Iterable[int]) -> "Rows":
+        """The rows at ``indices``."""
+        return Rows(self[index] for index in indices)
+
+
+class Prompts(PromptDataset):
+    """Upstream's prompts, made by :func:`prompt_and_label`."""
+
+    def __init__(self, dataset: Any, tokenizer: Any, strategy: Any, input_template: str | None = None) -> None:
+        prompts_dataset.preprocess_data = lambda data, *_: prompt_and_label(data, strategy.args, tokenizer)
+        try:
+            super().__init__(dataset, tokenizer, strategy, input_template)
+        except UsageError as error:
+            raise UsageError(f"The prompt of row {len(self.prompts) + 1} cannot be made: {error}.") from error
+        finally:
+            prompts_dataset.preprocess_data = _preprocess
+
+
+def prompt_and_label(row: Mapping[str, Any], args: SimpleNamespace, tokenizer: Any) -> tuple[str, Any]:
+    """A row's prompt, as the model reads it, and its label, both as upstream makes them, but ``<image>`` is text if
+    the model is one of text. Upstream makes a list of parts of every content with these letters, which many templates
+    print as Python does (openrlhf 0.11.2, datasets/prompts_dataset.py, preprocess_data).
+
+    Args:
+        tokenizer: the model's; a processor, if it reads images.
+
+    Raises:
+        UsageError: the prompt is neither text nor messages, or has content that is not text and that the model, or
+            its template, does not read; as a clause.
+    """
+    given, template = row[args.data.input_key], args.data.apply_chat_template and tokenizer.apply_chat_template
+    keys = args.data.input_template, args.data.input_key, args.data.label_key, template
+    if hasattr(tokenizer, "image_processor"):
+        return _preprocess(row, *keys)
+    messages = isinstance(given, list) and all(isinstance(message, dict) for message in given)
+    if not isinstance(given, str) and not (template and messages):
+        kinds = "text or a list of messages" if template else "text"
+        raise UsageError(f"it is {one_line(repr(given)):.60}, not {kinds}")
+    prompts_dataset._str_to_content_list = str
+    try:
+        prompt, label = _preprocess(row, *keys)
+        if messages and any(not isinstance(message.get("content", ""), str) for message in given):
+            texts = [message | {"content": _text_of(message)} for message in given]
+            plain, _ = _preprocess({**row, args.data.input_key: texts}, *keys)
+            if "".join(plain.split()) != "".join(prompt.split()):
+                raise UsageError(
+                    "the chat template does not print content that is null or a list of parts; write it as text"
+                )
+    finally:
+        prompts_dataset._str_to_content_list = _content_of
+    return prompt, label
+
+
+def _text_of(message: Mapping[str, Any]) -> Any:
+    """The content of a message as one text; as it is beside tool calls, which may stand alone."""
+    content = message.get("content")
+    if "tool_calls" in message:
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+        if text is not None and not isinstance(text, str | int | float):
+            raise UsageError(f"the model reads only text, and the content has {one_line(repr(part)):.60}; remove it")
+        texts.append("" if text is None else str(text))
+    return "".join(texts)
+
+
+def blending_datasets(
+    datasets: str,
+    probabilities: str | None = None,
+    strategy: Any = None,
+    seed: int = 42,
+    max_count: float = 1e8,
+    stopping_strategy: str = "all_exhausted",
+    dataset_split: str = "train",
+) -> Rows:
+    """Like upstream's function of this name, with rows as their files say them (:func:`rows_of`), of which only the
+    columns that prompts are made from are read. Data sets need not have the same types.
+
+    Raises:
+        UsageError: a data set that cannot be read, or a row without a column.
+    """
+    from datasets import Dataset, interleave_datasets
+
+    tables = [
+        list(islice(rows_of(strategy.args, name.strip(), dataset_split), int(max_count)))
+        for name in datasets.split(",")
+    ]
+    if probabilities is None:
+        return Rows(chain.from_iterable(tables))
+    drawn = interleave_datasets(
+        [Dataset.from_dict({"row": [*range(len(t))], "table": [i] * len(t)}) for i, t in enumerate(tables)],
+        probabilities=[float(probability) for probability in probabilities.split(",")],
+        seed=seed,
+        stopping_strategy=stopping_strategy,
+    )
+    return Rows(tables[place["table"]][place["row"]] for place in drawn)
+
+
+def rows_of(args: SimpleNamespace, name: str, split: str, flag: str = "data set") -> Iterator[dict[str, Any]]:
+    """Yield the rows of one data set, with the columns that prompts are made from: JSON values and CSV cells as they
+    stand there, from Parquet and Arrow what each file's own types say.
+
+    Args:
+        args: with ``data``'s keys.
+        name: a file, a folder or a name on the Hub, perhaps with ``@`` and a folder within.
+        split: of a data set that has several.
+        flag: which named the data set, for messages.
+
+    Raises:
+        UsageError: it cannot be read or is empty, or a row lacks the column of prompts or labels.
+    """
+    folder = name.partition("@")[0].strip()
+    keys = {"input_key": args.data.input_key, "label_key": args.data.label_key}
+    wanted = [args.data.input_key, args.data.label_key, getattr(args.data, "image_key", "images"), "datasource"]
+    number = 0
+    try:
+        for number, row in enumerate(_rows(args, name, split, flag, wanted), 1):
+            for key_flag, key in keys.items():
+                if key is not None and key not in row:
+                    columns = one_line(", ".join(row))
+                    raise UsageError(
+                        f"{folder}: row {number} has no column {key!r} (--data.{key_flag}); it has {columns}."
+                    )
+            yield {key: row[key] for key in wanted if key in row}
+        if not number:
+            raise UsageError(f"{folder} has no rows.")
+    except UsageError as error:
+        raise UsageError(f"{flag} {error}") from error
+    except Exception as error:  # datasets wraps parsers that raise their own types
+        if not Path(folder).exists():  # the Hub, which another try may reach
+            raise
+        kind = TABLES.get(Path(folder).suffix, "a data set")
+        raise UsageError(f"{flag} {folder} cannot be read as {kind}: {one_line(error.__cause__ or error)}") from error
+
+
+def _rows(
+    args: SimpleNamespace, name: str, split: str, flag: str, wanted: Sequence[str | None]
+) -> Iterator[Mapping[str, Any]]:
+    import datasets
+
+    folder, _, data_dir = (part.strip() for part in name.partition("@"))
+    path, config = Path(folder), None
+    splits: Mapping[str, Any]
+    if path.is_file():
+        if path.suffix not in TABLES:  # datasets would ask the Hub for it
+            raise UsageError(f"{path} is not one of {', '.join(TABLES)}; convert or rename it.")
+        kind, splits = TABLES[path.suffix], {"train": [str(path)]}
+    elif (path / "state.json").exists() or (path / "dataset_dict.json").exists():  # written by save_to_disk
+        kind, loaded = "", datasets.load_from_disk(folder)
+        splits = loaded if isinstance(loaded, dict) else {split: loaded}
+    elif args.use_ms and not path.exists():
+        quiet = SimpleNamespace(args=args, print=lambda *_: None, is_rank_0=lambda: False)
+        kind, splits = "", {split: utils.blending_datasets(name, None, quiet, dataset_split=split)}
+    else:
+        with _quiet():
+            builder = datasets.load_dataset_builder(folder, data_dir=data_dir or None)
+            config, kind = builder.config, builder.name if _is_plain(builder.config) else ""
+            is_table = kind in TABLES.values()
+            splits = config.data_files if is_table else datasets.load_dataset(folder, data_dir=data_dir or None)
+    if split not in splits:
+        raise UsageError(f"{folder} has no split {split!r}{_SPLIT_FLAGS.get(flag, '')}; it has {', '.join(splits)}.")
+    if kind not in TABLES.values():
+        yield from _table_rows(splits[split], wanted)
+        return
+    manager = datasets.DownloadManager()
+    for file in manager.iter_files(manager.download_and_extract(list(splits[split]))):
+        if kind == "json":
+            yield from json_rows(file)
+        elif kind == "csv":
+            yield from csv_rows(file, getattr(config, "sep", ","))
+        else:  # one at a time: several would be converted to the types of the first
+            with _quiet():
+                table = datasets.load_dataset(kind, data_files=file, split="train")
+            yield from _table_rows(table, wanted)
+
+
+def _is_plain(config: Any) -> bool:
+    """True if a data set's README.md asks for no other way of reading its files than a separator."""
+    default = vars(type(config)())
+    elsewhere = ("name", "version", "data_dir", "data_files", "description", "features", "sep", "delimiter")
+    return all(value == default[name] for name, value in vars(config).items() if name not in elsewhere)
+
+
+def _table_rows(table: Any, wanted: Sequence[str | None]) -> Iterator[dict[str, Any]]:
+    from datasets.features import features
+
+    features.ujson_loads = json.loads  # pandas' rounds floats and drops halves of surrogate pairs
+    if {*filter(None, wanted[:2])} <= {*table.column_names}:  # or the row is refused, with its columns
+        table = table.select_columns([name for name in wanted if name in table.column_names])
+    yield from table
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    import datasets
+
+    progress, verbosity = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+        if progress:
+            datasets.enable_progress_bars()
