@@ -81,9 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         status = _INTERRUPTED
     except SystemExit as end:
-        if end.code not in _SIGNALS:
+        if end.code not in (signal.SIGTERM, 128 + signal.SIGTERM):  # the former by Ray's own handler (2.55.0)
             raise
-        status = int(end.code)
+        status = 128 + signal.SIGTERM
     finally:
         signal.signal(signal.SIGTERM, before)
     if status in _SIGNALS and not supervised:

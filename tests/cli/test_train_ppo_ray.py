@@ -130,10 +130,15 @@ def test_a_signal_is_the_end_and_says_what_there_is_to_go_on_from(
 
 def test_sigterm_ends_a_run_with_a_sentence_before_ray_is_there(args, training, monkeypatch, capsys) -> None:
     args.train.max_restarts = 0
-    monkeypatch.setattr(train_ppo_ray, "train", lambda args: os.kill(os.getpid(), signal.SIGTERM))
+
+    def rays_handler(args: SimpleNamespace) -> None:
+        sys.exit(signal.SIGTERM)
+
     before = signal.getsignal(signal.SIGTERM)
-    assert train_ppo_ray.main([]) == 143
-    assert "stopped: terminated; there is no checkpoint to go on from." in capsys.readouterr().err
+    for terminated in (rays_handler, lambda args: os.kill(os.getpid(), signal.SIGTERM)):
+        monkeypatch.setattr(train_ppo_ray, "train", terminated)
+        assert train_ppo_ray.main([]) == 143
+        assert "stopped: terminated; there is no checkpoint to go on from." in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
 
 
