@@ -4,6 +4,7 @@ never back. That keeps an OpenRLHF upgrade inside ``integration`` and lets the m
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -146,6 +147,12 @@ def test_an_inner_room_names_only_those_before_it(room: str) -> None:
                 if parts[:2] == [PACKAGE.name, room] and parts[2] not in INNER[room][: place + 1]:
                     wrong.append(f"{path.relative_to(PACKAGE)}:{line} {name}")
     assert not wrong
+
+
+def test_no_hook_on_a_module_changes_what_trains() -> None:
+    """The loss is a function: what it reads is in its inputs (``LossInputs``). Megatron's room counts its passes."""
+    rooms_without = {path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "megatron"}
+    assert not [str(path) for path in rooms_without if re.search(r"register_\w*hook", path.read_text())]
 
 
 def test_the_walk_sees_imports_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,25 @@
 """The guide's rows are compared with the guide: ratio, truncation and gradient, whatever the loss."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from openrlhf.models.loss import PolicyLoss
 from openrlhf.trainer.ppo_utils.experience import Experience
 from rollouts import arguments
 
-from openrlhf_gtpo.integration.actors.actor_trainer import _own_as_old
+from openrlhf_gtpo.integration.actors.guide_ratios import GuideRatios
 from openrlhf_gtpo.integration.actors.token_ratios import TokenRatios
-from openrlhf_gtpo.integration.credit.guide_rows import GuideRatios, guide_rows
-from openrlhf_gtpo.integration.credit.loss import credit_loss
+from openrlhf_gtpo.integration.credit.guide_rows import guide_rows
+from openrlhf_gtpo.integration.credit.loss import (
+    LossFeature,
+    LossInputs,
+    LossOutputs,
+    StepTotals,
+    make_policy_loss,
+    micro_batch_loss,
+)
 from openrlhf_gtpo.report import names
 
 CAP, LOW, HIGH = 1.5, 0.2, 2.5  # the clip of positive advantages lies beyond the cap
@@ -40,10 +47,19 @@ def batch(seed: int = 0, one_advantage: bool = False) -> dict[str, torch.Tensor]
     }
 
 
-def call(loss: PolicyLoss, data: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Call ``loss`` as both trainers do."""
-    first = [data[name] for name in ("log_probs", "old_log_probs", "advantages")]
-    return loss(*first, action_mask=data["action_mask"], rollout_log_probs=data["rollout_log_probs"])
+def call(
+    args: SimpleNamespace,
+    data: dict[str, torch.Tensor],
+    guided: torch.Tensor | None,
+    *features: LossFeature,
+    **more: Any,
+) -> LossOutputs:
+    """The whole loss of ``data``, as both trainers ask for it."""
+    mask = data["action_mask"].bool()
+    tensors = {name: values for name, values in data.items() if name != "action_mask"} | more
+    totals = StepTotals(mask.sum(), mask.any(-1).sum())
+    inputs = LossInputs(**tensors, mask=mask, totals=totals, guided=guided)  # type: ignore[arg-type]
+    return micro_batch_loss(inputs, make_policy_loss(args), features or [GuideRatios(CAP)], args, 0.0)
 
 
 def by_hand(data: dict[str, torch.Tensor], level: str) -> tuple[float, list[list[float]]]:
@@ -80,21 +96,19 @@ def by_hand(data: dict[str, torch.Tensor], level: str) -> tuple[float, list[list
 )
 def test_the_ratio_of_a_guide_row_is_to_the_guide_and_truncated(level: str, argv: tuple[str, ...]) -> None:
     """The loss and gradient of mixed rows are the loop's; a truncated ratio keeps its gradient."""
-    loss = credit_loss(arguments(*argv, *CLIP)) or PolicyLoss(LOW, HIGH - 1)
-    ratios = GuideRatios(loss, CAP)
-    ratios.rows = GUIDED
+    args = arguments(*argv, *CLIP)
     truncated = 0
     for seed in range(5):
         data = batch(seed, one_advantage=level == "sequence")
-        value = call(loss, data)[0]
+        outputs = call(args, data, GUIDED)
         expected, slopes = by_hand(data, level)
-        assert value.item() == pytest.approx(expected, rel=1e-9)
-        (gradient,) = torch.autograd.grad(value, data["log_probs"])
+        assert outputs.loss.item() == pytest.approx(expected, rel=1e-9)
+        (gradient,) = torch.autograd.grad(outputs.loss, data["log_probs"])
         torch.testing.assert_close(gradient, torch.tensor(slopes, dtype=torch.float64))
         mask = data["action_mask"].bool()
         above = (data["log_probs"] - data["rollout_log_probs"]).exp() > CAP
         count = int((above & mask & GUIDED.unsqueeze(-1)).sum())
-        assert ratios.metrics()[names.GUIDE_TRUNCATED].item() == pytest.approx(count / int(mask.sum()))
+        assert outputs.metrics[names.GUIDE_TRUNCATED].item() == pytest.approx(count / int(mask.sum()))
         truncated += count
     assert truncated > 20
 
@@ -103,15 +117,16 @@ def test_the_ratio_of_a_guide_row_is_to_the_guide_and_truncated(level: str, argv
 def test_another_surrogate_gets_the_same_ratio(name: str) -> None:
     """It cannot tell the guide's rows from those of an old policy whose log-probs give the truncated ratio."""
     argv = ("--algo.advantage.estimator", "group_norm", "--actor.policy_loss_type", name, "--algo.kl.init_coef", "0")
-    plain, guided = (credit_loss(arguments(*argv)) for _ in range(2))
+    args = arguments(*argv)
     data = batch(one_advantage=name == "gmpo")
-    assert plain is not None and guided is not None
-    GuideRatios(guided, CAP).rows = GUIDED
     ratio = (data["log_probs"].detach() - data["rollout_log_probs"]).exp().clamp(max=CAP)
     behavior = data["log_probs"].detach() - ratio.log()
     old = torch.where(GUIDED.unsqueeze(-1), behavior, data["old_log_probs"])
-    expected = call(plain, data | {"old_log_probs": old})
-    torch.testing.assert_close(call(guided, data), expected, equal_nan=True)
+    expected, found = call(args, data | {"old_log_probs": old}, None), call(args, data, GUIDED)
+    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(found.metrics["ppo_clip_ratio"], expected.metrics["ppo_clip_ratio"])
+    torch.testing.assert_close(found.ratio, expected.ratio)
+    assert torch.equal(found.clipped, expected.clipped)
 
 
 @pytest.mark.parametrize("estimator", ["gtpo", "group_norm"])
@@ -120,43 +135,40 @@ def test_the_correction_weighs_the_policys_rows_alone(correction: str, estimator
     """Thresholds that drop whatever differs at all drop all of the policy's rows and nothing of the guide's."""
     argv = ("--algo.advantage.estimator", estimator, *CLIP, "--algo.advantage.is_correction_level", correction)
     args = arguments(*argv, "--algo.advantage.is_correction_threshold", "0.999999", "1.000001")
-    options = {name: value for name, value in vars(args.algo.advantage).items() if name.startswith("is_correction_")}
-    loss = credit_loss(args) or PolicyLoss(LOW, HIGH - 1, **options)
-    ratios = GuideRatios(loss, CAP)
     data = batch()
     mask = data["action_mask"].bool()
     for rows in (GUIDED, torch.ones_like(GUIDED)):
-        ratios.rows = rows
-        (gradient,) = torch.autograd.grad(call(loss, data)[0], data["log_probs"])
+        (gradient,) = torch.autograd.grad(call(args, data, rows).loss, data["log_probs"])
         assert gradient[rows][mask[rows]].abs().gt(0).any() and not gradient[~rows].any()
 
 
 def test_beside_own_log_probs_and_in_dumps() -> None:
-    """Without old log-probs, the policy's rows have a ratio of 1; a dump sees what the loss saw."""
-    loss = credit_loss(arguments("--algo.advantage.estimator", "gtpo", *CLIP))
-    assert loss is not None
-    loss.register_forward_pre_hook(_own_as_old)
-    guide, seen = GuideRatios(loss, CAP), TokenRatios(loss)
-    guide.rows, seen.rows = GUIDED, range(len(GUIDED))
-    data = batch()
-    loss(data["log_probs"], None, data["advantages"], action_mask=data["action_mask"],
-         rollout_log_probs=data["rollout_log_probs"])  # fmt: skip
+    """Without old log-probs, the policy's rows have a ratio of 1; a dump sees what the loss saw, of its own rows."""
+    args, data, ratios = arguments("--algo.advantage.estimator", "gtpo", *CLIP), batch(), TokenRatios()
+    labels = [None, *range(1, len(GUIDED))]
+    outputs = call(args, data, GUIDED, GuideRatios(CAP), ratios, old_log_probs=None, labels=labels)
     wanted = (data["log_probs"] - data["rollout_log_probs"]).exp().clamp(max=CAP).where(GUIDED.unsqueeze(-1), 1)
     wanted = wanted.where(data["action_mask"].bool(), 1).detach().float()
-    for row, (ratio, _) in seen.take().items():
+    seen = ratios.take()
+    assert list(seen) == labels[1:] and ratios.take() == {}
+    for row, (ratio, clipped) in seen.items():
         torch.testing.assert_close(torch.tensor(ratio), wanted[row])
+        assert torch.equal(torch.tensor(clipped), outputs.clipped[row])
 
 
 def test_without_a_guide_nothing_is_touched() -> None:
-    """Not one bit of the loss changes and no metric is added, even for a batch without marks after one with them."""
-    plain, watched = (credit_loss(arguments("--algo.advantage.estimator", "gtpo", *CLIP)) for _ in range(2))
-    assert plain is not None and watched is not None
-    ratios = GuideRatios(watched, CAP)
-    ratios.rows = GUIDED
-    assert not torch.equal(call(watched, batch())[0], call(plain, batch())[0])
-    ratios.rows = guide_rows(Experience(info={"reward": torch.ones(2)}))
-    assert ratios.rows is None and ratios.metrics() == {}
-    given: list[Any] = []
-    watched.register_forward_hook(lambda loss, inputs, options, output: given.append(inputs), with_kwargs=True)
-    data = batch()
-    assert torch.equal(call(watched, data)[0], call(plain, data)[0]) and given[0][1] is data["old_log_probs"]
+    """Not one bit of the loss changes and no metric is added for a batch without marks."""
+    inputs: list[LossInputs] = []
+
+    class Watch(LossFeature):
+        def loss_inputs(self, read: LossInputs) -> LossInputs:
+            inputs.append(read)
+            return read
+
+    args, data = arguments("--algo.advantage.estimator", "gtpo", *CLIP), batch()
+    guided = guide_rows(Experience(info={"reward": torch.ones(2)}))
+    assert guided is None
+    plain, watched = call(args, data, None, Watch()), call(args, data, guided, Watch(), GuideRatios(CAP), Watch())
+    assert torch.equal(watched.loss, plain.loss) and set(watched.metrics) == set(plain.metrics)
+    assert inputs[2] is inputs[1]
+    assert not torch.equal(call(args, data, GUIDED).loss, plain.loss)

@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from openrlhf.models.loss import PolicyLoss
-from openrlhf.trainer.ray import ppo_actor
 from rollouts import arguments
 
 from openrlhf_gtpo.algorithms import SURROGATES
-from openrlhf_gtpo.integration.actors.policy_actor import DeepspeedActorTrainer, EntropyPolicyActor
+from openrlhf_gtpo.integration.actors.policy_actor import EntropyPolicyActor
 from openrlhf_gtpo.integration.actors.policy_model import PolicyModel
-from openrlhf_gtpo.integration.credit.loss import CreditLoss
+from openrlhf_gtpo.integration.credit.loss import CreditLoss, UpstreamLoss, make_policy_loss
 from openrlhf_gtpo.token_values import TokenValues
 
 TINY = {
@@ -90,17 +88,14 @@ def test_images_reach_the_forward_that_returns_entropies() -> None:
     assert (ours.entropy > 0).eq(mask > 0).all()
 
 
-def loss_of(monkeypatch: pytest.MonkeyPatch, *argv: str) -> torch.nn.Module:
-    """The loss of a trainer, which can be made without a model."""
-    monkeypatch.setattr(ppo_actor, "torch_dist_barrier_and_cuda_sync", lambda: None)
-    strategy = SimpleNamespace(args=arguments(*argv))
-    return DeepspeedActorTrainer(strategy, None, None, None, None, vllm_engines=None).actor_loss_fn
+def loss_of(*argv: str) -> CreditLoss | UpstreamLoss:
+    return make_policy_loss(arguments(*argv))
 
 
-def test_the_loss_follows_the_estimator(monkeypatch: pytest.MonkeyPatch) -> None:
-    gtpo = loss_of(monkeypatch, "--algo.advantage.estimator", "gtpo")
+def test_the_loss_follows_the_estimator() -> None:
+    gtpo = loss_of("--algo.advantage.estimator", "gtpo")
     assert isinstance(gtpo, CreditLoss) and gtpo.level == "token"
-    assert (gtpo.clip_eps_low, gtpo.clip_eps_high) == (0.2, 0.28)
+    assert (gtpo.options.clip_eps_low, gtpo.options.clip_eps_high) == (0.2, 0.28)
 
     correction = (
         "--algo.advantage.is_correction_level",
@@ -110,28 +105,27 @@ def test_the_loss_follows_the_estimator(monkeypatch: pytest.MonkeyPatch) -> None
         "1.1",
     )
     geometric = ("--algo.grpo_s.ratio_mean", "geometric", "--actor.dual_clip", "3", *correction)
-    grpo_s = loss_of(monkeypatch, "--algo.advantage.estimator", "grpo_s", *geometric)
+    grpo_s = loss_of("--algo.advantage.estimator", "grpo_s", *geometric)
     assert isinstance(grpo_s, CreditLoss) and (grpo_s.level, grpo_s.ratio_mean) == ("sequence", "geometric")
-    assert (grpo_s.clip_eps_low, grpo_s.clip_eps_high, grpo_s.dual_clip) == (0.2, 0.28, 3)
-    assert (grpo_s.is_correction_level, grpo_s.is_correction_threshold) == ("seq", [0.9, 1.1])
+    options = grpo_s.options
+    assert (options.clip_eps_low, options.clip_eps_high, options.dual_clip) == (0.2, 0.28, 3)
+    assert (options.is_correction_level, options.is_correction_threshold) == ("seq", [0.9, 1.1])
 
     for upstreams in (("--algo.advantage.estimator", "group_norm"), ("--algo.preset", "gspo")):
-        assert type(loss_of(monkeypatch, *upstreams)) is PolicyLoss
+        assert isinstance(loss_of(*upstreams), UpstreamLoss)
 
 
 @pytest.mark.parametrize("estimator", ["gtpo", "grpo_s", "group_norm", "rloo", "gae"])
 @pytest.mark.parametrize("name", ["cispo", "sapo", "gspo_token"])
-def test_the_loss_follows_the_surrogate_whoever_is_paid(
-    name: str, estimator: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loss_follows_the_surrogate_whoever_is_paid(name: str, estimator: str) -> None:
     kind = SURROGATES[name]
     chosen = ("--algo.advantage.estimator", estimator, "--actor.policy_loss_type", name)
-    loss = loss_of(monkeypatch, *chosen)
+    loss = loss_of(*chosen)
     assert isinstance(loss, CreditLoss) and loss.level == kind.aggregation
     assert loss.surrogate.func is kind.loss and loss.surrogate.keywords == {"config": kind.config()}
     settings = {"cispo": ("--actor.eps_clip", "0.3"), "sapo": ("--actor.sapo.tau_negative", "2")}
     of_config = {"cispo": {"clip_low": 0.3, "clip_high": 0.3}, "sapo": {"tau_negative": 2.0}}
     if name in settings:
-        changed = loss_of(monkeypatch, *chosen, *settings[name], "--actor.loss_agg_mode", "token-mean")
+        changed = loss_of(*chosen, *settings[name], "--actor.loss_agg_mode", "token-mean")
         assert isinstance(changed, CreditLoss) and changed.level == "token"
         assert changed.surrogate.keywords == {"config": kind.config(**of_config[name])}

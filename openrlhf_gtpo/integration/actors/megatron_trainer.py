@@ -1,14 +1,12 @@
 """OpenRLHF's actor trainer on Megatron: its replay buffer, losses and flags around Megatron's train step."""
 
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from openrlhf.models import aggregate_loss
-from openrlhf.models.utils import compute_approx_kl, masked_mean
 from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch
 from torch import Tensor
 
@@ -20,7 +18,7 @@ from openrlhf_gtpo.integration.actors.optimizer_steps import (
     StepMetrics,
     count_actions,
     optimizer_steps,
-    poisoned,
+    row_metrics,
 )
 from openrlhf_gtpo.megatron.fp8.weights import in_high_precision
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
@@ -29,8 +27,6 @@ from openrlhf_gtpo.megatron.parallel.groups import is_first_replica, is_reporter
 from openrlhf_gtpo.megatron.parallel.host import device
 from openrlhf_gtpo.megatron.train.trainer import Trainer
 from openrlhf_gtpo.token_values import place
-
-_READ = ("action_mask", "advantages", "action_log_probs", "base_action_log_probs", "rollout_log_probs")
 
 
 class MegatronActorTrainer(ActorTrainer):
@@ -72,7 +68,7 @@ class MegatronActorTrainer(ActorTrainer):
                 another_follows=number < len(steps),
             )
             for experience, kept in zip(step.experiences, report.kept, strict=bool(report.kept)):
-                metrics.add(_of_rows(experience) | kept, experience)
+                metrics.add({**row_metrics(experience), **kept}, experience)
             bad += self._bad_steps.add(report.grad_norm, self.megatron.steps, metrics)
         self._bad_steps.check_weights((n, in_high_precision(p)) for n, p in self.model.stage.named_parameters())
         status = metrics.averages(len(steps), is_reporter())
@@ -103,83 +99,23 @@ class MegatronActorTrainer(ActorTrainer):
 class _StepLoss:
     """The micro-batches of one optimizer step and their loss: a sum over micro-batches and replicas."""
 
-    def __init__(self, trainer: MegatronActorTrainer, rows: list[Experience], kl_ctl: float) -> None:
-        self.args: SimpleNamespace = trainer.args
-        self.kl_ctl = kl_ctl
+    def __init__(self, trainer: MegatronActorTrainer, rows: list[Experience], kl_coef: float) -> None:
+        args = trainer.args
+        self.kl_coef = kl_coef
         self.trainer = trainer
         tokens_of = [token_row(row.sequences, row.attention_mask, row.action_mask) for row in rows]
-        budget = self.args.train.max_tokens_per_gpu * self.args.megatron.context_parallel_size
+        budget = args.train.max_tokens_per_gpu * args.megatron.context_parallel_size
         members = fill_micro_batches([len(tokens) for tokens, _ in tokens_of], budget)
         self.micro_batches = [[tokens_of[i] for i in part] for part in members]
         self.experiences = [make_experience_batch([rows[i] for i in part], True) for part in members]
-        self.with_entropy = self.args.actor.entropy_coef is not None
-        tokens, samples = count_actions([row.action_mask for row in rows], trainer._data_group(), device())
-        self._totals = {"dp_size": 1, "batch_num_tokens": tokens, "global_batch_size": samples}
+        self.with_entropy = args.actor.entropy_coef is not None
+        self.totals = count_actions([row.action_mask for row in rows], trainer._data_group(), device())
 
-    def loss(self, index: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, index: int, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Mapping[str, Tensor]]:
         """This micro-batch's part of the step's loss, and its metrics, from (N,) values of its actions."""
-        # Copy from the host's rows what the loss reads, without waiting for what the device computes.
-        given = {name: getattr(self.experiences[index], name) for name in _READ}
-        experience = SimpleNamespace(
-            **{name: None if v is None else v.to(log_probs.device, non_blocking=True) for name, v in given.items()}
-        )
-        mask = experience.action_mask
-        log_probs = place(log_probs, mask.bool())
-        self.trainer._tell(self.experiences[index])
-        if entropy is not None:
-            entropy = place(entropy, mask.bool())
-            if "entropy" in self.trainer.reads:
-                self.trainer.actor_loss_fn.given["entropy"] = entropy.detach()
-        policy, clip_ratio, approx_kl, vllm_kl, filtered = self.trainer.actor_loss_fn(
-            log_probs,
-            experience.action_log_probs,
-            experience.advantages,
-            action_mask=mask,
-            rollout_log_probs=experience.rollout_log_probs,
-            **self._totals,
-        )
-        metrics = {"policy_loss": policy, "ppo_clip_ratio": clip_ratio, "ppo_kl": approx_kl}
-        metrics |= self.trainer.guide_ratios.metrics()
-        if vllm_kl is not None:
-            metrics |= {"vllm_kl": vllm_kl, "is_filter_ratio": filtered}
-        total = policy
-        if self.args.algo.kl.use_loss:
-            kl, difference = self._kl(experience, log_probs)
-            total = total + kl * self.kl_ctl
-            metrics |= {"kl": kl, "logprobs_diff": difference}
-        if entropy is not None:
-            bonus = aggregate_loss(entropy, mask, **self._totals)
-            if self.args.actor.entropy_coef:  # 0 only logs it, without the LM head's second gradient
-                total = total - bonus * self.args.actor.entropy_coef
-            metrics["entropy_loss"] = bonus
-        return poisoned(total), {name: value.detach() for name, value in metrics.items()}
-
-    def _kl(self, experience: SimpleNamespace, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        if self.args.algo.kl.init_coef <= 0:
-            return log_probs.new_zeros(()), log_probs.new_zeros(())
-        kl = compute_approx_kl(
-            log_probs,
-            experience.base_action_log_probs,
-            log_probs_old=experience.action_log_probs,
-            kl_estimator=self.args.algo.kl.estimator,
-            unbiased_gradient=self.args.algo.kl.unbiased_gradient,
-        )
-        difference = masked_mean(log_probs.float() - experience.base_action_log_probs.float(), experience.action_mask)
-        return aggregate_loss(kl, experience.action_mask, **self._totals), difference
-
-
-def _of_rows(experience: Experience) -> dict[str, Tensor]:
-    """The values that OpenRLHF logs for each row: tensors and lists of ``info``, and the per-episode fields."""
-    found: dict[str, Tensor] = {}
-    for name, value in experience.info.items():
-        if isinstance(value, list):
-            found[name] = torch.tensor([float(one) for one in value])
-        elif isinstance(value, Tensor):
-            found[name] = value
-    for field in fields(Experience):
-        value = getattr(experience, field.name)
-        if field.name in {"rewards", "scores"} or not Experience.is_episode_tensor_field(field.name):
-            continue
-        if isinstance(value, Tensor) and field.name not in found:
-            found[field.name] = value
-    return found
+        # Rows are copied from the host without waiting for what the device computes.
+        mask = self.experiences[index].action_mask.bool().to(log_probs.device, non_blocking=True)
+        rows = replace(self.experiences[index], action_mask=mask)
+        entropy = None if entropy is None else place(entropy, mask)
+        outputs = self.trainer.loss(rows, place(log_probs, mask), entropy, self.totals, self.kl_coef)
+        return outputs.loss, outputs.metrics

@@ -8,6 +8,7 @@ same number of optimizer steps, and on DeepSpeed of backward passes: one without
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -20,8 +21,10 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.integration.actors.micro_batches import fill_micro_batches
 from openrlhf_gtpo.integration.credit.guide_rows import guide_rows
+from openrlhf_gtpo.integration.credit.loss import StepTotals
 from openrlhf_gtpo.integration.credit.old_policy import count_steps
 from openrlhf_gtpo.megatron.parallel.agreement import all_gather_objects
+from openrlhf_gtpo.report import names
 
 _OF_OWN_ROWS = ("ppo_kl", "vllm_kl", "is_filter_ratio")
 
@@ -86,17 +89,19 @@ def deal_rows(lengths: Sequence[int], replicas: int, order: RowOrder) -> list[np
     return dealt
 
 
-def count_actions(masks: Iterable[Tensor], group: ProcessGroup, device: torch.device) -> Tensor:
-    """(2,): an optimizer step's action tokens, and its rows that have any, over all replicas; each at least 1.
+def count_actions(masks: Iterable[Tensor], group: ProcessGroup, device: torch.device, dp_size: int = 1) -> StepTotals:
+    """An optimizer step's action tokens, and its rows that have any, over all replicas; each at least 1.
 
     Args:
         masks: the action mask (A,) of each of this replica's rows.
         group: the replicas' group; the call is collective over it.
+        dp_size: see ``StepTotals``.
     """
     tokens = [int(mask.sum()) for mask in masks]
     counts = torch.tensor([float(sum(tokens)), float(np.count_nonzero(tokens))], device=device)
     all_reduce(counts, group=group)
-    return counts.clamp_min(1)
+    num_tokens, num_rows = counts.clamp_min(1)
+    return StepTotals(num_tokens, num_rows, dp_size)
 
 
 class StepMetrics:
@@ -151,9 +156,21 @@ class StepMetrics:
         return {name: value / max(weights[kind], 1.0) for (name, kind), value in sums.items()}
 
 
-def poisoned(loss: Tensor) -> Tensor:
-    """``loss``; if it is not finite, which a clamp may hide, its whole gradient is NaN, so the step is skipped."""
-    return loss * torch.where(loss.isfinite(), 1.0, torch.nan).to(loss.dtype)
+def row_metrics(experience: Experience) -> dict[str, Tensor]:
+    """The values that OpenRLHF logs for each row: tensors and lists of ``info``, and the per-episode fields."""
+    values: dict[str, Tensor] = {}
+    for name, value in experience.info.items():
+        if isinstance(value, list):
+            values[name] = torch.tensor([float(number) for number in value])
+        elif isinstance(value, Tensor):
+            values[name] = value
+    for field in fields(Experience):
+        value = getattr(experience, field.name)
+        if field.name in {"rewards", "scores"} or not Experience.is_episode_tensor_field(field.name):
+            continue
+        if isinstance(value, Tensor) and field.name not in values:
+            values[field.name] = value
+    return values
 
 
 class BadSteps:
@@ -195,6 +212,16 @@ class BadSteps:
             )
 
 
+class MicroBatch(NamedTuple):
+    """The rows of one forward and backward pass on DeepSpeed."""
+
+    experience: Experience  # on the GPU
+    rows: int  # how many of its rows count: all, or none
+    row_share: float  # of the step's rows, times the number of replicas: what a mean over these rows is multiplied by
+    last: bool  # whether an optimizer step ends with it
+    totals: StepTotals
+
+
 class WholeSteps:
     """Mixin for OpenRLHF's trainers on DeepSpeed that tells the engine which backward pass ends an optimizer step.
 
@@ -209,42 +236,39 @@ class WholeSteps:
 
     def __init__(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(strategy, *args, **kwargs)  # type: ignore[call-arg]
-        # Upstream's `training_step` asks the buffer where a step ends if batches are dynamic; here all batches are.
-        train = SimpleNamespace(**vars(strategy.args.train) | {"dynamic_batch_enable": True})
-        self.args = SimpleNamespace(**vars(strategy.args) | {"train": train})
         self._trained = "critic" if hasattr(self, "critic") else "actor"
-        self._bad_steps = BadSteps(self._trained, self.args)
+        self._bad_steps = BadSteps(self._trained, strategy.args)
 
     @property
     def _engine(self) -> Any:
         """DeepSpeed's engine around the model that is trained."""
         return self.critic if self._trained == "critic" else self.actor.model  # type: ignore[attr-defined]
 
-    def train(self, step: Callable[[Experience, int], dict[str, Any]]) -> dict[str, float]:
-        """Train on the whole replay buffer; ``step`` runs a micro-batch's forward and backward pass.
+    def train(self, step: Callable[[MicroBatch], Mapping[str, Tensor]]) -> dict[str, float]:
+        """Train on the whole replay buffer; ``step`` runs a micro-batch's forward and backward pass, and with the last
+        of an optimizer step, that.
 
         Returns:
             its metrics over all replicas (see ``StepMetrics``); for learning rate and gradient norm, the last value.
         """
         engine, mesh = self._engine, self.strategy.ds_device_mesh
-        metrics = StepMetrics(self.args, mesh["dp"].size())
+        metrics = StepMetrics(self.strategy.args, mesh["dp"].size())
         last: dict[str, float] = {}
-        bad = 0
-        for number, experience, rows in self.micro_batches():
-            values = step(experience, number)
-            last = {name: values.pop(name) for name in list(values) if name.endswith(("_lr", "_grad_norm"))}
-            if rows:
-                tensors = {name: torch.as_tensor(value) for name, value in values.items()}
-                metrics.add(tensors, experience)
-            if self.replay_buffer.dynamic_optimizer_step[number]:
-                if engine.optimizer.overflow:  # for which DeepSpeed gives the norm of the step before
-                    last[f"{self._trained}_grad_norm"] = math.nan
-                good = engine.global_steps - engine.skipped_steps
-                bad += self._bad_steps.add(last[f"{self._trained}_grad_norm"], good, metrics)
+        steps = bad = 0
+        for batch in self.micro_batches():
+            values = step(batch)
+            if batch.rows:
+                metrics.add(values, batch.experience)
+            if batch.last:
+                # If it overflows, DeepSpeed gives the norm of the step before.
+                norm = math.nan if engine.optimizer.overflow else self.strategy.get_grad_norm(engine)
+                last = {"_lr": engine.lr_scheduler.get_last_lr()[0], "_grad_norm": norm}
+                steps += 1
+                bad += self._bad_steps.add(norm, engine.global_steps - engine.skipped_steps, metrics)
         self._bad_steps.check_weights((name, _own_part(p)) for name, p in engine.module.named_parameters())
-        last[f"{self._trained}_bad_steps"] = bad
+        last["_bad_steps"] = bad
         reports = mesh["sp"].get_local_rank() == 0 and mesh["tp"].get_local_rank() == 0  # one rank of each replica
-        return metrics.averages(sum(self.replay_buffer.dynamic_optimizer_step), reports) | last
+        return metrics.averages(steps, reports) | {self._trained + name: value for name, value in last.items()}
 
     def row_order(self) -> RowOrder | None:
         """The order of rows in the next training phase: the same on every rank of a replica, and after a resume. None
@@ -254,35 +278,30 @@ class WholeSteps:
             return None
         return RowOrder(train.batch_size, [train.seed, engine.global_steps - engine.skipped_steps])
 
-    def micro_batches(self) -> Iterator[tuple[int, Experience, int]]:
-        """For each backward pass: its number, the batch, and how many rows of it count."""
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """The micro-batches of a training phase, one for each backward pass; the engine knows which is the last."""
         engine = self._engine
         assert (
             engine.gradient_accumulation_steps() == 1
         ), "DeepSpeed divides losses that are divided already; see Strategy"
-        args, buffer = self.strategy.args, self.replay_buffer
+        args, items = self.strategy.args, self.replay_buffer.items
         group = self.strategy.ds_device_mesh["dp"].get_group()
         device = torch.device(torch.cuda.current_device())
         order = self.row_order()
         shuffle = None if order is None else np.random.default_rng(order.seed)
-        buffer.dynamic_optimizer_step, buffer.dynamic_sample_loss_scale = [], []
-        buffer.dynamic_batch_num_tokens, buffer.dynamic_global_batch_size = [], []
-        for rows in optimizer_steps(len(buffer.items), args, group, device, shuffle):
-            items = [buffer.items[row] for row in rows]
-            parts = self._split(items)
-            tokens, samples = count_actions([item.action_mask for item in items], group, device).tolist()
+        for rows in optimizer_steps(len(items), args, group, device, shuffle):
+            parts = self._split([items[row] for row in rows])
+            totals = count_actions([items[row].action_mask for row in rows], group, device, group.size())
+            num_rows = float(totals.global_batch_size)
             most = torch.tensor(len(parts), device=device)
             all_reduce(most, op=ReduceOp.MAX, group=group)
             parts += [[]] * (int(most) - len(parts))
             for place, part in enumerate(parts):
                 last = place + 1 == len(parts)
-                buffer.dynamic_optimizer_step.append(int(last))
-                buffer.dynamic_sample_loss_scale.append(len(part) * group.size() / samples)
-                buffer.dynamic_batch_num_tokens.append(tokens)
-                buffer.dynamic_global_batch_size.append(samples)
                 engine.set_gradient_accumulation_boundary(last)
                 batch = make_experience_batch(part, args.ds.packing_samples) if part else _no_actions()
-                yield len(buffer.dynamic_optimizer_step) - 1, batch.to_device(device), len(part)
+                share = len(part) * group.size() / num_rows
+                yield MicroBatch(batch.to_device(device), len(part), share, last, totals)
 
     def _split(self, items: list[Experience]) -> list[list[Experience]]:
         """Split into micro-batches by number of tokens with dynamic batches, by number of rows otherwise."""
@@ -311,4 +330,5 @@ def _no_actions() -> Experience:
     nothing |= {name: torch.zeros(1, 1) for name in ("values", "returns", "advantages")}
     tokens = torch.zeros(1, 2, dtype=torch.long)
     mask = torch.zeros(1, 1, dtype=torch.long)
-    return Experience(sequences=tokens, attention_mask=torch.ones_like(tokens), action_mask=mask, **nothing)
+    info = {name: torch.zeros(1) for name in (names.GROUPS_CORRECT, names.GROUPS_ACCURACY)}
+    return Experience(sequences=tokens, attention_mask=torch.ones_like(tokens), action_mask=mask, info=info, **nothing)

@@ -8,17 +8,18 @@ from typing import Any
 import deepspeed
 import ray
 import torch
-from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.models.utils import masked_mean
 from openrlhf.trainer.ray import ppo_actor, ppo_critic
 from openrlhf.trainer.ray.ppo_critic import CriticPPOTrainer
 from openrlhf.utils.vlm_utils import merge_mm_train_inputs
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.integration.actors.actor_trainer import ActorTrainer, keep_trying
-from openrlhf_gtpo.integration.actors.optimizer_steps import WholeSteps
+from openrlhf_gtpo.integration.actors.optimizer_steps import MicroBatch, WholeSteps, row_metrics
 from openrlhf_gtpo.integration.actors.policy_model import PolicyModel
 from openrlhf_gtpo.integration.actors.strategy import averages
 from openrlhf_gtpo.integration.credit.entropy_credit import captures_entropy
+from openrlhf_gtpo.integration.credit.loss import poisoned
 from openrlhf_gtpo.platform.memory import ReportsPeakMemory
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
@@ -34,25 +35,46 @@ _AVERAGES = "averages"  # in a checkpoint's client states; under ZeRO-3 every ra
 class DeepspeedActorTrainer(WholeSteps, ActorTrainer):
     """Trains on DeepSpeed, a whole optimizer step at a time."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if "entropy" in self.reads:
-            self.actor.register_forward_hook(self._tell_entropy)
-
-    def _tell_entropy(self, actor: torch.nn.Module, inputs: Any, output: Any) -> None:
-        """Upstream's training step has the entropies of its forward pass, and does not give them to the loss."""
-        entropy = getattr(output[1], "entropy", None) if isinstance(output, tuple) else None
-        if entropy is not None:
-            self.actor_loss_fn.given["entropy"] = entropy.detach()
-
     def ppo_train(self, kl_ctl: float) -> dict[str, float]:
         """Train on everything in the replay buffer; returns upstream's metrics."""
+        return self.train(partial(self.train_micro_batch, kl_coef=kl_ctl))
 
-        def step(batch: Experience, number: int) -> dict[str, Any]:
-            self._tell(batch)
-            return self.training_step(batch, kl_ctl, number)["metrics"] | self.guide_ratios.metrics()
+    def train_micro_batch(self, batch: MicroBatch, kl_coef: float) -> dict[str, torch.Tensor]:
+        """Forward and backward pass of a micro-batch and, if it is its step's last, the optimizer step; returns the
+        metrics of loss and rows. In place of upstream's ``training_step``."""
+        rows = batch.experience
+        num_actions = rows.action_mask.shape[1]
 
-        return self.train(step)
+        # Forward.
+        images = {}
+        if rows.mm_train_inputs and getattr(self.actor, "is_vlm", False):
+            images = merge_mm_train_inputs(rows.mm_train_inputs, rows.sequences.device)
+        self.actor.train()
+        log_probs, output = self.actor(
+            rows.sequences,
+            rows.action_mask,
+            attention_mask=rows.attention_mask,
+            return_output=True,
+            ring_attn_group=self.strategy.ring_attn_group,
+            packed_seq_lens=None,
+            return_entropy=self.args.actor.entropy_coef is not None,
+            **images,
+        )
+
+        # Loss. The router's is a mean over the rows here.
+        entropy = None if self.args.actor.entropy_coef is None else output.entropy[:, -num_actions:]
+        router_loss = None
+        if self.aux_loss:
+            router_loss = output.aux_loss * self.args.actor.aux_loss_coef * batch.row_share
+        outputs = self.loss(rows, log_probs, entropy, batch.totals, kl_coef, router_loss)
+
+        # Backward and, at the end of a step, the new weights and their moving average.
+        self.strategy.backward(outputs.loss, self.actor, self.actor_optim)
+        if batch.last:
+            self.strategy.optimizer_step(self.actor_optim, self.actor, self.actor_scheduler, name="actor")
+            if self.ema_model:
+                self.strategy.moving_average(self.actor, self.ema_model, self.ema_beta, "cuda")
+        return {**row_metrics(rows), **outputs.metrics}
 
     def _weights_to_send(self) -> Weights:
         return TensorBuckets(self._metas, self._full_tensors(), self.args.vllm.sync_bucket_mb * 2**20)
@@ -164,7 +186,30 @@ class DeepspeedCriticTrainer(WholeSteps, CriticPPOTrainer):
 
     def ppo_train(self) -> dict[str, float]:
         """Train on everything in the replay buffer; returns upstream's metrics."""
-        return self.train(self.training_step)
+        return self.train(self.train_micro_batch)
+
+    def train_micro_batch(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Like the actor trainer's."""
+        rows = batch.experience
+        self.critic.train()
+        values, output = self.critic(
+            rows.sequences,
+            action_mask=rows.action_mask,
+            attention_mask=rows.attention_mask,
+            return_output=True,
+            ring_attn_group=self.strategy.ring_attn_group,
+            packed_seq_lens=None,
+        )
+        critic_loss = self.critic_loss_fn(
+            values, rows.values, rows.returns, action_mask=rows.action_mask, **batch.totals._asdict()
+        )
+        loss = critic_loss
+        if self.aux_loss:
+            loss = loss + output.aux_loss * self.args.actor.aux_loss_coef * batch.row_share
+        self.strategy.backward(poisoned(loss), self.critic, self.critic_optim)
+        if batch.last:
+            self.strategy.optimizer_step(self.critic_optim, self.critic, self.critic_scheduler, name="critic")
+        return {"critic_loss": critic_loss.detach(), "values": masked_mean(values.detach(), rows.action_mask)}
 
 
 class DeepspeedCriticActor(_UpstreamCriticActor):  # type: ignore[misc]

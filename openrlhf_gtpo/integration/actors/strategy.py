@@ -34,7 +34,6 @@ from torch.utils.serialization import config as serialization
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
-from openrlhf_gtpo.integration.actors.optimizer_steps import poisoned
 from openrlhf_gtpo.integration.checks.prompts import Prompts, blending_datasets
 from openrlhf_gtpo.integration.checks.results import checkpoint_folders
 from openrlhf_gtpo.megatron.checkpoint import folder as checkpoint_folder
@@ -110,10 +109,6 @@ class Strategy(DeepspeedStrategy):
                 exact.lerp_(getattr(weight, "ds_tensor", weight).data.to(exact), 1 - beta)
                 average.copy_(exact)
                 rest.copy_(exact - average.float())
-
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Like upstream's; see :func:`poisoned`."""
-        super().backward(poisoned(loss), *args, **kwargs)
 
     def _ds_init_train_model(self, model: Any, cfg: dict) -> Any:
         """Like upstream's, but a step whose gradient is not finite is skipped, as with ZeRO 2. In bf16 DeepSpeed does

@@ -168,12 +168,12 @@ def _check_batch_size(args: SimpleNamespace) -> None:
 
 def _check_loss(args: SimpleNamespace) -> None:
     """Refuse what this package's loss would refuse on construction, in an actor that has loaded the model by then."""
-    from openrlhf_gtpo.integration.credit.loss import credit_loss
+    from openrlhf_gtpo.integration.credit.loss import make_policy_loss
 
     if args.actor.dual_clip == math.inf:  # which upstream takes
         raise UsageError("Expected a finite --actor.dual_clip > 1, got inf; leave it out to bound nothing.")
     try:
-        credit_loss(args)
+        make_policy_loss(args)
     except UsageError:
         raise
     except (AssertionError, ValueError) as error:

@@ -66,7 +66,6 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
         "RayActorGroup.async_run_method_batch(self, method_name)",
     ),
     "openrlhf.trainer.ray.ppo_actor": (
-        "ActorPPOTrainer.training_step(self, experience, kl_ctl, step, loss_batch_info)",
         "ActorPPOTrainer._init_vllm_sync_group(self, backend)",
         "ActorPPOTrainer.broadcast_to_vllm(self)",
         "PolicyModelActor.forward(self, sequences, action_mask, attention_mask, packed_seq_lens, "
@@ -76,7 +75,6 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     ),
     "openrlhf.trainer.ray.ppo_critic": (
         "CriticModelActor.init_model_from_pretrained(self, strategy, pretrain, max_steps)",
-        "CriticPPOTrainer.training_step(self, experience, step, loss_batch_info)",
     ),
     "openrlhf.trainer.ray.utils": ("get_bundle_indices(placement_group, index, length)",),
     "openrlhf.trainer.ray.vllm_engine": (

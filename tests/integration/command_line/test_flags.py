@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import typing
+from functools import partial
 from typing import Any
 
 import command_lines
@@ -16,7 +17,7 @@ from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line import flags, upstream_parser, values
 from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
-from openrlhf_gtpo.integration.credit.loss import credit_loss
+from openrlhf_gtpo.integration.credit.loss import CreditLoss, make_policy_loss
 
 GROUP = [*BASE, "--rollout.n_samples_per_prompt", "8", "--rollout.max_new_tokens", "100"]
 
@@ -225,8 +226,9 @@ def test_every_other_pair_is_one_command(argv: str) -> None:
     args = upstream_parser.parse(
         [*GROUP, "--algo.advantage.estimator", estimator, "--actor.policy_loss_type", name, *more]
     )
-    loss = credit_loss(args)
-    assert loss is not None and loss.surrogate is not None and loss.surrogate.func is SURROGATES[name].loss  # type: ignore[attr-defined]
+    loss = make_policy_loss(args)
+    assert isinstance(loss, CreditLoss) and isinstance(loss.surrogate, partial)
+    assert loss.surrogate.func is SURROGATES[name].loss
 
 
 def test_a_surrogates_settings_are_held_to_their_rules() -> None:
@@ -236,7 +238,7 @@ def test_a_surrogates_settings_are_held_to_their_rules() -> None:
         ("clip_cov --actor.clip_cov.fraction 2", "fraction=2.0 is out of range"),
     ):
         with pytest.raises(UsageError, match=f"^--actor.policy_loss_type .*{rule}"):
-            credit_loss(upstream_parser.parse([*GROUP, "--actor.policy_loss_type", *argv.split()]))
+            make_policy_loss(upstream_parser.parse([*GROUP, "--actor.policy_loss_type", *argv.split()]))
 
 
 @pytest.mark.parametrize("estimator", ["gtpo", "grpo_s"])
