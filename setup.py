@@ -46,6 +46,7 @@ setup(
         "matplotlib>=3.8",
         "packaging>=23.0",
         "pyarrow>=16.0",
+        "pydantic>=2.5",
         "rich>=13.0",
         "scipy>=1.11",
         "tqdm>=4.66",

@@ -4,19 +4,15 @@
 Megatron is imported only when it is needed, so that a command line without the flag does not wait for it.
 """
 
-import contextlib
 import dataclasses
 import difflib
-import enum
 import importlib
-import math
-import types
 import typing
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
-from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.errors import UsageError, one_line
 from openrlhf_gtpo.megatron.parallel.layout import SIZES
 
 # Fields that would contradict the rest of the command line, the checkpoint or the engine, after the remedy or reason.
@@ -74,8 +70,6 @@ _FLAGS = {
     "ddp": ("distributed", "DistributedDataParallelConfig", _CONTRADICTING_OF_DDP),
 }
 
-_TRUTH = {"true": True, "1": True, "false": False, "0": False}
-
 
 def parse_overrides(words: Sequence[str], flag: str = "override") -> dict[str, Any]:
     """Field of ``flag``'s dataclass -> value, in the field's own type.
@@ -115,48 +109,21 @@ def parse_overrides(words: Sequence[str], flag: str = "override") -> dict[str, A
 
 
 def _value(shown: str, text: str, hint: Any) -> Any:
-    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    readers = [_reader(shown, kind, text) for kind in (typing.get_args(hint) if union else (hint,))]
-    for _, read, _ in sorted(readers, key=lambda reader: reader[0]):
-        with contextlib.suppress(ValueError, KeyError):
-            return read(text)
-    *most, last = [one for *_, wanted in readers for one in wanted]
-    choices = f"{', '.join(most)} or {last}" if most else last
-    raise UsageError(f"{shown}: {text!r} is not one of its values; give {choices}.")
+    """``text`` as a value of the type ``hint``: the first of its readings that pydantic takes."""
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-
-def _reader(shown: str, kind: Any, text: str) -> tuple[int, Callable[[str], Any], list[str]]:
-    """For a type: its priority in a union (types that fit any text come last, and lists before them if there are
-    commas), a parser that raises ValueError or KeyError for other text, and the choices that a message names.
-
-    Raises:
-        UsageError: text cannot express its values.
-    """
-    if kind is type(None):
-        return 0, lambda text: {"none": None}[text.lower()], ["none"]
-    if kind is bool:
-        return 1, lambda text: _TRUTH[text.lower()], ["true", "false"]
-    if kind is int:
-        return 2, int, ["a whole number"]
-    if kind is float:
-        return 3, _finite, ["a number"]
-    if kind is str:
-        return 6, str, ["text"]
-    if typing.get_origin(kind) is list:
-        _, read, _ = _reader(shown, typing.get_args(kind)[0], text)
-        wanted = ["a list with commas between its items"]
-        return 5 if "," in text else 7, lambda text: [read(part.strip()) for part in text.split(",") if text], wanted
-    if typing.get_origin(kind) is typing.Literal:
-        choices = {str(choice): choice for choice in typing.get_args(kind)}
-    elif isinstance(kind, type) and issubclass(kind, enum.Enum):
-        choices = dict(kind.__members__)
-    else:
-        raise UsageError(f"{shown}: the field takes a Python object, which text cannot express.")
-    return 4, choices.__getitem__, list(choices)
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError
-    return number
+    members = getattr(hint, "__members__", None)  # of an enumeration, whose values may be any
+    kind: Any = Literal[tuple(members)] if members else hint
+    adapter = TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True))
+    items = [item.strip() for item in text.split(",") if text]
+    readings = [*([None] if text.lower() == "none" else []), *([items, text] if "," in text else [text, items])]
+    reasons: list[str] = []
+    for reading in readings:
+        try:
+            value = adapter.validate_python(reading)
+        except ValidationError as error:
+            reasons = reasons or [one_line(detail["msg"]) for detail in error.errors()]
+        else:
+            return members[value] if members else value
+    or_none = ", or none" if type(None) in typing.get_args(hint) else ""
+    raise UsageError(f"{shown}: {'; '.join(dict.fromkeys(reasons))}{or_none}.")

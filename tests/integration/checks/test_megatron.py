@@ -121,7 +121,7 @@ def test_deepspeed_is_not_held_to_these_rules(command: dict[str, Any]) -> None:
         ({"--megatron.expert_model_parallel_size": 2}, "needs experts, and this llama model has none"),
         ({"--train.batch_size": 6}, "--train.batch_size 6 cannot be shared evenly by the 4 data-parallel replicas"),
         ({"--train.max_tokens_per_gpu": 0}, "Expected --train.max_tokens_per_gpu >= 1, got 0."),
-        ({"--megatron.override": "moe_router_dtype=fp8"}, "give fp32, fp64 or none."),
+        ({"--megatron.override": "moe_router_dtype=fp8"}, "should be 'fp32' or 'fp64', or none."),
         ({"--megatron.ddp": "overlap=false"}, "DistributedDataParallelConfig has no field 'overlap'"),
         ({"--megatron.override": "fp8=hybrid"}, "fp8 cannot be set here; give --megatron.fp8."),
         (
