@@ -13,23 +13,16 @@ from .baselines import (
     grpo_advantages,
 )
 from .error_budget import ErrorBudget, error_budget
-from .estimators import ESTIMATORS, LOSS_LEVEL, Estimator, check_loss_level
+from .estimators import ESTIMATORS, Estimator
 from .groups import success
-from .grpo_s import GRPOSConfig, grpo_s_advantages, grpo_s_rewards, grpo_s_shares, sequence_entropy
-from .gtpo import GTPOConfig, gtpo_advantages, gtpo_rewards, gtpo_shares
-from .losses import (
-    PolicyLossOutput,
-    Surrogate,
-    policy_loss,
-    policy_surrogate,
-    sequence_ratio,
-)
-from .rewards import CreditParts, ShapedRewards, length_penalty
+from .grpo_s import GRPOSConfig, grpo_s_advantages, grpo_s_parts, grpo_s_shares
+from .gtpo import GTPOConfig, gtpo_advantages, gtpo_parts, gtpo_shares
+from .losses import Surrogate, policy_surrogate
+from .rewards import CreditParts, length_penalty
 from .surrogates import SURROGATES, SurrogateType
 
 __all__ = [
     "ESTIMATORS",
-    "LOSS_LEVEL",
     "SURROGATES",
     "CreditParts",
     "EntropyBonusConfig",
@@ -38,11 +31,8 @@ __all__ = [
     "ForkingTokensConfig",
     "GRPOSConfig",
     "GTPOConfig",
-    "PolicyLossOutput",
-    "ShapedRewards",
     "Surrogate",
     "SurrogateType",
-    "check_loss_level",
     "entropy_advantage_bonus",
     "entropy_bonus_advantages",
     "error_budget",
@@ -50,15 +40,12 @@ __all__ = [
     "forking_tokens_advantages",
     "grpo_advantages",
     "grpo_s_advantages",
-    "grpo_s_rewards",
+    "grpo_s_parts",
     "grpo_s_shares",
     "gtpo_advantages",
-    "gtpo_rewards",
+    "gtpo_parts",
     "gtpo_shares",
     "length_penalty",
-    "policy_loss",
     "policy_surrogate",
-    "sequence_entropy",
-    "sequence_ratio",
     "success",
 ]

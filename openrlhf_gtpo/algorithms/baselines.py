@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from .checks import check_finite, check_tokens
-from .config import Settings, check_number, number
-from .groups import STD_EPS, RowMoments, mean_and_std, output_dtype, split_rows
+from .config import Settings, setting
+from .groups import STD_EPS, mean_and_std, output_dtype, row_sets
+from .grpo_s import GRPOSConfig
 
 
 @torch.no_grad()
@@ -21,30 +22,28 @@ def grpo_advantages(
     """GRPO's advantages (arXiv 2402.03300, section 4.1.2): (r - mean) / std over the rows of a group, one per row.
 
     As in OpenRLHF's ``group_norm``, the std is the unbiased one plus ``STD_EPS``. Arguments, errors and return value
-    are those of :func:`gtpo_advantages`, except that only the shape and dtype of ``entropy`` are used.
+    are those of :func:`gtpo_advantages`; the entropies do not enter.
     """
-    rows = split_rows(entropy, mask, outcome, group_ids, 0.0, length_penalty)  # no formula here reads the split
-    reward = rows.outcome + rows.penalty
-    moments = RowMoments(torch.ones_like(reward), reward, torch.zeros_like(reward))
-    mean, std = mean_and_std(moments, rows, two_sets=False, scope="group", over="zero_filled")
-    advantage = (reward - mean) / (std + STD_EPS)
-    return torch.where(mask, advantage.to(output_dtype(entropy))[:, None], 0)
+    advantages = torch.zeros_like(entropy, dtype=output_dtype(entropy))
+    for rows in row_sets(entropy, mask, outcome, group_ids, GRPOSConfig(scope="group"), length_penalty):
+        reward = rows.outcome + rows.penalty
+        mean, std = mean_and_std(reward[:, 0])
+        advantage = (reward - mean) / (std + STD_EPS)
+        advantages[rows.index] = torch.where(rows.mask, advantage.to(advantages.dtype), 0)
+    return advantages
 
 
 @dataclass(frozen=True)
 class ForkingTokensConfig(Settings):
-    """Forking tokens (arXiv 2506.01939): train only on the most uncertain tokens.
+    """Forking tokens (arXiv 2506.01939): train only on the most uncertain tokens."""
 
-    Fields:
-        top_fraction: share of the rollout batch's action tokens to train on, those with the highest entropy.
-        success_threshold: as in :class:`GTPOConfig`.
-
-    Raises:
-        ValueError: a setting out of range.
-    """
-
-    top_fraction: float = number(0.2, above=0, at_most=1)
-    success_threshold: float = 1.0
+    top_fraction: float = setting(
+        0.2,
+        "share of the rollout batch's action tokens to train on, those with the highest entropy",
+        above=0,
+        at_most=1,
+    )
+    success_threshold: float = setting(1.0, "rows with outcome >= this count as successes in metrics")
 
 
 def forking_tokens_advantages(
@@ -74,20 +73,11 @@ def forking_tokens_shares(
 
 @dataclass(frozen=True)
 class EntropyBonusConfig(Settings):
-    """Entropy advantage bonus (arXiv 2506.14758) on GRPO's advantages.
+    """Entropy advantage bonus (arXiv 2506.14758) on GRPO's advantages."""
 
-    Fields:
-        alpha: weight of a token's entropy.
-        kappa: the bonus is at most |A| / kappa; > 1, so that no advantage changes sign.
-        success_threshold: as in :class:`GTPOConfig`.
-
-    Raises:
-        ValueError: a setting out of range.
-    """
-
-    alpha: float = number(0.4, at_least=0)
-    kappa: float = number(2.0, above=1)
-    success_threshold: float = 1.0
+    alpha: float = setting(0.4, "weight of a token's entropy", at_least=0)
+    kappa: float = setting(2.0, "the bonus is at most |A| / kappa; > 1, so that no advantage changes sign", above=1)
+    success_threshold: float = setting(1.0, "rows with outcome >= this count as successes in metrics")
 
 
 def entropy_bonus_advantages(
@@ -129,10 +119,8 @@ def forking_token_mask(entropy: Tensor, mask: Tensor, top_fraction: float = 0.2)
         (B, T) bool, False outside ``mask``.
 
     Raises:
-        ValueError: shapes that do not fit, a NaN or infinity (the message names the row), or a top_fraction outside
-            (0, 1].
+        ValueError: shapes that do not fit, or a NaN or infinity (the message names the row).
     """
-    check_number("top_fraction", top_fraction, above=0, at_most=1)
     check_tokens(mask, entropy=entropy)
     check_finite("entropy", entropy, mask)
     tokens = entropy[mask]
@@ -156,10 +144,8 @@ def entropy_advantage_bonus(advantages: Tensor, entropy: Tensor, mask: Tensor, a
         (B, T) in the dtype of ``advantages``, 0 where the mask is False.
 
     Raises:
-        ValueError: shapes that do not fit, a NaN or infinity (the message names the row), alpha < 0 or kappa <= 1.
+        ValueError: shapes that do not fit, or a NaN or infinity (the message names the row).
     """
-    check_number("alpha", alpha, at_least=0)
-    check_number("kappa", kappa, above=1)
     check_tokens(mask, advantages=advantages, entropy=entropy)
     entropy = entropy.detach()
     check_finite("advantages", advantages.detach(), mask)

@@ -1,4 +1,4 @@
-"""Types that settings of estimators share, and checks that refuse invalid values. Knows nothing about tensors."""
+"""What settings of estimators and surrogates share, and checks that refuse invalid values. Uses no tensors."""
 
 import dataclasses
 import math
@@ -33,9 +33,14 @@ def check_number(
         raise ValueError(f"{name}={value!r} is out of range; use a finite number {rules}".rstrip() + ".")
 
 
-def number(default: float, **bounds: float) -> Any:
-    """A field of :class:`Settings` with the bounds of :func:`check_number`."""
-    return dataclasses.field(default=default, metadata=bounds)
+def setting(default: Any, help: str, *, variants: tuple[str, ...] = (), **bounds: float) -> Any:
+    """A field of :class:`Settings`: its default, its help on the command line, and where it applies.
+
+    Args:
+        variants: the values of the field ``variant`` that read it; () for all of them.
+        bounds: for a number, those of :func:`check_number`.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "variants": variants, "bounds": bounds})
 
 
 class Settings:
@@ -54,4 +59,26 @@ class Settings:
             elif kind is bool and not isinstance(value, bool):
                 raise ValueError(f"{field.name}={value!r} must be True or False.")
             elif kind is float:
-                check_number(field.name, value, **field.metadata)
+                check_number(field.name, value, **field.metadata.get("bounds", {}))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShapingConfig(Settings):
+    """The settings that GTPO and GRPO-S share."""
+
+    variant: str
+    success_threshold: float = setting(1.0, "rows with outcome >= this form O+, the others O-")
+    entropy_mean: Mean = "arithmetic"
+    normalise_over: NormaliseOver = setting(
+        "zero_filled",
+        "the rows of the two sets O+ and O-: all rows, with the other polarity as zeros, or those of one polarity",
+        variants=("v2", "v3"),
+    )
+    scope: Scope = setting("group", "rows over which mean and std are taken")
+    shape_uniform_groups: bool = setting(False, "keep advantages of groups whose rows all succeed or all fail")
+    entropy_eps: float = setting(1e-6, "nats from below at which entropies are clamped before use", above=0)
+
+    @property
+    def two_sets(self) -> bool:
+        """True if O+ and O- are normalized as two sets (Eq. 14, 15, 19) instead of one (Eq. 3, 8)."""
+        return self.variant in ("v2", "v3")

@@ -59,7 +59,7 @@ def error_budget(
     before, after = (advantages(values.entropy)[mask].double() for values in (exact, rough))
     has_credit = (before != 0) | (after != 0)
     flipped = (before.sign() != after.sign())[has_credit]
-    spread = before.std(correction=0)
+    spread = before.std(correction=0) if before.min() < before.max() else torch.zeros(())
     return ErrorBudget(
         entropy_error_mean=entropy_error.mean().item(),
         entropy_error_p99=_quantile(entropy_error, 0.99),

@@ -2,12 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import get_args
 
 from torch import Tensor
 
 from . import baselines, grpo_s, gtpo
-from .config import check_choice
 from .losses import Level
 from .rewards import CreditParts
 
@@ -46,7 +44,7 @@ ESTIMATORS = {
         gtpo.GTPOConfig,
         "token",
         gtpo.gtpo_advantages,
-        gtpo.shares_of_tokens,
+        gtpo.gtpo_shares,
         gtpo.gtpo_parts,
         gtpo.token_reward_formula,
     ),
@@ -75,17 +73,3 @@ ESTIMATORS = {
         baselines.entropy_bonus_shares,
     ),
 }
-
-# Which level of loss goes with which advantages; the two levels are never mixed.
-LOSS_LEVEL: dict[str, Level] = {name: estimator.level for name, estimator in ESTIMATORS.items()}
-
-
-def check_loss_level(estimator: str, level: str) -> None:
-    """Raise ValueError if a loss of ``level`` does not belong to the advantages of ``estimator``."""
-    check_choice("estimator", estimator, tuple(LOSS_LEVEL))
-    check_choice("level", level, get_args(Level))
-    if LOSS_LEVEL[estimator] != level:
-        raise ValueError(
-            f"level={level!r} does not fit estimator={estimator!r}: token and sequence level must not be mixed; "
-            f"use level={LOSS_LEVEL[estimator]!r}."
-        )

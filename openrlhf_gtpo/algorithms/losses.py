@@ -1,16 +1,16 @@
-"""The clipped policy losses: one term per token for GTPO, one per response for GRPO-S (Eq. 4, 7, 16, 18).
+"""The clipped policy loss: one term per token for GTPO, one per response for GRPO-S (Eq. 4, 7, 16, 18).
 
-:func:`policy_surrogate` is unreduced, so that a trainer can weight it and divide by the counts of its whole optimizer
-step; :func:`policy_loss` is its plain mean over one batch. Knows nothing about entropies or rewards.
+It is unreduced, so that a trainer can weight it and divide by the counts of its whole optimizer step. Knows nothing
+about entropies or rewards.
 """
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .checks import check_finite, check_tokens
-from .config import Mean, check_choice, check_number
+from .config import Mean
 
 Level = Literal["token", "sequence"]
 
@@ -27,14 +27,6 @@ class Surrogate(NamedTuple):
     clipped: Tensor  # (B, T) or (B,) bool, True where the clipped surrogate was strictly smaller
     ratio: Tensor  # (B, T) or (B,) importance ratio before clipping, detached; 1 where there is no unit
     approx_kl: Tensor  # (B, T) -(log_probs - old_log_probs), detached, 0 outside the mask
-
-
-class PolicyLossOutput(NamedTuple):
-    """The loss of one batch and its metrics, all scalars."""
-
-    loss: Tensor
-    clip_fraction: Tensor
-    approx_kl: Tensor
 
 
 def policy_surrogate(
@@ -63,13 +55,9 @@ def policy_surrogate(
         dual_clip: c > 1 bounds the loss of units with A < 0 by -c A (arXiv 1912.09729); None turns this off.
 
     Raises:
-        ValueError: shapes, dtypes or settings that do not fit, a NaN or infinity (the message names the row), or
-            advantages that differ within a row at sequence level.
+        ValueError: shapes that do not fit, a NaN or infinity (the message names the row), or advantages that differ
+            within a row at sequence level.
     """
-    check_choice("level", level, get_args(Level))
-    check_choice("ratio_mean", ratio_mean, get_args(Mean))
-    check_number("clip_low", clip_low, at_least=0, at_most=1)
-    check_number("clip_high", clip_high, at_least=0)
     log_ratio, advantages = check_terms(log_probs, old_log_probs, advantages, mask)
     if level == "token":
         ratio, unit_mask = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), mask
@@ -88,7 +76,6 @@ def clipped_objective(
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     objective = torch.min(unclipped, clipped)
     if dual_clip is not None:
-        check_number("dual_clip", dual_clip, above=1)
         objective = torch.where(advantages < 0, torch.max(objective, dual_clip * advantages), objective)
     return objective, clipped.detach() < unclipped.detach()
 
@@ -97,7 +84,7 @@ def check_terms(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, ma
     """(B, T) log w, differentiable in ``log_probs``, and advantages; both in at least float32, 0 outside the mask.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or a NaN or infinity (the message names the row).
+        ValueError: shapes that do not fit, or a NaN or infinity (the message names the row).
     """
     tensors = {"log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages}
     check_tokens(mask, **tensors)
@@ -109,43 +96,6 @@ def check_terms(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, ma
     return log_ratio, advantages.detach().to(log_ratio.dtype).where(mask, 0)
 
 
-def policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    level: Level,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    ratio_mean: Mean = "arithmetic",
-    dual_clip: float | None = None,
-) -> PolicyLossOutput:
-    """The loss of one batch: the sum over its units divided by their number (0 if there are none).
-
-    Same arguments and errors as :func:`policy_surrogate`. A trainer that splits an optimizer step over micro-batches
-    or ranks calls that function instead and divides by the step's counts.
-
-    Returns:
-        ``loss``, differentiable in ``log_probs``; ``clip_fraction``, the share of action tokens (or rows) where the
-        clipped surrogate was strictly smaller; ``approx_kl``, the mean of -(log_probs - old_log_probs) over action
-        tokens.
-    """
-    settings: dict[str, Any] = {
-        "clip_low": clip_low,
-        "clip_high": clip_high,
-        "ratio_mean": ratio_mean,
-        "dual_clip": dual_clip,
-    }
-    surrogate = policy_surrogate(log_probs, old_log_probs, advantages, mask, level=level, **settings)
-    num_units = surrogate.unit_mask.sum().clamp_min(1)
-    return PolicyLossOutput(
-        loss=surrogate.loss.sum() / num_units,
-        clip_fraction=surrogate.clipped.to(surrogate.loss.dtype).sum() / num_units,
-        approx_kl=surrogate.approx_kl.sum() / mask.sum().clamp_min(1),
-    )
-
-
 def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, ratio_mean: Mean = "arithmetic") -> Tensor:
     """(B,) importance ratio per response (Eq. 6): the mean of its tokens' ratios, 1 for a row without action tokens.
 
@@ -153,11 +103,7 @@ def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, ratio
         log_probs, old_log_probs: (B, T); gradients flow only into ``log_probs``.
         mask: (B, T) bool.
         ratio_mean: ``arithmetic``, or ``geometric`` (GSPO's).
-
-    Raises:
-        ValueError: an unknown ``ratio_mean``.
     """
-    check_choice("ratio_mean", ratio_mean, get_args(Mean))
     log_ratio, length = _log_ratio(log_probs, old_log_probs, mask), mask.sum(-1)
     if ratio_mean == "geometric":
         mean = log_ratio.sum(-1) / length.clamp_min(1)

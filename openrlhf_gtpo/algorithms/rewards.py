@@ -1,24 +1,11 @@
 """Rewards before normalization, the parts of an advantage, and the penalty R(i) on long responses."""
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .config import check_choice
-
 LengthPenaltyForm = Literal["continuous", "as_printed"]
-
-
-class ShapedRewards(NamedTuple):
-    """Rewards before normalization: (B, T) for GTPO, (B,) for GRPO-S.
-
-    Two-set variants: ``positive`` is r+ (0 on rows of O-) and ``negative`` is r- (0 on rows of O+).
-    One-set variants (``v1``, ``v1_clipped``): ``positive`` is the reward of every row, ``negative`` is 0.
-    """
-
-    positive: Tensor
-    negative: Tensor
 
 
 class CreditParts(NamedTuple):
@@ -48,21 +35,13 @@ def length_penalty(
         (B,) float32 in [-1, 0].
 
     Raises:
-        ValueError: an unknown form, lengths that are not integers >= 0, or not 0 <= soft_limit < hard_limit.
+        ValueError: not 0 <= soft_limit < hard_limit.
     """
-    check_choice("form", form, get_args(LengthPenaltyForm))
     if not 0 <= soft_limit < hard_limit:
         raise ValueError(
             f"soft_limit={soft_limit}, hard_limit={hard_limit} leave no room for a penalty; "
             "use 0 <= soft_limit < hard_limit."
         )
-    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
-        raise ValueError(f"lengths has dtype {lengths.dtype}, but lengths are counts of tokens; use torch.int64.")
-    if lengths.dim() != 1:
-        raise ValueError(f"lengths has shape {tuple(lengths.shape)}, but it must be (B,): one length per row.")
-    if (lengths < 0).any():
-        row = int((lengths < 0).nonzero()[0])
-        raise ValueError(f"lengths of row {row} is {lengths[row].item()}, but a length cannot be negative; use >= 0.")
     width = hard_limit - soft_limit if form == "continuous" else hard_limit
     slope = (soft_limit - lengths.double()) / width
     return torch.where(lengths > hard_limit, -1.0, slope.clamp_max(0)).float()

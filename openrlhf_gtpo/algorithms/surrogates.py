@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .config import Settings, check_number, number
+from .config import Settings, check_number, setting
 from .losses import MAX_LOG_RATIO, Level, Surrogate, check_terms, clipped_objective, sequence_advantage
 
 
@@ -84,18 +84,10 @@ def cispo_surrogate(
 
 @dataclass(frozen=True)
 class SAPOConfig(Settings):
-    """SAPO (arXiv 2511.20347).
+    """SAPO (arXiv 2511.20347)."""
 
-    Fields:
-        tau_positive, tau_negative: how steeply the gate closes away from a ratio of 1, for tokens with advantage > 0
-            and for the others.
-
-    Raises:
-        ValueError: a setting out of range.
-    """
-
-    tau_positive: float = number(1.0, above=0)
-    tau_negative: float = number(1.05, above=0)
+    tau_positive: float = setting(1.0, "how steeply the gate closes away from a ratio of 1 where A > 0", above=0)
+    tau_negative: float = setting(1.05, "the same where A <= 0", above=0)
 
 
 def sapo_surrogate(
@@ -140,20 +132,14 @@ def gmpo_surrogate(
 
 @dataclass(frozen=True)
 class ClipCovConfig(ClipConfig):
-    """Clip-Cov (arXiv 2505.22617).
-
-    Fields:
-        fraction: share of a micro-batch's tokens that lose their gradient, at least one token.
-        cov_low, cov_high: tokens are drawn from those whose covariance lies between these bounds.
-
-    Raises:
-        ValueError: a setting out of range.
-    """
+    """Clip-Cov (arXiv 2505.22617)."""
 
     dual_clip: float | None = None
-    fraction: float = number(2e-4, above=0, at_most=1)
-    cov_low: float = 1.0
-    cov_high: float = 5.0
+    fraction: float = setting(
+        2e-4, "share of a micro-batch's tokens that lose their gradient, at least one token", above=0, at_most=1
+    )
+    cov_low: float = setting(1.0, "tokens are drawn from those whose covariance exceeds this bound")
+    cov_high: float = setting(5.0, "upper bound of their covariance")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -184,18 +170,12 @@ def clip_cov_surrogate(
 
 @dataclass(frozen=True)
 class KLCovConfig(Settings):
-    """KL-Cov (arXiv 2505.22617).
+    """KL-Cov (arXiv 2505.22617)."""
 
-    Fields:
-        fraction: share of a micro-batch's tokens that get the penalty, at least one token.
-        coef: weight of the penalty.
-
-    Raises:
-        ValueError: a setting out of range.
-    """
-
-    fraction: float = number(2e-4, above=0, at_most=1)
-    coef: float = number(1.0, at_least=0)
+    fraction: float = setting(
+        2e-4, "share of a micro-batch's tokens that get the penalty, at least one token", above=0, at_most=1
+    )
+    coef: float = setting(1.0, "weight of the penalty", at_least=0)
 
 
 def kl_cov_surrogate(
@@ -218,24 +198,23 @@ def kl_cov_surrogate(
 
 @dataclass(frozen=True)
 class STAREConfig(ClipConfig):
-    """STARE (arXiv 2606.19236).
-
-    Fields:
-        fraction: share of the tokens with advantage > 0, and of those with advantage < 0, that are weighted: those
-            with the highest surprisal, at least one token of each.
-        weight_positive: weight of those with advantage > 0; the authors recommend 1.05 for models from 14B up.
-        weight_negative: weight of those with advantage < 0; 1 is the authors' variant O1, and C2 uses 0.9.
-        target_entropy: entropy, in nats, at or above which nothing is weighted.
-
-    Raises:
-        ValueError: a setting out of range.
-    """
+    """STARE (arXiv 2606.19236)."""
 
     dual_clip: float | None = None
-    fraction: float = number(0.1, above=0, at_most=1)
-    weight_positive: float = number(1.1, at_least=1)
-    weight_negative: float = number(1.0, above=0, at_most=1)
-    target_entropy: float = number(0.3, at_least=0)
+    fraction: float = setting(
+        0.1,
+        "share of the tokens with A > 0, and of those with A < 0, that are weighted: those with the highest "
+        "surprisal, at least one token of each",
+        above=0,
+        at_most=1,
+    )
+    weight_positive: float = setting(
+        1.1, "weight of those with A > 0; the authors recommend 1.05 for models from 14B up", at_least=1
+    )
+    weight_negative: float = setting(
+        1.0, "weight of those with A < 0; 1 is the authors' variant O1, C2 uses 0.9", above=0, at_most=1
+    )
+    target_entropy: float = setting(0.3, "entropy, in nats, at or above which nothing is weighted", at_least=0)
 
 
 def stare_surrogate(
@@ -262,21 +241,24 @@ def stare_surrogate(
 
 @dataclass(frozen=True)
 class HAPOConfig(ClipConfig):
-    """HAPO's redistribution and clip range (arXiv 2509.16591).
-
-    Fields:
-        pivot: quantile of a micro-batch's log-entropies that divides tokens of high entropy from those of low entropy.
-        redistribution: how far a token's distance from the pivot changes its advantage: at most by this factor of it.
-        adaptation: likewise for the bounds of the clip range.
-
-    Raises:
-        ValueError: a setting out of range.
-    """
+    """HAPO's redistribution and clip range (arXiv 2509.16591)."""
 
     dual_clip: float | None = None
-    pivot: float = number(0.8, at_least=0, at_most=1)
-    redistribution: float = number(1.0, at_least=0, at_most=1)
-    adaptation: float = number(1.0, at_least=0)
+    pivot: float = setting(
+        0.8,
+        "quantile of a micro-batch's log-entropies that divides tokens of high entropy from those of low entropy",
+        at_least=0,
+        at_most=1,
+    )
+    redistribution: float = setting(
+        1.0,
+        "a token's distance from the pivot changes its advantage by at most this factor of it",
+        at_least=0,
+        at_most=1,
+    )
+    adaptation: float = setting(
+        1.0, "a token's distance from the pivot widens its clip range by at most this factor", at_least=0
+    )
 
 
 def hapo_surrogate(
@@ -323,25 +305,32 @@ def _height(entropy: Tensor, mask: Tensor, pivot: float) -> Tensor:
 
 @dataclass(frozen=True)
 class HTPOConfig(ClipConfig):
-    """HTPO (arXiv 2605.08283).
-
-    Fields:
-        difficulty_threshold: a prompt is hard if a smaller share of its responses is right.
-        forking_fraction: share of a response's tokens, those of the highest entropy, that count as forking tokens.
-        lowest_fraction: share of the other tokens, those of the lowest entropy, of right responses to hard prompts
-            whose loss is left out; rounded down, less one token.
-        highest_fraction: share of the forking tokens, those of the highest entropy, of right responses to easy prompts
-            whose loss is left out; at least one token.
-
-    Raises:
-        ValueError: a setting out of range.
-    """
+    """HTPO (arXiv 2605.08283)."""
 
     dual_clip: float | None = None
-    difficulty_threshold: float = number(0.6, at_least=0, at_most=1)
-    forking_fraction: float = number(0.2, above=0, at_most=1)
-    lowest_fraction: float = number(0.006, at_least=0, at_most=1)
-    highest_fraction: float = number(0.02, above=0, at_most=1)
+    difficulty_threshold: float = setting(
+        0.6, "a prompt is hard if a smaller share of its responses is right", at_least=0, at_most=1
+    )
+    forking_fraction: float = setting(
+        0.2,
+        "share of a response's tokens, those of the highest entropy, that count as forking tokens",
+        above=0,
+        at_most=1,
+    )
+    lowest_fraction: float = setting(
+        0.006,
+        "share of the other tokens, those of the lowest entropy, of right responses to hard prompts whose loss is "
+        "left out; rounded down, less one token",
+        at_least=0,
+        at_most=1,
+    )
+    highest_fraction: float = setting(
+        0.02,
+        "share of the forking tokens, those of the highest entropy, of right responses to easy prompts whose loss is "
+        "left out; at least one token",
+        above=0,
+        at_most=1,
+    )
 
 
 def htpo_surrogate(
@@ -394,9 +383,15 @@ def _nth(ordered: Tensor, fraction: float, count: Tensor) -> Tensor:
 def token_covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """(B, T) contribution of each action token to the covariance of log-prob and advantage over all of them, detached:
     (log pi - its mean) (A - its mean), as arXiv 2505.22617 defines it; junk outside the mask."""
-    count = mask.sum().clamp_min(1)
-    x, y = log_probs.detach().to(advantages.dtype).where(mask, 0), advantages.where(mask, 0)
-    return (x - x.sum() / count) * (y - y.sum() / count)
+    return _centered(log_probs.detach().to(advantages.dtype), mask) * _centered(advantages, mask)
+
+
+def _centered(values: Tensor, mask: Tensor) -> Tensor:
+    """(B, T) values less their mean over the action tokens; exactly 0 where all of them are equal, whose rounded mean
+    would leave a residue of their size."""
+    mean = values.where(mask, 0).sum() / mask.sum().clamp_min(1)
+    lowest, highest = values.where(mask, torch.inf).min(), values.where(mask, -torch.inf).max()
+    return values - torch.where(lowest == highest, lowest, mean)
 
 
 def _num_marked(fraction: float, mask: Tensor) -> int:

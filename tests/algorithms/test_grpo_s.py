@@ -13,9 +13,9 @@ from openrlhf_gtpo.algorithms import (
     GRPOSConfig,
     GTPOConfig,
     grpo_s_advantages,
-    grpo_s_rewards,
+    grpo_s_parts,
     gtpo_advantages,
-    sequence_entropy,
+    success,
 )
 
 VARIANTS = get_args(get_type_hints(GRPOSConfig)["variant"])
@@ -26,12 +26,19 @@ def column(lists):
     return torch.tensor([row[0] for row in lists], dtype=torch.float64)
 
 
+def sequence_rewards(entropy, mask, outcome, group_ids, config):
+    """(B,) rewards of the rows of O+, and of those of O-, 0 elsewhere."""
+    reward = grpo_s_parts(entropy, mask, outcome, group_ids, config).reward
+    won = success(outcome, config.success_threshold)
+    return reward * won, reward * ~won
+
+
 @pytest.mark.parametrize("variant, mean", SHAPES)
 def test_rewards_equal_the_loops(variant, mean):
     config = GRPOSConfig(variant=variant, entropy_mean=mean, beta=0.3)
     for seed in range(6):
         batch = ragged_batch(seed, empty_row=seed % 2 == 1)
-        for got, want in zip(grpo_s_rewards(*batch, config), grpo_s_reward_lists(*batch, config)):
+        for got, want in zip(sequence_rewards(*batch, config), grpo_s_reward_lists(*batch, config)):
             torch.testing.assert_close(got, column(want), rtol=1e-11, atol=1e-12)
 
 
@@ -84,12 +91,12 @@ def test_rewards_add_up():
     for seed in range(5):
         batch = ragged_batch(seed, num_groups=1)
         outcome = batch[2]
-        v1 = grpo_s_rewards(*batch, GRPOSConfig(variant="v1", beta=0.4))
-        torch.testing.assert_close(v1.positive.sum(), 1.4 * outcome.sum())
-        assert (v1.negative == 0).all()
-        v3 = grpo_s_rewards(*batch, GRPOSConfig(beta1=1.0, beta2=0.3))
-        torch.testing.assert_close(v3.positive.sum(), 1.3 * outcome.sum())
-        torch.testing.assert_close(v3.negative.sum(), -1.3 * (1 - outcome).sum())
+        positive, negative = sequence_rewards(*batch, GRPOSConfig(variant="v1", beta=0.4))
+        torch.testing.assert_close(positive.sum(), 1.4 * outcome.sum())
+        assert (negative == 0).all()
+        positive, negative = sequence_rewards(*batch, GRPOSConfig(beta1=1.0, beta2=0.3))
+        torch.testing.assert_close(positive.sum(), 1.3 * outcome.sum())
+        torch.testing.assert_close(negative.sum(), -1.3 * (1 - outcome).sum())
 
 
 @pytest.mark.parametrize(
@@ -111,7 +118,7 @@ def test_one_token_answers_make_gtpo_and_grpo_s_agree(variant, normalise_over, s
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_zero_entropies_give_every_row_the_mean_share(variant):
     _, mask, outcome, group_ids = ragged_batch(1)
-    positive, negative = grpo_s_rewards(
+    positive, negative = sequence_rewards(
         torch.zeros(mask.shape), mask, outcome, group_ids, GRPOSConfig(variant=variant)
     )
     won = outcome == 1
@@ -124,14 +131,14 @@ def test_a_row_without_tokens_leaves_the_other_shares_alone():
     entropy, mask = torch.full((4, 3), 2.0), torch.ones(4, 3, dtype=torch.bool)
     mask[3] = False
     outcome, group_ids = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4).long()
-    rewards = grpo_s_rewards(entropy, mask, outcome, group_ids, GRPOSConfig())
-    torch.testing.assert_close(rewards.negative, torch.tensor([0.0, -1.1, -1.1, -1.1]))
+    _, negative = sequence_rewards(entropy, mask, outcome, group_ids, GRPOSConfig())
+    torch.testing.assert_close(negative, torch.tensor([0.0, -1.1, -1.1, -1.1]).double())
     advantages = grpo_s_advantages(entropy, mask, outcome, group_ids, GRPOSConfig())
     assert torch.isfinite(advantages).all() and (advantages[3] == 0).all()
 
 
 @pytest.mark.parametrize("variant, mean", SHAPES)
-def test_row_order_padding_and_chunks_do_not_matter(variant, mean, monkeypatch):
+def test_row_order_and_padding_do_not_matter(variant, mean):
     entropy, mask, outcome, group_ids = ragged_batch(5)
     config = GRPOSConfig(variant=variant, entropy_mean=mean)
     plain = grpo_s_advantages(entropy, mask, outcome, group_ids, config)
@@ -141,8 +148,6 @@ def test_row_order_padding_and_chunks_do_not_matter(variant, mean, monkeypatch):
     pad = torch.nn.functional.pad
     padded = grpo_s_advantages(pad(entropy, (2, 3)), pad(mask, (2, 3)), outcome, group_ids, config)
     torch.testing.assert_close(padded, pad(plain, (2, 3)), rtol=1e-9, atol=1e-9)
-    monkeypatch.setattr("openrlhf_gtpo.algorithms.groups.CHUNK_ELEMENTS", 1)
-    assert torch.equal(grpo_s_advantages(entropy, mask, outcome, group_ids, config), plain)
 
 
 def test_uniform_groups_have_no_advantage_unless_asked():
@@ -169,12 +174,31 @@ def test_dtypes(dtype, expected):
     entropy = entropy.to(dtype)
     got = grpo_s_advantages(entropy, mask, outcome.float(), group_ids, GRPOSConfig())
     want = grpo_s_advantages(entropy.double(), mask, outcome, group_ids, GRPOSConfig())
-    assert got.dtype == expected == grpo_s_rewards(entropy, mask, outcome, group_ids, GRPOSConfig()).positive.dtype
+    assert got.dtype == expected
     torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
 
 
 def test_sequence_entropy():
     entropy = torch.tensor([[1.0, 4.0, float("nan")], [0.0, 0.0, 0.0]])
     mask = torch.tensor([[True, True, False], [False, False, False]])
-    assert sequence_entropy(entropy, mask).tolist() == [2.5, 1e-6]
-    torch.testing.assert_close(sequence_entropy(entropy, mask, "geometric")[0], torch.tensor(2.0).double())
+    batch = entropy, mask, torch.ones(2), torch.zeros(2).long()
+    assert grpo_s_parts(*batch, GRPOSConfig()).row_entropy.tolist() == [2.5, 1e-6]
+    geometric = grpo_s_parts(*batch, GRPOSConfig(entropy_mean="geometric")).row_entropy
+    torch.testing.assert_close(geometric, torch.tensor([2.0, 1e-6]).double())
+
+
+@pytest.mark.parametrize("variant, scope", list(itertools.product(["v1", "v3"], ["group", "batch"])))
+@pytest.mark.parametrize("normalise_over", ["zero_filled", "polarity"])
+def test_equal_rewards_have_no_advantage(variant, scope, normalise_over):
+    """Exactly 0, whatever a mean of equal numbers rounds to."""
+    config = GRPOSConfig(
+        variant=variant, scope=scope, normalise_over=normalise_over, shape_uniform_groups=True, beta=0.0, beta2=0.0
+    )
+    for value, size, dtype in itertools.product(
+        [0.2, 0.3, 0.1 * 3, 1.0, 1e8, 1e8 + 0.1], [3, 6, 7, 8, 12], [torch.float32, torch.float64]
+    ):
+        entropy, mask = torch.rand(2 * size, 5), torch.ones(2 * size, 5, dtype=torch.bool)
+        outcome, penalty = torch.full((2 * size,), value, dtype=dtype), torch.full((2 * size,), -0.1)
+        for length_penalty in (None, penalty):
+            advantages = grpo_s_advantages(entropy, mask, outcome, torch.arange(2 * size) % 2, config, length_penalty)
+            assert (advantages == 0).all(), (value, size, dtype)

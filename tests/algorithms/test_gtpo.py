@@ -9,15 +9,13 @@ from algorithms_reference import advantage_lists, gtpo_reward_lists, penalties, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf_gtpo.algorithms import GTPOConfig
-from openrlhf_gtpo.algorithms import groups as groups_module
-from openrlhf_gtpo.algorithms import gtpo_advantages, gtpo_rewards, gtpo_shares, success
+from openrlhf_gtpo.algorithms import GTPOConfig, gtpo_advantages, gtpo_parts, gtpo_shares, success
 
 VARIANTS = get_args(get_type_hints(GTPOConfig)["variant"])
 COMPARE = ["position", "response", "group"]
 MEANS = ["arithmetic", "geometric"]
+CONSTANTS, SIZES = [0.2, 0.3, 0.1 * 3, 1.0, 1e8, 1e8 + 0.1], [3, 6, 7, 8, 12]
 SHAPES = list(itertools.product(VARIANTS, COMPARE, MEANS))
-CHUNKS = [2**18, 8]  # all rows at once, and row by row
 
 
 def make_config(variant, **options):
@@ -25,21 +23,33 @@ def make_config(variant, **options):
     return GTPOConfig(variant=variant, **{**extra, **options})
 
 
+def token_rewards(entropy, mask, outcome, group_ids, config):
+    """(B, T) rewards of the tokens of O+, and of those of O-, 0 elsewhere."""
+    reward = gtpo_parts(entropy, mask, outcome, group_ids, config).reward
+    won = success(outcome, config.success_threshold)[:, None]
+    return reward * won, reward * ~won
+
+
+def token_shares(entropy, mask, outcome, group_ids, config):
+    """(B, T) shares of all tokens, 0 outside the mask."""
+    shares = gtpo_shares(entropy, mask, outcome, group_ids, config)
+    return torch.zeros(mask.shape, dtype=shares.dtype).masked_scatter(mask, shares)
+
+
 @pytest.mark.parametrize("variant, compare, mean", SHAPES)
-def test_rewards_equal_the_loops(variant, compare, mean, monkeypatch):
-    config = make_config(variant, compare=compare, entropy_mean=mean)
+@pytest.mark.parametrize("scope", ["group", "batch"])
+def test_rewards_equal_the_loops(variant, compare, mean, scope):
+    config = make_config(variant, compare=compare, entropy_mean=mean, scope=scope)
     for seed in range(4):
         batch = ragged_batch(seed, empty_row=seed % 2 == 1)
         expected = [scatter(x, batch[1]) for x in gtpo_reward_lists(*batch, config)]
-        for elements in CHUNKS:
-            monkeypatch.setattr(groups_module, "CHUNK_ELEMENTS", elements)
-            for got, want in zip(gtpo_rewards(*batch, config), expected):
-                torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+        for got, want in zip(token_rewards(*batch, config), expected):
+            torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("variant, compare, mean", SHAPES)
 @pytest.mark.parametrize("normalise_over", ["zero_filled", "polarity"])
-def test_advantages_equal_the_loops(variant, compare, mean, normalise_over, monkeypatch):
+def test_advantages_equal_the_loops(variant, compare, mean, normalise_over):
     for scope, uniform, seed in itertools.product(["group", "batch"], [False, True], range(2)):
         config = make_config(
             variant,
@@ -53,10 +63,8 @@ def test_advantages_equal_the_loops(variant, compare, mean, normalise_over, monk
         mask, outcome, group_ids = batch[1:]
         penalty = penalties(len(outcome), seed) if seed else None
         lists = advantage_lists(*gtpo_reward_lists(*batch, config), outcome, group_ids, config, penalty)
-        for elements in CHUNKS:
-            monkeypatch.setattr(groups_module, "CHUNK_ELEMENTS", elements)
-            got = gtpo_advantages(*batch, config, length_penalty=penalty)
-            torch.testing.assert_close(got, scatter(lists, mask), rtol=1e-7, atol=1e-6)
+        got = gtpo_advantages(*batch, config, length_penalty=penalty)
+        torch.testing.assert_close(got, scatter(lists, mask), rtol=1e-7, atol=1e-6)
 
 
 @settings(deadline=None, max_examples=60)
@@ -85,7 +93,7 @@ def test_v1_gives_out_one_plus_alpha_times_the_outcome(compare):
     config = GTPOConfig(variant="v1", alpha=0.4, compare=compare)
     for seed in range(5):
         entropy, mask, outcome, group_ids = ragged_batch(seed)
-        total = gtpo_rewards(entropy, mask, outcome, group_ids, config).positive.sum()
+        total = gtpo_parts(entropy, mask, outcome, group_ids, config).reward.sum()
         expected = 1.4 * (mask.sum(-1) * outcome).sum()
         torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
 
@@ -94,7 +102,7 @@ def test_v3_gives_out_the_same_at_every_position():
     config = GTPOConfig(alpha1=1.0, alpha2=0.25)
     for seed in range(5):
         entropy, mask, outcome, group_ids = ragged_batch(seed, num_groups=1)
-        positive, negative = gtpo_rewards(entropy, mask, outcome, group_ids, config)
+        positive, negative = token_rewards(entropy, mask, outcome, group_ids, config)
         for rewards, sign, rows in ((positive, 1, outcome == 1), (negative, -1, outcome == 0)):
             lists = [row for row, keep in zip(tokens_of(rewards, mask), rows) if keep]
             for t in range(max((len(row) for row in lists), default=0)):
@@ -106,15 +114,14 @@ def test_v3_gives_out_the_same_at_every_position():
 def test_shares_are_one_where_no_token_is_uncertain(compare, mean):
     _, mask, outcome, group_ids = ragged_batch(1)
     config = GTPOConfig(compare=compare, entropy_mean=mean)
-    positive, negative = gtpo_shares(torch.zeros(mask.shape), mask, outcome, group_ids, config)
-    torch.testing.assert_close(positive + negative, mask.float())
-    assert torch.equal(positive > 0, mask & success(outcome)[:, None])
+    shares = gtpo_shares(torch.zeros(mask.shape), mask, outcome, group_ids, config)
+    torch.testing.assert_close(shares, torch.ones(int(mask.sum())))
 
 
 def test_clip_bounds_the_reward():
     entropy, mask, outcome, group_ids = ragged_batch(3)
     config = GTPOConfig(variant="v2", alpha1=0.7, kappa=2.0)
-    rewards = gtpo_rewards(entropy, mask, outcome, group_ids, config).positive
+    rewards, _ = token_rewards(entropy, mask, outcome, group_ids, config)
     own = rewards[mask & (outcome == 1)[:, None]]
     assert own.min() >= 1 and own.max() <= 0.7 + 0.7 / 2
     assert (own == 1).any() and (own == 0.7 + 0.7 / 2).any()
@@ -123,7 +130,7 @@ def test_clip_bounds_the_reward():
 def test_a_clip_of_width_zero_is_allowed_and_rounds_to_one():
     config = GTPOConfig(variant="v1_clipped", alpha1=0.6, kappa=1.5)  # 0.6 + 0.4 is the limit
     entropy, mask, outcome, group_ids = ragged_batch(3)
-    rewards = gtpo_rewards(entropy, mask, outcome, group_ids, config).positive
+    rewards, _ = token_rewards(entropy, mask, outcome, group_ids, config)
     assert set(rewards[mask & (outcome == 1)[:, None]].tolist()) == {1.0}
 
 
@@ -165,7 +172,7 @@ def test_a_wrong_token_is_pushed_up_once_wrong_ones_are_nearly_all_of_a_group():
     for successes, limit in ((1, (15 / 16 * 1.1 - 1) / 0.1), (2, (14 / 16 * 1.1 - 1) / 0.1)):
         outcome = (torch.arange(16) < successes).double()
         batch = entropy, mask, outcome, one_group, GTPOConfig(compare="group")
-        shares, advantages = gtpo_shares(*batch)[1][successes:], gtpo_advantages(*batch)[successes:]
+        shares, advantages = token_shares(*batch)[successes:], gtpo_advantages(*batch)[successes:]
         assert ((advantages > 0) == (shares < limit)).all() and bool((advantages > 0).any()) == (limit > 0)
 
 
@@ -177,20 +184,37 @@ def test_a_reward_at_the_threshold_is_a_success_in_its_own_precision(threshold, 
     outcome = torch.tensor([1.0, threshold, threshold, 0.0], dtype=dtype)
     config = GTPOConfig(success_threshold=threshold)
     assert success(outcome, threshold).tolist() == [True, True, True, False]
-    rewards = gtpo_rewards(entropy, mask, outcome, torch.zeros(4).long(), config)
-    assert (rewards.positive[:3] > 0).all() and (rewards.negative[3] < 0).all()
-    assert (rewards.positive[3] == 0).all() and (rewards.negative[:3] == 0).all()
+    reward = gtpo_parts(entropy, mask, outcome, torch.zeros(4).long(), config).reward
+    assert (reward[:3] > 0).all() and (reward[3] < 0).all()
     advantages = gtpo_advantages(entropy, mask, outcome, torch.zeros(4).long(), config)
     assert advantages[3].max() < advantages[:3].min()
     assert not success(outcome[1:3] * 0.98, threshold).any()
 
 
-def test_a_constant_reward_has_no_advantage():
-    """Dividing by the 1e-9 that is added to a std of 0 must not blow up rounding errors."""
+def test_equal_rewards_up_to_rounding_have_next_to_no_advantage():
+    """Shares of equal entropies may differ in their last digit, which the division by 1e-9 must not blow up."""
     mask = torch.ones(4, 3001, dtype=torch.bool)
     config = GTPOConfig(shape_uniform_groups=True, normalise_over="polarity")
     advantages = gtpo_advantages(torch.full(mask.shape, 0.3), mask, torch.ones(4), torch.zeros(4).long(), config)
     assert advantages.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("variant, scope", list(itertools.product(VARIANTS, ["group", "batch"])))
+@pytest.mark.parametrize("normalise_over", ["zero_filled", "polarity"])
+def test_equal_rewards_have_no_advantage(variant, scope, normalise_over):
+    """Exactly 0, whatever a mean of equal numbers rounds to."""
+    without_entropy = {"alpha": 0.0} if variant == "v1" else {"alpha1": 1.0, "alpha2": 0.0}
+    config = GTPOConfig(
+        variant=variant, scope=scope, normalise_over=normalise_over, shape_uniform_groups=True, **without_entropy
+    )
+    for value, size, dtype in itertools.product(CONSTANTS, SIZES, [torch.float32, torch.float64]):
+        if variant == "v2" and value < 1:
+            continue  # -share, which differs
+        entropy, mask = torch.rand(2 * size, 5), torch.ones(2 * size, 5, dtype=torch.bool)
+        outcome, penalty = torch.full((2 * size,), value, dtype=dtype), torch.full((2 * size,), -0.1)
+        for length_penalty in (None, penalty):
+            advantages = gtpo_advantages(entropy, mask, outcome, torch.arange(2 * size) % 2, config, length_penalty)
+            assert (advantages == 0).all(), (value, size, dtype)
 
 
 def test_length_penalty_never_decides_success():
@@ -238,15 +262,15 @@ def test_moving_one_response_within_its_row_does_not_matter():
     entropy, mask = torch.zeros(3, 8), torch.zeros(3, 8, dtype=torch.bool)
     for row, columns in enumerate(([0, 1, 2], [5, 6, 7], [1, 4, 6])):
         entropy[row, columns], mask[row, columns] = values, True
-    shares, _ = gtpo_shares(entropy, mask, torch.ones(3), torch.zeros(3).long(), GTPOConfig())
-    torch.testing.assert_close(shares, mask.float())
+    shares = gtpo_shares(entropy, mask, torch.ones(3), torch.zeros(3).long(), GTPOConfig())
+    torch.testing.assert_close(shares, torch.ones(9))
 
 
 def test_entropy_is_never_backpropagated():
     entropy, mask, outcome, group_ids = ragged_batch(7, pad=0.0)
     entropy.requires_grad_()
     assert not gtpo_advantages(entropy, mask, outcome, group_ids, GTPOConfig()).requires_grad
-    assert not gtpo_rewards(entropy, mask, outcome, group_ids, GTPOConfig()).positive.requires_grad
+    assert not gtpo_parts(entropy, mask, outcome, group_ids, GTPOConfig()).reward.requires_grad
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from logits_program import on
 
-from openrlhf_gtpo.algorithms import policy_loss
+from openrlhf_gtpo.algorithms import policy_surrogate
 from openrlhf_gtpo.megatron.model.layers import NormColumnParallelLinear
 from openrlhf_gtpo.megatron.model.policy import LoadedModel, ModelOptions, load_model
 from openrlhf_gtpo.megatron.parallel.layout import Layout
@@ -40,7 +40,7 @@ def gtpo_loss(batches: list[MicroBatch], seeds: list[int], tokens: float, entrop
         old = -4.5 + 0.3 * torch.randn(shape, generator=generator)
         advantages = torch.randn(shape, generator=generator)
         mask = torch.ones(shape, dtype=torch.bool)
-        value = shape[1] / tokens * policy_loss(log_probs[None], old, advantages, mask, level="token").loss
+        value = policy_surrogate(log_probs[None], old, advantages, mask, level="token").loss.sum() / tokens
         if entropy:
             assert entropies is not None
             value = value - ENTROPY_COEFFICIENT * entropies.sum() / tokens

@@ -16,7 +16,7 @@ import pytest
 import torch
 from dumps import columns, write
 
-from openrlhf_gtpo.algorithms import ESTIMATORS, gtpo_advantages, gtpo_rewards, gtpo_shares, sequence_entropy
+from openrlhf_gtpo.algorithms import ESTIMATORS, grpo_s_parts, gtpo_advantages, gtpo_parts, gtpo_shares
 from openrlhf_gtpo.cli import view
 from openrlhf_gtpo.report.rollouts import SCHEMA, read_dump
 from openrlhf_gtpo.view.credit import credit, padded, read_methods
@@ -79,8 +79,8 @@ def test_the_pages_numbers_are_those_of_the_algorithms(text: str, tmp_path: Path
     assert advantages[mask].unique().numel() > 5
     if method.name == "gtpo":
         double = (entropy.double(), *batch[1:])
-        assert tokens(made["share"]) == printed(sum(gtpo_shares(*double))[mask])
-        rewards = sum(gtpo_rewards(*double)) + penalty[:, None]
+        assert tokens(made["share"]) == printed(gtpo_shares(*double))
+        rewards = gtpo_parts(*double).reward + penalty[:, None]
         assert tokens(made["reward"]) == printed(rewards[mask])
         # By hand, with the mean and std that the page prints.
         full = credit(dump, method).parts
@@ -89,7 +89,7 @@ def test_the_pages_numbers_are_those_of_the_algorithms(text: str, tmp_path: Path
         torch.testing.assert_close(by_hand[learned].float(), advantages[learned])
     else:
         assert made["share"] == printed(ESTIMATORS["grpo_s"].shares(*batch))
-        assert made["row_entropy"] == printed(sequence_entropy(entropy, mask))
+        assert made["row_entropy"] == printed(grpo_s_parts(*batch).row_entropy)
 
 
 def variants_of(name: str) -> list[str]:
@@ -227,7 +227,7 @@ def test_a_million_tokens_are_sampled_in_whole_groups_and_credited_among_all(
     "words, sentence",
     [
         (["--estimators", "ppo"], f"Expected --estimators of {', '.join(ESTIMATORS)}, got 'ppo'."),
-        (["--estimators", "gtpo:beta=1"], "gtpo has no 'beta'; it has variant, alpha"),
+        (["--estimators", "gtpo:beta=1"], "gtpo has no 'beta'; it has variant, success_threshold"),
         (["--estimators", "gtpo:alpha2=x"], "expected a float, got 'x'."),
         (["--estimators", "gtpo:scope=world"], "scope"),
         (["--max-tokens", "0"], "Expected --max-tokens >= 1, got 0."),

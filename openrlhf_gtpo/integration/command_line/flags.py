@@ -2,14 +2,12 @@
 
 import argparse
 import dataclasses
-import inspect
 import os
-import re
 import typing
 from collections.abc import Collection
 from typing import Any
 
-from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES, GTPOConfig
+from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line import megatron_flags, replay
 from openrlhf_gtpo.integration.command_line.unread_flags import name_unread
@@ -283,16 +281,12 @@ def _add_config_flags(
     group: argparse._ArgumentGroup, prefix: str, config: type, without: Collection[str] = ()
 ) -> None:
     types = typing.get_type_hints(config)
-    # GRPOSConfig refers to GTPOConfig for what the two share.
-    shared = field_descriptions(GTPOConfig)
-    descriptions = {
-        name: shared[name] if text.startswith("as in ") else text for name, text in field_descriptions(config).items()
-    }
     for field in dataclasses.fields(config):
         if field.name in without:
             continue
-        kind = types[field.name]
-        options: dict[str, Any] = {"default": field.default, "help": descriptions.get(field.name)}
+        kind, variants = types[field.name], field.metadata.get("variants")
+        readers = f" (read by {', '.join(variants)})" if variants else ""
+        options: dict[str, Any] = {"default": field.default, "help": field.metadata["help"] + readers}
         if typing.get_origin(kind) is typing.Literal:
             options["choices"] = typing.get_args(kind)
         elif kind is bool:
@@ -300,16 +294,6 @@ def _add_config_flags(
         else:
             options["type"] = kind
         group.add_argument(prefix + field.name, **options)
-
-
-def field_descriptions(config: type) -> dict[str, str]:
-    """Field name -> its description under ``Fields:`` in the docstring of a configuration class."""
-    documented = inspect.cleandoc(config.__doc__ or "").partition("Fields:\n")[2].partition("\n\n")[0]
-    descriptions: dict[str, str] = {}
-    for names, text in re.findall(r"^    (\w[\w, ]*): (.*(?:\n        .*)*)", documented, re.MULTILINE):
-        for name in names.split(", "):
-            descriptions[name] = " ".join(text.replace("``", "").replace("%", "%%").split())
-    return descriptions
 
 
 def adjust(args: argparse.Namespace, given: frozenset[str]) -> None:

@@ -1,22 +1,11 @@
 """Names the flags on a command line that its run does not read."""
 
+import dataclasses
 import sys
 from typing import Any
 
 from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES
 from openrlhf_gtpo.integration.command_line import megatron_flags, replay
-
-# Settings that only some variants of an estimator read: its name, the variants, prefixes of the settings (a trailing
-# blank marks the end of a name).
-_OF_VARIANTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
-    ("gtpo", ("v1",), ("alpha ",)),
-    ("gtpo", ("v1_clipped", "v2"), ("kappa",)),
-    ("gtpo", ("v1_clipped", "v2", "v3"), ("alpha1", "alpha2")),
-    ("gtpo", ("v2", "v3"), ("normalise_over",)),
-    ("grpo_s", ("v1", "v2"), ("beta ",)),
-    ("grpo_s", ("v3",), ("beta1", "beta2")),
-    ("grpo_s", ("v2", "v3"), ("normalise_over",)),
-)
 
 
 def name_unread(values: dict[str, Any], given: frozenset[str]) -> None:
@@ -50,9 +39,11 @@ def name_unread(values: dict[str, Any], given: frozenset[str]) -> None:
             (
                 estimator == name and values[f"algo.{name}.variant"] not in variants,
                 f"of the variants only {' and '.join(variants)} {'read' if len(variants) > 1 else 'reads'} it",
-                tuple(f"algo.{name}.{beginning}" for beginning in beginnings),
+                (f"algo.{name}.{field.name} ",),
             )
-            for name, variants, beginnings in _OF_VARIANTS
+            for name, kind in ESTIMATORS.items()
+            for field in dataclasses.fields(kind.config)
+            if (variants := field.metadata.get("variants"))
         ),
         *((loss_type != name, f"the loss is {loss_type}", (f"actor.{name}.",)) for name in SURROGATES),
         (
@@ -181,11 +172,13 @@ def name_unread(values: dict[str, Any], given: frozenset[str]) -> None:
         (not values["logger.dump_rollouts"], "there is no --logger.dump_rollouts", ("logger.dump_rows",)),
         (with_ray, "--vllm.sync_with_ray has no buckets", ("vllm.sync_bucket_mb",)),
     ]
-    groups, left = [], set(given)
+    unread_by_reason: dict[str, list[str]] = {}
+    left = set(given)
     for holds, reason, beginnings in rules:
         unread = sorted(flag for flag in left if f"{flag} ".startswith(beginnings)) if holds else []
         if unread:
             left.difference_update(unread)
-            groups.append(f"{', '.join(f'--{flag}' for flag in unread)} ({reason})")
+            unread_by_reason.setdefault(reason, []).extend(f"--{flag}" for flag in unread)
+    groups = [f"{', '.join(flags)} ({reason})" for reason, flags in unread_by_reason.items()]
     if groups:
         print(f"These flags were given but have no effect here: {'; '.join(groups)}.", file=sys.stderr)

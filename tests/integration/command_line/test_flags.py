@@ -12,7 +12,7 @@ import torch
 from command_lines import BASE
 from rollouts import Rollout, arguments, in_sampling_order, maker
 
-from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES, GRPOSConfig, GTPOConfig
+from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES, GTPOConfig
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.integration.command_line import flags, upstream_parser, values
 from openrlhf_gtpo.integration.credit.entropy_credit import entropy_credit
@@ -405,7 +405,7 @@ def test_flags_mirror_the_fields_of_the_configuration(name: str, config: type) -
     for field in dataclasses.fields(config):
         action = actions[prefix + field.name]
         assert action.default == field.default
-        assert action.help, f"{prefix}{field.name} has no help; describe the field in the class docstring"
+        assert action.help, f"{prefix}{field.name} has no help; give its setting() one"
         assert action.help % {} == action.help.replace("%%", "%")
         if typing.get_origin(types[field.name]) is typing.Literal:
             assert tuple(action.choices or ()) == typing.get_args(types[field.name])
@@ -415,12 +415,11 @@ def test_flags_mirror_the_fields_of_the_configuration(name: str, config: type) -
             assert action.type is types[field.name]
 
 
-def test_a_field_that_shares_its_description_gets_it_too() -> None:
-    help_of = flags.field_descriptions(GTPOConfig)
-    of_grpo_s = flags.field_descriptions(GRPOSConfig)
-    assert of_grpo_s["beta1"] == of_grpo_s["beta2"] == "weights of outcome and entropy share in v3."
-    assert "(Eq. 2)" in help_of["variant"] and "`" not in help_of["variant"]
-    assert help_of["compare"].endswith("each within its own polarity.")
+def test_the_help_of_a_setting_names_the_variants_that_read_it() -> None:
+    actions = command_lines.parser(extended=True)._option_string_actions
+    assert actions["--algo.gtpo.alpha"].help == "weight of the entropy share (read by v1)"
+    assert actions["--algo.grpo_s.normalise_over"].help.endswith(" (read by v2, v3)")
+    assert actions["--algo.gtpo.compare"].help.endswith("each within its own polarity")
 
 
 def test_settings_reach_the_configuration() -> None:
