@@ -2,9 +2,12 @@
 inside a command line. Such processes and the store where they meet listen only on the loopback interface.
 
 If ``torchrun`` or ``srun`` has already started the processes, on one host or many, the function runs in this one.
+``torch.distributed.launcher`` would start them too, but its stores listen on every interface, and it returns a rank's
+exception as text (torch 2.13), of which no command could tell a user's mistake.
 """
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import pickle
@@ -13,15 +16,15 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple, TypeVar
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
 
 from openrlhf_gtpo import platform
 
 _LOOPBACK = "127.0.0.1"
-_SECONDS_TO_END = 10  # after a SIGTERM
-# How long a rank's death may take to show after another rank has raised what a lost connection may explain.
+# How long a rank's death may take to show after another rank has raised what a lost connection may explain; also how
+# long a rank may take to end after a SIGTERM.
 _SECONDS_TO_DIE = 2
 
 T = TypeVar("T")
@@ -43,13 +46,6 @@ class ProcessFailed(RuntimeError):
         super().__init__(f"rank {rank} failed: {reason.strip()}")
         self.rank = rank
         self.reason = reason
-
-
-class _Answer(NamedTuple):
-    """A rank's report: its result, or its exception (if it is a ValueError) and traceback."""
-
-    value: Any
-    traceback: str | None
 
 
 def launched_world_size() -> int | None:
@@ -145,103 +141,50 @@ def _shared_environment(chosen: str, world_size: int, port: int) -> dict[str, st
 
 
 def _run_here(function: Callable[..., T], args: tuple, world_size: int, shared: Mapping[str, str]) -> T:
-    context = multiprocessing.get_context("spawn")
+    """As :func:`run_processes`. A dead rank takes precedence over one that raised, which may have lost its connection
+    to it, and of those that raised the first is named."""
+    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
+
     work = pickle.dumps((function, args))  # before anything starts: a function that cannot be pickled is refused here
-    processes: list[BaseProcess] = []
-    pipes: list[Connection] = []
-    seconds_to_end = 0
-    try:
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            pipes.append(ours)
-            process = context.Process(target=_serve, args=(theirs,), name=f"rank {rank}")
-            # Set before the start: OpenMP reads its variables when torch is loaded, which may be before `_serve`.
-            with _environment({**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}):
-                process.start()
-            processes.append(process)
-            theirs.close()
-        for pipe in pipes:
-            with contextlib.suppress(BrokenPipeError):  # it has died; its answer is the end of the pipe
-                pipe.send_bytes(work)
-        result = _result_of_rank_0(pipes, processes)
-        seconds_to_end = _SECONDS_TO_END
-        return result
-    finally:
-        for pipe in pipes:
-            pipe.close()
-        _end(processes, seconds_to_end)
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # about ranks that it terminates
+        # Set before the start: OpenMP reads its variables when torch is loaded, which is before `_serve`.
+        with _environment(shared):
+            context = start_processes(_serve, (work, folder), world_size, join=False, start_method="spawn")
+        try:
+            while not context.join(grace_period=_SECONDS_TO_DIE):
+                pass
+            return pickle.loads((folder / "result").read_bytes())
+        except (ProcessExitedException, ProcessRaisedException) as failed:
+            dead = [
+                ProcessFailed(rank, f"the process {_ending(process.exitcode)} and left no message of its own here")
+                for rank, process in enumerate(context.processes)
+                if process.exitcode not in (0, -signal.SIGTERM) and not (folder / str(rank)).exists()
+            ]
+            files = sorted(folder.glob("[0-9]*"), key=lambda file: file.stat().st_mtime_ns)
+            raised = [(int(file.name), *pickle.loads(file.read_bytes())) for file in files]
+            for rank, error, text in raised:
+                if error is not None:
+                    raise error from ProcessFailed(rank, text)
+            others = [ProcessFailed(rank, text) for rank, _, text in raised]
+            raise next(iter(dead + others), ProcessFailed(failed.error_index, str(failed))) from None
+        finally:
+            for process in context.processes:
+                if process.is_alive():  # after Ctrl-C
+                    process.kill()
+                process.join()
 
 
-def _result_of_rank_0(pipes: list[Connection], processes: list[BaseProcess]) -> Any:
-    """Wait until all ranks are done, and return rank 0's result.
-
-    Raises:
-        ProcessFailed, ValueError: as :func:`run_processes`. A dead rank takes precedence over one that raised, which
-            may have lost its connection to it; a ValueError has no such cause, so it does not wait for a death.
-    """
-    result = None
-    waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
-    raised: list[tuple[int, _Answer]] = []  # in the order in which they were heard of
-    while waiting:
-        ready: list[Any] = wait(list(waiting), _SECONDS_TO_DIE if raised else None)
-        for pipe in sorted(ready, key=lambda pipe: waiting[pipe]):
-            rank = waiting.pop(pipe)
-            try:
-                answer = pickle.loads(pipe.recv_bytes())
-            except (EOFError, ConnectionResetError):  # the latter if it has not even read its work
-                processes[rank].join(_SECONDS_TO_END)
-                code = processes[rank].exitcode or 0
-                how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                raise ProcessFailed(rank, f"the process {how} and left no message of its own here") from None
-            if answer.traceback is not None:
-                raised.append((rank, answer))
-            elif rank == 0:
-                result = answer.value
-        if raised and (not ready or any(isinstance(answer.value, ValueError) for _, answer in raised)):
-            break
-    if raised:
-        rank, answer = raised[0]
-        cause = ProcessFailed(rank, answer.traceback or "")
-        if isinstance(answer.value, ValueError):
-            raise answer.value from cause
-        raise cause
-    return result
+def _ending(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def _end(processes: list[BaseProcess], seconds: float) -> None:
-    """End the processes, each after at most ``seconds`` in which it may end by itself."""
-    for process in processes:
-        process.join(seconds)
-        if process.exitcode is None:
-            process.terminate()
-    for process in processes:
-        process.join(_SECONDS_TO_END)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-
-
-def _serve(pipe: Connection) -> None:
-    """The main function of a rank: run what it is sent and return the result."""
+def _serve(rank: int, work: bytes, folder: Path) -> None:
+    """The main function of a rank: leave rank 0's result in ``folder``, or this rank's exception (None unless it is a
+    ValueError) and traceback."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        answer = _call(pipe.recv_bytes())
-    except (EOFError, KeyboardInterrupt):  # the parent gave up, or the user did
-        os._exit(1)
-    try:
-        message = pickle.dumps(answer)
-    except Exception:  # a result's or an exception's own class may refuse in any way
-        answer = _Answer(None, answer.traceback or traceback.format_exc())
-        message = pickle.dumps(answer)
-    with contextlib.suppress(OSError, EOFError):
-        pipe.send_bytes(message)
-        if answer.traceback is not None:
-            # The connections to the other ranks stay open until the parent has read this, so that no other rank's
-            # complaint about a lost connection comes first.
-            pipe.recv_bytes()
-
-
-def _call(work: bytes) -> _Answer:
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
     try:
         import torch
 
@@ -252,11 +195,17 @@ def _call(work: bytes) -> _Answer:
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
         )
         with _process_group(store):
-            return _Answer(function(*args), None)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # SystemExit too: a rank that ends without an answer leaves the others waiting
-        return _Answer(error if isinstance(error, ValueError) else None, traceback.format_exc())
+            result = function(*args)
+        if rank == 0:
+            (folder / "result").write_bytes(pickle.dumps(result))
+    except BaseException as error:  # SystemExit too: a rank that ends without a word leaves the others waiting
+        text = traceback.format_exc()
+        try:
+            message = pickle.dumps((error if isinstance(error, ValueError) else None, text))
+        except Exception:  # an exception's own class may refuse in any way
+            message = pickle.dumps((None, text))
+        (folder / str(rank)).write_bytes(message)
+        os._exit(1)
 
 
 @contextlib.contextmanager
@@ -293,7 +242,8 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """Exit when the parent does: a killed parent cannot end its processes, which would hold their devices forever."""
+    """Exit when the parent does: a killed parent cannot end its processes, which would hold their devices forever. The
+    signal that torch has sent then is not heard within a collective operation, or at all behind a shell's ``&``."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
