@@ -1,5 +1,5 @@
 """The planner's memory of a train step beside that of real Megatron actors on gloo processes: the layouts of
-tests/planner/test_training_memory.py, rank by rank.
+tests/tools/planner/test_training_memory.py, rank by rank.
 
     python3 benchmarks/planner_memory.py --output benchmarks/results/planner_memory.json      about two minutes, no GPU
 """

@@ -23,13 +23,13 @@ from openrlhf_gtpo.benchmarks.synthetic import precisions  # noqa: E402
 from openrlhf_gtpo.megatron.fp8.options import RECIPES, Fp8Options  # noqa: E402
 from openrlhf_gtpo.megatron.parallel.layout import Layout  # noqa: E402
 from openrlhf_gtpo.model_shape import ModelShape  # noqa: E402
-from openrlhf_gtpo.planner.assumptions import Assumptions  # noqa: E402
-from openrlhf_gtpo.planner.cluster import GIB, GPUS, parse_cluster  # noqa: E402
-from openrlhf_gtpo.planner.plan import Request, candidates  # noqa: E402
-from openrlhf_gtpo.planner.rollout import Engines  # noqa: E402
-from openrlhf_gtpo.planner.training_memory import Training, step_bytes  # noqa: E402
-from openrlhf_gtpo.planner.training_speed import TrainingSpeed  # noqa: E402
-from openrlhf_gtpo.planner.workload import Workload  # noqa: E402
+from openrlhf_gtpo.tools.planner.assumptions import Assumptions  # noqa: E402
+from openrlhf_gtpo.tools.planner.cluster import GIB, GPUS, parse_cluster  # noqa: E402
+from openrlhf_gtpo.tools.planner.plan import Request, candidates  # noqa: E402
+from openrlhf_gtpo.tools.planner.rollout import Engines  # noqa: E402
+from openrlhf_gtpo.tools.planner.training_memory import Training, step_bytes  # noqa: E402
+from openrlhf_gtpo.tools.planner.training_speed import TrainingSpeed  # noqa: E402
+from openrlhf_gtpo.tools.planner.workload import Workload  # noqa: E402
 
 
 def _llama(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams, TokensPrompt
 
     from openrlhf_gtpo.benchmarks.harness import measure, median_and_range, print_table, write_results
-    from openrlhf_gtpo.integration.rollout.rollout_actor import IN_ENGINE, WORKER_EXTENSION
+    from openrlhf_gtpo.training.rollout.rollout_actor import IN_ENGINE, WORKER_EXTENSION
 
     load = os.getloadavg()
     on_cpu = platform.chosen_platform() == "cpu"  # which has no CUDA graphs
@@ -70,7 +70,7 @@ def sampler_sides(rows: int, vocab_size: int, device: str) -> dict[str, Any]:
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.sample.sampler import Sampler
 
-    from openrlhf_gtpo.integration.rollout.sampler_entropy import capture
+    from openrlhf_gtpo.training.rollout.sampler_entropy import capture
 
     logits = torch.randn(rows, vocab_size, dtype=torch.bfloat16, device=device) * 3
     ones = torch.ones(rows, device=device)

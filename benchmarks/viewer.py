@@ -82,10 +82,10 @@ def dump_cost(name: str, train_rows: int, repeat: int, rows: int = 64, tokens: i
     from openrlhf.trainer.ppo_utils.experience import Experience
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from openrlhf_gtpo.integration.controller.rollout_dump import RolloutDumper
-    from openrlhf_gtpo.integration.credit.rollout_batch import RolloutBatch
-    from openrlhf_gtpo.integration.run import parse
     from openrlhf_gtpo.token_values import TokenValues
+    from openrlhf_gtpo.training.controller.rollout_dump import RolloutDumper
+    from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch
+    from openrlhf_gtpo.training.run import parse
 
     tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModelForCausalLM.from_pretrained(name).float()
     draw = torch.Generator().manual_seed(0)

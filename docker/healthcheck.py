@@ -116,7 +116,7 @@ def project_modules(package: Path) -> list[str]:
 def project_problems(modules: Iterable[str]) -> Iterator[str]:
     """What is wrong with OpenRLHF for this project, and with the project's own modules."""
     from openrlhf_gtpo.errors import UsageError
-    from openrlhf_gtpo.integration.command_line import guard
+    from openrlhf_gtpo.training.settings import guard
 
     try:
         guard.check_openrlhf()

@@ -1,7 +1,7 @@
 """GTPO and GRPO-S for OpenRLHF, with a Megatron-core actor beside the DeepSpeed one.
 
 Importing this package sets one environment variable and imports nothing heavy; each room (`algorithms`, `lm_head`,
-`megatron`, `weight_sync`, `integration`, `platform`, `report`, `cli`) imports only what it needs.
+`megatron`, `weight_sync`, `training`, `platform`, `report`, `cli`) imports only what it needs.
 """
 
 import os

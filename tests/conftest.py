@@ -45,7 +45,7 @@ sys.path.append(_STARTUP)  # from which some processes get their PYTHONPATH
 # Files that one worker has to itself, one after the other. Whole runs take some 4 GB of memory each and often wait, so
 # two of the three workers are on these at a time. Ranks are forked by a server that imports Megatron, one per worker.
 _QUEUES = {
-    "tests/launch/": "runs 0",  # these often wait too
+    "tests/tools/launch/": "runs 0",  # these often wait too
     "tests/e2e/test_slurm_training.py": "runs 0",
     "tests/e2e/test_launch_scripts.py": "runs 0",
     "tests/e2e/test_stop.py": "runs 1",
@@ -53,10 +53,10 @@ _QUEUES = {
     "tests/weight_sync/test_vllm_sync.py": "runs 1",
     "tests/benchmarks/test_actor.py": "runs 1",
     "tests/megatron/": "ranks",
-    "tests/integration/test_optimizer_steps.py": "ranks",
-    "tests/integration/test_checkpoint_files.py": "ranks",
-    "tests/integration/test_megatron_actor.py": "ranks",
-    "tests/planner/test_training_memory.py": "ranks",
+    "tests/training/test_optimizer_steps.py": "ranks",
+    "tests/training/test_checkpoint_files.py": "ranks",
+    "tests/training/test_megatron_actor.py": "ranks",
+    "tests/tools/planner/test_training_memory.py": "ranks",
     "tests/scoring/test_score.py": "ranks",
     "tests/scoring/test_mismatch.py": "ranks",
     "tests/lm_head/test_lm_head_sharded.py": "ranks",

@@ -1,5 +1,5 @@
-"""These tests catch a room that imports what it must not: cli -> integration -> {weight_sync, algorithms, lm_head},
-never back. That keeps an OpenRLHF upgrade inside ``integration`` and lets the mathematics run anywhere.
+"""These tests catch a room that imports what it must not: cli -> training -> {weight_sync, algorithms, lm_head},
+never back. That keeps an OpenRLHF upgrade inside ``training`` and lets the mathematics run anywhere.
 """
 
 import ast
@@ -44,20 +44,20 @@ MAY_KNOW = {
     "view": {"algorithms", "report"},
     "tasks": {"platform"},
     "planner": {"lm_head", "megatron"},  # only their arithmetic, which does not import torch either
-    "integration": {"algorithms", "lm_head", "megatron", "weight_sync", "platform", "report"},
-    "scoring": {"integration", "megatron", "platform"},
+    "training": {"algorithms", "lm_head", "megatron", "weight_sync", "platform", "report"},
+    "scoring": {"training", "megatron", "platform"},
     "experiment": {"platform", "report", "launch"},
-    "benchmarks": {"integration", "algorithms", "megatron", "lm_head", "weight_sync", "platform", "report"},
+    "benchmarks": {"training", "algorithms", "megatron", "lm_head", "weight_sync", "platform", "report"},
     "launch": set(),
-    "cli": {"integration", "scoring", "benchmarks", "platform", "report", "tasks", "algorithms", "lm_head", "megatron"}
+    "cli": {"training", "scoring", "benchmarks", "platform", "report", "tasks", "algorithms", "lm_head", "megatron"}
     | {"planner", "launch", "view", "experiment"},
 }
-MAY_NAME_OPENRLHF = {"integration", "scoring", "benchmarks", "cli"}
+MAY_NAME_OPENRLHF = {"training", "scoring", "benchmarks", "cli"}
 
 # Rooms within a room: each may import those before it, and none may import the files beside them.
 INNER = {
     "megatron": ("parallel", "fp8", "model", "train", "checkpoint"),
-    "integration": ("credit", "command_line", "checks", "rollout", "actors", "controller"),
+    "training": ("credit", "settings", "checks", "rollout", "actors", "controller"),
 }
 
 
@@ -109,7 +109,7 @@ def test_importing_a_room_brings_in_no_more_than_it_may(room: str) -> None:
     [
         ("openrlhf_gtpo", set()),
         ("openrlhf_gtpo.megatron.parallel.layout", set()),
-        ("openrlhf_gtpo.integration.command_line.megatron_overrides", set()),
+        ("openrlhf_gtpo.training.settings.megatron_overrides", set()),
         ("openrlhf_gtpo.cli.plan", set()),
         ("openrlhf_gtpo.cli.train_ppo_ray", {"torch"}),  # a wrong flag is reported before OpenRLHF is imported
     ],
@@ -161,12 +161,12 @@ def test_the_walk_sees_imports_of_every_kind(tmp_path: Path, monkeypatch: pytest
     (package / "weight_sync").mkdir(parents=True)
     path = package / "weight_sync" / "module.py"
     path.write_text(
-        "import openrlhf.models\nfrom ..integration import run\nfrom . import buckets\n"
-        "def f():\n    from openrlhf_gtpo import integration\n"
+        "import openrlhf.models\nfrom ..training import run\nfrom . import buckets\n"
+        "def f():\n    from openrlhf_gtpo import training\n"
     )
     assert [name for name, _ in imported(path)] == [
         "openrlhf.models",
-        "openrlhf_gtpo.integration.run",
+        "openrlhf_gtpo.training.run",
         "openrlhf_gtpo.weight_sync.buckets",
-        "openrlhf_gtpo.integration",
+        "openrlhf_gtpo.training",
     ]

@@ -40,12 +40,12 @@ from checkpoint_program import make_trainer  # noqa: E402
 from families import make_checkpoint  # noqa: E402
 
 from openrlhf_gtpo.benchmarks.harness import write_results  # noqa: E402
-from openrlhf_gtpo.integration.actors.strategy import Strategy  # noqa: E402
+from openrlhf_gtpo.checkpoints.files import check_file  # noqa: E402
+from openrlhf_gtpo.checkpoints.folder import newest_whole, read_manifest  # noqa: E402
 from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints  # noqa: E402
-from openrlhf_gtpo.megatron.checkpoint.files import check_file  # noqa: E402
-from openrlhf_gtpo.megatron.checkpoint.folder import newest_whole, read_manifest  # noqa: E402
 from openrlhf_gtpo.megatron.parallel import groups  # noqa: E402
 from openrlhf_gtpo.megatron.parallel.layout import Layout  # noqa: E402
+from openrlhf_gtpo.training.actors.strategy import Strategy  # noqa: E402
 
 RANKS = 2
 SHAPE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "head_dim": 64}  # 14 M parameters

@@ -30,7 +30,6 @@ import xxhash  # noqa: E402
 
 from openrlhf_gtpo.benchmarks.harness import measure, ratios, spread, write_results  # noqa: E402
 from openrlhf_gtpo.benchmarks.train_step import Step  # noqa: E402
-from openrlhf_gtpo.launch.process_tree import run_and_clear  # noqa: E402
 from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints  # noqa: E402
 from openrlhf_gtpo.megatron.model.policy import ModelOptions  # noqa: E402
 from openrlhf_gtpo.megatron.model.random_model import random_model  # noqa: E402
@@ -39,6 +38,7 @@ from openrlhf_gtpo.megatron.parallel.layout import Layout  # noqa: E402
 from openrlhf_gtpo.megatron.train.trainer import OptimizerOptions, Trainer  # noqa: E402
 from openrlhf_gtpo.platform.processes import run_processes  # noqa: E402
 from openrlhf_gtpo.report.heartbeat import Heartbeat  # noqa: E402
+from openrlhf_gtpo.tools.launch.process_tree import run_and_clear  # noqa: E402
 
 _PROCESSES = 16  # of a small run with Ray and an engine
 _SHAPE = {  # of SmolLM2-135M, which the quickstart trains

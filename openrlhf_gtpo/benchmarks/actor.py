@@ -21,11 +21,11 @@ from transformers import AutoConfig
 from openrlhf_gtpo.benchmarks.harness import Measured, measure, print_table, ratios, spread, write_results
 from openrlhf_gtpo.benchmarks.synthetic import long_tailed_lengths
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.integration import patch
-from openrlhf_gtpo.integration import run as trainer
-from openrlhf_gtpo.integration.actors.policy_actor import PolicyActor
-from openrlhf_gtpo.integration.command_line.host import start_ray
-from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.training import patch
+from openrlhf_gtpo.training import run as trainer
+from openrlhf_gtpo.training.actors.policy_actor import PolicyActor
+from openrlhf_gtpo.training.credit.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.training.host import start_ray
 
 _PHASES = ("forward", "train")
 
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
     """Measure both actors, and print and write the results."""
     if args.rows % 2:
         raise UsageError(f"Expected an even number of --rows, two responses to each prompt, got {args.rows}.")
-    from openrlhf_gtpo.integration.actors.megatron_actor import MegatronPolicyActor  # ``overhead`` needs no Megatron
+    from openrlhf_gtpo.training.actors.megatron_actor import MegatronPolicyActor  # ``overhead`` needs no Megatron
 
     step = argparse.Namespace(**vars(args), prompts=args.rows // 2, samples=2, warmup=1)
     backends = {"deepspeed": PolicyActor, "megatron": MegatronPolicyActor}

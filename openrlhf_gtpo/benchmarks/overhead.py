@@ -23,11 +23,11 @@ from openrlhf_gtpo.benchmarks.actor import Policy, rollout, trainer_argv
 from openrlhf_gtpo.benchmarks.harness import Side, measure, print_table, ratios, spread, write_results
 from openrlhf_gtpo.benchmarks.synthetic import even_lengths
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.integration import patch
-from openrlhf_gtpo.integration import run as trainer
-from openrlhf_gtpo.integration.actors.policy_actor import PolicyActor
-from openrlhf_gtpo.integration.command_line.host import start_ray
-from openrlhf_gtpo.integration.credit.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.training import patch
+from openrlhf_gtpo.training import run as trainer
+from openrlhf_gtpo.training.actors.policy_actor import PolicyActor
+from openrlhf_gtpo.training.credit.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.training.host import start_ray
 
 VARIANTS: dict[str, tuple[Any, Any]] = {
     "upstream": (PolicyModelActor, RemoteExperienceMaker),

@@ -8,12 +8,12 @@ from operator import attrgetter
 from types import SimpleNamespace
 
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.integration import run
-from openrlhf_gtpo.integration.checks.data import table_rows
-from openrlhf_gtpo.integration.command_line.host import gpus_of
-from openrlhf_gtpo.integration.command_line.megatron_flags import fp8_of
-from openrlhf_gtpo.integration.credit.old_policy import always_forwards, count_rows
 from openrlhf_gtpo.report.step_phases import Setup
+from openrlhf_gtpo.training import run
+from openrlhf_gtpo.training.checks.data import table_rows
+from openrlhf_gtpo.training.credit.old_policy import always_forwards, count_rows
+from openrlhf_gtpo.training.host import gpus_of
+from openrlhf_gtpo.training.settings.megatron_flags import fp8_of
 
 # Flags that all configurations must share, so that they are given the same work.
 _SAME = (

@@ -175,13 +175,13 @@ def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 def _deepspeed(args: argparse.Namespace, shape: Any) -> dict[str, Any]:
     """Measurements as for a precision, but without the advantages, which are computed outside this actor."""
-    from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
+    from openrlhf_gtpo.training.settings.guard import check_openrlhf
 
     check_openrlhf()
     platform.choose()
 
     from openrlhf_gtpo.benchmarks.actor import measure_actors
-    from openrlhf_gtpo.integration.actors.policy_actor import PolicyActor
+    from openrlhf_gtpo.training.actors.policy_actor import PolicyActor
 
     with tempfile.TemporaryDirectory() as folder:
         write_random_checkpoint(shape, Path(folder), args.seed)

@@ -159,7 +159,7 @@ def llama_parameters(layers: int, hidden: int, intermediate: int, vocabulary: in
 @contextmanager
 def vllm_engine(model: Path, workers: int) -> Iterator[Engine]:
     """A vLLM engine as a run starts it, in its own Ray."""
-    from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
+    from openrlhf_gtpo.training.settings.guard import check_openrlhf
 
     check_openrlhf()
     platform.choose()
@@ -167,8 +167,8 @@ def vllm_engine(model: Path, workers: int) -> Iterator[Engine]:
     import ray
     from openrlhf.trainer.ray import vllm_engine as upstream
 
-    from openrlhf_gtpo.integration.command_line.host import start_ray
-    from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRolloutActor
+    from openrlhf_gtpo.training.host import start_ray
+    from openrlhf_gtpo.training.rollout.rollout_actor import StrictRolloutActor
 
     trainer = SimpleNamespace(backend="deepspeed", num_nodes=1, num_gpus_per_node=1)
     start_ray(SimpleNamespace(actor=trainer), gpus=workers)

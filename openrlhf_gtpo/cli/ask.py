@@ -32,8 +32,8 @@ def answer(model: str, question: str, max_tokens: int) -> str:
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
 
-    from openrlhf_gtpo.integration.checks.models import check_model, check_weights_fit, load_tokenizer, token_ids
-    from openrlhf_gtpo.integration.checks.prompts import prompt_and_label
+    from openrlhf_gtpo.training.checks.models import check_model, check_weights_fit, load_tokenizer, token_ids
+    from openrlhf_gtpo.training.checks.prompts import prompt_and_label
 
     if max_tokens < 1:
         raise UsageError(f"Expected --max-tokens >= 1, got {max_tokens}.")

@@ -17,10 +17,10 @@ if __name__ == "__main__":
     hide_key()
 
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.launch.ray_node import close_own_ray
 from openrlhf_gtpo.megatron.fp8.options import RECIPES
 from openrlhf_gtpo.megatron.parallel.layout import RECOMPUTE
 from openrlhf_gtpo.platform.files import check_output
+from openrlhf_gtpo.tools.launch.ray_node import close_own_ray
 
 # Least values of flags that take a number, 1 for all others. An advantage compares at least two responses to a prompt.
 _LEAST = {"warmup": 0, "bucket_mb": 0, "rows": 2, "samples": 2, "sequence_length": 2, "seed": -(2**31)}
@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> None:
     """Run the benchmark that ``args`` names; torch and the code to measure are imported only from here on."""
     if args.command in ("overhead", "actor"):  # their files import OpenRLHF
         from openrlhf_gtpo import platform
-        from openrlhf_gtpo.integration.checks.models import check_model
-        from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
+        from openrlhf_gtpo.training.checks.models import check_model
+        from openrlhf_gtpo.training.settings.guard import check_openrlhf
 
         check_openrlhf()
         check_model(args.model, "--model")

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from openrlhf_gtpo.checkpoints.folder import SIDE_FILES, CheckpointWriteError, check_checkpoint, resolve
 from openrlhf_gtpo.cli import Parser, exit_status
-from openrlhf_gtpo.integration.checks.models import check_model, check_weights_fit
-from openrlhf_gtpo.megatron.checkpoint.folder import SIDE_FILES, CheckpointWriteError, check_checkpoint, resolve
 from openrlhf_gtpo.megatron.parallel.layout import Layout, LayoutError, check_layout
 from openrlhf_gtpo.platform import PLATFORM_VARIABLE
 from openrlhf_gtpo.platform.files import check_output
 from openrlhf_gtpo.platform.processes import is_first_process, run_processes
+from openrlhf_gtpo.training.checks.models import check_model, check_weights_fit
 
 DTYPES = ("bfloat16", "float32")
 FLAGS = {"tensor_model_parallel_size": "--tensor-parallel", "pipeline_model_parallel_size": "--pipeline-parallel"}

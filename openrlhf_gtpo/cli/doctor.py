@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 from openrlhf_gtpo.cli import Parser, exit_status
 from openrlhf_gtpo.errors import UsageError, one_line
-from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
-from openrlhf_gtpo.integration.controller.checkpoint_disk import free_bytes, gigabytes, parameters_of
 from openrlhf_gtpo.platform.files import model_folder
+from openrlhf_gtpo.training.controller.checkpoint_disk import free_bytes, gigabytes, parameters_of
+from openrlhf_gtpo.training.settings.guard import check_openrlhf
 
 _ADAPTERS = Path("/sys/class/infiniband")
 _SHARED_MEMORY = Path("/dev/shm")
@@ -167,9 +167,9 @@ def transformer_engine(args: argparse.Namespace) -> Line:
     if version is None or find_spec("mbridge") is None:
         return warning("not installed, or no mbridge: no FP8 on Megatron; setup_env.sh --cuda installs both.")
     # In a worker's order: openrlhf imports peft, which imports Transformer Engine, before anything else here can.
-    import openrlhf_gtpo.integration.actors.megatron_actor  # noqa: F401, isort: skip
-    from openrlhf_gtpo.integration.command_line.megatron_flags import refusals_name_flags
+    import openrlhf_gtpo.training.actors.megatron_actor  # noqa: F401, isort: skip
     from openrlhf_gtpo.megatron.fp8.options import check_transformer_engine
+    from openrlhf_gtpo.training.settings.megatron_flags import refusals_name_flags
 
     with refusals_name_flags():
         check_transformer_engine("blockwise")
@@ -260,7 +260,7 @@ def shared_folder(args: argparse.Namespace) -> Line:
     """Check that this node sees, and may write to, the folder where another node wrote a file."""
     if args.shared is None:
         return skipped("no --shared FILE of another node.")
-    from openrlhf_gtpo.integration.controller.cluster_checks import look_for  # imports Ray
+    from openrlhf_gtpo.training.controller.cluster_checks import look_for  # imports Ray
 
     folder = Path(args.shared).absolute().parent
     complaint = look_for(args.shared, 10.0)  # seconds that a network file system may take to show the file
@@ -283,7 +283,7 @@ def model(args: argparse.Namespace) -> Line:
     """Check that the model's configuration and all of its weights are here."""
     if args.model is None:
         return skipped("no --model.")
-    from openrlhf_gtpo.integration.checks.models import check_model, check_weights_fit
+    from openrlhf_gtpo.training.checks.models import check_model, check_weights_fit
 
     folder = args.model
     if not Path(folder).exists() and not folder.startswith(("/", ".")):

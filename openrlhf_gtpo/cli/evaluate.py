@@ -67,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _evaluate(args: argparse.Namespace) -> None:
     platform.choose()
-    from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
+    from openrlhf_gtpo.training.settings.guard import check_openrlhf
 
     check_openrlhf()
     flags = checked_flags(args)
@@ -114,8 +114,8 @@ def _ended_by_ctrl_c(folder: Path) -> Iterator[None]:
 
 def checked_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Return the flags of ``args`` that training has too; UsageError if one is out of range."""
-    from openrlhf_gtpo.integration.checks.settings import check_a_prompt_fits
-    from openrlhf_gtpo.integration.command_line.values import check_ranges, check_template
+    from openrlhf_gtpo.training.checks.settings import check_a_prompt_fits
+    from openrlhf_gtpo.training.settings.values import check_ranges, check_template
 
     flags = {name: value for name, value in vars(args).items() if "." in name}
     check_ranges(flags)
@@ -133,14 +133,14 @@ def checked_inputs(flags: dict[str, Any], model: str) -> tuple[Any, Any, Callabl
     if questions or reward cannot be used."""
     from openrlhf.utils.config import hierarchize
 
-    from openrlhf_gtpo.integration.checks.data import check_dataset
-    from openrlhf_gtpo.integration.checks.models import (
+    from openrlhf_gtpo.training.checks.data import check_dataset
+    from openrlhf_gtpo.training.checks.models import (
         check_length,
         check_model,
         check_weights_fit,
         load_tokenizer,
     )
-    from openrlhf_gtpo.integration.checks.reward import import_reward
+    from openrlhf_gtpo.training.checks.reward import import_reward
 
     config, tokenizer = check_model(model, "--model"), load_tokenizer(model, "--model")
     check_weights_fit(model, "--model")

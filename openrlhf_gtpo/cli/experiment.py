@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 
 from openrlhf_gtpo.cli import Parser, RawHelpFormatter, evaluate, exit_status
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
-from openrlhf_gtpo.experiment.grid import Grid, places, read_grid, words
-from openrlhf_gtpo.experiment.runner import check_folders, has_checkpoint, is_finished, is_trained, run_all
 from openrlhf_gtpo.report.metrics import Rows, read_runs
+from openrlhf_gtpo.tools.experiment.grid import Grid, places, read_grid, words
+from openrlhf_gtpo.tools.experiment.runner import check_folders, has_checkpoint, is_finished, is_trained, run_all
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +57,7 @@ def _experiment(args: argparse.Namespace) -> None:
 
 def _check(grid: Grid) -> None:
     """Refuse combinations that cannot work. Seeds do not matter, so the first untrained run of each is checked."""
-    from openrlhf_gtpo.integration.run import check, parse
+    from openrlhf_gtpo.training.run import check, parse
 
     left = {run.label: run for run in reversed(grid.runs) if not is_trained(run)}
     parsed = {}
@@ -112,9 +112,9 @@ def _named(label: str) -> Iterator[None]:
 
 
 def _write_results(grid: Grid) -> None:
-    from openrlhf_gtpo.experiment.page import find_runs, write_page
     from openrlhf_gtpo.report.curves import plot_comparison
     from openrlhf_gtpo.report.summary import comparison_markdown
+    from openrlhf_gtpo.tools.experiment.page import find_runs, write_page
 
     runs: dict[str, list[Rows]] = {}
     for run in sorted(grid.runs, key=lambda run: run.label.split("/")[0] != grid.baseline):

@@ -21,13 +21,13 @@ from openrlhf_gtpo.errors import SettingError, UsageError
 from openrlhf_gtpo.megatron.fp8.options import RECIPES
 from openrlhf_gtpo.megatron.parallel.layout import RECOMPUTE
 from openrlhf_gtpo.model_shape import PRESETS
-from openrlhf_gtpo.planner import output
-from openrlhf_gtpo.planner.assumptions import SOURCES, Assumptions
-from openrlhf_gtpo.planner.candidate import PLACEMENTS, Candidate
-from openrlhf_gtpo.planner.cluster import GIB, GPUS, parse_cluster
-from openrlhf_gtpo.planner.plan import Request, candidates, planned_config, smallest_cluster
-from openrlhf_gtpo.planner.workload import Workload
 from openrlhf_gtpo.platform.files import check_output, replace_text
+from openrlhf_gtpo.tools.planner import output
+from openrlhf_gtpo.tools.planner.assumptions import SOURCES, Assumptions
+from openrlhf_gtpo.tools.planner.candidate import PLACEMENTS, Candidate
+from openrlhf_gtpo.tools.planner.cluster import GIB, GPUS, parse_cluster
+from openrlhf_gtpo.tools.planner.plan import Request, candidates, planned_config, smallest_cluster
+from openrlhf_gtpo.tools.planner.workload import Workload
 
 TRAIN_BATCH = 128  # as in the launch scripts
 _HUB = {"3b": "Qwen/Qwen2.5-3B", "7b": "Qwen/Qwen2.5-7B", "32b": "Qwen/Qwen2.5-32B"}

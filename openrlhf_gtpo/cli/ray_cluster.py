@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from openrlhf_gtpo.cli import Parser, RawHelpFormatter
-from openrlhf_gtpo.launch.ray_node import Node, make_token, run_node
-from openrlhf_gtpo.launch.ray_wait import Dashboard, NotJoined, wait_for_nodes
+from openrlhf_gtpo.tools.launch.ray_node import Node, make_token, run_node
+from openrlhf_gtpo.tools.launch.ray_wait import Dashboard, NotJoined, wait_for_nodes
 
 _PORT, _TIMEOUT = 6379, 600.0
 

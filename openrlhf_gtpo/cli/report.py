@@ -14,11 +14,11 @@ from openrlhf_gtpo import platform
 from openrlhf_gtpo.cli import Parser, exit_status
 from openrlhf_gtpo.cli.score import add_input_flags
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.integration.command_line import megatron_flags
 from openrlhf_gtpo.megatron.fp8.options import MODES, RECIPES
 from openrlhf_gtpo.platform.files import check_output, replace_text
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import read_runs
+from openrlhf_gtpo.training.settings import megatron_flags
 
 _FP8 = """Measures what FP8 does to entropies, shares and advantages of given responses, without training.
 
@@ -167,7 +167,7 @@ def _compare(args: argparse.Namespace) -> None:
 
 
 def _page(args: argparse.Namespace) -> None:
-    from openrlhf_gtpo.experiment.page import find_runs, write_page
+    from openrlhf_gtpo.tools.experiment.page import find_runs, write_page
 
     check_output("--output", args.output / "index.html")
     runs, unfinished = find_runs(args.runs)
@@ -188,11 +188,11 @@ def _fp8(args: argparse.Namespace) -> None:
     from openrlhf_gtpo.algorithms import ESTIMATORS
     from openrlhf_gtpo.algorithms.config import check_choice
     from openrlhf_gtpo.benchmarks.harness import write_results
-    from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
-    from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
     from openrlhf_gtpo.report.fp8_page import table, verdict, write_page
     from openrlhf_gtpo.scoring.fp8_report import compare, fp8_candidates, read_credit
     from openrlhf_gtpo.scoring.inputs import ScoreModel, check
+    from openrlhf_gtpo.training.credit.entropy_credit import EntropyCredit
+    from openrlhf_gtpo.training.settings.guard import check_openrlhf
 
     check_openrlhf()
     from openrlhf.utils.config import hierarchize
@@ -239,12 +239,12 @@ def _mismatch(args: argparse.Namespace) -> None:
 
     from openrlhf_gtpo.algorithms import ESTIMATORS
     from openrlhf_gtpo.benchmarks.harness import write_results
-    from openrlhf_gtpo.integration.checks.models import load_tokenizer
-    from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
-    from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
     from openrlhf_gtpo.report.fp8_page import table
     from openrlhf_gtpo.scoring.fp8_report import compare_rollout
     from openrlhf_gtpo.scoring.inputs import ScoreModel
+    from openrlhf_gtpo.training.checks.models import load_tokenizer
+    from openrlhf_gtpo.training.credit.entropy_credit import EntropyCredit
+    from openrlhf_gtpo.training.settings.guard import check_openrlhf
 
     check_openrlhf()
     vocabulary = settings.get("vocabulary")  # version 1 has none

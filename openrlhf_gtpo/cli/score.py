@@ -17,9 +17,9 @@ from pathlib import Path
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.cli import Parser, RawHelpFormatter, exit_status
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.integration.command_line import megatron_flags
 from openrlhf_gtpo.platform.files import check_output
 from openrlhf_gtpo.platform.processes import launched_world_size
+from openrlhf_gtpo.training.settings import megatron_flags
 
 _PROCESSES_PER_CORE = 8
 _DTYPES = ("bfloat16", "float32")
@@ -71,9 +71,9 @@ def _score(args: argparse.Namespace, given: Sequence[str]) -> None:
     megatron_flags.refuse_stray(args, given)
     platform.choose()
 
-    from openrlhf_gtpo.integration.command_line.guard import check_openrlhf
     from openrlhf_gtpo.scoring.inputs import ScoreModel, check
     from openrlhf_gtpo.scoring.score import score
+    from openrlhf_gtpo.training.settings.guard import check_openrlhf
 
     check_openrlhf()
     from openrlhf.utils.config import hierarchize

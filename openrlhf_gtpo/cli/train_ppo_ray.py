@@ -18,16 +18,16 @@ from openrlhf_gtpo.cli import hide_key
 if __name__ == "__main__":
     hide_key()
 
+from openrlhf_gtpo.checkpoints.folder import newest_whole
 from openrlhf_gtpo.errors import STOPPED_STATUS, Restartable, StoppedOnRequest, TrainingStopped, UsageError
-from openrlhf_gtpo.integration.checks.live_runs import alone
-from openrlhf_gtpo.integration.checks.results import check_earlier_runs, checkpoint_folders, way_on
-from openrlhf_gtpo.integration.controller import stop
-from openrlhf_gtpo.integration.controller.wandb_run import WandbRun
-from openrlhf_gtpo.integration.run import check, parse, train
-from openrlhf_gtpo.launch.process_tree import HUNG, run_and_clear
-from openrlhf_gtpo.launch.ray_node import close_own_ray
-from openrlhf_gtpo.megatron.checkpoint.folder import newest_whole
 from openrlhf_gtpo.report.heartbeat import Heartbeat
+from openrlhf_gtpo.tools.launch.process_tree import HUNG, run_and_clear
+from openrlhf_gtpo.tools.launch.ray_node import close_own_ray
+from openrlhf_gtpo.training.checks.live_runs import alone
+from openrlhf_gtpo.training.checks.results import check_earlier_runs, checkpoint_folders, way_on
+from openrlhf_gtpo.training.controller import stop
+from openrlhf_gtpo.training.controller.wandb_run import WandbRun
+from openrlhf_gtpo.training.run import check, parse, train
 
 _SUPERVISED = "OPENRLHF_GTPO_SUPERVISED"  # in the environment of a run that a supervisor has started
 

@@ -33,8 +33,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _view(args: argparse.Namespace) -> None:
     from openrlhf_gtpo.report.rollouts import find_dumps, read_dump
-    from openrlhf_gtpo.view.credit import read_methods
-    from openrlhf_gtpo.view.page import make_page
+    from openrlhf_gtpo.tools.view.credit import read_methods
+    from openrlhf_gtpo.tools.view.page import make_page
 
     if args.max_tokens < 1:
         raise UsageError(f"Expected --max-tokens >= 1, got {args.max_tokens}.")

@@ -28,7 +28,7 @@ def questions_of(run: SimpleNamespace, tokenizer: Any, name: str, split: str) ->
     Args:
         run: arguments with training's ``data``.
     """
-    from openrlhf_gtpo.integration.checks.prompts import Prompts, blending_datasets
+    from openrlhf_gtpo.training.checks.prompts import Prompts, blending_datasets
 
     strategy = SimpleNamespace(args=run, print=lambda *_: None, is_rank_0=lambda: False)
     rows = blending_datasets(name, None, strategy, max_count=run.data.max_samples, dataset_split=split)
@@ -40,7 +40,7 @@ def load_engine(model: str, flags: Mapping[str, Any]) -> Any:
     """A ``vllm.LLM`` with the settings in ``flags``, whose sampler reports entropies if this package supports it."""
     from vllm import LLM
 
-    from openrlhf_gtpo.integration.rollout.rollout_actor import WORKER_EXTENSION
+    from openrlhf_gtpo.training.rollout.rollout_actor import WORKER_EXTENSION
 
     on_cpu = platform.chosen_platform() == "cpu"
     engine = LLM(
@@ -148,7 +148,7 @@ def _sample(engine: Any, batch: Sequence[Any], settings: Mapping[str, Any]) -> l
     """vLLM's result for each question, with a seed that depends only on the settings and the question's number."""
     from vllm import SamplingParams
 
-    from openrlhf_gtpo.integration.checks.models import token_ids
+    from openrlhf_gtpo.training.checks.models import token_ids
 
     names = ("n", "temperature", "top_p", "max_tokens")
     chosen = {name: settings[name] for name in names}
@@ -173,7 +173,7 @@ def _graded(
     source: str,
     threads: ThreadPoolExecutor,
 ) -> dict[str, Any]:
-    from openrlhf_gtpo.integration.rollout.rewards import reason_of, reward_and_score
+    from openrlhf_gtpo.training.rollout.rewards import reason_of, reward_and_score
 
     (prompt, label), outputs, decode = question, result.outputs, engine.get_tokenizer().decode
     # As in training: an answer that is decoded alone may lose its first space.
@@ -197,7 +197,7 @@ def _graded(
 
 
 def _mean_entropies(outputs: Sequence[Any]) -> list[float] | None:
-    from openrlhf_gtpo.integration.rollout.sampler_calls import entropies
+    from openrlhf_gtpo.training.rollout.sampler_calls import entropies
 
     if any(output.logprobs is None for output in outputs):  # not requested
         return None

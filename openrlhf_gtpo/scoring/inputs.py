@@ -9,17 +9,17 @@ from typing import Any
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.integration.checks.models import (
+from openrlhf_gtpo.megatron.fp8.options import Fp8Options, check_fp8
+from openrlhf_gtpo.megatron.parallel.layout import Layout, WorldSizeError, check_layout
+from openrlhf_gtpo.training.checks.models import (
     check_model,
     check_weights_fit,
     load_tokenizer,
     refuse_own_code,
     token_ids,
 )
-from openrlhf_gtpo.integration.command_line.megatron_flags import megatron_flag, refusals_name_flags
-from openrlhf_gtpo.integration.command_line.megatron_overrides import parse_overrides
-from openrlhf_gtpo.megatron.fp8.options import Fp8Options, check_fp8
-from openrlhf_gtpo.megatron.parallel.layout import Layout, WorldSizeError, check_layout
+from openrlhf_gtpo.training.settings.megatron_flags import megatron_flag, refusals_name_flags
+from openrlhf_gtpo.training.settings.megatron_overrides import parse_overrides
 
 _FORMS = 'write {"tokens": [...]} or {"prompt": "...", "response": "..."}'
 

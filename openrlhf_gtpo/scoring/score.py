@@ -148,7 +148,7 @@ def fill_padded(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 def _transformers(model: ScoreModel) -> Iterator[Forward]:
     import transformers
 
-    from openrlhf_gtpo.integration.actors.policy_model import PolicyModel
+    from openrlhf_gtpo.training.actors.policy_model import PolicyModel
 
     if dist.get_rank() > 0 or not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
@@ -182,12 +182,12 @@ def _transformers(model: ScoreModel) -> Iterator[Forward]:
 def _megatron(model: ScoreModel) -> Iterator[Forward]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about what a host lacks for training
-        from openrlhf_gtpo.integration.actors.micro_batches import fill_micro_batches
-        from openrlhf_gtpo.integration.command_line.megatron_flags import refusals_name_flags
-        from openrlhf_gtpo.integration.command_line.megatron_overrides import parse_overrides
         from openrlhf_gtpo.megatron.model.policy import ModelOptions, load_model
         from openrlhf_gtpo.megatron.parallel import groups
         from openrlhf_gtpo.megatron.train import schedule
+        from openrlhf_gtpo.training.actors.micro_batches import fill_micro_batches
+        from openrlhf_gtpo.training.settings.megatron_flags import refusals_name_flags
+        from openrlhf_gtpo.training.settings.megatron_overrides import parse_overrides
 
         groups.initialize(model.layout, seed=0)
         options = ModelOptions(

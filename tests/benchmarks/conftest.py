@@ -2,4 +2,4 @@
 with a tokenizer, and a Ray that must not start.
 """
 
-from tests.integration.conftest import actor_model, no_engine  # noqa: F401  # fixtures
+from tests.training.conftest import actor_model, no_engine  # noqa: F401  # fixtures

@@ -10,7 +10,7 @@ import pytest
 
 from openrlhf_gtpo.benchmarks.actor import trainer_argv
 from openrlhf_gtpo.cli import benchmark
-from openrlhf_gtpo.integration import run as trainer
+from openrlhf_gtpo.training import run as trainer
 
 
 @pytest.mark.parametrize("estimator", ["group_norm", "gtpo"])

@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from openrlhf_gtpo.cli import doctor
-from openrlhf_gtpo.integration.controller import cluster_checks
+from openrlhf_gtpo.training.controller import cluster_checks
 
 ROW = "580.65.06, NVIDIA H100 80GB HBM3, 4, Default"
 
@@ -186,7 +186,7 @@ def test_the_recipe_that_is_in_force_after_the_actors_imports(
     kinds = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
     scaling = SimpleNamespace(**{kind: SimpleNamespace(power_2_scale=power_of_two) for kind in kinds})
     monkeypatch.setattr(doctor.metadata, "version", installed)
-    stand_in(monkeypatch, "openrlhf_gtpo.integration.actors.megatron_actor")
+    stand_in(monkeypatch, "openrlhf_gtpo.training.actors.megatron_actor")
     stand_in(monkeypatch, "transformer_engine")
     stand_in(monkeypatch, "transformer_engine.common")
     stand_in(monkeypatch, "transformer_engine.common.recipe", Float8BlockScaling=scaling)
@@ -197,7 +197,7 @@ def test_the_recipe_that_is_in_force_after_the_actors_imports(
 
 def test_an_import_that_fails_is_one_line(gpus: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.metadata, "version", lambda name: "2.11.0")
-    monkeypatch.setitem(sys.modules, "openrlhf_gtpo.integration.actors.megatron_actor", None)
+    monkeypatch.setitem(sys.modules, "openrlhf_gtpo.training.actors.megatron_actor", None)
     gpus(ROW)
     assert said("Transformer Engine", capsys)[1].startswith("ModuleNotFoundError: ")
 

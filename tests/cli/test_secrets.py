@@ -14,8 +14,8 @@ import pytest
 
 from openrlhf_gtpo.cli import hide_key
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.integration.command_line import upstream_parser
-from openrlhf_gtpo.launch.ray_node import close_own_ray
+from openrlhf_gtpo.tools.launch.ray_node import close_own_ray
+from openrlhf_gtpo.training.settings import upstream_parser
 
 KEY = "0123456789abcdef" * 2 + "deadbeef"
 RUN = ["--reward.remote_url", "reward.py", "--vllm.num_engines", "1"]

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from openrlhf_gtpo.checkpoints.folder import write_manifest
 from openrlhf_gtpo.cli import train_ppo_ray
 from openrlhf_gtpo.errors import Restartable, StoppedOnRequest, TrainingStopped, UsageError
-from openrlhf_gtpo.launch.process_tree import HUNG
-from openrlhf_gtpo.megatron.checkpoint.folder import write_manifest
 from openrlhf_gtpo.report import heartbeat
 from openrlhf_gtpo.report.heartbeat import Heartbeat
+from openrlhf_gtpo.tools.launch.process_tree import HUNG
 
 Run = Callable[[Sequence[str], Mapping[str, str], Callable[[], bool]], int]
 

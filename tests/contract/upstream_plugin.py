@@ -12,9 +12,9 @@ platform.activate()
 
 from openrlhf.trainer.ray import ppo_actor  # noqa: E402
 
-from openrlhf_gtpo.integration import patch, run  # noqa: E402
-from openrlhf_gtpo.integration.actors.policy_actor import DeepspeedActorTrainer  # noqa: E402
-from openrlhf_gtpo.integration.actors.policy_model import PolicyModel  # noqa: E402
+from openrlhf_gtpo.training import patch, run  # noqa: E402
+from openrlhf_gtpo.training.actors.policy_actor import DeepspeedActorTrainer  # noqa: E402
+from openrlhf_gtpo.training.actors.policy_model import PolicyModel  # noqa: E402
 
 patch.apply(
     run.parse(["--reward.remote_url", "none", "--vllm.num_engines", "1", "--algo.advantage.estimator", "gtpo"])

@@ -14,8 +14,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from openrlhf_gtpo.integration.command_line import guard
 from openrlhf_gtpo.megatron.fp8.options import TRANSFORMER_ENGINE
+from openrlhf_gtpo.training.settings import guard
 
 # Packages on which the two environments cannot agree, and why.
 DIFFERENT = {

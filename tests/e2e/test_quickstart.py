@@ -12,10 +12,9 @@ import psutil
 import pytest
 
 from openrlhf_gtpo.cli import ask, view
-from openrlhf_gtpo.integration import run
-from openrlhf_gtpo.integration.command_line import host
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import read_runs
+from openrlhf_gtpo.training import host, run
 from tests.e2e.conftest import REWARD, ROOT
 from tests.e2e.phases import check_phases
 

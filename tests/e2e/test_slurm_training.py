@@ -1,7 +1,7 @@
 """The Megatron actor in a real SLURM, on two nodes of this machine: the engine samples from the trained weights, and a
 job that loses a node is requeued and goes on from its checkpoint, at another layout.
 
-tests/launch/test_slurm.py shows without training that a request to stop requeues a job too, and that a folder which
+tests/tools/launch/test_slurm.py shows without training that a request to stop requeues a job too, and that a folder which
 one node does not share is reported; test_stop.py shows what the trainer makes of the request.
 """
 
@@ -18,8 +18,8 @@ from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.rollouts import read_dump
 from tests.e2e.conftest import Finished
 from tests.e2e.holding import Hold
-from tests.launch.conftest import Job, cluster, submit  # noqa: F401  # a fixture
 from tests.slurm_cluster import SlurmCluster, until
+from tests.tools.launch.conftest import Job, cluster, submit  # noqa: F401  # a fixture
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 

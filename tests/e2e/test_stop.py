@@ -21,10 +21,10 @@ import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from openrlhf_gtpo.integration.controller.checkpoint_disk import checkpoint_bytes, parameters_of
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.metrics import read_runs
 from openrlhf_gtpo.report.rollouts import find_dumps, read_settings
+from openrlhf_gtpo.training.controller.checkpoint_disk import checkpoint_bytes, parameters_of
 from tests.e2e.conftest import Finished, finish
 from tests.e2e.holding import Hold
 from tests.slurm_cluster import until

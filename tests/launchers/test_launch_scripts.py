@@ -15,9 +15,9 @@ from launcher_runs import PRESETS, ROOT, SCRIPTS, resolved, run_script
 
 from openrlhf_gtpo.algorithms import SURROGATES
 from openrlhf_gtpo.cli import plan
-from openrlhf_gtpo.integration import run
-from openrlhf_gtpo.integration.command_line.megatron_flags import fp8_of, layout_of
-from openrlhf_gtpo.planner.assumptions import Assumptions
+from openrlhf_gtpo.tools.planner.assumptions import Assumptions
+from openrlhf_gtpo.training import run
+from openrlhf_gtpo.training.settings.megatron_flags import fp8_of, layout_of
 
 PAPER = {"gtpo": ("gtpo", {"alpha1": 1.0, "alpha2": 0.1}), "grpo_s": ("grpo_s", {"beta1": 1.0, "beta2": 0.1})}
 

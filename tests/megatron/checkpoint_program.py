@@ -12,10 +12,10 @@ import torch
 from families import ragged_rows
 from logits_program import all_actions, on
 
+from openrlhf_gtpo.checkpoints.folder import newest_whole
 from openrlhf_gtpo.megatron.checkpoint import state as checkpoint_state
 from openrlhf_gtpo.megatron.checkpoint import writer as checkpoint_writer
 from openrlhf_gtpo.megatron.checkpoint.checkpoints import Checkpoints
-from openrlhf_gtpo.megatron.checkpoint.folder import newest_whole
 from openrlhf_gtpo.megatron.model.policy import LoadedModel, ModelOptions, load_model
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 from openrlhf_gtpo.megatron.train import trainer as trainer_module

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf_gtpo.megatron.checkpoint import folder as checkpoint_folder
-from openrlhf_gtpo.megatron.checkpoint.files import DamagedError
-from openrlhf_gtpo.megatron.checkpoint.folder import (
+from openrlhf_gtpo.checkpoints import folder as checkpoint_folder
+from openrlhf_gtpo.checkpoints.files import DamagedError
+from openrlhf_gtpo.checkpoints.folder import (
     CheckpointError,
     candidate,
     check_checkpoint,
@@ -179,7 +179,7 @@ def test_weights_alone_do_not_resume_a_training_run(tmp_path: Path) -> None:
 
 def test_the_driver_asks_without_megatron_or_torch() -> None:
     program = (
-        "import openrlhf_gtpo.megatron.checkpoint.folder, sys; "
+        "import openrlhf_gtpo.checkpoints.folder, sys; "
         "print({'torch', 'megatron', 'transformers'} & {name.split('.')[0] for name in sys.modules})"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -306,7 +306,7 @@ def damaged(tmp_path: Path) -> Path:
 def test_a_warning_says_what_was_wrong_and_where_it_is_now(
     alone: None, damaged: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from openrlhf_gtpo.megatron.checkpoint.together import choose
+    from openrlhf_gtpo.checkpoints.together import choose
 
     folder = damaged.parent
     assert choose([folder.parent]) == folder.with_name("t1")
@@ -321,7 +321,7 @@ def test_a_folder_in_which_nothing_can_be_set_aside(
     alone: None, damaged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks fail, not the first alone."""
-    from openrlhf_gtpo.megatron.checkpoint.together import choose
+    from openrlhf_gtpo.checkpoints.together import choose
 
     def refuse(path: Path, target: Path) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))

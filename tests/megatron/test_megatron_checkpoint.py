@@ -20,9 +20,9 @@ from families import SHALLOW, make_checkpoint
 from rank_pool import RankPool
 from transformers import AutoConfig
 
+from openrlhf_gtpo.checkpoints.files import CheckpointError
+from openrlhf_gtpo.checkpoints.folder import check_checkpoint, newest_whole
 from openrlhf_gtpo.megatron.checkpoint import state
-from openrlhf_gtpo.megatron.checkpoint.files import CheckpointError
-from openrlhf_gtpo.megatron.checkpoint.folder import check_checkpoint, newest_whole
 from openrlhf_gtpo.megatron.parallel.layout import Layout
 
 SAVED_AT = Layout(tensor_model_parallel_size=2)

@@ -13,12 +13,12 @@ from rank_pool import RankPool
 from openrlhf_gtpo.algorithms import GRPOSConfig, GTPOConfig
 from openrlhf_gtpo.cli.report import main
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.integration.credit.entropy_credit import EntropyCredit
 from openrlhf_gtpo.megatron.fp8.options import Fp8Options
 from openrlhf_gtpo.report.fp8_page import table, verdict
 from openrlhf_gtpo.scoring import fp8_report, score
 from openrlhf_gtpo.scoring.fp8_report import QUANTILES, compare, read_credit
 from openrlhf_gtpo.scoring.inputs import ScoreModel
+from openrlhf_gtpo.training.credit.entropy_credit import EntropyCredit
 
 LENGTHS = [5, 9, 4, 12, 7, 6]
 

@@ -108,7 +108,7 @@ def test_a_dump_without_credit_or_of_other_tokens_is_refused(
     rollout: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dump = tmp_path / "step_000001.parquet"
-    loads = "openrlhf_gtpo.integration.checks.models.load_tokenizer"
+    loads = "openrlhf_gtpo.training.checks.models.load_tokenizer"
     monkeypatch.setattr(loads, lambda *of: SimpleNamespace(get_vocab=lambda: {"a": 0}))
     write_dump(dump, {"step": 1, "estimator": "gtpo", "config": {}, "vocabulary": "x", "model": "other"}, rollout)
     assert main(["mismatch", str(dump), "--model", "MODEL"]) == 2

@@ -29,7 +29,7 @@ def bundle() -> Iterator[Any]:
     import os
 
     from openrlhf_gtpo import platform
-    from openrlhf_gtpo.integration.command_line import host
+    from openrlhf_gtpo.training import host
 
     os.environ.setdefault(platform.PLATFORM_VARIABLE, platform.detect())
     platform.activate()
@@ -95,7 +95,7 @@ class Synced:
         from openrlhf.trainer.ray import vllm_engine
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from openrlhf_gtpo.integration.rollout.rollout_actor import StrictRolloutActor
+        from openrlhf_gtpo.training.rollout.rollout_actor import StrictRolloutActor
 
         self.workers, self.temperature = workers, temperature
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -183,7 +183,7 @@ class Synced:
         import ray
         from vllm import SamplingParams
 
-        from openrlhf_gtpo.integration.rollout.samples_generator import NumberedLabel
+        from openrlhf_gtpo.training.rollout.samples_generator import NumberedLabel
 
         prompt = "".join(chr(32 + i * i % (VOCABULARY - 2)) for i in range(prompt_tokens))
         asked = SamplingParams(temperature=self.temperature, top_k=-1, min_tokens=1, **params)

@@ -20,23 +20,23 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 from torch.distributed import get_rank, get_world_size
 
-from openrlhf_gtpo.megatron.checkpoint import folder as checkpoint_folder
-from openrlhf_gtpo.megatron.checkpoint import state as checkpoint_state
-from openrlhf_gtpo.megatron.checkpoint.export import copy_side_files
-from openrlhf_gtpo.megatron.checkpoint.files import CheckpointError, HashedFile
-from openrlhf_gtpo.megatron.checkpoint.folder import (
+from openrlhf_gtpo.checkpoints import folder as checkpoint_folder
+from openrlhf_gtpo.checkpoints.files import CheckpointError, HashedFile
+from openrlhf_gtpo.checkpoints.folder import (
     SIDE_FILES,
     TRAINING_STATE,
     CheckpointWriteError,
     check_checkpoint,
 )
+from openrlhf_gtpo.checkpoints.together import agree, choose, publish, put_in_order, verify
+from openrlhf_gtpo.megatron.checkpoint import state as checkpoint_state
+from openrlhf_gtpo.megatron.checkpoint.export import copy_side_files
 from openrlhf_gtpo.megatron.checkpoint.state import dtype_name, model_and_trainer
-from openrlhf_gtpo.megatron.checkpoint.together import agree, choose, publish, put_in_order, verify
 from openrlhf_gtpo.megatron.checkpoint.writer import RankWrite, ThreadStrategy
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
-from openrlhf_gtpo.megatron.parallel.agreement import all_gather_objects, failure_of, from_first_rank, raise_together
 from openrlhf_gtpo.megatron.parallel.host import HostMemory, megatron_calls
 from openrlhf_gtpo.megatron.train.trainer import Trainer
+from openrlhf_gtpo.platform.agreement import all_gather_objects, failure_of, from_first_rank, raise_together
 
 _RESERVE_BYTES = 64 * 2**20
 

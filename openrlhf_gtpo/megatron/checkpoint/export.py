@@ -14,13 +14,13 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
-from openrlhf_gtpo.megatron.checkpoint.folder import CheckpointWriteError
+from openrlhf_gtpo.checkpoints.folder import CheckpointWriteError
 from openrlhf_gtpo.megatron.checkpoint.state import dtype_name, model_and_trainer
 from openrlhf_gtpo.megatron.fp8.weights import in_high_precision
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
 from openrlhf_gtpo.megatron.model.weights import FullWeights
-from openrlhf_gtpo.megatron.parallel.agreement import failure_of, from_first_rank, raise_together
 from openrlhf_gtpo.megatron.train.trainer import Trainer
+from openrlhf_gtpo.platform.agreement import failure_of, from_first_rank, raise_together
 from openrlhf_gtpo.platform.files import INDEX, SIDE_FILE_PATTERNS, model_folder, share_weights
 
 BUCKET_BYTES = 64 * 2**20  # gathered at once

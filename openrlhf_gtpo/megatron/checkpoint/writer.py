@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_
 from torch.overrides import TorchFunctionMode
 from torch.utils.serialization import config as serialization
 
-from openrlhf_gtpo.megatron.checkpoint.files import Entry, HashedFile
-from openrlhf_gtpo.megatron.parallel.agreement import failure_of
+from openrlhf_gtpo.checkpoints.files import Entry, HashedFile
 from openrlhf_gtpo.megatron.parallel.host import HostMemory, on_cuda
+from openrlhf_gtpo.platform.agreement import failure_of
 
 _ALIGNMENT = 64  # bytes, of each tensor's copy
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from openrlhf_gtpo.megatron.fp8.weights import in_high_precision
 from openrlhf_gtpo.megatron.model.bridge import EXPERTS
 from openrlhf_gtpo.megatron.model.policy import LoadedModel
-from openrlhf_gtpo.megatron.parallel.agreement import all_gather_objects
 from openrlhf_gtpo.megatron.parallel.host import device
+from openrlhf_gtpo.platform.agreement import all_gather_objects
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Checkpoints of either backend: folders, manifests, checksums, and what ranks agree on about them."""

@@ -1,0 +1,1 @@
+"""What stands beside training: nothing that trains imports it."""

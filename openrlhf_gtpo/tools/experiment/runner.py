@@ -1,0 +1,193 @@
+"""Runs an experiment's trainings one after another, each in its folder, and resumes after an interruption.
+
+Several hosts that run the same command share the work through the folder: a run belongs to whoever has its lock.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from openrlhf_gtpo.errors import STOPPED_STATUS, UsageError
+from openrlhf_gtpo.platform.files import replace_text
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.metrics import Rows, read_runs
+from openrlhf_gtpo.report.watch import describe
+from openrlhf_gtpo.tools.experiment.grid import Grid, Run, words
+from openrlhf_gtpo.tools.launch.process_tree import run_and_clear
+
+_SIGNALS = range(129, 256)  # exit statuses after a signal to this process or to the run
+
+
+def is_finished(run: Run, grid: Grid) -> bool:
+    """True if ``run`` has completed, and its model was evaluated if the grid asks for it."""
+    return is_trained(run) and (grid.evaluate is None or (run.folder / "evaluation" / "flags.json").is_file())
+
+
+def check_folders(grid: Grid) -> None:
+    """Refuse a folder with a run that was trained or evaluated with flags other than ``grid`` gives it.
+
+    Raises:
+        UsageError: there is such a run, which is named with the flag, or the folder has other files.
+    """
+    if grid.output.exists() and not grid.output.is_dir():
+        raise UsageError(f"output {grid.output} is not a folder; name another.")
+    for run in grid.runs:
+        if grid.evaluate is not None:
+            _refuse_others(run.folder / "evaluation", "evaluated", grid.evaluate)
+        _refuse_others(run.folder, "run", run.flags)
+        there = {path.name for path in run.folder.glob("[!.]*")}
+        if there - {"lock"} and "flags.json" not in there:
+            raise UsageError(f"{run.folder} has files that are not runs of this experiment; name another output.")
+
+
+def _refuse_others(folder: Path, done: str, flags: Mapping[str, Any]) -> None:
+    file = folder / "flags.json"
+    if not file.exists():
+        return
+    theirs, ours = json.loads(file.read_text()), json.loads(json.dumps(flags))
+    for flag in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(flag) != ours.get(flag):
+            raise UsageError(
+                f"{folder} was {done} with --{flag} {theirs.get(flag)}, and the experiment now has "
+                f"{ours.get(flag)}; name another output, or remove that folder."
+            )
+
+
+def run_all(grid: Grid) -> list[str]:
+    """Make every run that is not finished and that no other process is making. On a terminal, a bar shows what is
+    done, what the current run is doing, and the time that is left for training if each takes as long as those before.
+
+    Returns:
+        a sentence for each run that failed, which has been printed; its log says why.
+
+    Raises:
+        KeyboardInterrupt: a signal or a request to stop ended a run.
+    """
+    failures: list[str] = []
+    spent: dict[Path, float] = {}  # seconds of finished runs, whose files are read once
+    console = Console(stderr=True)
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=len(grid.runs))
+
+        def show(run: Run) -> bool:
+            """Update the bar. Returns False, which says that nothing hangs (``run_and_clear``)."""
+            if console.is_terminal:
+                for one in grid.runs:
+                    if one.folder not in spent and is_finished(one, grid):
+                        spent[one.folder] = _seconds(read_runs(one.folder)[-1])
+                text = f"{_doing(run)}{_left(list(spent.values()), len(grid.runs))}"
+                progress.update(bar, completed=len(spent), description=text)
+            return False
+
+        for run in grid.runs:
+            with _locked(run.folder) as mine:
+                if mine and not is_finished(run, grid):
+                    finished = sum(is_finished(one, grid) for one in grid.runs)
+                    say(f"{run}: {run.folder} ({finished} of {len(grid.runs)} runs are finished)")
+                    for failure in _make(run, grid, partial(show, run)):
+                        failures.append(failure)
+                        say(failure)
+                    show(run)
+                elif not mine:
+                    say(f"{run}: another process makes it.")
+    return failures
+
+
+def _make(run: Run, grid: Grid, show: Callable[[], bool]) -> list[str]:
+    log = run.folder / "log"
+    if not is_trained(run):
+        resume = ["--ckpt.load_enable"] if has_checkpoint(run) else []
+        if not resume:  # half a run counts nowhere
+            for name in ("metrics.jsonl", "model", "model_critic", "checkpoints"):
+                path = run.folder / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        replace_text(run.folder / "flags.json", json.dumps(run.flags, indent=1) + "\n")
+        status, how = _call("openrlhf_gtpo.cli.train_ppo_ray", [*words(run.flags), *resume], log, show)
+        if status or not is_trained(run):
+            return [f"{run} {how}"]
+    if grid.evaluate is not None:
+        flags = grid.evaluate | {"model": run.folder / "model", "output": run.folder / "evaluation"}
+        status, how = _call("openrlhf_gtpo.cli.evaluate", words(flags), log, show)
+        if status:
+            return [f"The evaluation of {run} {how}"]
+        replace_text(run.folder / "evaluation" / "flags.json", json.dumps(grid.evaluate, indent=1) + "\n")
+    return []
+
+
+def _call(module: str, argv: Sequence[str], log: Path, show: Callable[[], bool]) -> tuple[int, str]:
+    """Run ``python3 -m module argv`` with its output appended to ``log``, and leave none of its processes behind;
+    call ``show`` meanwhile, about once a second. Return its status, and how it ended as a clause."""
+    start = log.stat().st_size if log.exists() else 0
+    shell = ["sh", "-c", 'log=$1; shift; exec "$@" >>"$log" 2>&1', "sh", str(log)]
+    command = [*shell, sys.executable, "-m", module, *argv]
+    status = run_and_clear(command, os.environ, patience=60.0, hangs=show)
+    if status in _SIGNALS or status == STOPPED_STATUS:
+        raise KeyboardInterrupt
+    return status, f"ended with status {status} ({log}): {_last_words(log, start)}"
+
+
+def has_checkpoint(run: Run) -> bool:
+    """True if the training of ``run`` goes on from a checkpoint; without one it starts anew."""
+    return any((run.folder / "checkpoints" / "_actor").glob("*"))
+
+
+def is_trained(run: Run) -> bool:
+    """True if the training of ``run`` has completed; its evaluation may be missing."""
+    # Any other error, as of a shared folder, does not say that it has no metrics, for which its model is removed.
+    with suppress(FileNotFoundError), (run.folder / "metrics.jsonl").open(), suppress(ValueError):
+        return any(row.get("ended") for row in read_runs(run.folder)[-1])
+    return False
+
+
+def _last_words(log: Path, start: int) -> str:
+    """The last message of a command of this package from byte ``start`` on, or the last line of any."""
+    lines = log.read_bytes()[start:].decode(errors="replace").strip().splitlines() if log.exists() else []
+    own = [line for line in lines if line.startswith(("train_ppo_ray", "evaluate:"))]
+    return (own or lines or ["it said nothing"])[-1][:500]
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Lock ``folder`` until the end of the block or of the process; yields False if another process has the lock."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def _doing(run: Run) -> str:
+    with suppress(ValueError):
+        rows = [row for row in read_runs(run.folder)[-1] if row["kind"] != names.KIND_RUN]
+        if rows:
+            return f"{run}: step {rows[-1]['step']}  {describe(rows[-1])}"
+    return f"{run}: starting"
+
+
+def _seconds(rows: Rows) -> float:
+    """How long a run took, without the time between an interruption and the start that went on with it."""
+    parts = pairwise(rows)
+    return sum(b["time"] - a["time"] for a, b in parts if b["kind"] != names.KIND_RUN or b.get("ended"))
+
+
+def _left(spent: Sequence[float], runs: int) -> str:
+    if not spent:
+        return ""
+    return f"; about {timedelta(seconds=round(sum(spent) / len(spent) * (runs - len(spent))))} of training left"

@@ -1,0 +1,219 @@
+"""One HTML file of dumps: Python computes and packs the numbers, and ``page.js`` is what the browser does with them.
+
+A token's number takes 16 bits: three significant digits and a power of ten, which is what the page prints.
+"""
+
+import base64
+import hashlib
+import json
+import random
+import zlib
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from openrlhf_gtpo import __version__
+from openrlhf_gtpo.algorithms import ESTIMATORS, CreditParts
+from openrlhf_gtpo.report.rollouts import RolloutDump
+from openrlhf_gtpo.tools.view.credit import Method, credit
+
+_LOWEST = -20  # power of ten of code 0 << 11; there are 32
+_SAME = 1e-5  # difference, over the largest value, up to which recomputed advantages count as the run's
+_MISSING = {
+    "entropy": "entropies, without which there is no share, reward or re-credit",
+    "log_probs": "log-probs of the policy",
+    "rollout_log_probs": "the sampler's log-probs",
+    "ratio": "the ratio of the trained to the old policy, and what was clipped",
+}
+
+
+class Packed:
+    """What the page holds only once: arrays as compressed text, and the texts of tokens and prompts."""
+
+    def __init__(self) -> None:
+        self.arrays: list[str] = []
+        self.pieces: dict[str, int] = {}
+        self.prompts: dict[str, int] = {}
+
+    def array(self, values: np.ndarray) -> int:
+        """Add an array as text (bytes of equal significance together, deflated, base64); return its index."""
+        planes = values.view(np.uint8).reshape(len(values), values.itemsize).T.tobytes()
+        self.arrays.append(base64.b64encode(zlib.compress(planes, 7)).decode())
+        return len(self.arrays) - 1
+
+
+def decimal_codes(values: np.ndarray) -> np.ndarray:
+    """(N,) uint16: (power of ten + 20) << 11 | three signed digits + 1024; digits of -1024 are NaN."""
+    size = np.abs(values.astype(np.float64))
+    good = np.isfinite(size)
+    size = np.where(good & (size >= 10.0 ** (_LOWEST + 2)), size, 0)
+    power = np.where(size > 0, np.floor(np.log10(np.where(size > 0, size, 1))) - 2, _LOWEST).astype(int)
+    up, down = 10.0 ** np.maximum(-power, 0), 10.0 ** np.maximum(power, 0)
+    digits = np.rint(size * up / down)
+    carried = digits >= 1000
+    power, digits = power + carried, np.where(carried, 100, digits)
+    codes = (np.clip(power - _LOWEST, 0, 31) << 11) | (np.copysign(digits, values) + 1024).astype(int)
+    return np.where(good, codes, 0).astype(np.uint16)
+
+
+def make_page(dumps: Sequence[RolloutDump], methods: Sequence[Method], max_tokens: int) -> tuple[str, list[str]]:
+    """The page, and what it does not show, in sentences.
+
+    Args:
+        dumps: one per step.
+        methods: how their rollouts are credited; the first is shown first.
+        max_tokens: tokens of all steps; beyond that, each step shows a sample of its groups.
+    """
+    packed = Packed()
+    everything = sum(len(dump.columns["tokens"].values) for dump in dumps)
+    steps = [_step(dump, methods, min(1.0, max_tokens / max(1, everything)), packed) for dump in dumps]
+    notes = sorted({note for step in steps for note in step["notes"]})
+    data = {
+        "version": __version__,
+        "methods": [_method(method) for method in methods],
+        "steps": steps,
+        "prompts": list(packed.prompts),
+        "pieces": list(packed.pieces),
+    }
+    return _html(data, packed.arrays), notes
+
+
+def _method(method: Method) -> dict[str, Any]:
+    config, estimator = method.config, ESTIMATORS[method.name]
+    return {
+        "label": method.label,
+        "level": estimator.level,
+        "compare": getattr(config, "compare", None),
+        "mean": getattr(config, "entropy_mean", "arithmetic"),
+        "entropy_eps": getattr(config, "entropy_eps", None),
+        "rewards": [estimator.formula and estimator.formula(config, succeeded) for succeeded in (False, True)],
+        "settings": ", ".join(f"{name} {value}" for name, value in vars(config).items()),
+        "known": estimator.formula is not None,
+    }
+
+
+def _step(dump: RolloutDump, methods: Sequence[Method], part: float, packed: Packed) -> dict[str, Any]:
+    columns, settings = dump.columns, dump.settings
+    notes = [f"Not in the dump: {what}." for name, what in _MISSING.items() if columns[name] is None]
+    if len(columns["row"]) < settings["batch_rows"]:
+        notes.append("A dump holds a sample of a step's groups; statistics over a batch are of that sample.")
+    rows = _sampled_rows(dump, part)
+    if len(rows) < len(columns["row"]):
+        notes.append("More tokens than --max-tokens: the page shows a sample of the groups, credited among all.")
+
+    token_rows: np.ndarray = np.repeat(np.arange(len(columns["row"])), np.diff(columns["mask"].offsets))
+    shown = np.isin(token_rows, rows)
+    mask = columns["mask"].values[shown]
+    lengths = np.diff(columns["mask"].offsets)[rows]
+
+    def of_rows(values: Any) -> list[Any]:
+        return [_printed(values[row].item()) for row in rows]
+
+    def of_tokens(values: np.ndarray) -> int:
+        return packed.array(decimal_codes(np.where(mask, values[shown], np.nan)))
+
+    def of_column(name: str) -> int | None:
+        return None if columns[name] is None else of_tokens(columns[name].values)
+
+    def of_batch(values: Tensor) -> np.ndarray:
+        """(B, T) to the tokens of all rows, one row after another."""
+        width = np.diff(columns["mask"].offsets)[:, None]
+        array: np.ndarray = values.numpy()
+        return array[np.arange(array.shape[1]) < width]
+
+    def of_part(values: Tensor | None) -> Any:
+        return None if values is None else of_tokens(of_batch(values)) if values.dim() == 2 else of_rows(values)
+
+    credits: list[Any] = []
+    own_is_shown = False  # whether a method has the run's own advantages
+    for method in methods:
+        try:
+            made = credit(dump, method)
+        except ValueError as error:
+            credits.append(None)
+            notes.append(f"Not credited by {method.label}: {error}")
+            continue
+        advantages = of_batch(made.advantages)
+        own_is_shown |= method.name == settings["estimator"] and _equal(advantages, columns["advantages"].values)
+        parts = {name: of_part(getattr(made.parts, name, None)) for name in CreditParts._fields}
+        credits.append({"success": made.success[rows].int().tolist(), "advantage": of_tokens(advantages), **parts})
+
+    counted, num_rows = columns["mask"].values, len(columns["row"])
+    sums = np.bincount(token_rows, columns["advantages"].values * counted, num_rows)
+    means = sums / np.maximum(1, np.bincount(token_rows, counted, num_rows))  # 0 for a row without action tokens
+    pieces = columns["pieces"].values[shown]
+    ids = packed.pieces
+    return {
+        "step": dump.step,
+        "notes": notes,
+        "settings": {name: value for name, value in settings.items() if name not in ("config", "version")},
+        "offsets": np.concatenate([[0], lengths.cumsum()]).tolist(),
+        "row": columns["row"][rows].tolist(),
+        "group": columns["group"][rows].tolist(),
+        "prompt": [packed.prompts.setdefault(columns["prompt"][row], len(packed.prompts)) for row in rows],
+        "outcome": of_rows(columns["outcome"]),
+        "penalty": of_rows(columns["length_penalty"]),
+        "truncated": columns["truncated"][rows].astype(int).tolist(),
+        "guided": None if columns["guided"] is None else columns["guided"][rows].astype(int).tolist(),
+        "advantage": of_rows(means),
+        "pieces": packed.array(np.array([ids.setdefault(piece, len(ids)) for piece in pieces], np.uint32)),
+        "mask": packed.array(mask.astype(np.uint8)),
+        "entropy": of_column("entropy"),
+        "log_prob": of_column("log_probs"),
+        "sampler": of_column("rollout_log_probs"),
+        "ratio": of_column("ratio"),
+        "clipped": of_column("clipped"),
+        "trained": None if own_is_shown else of_tokens(columns["advantages"].values),
+        "credits": credits,
+    }
+
+
+def _sampled_rows(dump: RolloutDump, part: float) -> np.ndarray:
+    """Rows of random groups with at most ``part`` of all tokens, but at least one group, in the dump's order."""
+    group = dump.columns["group"]
+    if part == 1:
+        return np.arange(len(group))
+    order = sorted(set(group.tolist()))
+    random.Random(dump.step).shuffle(order)
+    lengths = np.diff(dump.columns["tokens"].offsets)
+    room = part * lengths.sum()
+    chosen: list[int] = []
+    for one in order:
+        room -= lengths[group == one].sum()
+        if chosen and room < 0:
+            break
+        chosen.append(one)
+    return np.flatnonzero(np.isin(group, chosen))
+
+
+def _equal(one: np.ndarray, other: np.ndarray) -> bool:
+    return bool(np.abs(one - other).max(initial=0) <= _SAME * max(1.0, np.abs(other).max(initial=0)))
+
+
+def _printed(value: float) -> float | None:
+    return float(f"{value:.3g}") if np.isfinite(value) else None
+
+
+def _html(data: dict[str, Any], arrays: Sequence[str]) -> str:
+    files = resources.files(__package__)
+    page, style, script = ((files / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
+
+    def allowed(text: str) -> str:
+        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    policy = f"default-src 'none'; style-src {allowed(style)}; script-src {allowed(script)}"
+    blocks = "\n".join(f'<script type="text/plain" id="array{i}">{text}</script>' for i, text in enumerate(arrays))
+    # JSON in a script block ends at "<": the text of a response must not end it.
+    numbers = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    for mark, text in (
+        ("POLICY", policy),
+        ("STYLE", style),
+        ("SCRIPT", script),
+        ("ARRAYS", blocks),
+        ("DATA", numbers),
+    ):
+        page = page.replace(f"@{mark}@", text, 1)
+    return page

@@ -1,0 +1,236 @@
+"""Code shared by the actor trainers on DeepSpeed and on Megatron: the loss, the transfer of weights to the engines,
+and writing that a full disk only delays."""
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from typing import Any
+
+import ray
+import ray.util.state
+import torch
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
+from ray.exceptions import ActorUnavailableError
+from torch import Tensor
+
+from openrlhf_gtpo.errors import Restartable, TrainingStopped, last_error
+from openrlhf_gtpo.platform.agreement import all_gather_objects
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.training.actors.guide_ratios import GuideRatios
+from openrlhf_gtpo.training.actors.token_ratios import TokenRatios
+from openrlhf_gtpo.training.credit.guide_rows import guide_rows, info_rows
+from openrlhf_gtpo.training.credit.loss import (
+    LossInputs,
+    LossOutputs,
+    StepTotals,
+    make_policy_loss,
+    micro_batch_loss,
+)
+from openrlhf_gtpo.weight_sync.buckets import Weights
+from openrlhf_gtpo.weight_sync.receipts import WeightSyncError
+from openrlhf_gtpo.weight_sync.sender import ColocatedSender, Engine, WeightSender, gather, ray_engine
+
+# Seconds that engines have to start: the trainer's other ranks wait an hour for the first (`setup_distributed`).
+_START_LIMIT = 45 * 60.0
+_AGAIN = 1.0
+_LOG_LINES = 5
+_TRIES, _WAIT = 60, 30  # the wait in seconds
+_READ_INFO = (names.GROUPS_CORRECT, names.GROUPS_ACCURACY)
+
+
+def wait_for_engines(
+    engines: Sequence[Any],
+    what: str = "vLLM engine",
+    limit: float = _START_LIMIT,
+    report_every: float = 60.0,
+) -> None:
+    """Wait until every engine has loaded and compiled its model, reporting from time to time which have not.
+
+    The weight-transfer group that they join next gives up after 300 s (vllm 0.29.0, distributed/utils.py,
+    ``StatelessProcessGroup.create``), and a first download or compilation may take longer.
+
+    Args:
+        engines: handles of Ray actors.
+        what: what messages call one of them.
+
+    Raises:
+        Restartable: an engine died, or some are not ready after ``limit`` seconds.
+    """
+    began = time.monotonic()
+    starting = {engine.__ray_ready__.remote().future(): number for number, engine in enumerate(engines)}
+    while starting:
+        ready, _ = wait(starting, timeout=report_every, return_when=FIRST_COMPLETED)
+        waited = time.monotonic() - began
+        for future in ready:
+            number = starting.pop(future)
+            failure = future.exception()
+            if isinstance(failure, ActorUnavailableError):  # Ray is restarting it
+                time.sleep(_AGAIN)
+                starting[engines[number].__ray_ready__.remote().future()] = number
+            elif failure is not None:
+                raise Restartable(
+                    f"{what} {number} of {len(engines)} (counted from 0) died {waited:.0f} s after the trainer "
+                    f"began to wait for it: {last_error(failure):.400}{_last_words(engines[number])}"
+                )
+        absent = ", ".join(map(str, sorted(starting.values())))
+        if starting and waited >= limit:
+            raise Restartable(
+                f"{what}s {absent} of {len(engines)} (counted from 0) did not start within {waited:.0f} s"
+                f"{_last_words(engines[min(starting.values())])}"
+            )
+        if starting and not ready:
+            print(f"The trainer is waiting for {what}s {absent} of {len(engines)}: {waited:.0f} s", flush=True)
+
+
+def _last_words(engine: Any) -> str:
+    """The end of the engine's log, to end a sentence; a hint where to look if Ray's dashboard does not have it."""
+    try:
+        text = "".join(ray.util.state.get_log(actor_id=engine._actor_id.hex(), tail=_LOG_LINES, timeout=30))
+    except Exception:  # no dashboard, or one that wants a token, or its agent died with the node
+        return "; its node's Ray logs say why."
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(":")]
+    return f"; its log ends: {' | '.join(lines)}"
+
+
+class ActorTrainer(ActorPPOTrainer):
+    """Upstream's actor trainer, with one loss for both backends and a weight transfer in buckets."""
+
+    def __init__(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(strategy, *args, **kwargs)
+        self.policy_loss = make_policy_loss(self.args)
+        self.ratios = TokenRatios() if self.args.logger.dump_rollouts else None
+        features = GuideRatios(self.args.algo.guide.ratio_cap), self.ratios
+        self.loss_features = [feature for feature in features if feature]
+
+    def loss(
+        self,
+        batch: Experience,
+        log_probs: Tensor,
+        entropy: Tensor | None,
+        totals: StepTotals,
+        kl_coef: float,
+        router_loss: Tensor | None = None,
+    ) -> LossOutputs:
+        """The loss of a micro-batch from the (B, T) values of a forward pass; what it reads of ``batch`` is copied to
+        their device. Arguments: see ``LossInputs``."""
+
+        def here(values: Tensor | None) -> Any:
+            return None if values is None else values.to(log_probs.device, non_blocking=True)
+
+        info = {name: here(info_rows(batch, name)) for name in _READ_INFO if name in batch.info}
+
+        inputs = LossInputs(
+            log_probs=log_probs,
+            old_log_probs=here(batch.action_log_probs),
+            advantages=here(batch.advantages),
+            mask=here(batch.action_mask.bool()),
+            totals=totals,
+            rollout_log_probs=here(batch.rollout_log_probs),
+            base_log_probs=here(batch.base_action_log_probs),
+            entropy=entropy,
+            router_loss=router_loss,
+            guided=here(guide_rows(batch)),
+            correct=info.get(names.GROUPS_CORRECT),
+            accuracy=info.get(names.GROUPS_ACCURACY),
+            labels=batch.labels,
+        )
+        return micro_batch_loss(inputs, self.policy_loss, self.loss_features, self.args, kl_coef)
+
+    @property
+    def _colocated(self) -> bool:
+        """True if the engines share this trainer's GPUs: upstream's condition for CUDA IPC, but for any backend."""
+        return self.args.train.colocate_all and not self.args.train.async_enable
+
+    def _engines(self) -> list[Engine]:
+        return [ray_engine(engine) for engine in self.vllm_engines]
+
+    def _init_vllm_sync_group(self, backend: str) -> None:
+        if self.args.vllm.sync_with_ray:
+            super()._init_vllm_sync_group(backend)
+        elif not self._colocated:
+            wait_for_engines(self.vllm_engines)
+            try:
+                self._broadcaster = WeightSender(
+                    self._engines(),
+                    self.args.vllm.tensor_parallel_size,
+                    ray.util.get_node_ip_address(),
+                    torch.device(torch.cuda.current_device()),
+                )
+            except ray.exceptions.RayError:
+                wait_for_engines(self.vllm_engines)  # which names the one that died
+                raise
+
+    _rejoined = False  # whether engines were rejoined since the last transfer
+
+    def rejoin_engines(self) -> None:
+        """Join the engines again after some were restarted; the next transfer is verified by checksums.
+
+        Raises:
+            Restartable: one of them died in the meantime.
+        """
+        self._rejoined = True
+        if torch.distributed.get_rank() == 0:
+            wait_for_engines(self.vllm_engines)
+            self._init_vllm_sync_group("")
+
+    def broadcast_to_vllm(self) -> None:
+        """Send every parameter that upstream would, in buckets, or with Ray's transfer as upstream does.
+
+        Raises:
+            Restartable: an engine did not get what was sent.
+        """
+        if self.args.vllm.sync_with_ray:
+            super().broadcast_to_vllm()
+            return
+        torch.cuda.empty_cache()
+        try:
+            self._send()
+        except WeightSyncError as error:
+            raise Restartable(str(error)) from error
+        torch.cuda.empty_cache()
+        torch_dist_barrier_and_cuda_sync()
+
+    def _send(self) -> None:
+        weights = self._weights_to_send()
+        device = torch.device(torch.cuda.current_device())
+        first = torch.distributed.get_rank() == 0
+        # Checksums would take a transfer of only a part of the model for an incomplete one.
+        sync_checksum = self.args.vllm.sync_checksum or (self._rejoined and not self.args.actor.freeze_visual_encoder)
+        self._rejoined = False
+        if self._colocated:
+            engines = self._engines() if first else []
+            ColocatedSender(engines, all_gather_objects, device).send(weights, sync_checksum)
+        elif first:
+            self._broadcaster.send(weights, sync_checksum)
+        else:
+            gather(weights, device)
+
+    @abstractmethod
+    def _weights_to_send(self) -> Weights:
+        """The model's full tensors, which all ranks have to gather together."""
+
+
+def keep_trying(write: Callable[[str], Any], directory: str) -> None:
+    """Call ``write(directory)`` until it succeeds, so that a full disk does not cost what was trained.
+
+    Ranks that write together fail together, and retry the same number of times.
+
+    Raises:
+        TrainingStopped: it still fails after half an hour.
+    """
+    for left in range(_TRIES - 1, -1, -1):
+        try:
+            write(directory)
+            return
+        except OSError as error:
+            failure = f"{directory} could not be written: {error}"
+        if left:
+            print(f"Warning: {failure} Make room for it; trying again every {_WAIT} s, {left} more times.", flush=True)
+            time.sleep(_WAIT)
+    raise TrainingStopped(
+        f"{failure} Make room for it and start the same command with --ckpt.load_enable, which goes on from the last "
+        "checkpoint of --ckpt.path."
+    )

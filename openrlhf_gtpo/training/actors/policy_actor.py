@@ -1,0 +1,231 @@
+"""The Ray actors that hold a policy, and upstream's `gae` critic, on DeepSpeed, and their trainers."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from functools import cached_property, partial
+from typing import Any
+
+import deepspeed
+import ray
+import torch
+from openrlhf.models.utils import masked_mean
+from openrlhf.trainer.ray import ppo_actor, ppo_critic
+from openrlhf.trainer.ray.ppo_critic import CriticPPOTrainer
+from openrlhf.utils.vlm_utils import merge_mm_train_inputs
+
+from openrlhf_gtpo import platform
+from openrlhf_gtpo.platform.memory import ReportsPeakMemory
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.token_values import TokenValues
+from openrlhf_gtpo.training.actors.actor_trainer import ActorTrainer, keep_trying
+from openrlhf_gtpo.training.actors.optimizer_steps import MicroBatch, WholeSteps, row_metrics
+from openrlhf_gtpo.training.actors.policy_model import PolicyModel
+from openrlhf_gtpo.training.actors.strategy import averages
+from openrlhf_gtpo.training.credit.entropy_credit import captures_entropy
+from openrlhf_gtpo.training.credit.loss import poisoned
+from openrlhf_gtpo.weight_sync.buckets import ParameterMeta, TensorBuckets, Weights
+
+_UpstreamPolicyActor: Any = ppo_actor.PolicyModelActor.__ray_metadata__.modified_class
+_UpstreamCriticActor: Any = ppo_critic.CriticModelActor.__ray_metadata__.modified_class
+
+
+_AVERAGES = "averages"  # in a checkpoint's client states; under ZeRO-3 every rank has a file with its own
+
+
+class DeepspeedActorTrainer(WholeSteps, ActorTrainer):
+    """Trains on DeepSpeed, a whole optimizer step at a time."""
+
+    def ppo_train(self, kl_ctl: float) -> dict[str, float]:
+        """Train on everything in the replay buffer; returns upstream's metrics."""
+        return self.train(partial(self.train_micro_batch, kl_coef=kl_ctl))
+
+    def train_micro_batch(self, batch: MicroBatch, kl_coef: float) -> dict[str, torch.Tensor]:
+        """Forward and backward pass of a micro-batch and, if it is its step's last, the optimizer step; returns the
+        metrics of loss and rows. In place of upstream's ``training_step``."""
+        rows = batch.experience
+        num_actions = rows.action_mask.shape[1]
+
+        # Forward.
+        images = {}
+        if rows.mm_train_inputs and getattr(self.actor, "is_vlm", False):
+            images = merge_mm_train_inputs(rows.mm_train_inputs, rows.sequences.device)
+        self.actor.train()
+        log_probs, output = self.actor(
+            rows.sequences,
+            rows.action_mask,
+            attention_mask=rows.attention_mask,
+            return_output=True,
+            ring_attn_group=self.strategy.ring_attn_group,
+            packed_seq_lens=None,
+            return_entropy=self.args.actor.entropy_coef is not None,
+            **images,
+        )
+
+        # Loss. The router's is a mean over the rows here.
+        entropy = None if self.args.actor.entropy_coef is None else output.entropy[:, -num_actions:]
+        router_loss = None
+        if self.aux_loss:
+            router_loss = output.aux_loss * self.args.actor.aux_loss_coef * batch.row_share
+        outputs = self.loss(rows, log_probs, entropy, batch.totals, kl_coef, router_loss)
+
+        # Backward and, at the end of a step, the new weights and their moving average.
+        self.strategy.backward(outputs.loss, self.actor, self.actor_optim)
+        if batch.last:
+            self.strategy.optimizer_step(self.actor_optim, self.actor, self.actor_scheduler, name="actor")
+            if self.ema_model:
+                self.strategy.moving_average(self.actor, self.ema_model, self.ema_beta, "cuda")
+        return {**row_metrics(rows), **outputs.metrics}
+
+    def _weights_to_send(self) -> Weights:
+        return TensorBuckets(self._metas, self._full_tensors(), self.args.vllm.sync_bucket_mb * 2**20)
+
+    @cached_property
+    def _metas(self) -> list[ParameterMeta]:
+        metas = []
+        for name, parameter in self._parameters_to_send():
+            shape = getattr(parameter, "ds_shape", None)  # ZeRO-3's
+            if shape is None:
+                with self._gathered(parameter):
+                    shape = parameter.shape
+            metas.append(ParameterMeta(name, tuple(shape)))
+        return metas
+
+    def _parameters_to_send(self) -> list[tuple[str, torch.nn.Parameter]]:
+        frozen_too = not getattr(self.actor, "is_vlm", False)
+        return [(n, p) for n, p in self.actor.model.module.named_parameters() if p.requires_grad or frozen_too]
+
+    def _full_tensors(self) -> Iterator[torch.Tensor]:
+        for _, parameter in self._parameters_to_send():
+            with self._gathered(parameter):
+                yield parameter.data
+
+    def _gathered(self, parameter: torch.nn.Parameter) -> AbstractContextManager:
+        """Context in which the parameter is whole, gathered from tensor parallelism or ZeRO-3. Collective."""
+        if self.args.ds.tensor_parallel_size > 1:
+            return deepspeed.module_inject.layers.GatherReplacedLayerParams([parameter], self.actor.model.module)
+        return deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id"))
+
+
+class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: ignore[misc]
+    """Upstream's policy actor whose forward returns entropies with the log-probs when the run captures them."""
+
+    def init_model_from_pretrained(
+        self, strategy: Any, pretrain: str, max_steps: int | None = None, vllm_engines: list[Any] | None = None
+    ) -> None:
+        """Like upstream's, with this package's model and trainer in place of its own."""
+        ppo_actor.ActorPPOTrainer = DeepspeedActorTrainer
+        if captures_entropy(strategy.args) or platform.chosen_platform() == "cpu":
+            ppo_actor.Actor = PolicyModel
+        super().init_model_from_pretrained(strategy, pretrain, max_steps=max_steps, vllm_engines=vllm_engines)
+        # Those of a checkpoint that has none begin with its weights, and upstream's (0.11.2) with the untrained ones.
+        weights = [getattr(weight, "ds_tensor", weight).data for weight in self.actor.parameters()]
+        for part, begin in zip(self._averages(), self.checkpoint_states.pop(_AVERAGES, None) or weights):
+            part.copy_(begin)
+
+    def _averages(self) -> list[torch.Tensor]:
+        """See :func:`averages`; empty without ``--train.enable_ema``."""
+        return [part for parts in averages(self.ema_model) for part in parts] if self.ema_model else []
+
+    def save_checkpoint(self, tag: str, client_states: dict[str, Any] | None = None, **metric: Any) -> None:
+        """Like upstream's, with the moving average of the weights, which upstream (0.11.2) restarts on a resume."""
+        saved = [part.cpu() for part in self._averages()]
+        super().save_checkpoint(tag, (client_states or {}) | {_AVERAGES: saved}, **metric)
+
+    def forward(
+        self,
+        sequences: torch.Tensor,
+        action_mask: torch.Tensor,
+        attention_mask: torch.Tensor,
+        packed_seq_lens: list[int] | None = None,
+        mm_train_inputs_list: list[Any] | None = None,
+    ) -> TokenValues | torch.Tensor:
+        """Map (b, t) tokens of one micro-batch to :class:`TokenValues` on the CPU, or just to upstream's log-probs.
+
+        A vision-language model's images are in ``mm_train_inputs_list``, as upstream's ``merge_mm_train_inputs`` takes
+        them.
+        """
+        with self.peaks.phase(names.OLD_LOG_PROBS):
+            if not captures_entropy(self.strategy.args):
+                return super().forward(sequences, action_mask, attention_mask, packed_seq_lens, mm_train_inputs_list)
+            device = torch.cuda.current_device()
+            images = {}
+            if mm_train_inputs_list and getattr(self.actor, "is_vlm", False):
+                images = merge_mm_train_inputs(mm_train_inputs_list, device)
+            self.actor.eval()
+            with torch.no_grad():
+                log_probs, output = self.actor(
+                    sequences.to(device),
+                    action_mask.to(device),
+                    attention_mask.to(device),
+                    return_output=True,
+                    ring_attn_group=self.strategy.ring_attn_group,
+                    return_entropy=True,
+                    **images,
+                )
+            self.actor.train()
+            entropy = output.entropy[:, -action_mask.shape[1] :]
+            return TokenValues(log_probs.to("cpu"), (entropy * action_mask.to(device)).to("cpu"))
+
+    def fit(self, kl_ctl: float = 0) -> dict[str, float]:
+        with self.peaks.phase(names.PPO_TRAIN):
+            return super().fit(kl_ctl)
+
+    def broadcast_to_vllm(self) -> None:
+        with self.peaks.phase(names.BROADCAST):
+            super().broadcast_to_vllm()
+
+    def save_model(self) -> None:
+        """Like upstream's, but retried if the model cannot be written."""
+        args = self.strategy.args
+        model = self.ema_model if args.train.enable_ema else self.actor
+        keep_trying(partial(self.strategy.save_model, model, self.tokenizer), args.ckpt.output_dir)
+
+
+class DeepspeedCriticTrainer(WholeSteps, CriticPPOTrainer):
+    """Upstream's critic trainer, a whole optimizer step at a time."""
+
+    def ppo_train(self) -> dict[str, float]:
+        """Train on everything in the replay buffer; returns upstream's metrics."""
+        return self.train(self.train_micro_batch)
+
+    def train_micro_batch(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Like the actor trainer's."""
+        rows = batch.experience
+        self.critic.train()
+        values, output = self.critic(
+            rows.sequences,
+            action_mask=rows.action_mask,
+            attention_mask=rows.attention_mask,
+            return_output=True,
+            ring_attn_group=self.strategy.ring_attn_group,
+            packed_seq_lens=None,
+        )
+        critic_loss = self.critic_loss_fn(
+            values, rows.values, rows.returns, action_mask=rows.action_mask, **batch.totals._asdict()
+        )
+        loss = critic_loss
+        if self.aux_loss:
+            loss = loss + output.aux_loss * self.args.actor.aux_loss_coef * batch.row_share
+        self.strategy.backward(poisoned(loss), self.critic, self.critic_optim)
+        if batch.last:
+            self.strategy.optimizer_step(self.critic_optim, self.critic, self.critic_scheduler, name="critic")
+        return {"critic_loss": critic_loss.detach(), "values": masked_mean(values.detach(), rows.action_mask)}
+
+
+class DeepspeedCriticActor(_UpstreamCriticActor):  # type: ignore[misc]
+    """Upstream's critic actor with this package's trainer."""
+
+    def init_model_from_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Like upstream's."""
+        ppo_critic.CriticPPOTrainer = DeepspeedCriticTrainer
+        super().init_model_from_pretrained(*args, **kwargs)
+
+    def save_model(self) -> None:
+        """Like upstream's, but retried if the model cannot be written."""
+        if self.tokenizer is not None:  # upstream has none without --critic.save_value_network
+            save = partial(self.strategy.save_model, self.critic, self.tokenizer)
+            keep_trying(save, self.strategy.args.ckpt.output_dir + "_critic")
+
+
+PolicyActor = ray.remote(num_gpus=1)(EntropyPolicyActor)
+CriticActor = ray.remote(num_gpus=1)(DeepspeedCriticActor)

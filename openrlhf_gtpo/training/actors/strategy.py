@@ -1,0 +1,320 @@
+"""OpenRLHF's DeepSpeed strategy, in which trainers say where an optimizer step ends, a CPU host compiles nothing, and
+checkpoints are written whole or not at all, and read only as they were written."""
+
+import copyreg
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import psutil  # vLLM and DeepSpeed depend on it
+import ray
+import torch
+from deepspeed import comm as deepspeed_comm
+from deepspeed.comm import comm
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.utils import has_inf_or_nan
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.tensor_fragment import fragment_address
+from openrlhf.utils.deepspeed import DeepspeedStrategy
+from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
+from safetensors import SafetensorError
+from torch.utils import cpp_extension
+from torch.utils.serialization import config as serialization
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler
+
+from openrlhf_gtpo.checkpoints import folder as checkpoint_folder
+from openrlhf_gtpo.checkpoints.files import Entry, HashedFile
+from openrlhf_gtpo.checkpoints.folder import CheckpointWriteError
+from openrlhf_gtpo.checkpoints.together import agree, choose, publish, put_in_order
+from openrlhf_gtpo.platform.agreement import (
+    all_gather_objects,
+    failure_of,
+    from_first_rank,
+    message_of,
+    raise_together,
+)
+from openrlhf_gtpo.platform.compile_lock import CompileLock
+from openrlhf_gtpo.platform.files import share_weights
+from openrlhf_gtpo.platform.random_state import apply_random_state, random_state
+from openrlhf_gtpo.training.checks.prompts import Prompts, blending_datasets
+from openrlhf_gtpo.training.checks.results import checkpoint_folders
+
+# In a checkpoint's client states: those that were given, beside which DeepSpeed 0.19.6 returns entries of its own that
+# it refuses to save or that belong to one rank (runtime/engine.py, _load_checkpoint); and all ranks' random states.
+_GIVEN, _RANDOM = "given", "random"
+
+
+class Strategy(DeepspeedStrategy):
+    """Upstream's strategy, with gradient accumulation left to the trainers (see ``optimizer_steps``)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # DeepSpeed is told 1 micro-batch per step, so that it divides no loss; the trainers say which one is the last.
+        self.use_dynamic_batch = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Arrive in an actor's process. If it is a controller, upstream's own included, it reads prompts and labels as
+        their files say them."""
+        self.__dict__.update(state)
+        if controller := sys.modules.get("openrlhf.trainer.ppo_trainer"):
+            vars(controller).update(blending_datasets=blending_datasets, PromptDataset=Prompts)
+
+    def setup_dataloader(
+        self,
+        dataset: Any,
+        batch_size: int,
+        pin_memory: bool = False,
+        shuffle: bool = True,
+        *args: Any,
+        sampler: Any = None,
+        **kwargs: Any,
+    ) -> StatefulDataLoader:
+        """Like upstream's, but the process that draws the prompts, which upstream leaves unseeded, shuffles them by
+        ``--train.seed``. Can go with a release that has https://github.com/OpenRLHF/OpenRLHF/pull/1355."""
+        if shuffle and sampler is None and not torch.distributed.is_initialized():
+            sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(self.seed))
+        return super().setup_dataloader(dataset, batch_size, pin_memory, shuffle, *args, sampler=sampler, **kwargs)
+
+    def setup_distributed(self, timeout: timedelta = timedelta(minutes=60)) -> None:
+        cpp_extension.FileBaton = CompileLock  # DeepSpeed builds FusedAdam and its CPU Adam on first use
+        # Left alone, gloo listens on the address of the host's name, on many hosts a loopback (torch 2.13.0,
+        # ProcessGroupGloo::createDefaultDevice), and Megatron has gloo groups over all nodes. NCCL skips loopbacks.
+        address = ray.util.get_node_ip_address()
+        for name, addresses in psutil.net_if_addrs().items():
+            if address in [known.address for known in addresses]:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        super().setup_distributed(timeout)
+        self.accumulated_gradient = 1  # the moving average of the weights counts calls, one per step
+
+    @torch.no_grad()
+    def moving_average(self, model: Any, model_ema: Any, beta: float = 0.992, device: str = "cpu") -> None:
+        """Like upstream's, but of this rank's parts under ZeRO 3, as DeepSpeed drops what upstream writes to gathered
+        weights (deepspeed 0.19.6, zero/partition_parameters.py, GatheredParameters without modifier_rank), and as
+        exact as in float32, as bfloat16 rounds away most of what a step adds."""
+        for weight, average, rest in zip(model.parameters(), *averages(model_ema), strict=True):
+            if weight.requires_grad:
+                exact = average.float() + rest.float()
+                exact.lerp_(getattr(weight, "ds_tensor", weight).data.to(exact), 1 - beta)
+                average.copy_(exact)
+                rest.copy_(exact - average.float())
+
+    def _ds_init_train_model(self, model: Any, cfg: dict) -> Any:
+        """Like upstream's, but a step whose gradient is not finite is skipped, as with ZeRO 2. In bf16 DeepSpeed does
+        not check with ZeRO 3, nor with ZeRO 1 and ``--ds.grad_accum_dtype fp32``; without ZeRO and with FusedAdam it
+        checks but steps anyway (deepspeed 0.19.6, zero/stage3.py, bf16_optimizer.py, fp16/fused_optimizer.py). Can go
+        once all of them heed ``check_grad_overflow`` (https://github.com/deepspeedai/DeepSpeed/pull/6976)."""
+        model, optimizer, scheduler = super()._ds_init_train_model(model, cfg)
+        if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+            update = optimizer._overflow_check_and_loss_scale_update
+            optimizer._overflow_check_and_loss_scale_update = lambda: optimizer.check_overflow() or update()
+        elif isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+            # They begin with a step of zeros (0.19.6, initialize_optimizer_states), which Adam would count: its first
+            # steps would be a quarter too small.
+            optimizer.optimizer.state.clear()
+            for group in optimizer.optimizer.param_groups:
+                group.pop("step", None)
+        if isinstance(optimizer, FP16_Optimizer):
+            optimizer.loss_scale_config.use_grad_scaling = True  # in bf16 the scale is 1
+        elif isinstance(optimizer, BF16_Optimizer):
+            # The LM head may lie outside the engine's forward (policy_model.py). Its gradient is then there before
+            # DeepSpeed's prologue, which clears what an earlier backward pass left; here the epilogue does that.
+            optimizer.backward_prologue = lambda: None
+            optimizer.backward_epilogue = partial(optimizer.backward_epilogue, clear_lp_grads=True)
+            step, optimizer.overflow = optimizer.step, False
+
+            def step_if_finite() -> None:
+                checks = [(has_inf_or_nan(one), one.any()) for one in optimizer.fp32_groups_gradients_flat]
+                found = torch.stack([torch.stack(each).any() for each in zip(*checks)]).float()
+                torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
+                bad, some = found.tolist()
+                optimizer.overflow = bool(bad)
+                if bad or not some:  # DeepSpeed asserts that there is a gradient, which equal rewards do not give
+                    optimizer._global_grad_norm = 0.0
+                    optimizer.clear_hp_grads()
+                else:
+                    step()
+
+            optimizer.step = step_if_finite
+        return model, optimizer, scheduler
+
+    def get_ds_eval_config(self, *args: Any, **kwargs: Any) -> dict:
+        """Like upstream's, without its batch sizes, which DeepSpeed would check against each other (deepspeed 0.19.6,
+        runtime/config.py, _batch_assertion) though nothing is trained. Can go once upstream leaves them out."""
+        config = super().get_ds_eval_config(*args, **kwargs)
+        del config["train_batch_size"]
+        return config | {"train_micro_batch_size_per_gpu": 1}
+
+    def save_ckpt(
+        self, model: Any, save_dir: str, tag: str, max_num: int, max_mem: float, client_state: Any = None, **of: Any
+    ) -> None:
+        """Like upstream's, but written like the Megatron actor's ``Checkpoints``: with checksums, under a temporary
+        name until it is whole and on disk, and earlier ones are removed only then. It also has every rank's random
+        generators, from which dropout draws and which DeepSpeed 0.19.6 does not save.
+
+        Raises:
+            CheckpointWriteError: on all ranks, if one could not write; earlier checkpoints are as they were.
+        """
+        states = {_GIVEN: client_state or {}, _RANDOM: all_gather_objects(random_state())}
+        target = Path(save_dir, tag)
+        temporary = from_first_rank(partial(checkpoint_folder.begin, target, whole_folder=True), CheckpointWriteError)
+        upstream_engine, copy_script = model.checkpoint_engine, model._copy_recovery_script
+        model.checkpoint_engine = files = _CheckpointFiles(temporary)
+        model._copy_recovery_script = lambda path: files.attempt(partial(copy_script, path))
+        try:
+            model.save_checkpoint(save_dir, tag=temporary.name, client_state=states, save_latest=False)
+        finally:
+            model.checkpoint_engine = upstream_engine
+            del model._copy_recovery_script
+        agree(temporary, target, files.failure)
+        metric = {name: of.get(f"metric_{name}") for name in ("key", "value")}
+        world_size = torch.distributed.get_world_size()
+        publish(temporary, target, {"metric": metric, "world_size": world_size}, files.entries)
+        put_in_order(target, self._saved_together(target.parent)[1:], max_num=max_num, max_mem_gb=max_mem)
+
+    def load_ckpt(self, model: Any, load_dir: str, tag: str | None = None, **kwargs: Any) -> Any:
+        """Like upstream's, but loads the newest checkpoint that is still what was written, or ``--ckpt.load_tag``;
+        actor and critic load the same one. The optimizer's settings are the command line's, where upstream's would be
+        the checkpoint's; random generators go on from where they were, unless the number of ranks has changed.
+        DeepSpeed's universal checkpoints are left to DeepSpeed.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none that can be used.
+        """
+        tag = tag or self.args.ckpt.load_tag
+        if not self.use_ds_universal_ckpt:
+            path = choose(self._saved_together(Path(load_dir)), tag)
+            if path is None:
+                return None, {}
+            tag = path.name
+        schedule = model.lr_scheduler
+        peaks = list(schedule.base_lrs)
+        of_groups = [
+            {name: group[name] for name in ("betas", "eps", "momentum", "weight_decay") if name in group}
+            for group in schedule.optimizer.param_groups
+        ]
+        loaded, states = super().load_ckpt(model, load_dir, tag, **kwargs)
+        if isinstance(model.optimizer, DeepSpeedZeroOptimizer):
+            # Muon's momentum is in the gradients' dtype (deepspeed 0.19.6, zero/stage_1_and_2.py, get_flat_partition),
+            # and torch loads it in that of the float32 weights.
+            for state in schedule.optimizer.state.values():
+                if "momentum_buffer" in state:
+                    state["momentum_buffer"] = state["momentum_buffer"].to(model.optimizer.gradient_accumulation_dtype)
+        groups = schedule.optimizer.param_groups
+        for group, saved, peak, settings in zip(groups, schedule.base_lrs, peaks, of_groups, strict=True):
+            group.update(settings)
+            group["lr"] *= peak / saved if saved not in (0, peak) else 1
+            group["initial_lr"] = peak
+        schedule.base_lrs = peaks
+        randoms = states.get(_RANDOM, ())
+        if len(randoms) == torch.distributed.get_world_size():
+            apply_random_state(randoms[torch.distributed.get_rank()])
+        return loaded, states.get(_GIVEN, states)  # an earlier version's are among DeepSpeed's
+
+    def _saved_together(self, folder: Path) -> list[Path]:
+        """``folder`` and, in a run with a critic, the other role's, which also has a checkpoint of each tag."""
+        return [folder, *(other for other in checkpoint_folders(self.args) if other.name != folder.name)]
+
+    def save_model(self, model: Any, tokenizer: Any, output_dir: str, **kwargs: Any) -> None:
+        """Like upstream's, but if the first rank, which does the writing, fails, all ranks fail and none waits for it.
+
+        Raises:
+            CheckpointWriteError: the model could not be written.
+        """
+        from_first_rank(partial(os.makedirs, output_dir, exist_ok=True), CheckpointWriteError)
+        failure = None
+        try:
+            super().save_model(model, tokenizer, output_dir, **kwargs)
+        except (OSError, SafetensorError) as error:
+            failure = message_of(error)
+            torch_dist_barrier_and_cuda_sync()  # upstream's last line, which the other ranks have reached
+        raise_together(failure, CheckpointWriteError)
+        from_first_rank(lambda: share_weights(Path(output_dir)), CheckpointWriteError)
+
+
+class CpuStrategy(Strategy):
+    """Uses torch's Adam and gloo's all-reduce: DeepSpeed would build C++ extensions for both on first use.
+
+    The first run would wait a minute or more for g++, and fail without it. Can go once DeepSpeed's backend works
+    without the extension (deepspeed 0.19.6, comm/torch.py, build_shm_op).
+    """
+
+    def setup_distributed(self, timeout: timedelta = timedelta(minutes=60)) -> None:
+        """Like upstream's, but over gloo alone."""
+        # By full name: the attribute `deepspeed.comm.torch` is torch, which the package imports from its own module.
+        vars(import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
+        deepspeed_comm.all_gather_into_tensor = _gather_to_the_end
+        super().setup_distributed(timeout)
+        # In deterministic mode torch fills what it allocates, such as 1 GB for gradients per step, 0.4 s here.
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+    def get_ds_train_config(self, *args: Any, **kwargs: Any) -> dict:
+        """Like upstream's, with torch's fused Adam."""
+        config = super().get_ds_train_config(*args, **kwargs)
+        if "optimizer" in config:  # Muon's contains an Adam
+            config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
+        return config
+
+
+def averages(model_ema: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """This rank's parts of the weights' moving average, and what their dtype has rounded off them."""
+    parts = [getattr(weight, "ds_tensor", weight).data for weight in model_ema.parameters()]
+    if not hasattr(model_ema, "rounded_off"):
+        model_ema.rounded_off = [torch.zeros_like(part) for part in parts]
+    return parts, model_ema.rounded_off
+
+
+def _gather_to_the_end(*args: Any, **kwargs: Any) -> Any:
+    """Like DeepSpeed's, but finished. ZeRO 3 gathers several weights and waits for the last (deepspeed 0.19.6,
+    zero/partition_parameters.py, _allgather_params_coalesced); over gloo another may end later, and then overwrites
+    what was loaded meanwhile."""
+    handle = comm.all_gather_into_tensor(*args, **kwargs)
+    if handle is not None:
+        handle.wait()
+    return handle
+
+
+def _load(self: TorchCheckpointEngine, path: str, map_location: Any = None) -> Any:
+    """Like DeepSpeed's, but loads only tensors, plain values and these classes: with weights_only=False (deepspeed
+    0.19.6) it would run whatever a checkpoint's file says."""
+    with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]):
+        return torch.load(path, map_location=map_location, weights_only=True)
+
+
+TorchCheckpointEngine.load = _load
+# Pickled by value, as Python itself does since 3.11.4. Before that, as in Debian 12 (3.11.2, enum.py), it is pickled
+# through `getattr`, which no safe load accepts: a checkpoint was written and could not be read.
+copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
+
+
+class _CheckpointFiles(TorchCheckpointEngine):
+    """Writes DeepSpeed's files with checksums, and keeps the first failure instead of raising it: DeepSpeed's ranks
+    wait for each other at the end of a save, whether or not it succeeded."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self.entries: dict[str, Entry] = {}
+        self.failure: str | None = None
+
+    def attempt(self, write: Callable[[], None]) -> None:
+        self.failure = self.failure or failure_of(write)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        def write() -> None:
+            with HashedFile(path) as stream, serialization.patch("save.compute_crc32", False):  # the file is hashed
+                torch.save(state_dict, stream)
+            self.entries[str(Path(path).relative_to(self._folder))] = stream.entry
+
+        self.attempt(write)

@@ -1,0 +1,74 @@
+"""The dumps that ``--train.replay_rollouts`` can train on."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.report.rollouts import RolloutDump, find_dumps, read_dump, vocabulary_digest
+from openrlhf_gtpo.training.checks.models import load_tokenizer
+
+
+def check_dumps(args: SimpleNamespace) -> None:
+    """Read every dump.
+
+    Raises:
+        UsageError: there is no dump, or one that this run cannot train on.
+    """
+    for given, flag, why in (
+        (args.logger.dump_rollouts, "--logger.dump_rollouts", "which would write again what the run reads"),
+        (args.data.max_images_per_prompt, "--data.max_images_per_prompt", "since dumps hold no images"),
+    ):
+        if given:
+            raise UsageError(f"--train.replay_rollouts cannot be combined with {flag}, {why}; leave one of them out.")
+    model = args.actor.model_name_or_path
+    vocabulary = vocabulary_digest(load_tokenizer(model, "--actor.model_name_or_path", args.actor.trust_remote_code))
+    try:
+        for path in find_dumps(Path(args.train.replay_rollouts)):
+            why_not = _why_not(read_dump(path), args, vocabulary)
+            if why_not:
+                raise ValueError(f"{path} {why_not}.")
+    except ValueError as error:
+        raise UsageError(f"--train.replay_rollouts: {error}") from error
+
+
+def _why_not(dump: RolloutDump, args: SimpleNamespace, vocabulary: str) -> str | None:
+    """The reason why a run cannot train on a dump, as a clause that ends with the remedy; None if it can."""
+    settings, rows, samples = dump.settings, dump.columns["row"], args.rollout.n_samples_per_prompt
+    if settings["version"] < 2:
+        return "is of version 1, which lacks what a replay needs; dump the step again"
+    if len(rows) < settings["batch_rows"]:
+        return (
+            f"holds {len(rows)} of the step's {settings['batch_rows']} responses, and a replay needs whole steps; "
+            f"dump with --logger.dump_rows {settings['batch_rows']}"
+        )
+    if settings["vocabulary"] != vocabulary:
+        return (
+            f"has token ids from the vocabulary of {settings['model']}, which is not that of "
+            f"--actor.model_name_or_path {args.actor.model_name_or_path}; give a model with the same tokenizer"
+        )
+    counts = np.bincount(dump.columns["group"])
+    if (counts != samples).any():
+        return f"has {counts[0]} responses to a prompt; give --rollout.n_samples_per_prompt {counts[0]}, not {samples}"
+    if settings["temperature"] != args.rollout.temperature:
+        return (
+            f"was sampled at {settings['temperature']:g}, not at --rollout.temperature {args.rollout.temperature:g}, "
+            "at which log-probs are computed; give the same"
+        )
+    if args.rollout.entropy == "sampler" and settings["entropy"] != "sampler":
+        return "has no entropies of the sampler; give --rollout.entropy actor"
+    if args.algo.advantage.is_correction_level != "off" and dump.columns["rollout_log_probs"] is None:
+        return (
+            "has no log-probs of the sampler, which --algo.advantage.is_correction_level "
+            f"{args.algo.advantage.is_correction_level} compares with; give off"
+        )
+    if dump.columns["guided"] is not None and dump.columns["guided"].any():  # as check_guide refuses
+        if args.algo.kl.unbiased_gradient and args.algo.kl.use_loss and args.algo.kl.init_coef > 0:
+            return (
+                "has rows of a guide, which the ratio of --algo.kl.unbiased_gradient takes for the old policy's; "
+                "leave it out"
+            )
+        if args.algo.advantage.estimator == "gae":
+            return "has rows of a guide, whose worth the critic of gae would learn; give another estimator"
+    return None

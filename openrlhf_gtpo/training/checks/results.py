@@ -1,0 +1,180 @@
+"""What earlier runs have left in a run's folders: what it goes on from, and what it must not replace."""
+
+from contextlib import suppress
+from operator import attrgetter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from openrlhf_gtpo.checkpoints.files import CheckpointError
+from openrlhf_gtpo.checkpoints.folder import (
+    MANIFEST,
+    backend_of,
+    candidate,
+    names,
+    newest_whole,
+    read_manifest,
+)
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.platform.files import check_output
+from openrlhf_gtpo.report.metrics import read_runs
+from openrlhf_gtpo.report.names import KIND_RUN
+from openrlhf_gtpo.report.rollouts import FOLDER
+
+
+def checkpoint_folders(args: SimpleNamespace) -> list[Path]:
+    """The folder of the actor's checkpoints and, in a run with a critic, of those that are only useful with them."""
+    roles = ("_actor", "_critic") if args.critic.model_name_or_path else ("_actor",)
+    return [Path(args.ckpt.path, role) for role in roles]
+
+
+def resumes(args: SimpleNamespace) -> bool:
+    """True if the command line has the run go on from a checkpoint."""
+    return bool(args.ckpt.load_enable) and newest_whole(*checkpoint_folders(args)) is not None
+
+
+def way_on(args: SimpleNamespace) -> str:
+    """What a run that ended early can be gone on from, as the end of a sentence."""
+    newest = None
+    if not args.ckpt.disable_ds:
+        with suppress(CheckpointError):
+            newest = newest_whole(*checkpoint_folders(args))
+    if newest is None:
+        return "there is no checkpoint to go on from"
+    return f"the same command with --ckpt.load_enable goes on from {newest}"
+
+
+def check_earlier_runs(args: SimpleNamespace) -> None:
+    """Refuse to replace what an earlier run has left, and to go on from what cannot be loaded.
+
+    Raises:
+        UsageError: as the checks below.
+    """
+    check_checkpoints(args)
+    check_metrics_file(args)
+    check_results(args)
+
+
+def check_checkpoints(args: SimpleNamespace) -> None:
+    """Refuse to start anew in a folder with checkpoints, models or rollouts that the new run's would replace, and to
+    go on from checkpoints that cannot be loaded.
+
+    Raises:
+        UsageError: ``--ckpt.path`` has such files, or lacks the checkpoint that ``--ckpt.load_tag`` names.
+    """
+    ckpt, folders = args.ckpt, checkpoint_folders(args)
+    try:
+        there = sorted({name for folder in folders for name in names(folder)})
+        others = [*Path(ckpt.path).glob(f"{FOLDER}/step_*.parquet")] if args.logger.dump_rollouts else []
+        others += Path(ckpt.path).glob("*_hf") if ckpt.save_hf else []
+    except OSError as error:
+        raise UsageError(f"--ckpt.path {ckpt.path} cannot be read ({error.strerror}); give another folder.") from error
+    if not ckpt.load_enable:
+        if there and not ckpt.disable_ds:
+            raise UsageError(
+                f"--ckpt.path {ckpt.path} has checkpoints of an earlier run ({', '.join(there)}), which this one "
+                "would replace; give --ckpt.load_enable to go on from them, or another folder to start anew."
+            )
+        if others:
+            raise UsageError(
+                f"--ckpt.path {ckpt.path} has {min(others).name} of an earlier run, which this one could replace; "
+                "give another folder."
+            )
+        if ckpt.load_tag is not None:
+            raise UsageError("--ckpt.load_tag chooses the checkpoint to go on from; give --ckpt.load_enable with it.")
+        return
+    try:
+        path = candidate(folders, ckpt.load_tag)
+        if path is not None and ckpt.load_tag is None:
+            path = newest_whole(*folders)
+            if path is None:
+                raise CheckpointError(
+                    f"none of the checkpoints in {folders[0]} is whole ({', '.join(names(folders[0]))}); give another "
+                    "folder to start anew."
+                )
+        backend = backend_of(path) if path is not None else args.actor.backend
+        places = [] if path is None else [folder / path.name for folder in folders]
+        wrote = [read_manifest(p).get("world_size") if (p / MANIFEST).is_file() else None for p in places]
+    except CheckpointError as error:
+        flag = "--ckpt.load_enable" if ckpt.load_tag is None else "--ckpt.load_tag"
+        raise UsageError(f"{flag}: {error}") from error
+    if backend != args.actor.backend:
+        raise UsageError(
+            f"--ckpt.load_enable: {path} was written with --actor.backend {backend}; give that, or another folder."
+        )
+    for role, place, before in zip(("actor", "critic"), places, wrote):
+        now = getattr(args, role).num_nodes * getattr(args, role).num_gpus_per_node
+        divided = backend == "deepspeed" and args.ds.zero_stage > 0 and not args.ds.use_universal_ckpt
+        if divided and before not in (None, now):  # None: an earlier version wrote it
+            raise UsageError(
+                f"--ckpt.load_enable: {place} was written by {before} processes, and DeepSpeed's ZeRO cannot divide "
+                f"it among {now}; give --{role}.num_nodes × --{role}.num_gpus_per_node {before} GPUs, as before."
+            )
+
+
+def check_results(args: SimpleNamespace) -> None:
+    """Refuse to write the trained model over another one.
+
+    Raises:
+        UsageError: ``--ckpt.output_dir`` holds a model, and this run does not continue one that may have written it.
+    """
+    output = Path(args.ckpt.output_dir)
+    for role in ("actor", "reward", "critic"):
+        source = getattr(args, role).model_name_or_path
+        if source and output.is_dir() and Path(source).is_dir() and output.samefile(source):
+            raise UsageError(
+                f"--ckpt.output_dir {output} is the --{role}.model_name_or_path, which the trained model would "
+                "replace; name another folder."
+            )
+    critic = args.critic.model_name_or_path and args.critic.save_value_network
+    written = [output, Path(f"{output}_critic")] if critic else [output]
+    there = [folder for folder in written if (folder / "config.json").exists()]
+    if there and not resumes(args):
+        raise UsageError(
+            f"--ckpt.output_dir: {there[0]} holds a model, which the trained one would replace; name another folder, "
+            "or remove it."
+        )
+
+
+def check_metrics_file(args: SimpleNamespace) -> None:
+    """Refuse to add to the metrics of a run that this one does not continue, or to a file of another kind; and to go
+    on with another estimator or seed from the run's checkpoint.
+
+    If ``--ckpt.load_enable`` finds no checkpoint of a run that did not end, that run died before its first one; the
+    new start is another run in the same file, as a requeued job needs. So it is after a run that died in its first
+    step.
+
+    Raises:
+        UsageError: ``--logger.metrics_path`` holds such a run, or cannot be written.
+    """
+    path = args.logger.metrics_path
+    if not path:
+        return
+    check_output("--logger.metrics_path", Path(path))
+    if not Path(path).exists() or Path(path).stat().st_size == 0:
+        return
+    try:
+        rows = read_runs(path)[-1]
+    except ValueError as error:
+        raise UsageError(f"--logger.metrics_path: {error}; name a new file.") from error
+    if resumes(args):
+        start: dict[str, Any] = next((row for row in reversed(rows) if row["kind"] == KIND_RUN), {})
+        for name, flag in (("estimator", "algo.advantage.estimator"), ("seed", "train.seed")):
+            now = attrgetter(flag)(args)
+            if start.get(name, now) != now:
+                raise UsageError(
+                    f"--logger.metrics_path {path} holds a run with --{flag} {start[name]}, whose checkpoint "
+                    f"--ckpt.load_enable goes on from, and this one has {now}; give the same, or other folders for "
+                    "another run."
+                )
+        return
+    if not any(row["step"] for row in rows):
+        return
+    if not args.ckpt.load_enable or any(row.get("ended") for row in rows):
+        why = "--ckpt.load_enable is not given"
+        if args.ckpt.load_enable:
+            why = f"--ckpt.path {args.ckpt.path} has no checkpoint"
+        raise UsageError(
+            f"--logger.metrics_path {path} holds a run of {max(row['step'] for row in rows)} steps, and {why} to go "
+            "on with it; choose another folder for this run, or remove the earlier one."
+        )

@@ -1,0 +1,200 @@
+"""Checks of the run's Ray cluster that find what is bound to fail, before anything is loaded onto it."""
+
+import os
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil  # vLLM and DeepSpeed depend on it
+import ray
+
+from openrlhf_gtpo import platform
+from openrlhf_gtpo.errors import UsageError, one_line
+from openrlhf_gtpo.megatron.parallel.layout import check_architecture
+from openrlhf_gtpo.model_shape import ModelShape
+from openrlhf_gtpo.platform.files import model_folder
+from openrlhf_gtpo.training.controller.checkpoint_disk import gigabytes, writes_checkpoints
+from openrlhf_gtpo.training.host import gpus_of
+
+_PATIENCE = 10.0  # seconds until a network file system shows a new file to other hosts
+_WEIGHT_BYTES = 2  # per parameter, in an engine
+_LOOK_LIMIT = 300.0  # seconds for a node to start a process and look
+
+
+def check_nodes(args: SimpleNamespace) -> None:
+    """Refuse a cluster with too few GPUs or CPUs, a checkpoint folder that its nodes do not share, and a model that
+    one of the nodes neither has nor can fetch.
+
+    Raises:
+        UsageError: names the nodes in question.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    check_gpus(args, nodes)
+    if len(nodes) > 1 and writes_checkpoints(args):
+        check_shared_folder(args.ckpt.path, nodes)
+    guide = args.algo.guide
+    has_guide = guide.model_name_or_path and not guide.endpoint
+    models = {args.actor.model_name_or_path: args.actor.backend == "megatron"}
+    if has_guide:
+        models.setdefault(guide.model_name_or_path, False)
+    for name, weights in models.items():
+        if len(nodes) > 1 or not Path(name).is_dir():
+            fetch_model(name, nodes, weights=weights)
+    if has_guide:
+        check_guide_memory(guide, nodes)
+
+
+def check_gpus(args: SimpleNamespace, nodes: list[dict[str, Any]]) -> None:
+    """Refuse fewer GPUs, or CPUs beside them, than the run needs, for which Ray would wait forever, and engines for
+    which no node has enough GPUs: their tensor-parallel groups would cross nodes."""
+    counts = [int(node["Resources"].get("GPU", 0)) for node in nodes]
+    there = ", ".join(f"{_name(node)}: {count}" for node, count in zip(nodes, counts, strict=True))
+    needed = gpus_of(args)
+    if sum(counts) < sum(needed):
+        groups = ", ".join(f"{group} {count}" for group, count in needed._asdict().items() if count)
+        raise UsageError(
+            f"The run needs {sum(needed)} GPUs ({groups}), and the Ray cluster has {sum(counts)} ({there}); add "
+            "nodes, give --train.colocate_all, or lower --vllm.num_engines, --algo.guide.num_engines or num_nodes "
+            "and num_gpus_per_node of --actor, --ref, --critic or --reward."
+        )
+    cpus = [int(node["Resources"].get("CPU", 0)) for node in nodes]
+    # The controller needs a free one to start, before it starts the guide, and then holds none.
+    least = max(sum(needed), sum(needed) - needed.guide + 1)
+    if sum(map(min, counts, cpus)) < sum(needed) or sum(cpus) < least:
+        each = ", ".join(f"{_name(node)}: {cpu} for {gpu}" for node, cpu, gpu in zip(nodes, cpus, counts, strict=True))
+        raise UsageError(
+            f"The run needs {least} CPUs, one on the node of each of its {sum(needed)} GPUs and one for its "
+            f"controller to start, and the Ray cluster has {sum(cpus)} (CPUs for GPUs, {each}); start its nodes with "
+            "more (ray start --num-cpus)."
+        )
+    size, engines = args.vllm.tensor_parallel_size, args.vllm.num_engines or 0
+    fitting = [
+        divisor
+        for divisor in range(1, size + 1)
+        if size % divisor == 0 and sum(count // divisor for count in counts) * divisor >= engines * size
+    ]
+    if size not in fitting and platform.chosen_platform() != "cpu":  # where nodes may share one host
+        raise UsageError(
+            f"--vllm.tensor_parallel_size {size} for --vllm.num_engines {engines} would cross nodes, which have "
+            f"{there} GPUs; sizes that fit, with as many more engines: {', '.join(map(str, fitting))}."
+        )
+
+
+def fetch_model(name: str, nodes: list[dict[str, Any]], *, weights: bool) -> None:
+    """Make sure that every node with GPUs has the files of the model ``name``, so that whoever waits for engines and
+    trainer to start does not wait for a download.
+
+    Raises:
+        UsageError: wrapped in Ray's error, from a node that neither has the model nor can fetch it.
+    """
+    there = [node for node in nodes if node["Resources"].get("GPU")]
+    ray.get([_start_on(node, model_folder, name, weights=weights) for node in there])
+
+
+def check_guide_memory(guide: SimpleNamespace, nodes: list[dict[str, Any]]) -> None:
+    """Refuse a guide whose weights alone, by the planner's count, do not fit into the memory that its engines may use.
+    A guide that is quantized, or whose layers the planner does not know, is left to vLLM.
+
+    Args:
+        guide: the run's ``--algo.guide.*``.
+
+    Raises:
+        UsageError: names both sizes.
+    """
+    config = known_config(guide.model_name_or_path)
+    if config is None or getattr(config, "quantization_config", None) is not None:
+        return
+    weights = int(_WEIGHT_BYTES * ModelShape.of(config).parameters / guide.tensor_parallel_size)
+    on_cpu = platform.chosen_platform() == "cpu"
+    there = [node for node in nodes if node["Resources"].get("GPU")]
+    memory = min(ray.get([_start_on(node, free_memory if on_cpu else gpu_memory) for node in there]))
+    share = 1.0 if on_cpu else guide.gpu_memory_utilization
+    if weights <= share * memory:
+        return
+    of = f"a node has {gigabytes(memory)} of memory left; give a smaller one"
+    if not on_cpu:
+        of = (
+            f"--algo.guide.gpu_memory_utilization {share:g} of a GPU's {gigabytes(memory)} is "
+            f"{gigabytes(int(share * memory))}; give a larger --algo.guide.tensor_parallel_size"
+        )
+    raise UsageError(
+        f"--algo.guide.model_name_or_path {guide.model_name_or_path} has {gigabytes(weights)} of weights for each of "
+        f"its {guide.tensor_parallel_size} GPUs, and {of}, or serve it elsewhere and give --algo.guide.endpoint."
+    )
+
+
+def known_config(model: str) -> Any | None:
+    """The configuration of a checkpoint; None if the planner does not know its layers, or if only the model's own code
+    can read it."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        check_architecture(config)
+    except ValueError:  # also a LayoutError
+        return None
+    return config
+
+
+def free_memory() -> int:
+    """Available memory of this host, in bytes."""
+    return psutil.virtual_memory().available
+
+
+def gpu_memory() -> int:
+    """Memory of the smallest of this node's GPUs, in bytes, as the driver reports it. Does not occupy any GPU."""
+    import pynvml  # nvidia-ml-py, which vLLM for CUDA depends on
+
+    pynvml.nvmlInit()
+    gpus = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+    return min(pynvml.nvmlDeviceGetMemoryInfo(gpu).total for gpu in gpus)
+
+
+def check_shared_folder(folder: str, nodes: list[dict[str, Any]]) -> None:
+    """Refuse a folder that is not the same or not writable on every node: each looks for a file of this process."""
+    path = Path(folder).absolute()
+    token = path / f".shared-{uuid.uuid4().hex}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        token.write_text(token.name)
+    except OSError as error:
+        raise UsageError(f"--ckpt.path {path} cannot be written to: {error.strerror}.") from error
+    try:
+        answers = [(node, _start_on(node, look_for, str(token), _PATIENCE)) for node in nodes]
+        for node, answer in answers:
+            try:
+                complaint = ray.get(answer, timeout=_LOOK_LIMIT)
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                complaint = f"could not be checked ({one_line(error):.200})"
+            if complaint:
+                raise UsageError(
+                    f"--ckpt.path {path} {complaint} on node {_name(node)}, and all {len(nodes)} nodes must read and "
+                    "write the same folder; give one on a shared file system (NFS, Lustre, …)."
+                )
+    finally:
+        token.unlink(missing_ok=True)
+
+
+def _start_on(node: dict[str, Any], function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call ``function`` on a node; returns Ray's reference to its answer."""
+    place = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=place)(function)
+    return task.remote(*args, **options)
+
+
+def look_for(token: str, patience: float) -> str | None:
+    """What is wrong with the folder of ``token`` on this node; None if the file exists and others can be written."""
+    path = Path(token)
+    deadline = time.monotonic() + patience
+    while not os.path.exists(path):  # also False if it may not be accessed
+        if time.monotonic() > deadline:
+            return "is another folder" if path.parent.is_dir() else "does not exist"
+        time.sleep(0.5)
+    return None if os.access(path.parent, os.W_OK) else "is not writable"
+
+
+def _name(node: dict[str, Any]) -> str:
+    return str(node.get("NodeName") or node["NodeManagerAddress"])

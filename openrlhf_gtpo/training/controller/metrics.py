@@ -1,0 +1,107 @@
+"""Metrics that the controller adds to upstream's: warnings of a step, and statistics of an evaluation."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from openrlhf.trainer import ppo_trainer
+from openrlhf.trainer.ppo_utils.experience import Experience
+from torch import Tensor
+
+from openrlhf_gtpo.algorithms import success
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.answers import best_of
+from openrlhf_gtpo.training.credit.entropy_credit import COMPARE_WITHIN_GROUPS, EntropyCredit
+
+_MOSTLY = 0.9  # of a step's responses
+_compute_eval_metrics = ppo_trainer.compute_eval_metrics  # upstream's
+
+
+def step_warnings(
+    status: Mapping[str, Any], outcome: Tensor, args: SimpleNamespace, credit: EntropyCredit | None
+) -> dict[str, str]:
+    """Warnings of what leaves nothing to learn: a sentence with the flag that helps, by name.
+
+    GTPO and GRPO-S learn from groups with successes and failures, other estimators from unequal rewards.
+
+    Args:
+        status: a step's metrics.
+        outcome: (B,) the step's rewards before any length penalty.
+    """
+    found = {}
+    groups, samples = status[names.GROUPS_TOTAL], args.rollout.n_samples_per_prompt
+    none_succeeds = False
+    if credit is None or not hasattr(credit.config, "shape_uniform_groups"):
+        compares = credit is not None or args.algo.advantage.estimator in COMPARE_WITHIN_GROUPS
+        uniform = compares and status.get("group_reward_std") == 0
+        what = "rewards are equal"
+    else:
+        uniform = credit.needs_both and status[names.GROUPS_UNIFORM] == groups
+        flag, threshold = f"--algo.{credit.name}.success_threshold", credit.config.success_threshold
+        what = f"responses all succeed or all fail ({flag} {threshold:g})"
+        none_succeeds = not success(outcome, threshold).any()
+    low, high = outcome.float().aminmax()
+    if none_succeeds and low < high:
+        found[names.WARNING_PREFIX + "groups"] = (
+            f"0 of {len(outcome)} responses reach {threshold} (rewards {low.numpy()!s} to {high.numpy()!s}), so none "
+            f"counts as a success; lower {flag}, or check the reward."
+        )
+    elif uniform:
+        found[names.WARNING_PREFIX + "groups"] = (
+            f"in each of the {groups:.0f} groups the {samples} {what}, with a mean reward of "
+            f"{status[names.REWARD_MEAN]:.3f}, so nothing is learned; check the reward, or give "
+            f"--rollout.n_samples_per_prompt more than {samples}."
+        )
+    cut, rows = status["rollout/truncated_rate"], status["rollout/num_samples"]
+    if cut >= _MOSTLY:
+        limit = f"--rollout.max_new_tokens {args.rollout.max_new_tokens}"
+        if args.train.agent_func_path or not args.rollout.max_new_tokens:
+            limit = f"--data.max_len {args.data.max_len}"
+        found[names.WARNING_PREFIX + "truncated"] = (
+            f"{cut * rows:.0f} of {rows:.0f} responses were cut off at {limit} before their end; give it more."
+        )
+    return found
+
+
+def sources_of(eval_dataloader: Iterable[Any]) -> list[str]:
+    """The data source of each prompt, by its number."""
+    return [source for sources, *_ in eval_dataloader for source in sources]
+
+
+def eval_metrics(
+    eval_dataloader: Iterable[Any], samples: Sequence[Experience], samples_per_prompt: int
+) -> dict[str, float]:
+    """Like upstream's, which knows a question by its text, so that one in two data sets counts for the last alone."""
+    numbered = [replace(sample, prompts=sample.index) for sample in samples]
+    sources = sources_of(eval_dataloader)
+    return _compute_eval_metrics([(sources, range(len(sources)), None, None)], numbered, samples_per_prompt)
+
+
+def held_out_statistics(
+    samples: Sequence[Experience], sources: Sequence[str], samples_per_prompt: int
+) -> dict[str, float]:
+    """Statistics of the held-out reward that upstream leaves out, by metric name: its standard error over questions,
+    which a data source with one question does not have, and the mean best of k responses for each k that the paper
+    shows, if there are more than k.
+
+    Args:
+        samples: one row each, with its prompt's number as index and the responses to a prompt next to each other.
+        sources: data source by the prompt's number.
+    """
+    rewards: dict[str, list[list[float]]] = {}
+    for row in range(0, len(samples), samples_per_prompt):
+        responses = samples[row : row + samples_per_prompt]
+        rewards.setdefault(sources[responses[0].index[0]], []).append(
+            [float(response.rewards) for response in responses]
+        )
+    found = {}
+    for source, questions in rewards.items():
+        if len(questions) > 1:
+            error = torch.tensor(questions).mean(dim=1).std().item() / len(questions) ** 0.5
+            found[f"{names.EVAL_PREFIX}{source}{names.EVAL_PASS1_SUFFIX}{names.EVAL_ERROR_SUFFIX}"] = error
+        for k in names.BEST_OF:
+            if k < samples_per_prompt:
+                found[names.eval_best_of(source, k)] = sum(best_of(each, k) for each in questions) / len(questions)
+    return found

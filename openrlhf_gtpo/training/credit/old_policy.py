@@ -1,0 +1,87 @@
+"""The source of the old policy's log-probs and entropies: the actor's forward, or vLLM's sampler, which had the whole
+distribution at hand (``--rollout.entropy sampler``).
+
+A run that makes one optimizer step per rollout needs no old log-probs: the policy in training is still the old one, so
+the training forward's own log-probs, detached, are exactly the old ones.
+"""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import torch
+
+from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.token_values import TokenValues
+from openrlhf_gtpo.training.credit.guide_rows import guide_rows
+
+if TYPE_CHECKING:  # OpenRLHF takes seconds to import; a command line that is refused should not wait for it
+    from openrlhf.trainer.ppo_utils.experience import Experience
+
+_MAY_MISS = 0.01  # fraction of a rollout's action tokens
+
+
+def count_rows(args: SimpleNamespace) -> int:
+    """Number of rows in a rollout. Upstream asks the engines once for each, even if that draws fewer prompts than a
+    rollout may have (openrlhf 0.11.2, trainer/ppo_utils/samples_generator.py, generate_samples)."""
+    prompts = min(args.rollout.batch_size, args.rollout.vllm_generate_batch_size)
+    return prompts * args.rollout.n_samples_per_prompt
+
+
+def count_steps(total: int, batch_size: int) -> int:
+    """Number of optimizer steps in an epoch over ``total`` rows: one per whole batch, but at least one. Leftover rows
+    are spread over the steps, and too few rows for a batch make one small step."""
+    return max(1, total // batch_size)
+
+
+def count_all_steps(args: SimpleNamespace, prompts: int) -> int:
+    """Number of optimizer steps in a run over ``prompts`` prompts, which learning rates are scheduled by. Upstream
+    counts the batches in all episodes' rows (openrlhf 0.11.2, trainer/ppo_trainer.py, prepare_datasets), which is too
+    few or too many if a rollout's rows are not a multiple of a batch."""
+    rows, batch = count_rows(args), args.train.batch_size
+    whole, rest = divmod(prompts * args.rollout.n_samples_per_prompt, rows)
+    steps = whole * count_steps(rows, batch) + (count_steps(rest, batch) if rest else 0)
+    return steps * args.train.max_epochs * args.train.num_episodes
+
+
+def trains_on_old_log_probs(args: SimpleNamespace, rows: int) -> bool:
+    """True if a rollout of ``rows`` rows carries old log-probs from the actor's forward. With entropies from it they
+    cost nothing; otherwise they are needed if several optimizer steps are compared with them, on these rows and others
+    that join them: a guide's rescues, or the rollouts of an actor that waits for its critic."""
+    if args.rollout.entropy == "actor" or args.algo.guide.rescue_batch or args.critic.freezing_steps >= 0:
+        return True
+    steps = count_steps(rows, args.train.batch_size) * args.train.max_epochs
+    return steps > 1 and args.rollout.log_probs == "actor"
+
+
+def always_forwards(args: SimpleNamespace, rows: int) -> bool:
+    """True if the actor's forward runs for every rollout of ``rows`` rows, audited or not."""
+    kl_reward = args.algo.kl.init_coef > 0 and not args.algo.kl.use_loss
+    return kl_reward or trains_on_old_log_probs(args, rows)
+
+
+def count_missing(samples: "Sequence[Experience]", sampled: Sequence[TokenValues]) -> int:
+    """Number of action tokens without a value (NaN) from the policy's sampler, such as those that an agent wrote
+    itself. The guide's, which never have one, are not counted.
+
+    Raises:
+        TrainingStopped: there are too many.
+    """
+    masks = []
+    for sample in samples:
+        guided, mask = guide_rows(sample), sample.action_mask.bool()
+        masks.append(mask if guided is None else mask & ~guided.unsqueeze(-1))
+    missing = sum(int((v.entropy.isnan() & mask).sum()) for v, mask in zip(sampled, masks, strict=True))
+    actions = sum(int(mask.sum()) for mask in masks)
+    if missing > _MAY_MISS * actions:
+        raise TrainingStopped(
+            f"{missing} of the {actions} tokens to train on ({missing / actions:.1%}, more than {_MAY_MISS:.0%}) have "
+            "no entropy from vLLM's sampler, for example because an agent edited what was sampled; give "
+            "--rollout.entropy actor."
+        )
+    return missing
+
+
+def fill_missing(sampled: TokenValues, actors: TokenValues) -> TokenValues:
+    """The sampler's values (b, t), with the actor's where the sampler has none (NaN)."""
+    return TokenValues(*(torch.where(ours.isnan(), theirs, ours) for ours, theirs in zip(sampled, actors)))

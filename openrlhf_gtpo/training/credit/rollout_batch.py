@@ -1,0 +1,146 @@
+"""A whole rollout batch in sampling order, gathered from upstream's permuted micro-batches and scattered back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from openrlhf.trainer.ppo_utils.experience import Experience
+from torch import Tensor
+
+from openrlhf_gtpo.algorithms import success
+from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.token_values import TokenValues
+from openrlhf_gtpo.training.credit.entropy_credit import EntropyCredit
+from openrlhf_gtpo.training.credit.guide_rows import guide_rows
+
+
+@dataclass
+class RolloutBatch:
+    """Rows in sampling order, so that the G responses to one prompt are adjacent. B rows, T columns."""
+
+    order: Tensor  # (B,) the sampling-order row of each row in the concatenated micro-batches (Experience.index)
+    mask: Tensor  # (B, T) bool, True at action tokens
+    outcome: Tensor  # (B,) rewards before any length penalty, in their original precision, in which they are compared
+    group_ids: Tensor  # (B,) int, one per prompt
+    values: TokenValues | None  # (B, T) of the old policy; None if the run does not capture entropies
+    kl: Tensor  # (B, T)
+    reference_log_probs: Tensor | None  # (B, T); None if KL is not a loss
+    prompts: list[str]  # B texts, for messages
+    guided: Tensor | None  # (B,) bool, the guide's rows (see guide_rows); None in a run without a guide
+
+    @classmethod
+    def gather(
+        cls, experiences: Sequence[Experience], values: Sequence[TokenValues] | None, samples_per_prompt: int
+    ) -> "RolloutBatch":
+        """Collect what shaping needs. ``values`` has (b, t) tensors for each micro-batch, or is None."""
+        order = torch.tensor([row for experience in experiences for row in experience.index])
+        width = max(experience.action_mask.shape[1] for experience in experiences)
+
+        def rows(tensors: Sequence[Tensor]) -> Tensor:
+            return _in_rows(tensors, order, width)
+
+        reference = experiences[0].base_action_log_probs
+        prompts = [prompt for e in experiences for prompt in e.prompts]
+        guided = [guide_rows(e) for e in experiences]
+        return cls(
+            order=order,
+            mask=rows([e.action_mask.bool() for e in experiences]),
+            outcome=in_sampling_order(torch.cat([e.rewards for e in experiences]), order),
+            group_ids=torch.arange(len(order)) // samples_per_prompt,
+            values=None if values is None else TokenValues(*(rows(v) for v in zip(*values, strict=True))),
+            kl=rows([e.kl for e in experiences]),
+            reference_log_probs=None if reference is None else rows([e.base_action_log_probs for e in experiences]),
+            prompts=[prompts[row] for row in order.argsort().tolist()] if prompts else [""] * len(order),
+            guided=None if guided[0] is None else in_sampling_order(torch.cat(guided), order),
+        )
+
+    def in_rows(self, values: Sequence[TokenValues]) -> TokenValues:
+        """The (b, t) values of each micro-batch as (B, T) in sampling order, 0 where a micro-batch is narrower."""
+        width = self.mask.shape[1]
+        return TokenValues(*(_in_rows(tensors, self.order, width) for tensors in zip(*values, strict=True)))
+
+    def scatter(self, values: Tensor, experiences: Sequence[Experience]) -> list[Tensor]:
+        """(B, T) values in sampling order, cut into the micro-batches' own shapes."""
+        pieces = self.split(values, experiences)
+        return [p[:, : e.action_mask.shape[1]].contiguous() for p, e in zip(pieces, experiences, strict=True)]
+
+    def split(self, values: Tensor, experiences: Sequence[Experience]) -> tuple[Tensor, ...]:
+        """(B, ...) values in sampling order, cut into the rows of the micro-batches."""
+        return values[self.order].split([len(e.index) for e in experiences])
+
+    def check_finite(self) -> None:
+        """Raise TrainingStopped, naming the first bad row and its prompt, if the step must not be trained on."""
+        assert self.values is not None
+        bad_rows = {"reward": ~torch.isfinite(self.outcome)}
+        for name, tokens in (
+            ("log-prob", self.values.log_probs),
+            ("entropy", self.values.entropy),
+            ("reference log-prob", self.reference_log_probs),
+            ("KL to the reference model", self.kl),
+        ):
+            if tokens is not None:
+                bad_rows[name] = (~torch.isfinite(tokens) & self.mask).any(dim=-1)
+        for name, bad in bad_rows.items():
+            if bad.any():
+                row = int(bad.nonzero()[0])
+                raise TrainingStopped(
+                    f"Row {row} of the rollout batch ({int(bad.sum())} of {len(bad)} rows are affected) has a {name} "
+                    "that is not finite; the step was stopped before any weight changed. Its prompt: "
+                    f"{self.prompts[row]!r}"
+                )
+
+    def succeeded(self, credit: EntropyCredit | None) -> Tensor:
+        """(B,) bool, by the estimator's ``success_threshold``."""
+        return success(self.outcome, 1.0 if credit is None else credit.config.success_threshold)
+
+    def metrics(self, experiences: Sequence[Experience], credit: EntropyCredit | None) -> dict[str, float]:
+        """The metrics that people look at first in a run, for this batch and the ``experiences`` made from it.
+
+        A mean over no tokens is left out.
+        """
+        succeeded = self.succeeded(credit)
+        num_groups = int(self.group_ids.max()) + 1
+        by_group, succeeded_by_group = self.outcome.float().view(num_groups, -1), succeeded.view(num_groups, -1)
+        uniform = succeeded_by_group.all(dim=-1) | ~succeeded_by_group.any(dim=-1)
+        metrics = {
+            names.REWARD_MEAN: by_group.mean().item(),
+            names.REWARD_MEAN_AT_G: by_group.mean(dim=-1).mean().item(),
+            names.REWARD_BEST_AT_G: by_group.amax(dim=-1).mean().item(),
+            names.GROUPS_UNIFORM: float(uniform.sum()),
+            names.GROUPS_TOTAL: float(num_groups),
+            names.RESPONSE_LENGTH_MEAN: self.mask.sum(dim=-1).float().mean().item(),
+        }
+        if self.guided is not None:
+            for name, rows in ((names.GUIDE_REWARD, self.guided), (names.GUIDE_POLICY_REWARD, ~self.guided)):
+                if rows.any():
+                    metrics[name] = self.outcome[rows].float().mean().item()
+        advantages = torch.cat([e.advantages[e.action_mask.bool()] for e in experiences])
+        if advantages.numel():
+            metrics |= {names.ADVANTAGE_MEAN: advantages.mean().item(), names.ADVANTAGE_MAX: advantages.max().item()}
+        if self.values is None:
+            return metrics
+        for name, mask in (
+            (names.ENTROPY_ALL, self.mask),
+            (names.ENTROPY_POSITIVE, self.mask & succeeded.unsqueeze(-1)),
+            (names.ENTROPY_NEGATIVE, self.mask & ~succeeded.unsqueeze(-1)),
+        ):
+            if mask.any():
+                metrics[name] = self.values.entropy[mask].mean().item()
+        if credit is not None and credit.estimator.level == "token":
+            shares = credit.shares(self.values.entropy, self.mask, self.outcome, self.group_ids)
+            if shares.numel() > 1:
+                metrics[names.SHARES_STD] = shares.std().item()
+        return metrics
+
+
+def _in_rows(values: Sequence[Tensor], order: Tensor, width: int) -> Tensor:
+    padded = torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1])) for t in values])
+    return in_sampling_order(padded, order)
+
+
+def in_sampling_order(values: Tensor, order: Tensor) -> Tensor:
+    """(B, ...) rows of the concatenated micro-batches, each moved to its sampling-order row ``order`` (B,)."""
+    result = torch.empty_like(values)
+    result[order] = values
+    return result

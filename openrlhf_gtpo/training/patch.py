@@ -1,0 +1,52 @@
+"""Puts this package's Ray actors in place of upstream's, in the process that starts the run.
+
+The actors themselves bring what they need into their worker processes, which import upstream afresh.
+"""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from openrlhf_gtpo import platform
+
+
+def apply(args: SimpleNamespace) -> None:
+    """Replace the names through which upstream's ``train`` finds its actors. Safe to call twice."""
+    import ray
+    from openrlhf.cli import train_ppo_ray
+    from openrlhf.trainer import ppo_trainer
+    from openrlhf.trainer.ray import vllm_engine
+    from openrlhf.utils import deepspeed
+
+    from openrlhf_gtpo.training.actors.dispatch import ActorGroup, engine_bundles
+    from openrlhf_gtpo.training.actors.policy_actor import CriticActor, PolicyActor
+    from openrlhf_gtpo.training.actors.strategy import CpuStrategy, Strategy
+    from openrlhf_gtpo.training.controller.trainer import EntropyTrainer
+    from openrlhf_gtpo.training.rollout.rewards import Patience
+    from openrlhf_gtpo.training.rollout.rollout_actor import MAX_CALLS, StrictRolloutActor
+
+    on_megatron = args.actor.backend == "megatron"
+    max_restarts = args.train.max_restarts
+    tensor_parallel_size = args.megatron.tensor_model_parallel_size if on_megatron else args.ds.tensor_parallel_size
+    of_engines: dict[str, Any] = {
+        "engine_args": {name: getattr(args.vllm, name) for name in ("max_num_seqs", "max_num_batched_tokens")},
+        "patience": Patience.of(args),
+        "with_entropy": args.rollout.entropy == "sampler",
+        "temperature": args.rollout.temperature,
+    }
+    if args.algo.guide.model_name_or_path:  # either all rows carry their engine's log-probs, or none do
+        of_engines["with_log_probs"] = True
+        of_engines["engine_args"] |= {"logprobs_mode": "processed_logprobs", "max_logprobs": 1}
+    train_ppo_ray.RayActorGroup = partial(ActorGroup, tensor_parallel_size=tensor_parallel_size)
+    train_ppo_ray.CriticModelActor = CriticActor
+    train_ppo_ray.PolicyModelActor = PolicyActor
+    if on_megatron:
+        from openrlhf_gtpo.training.actors.megatron_actor import MegatronPolicyActor, MegatronReferenceActor
+
+        train_ppo_ray.PolicyModelActor = MegatronPolicyActor
+        train_ppo_ray.ReferenceModelActor = MegatronReferenceActor
+    vllm_engine.get_bundle_indices = engine_bundles
+    rollout_actor = type("RolloutActor", (StrictRolloutActor,), of_engines)
+    vllm_engine.RolloutRayActor = ray.remote(max_restarts=max_restarts, max_concurrency=MAX_CALLS)(rollout_actor)
+    ppo_trainer.PPOTrainer = ray.remote(EntropyTrainer)
+    deepspeed.DeepspeedStrategy = CpuStrategy if platform.chosen_platform() == "cpu" else Strategy

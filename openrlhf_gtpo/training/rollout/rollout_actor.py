@@ -1,0 +1,336 @@
+"""The Ray actor around a vLLM engine, with the bucketed weight transfer, rewards that must arrive, and requests whose
+samples do not depend on timing.
+
+vLLM samples all requests from one generator, and on CPU the last bits of a matrix product depend on its rows: what a
+request samples depends on which others share its forward passes. Under full determinism, a request therefore has its
+own seed and, on CPU, the engine to itself: its response follows from the weights, the prompt and the seed, whatever
+else waits (a filtered prompt's replacement, an agent's next turn) and on however many engines. The engine to itself
+can go once vLLM's batch invariance, CUDA-only in 0.29, covers CPUs: https://github.com/vllm-project/vllm/issues/27433.
+"""
+
+import asyncio
+import os
+import warnings
+from collections import Counter
+from collections.abc import Awaitable
+from contextlib import suppress
+from contextvars import ContextVar
+from copy import copy, deepcopy
+from functools import partial
+from typing import Any
+
+import numpy as np
+import psutil  # vLLM and DeepSpeed depend on it
+import ray
+from openrlhf.trainer.ray import vllm_engine
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from openrlhf_gtpo import platform
+from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.training.rollout.guide import DEATHS, GUIDE_DIED, GUIDED, GuideRows
+from openrlhf_gtpo.training.rollout.rewards import (
+    Patience,
+    RewardFailed,
+    StrictRewardExecutor,
+    described,
+    engine_works,
+    reason_of,
+)
+from openrlhf_gtpo.training.rollout.sampler_calls import Answer, refuse_other_distributions, sampler_values
+from openrlhf_gtpo.training.rollout.samples_generator import (
+    DROPPED,
+    SAMPLER_VALUES,
+    NumberedLabel,
+    SharedTokenizer,
+)
+from openrlhf_gtpo.weight_sync.buckets import Bucket
+from openrlhf_gtpo.weight_sync.receipts import Receipt
+
+_UpstreamRolloutActor: Any = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class
+
+WORKER_EXTENSION = "openrlhf_gtpo.training.rollout.worker_extension.WorkerExtension"
+IN_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+
+_ALONE = {
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": None,  # as vLLM wants it for whole prompts
+    "enable_prefix_caching": False,  # the first response to a prompt would be computed differently from the next
+    # After a chunk of a prompt vLLM rewinds its generator's offset, which a CPU generator lacks. Can go once vLLM does
+    # not do so on CPU (vllm 0.29.0, v1/worker/gpu_model_runner.py, _bookkeeping_sync).
+    "enable_chunked_prefill": False,
+}
+
+_OF_GUIDE = 1 << 31  # in the guide's seeds, where the policy's have a response's index
+
+_MARK = "OPENRLHF_GTPO_ENGINE"  # environment variable of an engine's processes: the id of their actor
+
+_LOOK_EVERY = 0.5  # seconds between checks that vLLM's process is alive
+
+# Seed of the sample that the current task makes; an agent may pass its own sampling parameters, without a seed.
+_sample_seed: ContextVar[tuple[int, ...] | None] = ContextVar("_sample_seed", default=None)
+
+# How often the current task has asked the engine, by the length of what it asked.
+_asked: ContextVar[Counter[int]] = ContextVar("_asked")
+
+# The engine's answers to the current task, if its sampler's entropies are wanted; an agent's tasks share the list.
+_answers: ContextVar[list[Answer] | None] = ContextVar("_answers", default=None)
+
+
+class EngineRestarted(RuntimeError):
+    """Ray has restarted this engine after its death, and the trainer's weights have not reached it yet."""
+
+
+class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
+    """Upstream's rollout actor; its vLLM workers also know how to receive buckets.
+
+    Fields:
+        engine_args: vLLM arguments that upstream's ``create_vllm_engines`` does not take (``patch.apply``).
+        patience: with rewards and agents. If it allows several tries, a prompt that needs more is dropped.
+        with_entropy: whether responses to training prompts carry ``sampler_values``.
+        temperature: of training requests, and thus of their entropies.
+        with_log_probs: whether responses to training prompts carry log-probs, whatever upstream asks for.
+        gets_weights: whether the trainer sends it weights.
+    """
+
+    executor: Any
+    engine_args: dict[str, Any] = {}
+    patience = Patience()
+    with_entropy = False
+    temperature = 1.0
+    with_log_probs = False
+    gets_weights = True
+    _has_old_weights = False
+    _agent_path = ""
+    _tokenizer: asyncio.Future[Any] | None = None
+
+    async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
+        kwargs |= {"worker_extension_cls": WORKER_EXTENSION} | self.engine_args
+        kwargs["disable_log_stats"] = True  # which only a server would publish
+        on_cpu = platform.chosen_platform() == "cpu"
+        if on_cpu and kwargs.get("full_determinism"):
+            kwargs |= _ALONE
+        binds_threads = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind"
+        if on_cpu and kwargs.get("distributed_executor_backend") == "uni" and not binds_threads:
+            # With that name vLLM would start an extra process for its one worker, to bind threads in it: 10 s of CPU
+            # time (vllm 0.29.0, platforms/cpu.py, check_and_update_config).
+            kwargs["distributed_executor_backend"] = IN_ENGINE
+        if self.gets_weights and not on_cpu:
+            # Keeps experts' weights as loaded: the kernels that vLLM prefers on Blackwell have them swapped or
+            # shuffled, which a transfer would overwrite (vllm 0.29.0, model_executor/layers/fused_moe/oracle/
+            # unquantized.py, convert_to_unquantized_kernel_format). On Hopper it is vLLM's own choice.
+            kwargs["moe_backend"] = "triton"
+        # Upstream makes it before the engine, whose memory then leaves a reward its own.
+        vllm_engine.SingleTurnAgentExecutor = partial(StrictRewardExecutor, patience=self.patience)
+        self._agent_path = kwargs.get("agent_func_path") or ""
+        await super().__init__(*args, **kwargs)
+        self._death_watch = asyncio.create_task(_fail_calls_at_death(self.llm.engine_core))
+        if self.with_entropy:
+            unknown = await self.llm.collective_rpc("capture_entropy", args=(self.temperature,))
+            if any(unknown):
+                raise TrainingStopped(
+                    f"vLLM uses {unknown[0]} here, a sampler that this package cannot take entropies from; give "
+                    "--rollout.entropy actor."
+                )
+        if self._has_old_weights and kwargs["enable_sleep_mode"]:
+            await self.sleep()  # as upstream's create_vllm_engines had the engine do at its first start
+
+    def _configure_device_env(self, *args: Any, **kwargs: Any) -> None:
+        """Like upstream's, whose ``__init__`` begins with it; also kills what the actor's last process left behind."""
+        context = ray.get_runtime_context()
+        actor = os.environ[_MARK] = context.get_actor_id()
+        with warnings.catch_warnings():  # about what Ray itself calls (ray 2.55.0, runtime_context.py)
+            warnings.simplefilter("ignore")
+            self._has_old_weights = bool(context.was_current_actor_reconstructed)
+        # vLLM's own processes outlive their actor, and hold the GPU's memory.
+        for process in psutil.process_iter() if self._has_old_weights else ():
+            with suppress(psutil.Error):
+                if process.pid != os.getpid() and process.environ().get(_MARK) == actor:
+                    process.kill()
+        super()._configure_device_env(*args, **kwargs)
+
+    async def generate_responses(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: Any,
+        max_length: int,
+        hf_tokenizer: Any,
+        num_samples: int = 1,
+        images: Any = None,
+    ) -> list[dict[str, Any]]:
+        """Like upstream's; responses to a numbered prompt carry its number as ``prompt_number``.
+
+        If a reward or an agent failed and the run may go on without the prompt, the single response says so. Raises
+        what :meth:`serves` does.
+        """
+        if self._has_old_weights:
+            await self.serves()
+        tokenizer = hf_tokenizer
+        if isinstance(hf_tokenizer, SharedTokenizer):
+            self._tokenizer = self._tokenizer or asyncio.ensure_future(hf_tokenizer.ref)  # once for all calls
+            tokenizer = await asyncio.shield(self._tokenizer)  # a cancelled call spares the others
+        respond = super().generate_responses
+
+        def ask(label: Any) -> Awaitable[list[dict[str, Any]]]:
+            # Upstream hands all samples of a prompt the same parameters, which its agent changes in place: the first
+            # turn of one would limit the prompts of the others (openrlhf 0.11.2, utils/agent.py).
+            return respond(prompt, label, deepcopy(sampling_params), max_length, tokenizer, images=images)
+
+        if not isinstance(label, NumberedLabel):  # upstream's asynchronous trainer
+            return [one for [one] in await _all_or_none(*(ask(label) for _ in range(num_samples)))]
+
+        async def sample(index: int) -> dict[str, Any]:
+            _sample_seed.set(label.seed and (*label.seed, index))
+            _asked.set(Counter())
+            answers: list[Answer] = []
+            with_entropy = self.with_entropy and label.is_trained
+            _answers.set(answers if with_entropy else None)
+            ask_once = partial(ask, label.label)
+            own_agent = not isinstance(self.executor, StrictRewardExecutor)
+            [response] = await (self.patience.ask(ask_once, "the agent") if own_agent else ask_once())
+            response["prompt_number"] = label.number
+            if own_agent:
+                response["vocab_size"] = self.llm.model_config.get_vocab_size()
+            if with_entropy:
+                vocab_size = self.llm.model_config.get_vocab_size()
+                tokens, actions = response["observation_tokens"], response["action_ranges"]
+                row = f"response {index} to prompt {label.number}"
+                response[SAMPLER_VALUES] = sampler_values(tokens, actions, answers, vocab_size, row)
+            return response
+
+        async def ask_guide(guide: GuideRows) -> list[dict[str, Any]]:
+            """The guide's responses, or the policy's in their place if the guide died."""
+            theirs = label._replace(seed=label.seed and (*label.seed, _OF_GUIDE), guide=None)
+            try:
+                given = (prompt, theirs, sampling_params, max_length, hf_tokenizer, guide.num_rows, images)
+                found = await guide.engine.generate_responses.remote(*given)
+            except DEATHS as death:
+                how = described(getattr(death, "cause", None) or death)  # for a task's error, what the task raised
+                rest = range(num_samples - guide.num_rows, num_samples)
+                return [{**one, GUIDE_DIED: how} for one in await _all_or_none(*map(sample, rest))]
+            return [{**one, GUIDED: True} for one in found]
+
+        if self.with_log_probs and label.is_trained:
+            sampling_params.logprobs = 1
+        try:
+            if label.guide is None:
+                return await _all_or_none(*map(sample, range(num_samples)))
+            own = (sample(index) for index in range(num_samples - label.guide.num_rows))
+            theirs, *ours = await _all_or_none(ask_guide(label.guide), *own)
+            return [one for one in theirs if DROPPED in one] or ours + theirs
+        except Exception as failure:  # a user's code
+            is_mistake = isinstance(failure, TrainingStopped) and not isinstance(failure, RewardFailed)
+            by_agent = not isinstance(failure, TrainingStopped) and not isinstance(self.executor, StrictRewardExecutor)
+            if is_mistake or (self.patience.tries == 1 and not by_agent):
+                raise
+            await self.serves()  # which raises if it was the engine that failed
+            if self.patience.tries == 1:
+                raise RewardFailed(
+                    f"Could not get a response from {self._agent_path}: {reason_of(failure, self._agent_path)}. "
+                    f"Prompt: {prompt!r}"
+                ) from failure
+            return [{DROPPED: described(failure)}]
+
+    async def serves(self) -> None:
+        """Return as soon as vLLM answers.
+
+        Raises:
+            EngineRestarted: its samples would not be the current policy's.
+            EngineDeadError: vLLM's process died.
+        """
+        if self._has_old_weights:
+            raise EngineRestarted("it was restarted and does not have the current weights yet")
+        await self.llm.is_sleeping()
+
+    async def generate(self, prompt_token_ids: list[int], sampling_params: Any, multi_modal_data: Any = None) -> Any:
+        """Like upstream's; every turn of a seeded sample, identified by its length, has its own seed, and so does each
+        retry of a turn by an agent.
+
+        Raises:
+            TrainingStopped: the sampler's entropies are wanted, and an agent's ``sampling_params`` would change them.
+        """
+        key, answers = _sample_seed.get(), _answers.get()
+        sampling_params = copy(sampling_params)
+        sampling_params.output_kind = RequestOutputKind.FINAL_ONLY  # vLLM would also hand on each step's tokens
+        if isinstance(self.executor, StrictRewardExecutor) and not sampling_params.stop:
+            sampling_params.detokenize = False  # it decodes the whole response itself; an agent may read vLLM's text
+        if key is not None:
+            length, asked = len(prompt_token_ids), _asked.get()
+            words = [*key, length, asked[length]] if asked[length] else [*key, length]
+            sampling_params.seed = int(np.random.SeedSequence(words).generate_state(1)[0])  # far apart for near keys
+            asked[length] += 1
+        if answers is not None:
+            refuse_other_distributions(sampling_params, self.temperature)
+            sampling_params.logprobs = 0  # of the sampled token only
+            sampling_params.flat_logprobs = True  # no objects per token
+        with engine_works():
+            output = await super().generate(prompt_token_ids, sampling_params, multi_modal_data)
+        if answers is not None:
+            answers += [(list(prompt_token_ids), answer) for answer in output.outputs]
+        return output
+
+    async def join_weight_group(self, *args: Any) -> list[None]:
+        """See ``WeightReceiver.join_weight_group``; one result per worker, here and below."""
+        return await self.llm.collective_rpc("join_weight_group", args=args)
+
+    async def receive_weights(self, buckets: list[Bucket], sync_checksum: bool) -> list[Receipt | None]:
+        """See ``WeightReceiver.receive_weights``."""
+        receipts = await self.llm.collective_rpc("receive_weights", args=(buckets, sync_checksum))
+        await self._forget_prefixes()
+        self._has_old_weights = False
+        return receipts
+
+    async def receive_bucket(
+        self, bucket: Bucket, handles: dict[str, bytes], index: int, count: int, sync_checksum: bool
+    ) -> list[Receipt | None]:
+        """See ``WeightReceiver.receive_bucket``."""
+        arguments = (bucket, handles, index, count, sync_checksum)
+        receipts = await self.llm.collective_rpc("receive_bucket", args=arguments)
+        if index + 1 == count:
+            await self._forget_prefixes()
+            self._has_old_weights = False
+        return receipts
+
+    async def take_peak_memory(self, phase: str) -> list[dict[str, int]]:
+        """See ``ReportsPeakMemory``."""
+        return await self.llm.collective_rpc("take_peak_memory", args=(phase,))
+
+    async def _forget_prefixes(self) -> None:
+        """Drop the keys and values of older weights, which later prompts would reuse.
+
+        No request has any: those that are paused midway (partial rollouts) lost theirs at the pause, and compute them
+        again with the new weights (vllm 0.29.0, v1/engine/core.py, ``_finish_pause`` with ``clear_cache``, which is on
+        unless ``pause_generation`` is told otherwise).
+        """
+        if self.kwargs["enable_prefix_caching"]:
+            dropped = await self.llm.reset_prefix_cache()
+            assert dropped, "vLLM kept prefixes of the old weights"
+
+
+async def _all_or_none(*calls: Awaitable[Any]) -> list[Any]:
+    """Like ``asyncio.gather``, but if one raises, the rest end: vLLM would sample for nobody, and into a transfer."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _fail_calls_at_death(core: Any) -> None:
+    """Make calls that wait for an answer from vLLM's process raise once it has died; vLLM lets them wait forever.
+    Can go with a release that has https://github.com/vllm-project/vllm/pull/56416.
+
+    Args:
+        core: vLLM's client of the process (vllm 0.29.0, v1/engine/core_client.py, AsyncMPClient).
+    """
+    while not core.resources.engine_dead:
+        await asyncio.sleep(_LOOK_EVERY)
+    for answer in core.utility_results.values():
+        if not answer.done():
+            answer.set_exception(EngineDeadError())
+
+
+# Concurrent calls of one actor: a sign of life must not wait behind prompts, of which Ray would run 1000 at once.
+MAX_CALLS = 100_000

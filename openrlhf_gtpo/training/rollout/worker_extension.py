@@ -1,0 +1,20 @@
+"""The extension of vLLM's workers: upstream's own updates (CUDA IPC, Ray transfer), the bucketed transfer, and
+samplers that report entropies.
+
+vLLM imports this by name in its engine processes, which Ray's worker hook does not reach.
+"""
+
+from openrlhf.trainer.ray.vllm_worker_wrap import WorkerWrap
+
+from openrlhf_gtpo.platform.memory import ReportsPeakMemory
+from openrlhf_gtpo.weight_sync.receiver import WeightReceiver
+
+
+class WorkerExtension(WeightReceiver, WorkerWrap, ReportsPeakMemory):
+    """Adds the methods of its three base classes, which share no name, and one of its own to vLLM's worker."""
+
+    def capture_entropy(self, temperature: float) -> str | None:
+        """See ``sampler_entropy.capture``."""
+        from openrlhf_gtpo.training.rollout import sampler_entropy
+
+        return sampler_entropy.capture(self.model_runner, temperature)

@@ -1,0 +1,118 @@
+"""Turns a command line into a run: parses and checks it, patches upstream and runs its own ``train`` in Ray."""
+
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+from openrlhf_gtpo import platform
+from openrlhf_gtpo.training import host, patch
+from openrlhf_gtpo.training.checks.guide import check_guide
+from openrlhf_gtpo.training.checks.megatron import check_megatron
+from openrlhf_gtpo.training.checks.models import check_weights_fit
+from openrlhf_gtpo.training.checks.replay import check_dumps
+from openrlhf_gtpo.training.checks.results import check_earlier_runs
+from openrlhf_gtpo.training.checks.settings import check_every_run, check_inputs, check_shared_gpus
+from openrlhf_gtpo.training.controller import stop
+from openrlhf_gtpo.training.controller.checkpoint_disk import check_room
+from openrlhf_gtpo.training.settings import replay, upstream_parser
+from openrlhf_gtpo.training.settings.entropy_source import choose_entropy
+from openrlhf_gtpo.training.settings.guard import check_openrlhf
+
+
+def train(args: SimpleNamespace) -> None:
+    """Run OpenRLHF's training with parsed and checked arguments.
+
+    Raises:
+        UsageError: a mistake by the user, found before any engine starts.
+        TrainingStopped: data that must not be learned from, or a checkpoint that cannot be written.
+        Restartable: a process or a node died, or Ray did not start.
+        StoppedOnRequest: the run was asked to stop, and can be resumed.
+    """
+    stop.prepare(args)
+    patch.apply(args)
+    host.start_ray(args, sum(host.gpus_of(args)))
+    run(args)
+
+
+def parse(argv: Sequence[str]) -> SimpleNamespace:
+    """Parse ``argv`` into upstream's and this package's arguments, adapted to what this host can run.
+
+    Raises:
+        UsageError: a flag or combination that fails with every estimator and backend.
+    """
+    check_openrlhf()
+    platform.choose()
+    args = upstream_parser.parse(argv)
+    choose_entropy(args)
+    check_every_run(args)
+    if args.train.replay_rollouts:
+        replay.leave_out_engines(args)
+    if platform.chosen_platform() == "cpu":
+        host.adapt(args)
+    return args
+
+
+def check(args: SimpleNamespace) -> None:
+    """Check everything that can be checked before any engine starts.
+
+    Raises:
+        UsageError: a combination, input or cluster that cannot work.
+    """
+    check_earlier_runs(args)
+    check_megatron(args)
+    check_inputs(args)
+    check_guide(args)
+    check_shared_gpus(args)
+    if args.train.replay_rollouts:
+        check_dumps(args)
+    check_weights_fit(args.actor.model_name_or_path, "--actor.model_name_or_path")
+    check_room(args)
+    host.check_ray()
+
+
+def run(args: SimpleNamespace) -> None:
+    """Run upstream's ``train`` in the Ray that was started, and shut Ray down at the end.
+
+    Raises:
+        UsageError: a cluster on which the run cannot work.
+        TrainingStopped, Restartable, StoppedOnRequest: as :func:`train`.
+    """
+    import ray
+    from openrlhf.cli import train_ppo_ray
+    from openrlhf.trainer import ppo_trainer
+
+    from openrlhf_gtpo.training.controller.cluster_checks import check_nodes
+    from openrlhf_gtpo.training.controller.failures import deaths_noticed, explained, raised_on
+    from openrlhf_gtpo.training.controller.placement import waits_reported
+
+    groups: list[Any] = []
+    controllers: list[Any] = []  # none of this package's in asynchronous training
+    make_group, make_controller = train_ppo_ray.RayActorGroup, ppo_trainer.PPOTrainer.remote
+
+    def keep_group(*args: Any, **kwargs: Any) -> Any:
+        groups.append(make_group(*args, **kwargs))
+        return groups[-1]
+
+    def keep_controller(*args: Any, **kwargs: Any) -> Any:
+        controllers.append(make_controller(*args, **kwargs))
+        return controllers[-1]
+
+    train_ppo_ray.RayActorGroup = keep_group
+    ppo_trainer.PPOTrainer = SimpleNamespace(remote=keep_controller)
+
+    # A terminated run ends its workers and engines, as an interrupted one does. Ray's handler, which ray.init of 2.55
+    # has just installed, aborts the process instead (https://github.com/ray-project/ray/issues/37288).
+    with raised_on(signal.SIGTERM, lambda: SystemExit(128 + signal.SIGTERM)):
+        try:
+            with explained(), deaths_noticed(lambda: [rank for group in groups for rank in group._actor_handlers]):
+                check_nodes(args)
+                # A Ray that was started for this run has what the run asks for.
+                own = platform.chosen_platform() == "cpu" and not os.environ.get("RAY_ADDRESS")
+                with nullcontext() if own else waits_reported():
+                    train_ppo_ray.train(args)
+                ray.get([controller.end.remote() for controller in controllers])
+        finally:
+            ray.shutdown()

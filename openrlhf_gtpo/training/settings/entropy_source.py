@@ -1,0 +1,105 @@
+"""Where a run takes entropies and old log-probs from: ``--rollout.entropy`` and ``--rollout.log_probs``, checked
+against every flag that has a say in it."""
+
+import sys
+from types import SimpleNamespace
+
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.training.credit.entropy_credit import captures_entropy
+from openrlhf_gtpo.training.credit.old_policy import always_forwards, count_rows, count_steps
+from openrlhf_gtpo.training.settings.guard import why_no_sampler_entropy
+
+_CORRECTION = "--algo.advantage.is_correction_level"
+
+
+def choose_entropy(args: SimpleNamespace) -> None:
+    """Resolve ``--rollout.entropy auto`` to sampler or actor, and print a line on stderr for what may surprise a user.
+
+    Raises:
+        UsageError: a source that this run cannot have.
+    """
+    rollout = args.rollout
+    rows = count_rows(args)
+    steps = count_steps(rows, args.train.batch_size) * args.train.max_epochs
+    if rollout.entropy != "actor":
+        asked, rollout.entropy = rollout.entropy, "sampler"
+        why = _why_not(args)
+        if why and asked == "sampler":
+            raise UsageError(f"--rollout.entropy sampler cannot work here: {why}; leave it out.")
+        if not why and always_forwards(args, rows):
+            why = f"the {steps} optimizer steps of a rollout need its log-probs (--rollout.log_probs)"
+            if args.algo.guide.rescue_batch:
+                why = "a guide's rescued rows, which train with a rollout's, need its log-probs"
+            elif args.critic.freezing_steps >= 0:
+                why = "an actor that waits for its critic (--critic.freezing_steps) needs its log-probs"
+            elif steps == 1:
+                why = "KL as a reward is computed from its log-probs (--algo.kl.use_loss, or --algo.kl.init_coef 0)"
+            why = f"the old-policy forward is done all the same: {why}"
+        if why and asked == "sampler":
+            print(f"--rollout.entropy sampler saves no time: {why}.", file=sys.stderr)
+        elif why:
+            print(f"--rollout.entropy auto takes the actor's entropies: {why}.", file=sys.stderr)
+            rollout.entropy = "actor"
+    if rollout.log_probs == "sampler":
+        _check_log_probs(args, steps)
+        if steps > 1:
+            print(
+                f"--rollout.log_probs sampler: each of the {steps} optimizer steps of a rollout takes its own "
+                f"log-probs as the old ones; only {_CORRECTION} bounds how far it is from the policy that sampled.",
+                file=sys.stderr,
+            )
+
+
+def _why_not(args: SimpleNamespace) -> str | None:
+    """The reason why the sampler cannot give this run's entropies, as a clause; None if it can."""
+    estimator, images = args.algo.advantage.estimator, args.data.max_images_per_prompt
+    audit = args.megatron.fp8_audit_steps
+    for holds, why in (
+        (
+            not captures_entropy(args),
+            f"--algo.advantage.estimator {estimator} reads no entropies, and there is no --logger.entropy_enable",
+        ),
+        (args.train.async_enable, "--train.async_enable uses OpenRLHF's own controller"),
+        (args.rollout.top_p != 1, f"--rollout.top_p {args.rollout.top_p:g} cuts the distribution that entropies need"),
+        (images > 0, f"with --data.max_images_per_prompt {images}, image tokens lie between the sampled ones"),
+        (audit > 0, f"--megatron.fp8_audit_steps {audit} compares the actor's forward, which would be left out"),
+    ):
+        if holds:
+            return why
+    return why_no_sampler_entropy()
+
+
+def _check_log_probs(args: SimpleNamespace, steps: int) -> None:
+    coefficient = args.algo.kl.init_coef
+    for refused, why in (
+        (
+            coefficient > 0 and not args.algo.kl.use_loss,
+            f"leaves out the log-probs that --algo.kl.init_coef {coefficient:g} turns into a reward; give "
+            "--algo.kl.use_loss too, or --algo.kl.init_coef 0",
+        ),
+        (
+            args.algo.kl.unbiased_gradient and coefficient > 0 and steps > 1,
+            f"leaves out the log-probs that --algo.kl.unbiased_gradient needs with {steps} optimizer steps; "
+            "leave that flag out",
+        ),
+        (
+            args.rollout.entropy == "actor",
+            "leaves out the actor's forward, from which the entropies come; give --rollout.entropy sampler too",
+        ),
+        (
+            args.algo.guide.rescue_batch > 0,
+            "leaves out the log-probs that a step needs if a guide's rescued rows join it; leave "
+            "--algo.guide.rescue_batch out",
+        ),
+        (
+            args.critic.freezing_steps >= 0,
+            "leaves out the log-probs that an actor needs if it waits for its critic; leave --critic.freezing_steps "
+            "out",
+        ),
+        (
+            args.algo.advantage.is_correction_level == "off",
+            f"trains without a ratio to the old policy, and so needs {_CORRECTION} token or seq; give it too",
+        ),
+    ):
+        if refused:
+            raise UsageError(f"--rollout.log_probs sampler {why}, or leave it out.")

@@ -1,0 +1,133 @@
+"""Runs upstream's own command line as it is, with our flags added. None of it is copied.
+
+OpenRLHF 0.11.2 builds its parser, post-processes the arguments and trains inside ``if __name__ == "__main__"``
+(https://github.com/OpenRLHF/OpenRLHF/blob/main/openrlhf/cli/train_ppo_ray.py). That block is cut out of the installed
+source and run with two names of its module replaced: ``argparse`` by a view of the real one whose parser is ours, and
+``train`` by a function that keeps the arguments. All of this can go once upstream has a function that parses.
+"""
+
+import argparse
+import ast
+import difflib
+import functools
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from types import CodeType, SimpleNamespace
+from typing import Any, NoReturn
+
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.training.settings import flags
+from openrlhf_gtpo.training.settings.guard import source_path
+from openrlhf_gtpo.training.settings.values import check_values
+
+MODULE = "openrlhf.cli.train_ppo_ray"
+
+
+class _Help(argparse.HelpFormatter):
+    """Help that shows every flag's default, with the last part of its name standing for its value."""
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return action.dest.rpartition(".")[2].upper()
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        said, default = action.help or "", action.default
+        if default is argparse.SUPPRESS or "(default" in said:
+            return said
+        if isinstance(default, bool):
+            default = "on" if default else "off"
+        values = default if isinstance(default, list | tuple) else [default]
+        shown = " ".join(str(value) for value in values if value is not None) or "none"
+        return f"{said} (default: {shown})".lstrip()
+
+
+class ExtendedParser(argparse.ArgumentParser):
+    """An ``ArgumentParser`` for ``argv`` that adds this package's flags just before parsing and adjusts the result."""
+
+    def __init__(self, argv: Sequence[str], **kwargs: Any) -> None:
+        program = "python3 -m openrlhf_gtpo.cli.train_ppo_ray"
+        super().__init__(prog=program, usage="%(prog)s --flag VALUE ...", formatter_class=_Help, **kwargs)
+        self._argv = list(argv)
+        self._upstream_flags: frozenset[str] = frozenset()
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
+        self._upstream_flags = frozenset(self._option_string_actions)
+        self._optionals.title = "OpenRLHF's own"
+        flags.add_flags(self)
+        self._action_groups.sort(key=lambda group: group is self._optionals)  # OpenRLHF's many come last
+        for word in self._argv:  # Python reads --flag=-- as []: https://github.com/python/cpython/issues/109475
+            if word.startswith("--") and word.endswith("=--"):
+                raise UsageError(f"{word} has two dashes as its value; give another value, or leave the flag out.")
+        parsed, unknown = self.parse_known_args(self._argv)
+        if unknown:
+            self._refuse_unknown(unknown)
+        flags.adjust(parsed, self._given())
+        check_values(vars(parsed))
+        return parsed
+
+    def _get_option_tuples(self, option_string: str) -> list:
+        """The flags that an abbreviation may mean. One that is clear upstream stays clear beside our flags."""
+        matches = super()._get_option_tuples(option_string)
+        return [match for match in matches if match[1] in self._upstream_flags] or matches
+
+    def _given(self) -> frozenset[str]:
+        """Destinations that appear on the command line: those that a second parse does not leave untouched."""
+        untouched: list[str] = []  # a list, so that a repeatable flag can add to a copy of it
+        destinations = {action.dest for action in self._actions}
+        namespace, _ = self.parse_known_args(self._argv, argparse.Namespace(**dict.fromkeys(destinations, untouched)))
+        return frozenset(d for d in destinations if getattr(namespace, d) is not untouched)
+
+    def _refuse_unknown(self, unknown: list[str]) -> NoReturn:
+        flag = next((word.split("=")[0] for word in unknown if word.startswith("-")), None)
+        if flag is None:
+            raise UsageError(f"{unknown[0]!r} belongs to no flag; every argument is --flag VALUE.")
+        nearest = difflib.get_close_matches(flag, self._option_string_actions, n=1, cutoff=0.85)
+        hint = f"; did you mean {nearest[0]}?" if nearest else "; --help lists the known ones."
+        raise UsageError(f"unknown flag {flag}{hint}")
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def parse(argv: Sequence[str]) -> SimpleNamespace:
+    """Upstream's arguments and ours for ``argv``, post-processed by upstream, as the nested namespace it trains with.
+
+    Raises:
+        UsageError: a flag or value that upstream or ``flags`` refuses.
+        SystemExit: after ``--help``.
+    """
+    if not argv:
+        raise UsageError(
+            "Nothing to train: give --actor.model_name_or_path MODEL, --data.prompt_dataset FILE.jsonl, "
+            "--reward.remote_url REWARD.py and --vllm.num_engines N; --help lists all flags."
+        )
+    kept: list[SimpleNamespace] = []
+    extended = {**vars(argparse), "ArgumentParser": functools.partial(ExtendedParser, argv)}
+    namespace = {
+        "argparse": SimpleNamespace(**extended),
+        "datetime": datetime,
+        "train": kept.append,
+        "print": functools.partial(print, file=sys.stderr),
+    }
+    try:
+        exec(main_block(), namespace)
+    except AssertionError as error:  # one of upstream's own checks
+        hint = ""
+        if "number of sample batches" in str(error):
+            hint = " Lower --rollout.micro_batch_size or --actor.num_gpus_per_node, or give more responses."
+        raise UsageError(f"{error}{hint}") from error
+    except ModuleNotFoundError as error:
+        if error.name != "modelscope":
+            raise
+        raise UsageError("--use_ms needs the package modelscope; install it, or leave the flag out.") from error
+    return kept[0]
+
+
+@functools.cache
+def main_block() -> CodeType:
+    """The code under upstream's ``if __name__ == "__main__"``, compiled with upstream's file name."""
+    path = source_path(MODULE)
+    for node in ast.parse(path.read_text(), str(path)).body:
+        if isinstance(node, ast.If) and ast.unparse(node.test).replace('"', "'") == "__name__ == '__main__'":
+            return compile(ast.Module(node.body, type_ignores=[]), str(path), "exec")
+    raise UsageError(f"{MODULE} has no __main__ block; this OpenRLHF is not one that openrlhf_gtpo knows.")

@@ -1,3 +1,0 @@
-"""A command line that is good, from the tests of the checks."""
-
-from tests.integration.checks.conftest import command, model  # noqa: F401  # fixtures

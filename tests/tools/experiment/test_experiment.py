@@ -1,0 +1,490 @@
+"""Experiments: what a file asks for, what is refused, and what an interruption leaves."""
+
+import errno
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from openrlhf_gtpo.cli import experiment
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.tools.experiment import runner
+from openrlhf_gtpo.tools.experiment.grid import read_grid, words
+from openrlhf_gtpo.training.checks.results import check_metrics_file, check_results
+
+
+def entries(tmp_path: Path, **changed: Any) -> dict[str, Any]:
+    return {
+        "output": str(tmp_path / "runs"),
+        "flags": {"actor.model_name_or_path": "MODEL"},
+        "methods": {"gtpo": {"algo.advantage.estimator": "gtpo"}, "grpo": {"algo.preset": "grpo"}},
+        "settings": {"lr": {"low": {"actor.adam.lr": 1e-6}, "high": {"actor.adam.lr": 1e-5}}},
+        "seeds": [1, 2],
+        "baseline": "grpo",
+    } | changed
+
+
+def write(tmp_path: Path, **changed: Any) -> Path:
+    path = tmp_path / "experiment.yaml"
+    path.write_text(yaml.safe_dump(entries(tmp_path, **changed), sort_keys=False))
+    return path
+
+
+def test_a_grid_is_methods_by_settings_by_seeds(tmp_path: Path) -> None:
+    grid = read_grid(write(tmp_path))
+    assert [f"{run.label} {run.seed}" for run in grid.runs] == [
+        f"{method}/{lr} {seed}" for method in ("gtpo", "grpo") for lr in ("low", "high") for seed in (1, 2)
+    ]
+    run = grid.runs[3]
+    assert run.folder == tmp_path / "runs" / "gtpo" / "high" / "seed-2"
+    assert run.flags == {
+        "actor.model_name_or_path": "MODEL",
+        "algo.advantage.estimator": "gtpo",
+        "actor.adam.lr": 1e-5,
+        "train.seed": 2,
+        "logger.metrics_path": str(run.folder / "metrics.jsonl"),
+        "ckpt.output_dir": str(run.folder / "model"),
+        "ckpt.path": str(run.folder / "checkpoints"),
+    }
+
+
+def test_flags_become_a_command_line() -> None:
+    flags = {"a.b": True, "c": False, "eps": [0.2, 0.28], "name": "x y", "lr": 1e-06}
+    assert words(flags) == ["--a.b", "--eps", "0.2", "0.28", "--name", "x y", "--lr", "1e-06"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"method": {}}, "'method' is not known; did you mean methods?"),
+        ({"seeds": [1, 1]}, "seeds must be whole numbers, each once"),
+        ({"seeds": []}, "lacks seeds"),
+        ({"seeds": 3}, "seeds must be a list, got 3"),
+        ({"baseline": "dapo"}, "the baseline 'dapo' is not among the methods gtpo, grpo"),
+        ({"methods": {}}, "lacks methods"),
+        ({"methods": {"../x": {}}}, "the name '../x' must be a folder name"),
+        ({"methods": {"_x": {}}}, "the name '_x' must be a folder name"),
+        ({"methods": {"gtpo": {"train.seed": 3}}}, "methods.gtpo sets train.seed, which the experiment sets itself"),
+        ({"flags": {"--a": 1}}, "write flags without dashes, a"),
+        ({"flags": {"logger.wandb.key": "0123"}}, "flags.logger.wandb.key must be WANDB_API_KEY, literally"),
+        ({"flags": {"a": {"b": 1}}}, "flags.a must be text, a number, a list of them or true"),
+        ({"settings": {"lr": {}}}, "settings.lr must have values by name"),
+        ({"settings": {"lr": 5}}, "settings.lr must have values by name"),
+        ({"settings": {"lr": [1, 2]}}, "settings.lr must have values by name"),
+        ({"methods": {"gtpo": {"actor.adam.lr": 1}}}, "settings.lr.low and methods.gtpo both set actor.adam.lr"),
+    ],
+)
+def test_a_wrong_file_is_one_sentence(tmp_path: Path, changed: dict[str, Any], sentence: str, capsys: Any) -> None:
+    path = write(tmp_path, **({"baseline": None} if "methods" in changed else {}) | changed)
+    if "methods" in changed:  # a missing baseline would be another mistake
+        path.write_text(path.read_text().replace("baseline: null\n", ""))
+    assert experiment.main([str(path)]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [("methods: {gtpo: {a: 1}, gtpo: {a: 2}}\nflags: {b: 1}\n", "gtpo"), ("flags:\n  b: 1\n  b: 2\n", "b")],
+)
+def test_what_comes_twice_is_not_lost(tmp_path: Path, text: str, key: str, capsys: Any) -> None:
+    path = tmp_path / "experiment.yaml"
+    path.write_text(text + "output: runs\nseeds: [1]\n")
+    assert experiment.main([str(path)]) == 2
+    assert f"{key} is given twice; leave one out." in capsys.readouterr().err
+    path.write_text(
+        f"flags: &it {{}}\nmethods: {{a: *it, b: *it}}\noutput: {tmp_path}\nseeds: [1]\n"
+    )  # an alias is not a repetition
+    with pytest.raises(UsageError, match="lacks flags"):
+        read_grid(path)
+
+
+def test_what_is_no_yaml_is_said(tmp_path: Path, capsys: Any) -> None:
+    for text in (b"a: [1", b"\xff\xfe", b"7", b"- 1"):
+        (tmp_path / "bad.yaml").write_bytes(text)
+        assert experiment.main([str(tmp_path / "bad.yaml")]) == 2
+        assert "bad.yaml" in capsys.readouterr().err
+    assert experiment.main([str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml cannot be read (No such file or directory)." in capsys.readouterr().err
+
+
+# Stands in for training: it notes that it was started, writes metrics, and ends as the file of --way says.
+TRAINER = """
+import json, os, signal, sys
+from pathlib import Path
+
+words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+metrics = Path(words["--logger.metrics_path"])
+with (metrics.parent.parent / "starts").open("a") as starts:
+    starts.write(metrics.parent.name + " " + ("resumed" if "--ckpt.load_enable" in sys.argv else "new") + chr(10))
+rows = [
+    {"kind": "run", "step": 0, "run": "x", "seed": int(words["--train.seed"])},
+    {"kind": "eval", "step": 0, "eval_task_pass1": 0.25},
+    {"kind": "train", "step": 1, "reward/mean": 0.5},
+]
+with metrics.open("a") as file:
+    file.writelines(json.dumps(row | {"time": 1.0}) + chr(10) for row in rows)
+way = Path(words["--way"])
+if way.exists():
+    how = way.read_text()
+    way.unlink()
+    if how == "checkpoint":
+        (Path(words["--ckpt.path"]) / "_actor" / "global_step1").mkdir(parents=True)
+    if how == "fail":
+        print("train_ppo_ray stopped: no good reason", file=sys.stderr)
+        sys.exit("the engine shuts down, which is a long story" * 30)
+    os.kill(os.getpid(), signal.SIGTERM if how == "interrupt" else signal.SIGKILL)
+with metrics.open("a") as file:
+    file.write(json.dumps({"kind": "eval", "step": 1, "eval_task_pass1": 0.75, "time": 2.0}) + chr(10))
+    file.write(json.dumps({"kind": "run", "step": 1, "run": "x", "ended": True, "time": 2.0}) + chr(10))
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An experiment of one method and three seeds whose training is ``TRAINER``."""
+    (tmp_path / "stand_in.py").write_text(TRAINER)
+
+    def run(command: list[str], *args: Any, **kwargs: Any) -> int:
+        """Return the status as ``run_and_clear`` does, which would also end what pytest has started."""
+        place = command.index(sys.executable)
+        status = subprocess.call([*command[: place + 1], str(tmp_path / "stand_in.py"), *command[place + 3 :]])
+        return 128 + signal.SIGTERM if status == -signal.SIGTERM else status
+
+    monkeypatch.setattr(runner, "run_and_clear", run)
+    monkeypatch.setattr(experiment, "_check", lambda grid: None)
+    flags = {"flags": {"way": str(tmp_path / "way")}, "methods": {"gtpo": None}, "settings": {}, "seeds": [1, 2, 3]}
+    changed = entries(tmp_path) | flags
+    del changed["baseline"]
+    (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(changed))
+    return tmp_path / "experiment.yaml"
+
+
+def test_the_table_begins_with_the_baseline_and_the_page_compares_with_it(file: Path) -> None:
+    changed = yaml.safe_load(file.read_text()) | {"methods": {"gtpo": None, "grpo": None}, "baseline": "grpo"}
+    file.write_text(yaml.safe_dump(changed, sort_keys=False))
+    assert experiment.main([str(file)]) == 0
+    table = (file.parent / "runs" / "table.md").read_text()
+    assert 0 < table.index("grpo, mean of 3") < table.index("gtpo, mean of 3")
+    page = (file.parent / "runs" / "report" / "index.html").read_text()
+    assert "task, held-out reward at step 1: gtpo against grpo: no difference seen (+0.000" in page
+
+
+def test_an_evaluation_of_one_method_does_not_end_the_experiment(file: Path) -> None:
+    """The page then leaves out the baseline, and says so."""
+    changed = yaml.safe_load(file.read_text()) | {"methods": {"gtpo": None, "grpo": None}, "baseline": "grpo"}
+    file.write_text(yaml.safe_dump(changed, sort_keys=False))
+    scores = file.parent / "runs" / "gtpo" / "seed-1" / "evaluation" / "scores.json"
+    assert experiment.main([str(file)]) == 0
+    scores.parent.mkdir()
+    scores.write_text('{"questions": {"math": "digest"}, "scores": {"math": {"mean@1": [1.0, 0.0]}}}')
+    assert experiment.main([str(file)]) == 0
+    page = (file.parent / "runs" / "report" / "index.html").read_text()
+    assert "Runs: 1 gtpo." in page and f"left out: {file.parent / 'runs' / 'grpo' / 'seed-1'}" in page
+
+
+def test_the_page_shows_the_runs_that_the_file_asks_for(file: Path) -> None:
+    """As the table does, beside others in the same folder, even if only those were evaluated."""
+    asked = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump(asked | {"methods": {"gtpo": None, "grpo": None}}))
+    assert experiment.main([str(file)]) == 0
+    runs = file.parent / "runs"
+    scores = runs / "grpo" / "seed-1" / "evaluation" / "scores.json"
+    scores.parent.mkdir()
+    scores.write_text('{"questions": {"math": "digest"}, "scores": {"math": {"mean@1": [1.0, 0.0]}}}')
+    file.write_text(yaml.safe_dump(asked | {"seeds": [1, 2]}))
+    assert experiment.main([str(file)]) == 0
+    page = (runs / "report" / "index.html").read_text()
+    assert "Runs: 2 gtpo." in page and "grpo" not in page and "left out" not in page
+    assert "mean of 2" in (runs / "table.md").read_text()
+
+
+def starts(file: Path) -> list[str]:
+    return (file.parent / "runs" / "gtpo" / "starts").read_text().split("\n")[:-1]
+
+
+def test_finished_runs_are_not_made_again(file: Path, capsys: Any) -> None:
+    assert experiment.main([str(file)]) == 0
+    table = (file.parent / "runs" / "table.md").read_text()
+    assert "**gtpo, mean of 3** | task | 0.250 ± 0.000 | 0.750 ± 0.000" in table
+    assert starts(file) == ["seed-1 new", "seed-2 new", "seed-3 new"]
+    assert "gtpo/seed-3 (2 of 3 runs are finished)\n" in capsys.readouterr().err
+    runs = file.parent / "runs" / "gtpo"
+    shutil.copytree(runs / "seed-1", runs / "seed-1-old")  # somebody's copy is no second run
+    assert experiment.main([str(file)]) == 0
+    assert len(starts(file)) == 3
+
+
+@pytest.mark.parametrize(("how", "resumed"), [("interrupt", "new"), ("kill", "new"), ("checkpoint", "resumed")])
+def test_a_half_run_counts_nowhere_and_is_made_again(file: Path, how: str, resumed: str, capsys: Any) -> None:
+    (file.parent / "way").write_text(how)
+    assert experiment.main([str(file)]) == (130 if how == "interrupt" else 1)
+    again = experiment.main([str(file)])
+    assert again == 0
+    counts = {f"seed-{n}": [line for line in starts(file) if line.startswith(f"seed-{n}")] for n in (1, 2, 3)}
+    assert counts["seed-1"] == ["seed-1 new", f"seed-1 {resumed}"]
+    assert len(counts["seed-2"]) == len(counts["seed-3"]) == 1
+    rows = [json.loads(line) for line in (file.parent / "runs/gtpo/seed-1/metrics.jsonl").read_text().splitlines()]
+    assert sum("ended" in row for row in rows) == 1
+    assert len(rows) == (5 if resumed == "new" else 8)
+
+
+def test_an_output_that_is_a_file_is_refused(file: Path, capsys: Any) -> None:
+    (file.parent / "runs").touch()
+    assert experiment.main([str(file)]) == 2
+    assert capsys.readouterr().err.endswith("/runs is not a folder; name another.\n")
+
+
+def test_a_run_that_fails_is_named_and_the_others_are_made(file: Path, capsys: Any) -> None:
+    (file.parent / "way").write_text("fail")
+    assert experiment.main([str(file)]) == 1
+    said = capsys.readouterr().err
+    failure = "/gtpo/seed-1/log): train_ppo_ray stopped: no good reason\n"
+    assert failure in said and "gtpo, seed 1 ended with status 1 (" in said
+    assert said.index(failure) < said.rindex(" runs are finished)"), "it is not held back until the last run"
+    assert len(starts(file)) == 3
+    assert "mean of 2" in (file.parent / "runs" / "table.md").read_text()
+    (file.parent / "way").write_text("kill")  # which says nothing itself
+    assert experiment.main([str(file)]) == 1
+    assert "/gtpo/seed-1/log): it said nothing\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("how", "status"), [("fail", 1), ("interrupt", 130)])
+def test_results_that_cannot_be_written_do_not_hide_how_runs_ended(
+    file: Path, how: str, status: int, capsys: Any
+) -> None:
+    table = file.parent / "runs" / "table.md"
+    table.mkdir(parents=True)
+    assert experiment.main([str(file)]) == 2 and "Is a directory" in capsys.readouterr().err
+    shutil.rmtree(file.parent / "runs" / "gtpo" / "seed-2")
+    (file.parent / "way").write_text(how)
+    assert experiment.main([str(file)]) == status
+    error = capsys.readouterr().err
+    assert f"experiment: [Errno 21] Is a directory: '{table}'\n" in error
+    last = {"fail": "gtpo, seed 2 ended with status 1 (", "interrupt": "interrupted; the same command resumes it.\n"}
+    assert f"experiment: {last[how]}" in error
+
+
+def test_an_error_of_the_folder_does_not_make_a_finished_run_an_unfinished_one(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    assert experiment.main([str(file)]) == 0
+    (file.parent / "runs" / "gtpo" / "seed-1" / "model").mkdir()
+    opened = Path.open
+
+    def stale(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path.name == "metrics.jsonl":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", stale)
+    assert experiment.main([str(file)]) == 2
+    assert "Stale file handle" in capsys.readouterr().err
+    grid = read_grid(file)
+    with pytest.raises(OSError, match="Stale file handle"):
+        runner._make(grid.runs[0], grid, lambda: False)
+    assert len(starts(file)) == 3 and (grid.runs[0].folder / "model").exists()
+
+
+def test_brackets_in_a_folder_and_a_data_source_are_shown_as_they_are(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in, shown = file.parent / "stand_in.py", io.StringIO()
+    stand_in.write_text(stand_in.read_text().replace("eval_task_", "eval_task[/hard]_"))
+    folder = file.parent / "runs [b]"
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"output": str(folder)}))
+    monkeypatch.setattr(runner, "Console", lambda stderr: Console(file=shown, force_terminal=True, width=200))
+    assert experiment.main([str(file)]) == 0
+    assert f"gtpo, seed 1: {folder}/gtpo/seed-1 (0 of 3 runs are finished)" in shown.getvalue()
+    assert "gtpo, seed 3: step 1  held-out reward task[/hard] 0.750" in shown.getvalue()
+
+
+def test_a_run_took_as_long_as_it_ran() -> None:
+    """From 10 to 15, and after an interruption from 100 to 103."""
+    parts = [("run", 10, {}), ("train", 15, {}), ("run", 100, {}), ("train", 102, {}), ("run", 103, {"ended": True})]
+    assert runner._seconds([{"kind": kind, "time": time} | more for kind, time, more in parts]) == 8
+
+
+def test_a_run_that_another_process_makes_is_left_to_it(file: Path) -> None:
+    folder = file.parent / "runs" / "gtpo" / "seed-2"
+    with runner._locked(folder) as mine:
+        assert mine
+        assert experiment.main([str(file)]) == 0
+    assert starts(file) == ["seed-1 new", "seed-3 new"]
+
+
+def test_other_flags_are_refused_and_so_is_a_foreign_folder(file: Path) -> None:
+    assert experiment.main([str(file)]) == 0
+    changed = yaml.safe_load(file.read_text())
+    changed["flags"]["actor.adam.lr"] = 1.0
+    file.write_text(yaml.safe_dump(changed))
+    with pytest.raises(UsageError, match="was run with --actor.adam.lr None, and the experiment now has 1.0"):
+        runner.check_folders(read_grid(file))
+    folder = file.parent / "runs" / "gtpo" / "seed-1"
+    (folder / "flags.json").rename(folder / ".flags.json.1")  # as left by a process that was killed while writing it
+    with pytest.raises(UsageError, match="has files that are not runs of this experiment"):
+        runner.check_folders(read_grid(file))
+    for name in ("metrics.jsonl", "log"):
+        (folder / name).unlink()
+    del changed["flags"]["actor.adam.lr"]
+    file.write_text(yaml.safe_dump(changed))
+    runner.check_folders(read_grid(file))
+
+
+def test_models_that_were_evaluated_with_other_flags_are_refused(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """They would stand beside models that are evaluated with the new flags."""
+    asked = []
+
+    def call(module: str, argv: list[str], *_: Any) -> tuple[int, str]:
+        if module.endswith("evaluate"):
+            asked.append(argv)
+            folder = Path(argv[argv.index("--output") + 1])
+            folder.mkdir(exist_ok=True)
+            (folder / "summary.json").write_text("{}")
+            return 0, ""
+        return subprocess.call([sys.executable, str(file.parent / "stand_in.py"), *argv]), ""
+
+    monkeypatch.setattr(runner, "_call", call)
+    changed = yaml.safe_load(file.read_text()) | {"evaluate": {"eval.dataset": "a", "eval.temperature": 1.0}}
+    file.write_text(yaml.safe_dump(changed))
+    for _ in range(2):
+        assert experiment.main([str(file)]) == 0
+        assert len(asked) == 3
+    (file.parent / "runs" / "gtpo" / "seed-1" / "evaluation" / "flags.json").unlink()  # killed before it was written
+    assert experiment.main([str(file)]) == 0
+    assert len(asked) == 4
+    changed["evaluate"]["eval.temperature"] = 0.5
+    file.write_text(yaml.safe_dump(changed))
+    assert experiment.main([str(file)]) == 2
+    assert "was evaluated with --eval.temperature 1.0, and the experiment now has 0.5" in capsys.readouterr().err
+
+
+def test_a_combination_that_cannot_work_is_named_before_the_first_run(tmp_path: Path, capsys: Any) -> None:
+    """Training's own checks name it."""
+    flags = {"actor.model_name_or_path": "/no/model", "reward.remote_url": "/no/reward.py", "vllm.num_engines": 1}
+    flags["rollout.n_samples_per_prompt"] = 4
+    methods = {"gtpo": {"algo.advantage.estimator": "gtpo"}, "grpo": {"algo.advantage.estimator": "grp"}}
+    assert experiment.main([str(write(tmp_path, flags=flags, methods=methods, settings={})), "--dry-run"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("experiment: grpo: ") and "--algo.advantage.estimator" in error
+    for on in ("megatron.async_save", "algo.dynamic_filtering_enable"):  # on by itself, and on by the preset
+        methods["grpo"] = {
+            "algo.preset": "dapo",
+            "actor.backend": "megatron",
+            "rollout.max_new_tokens": 8192,
+            on: False,
+        }
+        assert experiment.main([str(write(tmp_path, flags=flags, methods=methods, settings={})), "--dry-run"]) == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith(f"experiment: grpo: {on}: false only leaves the flag out, and without it {on} is on")
+    methods["grpo"] = {"algo.preset": "grpo"}
+    assert experiment.main([str(write(tmp_path, flags=flags, methods=methods, settings={})), "--dry-run"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("experiment: gtpo: ") and "/no/" in error
+
+
+def test_a_run_whose_evaluation_was_interrupted_is_held_to_that_ones_checks_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Training's checks would take the run's own metrics for those of an earlier run."""
+    file = write(tmp_path, methods={"gtpo": None}, settings={}, seeds=[1], baseline="gtpo")
+    for run in read_grid(file).runs:
+        run.folder.mkdir(parents=True)
+        (run.folder / "flags.json").write_text(json.dumps(run.flags))
+        (run.folder / "metrics.jsonl").write_text('{"kind": "run", "step": 1, "run": "x", "ended": true}\n')
+    assert experiment.main([str(file), "--dry-run"]) == 0
+    asked = []
+    loads = "openrlhf_gtpo.training.checks.models.load_tokenizer"
+    monkeypatch.setattr(loads, lambda model, flag: asked.append(model))
+    for name in ("check_model", "check_length"):
+        monkeypatch.setattr(loads.replace("load_tokenizer", name), lambda *of: None)
+    evaluate = {"eval.dataset": str(tmp_path / "none.jsonl"), "reward.remote_url": "reward.py"}
+    evaluate |= {"data.max_len": 64, "rollout.max_new_tokens": 8}
+    write(tmp_path, methods={"gtpo": None}, settings={}, seeds=[1], baseline="gtpo", evaluate=evaluate)
+    assert experiment.main([str(file), "--dry-run"]) == 2
+    assert capsys.readouterr().err.endswith(f"--eval.dataset {tmp_path}/none.jsonl does not exist.\n")
+    assert asked == [str(run.folder / "model")]
+
+
+def test_a_run_that_died_without_a_checkpoint_may_be_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even as it wrote its model, of which config.json comes first. Its folder of checkpoints is missing too if a stop
+    file elsewhere is named."""
+    monkeypatch.setattr(
+        "openrlhf_gtpo.training.run.check", lambda args: (check_metrics_file(args), check_results(args))
+    )
+    flags = {"actor.model_name_or_path": "MODEL", "reward.remote_url": "reward.py", "vllm.num_engines": 1}
+    flags |= {"rollout.n_samples_per_prompt": 4, "ckpt.stop_file": str(tmp_path / "stop")}
+    file = write(tmp_path, flags=flags, methods={"gtpo": {"algo.advantage.estimator": "gtpo"}}, baseline="gtpo")
+    run = read_grid(file).runs[0]
+    run.folder.mkdir(parents=True)
+    (run.folder / "flags.json").write_text(json.dumps(run.flags))
+    (run.folder / "metrics.jsonl").write_text('{"kind": "run", "step": 0, "run": "x"}\n{"kind": "train", "step": 4}\n')
+    (run.folder / "model").mkdir()
+    (run.folder / "model" / "config.json").touch()
+    assert experiment.main([str(file), "--dry-run"]) == 0
+
+
+def test_what_is_evaluated_is_looked_at_before_the_first_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The data set on which every model is evaluated after its training: a missing one, and a JSONL file, whose only
+    split is train."""
+    monkeypatch.setattr(
+        "openrlhf_gtpo.training.run.check", lambda args: None
+    )  # the check of training, which is not under test here
+    for name in ("check_model", "check_length", "load_tokenizer"):
+        monkeypatch.setattr(f"openrlhf_gtpo.training.checks.models.{name}", lambda *of: None)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input": "1 + 1", "label": "2"}\n' * 8)
+    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return {}\n")
+    flags = {
+        "actor.model_name_or_path": "MODEL",
+        "data.prompt_dataset": str(rows),
+        "data.label_key": "label",
+        "data.max_len": 64,
+        "reward.remote_url": str(tmp_path / "reward.py"),
+        "rollout.n_samples_per_prompt": 4,
+        "rollout.max_new_tokens": 8,
+        "vllm.num_engines": 1,
+    }
+    evaluated = {
+        "eval.dataset": str(rows),
+        "data.label_key": "label",
+        "reward.remote_url": str(tmp_path / "reward.py"),
+    }
+    limits = {"data.max_len": 64, "rollout.max_new_tokens": 8}
+    methods = {"gtpo": {"algo.advantage.estimator": "gtpo"}}
+    for changed, sentence in (
+        ({"eval.dataset": str(tmp_path / "none.jsonl")}, "--eval.dataset {tmp}/none.jsonl does not exist."),
+        ({}, "--eval.dataset {tmp}/rows.jsonl has no split 'test' (--eval.split); it has train."),
+        ({"eval.slip": "train"}, "unknown flag eval.slip; did you mean eval.split?"),
+        ({"learning_rate": 1}, "unknown flag learning_rate; cli.evaluate --help lists the known ones."),
+        (
+            {"data.label_key": None},
+            "data.label_key is missing, and training has it; without it the reward gets no answers.",
+        ),
+        ({"eval.split": "train", "eval.temperature": 0}, "give --eval.n_samples_per_prompt 1."),
+        ({"eval.split": "train"}, None),
+    ):
+        evaluate = {name: value for name, value in (evaluated | limits | changed).items() if value is not None}
+        grid = write(tmp_path, flags=flags, methods=methods, settings={}, baseline="gtpo", evaluate=evaluate)
+        status, printed = experiment.main([str(grid), "--dry-run"]), capsys.readouterr()
+        if sentence is None:
+            assert status == 0 and printed.out.count("gtpo, seed") == 2
+        else:
+            last = printed.err.splitlines()[-1]
+            assert status == 2 and last.startswith("experiment: evaluate: ")
+            assert last.endswith(sentence.format(tmp=tmp_path))

@@ -1,0 +1,322 @@
+"""The wait ends when all nodes have joined, or else in time, with the names of those missing. Ray is a stand-in."""
+
+import importlib.util
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from openrlhf_gtpo.cli import ray_cluster
+from openrlhf_gtpo.tools.launch import ray_node, ray_wait
+from openrlhf_gtpo.tools.launch.ray_node import Node, make_token, with_token
+
+CONNECT = "RAY_py_gcs_connect_timeout_s"
+
+
+class Head(ThreadingHTTPServer):
+    """Answers like a dashboard: with the nodes so far, one more each time it is asked."""
+
+    def __init__(self, joining: list[str], job: str = "SUCCEEDED", refusals: int = 0) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.joining, self.job, self.refusals = joining, job, refusals
+        self.asked, self.tokens = 0, set[str]()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Head
+
+    def do_GET(self) -> None:
+        self.server.tokens.add(self.headers["Authorization"] or "")
+        if self.path.startswith("/api/jobs/"):
+            self._answer(200, {"status": self.server.job})
+            return
+        self.server.asked += 1
+        nodes = [{"node_name": name, "state": "ALIVE"} for name in self.server.joining[: self.server.asked]]
+        nodes.append({"node_name": "n3", "state": "DEAD"})
+        self._answer(200, {"data": {"result": {"result": nodes}}})
+
+    def do_POST(self) -> None:
+        if self.server.refusals:
+            self.server.refusals -= 1
+            self._answer(500, {"message": "No available agent to submit job"})
+            return
+        self._answer(200, {"submission_id": "raysubmit_1"})
+
+    def _answer(self, status: int, body: dict[str, Any]) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *unused: Any) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def serve() -> Iterator[Any]:
+    heads: list[Head] = []
+
+    def start(*arguments: Any, **options: Any) -> Head:
+        heads.append(Head(*arguments, **options))
+        threading.Thread(target=heads[-1].serve_forever, daemon=True).start()
+        return heads[-1]
+
+    yield start
+    for head in heads:
+        head.shutdown()
+        head.server_close()
+
+
+def wait(url: str, *nodes: str, token: Path | None = None, timeout: str = "60") -> int:
+    secret = [] if token is None else ["--token", str(token)]
+    return ray_cluster.main(["wait", "--dashboard", url, "--timeout", timeout, *secret, "--nodes", *nodes])
+
+
+def test_it_waits_for_every_node_and_for_a_job_that_ran(serve: Any, tmp_path: Path) -> None:
+    make_token(tmp_path / "token")
+    head = serve(["n1", "n2"], refusals=1)
+    assert wait(head.url, "n1", "n2", token=tmp_path / "token") == 0
+    assert head.asked == 2 and head.refusals == 0
+    assert head.tokens == {f"Bearer {(tmp_path / 'token').read_text()}"}
+
+
+def test_nodes_that_do_not_come_are_named(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    head = serve(["n1"])
+    assert wait(head.url, "n1", "n2", "n3", timeout="1.5") == 1
+    assert "After 1.5 s 2 of 3 nodes have not joined the Ray cluster: n2, n3;" in capsys.readouterr().err
+
+
+def test_a_head_that_does_not_answer_is_another_message(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    head = serve([])
+    url = head.url
+    head.shutdown()
+    head.server_close()
+    assert wait(url, "n1", timeout="0") == 1
+    assert "the head of the Ray cluster does not answer" in capsys.readouterr().err
+
+
+def test_a_cluster_that_takes_no_job_says_why(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert wait(serve(["n1"], refusals=100).url, "n1", timeout="1") == 1
+    assert "All 1 nodes joined, but after 1 s Ray takes no job" in capsys.readouterr().err
+    assert wait(serve(["n1"], job="FAILED").url, "n1", timeout="1") == 1
+    assert "a job that does nothing ended as FAILED" in capsys.readouterr().err
+    assert wait(serve(["n1"], job="PENDING").url, "n1", timeout="1") == 1
+    assert "Ray takes no job: a job that does nothing is still PENDING" in capsys.readouterr().err
+
+
+def test_only_the_user_reads_the_secret_and_it_is_made_once(tmp_path: Path) -> None:
+    path = tmp_path / "shared" / "token"
+    make_token(path)
+    secret = path.read_text()
+    make_token(path)
+    assert path.read_text() == secret and len(secret) == 64 and path.stat().st_mode & 0o077 == 0
+    with_path = {"A": "b", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
+    assert with_token({"A": "b", "RAY_AUTH_TOKEN": "which Ray would prefer"}, path) == with_path
+    assert with_token({"A": "b"}, None) == {"A": "b"}
+
+
+def test_no_flag_of_ours_opens_a_server_to_every_interface(tmp_path: Path) -> None:
+    head = Node("n1", "10.0.0.1", None, 7000, tmp_path, ["--num-gpus=8"]).command(tmp_path)
+    worker = Node("n2", "10.0.0.2", "10.0.0.1:7000", 7000, tmp_path).command(tmp_path)
+    assert "--dashboard-host=127.0.0.1" in head and "--dashboard-port=7001" in head and head[-1] == "--num-gpus=8"
+    assert "--runtime-env-agent-port=7003" in head and not any("agent-port=70" in word for word in worker)
+    assert "--address=10.0.0.1:7000" in worker and "--head" not in worker
+    assert not any("0.0.0.0" in word for word in head + worker)
+
+
+def test_a_worker_without_the_heads_secret_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["worker", "--head", "10.0.0.1:6379", "--address", "10.0.0.2", "--token", str(tmp_path / "token")]
+    for command in (words, ["wait", "--timeout", "5", "--nodes", "n1", *words[-2:]]):
+        assert ray_cluster.main(command) == 2
+        assert f"--token {tmp_path}/token does not exist" in capsys.readouterr().err
+
+
+def test_a_host_without_ray_is_refused(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = ["head", "--address", "10.0.0.1", "--temporary", str(tmp_path)]
+    assert ray_cluster.main(words) == 2
+    assert "ray was not found; activate the environment" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert ray_cluster.main([*words[:-1], str(tmp_path / "gone")]) == 2
+    assert "was not found; create it, or name another" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert ray_cluster.main([*words[:-1], str(tmp_path / "file")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"ray_cluster: [Errno 20] Not a directory: '{tmp_path}/file/ray") and said.count("\n") == 1
+    assert signal.getsignal(signal.SIGTERM) != signal.SIG_IGN
+
+
+def test_a_node_keeps_rays_logs_and_nothing_else(tmp_path: Path) -> None:
+    """The stand-in for Ray writes where a session's logs are, beside a file of the user's.
+
+    The node runs in its own process, because it ends all descendants of that process.
+    """
+    programs, temporary = tmp_path / "bin", tmp_path / "temporary"
+    programs.mkdir()
+    temporary.mkdir()
+    (temporary / "notes").write_text("a user's notes")
+    ray = programs / "ray"
+    ray.write_text(
+        "#!/bin/bash\nfor word; do [[ $word != --temp-dir=* ]] || folder=${word#*=}; done\n"
+        "mkdir -p $folder/session_1/logs; ln -s session_1 $folder/session_latest\n"
+        'echo "$RAY_AUTH_MODE" >$folder/session_1/logs/raylet.out; exit 3\n'
+    )
+    ray.chmod(0o755)
+    words = ["head", "--address", "10.0.0.1", "--token", str(tmp_path / "token"), "--logs", str(tmp_path / "logs")]
+    command = [sys.executable, "-m", "openrlhf_gtpo.cli.ray_cluster", *words, "--temporary", str(temporary)]
+    assert subprocess.run(command, env=os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}).returncode == 3
+    assert (tmp_path / "logs" / "raylet.out").read_text() == "token\n"
+    assert [path.name for path in temporary.iterdir()] == ["notes"]
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds", "has_run", "starts"),
+    [
+        ("Check failed: Timed out waiting for file /x", 15.0, False, 3),
+        ("no space", 4.0, False, 1),
+        ("the head does not know the node yet", 35.0, False, 3),
+        ("killed", 3600.0, True, 1),
+    ],
+)
+def test_a_node_that_was_too_slow_for_ray_is_started_again(
+    said: str,
+    seconds: float,
+    has_run: bool,
+    starts: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    folders: list[Path] = []
+    clock = [0.0]
+
+    def run(command: list[str], environment: dict[str, str]) -> int:
+        [folder] = [Path(word.partition("=")[2]) for word in command if word.startswith("--temp-dir=")]
+        assert not any(earlier.exists() for earlier in folders)
+        folders.append(folder)
+        (folder / "session_latest" / "logs").mkdir(parents=True)
+        (folder / "session_latest" / "logs" / "raylet.err").write_text(said)
+        if has_run:
+            (folder / "session_latest" / "logs" / "ray_process_exit.log").touch()
+        clock[0] += seconds
+        return 1
+
+    monkeypatch.setattr(ray_node, "run_and_clear", run)
+    monkeypatch.setattr(ray_node, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    assert ray_node.run_node(Node("n2", "127.0.0.1", "127.0.0.1:6379", 6379, tmp_path), None, None) == 1
+    assert len(folders) == starts
+    assert capsys.readouterr().err.count("Node n2: Ray was too slow for its own limits") == starts - 1
+
+
+def test_a_request_to_end_between_two_starts_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], environment: dict[str, str]) -> int:
+        [folder] = [Path(word.partition("=")[2]) for word in command if word.startswith("--temp-dir=")]
+        (folder / "session_latest" / "logs").mkdir(parents=True)
+        (folder / "session_latest" / "logs" / "raylet.err").write_text("Check failed: Timed out waiting for file /x")
+        os.kill(os.getpid(), signal.SIGTERM)  # before its files have been copied
+        return 1
+
+    monkeypatch.setattr(ray_node, "run_and_clear", run)
+    assert ray_node.run_node(Node("n1", "127.0.0.1", None, 6379, tmp_path), None, None) == 128 + signal.SIGTERM
+
+
+def test_a_job_script_may_repeat_its_request_to_end(tmp_path: Path) -> None:
+    (tmp_path / "temporary").mkdir()
+    ray = tmp_path / "ray"
+    ray.write_text(
+        "#!/bin/bash\nfor word; do [[ $word != --temp-dir=* ]] || folder=${word#*=}; done\n"
+        "mkdir -p $folder/session_1/logs; ln -s session_1 $folder/session_latest\n"
+        f"touch $folder/session_1/logs/{{1..3000}} {tmp_path}/runs; exec sleep 600\n"
+    )
+    ray.chmod(0o755)
+    words = ["head", "--address", "10.0.0.1", "--logs", str(tmp_path / "logs")]
+    command = [sys.executable, "-m", "openrlhf_gtpo.cli.ray_cluster", *words]
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    node = subprocess.Popen([*command, "--temporary", str(tmp_path / "temporary")], env=environment)
+    while node.poll() is None and not (tmp_path / "runs").exists():
+        time.sleep(0.05)
+    while node.poll() is None:
+        node.terminate()
+        time.sleep(0.02)
+    assert node.returncode in (128 + signal.SIGTERM, -signal.SIGTERM)  # its last words, too, may meet a request
+    assert len([*(tmp_path / "logs").iterdir()]) == 3000 and not [*(tmp_path / "temporary").iterdir()]
+
+
+def test_a_node_may_open_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {resource.RLIMIT_NOFILE: (1024, 524288)}
+    monkeypatch.setattr(resource, "getrlimit", limits.get)
+    monkeypatch.setattr(resource, "setrlimit", limits.__setitem__)
+    monkeypatch.setattr(ray_node, "run_and_clear", lambda *command: 0)
+    assert ray_cluster.main(["head", "--address", "10.0.0.1", "--temporary", str(tmp_path)]) == 0
+    assert limits == {resource.RLIMIT_NOFILE: (65536, 524288)}
+
+
+@pytest.mark.parametrize("nodes", [None, [None], [{"node_name": [], "state": "ALIVE"}]])
+def test_a_dashboard_that_answers_otherwise_has_no_nodes_yet(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    dashboard = ray_wait.Dashboard("http://127.0.0.1:1", None)
+    monkeypatch.setattr(dashboard, "_ask", lambda path: {"data": {"result": {"result": nodes}}})
+    assert dashboard.alive() == set()
+
+
+@pytest.mark.parametrize(
+    ("head", "seconds", "starts"),
+    [("127.0.0.1:6379", 45.0, 14), ("127.0.0.1:6379", 4.0, 1), (None, 45.0, 1)],
+    ids=["not ready", "fails at once", "is the head"],
+)
+def test_a_node_looks_for_a_head_that_is_started_again(
+    head: str | None,
+    seconds: float,
+    starts: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """For as long as the script waits for nodes. Ray looks for 40 s, and sticks to a head that is gone."""
+    clock = [0.0]
+
+    def run(command: list[str], environment: dict[str, str]) -> int:
+        clock[0] += seconds
+        return 1
+
+    monkeypatch.setattr(ray_node, "run_and_clear", run)
+    monkeypatch.setattr(ray_node, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    assert ray_node.run_node(Node("n2", "127.0.0.1", head, 6379, tmp_path), None, None) == 1
+    assert clock[0] == starts * seconds
+    assert capsys.readouterr().err.count(f"Node n2: there is no head at {head} that is ready; trying") == starts - 1
+
+
+def test_the_heads_own_processes_wait_for_one_that_is_slow_to_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whoever sets Ray's variable decides."""
+    seen: list[str] = []
+    monkeypatch.setattr(ray_node, "run_and_clear", lambda _, environment: seen.append(environment[CONNECT]) or 0)
+    monkeypatch.delenv(CONNECT, raising=False)
+    node = Node("n1", "127.0.0.1", None, 6379, tmp_path)
+    assert ray_node.run_node(node, None, None) == 0
+    monkeypatch.setenv(CONNECT, "7")
+    assert ray_node.run_node(node, None, None) == 0
+    assert seen == ["600", "7"]
+    parts = "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT"
+    assert parts in ray_node._PATIENCE
+    ray = importlib.util.find_spec("ray")
+    assert ray and ray.origin
+    assert f'"{parts}"' in (Path(ray.origin).parent / "dashboard" / "consts.py").read_text()
+    (compiled,) = Path(ray.origin).parent.glob("_raylet.so")
+    assert CONNECT.removeprefix("RAY_").encode() in compiled.read_bytes()

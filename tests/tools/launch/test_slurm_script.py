@@ -1,0 +1,249 @@
+"""The batch script without SLURM: a mistake in its header is found before the queue."""
+
+import fcntl
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.tools.launch.conftest import ROOT, SCRIPT
+
+LAUNCHER = '#!/usr/bin/env bash\nprintf "launcher:"; printf " %s" "$@"; printf "\\n"\n'
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Path:
+    path = tmp_path / "launcher.sh"
+    path.write_text(LAUNCHER)
+    return path
+
+
+def run(*words: str, cwd: Path = ROOT, **settings: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+    return subprocess.run(
+        ["bash", str(SCRIPT), *words],
+        cwd=cwd, env=environment | settings, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def test_a_dry_run_shows_every_step_and_the_launchers_own(launcher: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    settings = {"LAUNCHER": str(launcher), "OUTPUT": str(output), "PORT": "7000", "LAUNCHER_FLAGS": "--cpu"}
+    ended = run("--dry-run", "--", "--actor.adam.lr", "5e-7", **settings)
+    assert ended.returncode == 0, ended.stderr
+    head, worker, wait, training = (line for line in ended.stdout.splitlines() if line.startswith("    "))
+    token = f"--gpus 0 --shared {output}/slurm/1-0/ray_token --temporary /tmp"
+    assert f"cli.doctor {token} --port 7000 && exec python3 -m" in head and f"cli.doctor {token} && exec" in worker
+    assert "ray_cluster head --port 7000 --name HEAD" in head
+    assert "ray_cluster worker --head HEAD-ADDRESS:7000 --timeout 600 --name WORKER" in worker
+    assert "ray_cluster wait --dashboard http://127.0.0.1:7001" in wait and "--nodes HEAD WORKER" in wait
+    assert f"bash {launcher} --submit http://127.0.0.1:7001 --cpu -- --ckpt.load_enable" in training
+    assert "--ckpt.stop_file" in training and "--actor.adam.lr 5e-7" in training
+    shown = ended.stdout.splitlines()[-1]
+    assert shown.startswith("launcher: --dry-run --cpu -- --ckpt.load_enable") and shown.endswith(
+        "--actor.adam.lr 5e-7"
+    )
+    assert not output.exists() and "0.0.0.0" not in ended.stdout
+
+
+def test_a_preset_is_trained_by_train_sh() -> None:
+    ended = run("--dry-run", "--", "--train.seed", "7", LAUNCHER="gtpo_split", LAUNCHER_FLAGS="--cpu", PORT="7000")
+    assert ended.returncode == 0, ended.stderr
+    shown = "bash examples/scripts/train.sh gtpo_split --submit http://127.0.0.1:7001 --cpu -- --ckpt.load_enable"
+    assert shown in ended.stdout and f"--ckpt.path {ROOT}/runs/train_gtpo_split-cpu/checkpoints" in ended.stdout
+    assert ended.stdout.splitlines()[-1].endswith("--train.seed 7")
+    assert "train.sh gtpo_split --submit" in run("--dry-run", LAUNCHER="examples/scripts/presets/gtpo_split.sh").stdout
+
+
+@pytest.mark.parametrize(
+    ("container", "expected"),
+    [
+        ("pyxis:/images/gtpo.sqsh", "--container-image=/images/gtpo.sqsh --container-mounts={root}:{root},"),
+        (
+            "apptainer:/images/gtpo.sif",
+            "apptainer exec --nv --pwd {root} --bind {root} --bind {output} --bind /models",
+        ),
+    ],
+)
+def test_every_step_runs_in_the_container(container: str, expected: str, launcher: Path, tmp_path: Path) -> None:
+    settings = {"LAUNCHER": str(launcher), "OUTPUT": str(tmp_path / "run"), "CONTAINER_MOUNTS": "/models"}
+    ended = run("--dry-run", CONTAINER=container, **settings)
+    assert ended.returncode == 0, ended.stderr
+    plain = ended.stdout.replace("\\,", ",")
+    steps = [line for line in plain.splitlines() if line.startswith("srun ")]
+    assert len(steps) == 4
+    assert all(expected.format(root=ROOT, output=tmp_path / "run") in line for line in steps)
+    printed = run("--dry-run", CONTAINER=container, NODE_TMP="/scratch", **settings).stdout
+    mount = "--bind /scratch" if container.startswith("apptainer") else ",/scratch:/scratch"
+    assert printed.replace("\\,", ",").count(mount) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "message"),
+    [
+        (
+            (),
+            {"LAUNCHER": "train_nothing.sh"},
+            "LAUNCHER=train_nothing.sh is neither a script nor one of: dapo_colocated ",
+        ),
+        (("--dryrun",), {}, "unknown flag --dryrun; known: --dry-run --help"),
+        ((), {"CONTAINER": "docker:image"}, "CONTAINER=docker:image must be pyxis:IMAGE or apptainer:IMAGE"),
+        ((), {"CONTAINER": "pyxis:"}, "must be pyxis:IMAGE"),
+        (
+            ("--", "--ckpt.stop_file=x"),
+            {},
+            "--ckpt.stop_file is this script's own; touch OUTPUT/slurm/JOB-ATTEMPT/stop",
+        ),
+        ((), {"JOIN_TIMEOUT": "10m"}, "JOIN_TIMEOUT=10m is not a number"),
+        ((), {"PORT": "65533"}, "PORT=65533 must be from 1024 to 65532, the first of four"),
+        ((), {}, "this is a batch script: sbatch "),
+    ],
+)
+def test_a_mistake_is_one_sentence_before_anything_starts(words, settings, message, launcher: Path) -> None:
+    ended = run(*words, **({"LAUNCHER": str(launcher)} | settings))
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("[slurm] ") and message in ended.stderr and ended.stderr.count("\n") == 1
+
+
+def test_another_folder_than_the_projects_is_refused(tmp_path: Path) -> None:
+    ended = run("--dry-run", cwd=tmp_path)
+    assert ended.returncode == 2 and f"{tmp_path} is not the project's root" in ended.stderr
+
+
+def test_help_is_the_scripts_header() -> None:
+    assert "sbatch examples/scripts/train_gtpo_slurm.sh" in run("--help").stdout
+
+
+# One node, and a SLURM whose steps are processes of this host.
+PROGRAMS = {
+    "scontrol": "[[ $2 == hostnames ]] && echo n1 || echo 'x NodeAddr=127.0.0.1 x'",
+    "srun": "while [[ $1 == --* ]]; do shift; done; "
+    '[[ ! -v SLURM_EXPORT_ENV ]] || exec env -i PATH="$PATH" "$@"; exec "$@"',
+    "squeue": "true",
+    "scancel": "true",
+    "python3": "case $2-$3 in *-wait) sleep 3 ;; *-head) echo a Ray that ends ;; *doctor-*) "
+    'echo "ok       disk: $*"; [[ -z $FOUND ]] || { echo "$FOUND"; exit 1; } ;; esac',
+}
+
+
+@pytest.mark.parametrize("found", ["", "wrong    model: half of it\nwrong    ports: taken"])
+def test_ray_starts_where_the_doctor_finds_nothing_wrong(found: str, launcher: Path, tmp_path: Path) -> None:
+    """Otherwise the job ends with what the doctor found."""
+    for name, text in PROGRAMS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    settings = {"LAUNCHER": str(launcher), "OUTPUT": str(tmp_path / "run"), "PORT": "7000", "MODEL": "a/model"}
+    settings |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FOUND": found}
+    settings |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_GPUS_ON_NODE": "8"}
+    settings |= {"SLURM_EXPORT_ENV": "NONE"}  # of sbatch --export=NONE
+    command = ["bash", str(SCRIPT)]
+    ended = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=90)
+    assert ended.returncode == 1
+    log = tmp_path / "run" / "slurm" / "7-0" / "n1.log"
+    checked, *others = log.read_text().splitlines()
+    flags = f"--gpus 8 --shared {log.parent}/ray_token --temporary /tmp --model a/model --port 7000"
+    assert checked == f"ok       disk: -m openrlhf_gtpo.cli.doctor {flags}"
+    assert others == (found.splitlines() if found else ["a Ray that ends"])
+    said = ended.stderr.splitlines()
+    what = "the node n1 is not fit for a run" if found else "Ray on the node n1 has ended"
+    at = said.index(f"[slurm] {what}; {log} says why. Its last lines:")
+    assert said[at + 1 : -1] == (others if found else [checked, *others])
+    assert "no training without all nodes: look at n1" in said[-1]
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_two_jobs_do_not_train_into_one_folder(holds: bool, launcher: Path, tmp_path: Path) -> None:
+    """Such as an array's tasks. The steps do not keep the lock beyond their job."""
+    for name, text in PROGRAMS.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "run" / "slurm").mkdir(parents=True)
+    settings = {"LAUNCHER": str(launcher), "OUTPUT": str(tmp_path / "run"), "SLURM_JOB_ID": "7"}
+    with (tmp_path / "run" / "slurm" / "lock").open("a") as lock:
+        if holds:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        ended = run(PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_JOB_NODELIST="n1", FOUND="", **settings)
+    said = f"[slurm] another job trains in OUTPUT={tmp_path}/run; give this one its own, or wait for that one."
+    assert (said in ended.stderr.splitlines()) == holds and ended.returncode == (2 if holds else 1)
+
+
+def test_gpus_of_all_nodes_together_are_refused(launcher: Path, tmp_path: Path) -> None:
+    """As those of sbatch --gpus=12 on two nodes of 8."""
+    for name, text in (PROGRAMS | {"scontrol": "printf 'n1\\nn2\\n'"}).items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    settings = {"LAUNCHER": str(launcher), "OUTPUT": str(tmp_path / "run"), "SLURM_JOB_ID": "7", "INTERFACE": ""}
+    settings |= {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "8", "SLURM_GPUS": "h100:12"}
+    ended = run(PATH=f"{tmp_path}:{os.environ['PATH']}", **settings)
+    assert ended.returncode == 2 and not (tmp_path / "run").exists()
+    assert ended.stderr.startswith("[slurm] sbatch --gpus=h100:12 deals out the GPUs of all nodes together; ask for")
+
+
+@pytest.mark.parametrize(
+    ("srun", "said"),
+    [
+        (
+            PROGRAMS["srun"],
+            "the node n1 has no IPv4 address on an interface none0; set INTERFACE to the network between",
+        ),
+        ("echo srun: no such node >&2; exit 1", "srun cannot run ip on the node n1, as the line above says."),
+    ],
+)
+def test_an_interface_that_a_node_lacks_is_named(srun: str, said: str, launcher: Path, tmp_path: Path) -> None:
+    for name, text in (PROGRAMS | {"srun": srun}).items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    settings = {"LAUNCHER": str(launcher), "OUTPUT": str(tmp_path / "run"), "SLURM_JOB_ID": "7", "INTERFACE": "none0"}
+    ended = run(PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_JOB_NODELIST="n1", **settings)
+    assert ended.returncode == 2 and said in ended.stderr.splitlines()[-1]
+
+
+def test_an_attempt_that_loses_several_nodes_counts_once(launcher: Path, tmp_path: Path) -> None:
+    ray = f"until [[ -e {tmp_path}/trains ]]; do sleep 0.1; done"
+    programs = PROGRAMS | {
+        "scontrol": "case $2 in hostnames) printf 'n1\\nn2\\n' ;; node) echo 'x NodeAddr=127.0.0.1 x' ;; "
+        '*) echo "requeued: $2" ;; esac',
+        "python3": f"case $2-$3 in *cluster-head | *cluster-worker) {ray} ;; esac",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    launcher.write_text(f"touch {tmp_path}/trains; sleep 30")
+    settings = {"LAUNCHER": str(launcher), "OUTPUT": str(tmp_path / "run"), "PORT": "7000", "MAX_REQUEUES": "1"}
+    settings |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    settings |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}  # the array's last task, of the same number
+    command = ["bash", str(SCRIPT)]
+    ended = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=90)
+    assert ended.returncode == 0 and "the job is back in the queue" in ended.stderr, ended.stderr
+    assert ended.stdout == "requeued: 7_3\n"
+    assert (tmp_path / "run" / "slurm" / "7-lost").read_text() == "n1 n2\n"
+
+
+def test_a_request_before_anything_has_started_requeues_the_job(launcher: Path, tmp_path: Path) -> None:
+    """As when a job is preempted while the script still asks SLURM for the nodes' addresses."""
+    signals = "kill -USR1 $(ps -o ppid= $PPID); echo 'x NodeAddr=127.0.0.1 x'"  # the parent is the script's subshell
+    programs = {"scontrol": f'case $2 in hostnames) echo n1 ;; node) {signals} ;; *) echo "requeued: $2" ;; esac'}
+    for name, text in (PROGRAMS | programs).items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    settings = {"LAUNCHER": str(launcher), "OUTPUT": str(tmp_path / "run"), "SLURM_JOB_ID": "7", "FOUND": ""}
+    ended = run(PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_JOB_NODELIST="n1", **settings)
+    assert ended.returncode == 0 and ended.stdout == "requeued: 7\n", ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("last", "status"), [("Job 'raysubmit_1' was stopped", 1), ("Job 'raysubmit_1' succeeded", 0)], ids=str
+)
+def test_a_ray_job_that_was_stopped_is_not_over(last: str, status: int, launcher: Path, tmp_path: Path) -> None:
+    """`ray job submit` ends with 0 either way."""
+    ray = f"until [[ -e {tmp_path}/trained ]]; do sleep 0.1; done; sleep 8"
+    programs = PROGRAMS | {"python3": f"case $2-$3 in *cluster-head) {ray} ;; esac"}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    launcher.write_text(f'echo "{last}"; touch {tmp_path}/trained')
+    settings = {"LAUNCHER": str(launcher), "OUTPUT": str(tmp_path / "run"), "MAX_REQUEUES": "0", "SLURM_JOB_ID": "7"}
+    ended = run(PATH=f"{tmp_path}:{os.environ['PATH']}", SLURM_JOB_NODELIST="n1", **settings)
+    assert ended.returncode == status, ended.stderr
+    assert ("training is over" in ended.stderr) == (status == 0)

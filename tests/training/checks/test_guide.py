@@ -1,0 +1,191 @@
+"""A guide that a run cannot use is refused in one sentence, and one that samples nothing counts as no guide."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_lines import argv_of
+from safetensors.torch import load_file, save_file
+
+from openrlhf_gtpo.training.checks.guide import check_guide
+from openrlhf_gtpo.training.run import parse
+
+pytestmark = pytest.mark.usefixtures("no_engine")
+
+
+RESCUES = {"--algo.guide.rescue_batch": 4, "--algo.dynamic_filtering_enable": True}
+
+
+@pytest.fixture
+def guided(command: dict[str, Any], model: Path) -> dict[str, Any]:
+    """A command line with a guide that passes every check."""
+    return command | {"--algo.guide.model_name_or_path": model, "--algo.guide.fraction": 0.25}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"--algo.guide.fraction": 0.75},
+        RESCUES | {"--algo.guide.fraction": 0},
+        {"--algo.preset": "grpo", "--algo.advantage.estimator": None},
+        {"--rollout.entropy": "sampler", "--algo.kl.init_coef": 0},
+        {"--algo.advantage.is_correction_level": "token", "--algo.dynamic_filtering_enable": True},
+        {"--train.colocate_all": True, "--vllm.gpu_memory_utilization": 0.5},
+        RESCUES | {"--train.spike_zscore": 8},
+    ],
+    ids=str,
+)
+def test_what_a_guide_goes_with(guided: dict[str, Any], changes: dict[str, Any]) -> None:
+    args = parse(argv_of(guided | changes))
+    check_guide(args)
+    assert args.algo.guide.gpu_memory_utilization == args.vllm.gpu_memory_utilization
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"--algo.guide.model_name_or_path": None},
+            "--algo.guide.fraction needs a guide; give --algo.guide.model_name_or_path.",
+        ),
+        (
+            {"--algo.guide.model_name_or_path": None, "--algo.guide.fraction": None, "--algo.guide.rescue_batch": 4},
+            "--algo.guide.rescue_batch needs a guide; give --algo.guide.model_name_or_path.",
+        ),
+        (
+            {"--algo.guide.rescue_batch": 4},
+            "--algo.guide.rescue_batch 4 takes what dynamic filtering drops; give --algo.dynamic_filtering_enable too",
+        ),
+        ({"--algo.guide.rescue_weight": -1}, "Expected a finite --algo.guide.rescue_weight >= 0, got -1."),
+        ({"--algo.guide.model_name_or_path": "/nowhere"}, "--algo.guide.model_name_or_path /nowhere does not exist."),
+        (
+            {"--algo.guide.fraction": 0.8},
+            "Expected --algo.guide.fraction <= 3/4, which leaves the policy one of the 4 rows",
+        ),
+        (
+            {"--algo.advantage.estimator": "reinforce", "--rollout.n_samples_per_prompt": 1},
+            "Expected --rollout.n_samples_per_prompt >= 2, for the guide and the policy, got 1.",
+        ),
+        ({"--algo.guide.fraction": 1}, "Expected 0 <= --algo.guide.fraction < 1, got 1."),
+        ({"--algo.guide.ratio_cap": 0.5}, "Expected a finite --algo.guide.ratio_cap >= 1, got 0.5."),
+        ({"--algo.guide.ratio_cap": "inf"}, "Expected a finite --algo.guide.ratio_cap >= 1, got inf."),
+        ({"--algo.guide.steps": -1}, "Expected --algo.guide.steps >= 0, got -1."),
+        ({"--algo.guide.num_engines": 0}, "Expected --algo.guide.num_engines >= 1, got 0."),
+        (
+            {"--algo.kl.unbiased_gradient": True, "--algo.kl.use_loss": True, "--algo.kl.init_coef": 0.1},
+            "--algo.guide.model_name_or_path cannot be combined with --algo.kl.unbiased_gradient, which treats",
+        ),
+        (
+            {"--algo.kl.target": 0.1, "--algo.kl.use_loss": True, "--algo.kl.init_coef": 0.1},
+            "--algo.guide.model_name_or_path cannot be combined with --algo.kl.target, which would follow the KL of",
+        ),
+        (
+            {"--algo.advantage.estimator": "group_norm", "--train.async_enable": True},
+            "cannot be combined with --train.async_enable, whose controller is OpenRLHF's",
+        ),
+        (
+            {"--algo.advantage.estimator": "gae"},
+            "cannot be combined with --algo.advantage.estimator gae, whose critic learns what the policy's own",
+        ),
+        (
+            {"--train.colocate_all": True, "--algo.guide.num_engines": 2},
+            "--algo.guide.num_engines 2 of 1 GPUs each do not fit on the 1 GPUs that --train.colocate_all shares",
+        ),
+    ],
+    ids=str,
+)
+def test_what_it_does_not_go_with(
+    guided: dict[str, Any], changes: dict[str, Any], message: str, refused: Callable[..., str]
+) -> None:
+    assert message in refused(guided | changes)
+
+
+def test_engines_on_the_same_gpus_need_room_together(
+    guided: dict[str, Any], refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a host with GPUs; on CPU, engines get small shares of the host's memory."""
+    monkeypatch.setattr("openrlhf_gtpo.training.host.adapt", lambda args: None)
+    shared = guided | {"--train.colocate_all": True, "--algo.guide.gpu_memory_utilization": 0.3}
+    alone = shared | RESCUES | {"--algo.guide.fraction": 0}
+    for command in (shared, shared | {"--vllm.enable_sleep": True}, alone):
+        assert "on the same GPUs (--train.colocate_all) to be at most 1 together, got 1.25." in refused(command)
+    check_guide(parse(argv_of(alone | {"--vllm.enable_sleep": True})))  # the policy sleeps by then
+
+
+def test_a_guide_with_a_tied_head_and_another_stored(
+    guided: dict[str, Any], model: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    """vLLM would sample with the embedding as the head."""
+    other = shutil.copytree(model, tmp_path / "guide")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    weights = load_file(other / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 0.5
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    message = refused(guided | {"--algo.guide.model_name_or_path": other})
+    assert message.startswith(f"--algo.guide.model_name_or_path {other}: lm_head.weight and ")
+
+
+def test_a_guide_with_another_tokenizer_is_refused_with_the_first_token_that_differs(
+    guided: dict[str, Any], model: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    for change, first in (({"B": 33, "A": 34}, (33, "'B'", "'A'")), ({"new": 95}, (95, "'new'", "None"))):
+        other = shutil.copytree(model, tmp_path / str(first[0]))
+        tokenizer = json.loads((other / "tokenizer.json").read_text())
+        tokenizer["model"]["vocab"] |= change
+        (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+        message = refused(guided | {"--algo.guide.model_name_or_path": other})
+        place, there, here = first
+        assert f"a different tokenizer from the policy's: token {place} is {there} there and {here} here" in message
+
+
+def test_an_endpoint_needs_the_tokenizer_alone(
+    guided: dict[str, Any], model: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    other = shutil.copytree(model, tmp_path / "other")
+    (other / "model.safetensors").unlink()
+    served = guided | {"--algo.guide.model_name_or_path": other}
+    assert "no weights" in refused(served)
+    message = refused(served | {"--algo.guide.endpoint": "http://127.0.0.1:9/v1"})
+    assert "--algo.guide.endpoint http://127.0.0.1:9/v1 does not answer as an http://HOST:PORT/v1 would" in message
+
+
+@pytest.mark.parametrize(
+    "url", ["foo", "http://[::1", "http:///v1", "ftp://somewhere/v1", "http://somewhere:99999/v1"]
+)
+def test_an_endpoint_that_is_no_url_is_refused(url: str, guided: dict[str, Any], refused: Callable[..., str]) -> None:
+    assert refused(guided | {"--algo.guide.endpoint": url}).startswith(
+        f"--algo.guide.endpoint {url} cannot be a guide: "
+    )
+
+
+def test_an_empty_endpoint_is_refused(guided: dict[str, Any], refused: Callable[..., str]) -> None:
+    """A script passes one when a variable in it is not set."""
+    assert refused(guided | {"--algo.guide.endpoint": ""}).endswith("http://HOST:PORT/v1, got an empty string.")
+
+
+def test_its_own_code_is_refused(guided: dict[str, Any], model: Path, tmp_path: Path, refused: Any) -> None:
+    other = shutil.copytree(model, tmp_path / "own")
+    config = json.loads((other / "config.json").read_text()) | {"auto_map": {"AutoConfig": "x.Y"}}
+    (other / "config.json").write_text(json.dumps(config))
+    assert "brings Python code of its own" in refused(guided | {"--algo.guide.model_name_or_path": other})
+
+
+def test_a_guide_without_a_share_is_none_and_its_flags_are_named(
+    guided: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    without = guided | {"--algo.guide.fraction": 0, "--algo.guide.ratio_cap": 3}
+    assert parse(argv_of(without)).algo.guide.model_name_or_path is None
+    assert "--algo.guide.model_name_or_path, --algo.guide.ratio_cap (neither" in capsys.readouterr().err
+    parse(argv_of(guided | {"--algo.guide.rescue_weight": 2}))
+    assert "--algo.guide.rescue_weight (there is no --algo.guide.rescue_batch)" in capsys.readouterr().err
+    parse(argv_of(guided | {"--algo.guide.endpoint": "http://somewhere/v1", "--algo.guide.num_engines": 2}))
+    assert "--algo.guide.num_engines (--algo.guide.endpoint replaces the guide's engines)" in capsys.readouterr().err
+    parse(argv_of(without | RESCUES | {"--algo.guide.steps": 5, "--train.batch_size": 10**6}))
+    said = capsys.readouterr().err
+    assert "--algo.guide.steps (there is no --algo.guide.fraction)" in said
+    assert "--train.batch_size" not in said, "rescued rows may fill it"

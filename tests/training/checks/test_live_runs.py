@@ -1,0 +1,158 @@
+"""Of two live runs with a folder in common, the second waits and is refused; a dead run hinders none."""
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.training.checks.live_runs import alone
+
+PROGRAM = """
+import subprocess, sys
+from types import SimpleNamespace
+from openrlhf_gtpo.training.checks.live_runs import alone
+
+ckpt = SimpleNamespace(path=sys.argv[1], output_dir=sys.argv[2])
+with alone(SimpleNamespace(ckpt=ckpt, logger=SimpleNamespace(metrics_path=sys.argv[3])), patience=0.0) as locks:
+    if sys.argv[4] == "supervised":
+        print(subprocess.Popen(["sleep", "600"], pass_fds=locks, stdout=subprocess.DEVNULL).pid, flush=True)
+    print("alone", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def run_of(folder: Path, **results: Path) -> SimpleNamespace:
+    path, output = results.get("path", folder / "checkpoints"), results.get("output_dir", folder / "model")
+    ckpt = SimpleNamespace(path=str(path), output_dir=str(output))
+    return SimpleNamespace(ckpt=ckpt, logger=SimpleNamespace(metrics_path=str(results.get("metrics", folder / "m"))))
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a process that trains into ``tmp_path / "first"``, and has begun to."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(how: str = "") -> subprocess.Popen[str]:
+        first = run_of(tmp_path / "first")
+        words = [first.ckpt.path, first.ckpt.output_dir, first.logger.metrics_path, how]
+        command = [sys.executable, "-c", PROGRAM, *words]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def read(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("shared", ["path", "output_dir", "metrics"])
+def test_a_second_run_with_a_result_in_common_is_refused(shared: str, start, tmp_path: Path, monkeypatch) -> None:
+    first = start()
+    assert read(first) == "alone"
+    places = {"path": "checkpoints", "output_dir": "model", "metrics": "m"}
+    flag = {"path": "--ckpt.path", "output_dir": "--ckpt.output_dir", "metrics": "--logger.metrics_path"}[shared]
+    monkeypatch.chdir(tmp_path)  # another name of the same place
+    second = run_of(tmp_path / "second", **{shared: Path("first") / places[shared]})
+    with pytest.raises(UsageError, match=rf"^{flag} \S*first/{places[shared]} is in use .*process {first.pid} on "):
+        with alone(second, patience=0.0):
+            pytest.fail("it has begun")
+    with alone(run_of(tmp_path / "second"), patience=0.0):  # with nothing in common, and after a refusal
+        pass
+    assert not [*(tmp_path / "second").rglob("*.lock")]
+
+
+def test_after_a_killed_run_the_next_begins_at_once(start, tmp_path: Path) -> None:
+    first = start()
+    assert read(first) == "alone"
+    first.kill()
+    first.wait()
+    began = time.monotonic()
+    with alone(run_of(tmp_path / "first")):
+        assert time.monotonic() - began < 5
+    assert not [*tmp_path.rglob("*.lock")]
+
+
+def test_a_supervised_run_that_outlives_its_supervisor_keeps_the_locks(start, tmp_path: Path) -> None:
+    supervisor = start("supervised")
+    run = int(read(supervisor))
+    assert read(supervisor) == "alone"
+    supervisor.kill()
+    supervisor.wait()
+    try:
+        with pytest.raises(UsageError, match="is in use by another run"), alone(run_of(tmp_path / "first"), 0.0):
+            pytest.fail("it has begun")
+    finally:
+        os.kill(run, 9)
+    with alone(run_of(tmp_path / "first")):
+        pass
+
+
+def test_a_run_waits_for_one_that_is_ending(start, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = start()
+    assert read(first) == "alone"
+    ending = threading.Timer(1.0, first.communicate, ["\n"])
+    ending.start()
+    with alone(run_of(tmp_path / "first")):
+        said = capsys.readouterr().err.splitlines()
+    ending.join()
+    assert len(said) == 1 and f"in use by another run (process {first.pid} on" in said[0] and "60 s at most" in said[0]
+
+
+def left_by_another_host(folder: Path) -> Path:
+    lock = folder / "checkpoints" / "run.lock"
+    lock.parent.mkdir(parents=True)
+    lock.write_text("another kernel\nprocess 7 on n2, started yesterday")
+    return lock
+
+
+def test_a_run_of_another_host_whose_locks_do_not_reach_this_one_is_known_by_its_touches(tmp_path: Path) -> None:
+    """As on NFS with nolock: the lock can be had, although its holder lives."""
+    lock, over = left_by_another_host(tmp_path), threading.Event()
+
+    def touch() -> None:
+        while not over.wait(0.1):
+            os.utime(lock)
+
+    holder = threading.Thread(target=touch)
+    holder.start()
+    try:
+        with pytest.raises(UsageError, match=r"process 7 on n2, started yesterday"):
+            with alone(run_of(tmp_path), patience=2.0, silence=1.0):
+                pytest.fail("it has begun")
+    finally:
+        over.set()
+        holder.join()
+    began = time.monotonic()
+    with alone(run_of(tmp_path), patience=30.0, silence=1.0):  # it has died
+        assert time.monotonic() - began >= 0.9
+        assert str(os.getpid()) in lock.read_text()
+
+
+def test_a_file_system_without_locks_has_the_touches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    with alone(run_of(tmp_path)):
+        os.utime(tmp_path / "checkpoints" / "run.lock")
+        with pytest.raises(UsageError, match=f"process {os.getpid()} on"), alone(run_of(tmp_path), 0.0):
+            pytest.fail("it has begun")
+
+
+def test_results_may_lie_in_one_folder(tmp_path: Path) -> None:
+    with alone(run_of(tmp_path, path=tmp_path, output_dir=tmp_path, metrics=tmp_path / "run"), patience=0.0):
+        pass

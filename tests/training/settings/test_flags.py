@@ -1,0 +1,589 @@
+"""What this package's flags set: presets, what an estimator brings, contradictions, and the frozen list of flags."""
+
+import argparse
+import dataclasses
+import typing
+from functools import partial
+from typing import Any
+
+import command_lines
+import pytest
+import torch
+from command_lines import BASE
+from rollouts import Rollout, arguments, in_sampling_order, maker
+
+from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES, GTPOConfig
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.training.credit.entropy_credit import entropy_credit
+from openrlhf_gtpo.training.credit.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.training.credit.loss import CreditLoss, make_policy_loss
+from openrlhf_gtpo.training.settings import flags, upstream_parser, values
+
+GROUP = [*BASE, "--rollout.n_samples_per_prompt", "8", "--rollout.max_new_tokens", "100"]
+
+
+def parse(*argv: str) -> dict[str, Any]:
+    return command_lines.flatten(upstream_parser.parse([*GROUP, *argv]))
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        entropy_credit(upstream_parser.parse([*GROUP, *argv]))
+    message = str(caught.value)
+    assert "\n" not in message and message.endswith((".", "?"))
+    return message
+
+
+# ── Words that are not flags ──
+
+
+def test_an_unknown_flag_names_the_nearest() -> None:
+    assert (
+        refusal("--algo.gtpo.varient", "v1") == "unknown flag --algo.gtpo.varient; did you mean --algo.gtpo.variant?"
+    )
+    assert "did you mean --actor.eps_clip?" in refusal("--actor.eps_clp=0.3")
+    for far in ("--nonsense", "--pretrain"):
+        assert refusal(far, "1") == f"unknown flag {far}; --help lists the known ones."
+    assert refusal("--actor.aux_loss_coef=--").startswith("--actor.aux_loss_coef=-- has two dashes as its value")
+
+
+def test_a_value_that_belongs_to_no_flag_is_named() -> None:
+    assert refusal("stray").startswith("'stray' belongs to no flag")
+    assert refusal("--train.seed", "1", "2").startswith("'2' belongs to no flag")
+
+
+# ── Presets ──
+
+
+def test_presets_select_whole_algorithms() -> None:
+    dapo = parse("--algo.preset", "dapo")
+    assert dapo["algo.advantage.estimator"] == "group_norm"
+    assert dapo["actor.eps_clip_low_high"] == [0.2, 0.28]
+    assert dapo["actor.loss_agg_mode"] == "token-mean"
+    assert dapo["algo.dynamic_filtering_enable"] is True
+    assert dapo["algo.kl.init_coef"] == 0
+    assert (dapo["reward.overlong_buffer_len"], dapo["reward.overlong_penalty_factor"]) == (20, 0.5)
+
+    grpo = parse("--algo.preset", "grpo")
+    assert grpo["algo.advantage.estimator"] == "group_norm"
+    assert grpo["actor.loss_agg_mode"] == "seq-mean-token-mean"
+    assert (grpo["algo.kl.use_loss"], grpo["algo.kl.estimator"], grpo["algo.kl.init_coef"]) == (True, "k3", 0.04)
+    assert grpo["actor.policy_loss_type"] == "ppo"
+
+    gspo = parse("--algo.preset", "gspo")
+    assert gspo["actor.policy_loss_type"] == "gspo"
+    assert gspo["actor.eps_clip_low_high"] == [3e-4, 4e-4]
+    assert gspo["algo.kl.init_coef"] == 0
+
+
+@pytest.mark.parametrize("preset", sorted(flags.PRESETS))
+def test_a_preset_sets_only_upstream_flags_and_leaves_the_rest_alone(preset: str) -> None:
+    known = {action.dest for action in command_lines.value_flags(command_lines.parser(extended=False))}
+    assert set(flags.PRESETS[preset]) <= known
+    plain, chosen = parse("--algo.advantage.estimator", "group_norm"), parse("--algo.preset", preset)
+    changed = {name for name in plain if plain[name] != chosen[name]}
+    implied = {"algo.preset", "reward.overlong_buffer_len", "logger.wandb.run_name"}  # which has the minute in it
+    if flags.PRESETS[preset].get("actor.policy_loss_type") in SURROGATES:
+        implied |= {"actor.eps_clip_low_high", "actor.loss_agg_mode", "actor.entropy_coef"}
+    if flags.PRESETS[preset]["algo.advantage.estimator"] in ESTIMATORS:
+        implied |= {"reward.clip_range"}
+    assert changed <= set(flags.PRESETS[preset]) | implied
+
+
+def test_an_explicit_flag_wins_over_its_preset_also_with_upstreams_default_as_its_value() -> None:
+    args = parse(
+        *("--algo.preset", "dapo", "--actor.eps_clip_low_high", "0.1", "0.5", "--algo.kl.init_coef", "0.01"),
+        *("--reward.overlong_buffer_len", "7", "--reward.overlong_penalty_factor", "1"),
+    )
+    assert args["actor.eps_clip_low_high"] == [0.1, 0.5]
+    assert args["algo.kl.init_coef"] == 0.01
+    assert (args["reward.overlong_buffer_len"], args["reward.overlong_penalty_factor"]) == (7, 1)
+    assert args["algo.dynamic_filtering_enable"] is True
+
+
+@pytest.mark.parametrize("preset", ["dapo", "gspo"])
+def test_a_clip_range_for_both_sides_wins_over_its_preset_too(preset: str) -> None:
+    chosen = ("--algo.preset", preset, "--actor.eps_clip", "0.1")
+    assert parse(*chosen)["actor.eps_clip_low_high"] == (0.1, 0.1)
+    assert parse(*chosen, "--actor.eps_clip_low_high", "0.2", "0.3")["actor.eps_clip_low_high"] == [0.2, 0.3]
+
+
+def test_the_presets_penalty_is_dapos_under_rewards_of_0_and_1() -> None:
+    """Normalized over a group, these rewards equal rewards of -1 and 1 with twice the penalty."""
+    factor = parse("--algo.preset", "dapo")["reward.overlong_penalty_factor"]
+    correct = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    penalty = torch.tensor([0.0, 0.0, 0.3, 1.0])  # at DAPO's own scale
+    ours, papers = correct - factor * penalty, 2 * correct - 1 - penalty
+    torch.testing.assert_close((ours - ours.mean()) / ours.std(), (papers - papers.mean()) / papers.std())
+
+
+def test_dapos_penalty_needs_to_know_the_longest_response() -> None:
+    without = [*BASE, "--rollout.n_samples_per_prompt", "8", "--algo.preset", "dapo"]
+    with pytest.raises(UsageError, match=r"which is missing; give it, or --reward.overlong_buffer_len to count back"):
+        upstream_parser.parse(without)
+    with pytest.raises(UsageError, match=r"--rollout.max_new_tokens, which is missing; give it\.$"):
+        upstream_parser.parse([*without[:-1], "forking_tokens"])  # an estimator of ours counts back from nothing else
+    args = upstream_parser.parse([*without, "--reward.overlong_buffer_len", "7"])
+    assert args.reward.overlong_buffer_len == 7
+
+
+def test_a_preset_beside_an_estimator_is_refused() -> None:
+    assert "--algo.preset dapo brings its own estimator" in refusal(
+        "--algo.preset", "dapo", "--algo.advantage.estimator", "gtpo"
+    )
+
+
+# ── What an estimator brings ──
+
+
+@pytest.mark.parametrize(("estimator", "aggregation"), [("gtpo", "token-mean"), ("grpo_s", "seq-mean-token-mean")])
+def test_an_estimator_brings_its_clip_range_and_loss_level(estimator: str, aggregation: str) -> None:
+    chosen = ("--algo.advantage.estimator", estimator)
+    assert parse(*chosen)["actor.eps_clip_low_high"] == [0.2, 0.28]
+    assert parse(*chosen)["actor.loss_agg_mode"] == aggregation
+    assert parse(*chosen, "--actor.loss_agg_mode", aggregation)["actor.loss_agg_mode"] == aggregation
+    assert parse(*chosen, "--actor.eps_clip", "0.2")["actor.eps_clip_low_high"] == (0.2, 0.2)
+    assert parse(*chosen, "--actor.eps_clip_low_high", "0.1", "0.3")["actor.eps_clip_low_high"] == [0.1, 0.3]
+    assert parse(*chosen)["critic.model_name_or_path"] is None
+
+
+@pytest.mark.parametrize(("estimator", "wrong"), [("gtpo", "seq-mean-token-mean"), ("grpo_s", "token-mean")])
+def test_a_loss_level_that_does_not_fit_is_refused(estimator: str, wrong: str) -> None:
+    chosen = ("--algo.advantage.estimator", estimator)
+    assert f"--actor.loss_agg_mode {wrong} does not fit" in refusal(*chosen, "--actor.loss_agg_mode", wrong)
+    assert "--actor.policy_loss_type gspo does not fit" in refusal(*chosen, "--actor.policy_loss_type", "gspo")
+
+
+# ── What a surrogate brings ──
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_a_surrogate_brings_its_clip_range_and_mean(name: str) -> None:
+    chosen = ("--algo.advantage.estimator", "group_norm", "--algo.kl.init_coef", "0", "--actor.policy_loss_type", name)
+    kind = SURROGATES[name]
+    config = kind.config()
+    args = parse(*chosen)
+    assert args["actor.loss_agg_mode"] == flags.AGGREGATION[kind.aggregation]
+    assert args["actor.entropy_coef"] == (0.0 if kind.reads else None)
+    expected = [config.clip_low, config.clip_high] if hasattr(config, "clip_low") else (0.2, 0.2)
+    assert args["actor.eps_clip_low_high"] == expected
+    assert parse(*chosen, "--actor.eps_clip_low_high", "0.1", "0.3")["actor.eps_clip_low_high"] == [0.1, 0.3]
+    if kind.level == "token":
+        assert parse(*chosen, "--actor.loss_agg_mode", "seq-mean-token-mean")["actor.loss_agg_mode"][:3] == "seq"
+    preset = parse("--algo.preset", name)
+    different = {key for key in args if preset[key] != args[key]} - {"logger.wandb.run_name"}  # contains the time
+    assert different == {"algo.preset"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        ("gtpo gmpo", "one advantage per response, but --algo.advantage.estimator gtpo gives every token its own"),
+        ("forking_tokens gmpo", "but --algo.advantage.estimator forking_tokens gives every token its own"),
+        ("gae gmpo", "but --algo.advantage.estimator gae gives every token its own"),
+        ("reinforce gmpo --algo.advantage.gamma 0.9", "but --algo.advantage.estimator reinforce gives every token"),
+        ("group_norm gmpo", "but the KL in the reward gives every token its own; give --algo.kl.use_loss"),
+        (
+            "grpo_s gmpo --actor.loss_agg_mode token-mean",
+            "token-mean does not fit --actor.policy_loss_type gmpo, which has one loss term per response; leave it",
+        ),
+        (
+            "gtpo gspo",
+            "--actor.policy_loss_type gspo does not fit --algo.advantage.estimator gtpo; for GSPO's ratio give "
+            "gspo_token.",
+        ),
+        ("grpo_s gspo", "for GSPO's ratio leave it out and give --algo.grpo_s.ratio_mean geometric."),
+        ("gtpo cispo --actor.dual_clip 3", "--actor.dual_clip bounds the smaller of a clipped and an unclipped term"),
+        (
+            "group_norm kl_cov --actor.dual_clip 3",
+            "which --actor.policy_loss_type kl_cov does not have; leave it out.",
+        ),
+        ("gtpo cispa", "invalid choice: 'cispa'"),
+    ],
+)
+def test_a_pair_that_the_mathematics_does_not_allow_is_refused(argv: str, reason: str) -> None:
+    estimator, name, *more = argv.split()
+    words = ["--algo.advantage.estimator", estimator, "--actor.policy_loss_type", name, *more]
+    with pytest.raises(UsageError) as caught:
+        parse(*words)
+    assert reason in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "grpo_s gmpo",
+        "group_norm gmpo --algo.kl.use_loss",
+        "rloo gmpo --algo.kl.init_coef 0",
+        "gtpo gspo_token --actor.dual_clip 3",
+        "dr_grpo clip_cov --actor.dual_clip 3",
+        "forking_tokens cispo",
+        "entropy_bonus sapo",
+    ],
+)
+def test_every_other_pair_is_one_command(argv: str) -> None:
+    estimator, name, *more = argv.split()
+    args = upstream_parser.parse(
+        [*GROUP, "--algo.advantage.estimator", estimator, "--actor.policy_loss_type", name, *more]
+    )
+    loss = make_policy_loss(args)
+    assert isinstance(loss, CreditLoss) and isinstance(loss.surrogate, partial)
+    assert loss.surrogate.func is SURROGATES[name].loss
+
+
+def test_a_surrogates_settings_are_held_to_their_rules() -> None:
+    for argv, rule in (
+        ("sapo --actor.sapo.tau_positive 0", "tau_positive=0.0 is out of range"),
+        ("cispo --actor.eps_clip_low_high 2 4", "clip_low=2.0 is out of range"),
+        ("clip_cov --actor.clip_cov.fraction 2", "fraction=2.0 is out of range"),
+    ):
+        with pytest.raises(UsageError, match=f"^--actor.policy_loss_type .*{rule}"):
+            make_policy_loss(upstream_parser.parse([*GROUP, "--actor.policy_loss_type", *argv.split()]))
+
+
+@pytest.mark.parametrize("estimator", ["gtpo", "grpo_s"])
+def test_a_range_of_rewards_clips_shaped_advantages_only_where_it_is_given(estimator: str) -> None:
+    chosen = ("--algo.advantage.estimator", estimator)
+    assert parse(*chosen)["reward.clip_range"] is None
+    assert parse(*chosen, "--reward.clip_range", "-10", "10")["reward.clip_range"] == [-10, 10]
+    assert parse("--algo.advantage.estimator", "group_norm")["reward.clip_range"] == (-10, 10)
+
+
+@pytest.mark.parametrize(("given", "largest"), [((), 14.31), (("--reward.clip_range", "-10", "10"), 10.0)])
+def test_the_advantage_of_a_short_lone_success_arrives(
+    given: tuple[str, ...], largest: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A success of 300 tokens among 15 failures of 4,096 gets sqrt(15 * 4096 / 300) if all entropies are equal."""
+    lengths = torch.tensor([300] + [4096] * 15)
+    mask = torch.arange(4096) < lengths.unsqueeze(-1)
+    values = torch.ones(mask.shape)
+    outcome = (lengths == 300).float()
+    batch = Rollout(mask, outcome, torch.zeros(16).long(), values, -values, -values, values, lengths == 4096)
+    args = arguments("--algo.advantage.estimator", "gtpo", *given, samples=16)
+    made = maker(EntropyExperienceMaker, args, batch, monkeypatch).make_experience_batch(batch.samples())
+    assert in_sampling_order(made, "advantages", 4096).max().item() == pytest.approx(largest, abs=0.01)
+
+
+# ── Flags without effect ──
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (
+            "--algo.advantage.estimator gtpo --algo.advantage.gamma 1 --algo.advantage.lambd 0.9",
+            "--algo.advantage.gamma, --algo.advantage.lambd (not read by gtpo)",
+        ),
+        (
+            "--algo.advantage.estimator grpo_s --algo.advantage.no_std_norm",
+            "--algo.advantage.no_std_norm (not read by",
+        ),
+        (
+            "--algo.advantage.estimator group_norm --algo.advantage.no_std_norm --reward.overlong_penalty_factor 1 "
+            "--train.max_tokens_per_gpu 4096",
+            "--algo.advantage.no_std_norm (not read by group_norm); --reward.overlong_penalty_factor (there is no "
+            "--reward.overlong_buffer_len); --train.max_tokens_per_gpu (there is no --train.dynamic_batch_enable)",
+        ),
+        ("--algo.advantage.estimator gtpo --algo.grpo_s.beta 1", "--algo.grpo_s.beta (the estimator is gtpo)"),
+        (
+            "--algo.preset gspo --no-algo.gtpo.shape_uniform_groups --reward.overlong_form as_printed",
+            "--algo.gtpo.shape_uniform_groups (the estimator is group_norm); --reward.overlong_form (OpenRLHF's",
+        ),
+        ("--algo.preset gspo --actor.loss_agg_mode token-mean", "--actor.loss_agg_mode (gspo always takes"),
+        (
+            "--algo.advantage.estimator gtpo --reward.overlong_penalty_factor 1",
+            "--reward.overlong_penalty_factor (there is no --reward.overlong_buffer_len)",
+        ),
+        ("--eval.before_training --eval.steps 3", "--eval.before_training, --eval.steps (there is no --eval.dataset)"),
+        ("--eval.dataset eval.jsonl", "--eval.dataset (there is neither --eval.steps nor --eval.before_training)"),
+        (
+            "--algo.advantage.estimator gtpo --algo.gtpo.alpha 0.3 --algo.gtpo.alpha1 1 --algo.gtpo.kappa 3",
+            "here: --algo.gtpo.alpha (of the variants only v1 reads it); --algo.gtpo.kappa (of the variants only "
+            "v1_clipped and v2 read it)",
+        ),
+        (
+            "--algo.advantage.estimator grpo_s --algo.grpo_s.variant v1 --algo.grpo_s.beta2 1 --algo.grpo_s.beta 1",
+            "here: --algo.grpo_s.beta2 (of the variants only v3 reads it).",
+        ),
+        (
+            "--algo.preset sapo --actor.eps_clip 0.1 --actor.kl_cov.coef 1",
+            "--actor.eps_clip (sapo has no clip range)",
+        ),
+        ("--algo.preset sapo --actor.kl_cov.coef 1", "--actor.kl_cov.coef (the loss is sapo)"),
+        (
+            "--algo.advantage.estimator grpo_s --actor.policy_loss_type sapo --algo.grpo_s.ratio_mean geometric",
+            "--algo.grpo_s.ratio_mean (the loss is sapo)",
+        ),
+        ("--vllm.sync_backend gloo", "--vllm.sync_backend (GPUs use NCCL"),
+        (
+            "--algo.advantage.estimator gtpo --critic.adam.lr 1e-4 --critic.freezing_steps 2",
+            "here: --critic.adam.lr (gtpo has no critic).",
+        ),
+        ("--algo.preset gspo --algo.kl.init_coef 0 --algo.kl.use_loss --ref.offload", "(--algo.kl.init_coef is 0)"),
+        ("--algo.preset dapo --algo.kl.init_coef 0.01 --ref.offload", "off the GPU only with --ds.zero_stage 3)"),
+        (
+            "--algo.advantage.estimator rloo --algo.kl.init_coef 0.1 --algo.kl.unbiased_gradient "
+            "--algo.kl.horizon 10 --train.ema_beta 0.9 --actor.muon.momentum 0.9",
+            "--actor.muon.momentum (the optimizer is not Muon); --train.ema_beta (there is no --train.enable_ema); "
+            "--algo.kl.unbiased_gradient (there is no --algo.kl.use_loss); --algo.kl.horizon (there is no "
+            "--algo.kl.target).",
+        ),
+        (
+            "--algo.preset gspo --algo.advantage.is_correction_level token "
+            "--algo.advantage.is_correction_threshold 0.5 2 --algo.advantage.lambd 0.9",
+            "here: --algo.advantage.is_correction_threshold (gspo takes its ratio to the engine's log-probs, and "
+            "corrects nothing); --algo.advantage.lambd (group_norm has no critic).",
+        ),
+        ("--algo.dynamic_filtering_range 0 1", "(there is no --algo.dynamic_filtering_enable)"),
+        ("--algo.advantage.is_correction_gating tv", "(--algo.advantage.is_correction_level is off)"),
+        ("--algo.advantage.is_correction_threshold 0.5 2", "(--algo.advantage.is_correction_level is off)"),
+        ("--ckpt.max_num 2 --ckpt.best_metric_key none", "here: --ckpt.max_num (there is no --ckpt.save_steps)"),
+        (
+            "--ckpt.save_steps 1 --ckpt.max_num 2 --ckpt.best_metric_key eval_x",
+            "here: --ckpt.best_metric_key (there is no",
+        ),
+        ("--logger.wandb.project p", "--logger.wandb.project (there is no --logger.wandb.key)"),
+        ("--train.agent_func_path agent.py", "--reward.remote_url (rewards are the agent's)"),
+        (
+            "--data.apply_chat_template --data.input_template Q:{}",
+            "--data.input_template (the chat template makes the prompts)",
+        ),
+        ("--rollout.batch_size 8 --train.batch_size 999", "--train.batch_size (a rollout has 64 rows"),
+        (
+            "--rollout.batch_size 8 --rollout.vllm_generate_batch_size 4 --train.batch_size 64",
+            "--train.batch_size (a rollout has 32 rows",
+        ),
+        ("--logger.dump_rows 8", "--logger.dump_rows (there is no --logger.dump_rollouts"),
+        ("--vllm.sync_with_ray --vllm.sync_bucket_mb 1", "--vllm.sync_bucket_mb (--vllm.sync_with_ray has no"),
+        ("--rollout.entropy_audit_steps 5", "--rollout.entropy_audit_steps (entropies are the actor's)"),
+        (
+            "--rollout.entropy sampler --logger.entropy_enable --rollout.entropy_audit_gate 0.1",
+            "--rollout.entropy_audit_gate (the credit does not depend on entropies)",
+        ),
+        (
+            "--algo.advantage.estimator gtpo --rollout.entropy auto --rollout.entropy_audit_steps 0 "
+            "--rollout.entropy_audit_gate 0.1",
+            "--rollout.entropy_audit_gate (there are no audits)",
+        ),
+    ],
+)
+def test_flags_that_nothing_reads_are_named_in_one_line(
+    argv: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parse(*argv.split())
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "no effect" in line]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("These flags were given but have no effect here: --") and named in warnings[0]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--algo.advantage.estimator gtpo --algo.gtpo.alpha2 0.2 "
+        "--reward.overlong_buffer_len 3 --reward.overlong_form continuous",
+        "--algo.advantage.estimator grpo_s --algo.grpo_s.beta1 1 --logger.entropy_enable --vllm.sync_backend nccl",
+        "--algo.advantage.estimator reinforce --algo.advantage.gamma 1 --algo.advantage.no_std_norm --ds.zero_stage 3",
+        "--algo.preset dapo --algo.kl.init_coef 0.01 --ref.offload --ds.zero_stage 3 --train.micro_batch_size 2",
+        "--algo.advantage.estimator gtpo --rollout.entropy sampler --rollout.entropy_audit_gate 0.1",
+    ],
+)
+def test_flags_that_are_read_are_not_named(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parse(*argv.split())
+    assert "no effect" not in capsys.readouterr().err
+
+
+# ── Settings of the algorithms ──
+
+
+@pytest.mark.parametrize(("name", "config"), [(name, one.config) for name, one in ESTIMATORS.items()])
+def test_flags_mirror_the_fields_of_the_configuration(name: str, config: type) -> None:
+    actions = command_lines.parser(extended=True)._option_string_actions
+    types = typing.get_type_hints(config)
+    prefix = f"--algo.{name}."
+    of_config = {flag.removeprefix(prefix) for flag in actions if flag.startswith(prefix)}
+    assert of_config == {field.name for field in dataclasses.fields(config)}
+    for field in dataclasses.fields(config):
+        action = actions[prefix + field.name]
+        assert action.default == field.default
+        assert action.help, f"{prefix}{field.name} has no help; give its setting() one"
+        assert action.help % {} == action.help.replace("%%", "%")
+        if typing.get_origin(types[field.name]) is typing.Literal:
+            assert tuple(action.choices or ()) == typing.get_args(types[field.name])
+        elif types[field.name] is bool:
+            assert isinstance(action, argparse.BooleanOptionalAction)
+        else:
+            assert action.type is types[field.name]
+
+
+def test_the_help_of_a_setting_names_the_variants_that_read_it() -> None:
+    actions = command_lines.parser(extended=True)._option_string_actions
+    assert actions["--algo.gtpo.alpha"].help == "weight of the entropy share (read by v1)"
+    assert actions["--algo.grpo_s.normalise_over"].help.endswith(" (read by v2, v3)")
+    assert actions["--algo.gtpo.compare"].help.endswith("each within its own polarity")
+
+
+def test_settings_reach_the_configuration() -> None:
+    gtpo = entropy_credit(
+        upstream_parser.parse(
+            [*GROUP, "--algo.advantage.estimator", "gtpo", "--algo.gtpo.variant", "v2", "--algo.gtpo.alpha1", "0.75"]
+            + ["--algo.gtpo.compare", "group", "--algo.gtpo.shape_uniform_groups"]
+        )
+    )
+    assert gtpo is not None and gtpo.name == "gtpo"
+    assert gtpo.config == GTPOConfig(variant="v2", alpha1=0.75, compare="group", shape_uniform_groups=True)
+    chosen = ("--algo.advantage.estimator", "gtpo", "--algo.gtpo.shape_uniform_groups")
+    assert parse(*chosen)["algo.gtpo.shape_uniform_groups"] is True
+    assert parse(*chosen, "--no-algo.gtpo.shape_uniform_groups")["algo.gtpo.shape_uniform_groups"] is False
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce", "group_norm", "rloo"])
+def test_without_our_estimators_there_is_no_credit(estimator: str) -> None:
+    args = upstream_parser.parse([*GROUP, "--algo.advantage.estimator", estimator, "--algo.gtpo.kappa", "0.5"])
+    assert entropy_credit(args) is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "rule"),
+    [
+        ("gtpo variant v2 alpha1 0.5 kappa 4", "alpha1 + alpha1/kappa = 0.625 < 1"),
+        ("gtpo variant v1_clipped alpha1 0.6 alpha2 0.6", "alpha1 + alpha2 = 1"),
+        ("gtpo kappa 1", "kappa"),
+        ("gtpo alpha -1", "alpha"),
+        ("gtpo alpha2 nan", "alpha2"),
+        ("gtpo success_threshold inf", "success_threshold"),
+        ("gtpo entropy_eps 0", "entropy_eps"),
+        ("grpo_s beta2 -0.5", "beta2"),
+        ("grpo_s beta inf", "beta"),
+    ],
+)
+def test_settings_that_the_paper_rules_out_are_one_sentence(argv: str, rule: str) -> None:
+    estimator, *pairs = argv.split()
+    words = ["--algo.advantage.estimator", estimator]
+    for name, value in zip(pairs[::2], pairs[1::2], strict=True):
+        words += [f"--algo.{estimator}.{name}", value]
+    message = refusal(*words)
+    assert message.startswith(f"--algo.{estimator}.*: ") and rule in message
+
+
+def test_an_unknown_variant_lists_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="invalid choice: 'v9'.*v1_clipped"):
+        parse("--algo.advantage.estimator", "gtpo", "--algo.gtpo.variant", "v9")
+
+
+def test_every_range_is_a_flags() -> None:
+    assert {name for *_, flags_of in values._RANGES for name in flags_of.split()} <= parse().keys()
+
+
+# Every flag that this package adds, with its default. Changing this list changes what people's scripts do.
+FROZEN = """
+--actor.backend 'deepspeed'
+--actor.clip_cov.cov_high 5.0
+--actor.clip_cov.cov_low 1.0
+--actor.clip_cov.fraction 0.0002
+--actor.hapo.adaptation 1.0
+--actor.hapo.pivot 0.8
+--actor.hapo.redistribution 1.0
+--actor.htpo.difficulty_threshold 0.6
+--actor.htpo.forking_fraction 0.2
+--actor.htpo.highest_fraction 0.02
+--actor.htpo.lowest_fraction 0.006
+--actor.kl_cov.coef 1.0
+--actor.kl_cov.fraction 0.0002
+--actor.sapo.tau_negative 1.05
+--actor.sapo.tau_positive 1.0
+--actor.stare.fraction 0.1
+--actor.stare.target_entropy 0.3
+--actor.stare.weight_negative 1.0
+--actor.stare.weight_positive 1.1
+--actor.trust_remote_code False
+--algo.entropy_bonus.alpha 0.4
+--algo.entropy_bonus.kappa 2.0
+--algo.entropy_bonus.success_threshold 1.0
+--algo.forking_tokens.success_threshold 1.0
+--algo.forking_tokens.top_fraction 0.2
+--algo.guide.endpoint None
+--algo.guide.fraction 0.0
+--algo.guide.gpu_memory_utilization None
+--algo.guide.model_name_or_path None
+--algo.guide.num_engines 1
+--algo.guide.on_failure 'stop'
+--algo.guide.ratio_cap 2.0
+--algo.guide.rescue_batch 0
+--algo.guide.rescue_weight 1.0
+--algo.guide.steps 0
+--algo.guide.tensor_parallel_size 1
+--algo.gtpo.alpha 0.1
+--algo.gtpo.alpha1 None
+--algo.gtpo.alpha2 None
+--algo.gtpo.compare 'position'
+--algo.gtpo.entropy_eps 1e-06
+--algo.gtpo.entropy_mean 'arithmetic'
+--algo.gtpo.kappa 2.0
+--algo.gtpo.normalise_over 'zero_filled'
+--algo.gtpo.scope 'group'
+--algo.gtpo.shape_uniform_groups False
+--algo.gtpo.success_threshold 1.0
+--algo.gtpo.variant 'v3'
+--algo.grpo_s.beta 0.1
+--algo.grpo_s.beta1 1.0
+--algo.grpo_s.beta2 0.1
+--algo.grpo_s.entropy_eps 1e-06
+--algo.grpo_s.entropy_mean 'arithmetic'
+--algo.grpo_s.normalise_over 'zero_filled'
+--algo.grpo_s.ratio_mean 'arithmetic'
+--algo.grpo_s.scope 'group'
+--algo.grpo_s.shape_uniform_groups False
+--algo.grpo_s.success_threshold 1.0
+--algo.grpo_s.variant 'v3'
+--algo.preset None
+--ckpt.load_tag None
+--ckpt.stop_file None
+--eval.before_training False
+--logger.dump_rollouts 0
+--logger.dump_rows 64
+--logger.entropy_enable False
+--logger.metrics_path None
+--megatron.async_save True
+--megatron.context_parallel_size 1
+--megatron.ddp []
+--megatron.lm_head_mb None
+--megatron.expert_model_parallel_size 1
+--megatron.fp8 None
+--megatron.fp8_audit_gate None
+--megatron.fp8_audit_steps 0
+--megatron.fp8_param False
+--megatron.fp8_recipe 'blockwise'
+--megatron.num_layers_at_end_in_bf16 0
+--megatron.num_layers_at_start_in_bf16 0
+--megatron.offload False
+--megatron.override []
+--megatron.pipeline_model_parallel_size 1
+--megatron.recompute 'none'
+--megatron.sequence_parallel False
+--megatron.tensor_model_parallel_size 1
+--megatron.use_distributed_optimizer True
+--reward.overlong_form 'continuous'
+--rollout.entropy 'actor'
+--rollout.entropy_audit_gate 0.1
+--rollout.entropy_audit_steps 20
+--rollout.log_probs 'actor'
+--train.max_bad_steps 3
+--train.replay_rollouts None
+--train.spike_zscore 0.0
+--train.max_restarts 0
+--train.stall_timeout 0.0
+--vllm.max_num_batched_tokens None
+--vllm.max_num_seqs None
+--vllm.sync_bucket_mb 256
+--vllm.sync_checksum False
+"""
+
+
+def test_the_flags_are_those_that_people_have_in_their_scripts() -> None:
+    upstream = command_lines.parser(extended=False)._option_string_actions
+    found = {
+        f"{flag} {action.default!r}"
+        for flag, action in command_lines.parser(extended=True)._option_string_actions.items()
+        if flag not in upstream and not flag.startswith("--no-")
+    }
+    assert found == set(FROZEN.strip().splitlines())

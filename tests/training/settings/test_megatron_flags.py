@@ -1,0 +1,157 @@
+"""Flags of the Megatron actor reach it, agree with OpenRLHF's, and mean nothing to DeepSpeed."""
+
+import argparse
+from typing import Any
+
+import command_lines
+import pytest
+from command_lines import BASE
+
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.megatron.parallel.layout import SIZES, Layout
+from openrlhf_gtpo.training.settings import megatron_flags, upstream_parser
+from openrlhf_gtpo.training.settings.megatron_flags import layout_of
+
+GROUP = [*BASE, "--rollout.n_samples_per_prompt", "8", "--algo.advantage.estimator", "group_norm"]
+MEGATRON = ("--actor.backend", "megatron")
+
+
+def args_of(*argv: str) -> Any:
+    return upstream_parser.parse([*GROUP, *argv])
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        args_of(*argv)
+    message = str(caught.value)
+    assert "\n" not in message and message.endswith(".")
+    return message
+
+
+def own_actions() -> dict[str, argparse.Action]:
+    actions = command_lines.parser(extended=True)._option_string_actions
+    return {flag: action for flag, action in actions.items() if flag.startswith("--megatron.")}
+
+
+def test_every_flag_says_what_a_user_needs() -> None:
+    actions = own_actions()
+    assert set(SIZES) <= {flag.removeprefix("--megatron.") for flag in actions}
+    for flag, action in actions.items():
+        assert action.help and action.help % {} == action.help, flag
+    parser = command_lines.parser(extended=True)
+    assert "--megatron.override FIELD=VALUE" in parser.format_help()
+
+
+def test_defaults_change_nothing() -> None:
+    args = args_of()
+    assert args.actor.backend == "deepspeed"
+    assert layout_of(args) == Layout() and args.ds.tensor_parallel_size == 1
+    assert args.megatron.override == [] and args.megatron.recompute == "none"
+    assert args.megatron.use_distributed_optimizer and args.megatron.async_save
+    assert not args.megatron.offload and not args.ds.enable_sleep
+
+
+def test_flags_reach_the_layout() -> None:
+    argv = []
+    for size, name in enumerate(SIZES, start=2):
+        argv += [f"--megatron.{name}", str(size)]
+    args = args_of(*MEGATRON, *argv, "--megatron.sequence_parallel")
+    assert layout_of(args) == Layout(2, 3, 4, 5, sequence_parallel=True)
+
+
+def test_upstream_counts_replicas_by_the_layout() -> None:
+    """Upstream pairs batches with ranks, and counts micro-batches, by ``ds.tensor_parallel_size``."""
+    two_by_two = ("--megatron.tensor_model_parallel_size", "2", "--megatron.pipeline_model_parallel_size", "2")
+    args = args_of(*MEGATRON, *two_by_two)
+    assert args.ds.tensor_parallel_size == 4 and args.ds.ring_attn_size == 1
+    # One batch is enough for the one replica of four processes; upstream's check of the command line must agree.
+    few = ("--rollout.batch_size", "1", "--rollout.micro_batch_size", "8", "--actor.num_gpus_per_node", "4")
+    args_of(*MEGATRON, *two_by_two, *few)
+    with pytest.raises(UsageError, match="effective number of actor processes. Lower --rollout.micro_batch_size or"):
+        args_of(*few)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_below_one_is_refused_before_anything_divides_by_it(name: str) -> None:
+    assert refusal(*MEGATRON, f"--megatron.{name}", "0") == (f"Expected --megatron.{name} >= 1, got 0.")
+
+
+def test_switches_with_a_default_of_true_can_be_turned_off() -> None:
+    args = args_of(*MEGATRON, "--no-megatron.use_distributed_optimizer", "--no-megatron.async_save")
+    assert args.megatron.use_distributed_optimizer is False and args.megatron.async_save is False
+
+
+def test_overrides_add_up_in_order_and_do_not_leak_into_the_next_command_line() -> None:
+    args = args_of(*MEGATRON, "--megatron.override", "moe_router_dtype=fp32", "--megatron.override", "fp8_margin=1")
+    assert args.megatron.override == ["moe_router_dtype=fp32", "fp8_margin=1"]
+    assert args_of(*MEGATRON).megatron.override == []
+
+
+@pytest.mark.parametrize("flag", sorted(own_actions()))
+def test_a_megatron_flag_without_the_backend_is_refused(flag: str) -> None:
+    action = own_actions()[flag]
+    shown = flag.replace("--no-", "--")
+    assert refusal(*command_lines.words(action, flag)).startswith(f"{shown} needs --actor.backend megatron")
+    assert refusal("--actor.backend", "deepspeed", *command_lines.words(action, flag)).startswith(shown)
+
+
+def test_a_default_value_that_was_given_counts_as_given() -> None:
+    assert "needs --actor.backend megatron" in refusal("--megatron.tensor_model_parallel_size", "1")
+    assert "needs --actor.backend megatron" in refusal("--megatron.async_save")
+
+
+def test_an_unknown_backend_lists_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="invalid choice: 'fsdp'.*deepspeed.*megatron"):
+        args_of("--actor.backend", "fsdp")
+
+
+@pytest.mark.parametrize(
+    ("flag", "remedy"),
+    [
+        ("--ds.tensor_parallel_size", "--megatron.tensor_model_parallel_size"),
+        ("--ds.ring_attn_size", "--megatron.context_parallel_size"),
+    ],
+)
+def test_deepspeeds_own_parallelism_is_refused(flag: str, remedy: str) -> None:
+    assert refusal(*MEGATRON, flag, "2").endswith(f"with --actor.backend megatron give {remedy}.")
+    assert getattr(args_of(flag, "2").ds, flag.removeprefix("--ds.")) == 2
+
+
+def test_every_flag_of_deepspeeds_is_read_or_named() -> None:
+    """The others are read by the layout and offloading, or refused in ``checks``."""
+    read = {"ds.tensor_parallel_size", "ds.ring_attn_size", "ds.enable_sleep"}
+    refused = {"ds.adam_offload", "ds.param_dtype", "ds.load_in_4bit"}
+    known = {action.dest for action in command_lines.value_flags(command_lines.parser(extended=False))}
+    named = (*megatron_flags.NOT_READ, *megatron_flags.READ_BY_REWARD_MODEL, "ds.lora.")  # refused or named as unread
+    assert {name for name in known if name.startswith("ds.") and not name.startswith(named)} == read | refused
+    assert all(any(name.startswith(beginning) for name in known) for beginning in named)
+
+
+def test_flags_of_deepspeeds_are_named_where_nothing_runs_on_it(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = (*MEGATRON, "--ds.zero_stage", "3", "--ds.zpg", "2", "--train.micro_batch_size", "2")
+    args_of(*argv, "--rollout.micro_batch_size", "2")
+    assert capsys.readouterr().err.splitlines() == [
+        "These flags were given but have no effect here: --ds.zero_stage, --ds.zpg, --train.micro_batch_size "
+        "(not read by the Megatron actor)."
+    ]
+    reward_model = ("--reward.model_name_or_path", "m")
+    args_of(*argv, *reward_model)  # replaced by the reward function in GROUP
+    assert "--ds.zero_stage" in capsys.readouterr().err
+    without_function = ["--vllm.num_engines", "1", "--rollout.n_samples_per_prompt", "8", *reward_model]
+    without_function += ["--algo.advantage.estimator", "group_norm", *argv]
+    upstream_parser.parse(without_function)
+    assert "no effect here: --ds.zpg (not" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--ds.enable_sleep", "--megatron.offload"])
+def test_either_name_of_offloading_asks_for_it(flag: str) -> None:
+    args = args_of(*MEGATRON, flag)
+    assert args.megatron.offload and args.ds.enable_sleep, "upstream's trainer reads ds.enable_sleep"
+    assert args.ref.offload and not args_of(*MEGATRON, "--ref.offload").megatron.offload
+
+
+def test_gradient_checkpointing_asks_for_recomputation() -> None:
+    assert args_of(*MEGATRON, "--actor.gradient_checkpointing_enable").megatron.recompute == "full"
+    both = ("--actor.gradient_checkpointing_enable", "--megatron.recompute", "selective")
+    assert args_of(*MEGATRON, *both).megatron.recompute == "selective"
+    assert args_of("--actor.gradient_checkpointing_enable").megatron.recompute == "none"

@@ -1,0 +1,234 @@
+"""A guide behind an OpenAI-compatible endpoint: what it is asked, what its answers become, and what is refused. The
+server is a stand-in whose answers have the fields of vLLM 0.29's."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_engines import guide_arguments
+from vllm import SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from openrlhf_gtpo.errors import TrainingStopped, UsageError
+from openrlhf_gtpo.training.checks.endpoint import check_endpoint
+from openrlhf_gtpo.training.host import gpus_of
+from openrlhf_gtpo.training.rollout.endpoint import Endpoint, EndpointActor
+from openrlhf_gtpo.training.rollout.guide import Guide
+from openrlhf_gtpo.training.rollout.samples_generator import NumberedLabel
+
+
+def run_with(
+    url: str, model: str = "guide", max_len: int = 64, temperature: float = 0.7, top_p: float = 1.0
+) -> SimpleNamespace:
+    """The arguments of a run with a guide at ``url``."""
+    return SimpleNamespace(
+        algo=SimpleNamespace(guide=SimpleNamespace(endpoint=url, model_name_or_path=model)),
+        data=SimpleNamespace(max_len=max_len),
+        rollout=SimpleNamespace(temperature=temperature, top_p=top_p),
+    )
+
+
+class Server(ThreadingHTTPServer):
+    """Answers "42" with log-probs -0.25 and -0.5, after temperature, and records what it was asked."""
+
+    daemon_threads = True
+    request_queue_size = 2000
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+        self.asked: list[dict[str, Any]] = []
+        self.status, self.max_model_len = 200, 64
+        self.changes: dict[str, Any] = {}  # to the one choice
+        self.is_raw = False
+        self.may_answer, self.waiting = threading.Event(), 0
+        self.may_answer.set()
+
+    def choice(self, asked: dict[str, Any]) -> dict[str, Any]:
+        scale = 1.0 if self.is_raw else asked["temperature"]
+        sampled = {f"other {len(self.asked)}": -3.0 / scale}  # listed beside the likeliest
+        surely = asked["prompt"] == [1]  # its next token is certain
+        highest = -1e-5 if surely else (-0.25 + 1e-3 * (len(self.asked) % 3)) / scale  # with arithmetic noise
+        said = {"token_logprobs": [-0.25, -0.5], "top_logprobs": [{"4": highest} | sampled, {"2": -0.5}]}
+        said |= {"tokens": ["4", "2"], "text_offset": [0, 1]}
+        choice = {"index": 0, "text": "42", "logprobs": said, "finish_reason": "stop", "token_ids": [52, 50]}
+        return choice | self.changes
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        if self.path != "/v1/models":
+            return self.say(404, {"detail": "Not Found"})
+        model = {"id": "guide", "object": "model", "created": 0, "owned_by": "vllm"}
+        return self.say(200, {"object": "list", "data": [model | {"max_model_len": self.server.max_model_len}]})
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(asked)
+        self.server.waiting += 1
+        self.server.may_answer.wait()
+        if self.server.status != 200:
+            return self.say(self.server.status, {"error": {"message": "no such model"}})
+        whole = {"id": "1", "object": "text_completion", "created": 0, "model": "guide"}
+        return self.say(200, whole | {"choices": [self.server.choice(asked)]})
+
+    def say(self, status: int, body: dict[str, Any]) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as server:
+        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()  # seconds to notice a shutdown
+        yield server
+        server.shutdown()
+
+
+class Letters:
+    def __call__(self, text: str, **options: Any) -> dict[str, Any]:
+        return {"input_ids": torch.tensor([[ord(letter) for letter in text]])}
+
+    def decode(self, tokens: list[int], **options: Any) -> str:
+        return "".join(map(chr, tokens))
+
+
+def answers(url: str, folder: Path) -> list[dict[str, Any]]:
+    """Two responses of the actor, which is an ordinary object here."""
+    (folder / "reward.py").write_text(
+        "def reward_func(queries, prompts, labels):\n"
+        "    return {'rewards': [float(q.endswith('= 42')) for q in queries], 'scores': [1.0], 'extra_logs': {}}\n"
+    )
+
+    async def ask() -> list[dict[str, Any]]:
+        actor = object.__new__(type("GuideActor", (EndpointActor,), {"with_log_probs": True}))
+        await actor.__init__(url, "guide", agent_func_path=None, remote_rm_url=[str(folder / "reward.py")])
+        assert actor.get_num_unfinished_requests() == 0
+        params = SamplingParams(temperature=0.7, max_tokens=4, min_tokens=1, skip_special_tokens=False)
+        label = NumberedLabel("42", 3, (7, 0, 3))
+        given = {"sampling_params": params, "max_length": 32, "hf_tokenizer": Letters()}
+        return await actor.generate_responses("6*7 = ", label, num_samples=2, **given)
+
+    return asyncio.run(ask())
+
+
+def test_a_response_of_a_server_is_one_of_an_engine(server: Server, tmp_path: Path) -> None:
+    """It has tokens, log-probs in place, reward and seed; the request sets what the server would otherwise choose."""
+    found = answers(server.url, tmp_path)
+    for response in found:
+        assert response["observation_tokens"] == [*b"6*7 = 42"] and response["action_ranges"] == [(6, 8)]
+        assert response["rollout_log_probs"] == [0.0] * 6 + [-0.25, -0.5]
+        assert response["reward"] == 1.0 and response["prompt_number"] == 3 and not response["truncated"]
+    seeds = {asked.pop("seed") for asked in server.asked}
+    assert len(seeds) == 2 and None not in seeds
+    said = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 4}
+    said |= {"min_tokens": 1, "skip_special_tokens": False, "logprobs": 1, "return_token_ids": True}
+    assert server.asked == [said | {"model": "guide", "prompt": [*b"6*7 = "]}] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"token_ids": None}, "its responses have no token_ids"),
+        ({"logprobs": None}, "its responses have no log-prob for every token"),
+        ({"token_ids": [52]}, "its responses have no log-prob for every token"),
+    ],
+    ids=str,
+)
+def test_answers_that_cannot_be_trained_on_stop_the_run(
+    changes: dict[str, Any], why: str, server: Server, tmp_path: Path
+) -> None:
+    server.changes = changes
+    with pytest.raises(TrainingStopped, match=f"--algo.guide.endpoint {server.url}: {why}"):
+        answers(server.url, tmp_path)
+    with pytest.raises(UsageError, match=f"--algo.guide.endpoint {server.url} cannot be a guide: {why}"):
+        check_endpoint(run_with(server.url))
+
+
+def test_a_server_that_refuses_stops_the_run_and_one_that_is_gone_is_dead(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.status = 404
+    with pytest.raises(TrainingStopped, match="refused a request: .*no such model"):
+        answers(server.url, tmp_path)
+    monkeypatch.setattr("openrlhf_gtpo.training.rollout.endpoint._TRIES", 1)
+    for server.status in (500, 429, 401, 403):
+        with pytest.raises(EngineDeadError, match=server.url):
+            answers(server.url, tmp_path)
+    assert asyncio.run(Endpoint(server.url, "guide").is_sleeping()) is False
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(EngineDeadError, match=server.url):
+        answers(server.url, tmp_path)
+    with pytest.raises(EngineDeadError, match=server.url):
+        asyncio.run(Endpoint(server.url, "guide").is_sleeping())
+
+
+def test_a_busy_server_is_alive(server: Server) -> None:
+    """Its sign of life does not wait behind prompts, however many there are."""
+
+    async def ask() -> None:
+        endpoint = Endpoint(server.url, "guide")
+        server.may_answer.clear()
+        params = SamplingParams(max_tokens=4)
+        prompts = [endpoint.generate({"prompt_token_ids": [i]}, params, str(i)).__anext__() for i in range(1100)]
+        answers = [asyncio.ensure_future(prompt) for prompt in prompts]
+        while server.waiting < 1000:
+            await asyncio.sleep(0.05)
+        assert not await asyncio.wait_for(endpoint.is_sleeping(), timeout=10)
+        server.may_answer.set()
+        assert len(await asyncio.gather(*answers)) == 1100
+
+    asyncio.run(ask())
+
+
+def test_a_server_that_cannot_be_the_guide_is_refused_before_the_run(server: Server) -> None:
+    check_endpoint(run_with(server.url))
+    said = f"^--algo.guide.endpoint {server.url} cannot be a guide: it serves"
+    with pytest.raises(UsageError, match=f"{said} guide, and not --algo.guide.model_name_or_path other; start it"):
+        check_endpoint(run_with(server.url, model="other"))
+    with pytest.raises(
+        UsageError, match=f"{said} rows of at most 64 tokens, and --data.max_len is 65; start it with --max-mod"
+    ):
+        check_endpoint(run_with(server.url, max_len=65))
+    with pytest.raises(UsageError, match="does not answer as an http://HOST:PORT/v1 would: Error code: 404"):
+        check_endpoint(run_with(server.url.removesuffix("/v1")))
+    with pytest.raises(UsageError, match="does not answer as an http://HOST:PORT/v1 would: Connection error"):
+        check_endpoint(run_with("http://127.0.0.1:9/v1"))
+    for url, why in (
+        ("127.0.0.1:9/v1", "it is not of the form http://HOST:PORT/v1"),
+        ("http://127.0.0.256:9/v1", "Invalid IPv4 address: '127.0.0.256'"),
+        ("http://127.0.0.1:99999/v1", "Port out of range"),
+    ):
+        with pytest.raises(UsageError, match=f"^--algo.guide.endpoint {url} cannot be a guide: {why}"):
+            check_endpoint(run_with(url))
+
+
+def test_log_probs_before_temperature_are_refused_where_they_differ(server: Server) -> None:
+    server.is_raw = True
+    check_endpoint(run_with(server.url, temperature=1.0))
+    for temperature, top_p in ((0.7, 1.0), (1.0, 0.9)):
+        with pytest.raises(UsageError, match="before temperature and top-p.*--logprobs-mode processed_logprobs"):
+            check_endpoint(run_with(server.url, temperature=temperature, top_p=top_p))
+
+
+def test_it_has_no_gpus_and_no_sleep() -> None:
+    args = guide_arguments(0.5, "--algo.guide.endpoint", "http://somewhere:8000/v1")
+    args.vllm.enable_sleep = True
+    with Guide([SimpleNamespace()], args).awake():
+        pass
+    assert gpus_of(args).guide == 0

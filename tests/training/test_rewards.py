@@ -1,0 +1,301 @@
+"""A response whose reward failed stops the run instead of being trained on."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from openrlhf.utils.agent import SingleTurnAgentExecutor
+
+from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.training.rollout.rewards import (
+    Patience,
+    RewardFailed,
+    StrictRewardExecutor,
+    engine_works,
+)
+
+
+class Tokenizer:
+    def __call__(self, text: str, **options: Any) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.tensor([[ord(c) for c in text]])}
+
+    def decode(self, tokens: list[int], **options: Any) -> str:
+        return "".join(map(chr, tokens))
+
+
+class Engine:
+    async def generate(self, tokens: list[int], params: Any, multi_modal_data: Any = None) -> Any:
+        return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[ord("4")], finish_reason="stop", logprobs=None)])
+
+
+def answer(executor: StrictRewardExecutor) -> dict[str, Any]:
+    params = SimpleNamespace(max_tokens=4, logprobs=None)
+    return asyncio.run(executor.execute("2 + 2 = ", "4", params, 32, Tokenizer(), Engine()))
+
+
+def executor(tmp_path: Path, body: str) -> StrictRewardExecutor:
+    path = tmp_path / "reward.py"
+    path.write_text(f"def reward_func(queries, prompts, labels):\n    {body}\n")
+    return StrictRewardExecutor([str(path)], Patience())
+
+
+def test_a_reward_arrives_as_upstream_hands_it_on(tmp_path: Path) -> None:
+    output = answer(
+        executor(tmp_path, "return {'rewards': float(queries[0].endswith(labels[0])), 'extra_logs': {'x': 1}}")
+    )
+    assert output["reward"] == 1.0 and output["scores"] == 1.0 and output["extra_logs"] == {"x": 1}
+
+
+def test_a_reward_of_zero_is_a_reward(tmp_path: Path) -> None:
+    assert answer(executor(tmp_path, "return {'rewards': 0.0}"))["reward"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "value", ["[0.5]", "torch.tensor([0.5])", "torch.tensor(0.5)", "numpy.float32(0.5)", "[[0.5]]"]
+)
+def test_one_number_may_come_as_a_list_or_a_tensor(tmp_path: Path, value: str) -> None:
+    """OpenRLHF's own reward server answers with a list."""
+    output = answer(executor(tmp_path, f"import numpy, torch; return {{'rewards': {value}}}"))
+    assert (output["reward"], output["scores"]) == (0.5, 0.5)
+
+
+NO_REWARDS = "it returned no 'rewards'"
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("raise KeyError('no key')", "KeyError: 'no key' ({file}, line 2)"),
+        ("raise ValueError('two\\nlines')", "ValueError: two lines ({file}, line 2)"),
+        # Raised in the standard library; the line that a user can fix is the one that called it.
+        ("import json; json.loads('')", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) ({file}, line 2)"),
+        ("import sys; sys.exit(3)", "RuntimeError: it called sys.exit(3) ({file}, line 2)"),
+        ("return {}", NO_REWARDS),
+        ("return {'scores': 1.0}", NO_REWARDS),
+        ("return {'rewards': None}", NO_REWARDS),
+        ("return None", "it returned None, not a dict with 'rewards'"),
+        ("return 0.0", "it returned 0.0, not a dict with 'rewards'"),
+        ("return '1.0'", "it returned '1.0', not a dict with 'rewards'"),
+        ("return [1.0] * 1000", f"it returned {str([1.0] * 1000)[:200]}, not a dict with 'rewards'"),
+        (
+            "return {'rewards': [1.0, 0.0]}",
+            "expected one finite float32 number for the one response, got 'rewards' '[1.0, 0.0]'",
+        ),
+        (
+            "return {'rewards': 'good'}",
+            "expected one finite float32 number for the one response, got 'rewards' 'good'",
+        ),
+        ("return {'rewards': []}", "expected one finite float32 number for the one response, got 'rewards' '[]'"),
+        (
+            "return {'rewards': 1, 'scores': {}}",
+            "expected one finite float32 number for the one response, got 'scores' '{{}}'",
+        ),
+        (
+            "return {'rewards': float('nan')}",
+            "expected one finite float32 number for the one response, got 'rewards' 'nan'",
+        ),
+        ("return {'rewards': 1e39}", "expected one finite float32 number for the one response, got 'rewards' '1e+39'"),
+        ("return {'rewards': 1e999}", "expected one finite float32 number for the one response, got 'rewards' 'inf'"),
+    ],
+)
+def test_a_reward_that_fails_stops_the_run_with_the_reason_and_the_prompt(
+    tmp_path: Path, body: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "reward.py"
+    with pytest.raises(TrainingStopped) as stopped:
+        answer(executor(tmp_path, body))
+    sentence = f"Could not get the reward of a response from {file}: {reason.format(file=file)}. Prompt: '2 + 2 = '"
+    assert str(stopped.value) == sentence
+    assert "Failed to fetch reward" not in caplog.text  # upstream's line about each response
+
+
+def test_the_first_number_of_an_extra_log_is_logged(tmp_path: Path) -> None:
+    """OpenRLHF's own reward server answers with lists."""
+    logs = "{'x': [0.5], 'y': torch.tensor([[1, 2]]), 'z': [3, 4]}"
+    output = answer(executor(tmp_path, f"import torch; return {{'rewards': 1.0, 'extra_logs': {logs}}}"))
+    assert output["extra_logs"] == {"x": 0.5, "y": 1, "z": 3}
+
+
+@pytest.mark.parametrize("logs", ["['x']", "{'x': 'good'}", "{'x': []}", "{'x': object}", "'x'"])
+def test_extra_logs_that_are_no_numbers_stop_the_run(tmp_path: Path, logs: str) -> None:
+    with pytest.raises(
+        TrainingStopped, match="Expected 'extra_logs' from .*reward.py to map each name to a number, got"
+    ):
+        answer(executor(tmp_path, f"return {{'rewards': 1.0, 'extra_logs': {logs}}}"))
+
+
+@pytest.mark.parametrize("name", ["step", "kl", "reward", "response_length", "timing/mine", "entropy/all", "ended"])
+def test_extra_logs_under_the_name_of_another_metric_stop_the_run(tmp_path: Path, name: str) -> None:
+    """A step's line has this field already, the KL controller would follow it, or a report would show it."""
+    with pytest.raises(TrainingStopped, match=f"in the 'extra_logs' from .*reward.py, got {name}, which the run uses"):
+        answer(executor(tmp_path, f"return {{'rewards': 1.0, 'extra_logs': {{'x': 1.0, '{name}': 2.0}}}}"))
+
+
+def test_a_reward_server_that_does_not_answer_is_named_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_pause(seconds: float) -> None:
+        pass
+
+    monkeypatch.setattr(asyncio, "sleep", no_pause)  # between upstream's attempts
+    with pytest.raises(TrainingStopped, match="from http://127.0.0.1:9/: RuntimeError: Request error for 5 times"):
+        answer(StrictRewardExecutor(["http://127.0.0.1:9/"], Patience()))
+
+
+def test_servers_that_take_turns_are_all_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream does not say which of them it asked."""
+    executor = StrictRewardExecutor(["http://a/", "http://b/"], Patience())
+    fetched = asyncio.sleep(0, [{"rewards": None}])
+    monkeypatch.setattr(SingleTurnAgentExecutor, "_fetch_rewards_via_http", lambda *columns: fetched)
+    with pytest.raises(TrainingStopped, match="response from http://a/ or http://b/: it returned no 'rewards'"):
+        answer(executor)
+
+
+def test_without_a_reward_function_there_is_no_reward_to_wait_for() -> None:
+    assert answer(StrictRewardExecutor(None, Patience()))["reward"] is None
+
+
+# ── Several tries, each with a time limit ──
+
+PATIENT = Patience(tries=3)
+IN_TIME = Patience(tries=2, seconds=1)
+MOODY = """
+import time
+from pathlib import Path
+
+CALLS = Path(__file__).with_suffix(".calls")
+
+
+def reward_func(queries, prompts, labels):
+    calls = len(CALLS.read_text()) if CALLS.exists() else 0
+    CALLS.write_text("x" * (calls + 1))
+    if calls < {failures}:
+        {failure}
+    return {{"rewards": 1.0}}
+"""
+
+
+def moody(tmp_path: Path, failures: int, failure: str, patience: Patience = PATIENT) -> StrictRewardExecutor:
+    path = tmp_path / "reward.py"
+    path.write_text(MOODY.format(failures=failures, failure=failure))
+    return StrictRewardExecutor([str(path)], patience)
+
+
+@pytest.mark.parametrize(
+    ("patience", "failure", "reason"),
+    [
+        (PATIENT, "raise OSError('no connection')", "OSError: no connection"),
+        (IN_TIME, "time.sleep(600)", "TimeoutError: no answer for 1 s"),  # leaves a thread, which holds nobody up
+    ],
+)
+def test_a_reward_that_raises_or_hangs_is_tried_again(
+    tmp_path: Path, patience: Patience, failure: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = patience.tries - 1
+    assert answer(moody(tmp_path, again, failure, patience))["reward"] == 1.0
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"Warning: the reward from {tmp_path / 'reward.py'} failed and is tried again: {reason}"] * again
+
+
+def test_after_three_tries_a_reward_has_failed(tmp_path: Path) -> None:
+    with pytest.raises(RewardFailed, match=r"OSError: no connection \(.*reward.py, line 12\). Prompt: '2 \+ 2 = '"):
+        answer(moody(tmp_path, 3, "raise OSError('no connection')"))
+    assert (tmp_path / "reward.calls").read_text() == "xxx"
+
+
+def test_what_is_no_reward_is_a_mistake_and_not_tried_again(tmp_path: Path) -> None:
+    with pytest.raises(TrainingStopped, match="got 'rewards' 'good'") as stopped:
+        answer(moody(tmp_path, 1, "return {'rewards': 'good'}"))
+    assert not isinstance(stopped.value, RewardFailed)
+    assert (tmp_path / "reward.calls").read_text() == "x"
+
+
+class Agent:
+    """An agent that asks the engine; its first ``failures`` episodes fail after that."""
+
+    def __init__(self, failures: int, fail: Callable[[], Awaitable[None]]) -> None:
+        self.episodes, self._failures, self._fail = 0, failures, fail
+
+    async def episode(self) -> str:
+        self.episodes += 1
+        with engine_works():
+            await asyncio.sleep(0)
+        if self.episodes <= self._failures:
+            await self._fail()
+        return "done"
+
+
+async def raises() -> None:
+    raise ConnectionError("refused")
+
+
+async def hangs() -> None:
+    await asyncio.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("patience", "fail", "failure"), [(PATIENT, raises, ConnectionError), (IN_TIME, hangs, TimeoutError)]
+)
+def test_an_agent_that_raises_or_hangs_begins_anew(patience: Patience, fail: Any, failure: type[Exception]) -> None:
+    agents = [Agent(patience.tries - 1, fail), Agent(patience.tries, fail)]
+
+    async def ask() -> list[Any]:
+        asked = (patience.ask(agent.episode, "the agent") for agent in agents)
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    done, failed = asyncio.run(ask())
+    assert done == "done" and isinstance(failed, failure)
+    assert [agent.episodes for agent in agents] == [patience.tries] * 2
+
+
+def test_the_engines_time_is_not_the_agents() -> None:
+    """Not even if an agent asks twice at once and waits for both."""
+
+    async def call(seconds: float) -> float:
+        with engine_works():
+            await asyncio.sleep(seconds)
+        return seconds
+
+    async def episode() -> list[float]:
+        return await asyncio.gather(call(0.0), call(1.2))
+
+    assert asyncio.run(IN_TIME.ask(episode, "the agent")) == [0.0, 1.2]
+
+
+def test_a_reward_file_is_loaded_once_and_before_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that an engine, which takes what memory is left, leaves a reward its own."""
+    from openrlhf.trainer.ray import vllm_engine
+
+    from openrlhf_gtpo.training.rollout import rollout_actor
+
+    class Llm:
+        engine_core = None
+
+        async def is_sleeping(self) -> bool:
+            return False
+
+    async def watched(engine_core: Any) -> None:
+        pass
+
+    happened = tmp_path / "happened"
+    file = tmp_path / "reward.py"
+    file.write_text(
+        f"with open({str(happened)!r}, 'a') as file:\n    file.write('reward ')\n\n\ndef reward_func():\n    pass\n"
+    )
+
+    def start(args: Any) -> Llm:
+        with happened.open("a") as file:
+            file.write("engine ")
+        return Llm()
+
+    monkeypatch.setattr(vllm_engine, "SingleTurnAgentExecutor", None)  # restored at the end
+    monkeypatch.setattr(vllm_engine.vllm, "AsyncEngineArgs", lambda *args, **kwargs: None)
+    monkeypatch.setattr(vllm_engine.vllm.AsyncLLMEngine, "from_engine_args", start)
+    monkeypatch.setattr(rollout_actor, "_fail_calls_at_death", watched)
+    for name in ("_configure_device_env", "_configure_vllm_env"):
+        monkeypatch.setattr(rollout_actor.StrictRolloutActor, name, lambda *args, **kwargs: None)
+    actor: Any = object.__new__(rollout_actor.StrictRolloutActor)
+    asyncio.run(actor.__init__("model", remote_rm_url=[str(file)], num_gpus=1, enable_sleep_mode=False))
+    assert happened.read_text() == "reward engine " and isinstance(actor.executor, StrictRewardExecutor)
