@@ -34,7 +34,7 @@ from openrlhf_gtpo.benchmarks.synthetic import even_lengths
 from openrlhf_gtpo.training import patch
 from openrlhf_gtpo.training import run as trainer
 from openrlhf_gtpo.training.actors.policy_actor import DeepspeedActorTrainer, EntropyPolicyActor
-from openrlhf_gtpo.training.credit.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.training.credit.experiences import ExperienceMaker, Models
 from openrlhf_gtpo.training.host import start_ray
 
 METHODS = {
@@ -74,8 +74,8 @@ class Method(Policy):
         self.args, self._group = trainer.parse(argv), policy._group
         strategy = get_strategy(self.args)
         tokenizer = get_tokenizer(self.args.actor.model_name_or_path, None, "left", strategy)
-        kl = FixedKLController(0.0)
-        self._maker = EntropyExperienceMaker(self._group, None, None, None, kl, strategy, tokenizer)
+        models, kl = Models(self._group, None, None, None), FixedKLController(0.0)
+        self._maker = ExperienceMaker(strategy, models, kl, tokenizer)
 
     def choose(self) -> None:
         ray.get(self._group.async_run_method(method_name="choose", args=self.args))
@@ -109,13 +109,13 @@ def main() -> None:
     start_ray(parsed, gpus=1)
     processor: dict[str, dict[str, list[float]]] = {name: {"experience": [], "train": []} for name in chosen}
     try:
-        policy = Policy([*argv, *METHODS["group_norm"]], ray.remote(MethodActor), EntropyExperienceMaker)
+        policy = Policy([*argv, *METHODS["group_norm"]], ray.remote(MethodActor))
         methods = {name: Method([*argv, *flags], policy) for name, flags in chosen.items()}
 
         def new_round(repetition: int) -> None:
             lengths = even_lengths(args.prompts * args.samples, args.response_tokens, repetition)
             for method in methods.values():
-                method.samples = rollout(method.args, args.prompt_tokens, lengths, repetition)
+                method.rows = rollout(method.args, args.prompt_tokens, lengths, repetition)
 
         def timed(name: str, phase: str) -> None:
             method = methods[name]

@@ -70,7 +70,7 @@ def sampler_sides(rows: int, vocab_size: int, device: str) -> dict[str, Any]:
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.sample.sampler import Sampler
 
-    from openrlhf_gtpo.training.rollout.sampler_entropy import capture
+    from openrlhf_gtpo.training.features.sampler_entropy.vllm_sampler import capture
 
     logits = torch.randn(rows, vocab_size, dtype=torch.bfloat16, device=device) * 3
     ones = torch.ones(rows, device=device)

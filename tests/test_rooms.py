@@ -1,5 +1,6 @@
 """These tests catch a room that imports what it must not: cli -> training -> {weight_sync, algorithms, lm_head},
-never back. That keeps an OpenRLHF upgrade inside ``training`` and lets the mathematics run anywhere.
+never back, and ``tools/*`` only from cli. That keeps an OpenRLHF upgrade inside ``training`` and lets the mathematics
+run anywhere.
 """
 
 import ast
@@ -7,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,47 +23,60 @@ HEAVY |= {"flash_attn", "datasets", "torch"}
 MAY_BRING_IN = {
     "algorithms": {"torch"},
     "lm_head": {"torch"},
+    "checkpoints": {"torch"},
     "megatron": {"torch", "megatron", "transformers", "mbridge", "transformer_engine"},
     "weight_sync": {"torch", "ray", "vllm"},
     "platform": {"torch"},
     "tasks": {"torch", "transformers", "datasets"},
     "report": set(),
-    "view": {"torch"},
-    "planner": set(),
-    "launch": set(),
-    "experiment": set(),
+    "tools/view": {"torch"},
+    "tools/planner": set(),
+    "tools/launch": set(),
+    "tools/experiment": set(),
 }
 
 # Rooms of this package that a room's sources may import. Every room may import its own.
 MAY_KNOW = {
     "algorithms": set(),
     "lm_head": set(),
-    "megatron": {"lm_head", "platform"},
+    "checkpoints": {"platform"},
+    "megatron": {"checkpoints", "lm_head", "platform"},
     "weight_sync": set(),
     "platform": set(),
     "report": set(),
-    "view": {"algorithms", "report"},
     "tasks": {"platform"},
-    "planner": {"lm_head", "megatron"},  # only their arithmetic, which does not import torch either
-    "training": {"algorithms", "lm_head", "megatron", "weight_sync", "platform", "report"},
+    "training": {"algorithms", "checkpoints", "lm_head", "megatron", "weight_sync", "platform", "report"},
     "scoring": {"training", "megatron", "platform"},
-    "experiment": {"platform", "report", "launch"},
     "benchmarks": {"training", "algorithms", "megatron", "lm_head", "weight_sync", "platform", "report"},
-    "launch": set(),
+    "tools/view": {"algorithms", "report"},
+    "tools/planner": {"lm_head", "megatron"},  # only their arithmetic, which does not import torch either
+    "tools/launch": set(),
+    "tools/experiment": {"platform", "report", "tools/launch"},
     "cli": {"training", "scoring", "benchmarks", "platform", "report", "tasks", "algorithms", "lm_head", "megatron"}
-    | {"planner", "launch", "view", "experiment"},
+    | {"checkpoints", "tools/planner", "tools/launch", "tools/view", "tools/experiment"},
 }
 MAY_NAME_OPENRLHF = {"training", "scoring", "benchmarks", "cli"}
 
-# Rooms within a room: each may import those before it, and none may import the files beside them.
+# Rooms within a room: each may import those before it.
 INNER = {
     "megatron": ("parallel", "fp8", "model", "train", "checkpoint"),
-    "training": ("credit", "settings", "checks", "rollout", "actors", "controller"),
+    "training": ("credit", "settings", "checks", "rollout", "actors", "features", "controller"),
 }
+# The files beside them that all of them may import, and which import none of them; the others import the rooms, and no
+# room may import those.
+BESIDE = {"megatron": set(), "training": {"rows", "feature", "host", "step"}}
+# vLLM is given one class for its workers, by name, with what a feature needs there.
+COMPOSES = {"training/rollout/worker_extension.py"}
 
 
 def rooms() -> list[str]:
-    return sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+    folders = sorted(path.parent for path in [*PACKAGE.glob("*/__init__.py"), *PACKAGE.glob("tools/*/__init__.py")])
+    return [str(folder.relative_to(PACKAGE)) for folder in folders if folder != PACKAGE / "tools"]
+
+
+def room_of(parts: Sequence[str]) -> str:
+    """The room of a module of this package, by the parts of its full name."""
+    return "/".join(parts[1:3]) if parts[1] == "tools" else parts[1]
 
 
 def modules(room: str) -> list[str]:
@@ -73,10 +87,19 @@ def modules(room: str) -> list[str]:
     return names
 
 
-def imported(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield the full names that a source file imports, even inside functions, and their line numbers."""
+def imported(path: Path, types: bool = True) -> Iterator[tuple[str, int]]:
+    """Yield the full names that a source file imports, even inside functions, and their line numbers.
+
+    Args:
+        types: also what is imported only to name types.
+    """
     package = path.relative_to(PACKAGE.parent).parent.parts
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    if not types:
+        tree.body = [
+            node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+        ]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -129,7 +152,8 @@ def test_a_room_names_only_rooms_below_it(room: str) -> None:
     for path in sorted((PACKAGE / room).rglob("*.py")):
         for name, line in imported(path):
             parts = name.split(".")
-            if parts[0] == PACKAGE.name and len(parts) > 1 and (PACKAGE / parts[1]).is_dir() and parts[1] not in known:
+            is_ours = parts[0] == PACKAGE.name and len(parts) > 1 and (PACKAGE / parts[1]).is_dir()
+            if is_ours and room_of(parts) not in known:
                 wrong.append(f"{path.relative_to(PACKAGE)}:{line} {name}")
             if parts[0] == "openrlhf" and room not in MAY_NAME_OPENRLHF:
                 wrong.append(f"{path.relative_to(PACKAGE)}:{line} {name}")
@@ -141,11 +165,33 @@ def test_an_inner_room_names_only_those_before_it(room: str) -> None:
     assert {path.parent.name for path in (PACKAGE / room).glob("*/__init__.py")} == set(INNER[room])
     wrong = []
     for place, inner in enumerate(INNER[room]):
-        for path in sorted((PACKAGE / room / inner).glob("*.py")):
+        known = {*INNER[room][: place + 1], *BESIDE[room]}
+        for path in sorted((PACKAGE / room / inner).rglob("*.py")):
             for name, line in imported(path):
                 parts = name.split(".")
-                if parts[:2] == [PACKAGE.name, room] and parts[2] not in INNER[room][: place + 1]:
+                if parts[:2] != [PACKAGE.name, room] or str(path.relative_to(PACKAGE)) in COMPOSES:
+                    continue
+                if parts[2] not in known:
                     wrong.append(f"{path.relative_to(PACKAGE)}:{line} {name}")
+    assert not wrong
+
+
+@pytest.mark.parametrize(("room", "file"), [(room, file) for room, files in BESIDE.items() for file in sorted(files)])
+def test_a_file_that_all_inner_rooms_know_knows_none_of_them(room: str, file: str) -> None:
+    own = [PACKAGE.name, room]
+    found = [name.split(".") for name, _ in imported(PACKAGE / room / f"{file}.py", types=False)]
+    assert not [parts for parts in found if parts[:2] == own and parts[2] not in BESIDE[room]]
+
+
+def test_features_know_no_other_but_supervision() -> None:
+    """Each can be left out."""
+    folder, wrong = PACKAGE / "training" / "features", []
+    for path in sorted(folder.rglob("*.py")):
+        own = path.relative_to(folder).parts[0]
+        for name, line in imported(path):
+            parts = name.split(".")
+            if parts[1:3] == ["training", "features"] and parts[3] not in (own, "supervision"):
+                wrong.append(f"{path.relative_to(PACKAGE)}:{line} {name}")
     assert not wrong
 
 

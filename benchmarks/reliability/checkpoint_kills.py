@@ -18,6 +18,7 @@ import struct
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -130,6 +131,8 @@ def start_ranks(work: Callable[[Say], None]) -> tuple[list[int], int]:
                 "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS
             )
             work(partial(_say, writer if rank == 0 else None))
+        except Exception:
+            traceback.print_exc()
         finally:
             os._exit(1)  # only an error gets here
     os.close(writer)
@@ -177,11 +180,15 @@ def on_deepspeed(source: str, folder: Path, say: Say) -> None:
         "zero_optimization": {"stage": 2},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     }
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
+    schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1.0)
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=module.parameters(), lr_scheduler=schedule, config=config
+    )
     strategy: Any = object.__new__(Strategy)
     strategy.use_ds_universal_ckpt = False
     strategy.args = SimpleNamespace(
-        critic=SimpleNamespace(model_name_or_path=None), ckpt=SimpleNamespace(load_tag=None)
+        critic=SimpleNamespace(model_name_or_path=None),
+        ckpt=SimpleNamespace(load_tag=None, path=folder.parent),
     )
     parameters = list(engine.module.parameters())
     _, states = strategy.load_ckpt(engine, str(folder))

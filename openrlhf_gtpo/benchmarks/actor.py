@@ -8,9 +8,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import ray
 import torch
-from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController
 from openrlhf.trainer.ray.launcher import RayActorGroup
 from openrlhf.utils import get_strategy
@@ -23,9 +23,10 @@ from openrlhf_gtpo.benchmarks.synthetic import long_tailed_lengths
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.training import patch
 from openrlhf_gtpo.training import run as trainer
-from openrlhf_gtpo.training.actors.policy_actor import PolicyActor
-from openrlhf_gtpo.training.credit.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.training.actors.policy_actor import EntropyPolicyActor
+from openrlhf_gtpo.training.credit.experiences import ExperienceMaker, Models
 from openrlhf_gtpo.training.host import start_ray
+from openrlhf_gtpo.training.rows import Row
 
 _PHASES = ("forward", "train")
 
@@ -34,10 +35,10 @@ def run(args: argparse.Namespace) -> None:
     """Measure both actors, and print and write the results."""
     if args.rows % 2:
         raise UsageError(f"Expected an even number of --rows, two responses to each prompt, got {args.rows}.")
-    from openrlhf_gtpo.training.actors.megatron_actor import MegatronPolicyActor  # ``overhead`` needs no Megatron
+    from openrlhf_gtpo.training.actors.megatron_actor import MegatronPolicy  # ``overhead`` needs no Megatron
 
     step = argparse.Namespace(**vars(args), prompts=args.rows // 2, samples=2, warmup=1)
-    backends = {"deepspeed": PolicyActor, "megatron": MegatronPolicyActor}
+    backends = {"deepspeed": EntropyPolicyActor, "megatron": MegatronPolicy}
     measured = measure_actors(step, backends, args.trainer_flags)
     rows = []
     for backend, one in measured.items():
@@ -62,7 +63,7 @@ def measure_actors(
 
     Args:
         args: the sizes of a step, and ``repeat``, ``warmup`` and ``seed``.
-        backends: name to Ray actor.
+        backends: class of the actor by name.
         trainer_flags: further flags of the trainer.
     """
     argv = trainer_argv(args, {"--train.max_tokens_per_gpu": args.max_tokens})
@@ -74,7 +75,7 @@ def measure_actors(
     start_ray(parsed, gpus=len(backends))
     try:
         policies = {
-            name: Policy([*argv, "--actor.backend", name], actor, EntropyExperienceMaker)
+            name: Policy([*argv, "--actor.backend", name], ray.remote(num_gpus=1)(actor))
             for name, actor in backends.items()
         }
         loaded = {name: policy.peak_bytes() for name, policy in policies.items()}
@@ -83,7 +84,7 @@ def measure_actors(
             lengths = long_tailed_lengths(rows, args.response_tokens, args.seed + repetition)
             tokens.append(int(lengths.sum()) + rows * args.prompt_tokens)
             for policy in policies.values():
-                policy.samples = rollout(policy.args, args.prompt_tokens, lengths, args.seed + repetition)
+                policy.rows = rollout(policy.args, args.prompt_tokens, lengths, args.seed + repetition)
 
         phases = {
             name: {"forward": policy.forward, "between": policy.make_experience, "train": policy.fit}
@@ -119,27 +120,28 @@ def trainer_argv(args: argparse.Namespace, further: Mapping[str, Any]) -> list[s
 
 
 class Policy:
-    """A policy: a group of one Ray actor, the experience maker that goes with it, and the rows that it is given."""
+    """A policy: a group of one Ray actor, an experience maker over it, and the rows that it is given."""
 
-    samples: list[Experience]
+    rows: list[Row]
 
-    def __init__(self, argv: Sequence[str], actor: Any, maker: Any) -> None:
+    def __init__(self, argv: Sequence[str], actor: Any) -> None:
         self.args = trainer.parse(argv)
         model = self.args.actor.model_name_or_path
-        strategy = get_strategy(self.args)
+        self._strategy = get_strategy(self.args)
         self._group = RayActorGroup(1, 1, actor, pg=None, num_gpus_per_actor=1)
-        ray.get(self._group.async_init_model_from_pretrained(strategy, model, 1000, None))
-        tokenizer = get_tokenizer(model, None, "left", strategy)
-        self._maker = maker(self._group, None, None, None, FixedKLController(0.0), strategy, tokenizer)
+        ray.get(self._group.async_init_model_from_pretrained(self._strategy, model, 1000, None))
+        self._tokenizer = get_tokenizer(model, None, "left", self._strategy)
+        models, kl = Models(self._group, None, None, None), FixedKLController(0.0)
+        self._maker = ExperienceMaker(self._strategy, models, kl, self._tokenizer)
 
     def forward(self) -> None:
-        parts = self._maker.split_rollout_samples(self.samples)
+        parts = self._maker.split(self.rows)
         names = ("sequences", "action_mask", "attention_mask")
         columns = {name: [getattr(part, name) for part in parts] for name in names}
         ray.get(self._group.async_run_method_batch(method_name="forward", **columns))
 
     def experience(self) -> None:
-        self._made = self._maker.make_experience_batch(self.samples)
+        self._made = self._maker.make(self.rows)
 
     def append(self) -> None:
         ray.get(self._group.async_run_method_batch(method_name="append", experience=self._made))
@@ -157,29 +159,20 @@ class Policy:
         return max(peaks.values(), default=0)
 
 
-def rollout(args: Any, prompt_tokens: int, lengths: Tensor, seed: int) -> list[Experience]:
-    """Rows of random tokens, one experience each, half of every group successful: only their lengths matter."""
+def rollout(args: Any, prompt_tokens: int, lengths: Tensor, seed: int) -> list[Row]:
+    """Rows of random tokens, half of every group successful: only their lengths matter."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = AutoConfig.from_pretrained(args.actor.model_name_or_path).vocab_size
-    samples = []
-    for row, length in enumerate(lengths.tolist()):
-        total = prompt_tokens + length
-        mask = torch.zeros(1, total - 1, dtype=torch.long)
-        mask[:, prompt_tokens - 1 :] = 1
-        reward = torch.tensor([float(row % 2)])
-        samples.append(
-            Experience(
-                sequences=torch.randint(0, vocabulary, (1, total), generator=generator),
-                attention_mask=torch.ones(1, total, dtype=torch.long),
-                action_mask=mask,
-                rewards=reward,
-                scores=reward.clone(),
-                prompts=[""],
-                labels=[""],
-                response_length=torch.tensor([length]),
-                total_length=torch.tensor([float(total)]),
-                truncated=torch.tensor([False]),
-                info={"reward": reward.clone()},
-            )
+    return [
+        Row(
+            prompt="",
+            label="",
+            number=number // args.rollout.n_samples_per_prompt,
+            tokens=torch.randint(0, vocabulary, (prompt_tokens + length,), generator=generator).numpy(),
+            mask=np.arange(prompt_tokens + length) >= prompt_tokens,
+            log_probs=None,
+            reward=float(number % 2),
+            score=float(number % 2),
         )
-    return samples
+        for number, length in enumerate(lengths.tolist())
+    ]

@@ -12,11 +12,12 @@ On a CPU host the first trains with DeepSpeed's Adam, the others with torch's.
 
 import argparse
 import statistics
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import ray
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController
 from openrlhf.trainer.ray.ppo_actor import PolicyModelActor  # which `patch.apply` leaves unchanged
 
 from openrlhf_gtpo.benchmarks.actor import Policy, rollout, trainer_argv
@@ -25,14 +26,31 @@ from openrlhf_gtpo.benchmarks.synthetic import even_lengths
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.training import patch
 from openrlhf_gtpo.training import run as trainer
-from openrlhf_gtpo.training.actors.policy_actor import PolicyActor
-from openrlhf_gtpo.training.credit.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.training.actors.policy_actor import EntropyPolicyActor
 from openrlhf_gtpo.training.host import start_ray
 
-VARIANTS: dict[str, tuple[Any, Any]] = {
-    "upstream": (PolicyModelActor, RemoteExperienceMaker),
-    "group_norm": (PolicyActor, EntropyExperienceMaker),
-    "gtpo": (PolicyActor, EntropyExperienceMaker),
+
+class UpstreamPolicy(Policy):
+    """OpenRLHF's own actor and experience maker."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        super().__init__(argv, PolicyModelActor)
+        groups, kl = (self._group, None, None, None), FixedKLController(0.0)
+        self._upstream = RemoteExperienceMaker(*groups, kl, self._strategy, self._tokenizer)
+
+    def experience(self) -> None:
+        samples = [row.experience(self.args.data.max_len) for row in self.rows]
+        self._made = self._upstream.make_experience_batch(samples)
+
+
+def _own(argv: Sequence[str]) -> Policy:
+    return Policy(argv, ray.remote(num_gpus=1)(EntropyPolicyActor))
+
+
+VARIANTS: dict[str, Callable[[Sequence[str]], Policy]] = {
+    "upstream": UpstreamPolicy,
+    "group_norm": _own,
+    "gtpo": _own,
 }
 
 
@@ -49,15 +67,15 @@ def run(args: argparse.Namespace) -> None:
     start_ray(parsed, gpus=len(VARIANTS))
     try:
         policies = {}
-        for name, classes in VARIANTS.items():
+        for name, make in VARIANTS.items():
             if name != "upstream":
                 patch.apply(parsed)  # from here on the DeepSpeed strategy is this package's
-            policies[name] = Policy([*argv, "gtpo" if name == "gtpo" else "group_norm"], *classes)
+            policies[name] = make([*argv, "gtpo" if name == "gtpo" else "group_norm"])
 
         def new_round(repetition: int) -> None:
             lengths = even_lengths(rows, args.response_tokens, repetition)
             for policy in policies.values():
-                policy.samples = rollout(policy.args, args.prompt_tokens, lengths, repetition)
+                policy.rows = rollout(policy.args, args.prompt_tokens, lengths, repetition)
 
         def train(policy: Policy) -> None:
             policy.append()

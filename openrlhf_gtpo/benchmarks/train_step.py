@@ -181,7 +181,7 @@ def _deepspeed(args: argparse.Namespace, shape: Any) -> dict[str, Any]:
     platform.choose()
 
     from openrlhf_gtpo.benchmarks.actor import measure_actors
-    from openrlhf_gtpo.training.actors.policy_actor import PolicyActor
+    from openrlhf_gtpo.training.actors.policy_actor import EntropyPolicyActor
 
     with tempfile.TemporaryDirectory() as folder:
         write_random_checkpoint(shape, Path(folder), args.seed)
@@ -189,7 +189,7 @@ def _deepspeed(args: argparse.Namespace, shape: Any) -> dict[str, Any]:
         # Packed micro-batches of ``max_tokens``, as on Megatron; by default OpenRLHF pads a fixed number of rows.
         flags = ["--train.dynamic_batch_enable"]
         flags += ["--actor.gradient_checkpointing_enable"] if args.recompute == "full" else []
-        side = measure_actors(actor_args, {_DEEPSPEED: PolicyActor}, flags)[_DEEPSPEED]
+        side = measure_actors(actor_args, {_DEEPSPEED: EntropyPolicyActor}, flags)[_DEEPSPEED]
     return {
         "seconds": {"old_policy": side.seconds["forward"], "train": side.seconds["train"]},
         "tokens": side.about["tokens"],

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from openrlhf_gtpo.cli import Parser, exit_status
 from openrlhf_gtpo.errors import UsageError, one_line
-from openrlhf_gtpo.platform.files import model_folder
-from openrlhf_gtpo.training.controller.checkpoint_disk import free_bytes, gigabytes, parameters_of
+from openrlhf_gtpo.platform.files import free_bytes, gigabytes, model_folder
+from openrlhf_gtpo.training.controller.checkpoint_disk import parameters_of
 from openrlhf_gtpo.training.settings.guard import check_openrlhf
 
 _ADAPTERS = Path("/sys/class/infiniband")

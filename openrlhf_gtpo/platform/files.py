@@ -1,7 +1,10 @@
-"""Files on this host: where a Hugging Face model lies, what is fetched from the Hub, and what can be written."""
+"""Files on this host: where a Hugging Face model lies, what is fetched from the Hub, what can be written, and the room
+that a disk has.
+"""
 
 import json
 import os
+import shutil
 import socket
 import stat
 from functools import cache
@@ -160,3 +163,24 @@ def check_output(flag: str, path: Path | None, *sources: Path) -> None:
         raise UsageError(f"{flag} {path} cannot be written, because of {there}; name another file.")
     if flag == "--png" and path.suffix != ".png":
         raise UsageError(f"{flag} {path} does not end in .png, as a PNG image should.")
+
+
+def free_bytes(path: str | Path) -> int | None:
+    """Free bytes on the disk that ``path`` is on, or would be; None if they cannot be determined."""
+    try:
+        return shutil.disk_usage(existing_parent(path)).free
+    except OSError:
+        return None
+
+
+def existing_parent(path: str | Path) -> Path:
+    """``path``, or the nearest of its parents that exists."""
+    folder = Path(path).absolute()
+    while not os.path.exists(folder):  # not Path.exists, which raises if a folder may not be entered
+        folder = folder.parent
+    return folder
+
+
+def gigabytes(count: int) -> str:
+    """``count`` bytes as text, in GB, or in MB below 0.1 GB."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

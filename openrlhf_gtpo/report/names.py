@@ -24,6 +24,7 @@ GROUPS_ACCURACY = "groups/accuracy"  # likewise, its mean over the rows
 RESPONSE_LENGTH_MEAN = "response_length/mean"  # tokens
 RESTARTS_ENGINES = "restarts/engines"  # since the start of the trainer
 DROPPED_PROMPTS = "rollout/dropped_prompts"  # of the step
+OFF_POLICY_ROWS = "rollout/off_policy_rows"  # share of the trained rows whose ratio is to another sampler's policy
 GUIDE_ROWS = "guide/rows"  # share of the trained rows that the guide sampled
 GUIDE_TRUNCATED = "guide/truncated"  # share of the step's action tokens whose ratio to the guide was truncated
 GUIDE_REWARD = "guide/reward"  # mean over the guide's rows

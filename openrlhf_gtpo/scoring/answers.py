@@ -197,7 +197,7 @@ def _graded(
 
 
 def _mean_entropies(outputs: Sequence[Any]) -> list[float] | None:
-    from openrlhf_gtpo.training.rollout.sampler_calls import entropies
+    from openrlhf_gtpo.training.features.sampler_entropy.answers import entropies
 
     if any(output.logprobs is None for output in outputs):  # not requested
         return None

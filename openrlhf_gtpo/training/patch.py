@@ -3,14 +3,16 @@
 The actors themselves bring what they need into their worker processes, which import upstream afresh.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo import platform
+from openrlhf_gtpo.training.feature import Feature
 
 
-def apply(args: SimpleNamespace) -> None:
+def apply(args: SimpleNamespace, features: Sequence[Feature] = ()) -> None:
     """Replace the names through which upstream's ``train`` finds its actors. Safe to call twice."""
     import ray
     from openrlhf.cli import train_ppo_ray
@@ -19,9 +21,9 @@ def apply(args: SimpleNamespace) -> None:
     from openrlhf.utils import deepspeed
 
     from openrlhf_gtpo.training.actors.dispatch import ActorGroup, engine_bundles
-    from openrlhf_gtpo.training.actors.policy_actor import CriticActor, PolicyActor
+    from openrlhf_gtpo.training.actors.policy_actor import CriticActor, EntropyPolicyActor
     from openrlhf_gtpo.training.actors.strategy import CpuStrategy, Strategy
-    from openrlhf_gtpo.training.controller.trainer import EntropyTrainer
+    from openrlhf_gtpo.training.controller.controller import Controller
     from openrlhf_gtpo.training.rollout.rewards import Patience
     from openrlhf_gtpo.training.rollout.rollout_actor import MAX_CALLS, StrictRolloutActor
 
@@ -31,22 +33,21 @@ def apply(args: SimpleNamespace) -> None:
     of_engines: dict[str, Any] = {
         "engine_args": {name: getattr(args.vllm, name) for name in ("max_num_seqs", "max_num_batched_tokens")},
         "patience": Patience.of(args),
-        "with_entropy": args.rollout.entropy == "sampler",
-        "temperature": args.rollout.temperature,
+        "features": [part for feature in features if (part := feature.engine()) is not None],
     }
-    if args.algo.guide.model_name_or_path:  # either all rows carry their engine's log-probs, or none do
-        of_engines["with_log_probs"] = True
-        of_engines["engine_args"] |= {"logprobs_mode": "processed_logprobs", "max_logprobs": 1}
+    for feature in features:
+        of_engines["engine_args"] |= feature.engine_args()
     train_ppo_ray.RayActorGroup = partial(ActorGroup, tensor_parallel_size=tensor_parallel_size)
     train_ppo_ray.CriticModelActor = CriticActor
-    train_ppo_ray.PolicyModelActor = PolicyActor
+    policy: type = EntropyPolicyActor
     if on_megatron:
-        from openrlhf_gtpo.training.actors.megatron_actor import MegatronPolicyActor, MegatronReferenceActor
+        from openrlhf_gtpo.training.actors.megatron_actor import MegatronPolicy, MegatronReferenceActor
 
-        train_ppo_ray.PolicyModelActor = MegatronPolicyActor
-        train_ppo_ray.ReferenceModelActor = MegatronReferenceActor
+        policy, train_ppo_ray.ReferenceModelActor = MegatronPolicy, MegatronReferenceActor
+    of_policy = {"loss_features": [loss for feature in features if (loss := feature.loss()) is not None]}
+    train_ppo_ray.PolicyModelActor = ray.remote(num_gpus=1)(type("PolicyActor", (policy,), of_policy))
     vllm_engine.get_bundle_indices = engine_bundles
     rollout_actor = type("RolloutActor", (StrictRolloutActor,), of_engines)
     vllm_engine.RolloutRayActor = ray.remote(max_restarts=max_restarts, max_concurrency=MAX_CALLS)(rollout_actor)
-    ppo_trainer.PPOTrainer = ray.remote(EntropyTrainer)
+    ppo_trainer.PPOTrainer = ray.remote(type("RunController", (Controller,), {"features_of_run": features}))
     deepspeed.DeepspeedStrategy = CpuStrategy if platform.chosen_platform() == "cpu" else Strategy

@@ -9,17 +9,29 @@ from typing import Any
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.training import host, patch
-from openrlhf_gtpo.training.checks.guide import check_guide
 from openrlhf_gtpo.training.checks.megatron import check_megatron
 from openrlhf_gtpo.training.checks.models import check_weights_fit
-from openrlhf_gtpo.training.checks.replay import check_dumps
 from openrlhf_gtpo.training.checks.results import check_earlier_runs
 from openrlhf_gtpo.training.checks.settings import check_every_run, check_inputs, check_shared_gpus
 from openrlhf_gtpo.training.controller import stop
 from openrlhf_gtpo.training.controller.checkpoint_disk import check_room
+from openrlhf_gtpo.training.feature import Feature
+from openrlhf_gtpo.training.features.dumps import Dumps, Replay
+from openrlhf_gtpo.training.features.fp8_audit import FP8Audit
+from openrlhf_gtpo.training.features.guide import GuidingPolicy
+from openrlhf_gtpo.training.features.sampler_entropy import SamplerEntropy
+from openrlhf_gtpo.training.features.sampler_entropy.source import choose_entropy
+from openrlhf_gtpo.training.features.supervision import SpikeWatch
 from openrlhf_gtpo.training.settings import replay, upstream_parser
-from openrlhf_gtpo.training.settings.entropy_source import choose_entropy
 from openrlhf_gtpo.training.settings.guard import check_openrlhf
+
+# All features, in the order in which their hooks are called: the last one sees what the others have logged.
+FEATURES: tuple[type[Feature], ...] = (SamplerEntropy, FP8Audit, GuidingPolicy, Replay, Dumps, SpikeWatch)
+
+
+def features_of(args: SimpleNamespace) -> list[Feature]:
+    """The features that a run has."""
+    return [feature for kind in FEATURES if (feature := kind(args)).is_on()]
 
 
 def train(args: SimpleNamespace) -> None:
@@ -32,7 +44,7 @@ def train(args: SimpleNamespace) -> None:
         StoppedOnRequest: the run was asked to stop, and can be resumed.
     """
     stop.prepare(args)
-    patch.apply(args)
+    patch.apply(args, features_of(args))
     host.start_ray(args, sum(host.gpus_of(args)))
     run(args)
 
@@ -64,10 +76,9 @@ def check(args: SimpleNamespace) -> None:
     check_earlier_runs(args)
     check_megatron(args)
     check_inputs(args)
-    check_guide(args)
     check_shared_gpus(args)
-    if args.train.replay_rollouts:
-        check_dumps(args)
+    for feature in features_of(args):
+        feature.check()
     check_weights_fit(args.actor.model_name_or_path, "--actor.model_name_or_path")
     check_room(args)
     host.check_ray()
@@ -85,8 +96,8 @@ def run(args: SimpleNamespace) -> None:
     from openrlhf.trainer import ppo_trainer
 
     from openrlhf_gtpo.training.controller.cluster_checks import check_nodes
-    from openrlhf_gtpo.training.controller.failures import deaths_noticed, explained, raised_on
     from openrlhf_gtpo.training.controller.placement import waits_reported
+    from openrlhf_gtpo.training.features.supervision.failures import deaths_noticed, explained, raised_on
 
     groups: list[Any] = []
     controllers: list[Any] = []  # none of this package's in asynchronous training

@@ -1,8 +1,8 @@
 """The Megatron actor in a real SLURM, on two nodes of this machine: the engine samples from the trained weights, and a
 job that loses a node is requeued and goes on from its checkpoint, at another layout.
 
-tests/tools/launch/test_slurm.py shows without training that a request to stop requeues a job too, and that a folder which
-one node does not share is reported; test_stop.py shows what the trainer makes of the request.
+tests/tools/launch/test_slurm.py shows without training that a request to stop requeues a job too, and that a folder
+which one node does not share is reported; test_stop.py shows what the trainer makes of the request.
 """
 
 import math

@@ -9,6 +9,6 @@ platform.activate()  # before Megatron is imported
 import openrlhf_gtpo.megatron.checkpoint.checkpoints  # noqa: E402
 import openrlhf_gtpo.megatron.checkpoint.export  # noqa: E402, F401
 import openrlhf_gtpo.training.actors.megatron_actor  # noqa: E402
-import openrlhf_gtpo.training.rollout.rollout_actor  # noqa: E402
+import openrlhf_gtpo.training.rollout.rollout_actor  # noqa: E402, F401
 
 gc.collect()

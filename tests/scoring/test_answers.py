@@ -19,7 +19,7 @@ from openrlhf_gtpo.cli import evaluate, prepare
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
 from openrlhf_gtpo.scoring import answers
 from openrlhf_gtpo.tasks import reasoning_gym_reward, tiny_model
-from openrlhf_gtpo.training.rollout.sampler_calls import ENTROPY_TAG
+from openrlhf_gtpo.training.features.sampler_entropy.answers import ENTROPY_TAG
 
 SETTINGS = {"n": 2, "temperature": 1.0, "top_p": 1.0, "max_tokens": 4, "seed": 1}
 QUESTIONS = [(f"What is {number}?", str(number)) for number in range(5)]

@@ -1,4 +1,4 @@
-"""Rollout actors over a vLLM that answers with its request's seed, and a samples generator over them."""
+"""Rollout actors over a vLLM that answers with its request's seed, and a sampler over them."""
 
 import asyncio
 from collections import Counter
@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 import ray
-from openrlhf.trainer.ppo_utils import samples_generator as upstream
 from openrlhf.utils.agent import AgentExecutorBase
 from rollouts import arguments
+from vllm import SamplingParams
 
-from openrlhf_gtpo.training.rollout import samples_generator
-from openrlhf_gtpo.training.rollout.guide import Guide
-from openrlhf_gtpo.training.rollout.rescue import RescueQueue
+from openrlhf_gtpo.training.features.guide import sampler as guide_sampler
+from openrlhf_gtpo.training.features.guide.controller import OffPolicy
+from openrlhf_gtpo.training.features.guide.guide import Guide
+from openrlhf_gtpo.training.features.guide.sampler import GuidedSampler
+from openrlhf_gtpo.training.rollout import sampler as sampler_module
 from openrlhf_gtpo.training.rollout.rewards import RewardFailed
 from openrlhf_gtpo.training.rollout.rollout_actor import StrictRolloutActor
-from openrlhf_gtpo.training.rollout.samples_generator import OrderedSamplesGenerator
+from openrlhf_gtpo.training.rollout.sampler import Sampler
+from openrlhf_gtpo.training.rows import Request, Row
 
 VOCABULARY = 1000
 PROMPTS = 40
@@ -42,7 +45,6 @@ class Engine(StrictRolloutActor):
             generate=self.answer,
             is_sleeping=self.nothing,
             collective_rpc=self.nothing,
-            output_processor=SimpleNamespace(get_num_unfinished_requests=lambda: 0),
         )
 
     async def nothing(self, *args: Any, **kwargs: Any) -> None:
@@ -116,28 +118,35 @@ def guide_arguments(fraction: float, *argv: str, samples: int = 3) -> SimpleName
     return arguments("--algo.advantage.estimator", "gtpo", *guide, *argv, samples=samples)
 
 
-def guided(monkeypatch: pytest.MonkeyPatch, fraction: float = 1 / 3, *argv: str) -> tuple[Any, list[Engine]]:
-    """A generator like that of :func:`sampling` with a guide of two engines, and those engines."""
-    engines, handles = [Engine(), Engine()], []
+def respond(
+    engine: Engine, params: Any = None, samples: int = 1, max_len: int = 64, tokenizer: Any = None, **given: Any
+) -> Any:
+    """The coroutine with which ``engine`` answers a request, for the prompt "1" unless ``given`` says otherwise."""
+    request = Request(**{"prompt": "1", "label": "1", "images": None, "number": 0, "samples": samples} | given)
+    return engine.sample(request, params or SamplingParams(), max_len, [tokenizer or Ready()])
+
+
+def handle(engine: Engine) -> Any:
+    """What a sampler has of a rollout actor: calls run when their results are asked for."""
+    return SimpleNamespace(engine=engine, sample=Remote(lambda *given: asyncio.run(engine.sample(*given))))
+
+
+def guided(
+    monkeypatch: pytest.MonkeyPatch, fraction: float = 1 / 3, *argv: str, tokenizer: Any = None
+) -> tuple[Any, list[Engine]]:
+    """A sampler like that of :func:`sampling` with a guide of two engines, and those engines."""
+    engines = [Engine(), Engine()]
     for engine in engines:
-        engine.executor, engine.with_log_probs = GuideExecutor(), True
-        handles.append(
-            SimpleNamespace(
-                generate_responses=SimpleNamespace(remote=engine.generate_responses),
-                get_num_unfinished_requests=Remote(engine.get_num_unfinished_requests),
-            )
-        )
-    generator = sampling(monkeypatch)
-    answered = SimpleNamespace(get=lambda calls: [asyncio.run(call) for call in calls], exceptions=ray.exceptions)
-    monkeypatch.setattr(samples_generator, "ray", answered)
-    generator._guide = guide = Guide(handles, guide_arguments(fraction, *argv))
-    generator.rescue = RescueQueue(guide.rescue_batch)
-    generator.args.rollout.entropy = "actor"
-    generator.args.algo.guide = guide._args.algo.guide
-    generator.args.algo.dynamic_filtering_enable = guide._args.algo.dynamic_filtering_enable
-    for handle in generator.vllm_engines:
-        handle.engine.with_log_probs, handle.engine.executor = True, PolicyExecutor()
-    return generator, engines
+        engine.executor, engine.features = GuideExecutor(), (OffPolicy(),)
+    guide_args = guide_arguments(fraction, *argv)
+    guide = Guide([handle(engine) for engine in engines], guide_args)
+    sampler = sampling(monkeypatch, guide=guide, tokenizer=tokenizer)
+    monkeypatch.setattr(guide_sampler, "ray", sampler_module.ray)
+    sampler.args.algo.guide = guide_args.algo.guide
+    sampler.args.algo.dynamic_filtering_enable = guide_args.algo.dynamic_filtering_enable
+    for own in sampler.engines:
+        own.engine.executor = PolicyExecutor()
+    return sampler, engines
 
 
 class Call:
@@ -162,7 +171,7 @@ def sleeping(guide: Guide, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name, handle in zip("ab", guide.engines, strict=True):
         for call in ("wake_up", "sleep"):
             setattr(handle, call, Call(called, f"{name} {call}"))
-    monkeypatch.setattr("openrlhf_gtpo.training.rollout.guide.ray", SimpleNamespace(get=lambda ref: ref()))
+    monkeypatch.setattr("openrlhf_gtpo.training.features.guide.guide.ray", SimpleNamespace(get=lambda ref: ref()))
     return called
 
 
@@ -184,40 +193,46 @@ def never(error: Exception) -> None:
 
 
 def sampling(
-    monkeypatch: pytest.MonkeyPatch, engines: int = 1, deterministic: bool = True, seed: int = 1, recover: Any = None
+    monkeypatch: pytest.MonkeyPatch,
+    engines: int = 1,
+    deterministic: bool = True,
+    seed: int = 1,
+    recover: Any = None,
+    guide: Guide | None = None,
+    filtered: bool = False,
+    estimator: str = "reinforce",
+    oldest_first: bool = False,
+    tokenizer: Any = None,
 ) -> Any:
-    """A generator over prompts "0", "1", ... in order; what was asked for last comes back first."""
-    handles = []
-    for _ in range(engines):
-        engine = Engine()
-        respond = lambda engine=engine, **kwargs: asyncio.run(engine.generate_responses(**kwargs))  # noqa: E731
-        handles.append(
-            SimpleNamespace(
-                engine=engine,
-                generate_responses=Remote(respond),
-                get_num_unfinished_requests=Remote(engine.get_num_unfinished_requests),
-            )
-        )
-    remote = SimpleNamespace(
-        get=lambda refs: [ref() for ref in refs] if isinstance(refs, list) else refs(),
-        wait=lambda refs, **options: (refs[-1:], refs[:-1]),
-    )
-    monkeypatch.setattr(upstream, "ray", remote)
-    args = SimpleNamespace(
-        train=SimpleNamespace(seed=seed, full_determinism_enable=deterministic),
-        vllm=SimpleNamespace(enable_sleep=False),
-        rollout=SimpleNamespace(batch_size=4, n_samples_per_prompt=3),
-        algo=SimpleNamespace(
-            dynamic_filtering_enable=False,
-            dynamic_filtering_range=(0.5, 1.5),
-            advantage=SimpleNamespace(estimator="reinforce", is_correction_level="off"),
-        ),
-    )
+    """A sampler over prompts "0", "1", ... in order; what was asked for last comes back first, or last."""
+
+    def get(refs: Any) -> Any:
+        return [ref() for ref in refs] if isinstance(refs, list) else refs()
+
+    def wait(refs: list[Any], **options: Any) -> Any:
+        return refs[:1] if oldest_first else refs[-1:], None
+
+    values = SimpleNamespace(get=get, wait=wait, exceptions=ray.exceptions, ObjectRef=ray.ObjectRef)
+    monkeypatch.setattr(sampler_module, "ray", values)
+    args = arguments("--algo.advantage.estimator", estimator, "--rollout.max_new_tokens", "8", samples=3)
+    args.train.seed, args.train.full_determinism_enable = seed, deterministic
+    args.vllm.enable_sleep, args.data.max_len = False, 64
+    args.rollout.batch_size = args.rollout.vllm_generate_batch_size = 4
+    args.algo.dynamic_filtering_enable, args.algo.dynamic_filtering_range = filtered, (0.5, 1.5)
     data = [([""], [str(i)], [str(i)], [None]) for i in range(PROMPTS)]
-    strategy = SimpleNamespace(args=args)
-    return OrderedSamplesGenerator(strategy, data, data[:6], None, handles, recover=recover or never)
+    handles = [handle(Engine()) for _ in range(engines)]
+    given = (args, data, data[:6], tokenizer or Ready(), handles, recover or never)
+    return Sampler(*given) if guide is None else GuidedSampler(*given, guide=guide)
 
 
-def rows(samples: list[Any]) -> list[tuple[str, int, int]]:
-    """(prompt, first turn's seed, second turn's seed) of each sample."""
-    return [(s.prompts[0], int(s.info["first"]), int(s.info["second"])) for s in samples]
+class Ready:
+    """Ray's reference to a tokenizer, which nobody reads here."""
+
+    def __await__(self) -> Any:
+        return None
+        yield
+
+
+def seeds(rows: list[Row]) -> list[tuple[str, int, int]]:
+    """(prompt, first turn's seed, second turn's seed) of each row."""
+    return [(row.prompt, int(row.logs["first"]), int(row.logs["second"])) for row in rows]

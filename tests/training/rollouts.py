@@ -5,14 +5,18 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from openrlhf.trainer.ppo_utils import experience_maker as upstream
 from openrlhf.trainer.ppo_utils.experience import Experience
 
-from openrlhf_gtpo.algorithms import ESTIMATORS
 from openrlhf_gtpo.token_values import TokenValues
-from openrlhf_gtpo.training.credit.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.training.credit import experiences
+from openrlhf_gtpo.training.credit.entropy_credit import captures_entropy
+from openrlhf_gtpo.training.credit.experiences import ExperienceMaker, Models
+from openrlhf_gtpo.training.feature import ControllerFeature
+from openrlhf_gtpo.training.rows import Row
 from openrlhf_gtpo.training.settings import upstream_parser
 
 PAD = 0
@@ -46,33 +50,31 @@ class Rollout:
         first = columns.masked_fill(~self.mask, self.mask.shape[1]).amin(-1)
         return last - first + 1
 
-    def samples(self) -> list[Experience]:
-        """One experience per row, as upstream's generator makes them. Token 1 + i stands at the start of row i."""
-        experiences = []
+    def rows(self) -> list[Row]:
+        """The rows, as the sampler gives them. Token 1 + i stands at the start of row i."""
+        rows = []
         for i, keep in enumerate(self.mask):
             width = int(keep.nonzero()[-1]) + 1
-            sequence = torch.full((width + 1,), 7)
-            sequence[0] = 1 + i
-            reward = self.outcome[i : i + 1].clone()
-            experiences.append(
-                Experience(
-                    sequences=sequence.unsqueeze(0),
-                    attention_mask=torch.ones(1, width + 1, dtype=torch.long),
-                    action_mask=keep[:width].long().unsqueeze(0),
-                    rollout_log_probs=self.log_probs[i : i + 1, :width].clone(),
-                    prompts=[f"prompt {int(self.group_ids[i])}"],
-                    labels=["label"],
-                    images=[None],
-                    mm_train_inputs=[None],
-                    rewards=reward,
-                    scores=reward.clone(),
-                    response_length=self.lengths[i : i + 1],
-                    truncated=self.truncated[i : i + 1],
-                    total_length=torch.tensor([float(width + 1)]),
-                    info={"reward": reward.clone(), "response_clip_ratio": torch.tensor([False])},
+            tokens = np.full(width + 1, 7)
+            tokens[0] = 1 + i
+            rows.append(
+                Row(
+                    prompt=f"prompt {int(self.group_ids[i])}",
+                    label="label",
+                    number=int(self.group_ids[i]),
+                    tokens=tokens,
+                    mask=np.append(False, keep[:width].numpy()),
+                    log_probs=np.append(np.float32(0), self.log_probs[i, :width].numpy()),
+                    reward=self.outcome[i].item(),
+                    score=self.outcome[i].item(),
+                    truncated=bool(self.truncated[i]),
                 )
             )
-        return experiences
+        return rows
+
+    def samples(self) -> list[Experience]:
+        """The rows as upstream's generator makes them."""
+        return [row.experience(max_len=100) for row in self.rows()]
 
 
 def rollout(
@@ -130,31 +132,45 @@ class TableModel:
 
 
 def maker(
-    kind: type, args: SimpleNamespace, batch: Rollout, monkeypatch: pytest.MonkeyPatch, kl_coef: float = 0.0
+    kind: type,
+    args: SimpleNamespace,
+    batch: Rollout,
+    monkeypatch: pytest.MonkeyPatch,
+    kl_coef: float = 0.0,
+    features: Sequence[ControllerFeature] = (),
 ) -> Any:
     """An experience maker of ``kind`` whose models know ``batch``. Ray's references are the objects themselves."""
-    monkeypatch.setattr(upstream, "ray", SimpleNamespace(put=lambda value: value, get=lambda value: value))
+    values = SimpleNamespace(put=lambda value: value, get=lambda value: value)
+    for module in (upstream, experiences):
+        monkeypatch.setattr(module, "ray", values)
     processes = args.actor.num_nodes * args.actor.num_gpus_per_node
     duplicates = args.ds.ring_attn_size * args.ds.tensor_parallel_size
     ranks = processes // duplicates
-    with_entropy = kind is EntropyExperienceMaker and (
-        args.algo.advantage.estimator in ESTIMATORS or args.logger.entropy_enable
-    )
-    if with_entropy:
+    ours = kind is ExperienceMaker
+    if ours and captures_entropy(args):
         policy = TableModel(ranks, duplicates, batch.log_probs, batch.entropy, result=TokenValues)
     else:
         policy = TableModel(ranks, duplicates, batch.log_probs)
     critic = TableModel(ranks, duplicates, batch.values) if args.algo.advantage.estimator == "gae" else None
     reference = TableModel(ranks, duplicates, batch.reference) if kl_coef else None
-    tokenizer = SimpleNamespace(pad_token_id=PAD)
-    kl_ctl = SimpleNamespace(value=kl_coef)
-    return kind(policy, critic, None, reference, kl_ctl, SimpleNamespace(args=args), tokenizer)
+    tokenizer, kl_control = SimpleNamespace(pad_token_id=PAD), SimpleNamespace(value=kl_coef)
+    strategy = SimpleNamespace(args=args)
+    if ours:
+        return ExperienceMaker(strategy, Models(policy, critic, None, reference), kl_control, tokenizer, features)
+    return kind(policy, critic, None, reference, kl_control, strategy, tokenizer)
 
 
-def in_sampling_order(experiences: Sequence[Experience], name: str, width: int) -> torch.Tensor:
+def make(made: Any, batch: Rollout) -> list[Experience]:
+    """The experiences that a maker of this package, or upstream's, makes of ``batch``."""
+    return (
+        made.make(batch.rows()) if isinstance(made, ExperienceMaker) else made.make_experience_batch(batch.samples())
+    )
+
+
+def in_sampling_order(made: Sequence[Experience], name: str, width: int) -> torch.Tensor:
     """(B, width) or (B,) values of a field of the experiences."""
     pieces: dict[int, torch.Tensor] = {}
-    for experience in experiences:
+    for experience in made:
         for row, value in zip(experience.index, getattr(experience, name), strict=True):
             pieces[row] = torch.nn.functional.pad(value, (0, width - len(value))) if value.dim() else value
     assert sorted(pieces) == list(range(len(pieces)))

@@ -190,7 +190,7 @@ def _trained(backend: str, model: str, argv: list[str]) -> tuple[SimpleNamespace
     from openrlhf.utils import get_strategy
     from rollouts import arguments
 
-    from openrlhf_gtpo.training import host, patch
+    from openrlhf_gtpo.training import host, patch, run
 
     args = arguments(*argv, "--actor.model_name_or_path", model, "--actor.backend", backend)
     args.actor.num_gpus_per_node = int(os.environ["WORLD_SIZE"])
@@ -200,6 +200,7 @@ def _trained(backend: str, model: str, argv: list[str]) -> tuple[SimpleNamespace
     strategy = get_strategy(args)
     critic = args.algo.advantage.estimator == "gae"
     trained = _start(_critic_class() if critic else _policy_class(backend), int(os.environ["WORLD_SIZE"]))
+    trained.loss_features = [part for feature in run.features_of(args) if (part := feature.loss()) is not None]
     with mock.patch("deepspeed.ops.op_builder.builder.OpBuilder.jit_load") as compile_it:
         trained.init_model_from_pretrained(strategy, model, max_steps=100)
     assert not compile_it.called, "DeepSpeed compiled its all-reduce through shared memory, or an Adam"
@@ -252,6 +253,7 @@ def _sample(row: int, batch: SimpleNamespace, old: torch.Tensor, args: SimpleNam
         experience.info[names.GUIDE_ROWS] = torch.tensor([float(guided)])
         if args.algo.guide.rescue_batch:
             experience.info[names.RESCUE_ROWS] = torch.tensor([float(rescued)])
+        experience.info[names.OFF_POLICY_ROWS] = torch.tensor([float(guided or rescued)])
         if guided or rescued:
             away = 0.5 * torch.randn(batch.action_mask.shape, generator=generator) * batch.action_mask
             experience.rollout_log_probs = old - away

@@ -14,6 +14,8 @@ from openrlhf_gtpo.training.actors import megatron_trainer, optimizer_steps
 from openrlhf_gtpo.training.actors.megatron_trainer import MegatronActorTrainer
 from openrlhf_gtpo.training.actors.optimizer_steps import MicroBatch, count_actions, row_metrics
 from openrlhf_gtpo.training.actors.policy_actor import DeepspeedActorTrainer
+from openrlhf_gtpo.training.features.dumps.ratios import TokenRatios
+from openrlhf_gtpo.training.features.guide.loss import GuideRatios
 
 VOCABULARY, KL_COEF = 19, 0.2
 CORRECTION = "--algo.advantage.is_correction_level"
@@ -48,7 +50,7 @@ def sampled_rows(reference: bool) -> list[Experience]:
         mask[1] = True
         old = -3 * torch.rand(length, generator=generator) * mask
         noise = [0.4 * torch.randn(length, generator=generator) * mask for _ in range(3)]
-        info = {"reward": torch.tensor(float(row)), names.GUIDE_ROWS: torch.tensor(float(row % 3 == 0))}
+        info = {"reward": torch.tensor(float(row)), names.OFF_POLICY_ROWS: torch.tensor(float(row % 3 == 0))}
         info |= {names.GROUPS_CORRECT: torch.tensor(row % 2.0), names.GROUPS_ACCURACY: torch.tensor(row % 3 / 2)}
         rows.append(
             Experience(
@@ -95,11 +97,13 @@ def test_a_micro_batch_has_one_loss_and_gradient(argv: list[str], monkeypatch: p
     tables = [torch.rand(2, VOCABULARY, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)]
 
     deepspeed = DeepspeedActorTrainer(strategy, Table(tables[0]), None, None, None, vllm_engines=None)
+    deepspeed.loss_features = [GuideRatios(args.algo.guide.ratio_cap), TokenRatios()]
     totals = count_actions([row.action_mask for row in rows], None, torch.device("cpu"))
     batch = MicroBatch(make_experience_batch(rows), len(rows), 1.0, True, totals)
     found = deepspeed.train_micro_batch(batch, KL_COEF)
 
     megatron = MegatronActorTrainer(strategy, None, None, None)
+    megatron.loss_features = [GuideRatios(args.algo.guide.ratio_cap), TokenRatios()]
     step = megatron_trainer._StepLoss(megatron, rows, KL_COEF)
     assert len(step.micro_batches) == 1
     labels = torch.cat([tokens[actions] for tokens, actions in step.micro_batches[0]])
@@ -112,7 +116,7 @@ def test_a_micro_batch_has_one_loss_and_gradient(argv: list[str], monkeypatch: p
     for name, value in found.items():
         torch.testing.assert_close(value.float().mean(), expected[name].float().mean())
     torch.testing.assert_close(tables[0].grad, tables[1].grad)
-    seen, of_megatron = deepspeed.ratios.take(), megatron.ratios.take()
+    seen, of_megatron = (trainer.loss_features[1].take() for trainer in (deepspeed, megatron))
     assert set(seen) == set(of_megatron) == {0, 2, 3, 4}
     for row, (ratio, clipped) in seen.items():
         torch.testing.assert_close(ratio, of_megatron[row][0])

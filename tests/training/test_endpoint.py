@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from fake_engines import guide_arguments
+from fake_engines import guide_arguments, respond
 from vllm import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo.errors import TrainingStopped, UsageError
-from openrlhf_gtpo.training.checks.endpoint import check_endpoint
+from openrlhf_gtpo.training.features.guide.endpoint import Endpoint, EndpointActor
+from openrlhf_gtpo.training.features.guide.endpoint_requests import check_endpoint
+from openrlhf_gtpo.training.features.guide.guide import Guide
 from openrlhf_gtpo.training.host import gpus_of
-from openrlhf_gtpo.training.rollout.endpoint import Endpoint, EndpointActor
-from openrlhf_gtpo.training.rollout.guide import Guide
-from openrlhf_gtpo.training.rollout.samples_generator import NumberedLabel
+from openrlhf_gtpo.training.rows import Row
 
 
 def run_with(
@@ -107,37 +107,80 @@ class Letters:
         return "".join(map(chr, tokens))
 
 
-def answers(url: str, folder: Path) -> list[dict[str, Any]]:
-    """Two responses of the actor, which is an ordinary object here."""
-    (folder / "reward.py").write_text(
-        "def reward_func(queries, prompts, labels):\n"
-        "    return {'rewards': [float(q.endswith('= 42')) for q in queries], 'scores': [1.0], 'extra_logs': {}}\n"
-    )
+async def tokenizer() -> Letters:
+    return Letters()
 
-    async def ask() -> list[dict[str, Any]]:
-        actor = object.__new__(type("GuideActor", (EndpointActor,), {"with_log_probs": True}))
-        await actor.__init__(url, "guide", agent_func_path=None, remote_rm_url=[str(folder / "reward.py")])
-        assert actor.get_num_unfinished_requests() == 0
-        params = SamplingParams(temperature=0.7, max_tokens=4, min_tokens=1, skip_special_tokens=False)
-        label = NumberedLabel("42", 3, (7, 0, 3))
-        given = {"sampling_params": params, "max_length": 32, "hf_tokenizer": Letters()}
-        return await actor.generate_responses("6*7 = ", label, num_samples=2, **given)
+
+def answers(url: str, reward: Path | None = None, agent: Path | None = None) -> list[Row]:
+    """Two rows of the actor, which is an ordinary object here: with a single turn or an agent."""
+
+    async def ask() -> list[Row]:
+        actor = object.__new__(EndpointActor)
+        given = {"agent_func_path": agent and str(agent), "remote_rm_url": reward and [str(reward)]}
+        await actor.__init__(url, "guide", **given)
+        params = SamplingParams(temperature=0.7, max_tokens=4, min_tokens=1, skip_special_tokens=False, logprobs=1)
+        return await respond(actor, params, 2, 32, tokenizer(), prompt="6*7 = ", label="42", seed=(7, 0, 3))
 
     return asyncio.run(ask())
 
 
-def test_a_response_of_a_server_is_one_of_an_engine(server: Server, tmp_path: Path) -> None:
+@pytest.fixture
+def reward(tmp_path: Path) -> Path:
+    file = tmp_path / "reward.py"
+    file.write_text(
+        "def reward_func(queries, prompts, labels):\n"
+        "    return {'rewards': [float(q.endswith('= 42')) for q in queries], 'scores': [1.0], 'extra_logs': {}}\n"
+    )
+    return file
+
+
+def test_a_response_of_a_server_is_one_of_an_engine(server: Server, reward: Path) -> None:
     """It has tokens, log-probs in place, reward and seed; the request sets what the server would otherwise choose."""
-    found = answers(server.url, tmp_path)
-    for response in found:
-        assert response["observation_tokens"] == [*b"6*7 = 42"] and response["action_ranges"] == [(6, 8)]
-        assert response["rollout_log_probs"] == [0.0] * 6 + [-0.25, -0.5]
-        assert response["reward"] == 1.0 and response["prompt_number"] == 3 and not response["truncated"]
+    for row in answers(server.url, reward):
+        assert row.tokens.tolist() == [*b"6*7 = 42"] and row.mask.tolist() == [False] * 6 + [True] * 2
+        assert row.log_probs is not None and row.log_probs.tolist() == [0.0] * 6 + [-0.25, -0.5]
+        assert row.reward == 1.0 and not row.truncated
     seeds = {asked.pop("seed") for asked in server.asked}
     assert len(seeds) == 2 and None not in seeds
     said = {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": 4}
     said |= {"min_tokens": 1, "skip_special_tokens": False, "logprobs": 1, "return_token_ids": True}
     assert server.asked == [said | {"model": "guide", "prompt": [*b"6*7 = "]}] * 2
+
+
+AGENT = """
+import torch
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+class Once(AgentInstanceBase):
+    def __init__(self):
+        pass
+
+    async def reset(self, states, **kwargs):
+        return {"observation": states["observation"]}
+
+    async def step(self, states, **kwargs):
+        if states["label"] != "42":
+            raise ValueError(states["label"])
+        score = torch.tensor(1.0)
+        return {"rewards": score, "scores": score / 2, "environment_feedback": "", "done": True}
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(Once)
+"""
+
+
+def test_an_agent_may_ask_a_server(server: Server, tmp_path: Path) -> None:
+    """Its mistakes are said to be of its file, as with an engine."""
+    agent = tmp_path / "agent.py"
+    agent.write_text(AGENT)
+    for row in answers(server.url, agent=agent):
+        assert row.tokens.tolist() == [*b"6*7 = 42"] and (row.reward, row.score) == (1.0, 0.5)
+    agent.write_text(AGENT.replace('"42"', '"43"'))
+    with pytest.raises(
+        TrainingStopped, match=rf"Could not get a response from {agent}: ValueError: 42 \({agent}, line"
+    ):
+        answers(server.url, agent=agent)
 
 
 @pytest.mark.parametrize(
@@ -150,30 +193,30 @@ def test_a_response_of_a_server_is_one_of_an_engine(server: Server, tmp_path: Pa
     ids=str,
 )
 def test_answers_that_cannot_be_trained_on_stop_the_run(
-    changes: dict[str, Any], why: str, server: Server, tmp_path: Path
+    changes: dict[str, Any], why: str, server: Server, reward: Path
 ) -> None:
     server.changes = changes
     with pytest.raises(TrainingStopped, match=f"--algo.guide.endpoint {server.url}: {why}"):
-        answers(server.url, tmp_path)
+        answers(server.url, reward)
     with pytest.raises(UsageError, match=f"--algo.guide.endpoint {server.url} cannot be a guide: {why}"):
         check_endpoint(run_with(server.url))
 
 
 def test_a_server_that_refuses_stops_the_run_and_one_that_is_gone_is_dead(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, reward: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.status = 404
     with pytest.raises(TrainingStopped, match="refused a request: .*no such model"):
-        answers(server.url, tmp_path)
-    monkeypatch.setattr("openrlhf_gtpo.training.rollout.endpoint._TRIES", 1)
+        answers(server.url, reward)
+    monkeypatch.setattr("openrlhf_gtpo.training.features.guide.endpoint._TRIES", 1)
     for server.status in (500, 429, 401, 403):
         with pytest.raises(EngineDeadError, match=server.url):
-            answers(server.url, tmp_path)
+            answers(server.url, reward)
     assert asyncio.run(Endpoint(server.url, "guide").is_sleeping()) is False
     server.shutdown()
     server.server_close()
     with pytest.raises(EngineDeadError, match=server.url):
-        answers(server.url, tmp_path)
+        answers(server.url, reward)
     with pytest.raises(EngineDeadError, match=server.url):
         asyncio.run(Endpoint(server.url, "guide").is_sleeping())
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import rollouts
 import torch
 from openrlhf.trainer.ppo_utils.experience import (
     Experience,
@@ -31,7 +32,7 @@ from openrlhf_gtpo.algorithms import (
 )
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.training.credit.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.training.credit.experiences import ExperienceMaker
 from openrlhf_gtpo.training.settings.flags import AGGREGATION
 
 # How micro-batches are cut: in order, or balanced by length over the ranks (rows permuted, widths differ).
@@ -54,11 +55,11 @@ def make(
     args: SimpleNamespace,
     batch: Rollout,
     monkeypatch: pytest.MonkeyPatch,
-    kind: type = EntropyExperienceMaker,
+    kind: type = ExperienceMaker,
     kl_coef: float = 0.0,
 ) -> tuple[Any, list[Experience]]:
     made = maker(kind, args, batch, monkeypatch, kl_coef)
-    return made, made.make_experience_batch(batch.samples())
+    return made, rollouts.make(made, batch)
 
 
 def advantages(experiences: list[Experience], batch: Rollout) -> torch.Tensor:
@@ -387,12 +388,24 @@ def assert_penalised(estimator: str, experiences: list[Experience], batch: Rollo
     torch.testing.assert_close(infos, torch.cat([e.rewards for e in experiences]))
 
 
+class RewardModel:
+    """Ray actors that know the outcomes of ``batch``, by the rows' first tokens."""
+
+    def __init__(self, batch: Rollout) -> None:
+        self.outcome = batch.outcome
+
+    def async_run_method_batch(self, method_name: str, sequences: list[torch.Tensor], **rest: Any) -> list[Any]:
+        return [[self.outcome[tokens[:, 0] - 1] for tokens in sequences]]
+
+
 def test_success_is_decided_in_the_precision_of_the_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reward model's bfloat16 0.9 is below 0.9 once read as float32; metrics and shaping both call it a success."""
     batch = rollout(seed=9)
     batch.outcome = (batch.outcome * 0.9).to(torch.bfloat16)
     args = arguments("--algo.advantage.estimator", "gtpo", "--algo.gtpo.success_threshold", "0.9")
-    made, experiences = make(args, batch, monkeypatch)
+    made = maker(ExperienceMaker, args, batch, monkeypatch)
+    made.models = made.models._replace(reward=RewardModel(batch))
+    experiences = made.make([dataclasses.replace(row, reward=None, score=None) for row in batch.rows()])
     right = (batch.outcome > 0.5)[:, None] & batch.mask
     found = advantages(experiences, batch)
     assert (found[right] >= 0).all() and (found[right] > 0).any() and (found[batch.mask & ~right] <= 0).all()
@@ -468,12 +481,12 @@ def test_a_value_that_is_not_finite_stops_the_step_and_names_the_row(
             batch.outcome[row] = value
         else:
             getattr(batch, what)[row, int(batch.mask[row].nonzero()[0])] = value
-        made = maker(EntropyExperienceMaker, args, batch, monkeypatch, kl_coef=0.1)
+        made = maker(ExperienceMaker, args, batch, monkeypatch, kl_coef=0.1)
         if what == "reference" and not use_loss and value in (float("inf"), float("-inf")):
-            made.make_experience_batch(batch.samples())  # upstream clamps the KL that it computes from it
+            rollouts.make(made, batch)  # upstream clamps the KL that it computes from it
             continue
         with pytest.raises(TrainingStopped) as stopped:
-            made.make_experience_batch(batch.samples())
+            rollouts.make(made, batch)
         message = str(stopped.value)
         assert message.startswith(f"Row {row} of the rollout batch (1 of 20 rows are affected) has a ")
         assert " that is not finite; the step was stopped before any weight changed. " in message
@@ -491,19 +504,19 @@ def test_what_lies_outside_the_mask_is_never_read(monkeypatch: pytest.MonkeyPatc
 
 def test_a_policy_that_returns_no_entropies_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = rollout(seed=15)
-    made = maker(EntropyExperienceMaker, arguments("--algo.advantage.estimator", "gtpo"), batch, monkeypatch)
-    made.actor_model_group.tables, made.actor_model_group.result = (batch.log_probs,), lambda table: table
-    with pytest.raises(AssertionError, match="no entropies"):
-        made.make_experience_batch(batch.samples())
+    made = maker(ExperienceMaker, arguments("--algo.advantage.estimator", "gtpo"), batch, monkeypatch)
+    made.models.actor.tables, made.models.actor.result = (batch.log_probs,), lambda table: table
+    with pytest.raises(AttributeError, match="log_probs"):
+        rollouts.make(made, batch)
 
 
 def test_entropies_of_one_batch_are_gone_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = rollout(seed=16), rollout(seed=17, prompts=3)
     args = arguments("--algo.advantage.estimator", "gtpo")
     made, experiences = make(args, first, monkeypatch)
-    assert made._policy_values is None and not any(hasattr(e, "token_values") for e in experiences)
-    made.actor_model_group.tables = (second.log_probs, second.entropy)
-    found = advantages(made.make_experience_batch(second.samples()), second)
+    assert all(set(vars(e)) == set(vars(Experience())) for e in experiences)
+    made.models.actor.tables = (second.log_probs, second.entropy)
+    found = advantages(rollouts.make(made, second), second)
     assert torch.equal(found, advantages(make(args, second, monkeypatch)[1], second))
 
 
@@ -517,8 +530,8 @@ def test_rows_carry_what_a_surrogate_reads_of_their_outcome(monkeypatch: pytest.
     accuracy = torch.stack([correct[batch.group_ids == group].mean() for group in batch.group_ids])
     for estimator, surrogate in (("group_norm", "htpo"), ("gtpo", "htpo"), ("group_norm", "cispo")):
         flags = ("--algo.advantage.estimator", estimator, "--actor.policy_loss_type", surrogate)
-        made = maker(EntropyExperienceMaker, arguments(*flags, "--algo.kl.init_coef", "0"), batch, monkeypatch)
-        experiences = made.make_experience_batch(batch.samples())
+        made = maker(ExperienceMaker, arguments(*flags, "--algo.kl.init_coef", "0"), batch, monkeypatch)
+        experiences = rollouts.make(made, batch)
         for experience in experiences:
             known = {names.GROUPS_CORRECT, names.GROUPS_ACCURACY} & set(experience.info)
             assert len(known) == (2 if surrogate == "htpo" else 0)
@@ -574,10 +587,10 @@ def test_a_row_without_a_token_has_finite_metrics(estimator: str, monkeypatch: p
     """A user's own agent may return such a row; upstream's means over its tokens are NaN."""
     batch = rollout()
     args = arguments("--algo.advantage.estimator", estimator, "--algo.kl.init_coef", "0.1")
-    made = maker(EntropyExperienceMaker, args, batch, monkeypatch, 0.1)
-    samples = batch.samples()
-    samples[1].action_mask.zero_()
-    for experience in made.make_experience_batch(samples):
+    made = maker(ExperienceMaker, args, batch, monkeypatch, 0.1)
+    rows = batch.rows()
+    rows[1].mask[:] = False
+    for experience in made.make(rows):
         for name in ("kl", "logprobs_diff", "return"):
             assert experience.info[name].isfinite().all(), name
 

@@ -2,6 +2,7 @@
 guide dies."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,35 +10,25 @@ import ray
 from fake_engines import (
     RESCUE,
     Executor,
-    GuideExecutor,
     PolicyExecutor,
+    Ready,
     guide_arguments,
     guided,
-    rows,
     sampling,
+    seeds,
     sleeping,
 )
 
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.training.rollout.guide import Guide
+from openrlhf_gtpo.training.credit.info import off_policy_rows
+from openrlhf_gtpo.training.features.guide.guide import Guide
 from openrlhf_gtpo.training.rollout.rewards import Patience, RewardFailed
-from openrlhf_gtpo.training.rollout.samples_generator import SharedTokenizer
+from openrlhf_gtpo.training.rows import Row
 
 
-def marks(samples: list[Any]) -> list[float]:
-    return [float(sample.info[names.GUIDE_ROWS]) for sample in samples]
-
-
-class Ref:
-    """Ray's reference to a tokenizer, which counts how often it is fetched."""
-
-    fetched = 0
-
-    def __await__(self) -> Any:
-        self.fetched += 1
-        yield
-        return "a tokenizer"
+def marks(rows: list[Row]) -> list[float]:
+    return [row.metrics[names.GUIDE_ROWS] for row in rows]
 
 
 # ── How many rows ──
@@ -51,7 +42,7 @@ def test_the_guides_part_anneals_linearly(fraction: float, samples: int) -> None
     number = 0
     for step in range(12):
         guide.step = step
-        counts = [rows.num_rows if rows else 0 for rows in map(guide.rows_of, range(number, number + 64))]
+        counts = [part[1] if part else 0 for part in map(guide.rows_of, range(number, number + 64))]
         number += 64
         part = fraction * max(0.0, 1 - step / 10)
         assert abs(sum(counts) - part * samples * 64) < 1 + 1e-3
@@ -63,8 +54,7 @@ def test_a_whole_number_of_rows_is_in_every_group_and_never_anneals_without_step
     guide = Guide(["a", "b"], guide_arguments(0.3, samples=10))
     guide.step = 10**6
     found = [guide.rows_of(number) for number in range(2000)]
-    assert all(rows is not None and rows.num_rows == 3 for rows in found)
-    assert [rows.engine for rows in found[:3] if rows] == ["a", "b", "a"]
+    assert found == [("a", 3), ("b", 3)] * 1000
 
 
 @pytest.mark.parametrize(("fraction", "engines"), [(0.05, 2), (0.15, 2), (0.25, 3), (0.3, 3), (0.55, 4)])
@@ -72,9 +62,9 @@ def test_its_engines_have_about_as_many_rows_each(fraction: float, engines: int)
     guide = Guide([*range(engines)], guide_arguments(fraction, samples=10))
     given = [0] * engines
     for number in range(200):
-        rows = guide.rows_of(number)
-        if rows:
-            given[rows.engine] += rows.num_rows
+        engine, count = guide.rows_of(number) or (0, 0)
+        if count:
+            given[engine] += count
             assert max(given) - min(given) <= math.ceil(fraction * 10)
 
 
@@ -83,24 +73,39 @@ def test_its_engines_have_about_as_many_rows_each(fraction: float, engines: int)
 
 def test_a_group_is_the_policys_rows_and_then_the_guides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row has its own seed, the policy's rows those of a run without a guide; evaluation is only the policy's."""
-    alone = rows(sampling(monkeypatch).generate_samples()[0])
-    generator, engines = guided(monkeypatch)
-    generator.tokenizer, seen = SharedTokenizer(Ref()), []
-    for engine in engines:
-        answer = engine.executor.execute
-        engine.executor.execute = lambda answer=answer, **of: seen.append(of["hf_tokenizer"]) or answer(**of)
-    samples = generator.generate_samples()[0]
-    assert set(seen) == {"a tokenizer"} and generator.tokenizer.ref.fetched == 3, "once for each engine"
-    assert marks(samples) == [float(sample.info["guide"]) for sample in samples] == [0.0, 0.0, 1.0] * 4
-    assert [sample.prompts[0] for sample in samples] == [str(i) for i in range(4) for _ in range(3)]
-    assert all(sample.rollout_log_probs.tolist() == [[-0.5]] for sample in samples)
-    found = rows(samples)
+    alone = seeds(sampling(monkeypatch).sample().rows)
+    sampler, _ = guided(monkeypatch)
+    rows = sampler.sample().rows
+    assert marks(rows) == [float(row.off_policy) for row in rows] == [row.logs["guide"] for row in rows]
+    assert marks(rows) == [0.0, 0.0, 1.0] * 4 == [float(off_policy_rows(row.experience(64))) for row in rows]
+    assert [row.prompt for row in rows] == [str(i) for i in range(4) for _ in range(3)]
+    assert all(row.log_probs.tolist() == [0.0, -0.5] for row in rows)
+    found = seeds(rows)
     assert [row for i, row in enumerate(found) if i % 3 < 2] == [row for i, row in enumerate(alone) if i % 3 < 2]
-    seeds = [seed for _, *turns in found for seed in turns]
-    assert len(set(seeds)) == len(seeds)
-    for handle in generator.vllm_engines:
+    of_turns = [seed for _, *turns in found for seed in turns]
+    assert len(set(of_turns)) == len(of_turns)
+    for handle in sampler.engines:
         handle.engine.executor = Executor()  # which is asked for no log-probs
-    assert marks(generator.generate_eval_samples(n_samples_per_prompt=2)) == [0.0] * 12
+    assert not any(row.off_policy or row.metrics for row in sampler.evaluate(1.0, samples=2))
+
+
+def test_each_engine_fetches_the_tokenizer_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tokenizer(Ready):
+        fetched = 0
+
+        def __await__(self) -> Any:
+            self.fetched += 1
+            yield
+            return "a tokenizer"
+
+    tokenizer = Tokenizer()
+    sampler, engines = guided(monkeypatch, tokenizer=tokenizer)
+    seen = []
+    for engine in (*engines, sampler.engines[0].engine):
+        answer = engine.executor.execute
+        engine.executor.execute = lambda answer=answer, **given: seen.append(given["hf_tokenizer"]) or answer(**given)
+    sampler.sample()
+    assert seen == ["a tokenizer"] * 12 and tokenizer.fetched == 3
 
 
 def test_a_filter_sees_all_rows_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,23 +115,15 @@ def test_a_filter_sees_all_rows_of_a_group(monkeypatch: pytest.MonkeyPatch) -> N
         async def execute(self, **given: Any) -> dict[str, Any]:  # type: ignore[override]
             return await super().execute(**given) | {"reward": 0.0, "scores": 0.0}
 
-    generator, _ = guided(monkeypatch)
-    generator.args.algo.dynamic_filtering_enable = True
-    generator.args.algo.dynamic_filtering_range = (0.0, 1.0)
-    for handle in generator.vllm_engines:
+    sampler, _ = guided(monkeypatch)
+    sampler.args.algo.dynamic_filtering_enable = True
+    sampler.args.algo.dynamic_filtering_range = (0.0, 1.0)
+    for handle in sampler.engines:
         handle.engine.executor = Fails()
-    samples = generator.generate_samples()[0]
-    assert [sample.prompts[0] for sample in samples] == [p for p in "1357" for _ in range(3)]  # the guide's right ones
-    assert marks(samples) == [0.0, 0.0, 1.0] * 4
-    assert [float(sample.rewards) > 0 for sample in samples] == [False, False, True] * 4
-
-
-def test_where_entropies_come_from_samplers_a_guide_row_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator, _ = guided(monkeypatch, fraction=2 / 3)
-    generator.args.rollout.entropy = "sampler"
-    for sample in generator.generate_samples()[0]:
-        if sample.info[names.GUIDE_ROWS]:
-            assert all(values[sample.action_mask.bool()].isnan().all() for values in sample.sampler_values)
+    rows = sampler.sample().rows
+    assert [row.prompt for row in rows] == [p for p in "1357" for _ in range(3)]  # the guide's right ones
+    assert marks(rows) == [0.0, 0.0, 1.0] * 4
+    assert [row.reward > 0 for row in rows] == [False, False, True] * 4
 
 
 # ── What fails ──
@@ -134,57 +131,72 @@ def test_where_entropies_come_from_samplers_a_guide_row_has_none(monkeypatch: py
 
 @pytest.mark.parametrize(("log_probs", "got"), [(None, "none"), ([0.0, float("nan")], "others")])
 def test_an_answer_without_log_probs_stops_the_run(log_probs: Any, got: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator, engines = guided(monkeypatch)
+    sampler, engines = guided(monkeypatch)
     for engine in engines:
         engine.executor.log_probs = log_probs
     with pytest.raises(TrainingStopped, match=f"finite log-prob from the engine .* got a response with {got}"):
-        generator.generate_samples()
+        sampler.sample()
 
 
 def test_an_agent_without_log_probs_stops_the_run_at_the_policys_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rescue would compare these rows with their engine, by its log-probs; an evaluation needs none."""
-    generator, _ = guided(monkeypatch, 0.0, *RESCUE)
-    for handle in generator.vllm_engines:
+    sampler, _ = guided(monkeypatch, 0.0, *RESCUE)
+    for handle in sampler.engines:
         handle.engine.executor = Executor()
-    assert len(generator.generate_eval_samples(n_samples_per_prompt=2)) == 12
+    assert len(sampler.evaluate(1.0, samples=2)) == 12
     with pytest.raises(TrainingStopped, match="finite log-prob from the engine .* got a response with none"):
-        generator.generate_samples()
+        sampler.sample()
 
 
 def test_a_prompt_whose_reward_fails_at_the_guide_is_dropped_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GuideExecutor, "failure", RewardFailed)
-    monkeypatch.setattr("openrlhf_gtpo.training.rollout.samples_generator._MAY_DROP", 0.5)
-    generator, engines = guided(monkeypatch)
+    sampler, engines = guided(monkeypatch)
     for engine in engines:
-        engine.executor.fails, engine.patience = {"2"}, Patience(tries=3)
-    samples = generator.generate_samples()[0]
-    assert [sample.prompts[0] for sample in samples] == [p for p in "013" for _ in range(3)]
-    assert generator.dropped == 1
+        engine.executor.fails, engine.executor.failure, engine.patience = {"2"}, RewardFailed, Patience(tries=3)
+    rollout = sampler.sample()
+    assert [row.prompt for row in rollout.rows] == [p for p in "013" for _ in range(3)]
+    assert rollout.dropped == 1
 
 
 @pytest.mark.parametrize("death", [ray.exceptions.ActorDiedError(), ray.exceptions.OutOfMemoryError("low on memory")])
 def test_a_guide_that_dies_is_replaced_by_the_policy_or_stops_the_run(
     death: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """The policy answers in its place in the rollout in which it died; it is not asked again, which is said once."""
+    """The policy answers in its place in the rollout in which it died, as in a run without it; it is not asked again,
+    which is said once."""
+    alone = seeds(sampling(monkeypatch).sample().rows)
     for on_failure in ("continue", "stop"):
-        generator, engines = guided(monkeypatch, 1 / 3, "--algo.guide.on_failure", on_failure)
+        sampler, engines = guided(monkeypatch, 1 / 3, "--algo.guide.on_failure", on_failure)
 
-        async def dead(*args: Any, **kwargs: Any) -> Any:
+        def dead() -> Any:
             raise death
 
-        handles = generator._guide.engines
-        handles[1].generate_responses.remote = dead
+        for handle in sampler.guide.engines[1:]:
+            handle.sample.remote = lambda *request: partial(dead)
         if on_failure == "stop":
             with pytest.raises(TrainingStopped, match="engine of the guide died .* --algo.guide.on_failure continue"):
-                generator.generate_samples()
+                sampler.sample()
             continue
-        samples = generator.generate_samples()[0]
-        # Engines take turns, and the last prompt comes back first.
-        assert marks(samples) == [0.0, 0.0, 1.0, 0.0, 0.0, 0.0] * 2
-        handles[0].generate_responses.remote = dead
-        assert marks(generator.generate_samples()[0]) == [0.0] * 12
+        rows = sampler.sample().rows
+        # Engines take turns.
+        assert marks(rows) == [0.0, 0.0, 1.0, 0.0, 0.0, 0.0] * 2
+        assert [row for row, mark in zip(seeds(rows), marks(rows)) if not mark] == [
+            row for row, mark in zip(alone, marks(rows)) if not mark
+        ]
+        assert marks(sampler.sample().rows) == [0.0] * 12
         assert capsys.readouterr().out.count("Warning: the guide died") == 1
+
+
+def test_what_is_wrong_at_the_guide_is_not_taken_for_its_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler, _ = guided(monkeypatch, 1 / 3, "--algo.guide.on_failure", "continue")
+    wrong = ray.exceptions.RayTaskError("sample", "its traceback", TrainingStopped("a mistake"))
+
+    def mistaken() -> Any:
+        raise wrong
+
+    for handle in sampler.guide.engines:
+        handle.sample.remote = lambda *request: partial(mistaken)
+    with pytest.raises(ray.exceptions.RayTaskError, match="its traceback"):
+        sampler.sample()
 
 
 @pytest.mark.parametrize(("endpoint", "logs"), [(None, "its node's Ray logs"), ("http://a/v1", "its server's logs")])
@@ -197,11 +209,11 @@ def test_a_guide_that_dies_says_where_to_look(endpoint: str | None, logs: str) -
 
 def test_it_sleeps_but_while_it_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """It wakes once around all that samples in turn; if one engine dies, the run goes on and the others sleep."""
-    generator, engines = guided(monkeypatch, 0.5, "--algo.guide.steps", "2", "--algo.guide.on_failure", "continue")
-    guide = generator._guide
+    sampler, _ = guided(monkeypatch, 0.5, "--algo.guide.steps", "2", "--algo.guide.on_failure", "continue")
+    guide = sampler.guide
     called = sleeping(guide, monkeypatch)
     for guide.step in (0, 1, 2):
-        generator.generate_samples()
+        sampler.sample()
     assert called == ["a wake_up", "b wake_up", "a sleep", "b sleep"] * 2
     called.clear()
     with guide.awake(), guide.awake():

@@ -10,9 +10,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from rollouts import arguments
 
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.training.actors.guide_ratios import GuideRatios
-from openrlhf_gtpo.training.actors.token_ratios import TokenRatios
-from openrlhf_gtpo.training.credit.guide_rows import guide_rows
+from openrlhf_gtpo.training.credit.info import off_policy_rows
 from openrlhf_gtpo.training.credit.loss import (
     LossFeature,
     LossInputs,
@@ -21,6 +19,8 @@ from openrlhf_gtpo.training.credit.loss import (
     make_policy_loss,
     micro_batch_loss,
 )
+from openrlhf_gtpo.training.features.dumps.ratios import TokenRatios
+from openrlhf_gtpo.training.features.guide.loss import GuideRatios
 
 CAP, LOW, HIGH = 1.5, 0.2, 2.5  # the clip of positive advantages lies beyond the cap
 CLIP = ("--actor.eps_clip_low_high", str(LOW), str(HIGH - 1), "--algo.kl.init_coef", "0")
@@ -58,7 +58,7 @@ def call(
     mask = data["action_mask"].bool()
     tensors = {name: values for name, values in data.items() if name != "action_mask"} | more
     totals = StepTotals(mask.sum(), mask.any(-1).sum())
-    inputs = LossInputs(**tensors, mask=mask, totals=totals, guided=guided)  # type: ignore[arg-type]
+    inputs = LossInputs(**tensors, mask=mask, totals=totals, off_policy=guided)  # type: ignore[arg-type]
     return micro_batch_loss(inputs, make_policy_loss(args), features or [GuideRatios(CAP)], args, 0.0)
 
 
@@ -166,7 +166,7 @@ def test_without_a_guide_nothing_is_touched() -> None:
             return read
 
     args, data = arguments("--algo.advantage.estimator", "gtpo", *CLIP), batch()
-    guided = guide_rows(Experience(info={"reward": torch.ones(2)}))
+    guided = off_policy_rows(Experience(info={"reward": torch.ones(2)}))
     assert guided is None
     plain, watched = call(args, data, None, Watch()), call(args, data, guided, Watch(), GuideRatios(CAP), Watch())
     assert torch.equal(watched.loss, plain.loss) and set(watched.metrics) == set(plain.metrics)

@@ -6,9 +6,11 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from fake_engines import Engine, sampling
+from fake_engines import Engine
+from fake_engines import respond as ask
 from openrlhf.utils.agent import AgentExecutorBase
 from vllm import SamplingParams
 from vllm.logprobs import Logprob, create_sample_logprobs
@@ -17,9 +19,10 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from openrlhf_gtpo.errors import TrainingStopped
-from openrlhf_gtpo.training.rollout.sampler_calls import ENTROPY_TAG, entropies
-from openrlhf_gtpo.training.rollout.sampler_entropy import SamplerV2, capture, sampled_logprobs
-from openrlhf_gtpo.training.rollout.samples_generator import NumberedLabel
+from openrlhf_gtpo.training.features.sampler_entropy.answers import ENTROPY_TAG, entropies
+from openrlhf_gtpo.training.features.sampler_entropy.engine import SamplerEntropyInEngine
+from openrlhf_gtpo.training.features.sampler_entropy.vllm_sampler import SamplerV2, capture, sampled_logprobs
+from openrlhf_gtpo.training.rows import Row
 from openrlhf_gtpo.training.settings import guard
 
 ROWS, VOCABULARY, TEMPERATURE = 5, 300, 0.7
@@ -133,12 +136,15 @@ def test_another_sampler_and_another_vllm_are_named(monkeypatch: pytest.MonkeyPa
 class Turns(AgentExecutorBase):
     """An agent that asks ``turns``, (prompt, parameters) each, and answers with ``tokens`` and ``actions``."""
 
+    log_probs: Any = None
+
     def __init__(self, turns: list[tuple[list[int], dict[str, Any]]], tokens: list[int], actions: Any) -> None:
         self.turns, self.tokens, self.actions = turns, tokens, actions
 
     async def execute(self, prompt: str, label: str, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         engine = kwargs["llm_engine"]
-        for turn, changed in self.turns:
+        for asked, changed in self.turns:
+            turn = list(asked)
             params = SamplingParams(temperature=TEMPERATURE, **changed) if changed else sampling_params
             answer = await engine.generate(turn, params)
             turn += answer.outputs[0].token_ids  # the actor must have kept a copy
@@ -147,7 +153,7 @@ class Turns(AgentExecutorBase):
             "label": label,
             "observation_tokens": self.tokens,
             "action_ranges": self.actions,
-            "rollout_log_probs": None,
+            "rollout_log_probs": self.log_probs,
             "reward": 1.0,
             "scores": 1.0,
         }
@@ -156,13 +162,25 @@ class Turns(AgentExecutorBase):
 class TableEngine(Engine):
     """Answers a prompt with what ``table`` has for its tokens: token ids, log-probs and entropies (an int: a rank)."""
 
-    with_entropy = True
-    temperature = TEMPERATURE
-
-    def __init__(self, table: dict[tuple[int, ...], list[tuple[int, float, float]]], executor: Any) -> None:
+    def __init__(
+        self,
+        table: dict[tuple[int, ...], list[tuple[int, float, float]]],
+        executor: Any,
+        temperature: float = TEMPERATURE,
+        uses: str | None = None,
+    ) -> None:
         super().__init__()
         self.executor, self.table, self.asked = executor, table, []
         self.llm.model_config = SimpleNamespace(get_vocab_size=lambda: VOCABULARY)
+        self.uses, self.captured = uses, []
+        self.llm.collective_rpc = self.capture
+        self.features = (SamplerEntropyInEngine(temperature),)
+        asyncio.run(self.features[0].start(self.llm))
+
+    async def capture(self, method: str, args: Any) -> list[str | None]:
+        """Two workers, both of which may have a sampler that is not known."""
+        self.captured.append((method, *args))
+        return [self.uses] * 2
 
     async def answer(self, prompt: Any, params: Any, request_id: str) -> Any:
         self.asked.append(params)
@@ -181,13 +199,10 @@ SECOND = {(1, 2, 5, 6, 7, 9): [(8, -2.0, 1.0), (3, -4.0, 2.0)]}
 NAN = math.nan
 
 
-def respond(engine: Any, is_trained: bool = True, **params: Any) -> dict[str, Any]:
-    label = NumberedLabel("1", 0, None, is_trained)
-    asked = SamplingParams(temperature=TEMPERATURE, min_tokens=1, **params)
-    (response,) = asyncio.run(
-        engine.generate_responses("p", label, sampling_params=asked, max_length=64, hf_tokenizer=None)
-    )
-    return response
+def respond(engine: Any, is_trained: bool = True, max_len: int = 64) -> Row:
+    params = SamplingParams(temperature=TEMPERATURE, min_tokens=1)
+    [row] = asyncio.run(ask(engine, params, max_len=max_len, is_trained=is_trained))
+    return row
 
 
 @pytest.mark.parametrize(
@@ -213,21 +228,30 @@ def test_a_token_has_the_values_of_the_answer_that_it_stands_in(
     turns: Any, tokens: list[int], actions: Any, entropy: list[float]
 ) -> None:
     table = FIRST | SECOND | {(2,): [(5, -9.0, 3.0)]}
-    response = respond(TableEngine(table, Turns([(list(t), {}) for t in turns], tokens, actions)))
-    found = torch.tensor(response["sampler_values"])
+    row = respond(TableEngine(table, Turns([(turn, {}) for turn in turns], tokens, actions)))
+    assert row.values is not None
+    found = torch.stack([torch.as_tensor(row.values.log_probs), torch.as_tensor(row.values.entropy)])
     torch.testing.assert_close(found[1], torch.tensor(entropy, dtype=torch.float32), rtol=0, atol=0, equal_nan=True)
     log_prob = {0.25: -0.5, 0.5: -0.125, 0.75: -1.0, 1.0: -2.0, 2.0: -4.0}
     said = [log_prob.get(h, h) for h in entropy]
     torch.testing.assert_close(found[0], torch.tensor(said, dtype=torch.float32), rtol=0, atol=0, equal_nan=True)
 
 
-def test_evaluation_and_runs_that_did_not_ask_are_as_ever() -> None:
-    agent = Turns([([1, 2], {})], [1, 2, 5, 6, 7], [(2, 5)])
-    for with_entropy, is_trained in ((True, False), (False, True)):
-        engine = TableEngine(FIRST, agent)
-        engine.with_entropy = with_entropy
-        assert "sampler_values" not in respond(engine, is_trained) and engine.asked[0].logprobs is None
-        agent.turns = [([1, 2], {})]
+def test_each_of_a_prompts_responses_has_its_own_answers() -> None:
+    engine = TableEngine(FIRST, Turns([([1, 2], {})], [1, 2, 5], [(2, 3)]))
+    rows = asyncio.run(ask(engine, SamplingParams(temperature=TEMPERATURE), samples=3))
+    assert [row.values.entropy.tolist() for row in rows] == [[0, 0, 0.25]] * 3
+
+
+def test_evaluation_is_as_ever() -> None:
+    engine = TableEngine(FIRST, Turns([([1, 2], {})], [1, 2, 5, 6, 7], [(2, 5)]))
+    assert respond(engine, is_trained=False).values is None and engine.asked[0].logprobs is None
+
+
+def test_workers_are_asked_at_the_start_and_may_have_a_sampler_that_is_not_known() -> None:
+    assert TableEngine({}, None).captured == [("capture_entropy", TEMPERATURE)]
+    with pytest.raises(TrainingStopped, match="vLLM uses a.Custom here, .* give --rollout.entropy actor"):
+        TableEngine({}, None, uses="a.Custom")
 
 
 @pytest.mark.parametrize(
@@ -253,12 +277,12 @@ def test_an_agents_parameters_that_change_the_distribution_are_refused(changed: 
 
 
 def test_another_temperature_is_refused_and_what_changes_no_distribution_is_not() -> None:
-    engine = TableEngine(FIRST, Turns([([1, 2], {"stop": ["."], "top_k": -1, "logprobs": 1})], [1, 2, 5], [(2, 3)]))
-    engine.temperature = 1.0
+    agent = Turns([([1, 2], {"stop": ["."], "top_k": -1, "logprobs": 1})], [1, 2, 5], [(2, 3)])
     with pytest.raises(TrainingStopped, match="Expected temperature 1.0 .* got 0.7"):
-        respond(engine)
-    engine.temperature, engine.executor.turns[0][0][:] = TEMPERATURE, [1, 2]
-    assert respond(engine)["sampler_values"][1] == [0, 0, 0.25] and engine.asked[0].logprobs == 0
+        respond(TableEngine(FIRST, agent, temperature=1.0))
+    engine = TableEngine(FIRST, agent)
+    values = respond(engine).values
+    assert values is not None and values.entropy.tolist() == [0, 0, 0.25] and engine.asked[0].logprobs == 0
 
 
 @pytest.mark.parametrize(
@@ -276,7 +300,7 @@ def test_what_no_distribution_has_stops_the_run(said: tuple[float, float], got: 
     engine = TableEngine(table, Turns([([1, 2], {})], [1, 2, 5, 6], [(2, 4)]))
     with pytest.raises(
         TrainingStopped,
-        match=rf"entropy in \[0, 5.704\] .* got {got} for token 1 of 3 \(id 6\) in .* response 0 to prompt 0",
+        match=rf"entropy in \[0, 5.704\] .* got {got} for token 1 of 3 \(id 6\) in .* a response to prompt 0",
     ):
         respond(engine)
 
@@ -288,28 +312,18 @@ def test_an_answer_without_log_probs_stops_the_run() -> None:
         yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5, 6, 7], logprobs=None)])
 
     engine.llm.generate = silent
-    with pytest.raises(TrainingStopped, match=r"got neither for token 0 of 3 \(id 5\) in an answer for response 0"):
+    with pytest.raises(TrainingStopped, match=r"got neither for token 0 of 3 \(id 5\) in an answer for a response to"):
         respond(engine)
 
 
-def test_experiences_carry_them_cut_as_upstream_cuts_log_probs(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = sampling(monkeypatch)
-    response = {
-        "observation_tokens": [1, 2, 5, 6, 7],
-        "action_ranges": [(2, 5)],
-        "rollout_log_probs": [0.0, 0.0, -0.5, NAN, -1.0],
-        "prompt": "p",
-        "label": "1",
-        "prompt_number": 3,
-    }
-    said = [0.0, 0.0, -0.5, NAN, -1.0], [0.0, 0.0, 0.25, NAN, 0.75]
-    assert not hasattr(generator._process_response_into_experience(dict(response)), "sampler_values")
-    for length in (64, 4):
-        experience = generator._process_response_into_experience(response | {"sampler_values": said}, max_len=length)
-        values = experience.sampler_values
-        assert values.log_probs.shape == values.entropy.shape == experience.action_mask.shape
-        torch.testing.assert_close(values.log_probs, experience.rollout_log_probs, rtol=0, atol=0, equal_nan=True)
-        assert values.entropy.dtype == torch.float32 and values.entropy[0, :2].tolist() == [0.0, 0.25]
+@pytest.mark.parametrize("max_len", [64, 4])
+def test_rows_carry_them_cut_as_tokens_and_log_probs_are(max_len: int) -> None:
+    agent = Turns([([1, 2], {})], [1, 2, 5, 6, 7], [(2, 5)])
+    agent.log_probs = [0.0, 0.0, -0.5, -0.125, -1.0]
+    row = respond(TableEngine(FIRST, agent), max_len=max_len)
+    assert row.values is not None and row.values.log_probs.dtype == row.values.entropy.dtype == np.float32
+    assert row.values.log_probs.tolist() == row.log_probs.tolist() == agent.log_probs[:max_len]
+    assert row.values.entropy.tolist() == [0.0, 0.0, 0.25, 0.5, 0.75][:max_len] and len(row.tokens) == min(max_len, 5)
 
 
 def test_what_token_values_says_is_one_column() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -95,12 +96,13 @@ class Synced:
         from openrlhf.trainer.ray import vllm_engine
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        from openrlhf_gtpo.training.features.sampler_entropy.engine import SamplerEntropyInEngine
         from openrlhf_gtpo.training.rollout.rollout_actor import StrictRolloutActor
 
         self.workers, self.temperature = workers, temperature
         self.tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         engine_args = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 5}
-        fields = {"engine_args": engine_args, "with_entropy": True, "temperature": temperature}
+        fields = {"engine_args": engine_args, "features": [SamplerEntropyInEngine(temperature)]}
         actor: Any = ray.remote(type("RolloutActor", (StrictRolloutActor,), fields))
         actor = actor if workers == 1 else WithoutRayWorkers(actor)
         upstreams_actor, vllm_engine.RolloutRayActor = vllm_engine.RolloutRayActor, actor
@@ -178,20 +180,17 @@ class Synced:
         logits = torch.func.functional_call(self.model, on_the_wire, (tokens,)).logits
         return (logits[:, :-1] / temperature).log_softmax(-1)
 
-    def responses(self, prompt_tokens: int, **params: Any) -> list[dict[str, Any]]:
-        """Four responses to one prompt, requested as in a rollout."""
+    def responses(self, prompt_tokens: int, **params: Any) -> list[Any]:
+        """Four rows of one prompt, requested as in a rollout."""
         import ray
         from vllm import SamplingParams
 
-        from openrlhf_gtpo.training.rollout.samples_generator import NumberedLabel
+        from openrlhf_gtpo.training.rows import Request
 
         prompt = "".join(chr(32 + i * i % (VOCABULARY - 2)) for i in range(prompt_tokens))
         asked = SamplingParams(temperature=self.temperature, top_k=-1, min_tokens=1, **params)
-        return ray.get(
-            self.engine.generate_responses.remote(
-                prompt, NumberedLabel("", 0, None), asked, PREFIX + 8, self.tokenizer, num_samples=4
-            )
-        )
+        request = Request(prompt, "", None, number=0, samples=4)
+        return ray.get(self.engine.sample.remote(request, asked, PREFIX + 8, [ray.put(self.tokenizer)]))
 
 
 @pytest.fixture(scope="module", params=[(True, 1, 0.7), (False, 2, 1.0)], ids=["tied", "untied-tp2"])
@@ -326,10 +325,11 @@ def test_the_sampler_says_what_the_trainers_weights_say(
     weights, others = synced.perturbed(40), synced.perturbed(41)
     synced.send(weights, 2**28)
     differences, stale = [], []
-    for response in synced.responses(prompt_tokens, **params):
-        tokens, (start, end) = torch.tensor([response["observation_tokens"]]), response["action_ranges"][0]
-        said = torch.tensor(response["sampler_values"])
-        assert start == prompt_tokens and said.shape == (2, end) and not said[:, :start].any()
+    for row in synced.responses(prompt_tokens, **params):
+        tokens, start = torch.from_numpy(row.tokens)[None], prompt_tokens
+        assert not row.mask[:start].any() and row.mask[start:].all() and row.values is not None
+        said = torch.from_numpy(np.stack(row.values))
+        assert said.shape == (2, len(row.tokens)) and not said[:, :start].any()
         for found, of in ((differences, weights), (stale, others)):
             log_p = synced.trainer_distributions(of, tokens, synced.temperature)[0, start - 1 :]
             expected = torch.stack([log_p.gather(1, tokens[0, start:, None])[:, 0], -(log_p.exp() * log_p).sum(1)])

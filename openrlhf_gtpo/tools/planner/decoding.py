@@ -3,7 +3,7 @@
 All rows arrive at the start and grow together, so a cache with room for their prompts may not hold their full length.
 When it is full, the newest row is preempted: its cache is freed, and it waits, ahead of the others, until a row has
 finished and there is room for all its tokens, which are then computed again (vLLM V1's recompute). Samples of a prompt
-share its cache (vLLM's prefix caching). ``tests/tools/planner/test_decoding.py`` checks this against vLLM's own scheduler.
+share its cache (vLLM's prefix caching). ``tests/tools/planner/test_decoding.py`` checks this against vLLM's scheduler.
 """
 
 from collections import Counter, deque

@@ -19,10 +19,9 @@ from torch import Tensor
 from openrlhf_gtpo.errors import Restartable, TrainingStopped, last_error
 from openrlhf_gtpo.platform.agreement import all_gather_objects
 from openrlhf_gtpo.report import names
-from openrlhf_gtpo.training.actors.guide_ratios import GuideRatios
-from openrlhf_gtpo.training.actors.token_ratios import TokenRatios
-from openrlhf_gtpo.training.credit.guide_rows import guide_rows, info_rows
+from openrlhf_gtpo.training.credit.info import info_rows, off_policy_rows
 from openrlhf_gtpo.training.credit.loss import (
+    LossFeature,
     LossInputs,
     LossOutputs,
     StepTotals,
@@ -98,12 +97,11 @@ def _last_words(engine: Any) -> str:
 class ActorTrainer(ActorPPOTrainer):
     """Upstream's actor trainer, with one loss for both backends and a weight transfer in buckets."""
 
+    loss_features: Sequence[LossFeature] = ()  # what features do at the loss of a micro-batch, in their order
+
     def __init__(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(strategy, *args, **kwargs)
         self.policy_loss = make_policy_loss(self.args)
-        self.ratios = TokenRatios() if self.args.logger.dump_rollouts else None
-        features = GuideRatios(self.args.algo.guide.ratio_cap), self.ratios
-        self.loss_features = [feature for feature in features if feature]
 
     def loss(
         self,
@@ -132,7 +130,7 @@ class ActorTrainer(ActorPPOTrainer):
             base_log_probs=here(batch.base_action_log_probs),
             entropy=entropy,
             router_loss=router_loss,
-            guided=here(guide_rows(batch)),
+            off_policy=here(off_policy_rows(batch)),
             correct=info.get(names.GROUPS_CORRECT),
             accuracy=info.get(names.GROUPS_ACCURACY),
             labels=batch.labels,

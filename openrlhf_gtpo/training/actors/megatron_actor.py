@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from openrlhf_gtpo.training.actors.actor_trainer import keep_trying
 from openrlhf_gtpo.training.actors.megatron_trainer import MegatronActorTrainer
 from openrlhf_gtpo.training.actors.micro_batches import PaddedBatch, forward_padded
 from openrlhf_gtpo.training.credit.entropy_credit import captures_entropy
+from openrlhf_gtpo.training.credit.loss import LossFeature
 from openrlhf_gtpo.training.settings.megatron_flags import fp8_of, layout_of, refusals_name_flags
 from openrlhf_gtpo.training.settings.megatron_overrides import parse_overrides
 
@@ -70,6 +72,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
 
     trains = True
     high_precision = False
+    loss_features: Sequence[LossFeature] = ()
 
     def init_model_from_pretrained(
         self, strategy: Any, pretrain: str, max_steps: int | None = None, vllm_engines: list[Any] | None = None
@@ -94,6 +97,7 @@ class MegatronPolicy(ReportsPeakMemory, MegatronModelActor):
         if args.ckpt.load_enable:
             self.checkpoint_states = self.checkpoints.load(self.megatron, args.ckpt.load_tag)
         self.trainer = MegatronActorTrainer(strategy, self.model, self.megatron, vllm_engines)
+        self.trainer.loss_features = self.loss_features
         self._rest()
 
     def _forward_all(self, batches: list[PaddedBatch]) -> list[Any]:
@@ -211,7 +215,6 @@ class MegatronReference(MegatronModelActor):
             self.offload.parameters()
 
 
-MegatronPolicyActor = ray.remote(num_gpus=1)(MegatronPolicy)
 MegatronReferenceActor = ray.remote(num_gpus=1)(MegatronReference)
 
 

@@ -22,7 +22,7 @@ from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.platform.agreement import all_gather_objects
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.actors.micro_batches import fill_micro_batches
-from openrlhf_gtpo.training.credit.guide_rows import guide_rows
+from openrlhf_gtpo.training.credit.info import off_policy_rows
 from openrlhf_gtpo.training.credit.loss import StepTotals
 from openrlhf_gtpo.training.credit.old_policy import count_steps
 
@@ -126,8 +126,8 @@ class StepMetrics:
 
     def add(self, values: Mapping[str, Tensor], experience: Experience) -> None:
         """Add one micro-batch's metrics, scalars or (rows,) each."""
-        mask, guided = experience.action_mask, guide_rows(experience)
-        own = mask if guided is None else mask[~guided.to(mask.device)]
+        mask, others = experience.action_mask, off_policy_rows(experience)
+        own = mask if others is None else mask[~others.to(mask.device)]
         tokens, rows = float(mask.sum()), len(mask)
         for kind, weight in (("token", tokens), ("row", rows), ("own token", float(own.sum())), ("own row", len(own))):
             self._weights[kind] += weight

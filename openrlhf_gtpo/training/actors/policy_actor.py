@@ -1,6 +1,6 @@
 """The Ray actors that hold a policy, and upstream's `gae` critic, on DeepSpeed, and their trainers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
@@ -22,7 +22,7 @@ from openrlhf_gtpo.training.actors.optimizer_steps import MicroBatch, WholeSteps
 from openrlhf_gtpo.training.actors.policy_model import PolicyModel
 from openrlhf_gtpo.training.actors.strategy import averages
 from openrlhf_gtpo.training.credit.entropy_credit import captures_entropy
-from openrlhf_gtpo.training.credit.loss import poisoned
+from openrlhf_gtpo.training.credit.loss import LossFeature, poisoned
 from openrlhf_gtpo.weight_sync.buckets import ParameterMeta, TensorBuckets, Weights
 
 _UpstreamPolicyActor: Any = ppo_actor.PolicyModelActor.__ray_metadata__.modified_class
@@ -109,6 +109,8 @@ class DeepspeedActorTrainer(WholeSteps, ActorTrainer):
 class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: ignore[misc]
     """Upstream's policy actor whose forward returns entropies with the log-probs when the run captures them."""
 
+    loss_features: Sequence[LossFeature] = ()
+
     def init_model_from_pretrained(
         self, strategy: Any, pretrain: str, max_steps: int | None = None, vllm_engines: list[Any] | None = None
     ) -> None:
@@ -117,6 +119,7 @@ class EntropyPolicyActor(ReportsPeakMemory, _UpstreamPolicyActor):  # type: igno
         if captures_entropy(strategy.args) or platform.chosen_platform() == "cpu":
             ppo_actor.Actor = PolicyModel
         super().init_model_from_pretrained(strategy, pretrain, max_steps=max_steps, vllm_engines=vllm_engines)
+        self.trainer.loss_features = self.loss_features
         # Those of a checkpoint that has none begin with its weights, and upstream's (0.11.2) with the untrained ones.
         weights = [getattr(weight, "ds_tensor", weight).data for weight in self.actor.parameters()]
         for part, begin in zip(self._averages(), self.checkpoint_states.pop(_AVERAGES, None) or weights):
@@ -227,5 +230,4 @@ class DeepspeedCriticActor(_UpstreamCriticActor):  # type: ignore[misc]
             keep_trying(save, self.strategy.args.ckpt.output_dir + "_critic")
 
 
-PolicyActor = ray.remote(num_gpus=1)(EntropyPolicyActor)
 CriticActor = ray.remote(num_gpus=1)(DeepspeedCriticActor)

@@ -2,12 +2,11 @@
 
 import math
 import os
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.platform.files import weight_shapes
+from openrlhf_gtpo.platform.files import existing_parent, free_bytes, gigabytes, weight_shapes
 
 # Bytes per parameter: the weight in bfloat16; the weight in float32 with Adam's two moments.
 _WEIGHT_BYTES = 2
@@ -34,7 +33,7 @@ def check_room(args: SimpleNamespace) -> None:
     folders = {"--ckpt.output_dir": args.ckpt.output_dir, "--ckpt.path": args.ckpt.path}
     folders |= {"--logger.tensorboard_dir": args.logger.tensorboard_dir} if args.logger.tensorboard_dir else {}
     for flag, path in folders.items():
-        there = _existing(Path(path, "_actor") if flag == "--ckpt.path" else path)
+        there = existing_parent(Path(path, "_actor") if flag == "--ckpt.path" else path)
         if not there.is_dir():
             raise UsageError(f"{flag} {path} cannot be a folder, as {there} is a file; give another path.")
         if not os.access(there, os.W_OK | os.X_OK):
@@ -65,24 +64,3 @@ def parameters_of(model: str | None) -> int | None:
     if not model or not Path(model).is_dir():
         return None
     return sum(map(math.prod, weight_shapes(Path(model)).values())) or None
-
-
-def free_bytes(path: str | Path) -> int | None:
-    """Free bytes on the disk that ``path`` is on, or would be; None if they cannot be determined."""
-    try:
-        return shutil.disk_usage(_existing(path)).free
-    except OSError:
-        return None
-
-
-def _existing(path: str | Path) -> Path:
-    """``path``, or the nearest of its parents that exists."""
-    folder = Path(path).absolute()
-    while not os.path.exists(folder):  # not Path.exists, which raises if a folder may not be entered
-        folder = folder.parent
-    return folder
-
-
-def gigabytes(count: int) -> str:
-    """``count`` bytes as text, in GB, or in MB below 0.1 GB."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -15,8 +15,8 @@ from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import UsageError, one_line
 from openrlhf_gtpo.megatron.parallel.layout import check_architecture
 from openrlhf_gtpo.model_shape import ModelShape
-from openrlhf_gtpo.platform.files import model_folder
-from openrlhf_gtpo.training.controller.checkpoint_disk import gigabytes, writes_checkpoints
+from openrlhf_gtpo.platform.files import gigabytes, model_folder
+from openrlhf_gtpo.training.controller.checkpoint_disk import writes_checkpoints
 from openrlhf_gtpo.training.host import gpus_of
 
 _PATIENCE = 10.0  # seconds until a network file system shows a new file to other hosts

@@ -1,12 +1,10 @@
 """Metrics that the controller adds to upstream's: warnings of a step, and statistics of an evaluation."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from openrlhf.trainer import ppo_trainer
 from openrlhf.trainer.ppo_utils.experience import Experience
 from torch import Tensor
 
@@ -14,9 +12,9 @@ from openrlhf_gtpo.algorithms import success
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.report.answers import best_of
 from openrlhf_gtpo.training.credit.entropy_credit import COMPARE_WITHIN_GROUPS, EntropyCredit
+from openrlhf_gtpo.training.rows import Row
 
 _MOSTLY = 0.9  # of a step's responses
-_compute_eval_metrics = ppo_trainer.compute_eval_metrics  # upstream's
 
 
 def step_warnings(
@@ -65,37 +63,73 @@ def step_warnings(
     return found
 
 
+def describe_rollout(experiences: Sequence[Experience], tokenizer: Any) -> dict[str, Any]:
+    """Upstream's statistics of a step's own rows (openrlhf 0.11.2, trainer/ppo_trainer.py, _compute_rollout_stats),
+    and the text of the first row with its reward."""
+    rewards = torch.cat([experience.info["reward"] for experience in experiences]).float()
+    lengths = torch.cat([experience.response_length for experience in experiences]).float()
+    truncated = torch.cat([experience.truncated for experience in experiences]).float()
+    [text] = tokenizer.batch_decode(experiences[0].sequences[:1], skip_special_tokens=True)
+    return {
+        "rollout/reward_mean": rewards.mean().item(),
+        "rollout/reward_std": rewards.std().item() if len(rewards) > 1 else 0.0,
+        "rollout/response_length_mean": lengths.mean().item(),
+        "rollout/truncated_rate": truncated.mean().item(),
+        "rollout/num_samples": float(len(rewards)),
+        "generated_samples": [text, experiences[0].info["reward"][0].item()],
+    }
+
+
 def sources_of(eval_dataloader: Iterable[Any]) -> list[str]:
     """The data source of each prompt, by its number."""
     return [source for sources, *_ in eval_dataloader for source in sources]
 
 
-def eval_metrics(
-    eval_dataloader: Iterable[Any], samples: Sequence[Experience], samples_per_prompt: int
-) -> dict[str, float]:
-    """Like upstream's, which knows a question by its text, so that one in two data sets counts for the last alone."""
-    numbered = [replace(sample, prompts=sample.index) for sample in samples]
-    sources = sources_of(eval_dataloader)
-    return _compute_eval_metrics([(sources, range(len(sources)), None, None)], numbered, samples_per_prompt)
-
-
-def held_out_statistics(
-    samples: Sequence[Experience], sources: Sequence[str], samples_per_prompt: int
-) -> dict[str, float]:
-    """Statistics of the held-out reward that upstream leaves out, by metric name: its standard error over questions,
-    which a data source with one question does not have, and the mean best of k responses for each k that the paper
-    shows, if there are more than k.
+def eval_metrics(rows: Sequence[Row], sources: Sequence[str], samples_per_prompt: int) -> dict[str, float]:
+    """Upstream's metrics of an evaluation (openrlhf 0.11.2, trainer/ppo_trainer.py, compute_eval_metrics), for each
+    data source and for all. Upstream knows a question by its text, so that one in two data sets counts for the last
+    alone; here it has its number.
 
     Args:
-        samples: one row each, with its prompt's number as index and the responses to a prompt next to each other.
+        rows: the responses to a prompt next to each other.
         sources: data source by the prompt's number.
     """
+    if not rows:
+        return {}
+    found: dict[str, float] = {}
+    by_source: dict[str, list[Sequence[Row]]] = {}
+    for responses in _groups(rows, samples_per_prompt):
+        by_source.setdefault(sources[responses[0].number], []).append(responses)
+    for source, questions in by_source.items():
+        rewards = [torch.tensor([row.reward for row in responses]).float() for responses in questions]
+        name = f"{names.EVAL_PREFIX}{source}"
+        best = sum(each.max().item() for each in rewards) if samples_per_prompt > 1 else 0.0
+        found[f"{name}_pass{samples_per_prompt}"] = best / len(questions)
+        found[f"{name}{names.EVAL_PASS1_SUFFIX}"] = sum(each.mean().item() for each in rewards) / len(questions)
+        found |= _lengths(f"{name}_", [row for responses in questions for row in responses])
+    return found | _lengths(names.EVAL_PREFIX, rows) | {"eval_num_samples": float(len(rows))}
+
+
+def _lengths(prefix: str, rows: Sequence[Row]) -> dict[str, float]:
+    return {
+        f"{prefix}response_length_mean": sum(row.span for row in rows) / len(rows),
+        f"{prefix}truncated_rate": sum(row.truncated for row in rows) / len(rows),
+    }
+
+
+def _groups(rows: Sequence[Row], samples_per_prompt: int) -> Iterator[Sequence[Row]]:
+    return (rows[first : first + samples_per_prompt] for first in range(0, len(rows), samples_per_prompt))
+
+
+def held_out_statistics(rows: Sequence[Row], sources: Sequence[str], samples_per_prompt: int) -> dict[str, float]:
+    """Statistics of the held-out reward that upstream leaves out, by metric name: its standard error over questions,
+    which a data source with one question does not have, and the mean best of k responses for each k that the paper
+    shows, if there are more than k. Arguments as for :func:`eval_metrics`.
+    """
     rewards: dict[str, list[list[float]]] = {}
-    for row in range(0, len(samples), samples_per_prompt):
-        responses = samples[row : row + samples_per_prompt]
-        rewards.setdefault(sources[responses[0].index[0]], []).append(
-            [float(response.rewards) for response in responses]
-        )
+    for responses in _groups(rows, samples_per_prompt):
+        of_source = rewards.setdefault(sources[responses[0].number], [])
+        of_source.append(torch.tensor([row.reward for row in responses]).float().tolist())
     found = {}
     for source, questions in rewards.items():
         if len(questions) > 1:

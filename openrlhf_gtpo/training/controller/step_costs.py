@@ -10,12 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import ray
-from openrlhf.trainer.ppo_utils.experience import Experience
 from ray.exceptions import RayError
 
 from openrlhf_gtpo.model_shape import ModelShape, forward_flops
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.controller.cluster_checks import known_config
+from openrlhf_gtpo.training.rows import Row
 
 Peaks = dict[str, int]  # phase to bytes, for one process
 
@@ -44,10 +44,10 @@ class StepCosts:
         """A step starts now; the time since the end of the last one belongs to neither."""
         self._begun = time.perf_counter()
 
-    def sampled(self, samples: Sequence[Experience]) -> None:
-        """The rollout has ended with ``samples``, unpadded rows."""
-        lengths = [int(length) for sample in samples for length in sample.attention_mask.sum(dim=-1)]
-        self.response_tokens = sum(int(sample.action_mask.sum()) for sample in samples)
+    def sampled(self, rows: Sequence[Row]) -> None:
+        """The rollout has ended with ``rows``."""
+        lengths = [len(row.tokens) for row in rows]
+        self.response_tokens = sum(row.num_actions for row in rows)
         self._costs = {
             names.TOKENS_PROMPT: sum(lengths) - self.response_tokens,
             names.TOKENS_RESPONSE: self.response_tokens,

@@ -51,10 +51,10 @@ class LossInputs:
     base_log_probs: Tensor | None = None  # (B, T), of the reference policy
     entropy: Tensor | None = None  # (B, T) nats, of the policy in training; differentiable, junk outside the mask
     router_loss: Tensor | None = None  # (), this micro-batch's part of the auxiliary loss of a mixture of experts
-    guided: Tensor | None = None  # (B,) bool, rows to compare with the guide (see ``guide_rows``)
+    off_policy: Tensor | None = None  # (B,) bool, rows whose ratio is to the engine that sampled them
     correct: Tensor | None = None  # (B,) 1 where the response succeeded
     accuracy: Tensor | None = None  # (B,) share of its group that did
-    labels: Sequence[Any] = ()  # B of them, as the replay buffer has them (see ``TokenRatios``)
+    labels: Sequence[Any] = ()  # B of them, as the replay buffer has them
     metrics: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # of features, over the loss's own
 
 

@@ -5,20 +5,7 @@ A run that makes one optimizer step per rollout needs no old log-probs: the poli
 the training forward's own log-probs, detached, are exactly the old ones.
 """
 
-from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
-
-import torch
-
-from openrlhf_gtpo.errors import TrainingStopped
-from openrlhf_gtpo.token_values import TokenValues
-from openrlhf_gtpo.training.credit.guide_rows import guide_rows
-
-if TYPE_CHECKING:  # OpenRLHF takes seconds to import; a command line that is refused should not wait for it
-    from openrlhf.trainer.ppo_utils.experience import Experience
-
-_MAY_MISS = 0.01  # fraction of a rollout's action tokens
 
 
 def count_rows(args: SimpleNamespace) -> int:
@@ -58,30 +45,3 @@ def always_forwards(args: SimpleNamespace, rows: int) -> bool:
     """True if the actor's forward runs for every rollout of ``rows`` rows, audited or not."""
     kl_reward = args.algo.kl.init_coef > 0 and not args.algo.kl.use_loss
     return kl_reward or trains_on_old_log_probs(args, rows)
-
-
-def count_missing(samples: "Sequence[Experience]", sampled: Sequence[TokenValues]) -> int:
-    """Number of action tokens without a value (NaN) from the policy's sampler, such as those that an agent wrote
-    itself. The guide's, which never have one, are not counted.
-
-    Raises:
-        TrainingStopped: there are too many.
-    """
-    masks = []
-    for sample in samples:
-        guided, mask = guide_rows(sample), sample.action_mask.bool()
-        masks.append(mask if guided is None else mask & ~guided.unsqueeze(-1))
-    missing = sum(int((v.entropy.isnan() & mask).sum()) for v, mask in zip(sampled, masks, strict=True))
-    actions = sum(int(mask.sum()) for mask in masks)
-    if missing > _MAY_MISS * actions:
-        raise TrainingStopped(
-            f"{missing} of the {actions} tokens to train on ({missing / actions:.1%}, more than {_MAY_MISS:.0%}) have "
-            "no entropy from vLLM's sampler, for example because an agent edited what was sampled; give "
-            "--rollout.entropy actor."
-        )
-    return missing
-
-
-def fill_missing(sampled: TokenValues, actors: TokenValues) -> TokenValues:
-    """The sampler's values (b, t), with the actor's where the sampler has none (NaN)."""
-    return TokenValues(*(torch.where(ours.isnan(), theirs, ours) for ours, theirs in zip(sampled, actors)))

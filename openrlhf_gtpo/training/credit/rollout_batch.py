@@ -7,12 +7,12 @@ import torch
 from openrlhf.trainer.ppo_utils.experience import Experience
 from torch import Tensor
 
-from openrlhf_gtpo.algorithms import success
+from openrlhf_gtpo.algorithms import SURROGATES, success
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.token_values import TokenValues
 from openrlhf_gtpo.training.credit.entropy_credit import EntropyCredit
-from openrlhf_gtpo.training.credit.guide_rows import guide_rows
+from openrlhf_gtpo.training.rows import Row
 
 
 @dataclass
@@ -27,13 +27,23 @@ class RolloutBatch:
     kl: Tensor  # (B, T)
     reference_log_probs: Tensor | None  # (B, T); None if KL is not a loss
     prompts: list[str]  # B texts, for messages
-    guided: Tensor | None  # (B,) bool, the guide's rows (see guide_rows); None in a run without a guide
+    off_policy: Tensor  # (B,) bool, rows of another sampler (see ``Row``)
 
     @classmethod
     def gather(
-        cls, experiences: Sequence[Experience], values: Sequence[TokenValues] | None, samples_per_prompt: int
+        cls,
+        experiences: Sequence[Experience],
+        values: Sequence[TokenValues] | None,
+        rollout: Sequence[Row],
+        samples_per_prompt: int,
     ) -> "RolloutBatch":
-        """Collect what shaping needs. ``values`` has (b, t) tensors for each micro-batch, or is None."""
+        """Collect what shaping needs.
+
+        Args:
+            experiences: micro-batches.
+            values: (b, t) of each, or None.
+            rollout: all their rows, in sampling order.
+        """
         order = torch.tensor([row for experience in experiences for row in experience.index])
         width = max(experience.action_mask.shape[1] for experience in experiences)
 
@@ -41,8 +51,6 @@ class RolloutBatch:
             return _in_rows(tensors, order, width)
 
         reference = experiences[0].base_action_log_probs
-        prompts = [prompt for e in experiences for prompt in e.prompts]
-        guided = [guide_rows(e) for e in experiences]
         return cls(
             order=order,
             mask=rows([e.action_mask.bool() for e in experiences]),
@@ -51,8 +59,8 @@ class RolloutBatch:
             values=None if values is None else TokenValues(*(rows(v) for v in zip(*values, strict=True))),
             kl=rows([e.kl for e in experiences]),
             reference_log_probs=None if reference is None else rows([e.base_action_log_probs for e in experiences]),
-            prompts=[prompts[row] for row in order.argsort().tolist()] if prompts else [""] * len(order),
-            guided=None if guided[0] is None else in_sampling_order(torch.cat(guided), order),
+            prompts=[row.prompt for row in rollout],
+            off_policy=torch.tensor([row.off_policy for row in rollout]),
         )
 
     def in_rows(self, values: Sequence[TokenValues]) -> TokenValues:
@@ -94,6 +102,18 @@ class RolloutBatch:
         """(B,) bool, by the estimator's ``success_threshold``."""
         return success(self.outcome, 1.0 if credit is None else credit.config.success_threshold)
 
+    def note_outcomes(self, experiences: Sequence[Experience], loss_type: str, credit: EntropyCredit | None) -> None:
+        """Put into ``info`` whether each row is correct, and how much of its group is, if the surrogate reads it."""
+        kind = SURROGATES.get(loss_type)
+        if kind is None or "correct" not in kind.reads:
+            return
+        correct = self.succeeded(credit).float()
+        groups = correct.view(int(self.group_ids.max()) + 1, -1)
+        accuracy = groups.mean(dim=-1, keepdim=True).expand_as(groups).flatten()
+        for name, rows in ((names.GROUPS_CORRECT, correct), (names.GROUPS_ACCURACY, accuracy)):
+            for experience, part in zip(experiences, self.split(rows, experiences), strict=True):
+                experience.info[name] = part
+
     def metrics(self, experiences: Sequence[Experience], credit: EntropyCredit | None) -> dict[str, float]:
         """The metrics that people look at first in a run, for this batch and the ``experiences`` made from it.
 
@@ -111,10 +131,6 @@ class RolloutBatch:
             names.GROUPS_TOTAL: float(num_groups),
             names.RESPONSE_LENGTH_MEAN: self.mask.sum(dim=-1).float().mean().item(),
         }
-        if self.guided is not None:
-            for name, rows in ((names.GUIDE_REWARD, self.guided), (names.GUIDE_POLICY_REWARD, ~self.guided)):
-                if rows.any():
-                    metrics[name] = self.outcome[rows].float().mean().item()
         advantages = torch.cat([e.advantages[e.action_mask.bool()] for e in experiences])
         if advantages.numel():
             metrics |= {names.ADVANTAGE_MEAN: advantages.mean().item(), names.ADVANTAGE_MAX: advantages.max().item()}

@@ -12,7 +12,7 @@ import asyncio
 import os
 import warnings
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from copy import copy, deepcopy
@@ -28,7 +28,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from openrlhf_gtpo import platform
 from openrlhf_gtpo.errors import TrainingStopped
-from openrlhf_gtpo.training.rollout.guide import DEATHS, GUIDE_DIED, GUIDED, GuideRows
+from openrlhf_gtpo.training.feature import EngineFeature
 from openrlhf_gtpo.training.rollout.rewards import (
     Patience,
     RewardFailed,
@@ -36,14 +36,9 @@ from openrlhf_gtpo.training.rollout.rewards import (
     described,
     engine_works,
     reason_of,
+    refuse_taken_names,
 )
-from openrlhf_gtpo.training.rollout.sampler_calls import Answer, refuse_other_distributions, sampler_values
-from openrlhf_gtpo.training.rollout.samples_generator import (
-    DROPPED,
-    SAMPLER_VALUES,
-    NumberedLabel,
-    SharedTokenizer,
-)
+from openrlhf_gtpo.training.rows import Dropped, Request, Row
 from openrlhf_gtpo.weight_sync.buckets import Bucket
 from openrlhf_gtpo.weight_sync.receipts import Receipt
 
@@ -61,8 +56,6 @@ _ALONE = {
     "enable_chunked_prefill": False,
 }
 
-_OF_GUIDE = 1 << 31  # in the guide's seeds, where the policy's have a response's index
-
 _MARK = "OPENRLHF_GTPO_ENGINE"  # environment variable of an engine's processes: the id of their actor
 
 _LOOK_EVERY = 0.5  # seconds between checks that vLLM's process is alive
@@ -72,9 +65,6 @@ _sample_seed: ContextVar[tuple[int, ...] | None] = ContextVar("_sample_seed", de
 
 # How often the current task has asked the engine, by the length of what it asked.
 _asked: ContextVar[Counter[int]] = ContextVar("_asked")
-
-# The engine's answers to the current task, if its sampler's entropies are wanted; an agent's tasks share the list.
-_answers: ContextVar[list[Answer] | None] = ContextVar("_answers", default=None)
 
 
 class EngineRestarted(RuntimeError):
@@ -87,18 +77,14 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
     Fields:
         engine_args: vLLM arguments that upstream's ``create_vllm_engines`` does not take (``patch.apply``).
         patience: with rewards and agents. If it allows several tries, a prompt that needs more is dropped.
-        with_entropy: whether responses to training prompts carry ``sampler_values``.
-        temperature: of training requests, and thus of their entropies.
-        with_log_probs: whether responses to training prompts carry log-probs, whatever upstream asks for.
+        features: what they do with the engine's requests and answers.
         gets_weights: whether the trainer sends it weights.
     """
 
     executor: Any
     engine_args: dict[str, Any] = {}
     patience = Patience()
-    with_entropy = False
-    temperature = 1.0
-    with_log_probs = False
+    features: Sequence[EngineFeature] = ()
     gets_weights = True
     _has_old_weights = False
     _agent_path = ""
@@ -125,13 +111,8 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         self._agent_path = kwargs.get("agent_func_path") or ""
         await super().__init__(*args, **kwargs)
         self._death_watch = asyncio.create_task(_fail_calls_at_death(self.llm.engine_core))
-        if self.with_entropy:
-            unknown = await self.llm.collective_rpc("capture_entropy", args=(self.temperature,))
-            if any(unknown):
-                raise TrainingStopped(
-                    f"vLLM uses {unknown[0]} here, a sampler that this package cannot take entropies from; give "
-                    "--rollout.entropy actor."
-                )
+        for feature in self.features:
+            await feature.start(self.llm)
         if self._has_old_weights and kwargs["enable_sleep_mode"]:
             await self.sleep()  # as upstream's create_vllm_engines had the engine do at its first start
 
@@ -149,6 +130,64 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
                     process.kill()
         super()._configure_device_env(*args, **kwargs)
 
+    async def sample(self, request: Request, params: Any, max_len: int, tokenizer: Any) -> list[Row] | Dropped:
+        """The rows of ``request``, or why its reward or agent failed if the run may go on without the prompt.
+
+        Args:
+            params: vLLM's sampling parameters.
+            tokenizer: Ray's reference to it, wrapped in a list, as Ray replaces a bare one by a copy for each call.
+
+        Raises:
+            EngineRestarted, EngineDeadError: as :meth:`serves`.
+            TrainingStopped: a mistake that the next prompt would repeat.
+        """
+        if self._has_old_weights:
+            await self.serves()
+        self._tokenizer = self._tokenizer or asyncio.ensure_future(tokenizer[0])  # once for all calls
+        tokenizer = await asyncio.shield(self._tokenizer)  # a cancelled call spares the others
+        own_agent = not isinstance(self.executor, StrictRewardExecutor)
+
+        async def respond(index: int) -> Row:
+            _sample_seed.set(request.seed and (*request.seed, index))
+            _asked.set(Counter())
+            for feature in self.features:
+                feature.on_response(request)
+
+            def ask() -> Awaitable[dict[str, Any]]:
+                # Agents change the parameters in place: the first turn of one would limit the prompts of the others
+                # (openrlhf 0.11.2, utils/agent.py).
+                return self.executor.execute(
+                    prompt=request.prompt,
+                    label=request.label,
+                    sampling_params=deepcopy(params),
+                    max_length=max_len,
+                    hf_tokenizer=tokenizer,
+                    llm_engine=self,
+                    images=request.images,
+                )
+
+            response = await (self.patience.ask(ask, "the agent") if own_agent else ask())
+            row = Row.of_response(response, request.number, max_len, self.vocab_size() if own_agent else None)
+            refuse_taken_names(row.logs, "--train.agent_func_path")
+            for feature in self.features:
+                feature.on_row(row, response)
+            return row
+
+        try:
+            return await _all_or_none(*map(respond, range(request.first, request.first + request.samples)))
+        except Exception as failure:  # a user's code
+            is_mistake = isinstance(failure, TrainingStopped) and not isinstance(failure, RewardFailed)
+            by_agent = own_agent and not isinstance(failure, TrainingStopped)
+            if is_mistake or (self.patience.tries == 1 and not by_agent):
+                raise
+            await self.serves()  # which raises if it was the engine that failed
+            if self.patience.tries == 1:
+                raise RewardFailed(
+                    f"Could not get a response from {self._agent_path}: {reason_of(failure, self._agent_path)}. "
+                    f"Prompt: {request.prompt!r}"
+                ) from failure
+            return Dropped(described(failure))
+
     async def generate_responses(
         self,
         prompt: str,
@@ -159,78 +198,17 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         num_samples: int = 1,
         images: Any = None,
     ) -> list[dict[str, Any]]:
-        """Like upstream's; responses to a numbered prompt carry its number as ``prompt_number``.
-
-        If a reward or an agent failed and the run may go on without the prompt, the single response says so. Raises
-        what :meth:`serves` does.
-        """
-        if self._has_old_weights:
-            await self.serves()
-        tokenizer = hf_tokenizer
-        if isinstance(hf_tokenizer, SharedTokenizer):
-            self._tokenizer = self._tokenizer or asyncio.ensure_future(hf_tokenizer.ref)  # once for all calls
-            tokenizer = await asyncio.shield(self._tokenizer)  # a cancelled call spares the others
+        """Like upstream's, for its asynchronous trainer; as in :meth:`sample`, samples share no parameters."""
         respond = super().generate_responses
+        calls = (
+            respond(prompt, label, deepcopy(sampling_params), max_length, hf_tokenizer, images=images)
+            for _ in range(num_samples)
+        )
+        return [response for [response] in await _all_or_none(*calls)]
 
-        def ask(label: Any) -> Awaitable[list[dict[str, Any]]]:
-            # Upstream hands all samples of a prompt the same parameters, which its agent changes in place: the first
-            # turn of one would limit the prompts of the others (openrlhf 0.11.2, utils/agent.py).
-            return respond(prompt, label, deepcopy(sampling_params), max_length, tokenizer, images=images)
-
-        if not isinstance(label, NumberedLabel):  # upstream's asynchronous trainer
-            return [one for [one] in await _all_or_none(*(ask(label) for _ in range(num_samples)))]
-
-        async def sample(index: int) -> dict[str, Any]:
-            _sample_seed.set(label.seed and (*label.seed, index))
-            _asked.set(Counter())
-            answers: list[Answer] = []
-            with_entropy = self.with_entropy and label.is_trained
-            _answers.set(answers if with_entropy else None)
-            ask_once = partial(ask, label.label)
-            own_agent = not isinstance(self.executor, StrictRewardExecutor)
-            [response] = await (self.patience.ask(ask_once, "the agent") if own_agent else ask_once())
-            response["prompt_number"] = label.number
-            if own_agent:
-                response["vocab_size"] = self.llm.model_config.get_vocab_size()
-            if with_entropy:
-                vocab_size = self.llm.model_config.get_vocab_size()
-                tokens, actions = response["observation_tokens"], response["action_ranges"]
-                row = f"response {index} to prompt {label.number}"
-                response[SAMPLER_VALUES] = sampler_values(tokens, actions, answers, vocab_size, row)
-            return response
-
-        async def ask_guide(guide: GuideRows) -> list[dict[str, Any]]:
-            """The guide's responses, or the policy's in their place if the guide died."""
-            theirs = label._replace(seed=label.seed and (*label.seed, _OF_GUIDE), guide=None)
-            try:
-                given = (prompt, theirs, sampling_params, max_length, hf_tokenizer, guide.num_rows, images)
-                found = await guide.engine.generate_responses.remote(*given)
-            except DEATHS as death:
-                how = described(getattr(death, "cause", None) or death)  # for a task's error, what the task raised
-                rest = range(num_samples - guide.num_rows, num_samples)
-                return [{**one, GUIDE_DIED: how} for one in await _all_or_none(*map(sample, rest))]
-            return [{**one, GUIDED: True} for one in found]
-
-        if self.with_log_probs and label.is_trained:
-            sampling_params.logprobs = 1
-        try:
-            if label.guide is None:
-                return await _all_or_none(*map(sample, range(num_samples)))
-            own = (sample(index) for index in range(num_samples - label.guide.num_rows))
-            theirs, *ours = await _all_or_none(ask_guide(label.guide), *own)
-            return [one for one in theirs if DROPPED in one] or ours + theirs
-        except Exception as failure:  # a user's code
-            is_mistake = isinstance(failure, TrainingStopped) and not isinstance(failure, RewardFailed)
-            by_agent = not isinstance(failure, TrainingStopped) and not isinstance(self.executor, StrictRewardExecutor)
-            if is_mistake or (self.patience.tries == 1 and not by_agent):
-                raise
-            await self.serves()  # which raises if it was the engine that failed
-            if self.patience.tries == 1:
-                raise RewardFailed(
-                    f"Could not get a response from {self._agent_path}: {reason_of(failure, self._agent_path)}. "
-                    f"Prompt: {prompt!r}"
-                ) from failure
-            return [{DROPPED: described(failure)}]
+    def vocab_size(self) -> int | None:
+        """The model's; None if it is not known here."""
+        return self.llm.model_config.get_vocab_size()
 
     async def serves(self) -> None:
         """Return as soon as vLLM answers.
@@ -248,26 +226,24 @@ class StrictRolloutActor(_UpstreamRolloutActor):  # type: ignore[misc]
         retry of a turn by an agent.
 
         Raises:
-            TrainingStopped: the sampler's entropies are wanted, and an agent's ``sampling_params`` would change them.
+            TrainingStopped: a feature cannot work with an agent's ``sampling_params``.
         """
-        key, answers = _sample_seed.get(), _answers.get()
-        sampling_params = copy(sampling_params)
-        sampling_params.output_kind = RequestOutputKind.FINAL_ONLY  # vLLM would also hand on each step's tokens
-        if isinstance(self.executor, StrictRewardExecutor) and not sampling_params.stop:
-            sampling_params.detokenize = False  # it decodes the whole response itself; an agent may read vLLM's text
+        key = _sample_seed.get()
+        params = copy(sampling_params)
+        params.output_kind = RequestOutputKind.FINAL_ONLY  # vLLM would also hand on each step's tokens
+        if isinstance(self.executor, StrictRewardExecutor) and not params.stop:
+            params.detokenize = False  # it decodes the whole response itself; an agent may read vLLM's text
         if key is not None:
             length, asked = len(prompt_token_ids), _asked.get()
             words = [*key, length, asked[length]] if asked[length] else [*key, length]
-            sampling_params.seed = int(np.random.SeedSequence(words).generate_state(1)[0])  # far apart for near keys
+            params.seed = int(np.random.SeedSequence(words).generate_state(1)[0])  # far apart for near keys
             asked[length] += 1
-        if answers is not None:
-            refuse_other_distributions(sampling_params, self.temperature)
-            sampling_params.logprobs = 0  # of the sampled token only
-            sampling_params.flat_logprobs = True  # no objects per token
+        for feature in self.features:
+            feature.on_request(params)
         with engine_works():
-            output = await super().generate(prompt_token_ids, sampling_params, multi_modal_data)
-        if answers is not None:
-            answers += [(list(prompt_token_ids), answer) for answer in output.outputs]
+            output = await super().generate(prompt_token_ids, params, multi_modal_data)
+        for feature in self.features:
+            feature.on_answer(prompt_token_ids, output)
         return output
 
     async def join_weight_group(self, *args: Any) -> list[None]:

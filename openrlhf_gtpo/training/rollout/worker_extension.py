@@ -14,7 +14,7 @@ class WorkerExtension(WeightReceiver, WorkerWrap, ReportsPeakMemory):
     """Adds the methods of its three base classes, which share no name, and one of its own to vLLM's worker."""
 
     def capture_entropy(self, temperature: float) -> str | None:
-        """See ``sampler_entropy.capture``."""
-        from openrlhf_gtpo.training.rollout import sampler_entropy
+        """See ``vllm_sampler.capture``."""
+        from openrlhf_gtpo.training.features.sampler_entropy import vllm_sampler
 
-        return sampler_entropy.capture(self.model_runner, temperature)
+        return vllm_sampler.capture(self.model_runner, temperature)

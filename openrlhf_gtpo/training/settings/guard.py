@@ -1,6 +1,6 @@
 """Refuses an OpenRLHF that this package does not know, before any of it is imported.
 
-The extension replaces methods by subclassing, so it relies on names and signatures. They are read from upstream's
+The extension calls functions and replaces methods, so it relies on names and signatures. They are read from upstream's
 source, not by importing it: the check takes milliseconds and needs neither torch nor a GPU.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from openrlhf_gtpo.errors import UsageError
 
 SUPPORTED_VERSIONS = ("0.11.2",)
-VLLM_WITH_ENTROPY = ("0.29",)  # minor versions whose samplers ``rollout/sampler_entropy.py`` knows
+VLLM_WITH_ENTROPY = ("0.29",)  # minor versions whose samplers ``features/sampler_entropy/vllm_sampler.py`` knows
 
 # module -> its top-level names and its classes' methods: with plain parameters, or bare where those do not matter.
 RELIED_ON: dict[str, tuple[str, ...]] = {
@@ -28,48 +28,59 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
         "PolicyLoss.forward(self, log_probs, old_log_probs, advantages, action_mask, rollout_log_probs, dp_size, "
         "batch_num_tokens, global_batch_size)",
     ),
+    "openrlhf.models.utils": (
+        "compute_approx_kl(log_probs, log_probs_base, log_probs_old, kl_estimator, unbiased_gradient)",
+        "masked_mean(tensor, mask, dim)",
+    ),
+    "openrlhf.datasets.prompts_dataset": (
+        "PromptDataset.__init__(self, dataset, tokenizer, strategy, input_template)",
+        "preprocess_data(data, input_template, input_key, label_key, apply_chat_template)",
+    ),
+    "openrlhf.datasets.utils": (
+        "blending_datasets(datasets, probabilities, strategy, seed, max_count, stopping_strategy, dataset_split)",
+    ),
     "openrlhf.trainer.ppo_utils.experience": (
+        "Experience.concat_experiences(experiences_list, pad_token_id)",
+        "balance_experiences(experiences, args)",
         "make_experience_batch(items, packing_samples)",
         "split_experience_batch(experience)",
     ),
     "openrlhf.trainer.ppo_utils.experience_maker": (
-        "RemoteExperienceMaker.make_experience(self, samples_list)",
+        "RemoteExperienceMaker.__init__(self, actor_model_group, critic_model_group, reward_model_group, "
+        "initial_model_group, kl_controller, strategy, tokenizer)",
         "RemoteExperienceMaker.compute_advantages_and_returns(self, experiences)",
-        "RemoteExperienceMaker._dispatch_forward(self, group, sync_condition)",
-        "RemoteExperienceMaker._flatten_results(self, refs, duplicate_factor)",
         "RemoteExperienceMaker.split_rollout_samples(self, rollout_samples)",
     ),
-    "openrlhf.trainer.ppo_utils.samples_generator": (
-        "SamplesGenerator._generate_vllm(self, dataloader_iter, num_prompts, dynamic_filtering)",
-        "SamplesGenerator._dispatch_prompts_to_vllm(self, prompts, labels)",
-        "SamplesGenerator._process_response_into_experience(self, response)",
-        "SamplesGenerator.generate_eval_samples(self)",
-        "SamplesGenerator.generate_samples(self)",
+    "openrlhf.trainer.ppo_utils.kl_controller": (
+        "AdaptiveKLController.__init__(self, init_kl_coef, target, horizon)",
+        "AdaptiveKLController.update(self, current, n_steps)",
+        "FixedKLController.__init__(self, kl_coef)",
+        "FixedKLController.update(self, current, n_steps)",
     ),
     "openrlhf.trainer.ppo_utils.length_penalty": (
+        "apply_length_penalties(experiences, args)",
         "apply_stop_properly_penalty(experiences, stop_properly_penalty_coef)",
     ),
     "openrlhf.trainer.ppo_trainer": (
-        "BasePPOTrainer.broadcast_to_vllm(self)",
-        "BasePPOTrainer.init_checkpoint_states(self)",
-        "BasePPOTrainer.ppo_train(self, global_steps)",
-        "BasePPOTrainer.restore_best_checkpoint_state(self, checkpoint_states)",
-        "BasePPOTrainer.train_step(self, rollout_samples, global_step)",
-        "BasePPOTrainer.save_best_checkpoint(self, eval_metrics, global_step, client_states)",
-        "BasePPOTrainer.save_logs_and_checkpoints(self, global_step, logs_dict, client_states)",
-        "PPOTrainer.evaluate(self, global_step)",
+        # which ``Controller`` stands in for
+        "PPOTrainer.__init__(self, pretrain, strategy, actor_model_group, critic_model_group, reward_model_group, "
+        "reference_model_group, vllm_engines)",
         "PPOTrainer.fit(self, global_step)",
-        "compute_eval_metrics(eval_dataloader, samples_list, n_samples_per_prompt)",
+        "PPOTrainer.get_max_steps(self)",
+        "prepare_datasets(strategy, tokenizer)",
     ),
     "openrlhf.trainer.ray.launcher": (
         "RayActorGroup._initiate_actors(self, pg, num_gpus_per_actor)",
+        "RayActorGroup.async_run_method(self, method_name)",
         "RayActorGroup.async_run_method_batch(self, method_name)",
     ),
     "openrlhf.trainer.ray.ppo_actor": (
         "ActorPPOTrainer._init_vllm_sync_group(self, backend)",
         "ActorPPOTrainer.broadcast_to_vllm(self)",
+        "PolicyModelActor.fit(self, kl_ctl)",
         "PolicyModelActor.forward(self, sequences, action_mask, attention_mask, packed_seq_lens, "
         "mm_train_inputs_list)",
+        "PolicyModelActor.get_checkpoint_states(self)",
         "PolicyModelActor.init_model_from_pretrained(self, strategy, pretrain, max_steps, vllm_engines)",
         "PolicyModelActor.save_checkpoint(self, tag, client_states, metric_value, metric_key)",
     ),
@@ -83,7 +94,7 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
         "RolloutRayActor.generate(self, prompt_token_ids, sampling_params, multi_modal_data)",
         "RolloutRayActor.generate_responses(self, prompt, label, sampling_params, max_length, hf_tokenizer, "
         "num_samples, images)",
-        "RolloutRayActor.get_num_unfinished_requests(self)",
+        "batch_vllm_engine_call(engines, method_name)",
         "create_vllm_engines",
     ),
     "openrlhf.trainer.ray.vllm_worker_wrap": ("WorkerWrap",),
@@ -93,9 +104,16 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
         "SingleTurnAgentExecutor._fetch_rewards_via_func(self, queries_list, prompts_list, labels_list)",
         "SingleTurnAgentExecutor._fetch_rewards_via_http(self, queries_list, prompts_list, labels_list)",
     ),
+    "openrlhf.utils.utils": ("get_tokenizer(pretrain, model, padding_side, strategy, use_fast)",),
     "openrlhf.utils.logging_utils": (
+        "TensorboardLogger.__init__(self, args)",
         "TensorboardLogger.log_train(self, global_step, logs_dict)",
         "TensorboardLogger.log_eval(self, global_step, logs_dict)",
+        "TensorboardLogger.close(self)",
+        "WandbLogger.__init__(self, args)",
+        "WandbLogger.log_train(self, global_step, logs_dict)",
+        "WandbLogger.log_eval(self, global_step, logs_dict)",
+        "WandbLogger.close(self)",
     ),
     "openrlhf.utils.deepspeed.deepspeed": (
         "DeepspeedStrategy._ds_init_train_model(self, model, cfg)",

@@ -10,7 +10,7 @@ import pytest
 from command_lines import argv_of
 from safetensors.torch import load_file, save_file
 
-from openrlhf_gtpo.training.checks.guide import check_guide
+from openrlhf_gtpo.training.features.guide.check import check_guide
 from openrlhf_gtpo.training.run import parse
 
 pytestmark = pytest.mark.usefixtures("no_engine")

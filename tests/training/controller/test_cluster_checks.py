@@ -15,7 +15,7 @@ from openrlhf_gtpo.checkpoints.files import DamagedError
 from openrlhf_gtpo.checkpoints.folder import CheckpointWriteError
 from openrlhf_gtpo.errors import Restartable, TrainingStopped, UsageError
 from openrlhf_gtpo.model_shape import PRESETS
-from openrlhf_gtpo.training.controller import checkpoint_disk, cluster_checks
+from openrlhf_gtpo.training.controller import cluster_checks
 from openrlhf_gtpo.training.controller.checkpoint_disk import check_room, checkpoint_bytes, parameters_of
 from openrlhf_gtpo.training.controller.cluster_checks import (
     check_gpus,
@@ -24,7 +24,7 @@ from openrlhf_gtpo.training.controller.cluster_checks import (
     check_shared_folder,
     free_memory,
 )
-from openrlhf_gtpo.training.controller.failures import explained, raise_if_lost, write_errors
+from openrlhf_gtpo.training.features.supervision.failures import explained, raise_if_lost, write_errors
 
 
 def run_of(actor: int, engines: int, colocated: bool = False) -> SimpleNamespace:
@@ -222,7 +222,7 @@ def test_a_disk_on_which_no_checkpoint_fits_is_refused(model, tmp_path, monkeypa
     assert parameters_of(str(model)) == 15107
     assert checkpoint_bytes(15107) == 15107 * 14
     free = 15107 * 14
-    monkeypatch.setattr(checkpoint_disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
     check_room(saving(model, tmp_path / "not" / "yet"))
     free -= 1
     with pytest.raises(UsageError, match=r"0\.2 MB free, and one checkpoint of .* takes about 0\.2 MB; free some"):

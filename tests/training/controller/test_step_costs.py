@@ -1,12 +1,11 @@
-"""A step's costs: padding is not a token, each phase has its own memory, the head is counted for responses alone."""
+"""A step's costs: each phase has its own memory, the head is counted for responses alone."""
 
 import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
-from openrlhf.trainer.ppo_utils.experience import Experience
 from ray.exceptions import ActorUnavailableError
 
 from openrlhf_gtpo.benchmarks.synthetic import read_shape
@@ -16,6 +15,7 @@ from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.controller import step_costs
 from openrlhf_gtpo.training.controller.step_costs import StepCosts, dense_shape
 from openrlhf_gtpo.training.rollout.rollout_actor import StrictRolloutActor
+from openrlhf_gtpo.training.rows import Row
 
 GIB = 2**30
 
@@ -44,19 +44,17 @@ def costs(monkeypatch: pytest.MonkeyPatch, shape: ModelShape | None) -> StepCost
     return StepCosts(args, actors, [engine])
 
 
-def sample(prompt: int, response: int, pad: int = 0) -> Experience:
+def row(prompt: int, response: int) -> Row:
     """A row; the second token of its response is an environment's."""
-    attention = torch.tensor([[1] * (prompt + response) + [0] * pad])
-    action = torch.zeros(1, prompt + response + pad - 1, dtype=torch.long)
-    action[:, prompt - 1 : prompt + response - 1] = 1
-    action[:, prompt] = 0
-    return Experience(sequences=torch.ones_like(attention), attention_mask=attention, action_mask=action)
+    mask = np.arange(prompt + response) >= prompt
+    mask[prompt + 1] = False
+    return Row("prompt", None, 0, np.ones(prompt + response, dtype=np.int64), mask, None, 0.0, None)
 
 
 def test_a_step_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = ModelShape.of(read_shape("tiny"))
     step = costs(monkeypatch, shape)
-    step.sampled([sample(3, 5), sample(2, 4, pad=7)])
+    step.sampled([row(3, 5), row(2, 4)])
     step.trained()
     found = step.end()
     assert found[names.TOKENS_RESPONSE] == step.response_tokens == 4 + 3
@@ -73,7 +71,7 @@ def test_a_step_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_model_whose_products_are_not_known_has_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     step = costs(monkeypatch, None)
-    step.sampled([sample(3, 5)])
+    step.sampled([row(3, 5)])
     assert names.FLOPS_FORWARD not in step.end() and step.end()[names.TOKENS_RESPONSE] == 4
 
 
@@ -114,5 +112,5 @@ def test_an_engine_that_died_reports_no_memory(monkeypatch: pytest.MonkeyPatch) 
         return value
 
     monkeypatch.setattr(step_costs, "ray", SimpleNamespace(get=get))
-    step.sampled([sample(3, 5)])
+    step.sampled([row(3, 5)])
     assert step.end()[names.peak_memory("engine", names.GENERATION)] == 4

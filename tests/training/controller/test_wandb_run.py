@@ -11,7 +11,7 @@ import pytest
 import wandb
 from wandb.proto import wandb_internal_pb2
 
-from openrlhf_gtpo.training.controller.trainer import ResumedWandb
+from openrlhf_gtpo.training.controller.trackers import ResumedWandb
 from openrlhf_gtpo.training.controller.wandb_run import WandbRun
 
 

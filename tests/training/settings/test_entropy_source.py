@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from rollouts import arguments
 
-from openrlhf_gtpo.training.settings import entropy_source
-from openrlhf_gtpo.training.settings.entropy_source import choose_entropy
+from openrlhf_gtpo.training.features.sampler_entropy import source
+from openrlhf_gtpo.training.features.sampler_entropy.source import choose_entropy
 
 SAMPLER = {"--rollout.entropy": "sampler"}
 LOG_PROBS = {"--rollout.log_probs": "sampler"}
@@ -48,7 +48,7 @@ def test_a_sampler_that_cannot_give_entropies_is_refused(
 
 
 def test_an_unknown_vllm_is_refused(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entropy_source, "why_no_sampler_entropy", lambda: "vLLM 0.1 is not known")
+    monkeypatch.setattr(source, "why_no_sampler_entropy", lambda: "vLLM 0.1 is not known")
     assert refused(SAMPLER) == "--rollout.entropy sampler cannot work here: vLLM 0.1 is not known; leave it out."
 
 

@@ -15,7 +15,7 @@ from rollouts import Rollout, arguments, in_sampling_order, maker
 from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES, GTPOConfig
 from openrlhf_gtpo.errors import UsageError
 from openrlhf_gtpo.training.credit.entropy_credit import entropy_credit
-from openrlhf_gtpo.training.credit.experience_maker import EntropyExperienceMaker
+from openrlhf_gtpo.training.credit.experiences import ExperienceMaker
 from openrlhf_gtpo.training.credit.loss import CreditLoss, make_policy_loss
 from openrlhf_gtpo.training.settings import flags, upstream_parser, values
 
@@ -260,7 +260,7 @@ def test_the_advantage_of_a_short_lone_success_arrives(
     outcome = (lengths == 300).float()
     batch = Rollout(mask, outcome, torch.zeros(16).long(), values, -values, -values, values, lengths == 4096)
     args = arguments("--algo.advantage.estimator", "gtpo", *given, samples=16)
-    made = maker(EntropyExperienceMaker, args, batch, monkeypatch).make_experience_batch(batch.samples())
+    made = maker(ExperienceMaker, args, batch, monkeypatch).make(batch.rows())
     assert in_sampling_order(made, "advantages", 4096).max().item() == pytest.approx(largest, abs=0.01)
 
 

@@ -77,8 +77,8 @@ def test_a_module_that_is_gone(installed: Path) -> None:
 
 
 def test_a_name_that_is_gone(installed: Path) -> None:
-    edit(installed / "trainer/ppo_utils/experience_maker.py", "def _flatten_results", "def _flatten_all_results")
-    assert "experience_maker of OpenRLHF 0.11.2 has no RemoteExperienceMaker._flatten_results" in refusal()
+    edit(installed / "trainer/ppo_utils/experience_maker.py", "def split_rollout_samples", "def split_samples")
+    assert "experience_maker of OpenRLHF 0.11.2 has no RemoteExperienceMaker.split_rollout_samples" in refusal()
 
 
 def test_a_signature_that_changed(installed: Path) -> None:

@@ -1,0 +1,121 @@
+"""When a run's checkpoints are saved, and what they hold besides the models: upstream's schedule and names, its best
+checkpoint, and a full disk that costs a checkpoint and not the run.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+
+from openrlhf_gtpo.checkpoints.folder import CheckpointWriteError
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.training.actors.actor_trainer import keep_trying
+from openrlhf_gtpo.training.credit.experiences import Models
+from openrlhf_gtpo.training.features.supervision.failures import write_errors
+
+
+class Saver:
+    """Has the ranks write checkpoints.
+
+    Args:
+        args: the run's arguments.
+        models: the groups whose ranks write.
+        on_try: called each time that they are going to.
+
+    Attributes:
+        failures: why saves failed since the last call of :meth:`take_failures`.
+    """
+
+    def __init__(self, args: SimpleNamespace, models: Models, on_try: Callable[[], None]) -> None:
+        self._args, self._models, self._on_try = args, models, on_try
+        self._best_key: str = args.ckpt.best_metric_key or ""
+        self._best = -math.inf
+        self.failures: list[str] = []
+
+    def take_failures(self) -> str:
+        failures, self.failures = self.failures, []
+        return " ".join(failures)
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's states; ``--ckpt.best_metric_key``, if given, decides: another metric's best is no
+        bound."""
+        saved = states.get("best_eval_metric_key")
+        if saved == self._best_key or (not self._best_key and saved != "none"):
+            self._best_key = saved or self._best_key
+            if (value := states.get("best_eval_metric_value")) is not None:
+                self._best = value
+
+    def due(self, step: int) -> bool:
+        return step % self._args.ckpt.save_steps == 0
+
+    def save(self, step: int, states: dict[str, Any]) -> bool:
+        """Save a checkpoint of ``step``; False if it could not be written, and the next save will try again."""
+        return self._try(lambda: self._save(step, states))
+
+    def save_at_last(self, step: int, states: dict[str, Any]) -> None:
+        """Save a checkpoint of ``step``, and wait until it is written, for as long as a full disk allows."""
+
+        def save(path: str) -> None:
+            with write_errors(self._args.ckpt):
+                self._save(step, states)
+                self._finish(wait=True)
+
+        keep_trying(save, self._args.ckpt.path)
+
+    def save_if_best(self, evaluated: Mapping[str, float], step: int, states: dict[str, Any]) -> None:
+        """Save a checkpoint if an evaluation is the best so far, by ``--ckpt.best_metric_key`` or the first pass@1."""
+        key = self._key_in(evaluated)
+        if key is None:
+            return
+        value = evaluated[key]
+        if not value > self._best:
+            return
+        before, self._best = self._best, value
+        states |= {"best_eval_metric_key": key, "best_eval_metric_value": value, "latest_eval_metric_value": value}
+        states["checkpoint_metric_key"] = key
+        self.publish(wait=True)  # the failure of an asynchronous save would be taken for this one's
+        saved = self._try(lambda: self._write(f"best_global_step{step}", states, value, key))
+        if self.publish(wait=True) and saved:
+            print(f"Saved the best checkpoint so far, of step {step}: {key} {value:.4f}.", flush=True)
+        else:
+            self._best = before  # of the checkpoint that is saved
+
+    def publish(self, wait: bool = False) -> bool:
+        """Have idle ranks give an asynchronous save its name, if it is written by now; False if it failed."""
+        return self._try(lambda: self._finish(wait))
+
+    def _key_in(self, evaluated: Mapping[str, float]) -> str | None:
+        if not self._best_key:
+            self._best_key = next((key for key in sorted(evaluated) if key.endswith(names.EVAL_PASS1_SUFFIX)), "")
+        return self._best_key if self._best_key in evaluated else None
+
+    def _save(self, step: int, states: dict[str, Any]) -> None:
+        states |= {"best_eval_metric_key": self._best_key, "best_eval_metric_value": self._best}
+        states["latest_eval_metric_value"] = None  # this step's evaluation follows
+        self._write(f"global_step{step}", states, None, self._best_key or None)
+
+    def _write(self, tag: str, states: dict[str, Any], value: float | None, key: str | None) -> None:
+        self._on_try()
+        metric = {"metric_value": value, "metric_key": key}
+        save = {"method_name": "save_checkpoint", "tag": tag, **metric}
+        refs = self._models.actor.async_run_method(**save, client_states=states)
+        if self._models.critic is not None:
+            refs += self._models.critic.async_run_method(**save)
+        ray.get(refs)
+
+    def _finish(self, wait: bool) -> None:
+        if self._args.actor.backend == "megatron":  # DeepSpeed's checkpoints are whole when saving returns
+            ray.get(self._models.actor.async_run_method(method_name="finish_checkpoint", wait=wait))
+
+    def _try(self, save: Callable[[], Any]) -> bool:
+        """Call ``save``; False if a checkpoint could not be written, in which case training goes on."""
+        try:
+            with write_errors(self._args.ckpt):
+                save()
+        except CheckpointWriteError as error:
+            self.failures.append(str(error))
+            print(f"Warning: {error} Make room; training goes on, and the next save will try again.", flush=True)
+            return False
+        return True

@@ -1,0 +1,118 @@
+"""Advantages of a rollout batch: by an estimator of ``algorithms``, or by one of upstream's; with the duties that
+upstream's ``compute_advantages_and_returns`` has besides: penalties, returns, ``info``, and freeing ``kl``.
+"""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import torch
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+from openrlhf.trainer.ppo_utils.length_penalty import apply_length_penalties, apply_stop_properly_penalty
+from torch import Tensor
+
+from openrlhf_gtpo.algorithms import length_penalty
+from openrlhf_gtpo.training.credit.entropy_credit import COMPARE_WITHIN_GROUPS, EntropyCredit
+from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch, in_sampling_order
+
+_COMPARE_WITHIN_BATCH = ("gae", "reinforce", "flash_reinforce")
+
+
+def shape(
+    credit: EntropyCredit,
+    batch: RolloutBatch,
+    experiences: Sequence[Experience],
+    args: SimpleNamespace,
+    kl_coefficient: float,
+) -> None:
+    """Give ``experiences``, the micro-batches of ``batch``, the advantages of ``credit``."""
+    assert batch.values is not None, "the policy returned no entropies"
+    penalty = _length_penalty(batch, experiences, args)
+    advantages = credit.advantages(batch.values.entropy, batch.mask, batch.outcome, batch.group_ids, penalty)
+    if args.reward.clip_range:
+        advantages = advantages.clamp(*args.reward.clip_range)
+
+    rewards = (batch.outcome if penalty is None else batch.outcome + penalty).float()
+    deviation = rewards.view(-1, args.rollout.n_samples_per_prompt).std(dim=-1)
+    deviation = deviation.repeat_interleave(args.rollout.n_samples_per_prompt)
+    deviation = deviation.masked_fill(_equal_in_group(rewards, batch), 0)
+
+    by_row = credit.estimator.level == "sequence"
+    shaped = batch.scatter(advantages, experiences)
+    for experience, values, std in zip(experiences, shaped, batch.split(deviation, experiences), strict=True):
+        # The KL in the reward: its sum from each token on, or over the whole response where a row has one advantage.
+        kl_reward = -max(kl_coefficient, 0.0) * experience.kl.float() * experience.action_mask
+        from_here = kl_reward.flip(-1).cumsum(-1).flip(-1)
+        values = values + (from_here[:, :1].expand_as(from_here) if by_row else from_here)
+        experience.advantages = values * experience.action_mask
+        experience.returns = experience.advantages.clone()
+        experience.info["group_reward_std"] = std
+        tokens = experience.action_mask.sum(dim=-1).clamp_min(1)
+        experience.info["return"] = experience.advantages.sum(dim=-1) / tokens
+        experience.kl = None
+
+
+def of_upstream(upstream: RemoteExperienceMaker, batch: RolloutBatch, experiences: list[Experience]) -> None:
+    """Give ``experiences``, the micro-batches of ``batch``, the advantages of an estimator of upstream's: 0 where
+    nothing differs.
+
+    Upstream rounds the mean of equal float32 rewards, and divides what is left by a std of the same size (openrlhf
+    0.11.2, trainer/ppo_utils/experience_maker.py, compute_advantages_and_returns: eight rewards of 0.2 get -10, after
+    its clip). Rewards that are equal within their group, which only differences from the group matter to, are
+    therefore 0 while advantages are made from them; other groups keep upstream's numbers.
+    """
+    args = upstream.strategy.args
+    for experience in experiences:
+        experience.rewards = experience.rewards.to(torch.promote_types(experience.rewards.dtype, torch.float32))
+    apply_length_penalties(experiences, args)
+    rewards = [experience.rewards for experience in experiences]
+    if args.algo.advantage.estimator in COMPARE_WITHIN_GROUPS:
+        equal = _equal_in_group(in_sampling_order(torch.cat(rewards), batch.order), batch)
+        for experience, zero in zip(experiences, batch.split(equal, experiences), strict=True):
+            experience.rewards = experience.rewards.masked_fill(zero, 0)
+    penalized = SimpleNamespace(overlong_buffer_len=None, stop_properly_penalty_coef=None)
+    reward = SimpleNamespace(**vars(args.reward) | vars(penalized))
+    upstream.strategy = SimpleNamespace(args=SimpleNamespace(**vars(args) | {"reward": reward}))
+    try:
+        upstream.compute_advantages_and_returns(experiences)
+    finally:
+        upstream.strategy = SimpleNamespace(args=args)
+    for experience, reward in zip(experiences, rewards, strict=True):
+        experience.rewards = reward
+    if args.algo.advantage.estimator in _COMPARE_WITHIN_BATCH:  # less the batch's mean, equal ones are equal still
+        tokens = torch.cat([e.advantages[e.action_mask.bool()] for e in experiences])
+        if (tokens == tokens[:1]).all():
+            for experience in experiences:
+                experience.advantages.zero_()
+
+
+def _length_penalty(batch: RolloutBatch, experiences: Sequence[Experience], args: SimpleNamespace) -> Tensor | None:
+    """(B,) sum that length penalties add to the outcomes, in sampling order (§4.5.1); logged rewards include it.
+    float64: rows penalized down to the same reward must be equal again once it is added to their outcomes.
+
+    The overlong penalty counts action tokens, while upstream's counts the span from the first to the last one
+    (openrlhf 0.11.2, trainer/ppo_utils/samples_generator.py, _process_response_into_experience).
+    """
+    reward = args.reward
+    if reward.overlong_buffer_len is None and reward.stop_properly_penalty_coef is None:
+        return None
+    rewards = batch.outcome.to(torch.float32, copy=True)
+    if reward.overlong_buffer_len is not None:
+        hard = args.rollout.max_new_tokens or args.data.max_len
+        soft = hard - reward.overlong_buffer_len
+        lengths = batch.mask.sum(dim=-1)
+        rewards += reward.overlong_penalty_factor * length_penalty(lengths, soft, hard, reward.overlong_form)
+    for experience, penalized in zip(experiences, batch.split(rewards, experiences), strict=True):
+        experience.rewards = penalized.clone()
+    if reward.stop_properly_penalty_coef is not None:
+        apply_stop_properly_penalty(experiences, reward.stop_properly_penalty_coef)
+    for experience in experiences:
+        experience.info["reward"] = experience.rewards.clone()
+    penalized = in_sampling_order(torch.cat([e.rewards for e in experiences]), batch.order)
+    return penalized.double() - batch.outcome.double()
+
+
+def _equal_in_group(rewards: Tensor, batch: RolloutBatch) -> Tensor:
+    """(B,) bool, True where all ``rewards`` (B,) of a row's group, in sampling order, are the same number."""
+    groups = rewards.view(int(batch.group_ids.max()) + 1, -1)
+    return (groups == groups[:, :1]).all(dim=-1).repeat_interleave(groups.shape[1])

@@ -1,0 +1,211 @@
+"""From a rollout's rows to what the actors train on: micro-batches, the models' forward passes, advantages.
+
+This is where rows become upstream's ``Experience``, which its critic, its estimators and its replay buffers take.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import ray
+import torch
+from openrlhf.models.utils import compute_approx_kl, masked_mean
+from openrlhf.trainer.ppo_utils.experience import Experience
+from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.token_values import TokenValues
+from openrlhf_gtpo.training.credit import advantages
+from openrlhf_gtpo.training.credit.entropy_credit import captures_entropy, entropy_credit
+from openrlhf_gtpo.training.credit.old_policy import trains_on_old_log_probs
+from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch
+from openrlhf_gtpo.training.feature import ControllerFeature
+from openrlhf_gtpo.training.rows import Row
+
+
+class Models(NamedTuple):
+    """The run's groups of Ray actors; None for those that it does not have."""
+
+    actor: Any
+    critic: Any
+    reward: Any
+    reference: Any
+
+
+class ExperienceMaker:
+    """Turns rows into experiences with advantages.
+
+    Args:
+        strategy: upstream's, with the run's arguments.
+        models: asked for log-probs, entropies, values and rewards.
+        kl_control: upstream's controller of the KL coefficient.
+        features: may replace the old policy's values, and see every batch.
+
+    Attributes:
+        credit: the estimator, with its settings; None for one of upstream's.
+        outcome: (B,) rewards of the last rollout's own rows, before any length penalty.
+        metrics: of the last rollout's own rows (see ``RolloutBatch.metrics``).
+        seconds: time of the last rollout's forward passes and of its shaping, by the names of their metrics.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        models: Models,
+        kl_control: Any,
+        tokenizer: Any,
+        features: Sequence[ControllerFeature] = (),
+    ) -> None:
+        self.args: SimpleNamespace = strategy.args
+        self.models, self._kl_control, self._features = models, kl_control, features
+        self._pad_token_id = tokenizer.pad_token_id
+        self._upstream = RemoteExperienceMaker(None, None, None, None, kl_control, strategy, tokenizer)
+        self.credit = entropy_credit(self.args)
+        self.outcome = torch.empty(0)
+        self.metrics: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
+
+    @torch.no_grad()
+    def make(self, rows: Sequence[Row], own: bool = True) -> list[Experience]:
+        """The experiences of ``rows``, each group's side by side.
+
+        Args:
+            own: whether these are the step's own rows, with whose metrics it is logged, and not others that join it.
+
+        Raises:
+            TrainingStopped: a reward, log-prob or entropy is not finite, or too many tokens have no value.
+        """
+        started = time.perf_counter()
+        batches = self.split(rows)
+        values = self._run_models(batches, rows, own)
+        forwarded = time.perf_counter()
+        batch = RolloutBatch.gather(batches, values, rows, self.args.rollout.n_samples_per_prompt)
+        if self.credit is None:
+            advantages.of_upstream(self._upstream, batch, batches)
+        else:
+            batch.check_finite()
+            for feature in self._features if own else ():
+                feature.on_values(batch)
+            advantages.shape(self.credit, batch, batches, self.args, self._kl_control.value)
+        batch.note_outcomes(batches, self.args.actor.policy_loss_type, self.credit)
+        for experience in batches:
+            weights = torch.tensor([rows[row].weight for row in experience.index])
+            if (weights != 1).any():
+                experience.advantages = experience.advantages * weights.unsqueeze(-1)
+        seconds = {names.OLD_LOG_PROBS: forwarded - started, names.ADVANTAGES: time.perf_counter() - forwarded}
+        before = {} if own else self.seconds
+        self.seconds = {names.timing(phase): s + before.get(names.timing(phase), 0.0) for phase, s in seconds.items()}
+        if own:
+            self.outcome, self.metrics = batch.outcome, batch.metrics(batches, self.credit)
+            for feature in self._features:
+                feature.on_batch(batch, batches)
+        return batches
+
+    def split(self, rows: Sequence[Row]) -> list[Experience]:
+        """Micro-batches for the forward passes, the same number for every replica of the policy: under ZeRO-3 and
+        expert parallelism, one with fewer would leave the others waiting. Fewer rows than replicas go one by one (see
+        ``dispatch``), and a micro-batch of one row may get a second if the rows are not a multiple of the replicas."""
+        samples = [row.experience(self.args.data.max_len) for row in rows]
+        for number, sample in enumerate(samples):
+            sample.index = [number]
+        processes = self.args.actor.num_nodes * self.args.actor.num_gpus_per_node
+        replicas = processes // self._duplicates
+        if self.args.train.dynamic_batch_enable and len(rows) >= replicas:
+            return self._upstream.split_rollout_samples(samples)  # already deals evenly
+        needed = -(-len(rows) // self.args.rollout.micro_batch_size)
+        each = min(-(-needed // replicas), max(1, len(rows) // replicas))
+        parts = np.array_split(np.arange(len(rows)), min(len(rows), each * replicas))
+        return [Experience.concat_experiences([samples[row] for row in part], self._pad_token_id) for part in parts]
+
+    @property
+    def _duplicates(self) -> int:
+        """Ranks that answer a forward pass with the same results."""
+        return self.args.ds.ring_attn_size * self.args.ds.tensor_parallel_size
+
+    def _run_models(self, batches: list[Experience], rows: Sequence[Row], own: bool) -> list[TokenValues] | None:
+        """Fill in what the models say of ``batches``; returns the old policy's values, (b, t) of each, or None if the
+        run does not capture entropies.
+
+        As in upstream's ``make_experience`` (openrlhf 0.11.2, trainer/ppo_utils/experience_maker.py); groups that do
+        not share GPUs work at the same time.
+        """
+        args, models = self.args, self.models
+        columns = {
+            name: [getattr(b, name) for b in batches] for name in ("sequences", "action_mask", "attention_mask")
+        }
+        with_images = dict(columns)
+        if any(batch.mm_train_inputs for batch in batches):
+            with_images["mm_train_inputs_list"] = [batch.mm_train_inputs for batch in batches]
+        rewards = reference = critic = None
+        if batches[0].rewards is None:
+            assert models.reward is not None, "no reward came with the responses, and there is no reward model"
+            without_mask = {name: columns[name] for name in ("sequences", "attention_mask")}
+            padded = {"pad_sequence": [True] * len(batches)}
+            rewards = self._send(models.reward, args.train.colocate_all, **without_mask, **padded)
+        if models.critic is not None:
+            if args.train.colocate_critic_reward and rewards is not None:
+                ray.get(rewards)
+                ray.get(models.reward.async_run_method(method_name="empty_cache"))
+            shared = args.train.colocate_all or args.train.colocate_critic_reward
+            critic = self._send(models.critic, shared, **columns)
+        shared = args.train.colocate_all or args.train.colocate_actor_ref
+        if models.reference is not None:
+            reference = self._send(models.reference, shared, **with_images)
+
+        own_values: list[Any] = []  # the actors', if they are asked for them
+
+        def ask_actors(some: Sequence[Experience]) -> list[Any]:
+            given = with_images
+            if some is not batches:
+                given = {name: [getattr(batch, name) for batch in some] for name in columns}
+            results = self._results(self._send(models.actor, shared, **given))
+            if some is batches:
+                own_values[:] = results
+            return results
+
+        values: list[Any]
+        if captures_entropy(args):
+            policy: Callable[[Sequence[Experience]], list[Any]] = ask_actors
+            for feature in self._features:
+                policy = partial(feature.policy_values, rows=rows, own=own, split=self.split, forward=policy)
+            values = policy(batches)
+            # Optimizer steps and the KL compare with the actors' log-probs, whatever a feature puts in their place.
+            log_probs = [value.log_probs for value in own_values or values]
+        else:
+            values = log_probs = ask_actors(batches)
+
+        nothing = [None] * len(batches)
+        base = nothing if reference is None else self._results(reference)
+        estimates = nothing if critic is None else self._results(critic)
+        for batch, reward in zip(batches, [] if rewards is None else self._results(rewards)):
+            batch.rewards = batch.info["reward"] = reward
+        keeps_old = trains_on_old_log_probs(args, len(rows))
+        for batch, old, ref, value in zip(batches, log_probs, base, estimates, strict=True):
+            kl = difference = torch.zeros_like(old)
+            if ref is not None and not args.algo.kl.use_loss:
+                kl = compute_approx_kl(old, ref, kl_estimator=args.algo.kl.estimator)
+                difference = old.float() - ref.float()
+            acts = batch.action_mask.any(dim=-1)
+            for name, tokens in (("kl", kl), ("logprobs_diff", difference)):
+                # Upstream's mean over no tokens is NaN.
+                batch.info[name] = masked_mean(tokens, batch.action_mask, dim=-1).where(acts, 0)
+            batch.kl, batch.values = kl, value
+            batch.base_action_log_probs = ref if args.algo.kl.use_loss else None
+            batch.action_log_probs = old if keeps_old else None
+        return values if captures_entropy(args) else None
+
+    def _send(self, group: Any, shared: bool, **columns: Any) -> Any:
+        """Dispatch a forward pass; on GPUs that are ``shared``, wait for it and free what it cached."""
+        refs = group.async_run_method_batch(method_name="forward", **columns)
+        if shared:
+            ray.get(refs)
+            ray.get(group.async_run_method(method_name="empty_cache"))
+        return refs
+
+    def _results(self, refs: Any) -> list[Any]:
+        """The results of a forward pass, one for each micro-batch."""
+        return list(chain.from_iterable(ray.get(refs)[:: self._duplicates]))

@@ -1,0 +1,122 @@
+"""What a feature is: one folder with its check and the hooks that it needs, named once, in ``FEATURES`` of ``run.py``.
+
+A run has the features that its arguments ask for. Each process makes those that have something to do in it: the
+driver, the controller, an engine's actor, and a rank that trains.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the driver refuses a command line before anything heavy is imported
+    from openrlhf.trainer.ppo_utils.experience import Experience
+
+    from openrlhf_gtpo.token_values import TokenValues
+    from openrlhf_gtpo.training.credit.loss import LossFeature
+    from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch
+    from openrlhf_gtpo.training.rows import Request, Row
+
+
+class Feature:
+    """What a run may do besides training: its address in the driver, from where its parts in the other processes come.
+
+    Args:
+        args: the run's arguments.
+    """
+
+    def __init__(self, args: SimpleNamespace) -> None:
+        self.args = args
+
+    def is_on(self) -> bool:
+        """Whether the run has this feature."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise UsageError for what would train something else in silence, or fail after minutes."""
+
+    def controller(self) -> "ControllerFeature | None":
+        """Its part in the controller's process."""
+
+    def engine(self) -> "EngineFeature | None":
+        """Its part in each engine's actor, which is sent there."""
+
+    def engine_args(self) -> dict[str, Any]:
+        """vLLM arguments that it needs of the policy's engines."""
+        return {}
+
+    def loss(self) -> "LossFeature | None":
+        """Its part in each rank that trains, likewise."""
+
+
+class ControllerFeature:
+    """A feature's part in the controller.
+
+    Args:
+        args: the run's arguments.
+    """
+
+    def __init__(self, args: SimpleNamespace) -> None:
+        self.args = args
+
+    def sampler(self, run: Any) -> Any:
+        """A ``Sampler`` for the run in place of the plain one; None for no other."""
+
+    def begin(self, run: Any) -> None:
+        """Models and engines are loaded, and the checkpoint's states restored."""
+
+    def policy_values(
+        self,
+        batches: "Sequence[Experience]",
+        rows: "Sequence[Row]",
+        own: bool,
+        split: "Callable[[Sequence[Row]], list[Experience]]",
+        forward: "Callable[[Sequence[Experience]], list[TokenValues]]",
+    ) -> "list[TokenValues]":
+        """The old policy's values, (b, t) of each micro-batch.
+
+        Args:
+            batches, rows: micro-batches, and all their rows in sampling order.
+            own: whether these are the step's own rows, and not others that join its training.
+            split: makes micro-batches of rows.
+            forward: asks the actors, or the feature before this one.
+        """
+        return forward(batches)
+
+    def on_values(self, batch: "RolloutBatch") -> None:
+        """The step's own rows have all their values, and no advantages yet."""
+
+    def on_batch(self, batch: "RolloutBatch", experiences: "Sequence[Experience]") -> None:
+        """The step's own rows have advantages."""
+
+    def on_step(self, step: int, metrics: dict[str, Any]) -> None:
+        """The step is trained, and its weights are sent; what is put into ``metrics`` is logged with it."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold for the run to go on as if it had not stopped."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any], step: int) -> None:
+        """Go on after ``step`` from the ``state`` of a checkpoint, which may be of a run without this feature."""
+
+    def end(self) -> None:
+        """No step follows, whatever the reason."""
+
+
+class EngineFeature:
+    """A feature's part in an engine's actor. Each response is made in a task of its own, with its own context
+    variables; an agent's tasks share them."""
+
+    async def start(self, llm: Any) -> None:
+        """vLLM has loaded its model."""
+
+    def on_response(self, request: "Request") -> None:
+        """A response to ``request`` is going to be made."""
+
+    def on_request(self, params: Any) -> None:
+        """vLLM will be asked with ``params``, a copy for this call."""
+
+    def on_answer(self, prompt: list[int], output: Any) -> None:
+        """vLLM has answered the tokens ``prompt``; ``output`` is its ``RequestOutput``."""
+
+    def on_row(self, row: "Row", response: dict[str, Any]) -> None:
+        """The response is complete."""

@@ -1,0 +1,38 @@
+"""Rollouts on disk (``--logger.dump_rollouts``), and training on them (``--train.replay_rollouts``)."""
+
+from typing import TYPE_CHECKING
+
+from openrlhf_gtpo.training.feature import ControllerFeature, Feature
+
+if TYPE_CHECKING:
+    from openrlhf_gtpo.training.credit.loss import LossFeature
+
+
+class Dumps(Feature):
+    def is_on(self) -> bool:
+        return bool(self.args.logger.dump_rollouts)
+
+    def controller(self) -> ControllerFeature:
+        from openrlhf_gtpo.training.features.dumps.dumper import RolloutDumper
+
+        return RolloutDumper(self.args)
+
+    def loss(self) -> "LossFeature":
+        from openrlhf_gtpo.training.features.dumps.ratios import TokenRatios
+
+        return TokenRatios()
+
+
+class Replay(Feature):
+    def is_on(self) -> bool:
+        return bool(self.args.train.replay_rollouts)
+
+    def check(self) -> None:
+        from openrlhf_gtpo.training.features.dumps.check import check_dumps
+
+        check_dumps(self.args)
+
+    def controller(self) -> ControllerFeature:
+        from openrlhf_gtpo.training.features.dumps.replay import ReplayInController
+
+        return ReplayInController(self.args)

@@ -1,0 +1,115 @@
+"""Rollouts from dumps in place of sampled ones (``--train.replay_rollouts``)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.report.rollouts import RolloutDump, find_dumps, read_dump, read_settings
+from openrlhf_gtpo.token_values import TokenValues
+from openrlhf_gtpo.training.feature import ControllerFeature
+from openrlhf_gtpo.training.rows import Rollout, Row
+
+
+class ReplayedSampler:
+    """Stands in for the sampler and for the prompts' loader; a replay has neither, and is one episode.
+
+    Args:
+        args: the run's arguments, checked (see ``check_dumps``).
+
+    Attributes:
+        step: the step of the dump returned last.
+        max_steps: optimizer steps of the dumped run, from which its learning rates follow.
+        drawn, exhausted: as in ``Sampler``.
+    """
+
+    drawn = step = 0
+    exhausted = False
+
+    def __init__(self, args: SimpleNamespace) -> None:
+        self._args = args
+        settings = {path: read_settings(path) for path in find_dumps(Path(args.train.replay_rollouts))}
+        self._files = {of_dump["step"]: path for path, of_dump in settings.items()}
+        self.max_steps: int = next(iter(settings.values()))["max_steps"]
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}  # the step's number says where a replay goes on
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Ignore ``state``: a replay that goes on from a checkpoint has no use for the position in the prompts."""
+
+    def begin_after(self, step: int) -> None:
+        """Leave out the dumps up to ``step``, on which the checkpoint to go on from was trained. If none is left, the
+        run only writes its model.
+
+        Raises:
+            TrainingStopped: the checkpoint is of a step after the last dump.
+        """
+        last = max(self._files)
+        self._files = {number: path for number, path in self._files.items() if number > step}
+        if step > last:
+            raise TrainingStopped(
+                f"--train.replay_rollouts {self._args.train.replay_rollouts} has no dump after step {step}, the step "
+                f"of the checkpoint; its last dump is of step {last}. Give an earlier checkpoint with --ckpt.load_tag."
+            )
+
+    def sample(self) -> Rollout:
+        """The rows of the next dump."""
+        if not self._files:  # in an episode after the first
+            return Rollout([], 0, True)
+        self.step = min(self._files)
+        dump = read_dump(self._files.pop(self.step))
+        return Rollout(read_rows(dump, self._args), 1, not self._files, step=self.step)
+
+
+def read_rows(dump: RolloutDump, args: SimpleNamespace) -> list[Row]:
+    """The rows of a dump, as the sampler gave them.
+
+    Tokens, masks, outcomes and the engine's log-probs are the dump's. So are the old policy's entropies and log-probs,
+    as ``values``, if ``args`` take those of the sampler; otherwise the actor computes them again.
+    """
+    lists = ("prompt_tokens", "tokens", "mask", "log_probs", "rollout_log_probs", "entropy")
+    tables = {name: dump.columns[name].rows() for name in lists if dump.columns[name] is not None}
+    rows = []
+    for number, outcome in enumerate(dump.columns["outcome"].tolist()):
+        prompt, tokens = tables["prompt_tokens"][number], tables["tokens"][number]
+
+        def values(name: str) -> np.ndarray:
+            return np.array([0.0] * len(prompt) + tables[name][number], dtype=np.float32)  # noqa: B023, called at once
+
+        row = Row(
+            prompt=dump.columns["prompt"][number],
+            label=None,
+            number=number // args.rollout.n_samples_per_prompt,
+            tokens=np.array(prompt + tokens, dtype=np.int64),
+            mask=np.array([False] * len(prompt) + tables["mask"][number], dtype=bool),
+            log_probs=values("rollout_log_probs") if "rollout_log_probs" in tables else None,
+            reward=outcome,
+            score=None,
+            truncated=bool(dump.columns["truncated"][number]),
+        )
+        if dump.columns["guided"] is not None:
+            row.off_policy = bool(dump.columns["guided"][number])
+            row.metrics |= {names.GUIDE_ROWS: float(row.off_policy), names.OFF_POLICY_ROWS: float(row.off_policy)}
+        if args.rollout.entropy == "sampler":
+            row.values = TokenValues(values("log_probs"), values("entropy"))  # type: ignore[arg-type]
+        rows.append(row)
+    return rows
+
+
+class ReplayInController(ControllerFeature):
+    """A step has the number of its dump."""
+
+    def sampler(self, run: Any) -> ReplayedSampler:
+        self._replayed = ReplayedSampler(self.args)
+        return self._replayed
+
+    def restore(self, state: Mapping[str, Any], step: int) -> None:
+        self._replayed.begin_after(step)

@@ -1,0 +1,16 @@
+"""Audits of what FP8 does to the credit (``--megatron.fp8_audit_steps``)."""
+
+from openrlhf_gtpo.training.credit.entropy_credit import captures_entropy
+from openrlhf_gtpo.training.feature import ControllerFeature, Feature
+
+
+class FP8Audit(Feature):
+    def is_on(self) -> bool:
+        args = self.args
+        in_fp8 = args.actor.backend == "megatron" and args.megatron.fp8 is not None
+        return in_fp8 and args.rollout.entropy == "actor" and captures_entropy(args)
+
+    def controller(self) -> ControllerFeature:
+        from openrlhf_gtpo.training.features.fp8_audit.controller import FP8AuditInController
+
+        return FP8AuditInController(self.args)

@@ -1,0 +1,33 @@
+"""A guiding policy (``--algo.guide.*``): a frozen, stronger model that answers a part of each group."""
+
+from typing import TYPE_CHECKING, Any
+
+from openrlhf_gtpo.training.feature import ControllerFeature, Feature
+
+if TYPE_CHECKING:
+    from openrlhf_gtpo.training.credit.loss import LossFeature
+
+
+class GuidingPolicy(Feature):
+    def is_on(self) -> bool:
+        # A replay has no guide, but its dumps may have a guide's rows.
+        return bool(self.args.algo.guide.model_name_or_path or self.args.train.replay_rollouts)
+
+    def check(self) -> None:
+        from openrlhf_gtpo.training.features.guide.check import check_guide
+
+        check_guide(self.args)
+
+    def controller(self) -> ControllerFeature:
+        from openrlhf_gtpo.training.features.guide.controller import GuideInController
+
+        return GuideInController(self.args)
+
+    def engine_args(self) -> dict[str, Any]:
+        # The policy's rows carry their engine's log-probs too: either all rows of a group do, or none.
+        return {"logprobs_mode": "processed_logprobs", "max_logprobs": 1}
+
+    def loss(self) -> "LossFeature":
+        from openrlhf_gtpo.training.features.guide.loss import GuideRatios
+
+        return GuideRatios(self.args.algo.guide.ratio_cap)

@@ -1,0 +1,18 @@
+"""Entropies and log-probs of the old policy from vLLM's sampler (``--rollout.entropy sampler``)."""
+
+from openrlhf_gtpo.training.feature import ControllerFeature, EngineFeature, Feature
+
+
+class SamplerEntropy(Feature):
+    def is_on(self) -> bool:
+        return self.args.rollout.entropy == "sampler"
+
+    def controller(self) -> ControllerFeature:
+        from openrlhf_gtpo.training.features.sampler_entropy.controller import SamplerEntropyInController
+
+        return SamplerEntropyInController(self.args)
+
+    def engine(self) -> EngineFeature:
+        from openrlhf_gtpo.training.features.sampler_entropy.engine import SamplerEntropyInEngine
+
+        return SamplerEntropyInEngine(self.args.rollout.temperature)

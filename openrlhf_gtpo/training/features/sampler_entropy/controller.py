@@ -1,0 +1,155 @@
+"""In the controller: entropies and log-probs that came with the rows take the place of the actors' forward pass, which
+is asked for them only if something else needs it, or for an audit.
+
+The audit's gate is on entropies, not on advantages: an engine that missed an update is off by the same number of nats
+whatever weight the credit gives them, even if no sign changes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from openrlhf.trainer.ppo_utils.experience import Experience
+
+from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.token_values import TokenValues
+from openrlhf_gtpo.training.credit.audit import Audit, Source
+from openrlhf_gtpo.training.credit.entropy_credit import entropy_credit
+from openrlhf_gtpo.training.credit.old_policy import always_forwards
+from openrlhf_gtpo.training.credit.rollout_batch import RolloutBatch
+from openrlhf_gtpo.training.feature import ControllerFeature
+from openrlhf_gtpo.training.rows import Row
+
+_SOURCE = Source(
+    "entropy_error_mean",
+    "The sampler's entropies are off by {:.3f} nats on average",
+    "--rollout.entropy_audit_gate",
+    "entropies fall back to the actor's",
+    "entropies are the sampler's again",
+    names.SAMPLER_AUDIT,
+    names.SAMPLER_IN_USE,
+)
+_AUDIT = "audit"  # in a checkpoint
+_MAY_MISS = 0.01  # fraction of a rollout's action tokens
+
+
+class SamplerEntropyInController(ControllerFeature):
+    """The old policy's values are the sampler's."""
+
+    def __init__(self, args: SimpleNamespace) -> None:
+        super().__init__(args)
+        self.credit = entropy_credit(args)
+        every = 0 if self.credit is None else args.rollout.entropy_audit_steps
+        self.audit = Audit(_SOURCE, every, args.rollout.entropy_audit_gate)
+        self._exact: list[TokenValues] | None = None  # the actors' values of a batch that is audited
+        self._metrics: dict[str, float] = {}
+
+    def policy_values(
+        self,
+        batches: Sequence[Experience],
+        rows: Sequence[Row],
+        own: bool,
+        split: Callable[[Sequence[Row]], list[Experience]],
+        forward: Callable[[Sequence[Experience]], list[TokenValues]],
+    ) -> list[TokenValues]:
+        due = own and self.audit.due()
+        sampled = _values(batches, rows)
+        missing = _count_missing(batches, sampled, rows)
+        if own:
+            self._metrics = {names.SAMPLER_MISSING: float(missing)}
+        if not (missing or due or self.audit.closed or always_forwards(self.args, len(rows))):
+            return _with_off_policy_rows(batches, sampled, rows, split, forward)
+        exact = forward(batches)
+        self._exact = exact if due else None
+        if self.audit.closed and not due:
+            return exact
+        return [
+            TokenValues(*(torch.where(ours.isnan(), theirs, ours) for ours, theirs in zip(*both)))
+            for both in zip(sampled, exact, strict=True)
+        ]
+
+    def on_values(self, batch: RolloutBatch) -> None:
+        if self._exact is None:
+            return
+        assert self.credit is not None
+        exact, self._exact = batch.in_rows(self._exact), None
+        mask = batch.mask & ~batch.off_policy.unsqueeze(-1)  # others' rows, which the policy's sampler has not seen
+        self._metrics |= self.audit.compare(batch, exact, mask, self.credit)
+        if self.audit.closed:
+            batch.values = exact
+
+    def on_step(self, step: int, metrics: dict[str, Any]) -> None:
+        metrics |= self._metrics
+
+    def state(self) -> dict[str, Any]:
+        return {_AUDIT: self.audit.state()}
+
+    def restore(self, state: Mapping[str, Any], step: int) -> None:
+        self.audit.restore(state.get(_AUDIT, (0, False)))
+
+
+def _values(batches: Sequence[Experience], rows: Sequence[Row]) -> list[TokenValues]:
+    """The sampler's values of micro-batches, (b, t), 0 at padding; NaN in the rows of another sampler."""
+    values = []
+    for batch in batches:
+        columns = torch.zeros(2, *batch.action_mask.shape)
+        for i, number in enumerate(batch.index):
+            own = rows[number].values
+            if own is None:
+                columns[:, i] = torch.nan
+            else:
+                columns[:, i, : len(own.entropy) - 1] = torch.stack([torch.as_tensor(column[1:]) for column in own])
+        values.append(TokenValues(*columns))
+    return values
+
+
+def _count_missing(batches: Sequence[Experience], sampled: Sequence[TokenValues], rows: Sequence[Row]) -> int:
+    """Number of action tokens without a value (NaN) from the policy's sampler, such as those that an agent wrote
+    itself. Rows of another sampler, which never have one, are not counted.
+
+    Raises:
+        TrainingStopped: there are too many.
+    """
+    missing = actions = 0
+    for batch, values in zip(batches, sampled, strict=True):
+        own = torch.tensor([not rows[row].off_policy for row in batch.index]).unsqueeze(-1)
+        mask = batch.action_mask.bool() & own
+        missing += int((values.entropy.isnan() & mask).sum())
+        actions += int(mask.sum())
+    if missing > _MAY_MISS * actions:
+        raise TrainingStopped(
+            f"{missing} of the {actions} tokens to train on ({missing / actions:.1%}, more than {_MAY_MISS:.0%}) have "
+            "no entropy from vLLM's sampler, for example because an agent edited what was sampled; give "
+            "--rollout.entropy actor."
+        )
+    return missing
+
+
+def _with_off_policy_rows(
+    batches: Sequence[Experience],
+    sampled: list[TokenValues],
+    rows: Sequence[Row],
+    split: Callable[[Sequence[Row]], list[Experience]],
+    forward: Callable[[Sequence[Experience]], list[TokenValues]],
+) -> list[TokenValues]:
+    """``sampled`` with the old policy's values in the rows of another sampler, by a forward over those rows alone. In
+    a replay such rows have them."""
+    others = [number for number, row in enumerate(rows) if row.values is None]
+    if not others:
+        return sampled
+    parts = split([rows[number] for number in others])
+    values = {
+        others[place]: TokenValues(*(column[i] for column in result))
+        for part, result in zip(parts, forward(parts), strict=True)
+        for i, place in enumerate(part.index)
+    }
+    filled = [TokenValues(*(column.clone() for column in each)) for each in sampled]
+    for batch, each in zip(batches, filled, strict=True):
+        for i, number in enumerate(batch.index):
+            for ours, theirs in zip(each, values.get(number, ())):
+                width = min(ours.shape[1], len(theirs))  # the two are padded with different micro-batches
+                ours[i] = 0
+                ours[i, :width] = theirs[:width]
+    return filled

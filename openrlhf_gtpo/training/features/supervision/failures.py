@@ -1,0 +1,203 @@
+"""Unwraps the errors of Ray's tasks to their cause, and reports it so that a user can act on it."""
+
+import _thread
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import ray
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from openrlhf_gtpo.checkpoints.files import CheckpointError
+from openrlhf_gtpo.checkpoints.folder import CheckpointWriteError
+from openrlhf_gtpo.errors import Restartable, StoppedOnRequest, TrainingStopped, UsageError, last_error
+from openrlhf_gtpo.platform.files import free_bytes, gigabytes
+
+E = TypeVar("E", bound=BaseException)
+
+_LOST = signal.SIGURG  # ignored unless somebody handles it
+
+
+# What Ray raises for a process that is gone; the last if its memory monitor killed it, as the node ran out of memory.
+DIED = (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError)
+
+
+def cause_of(error: BaseException | None, kind: type[E] | tuple[type[E], ...]) -> E | None:
+    """The innermost exception of ``kind`` behind a Ray task error.
+
+    Ray 2.55 nests one task's error in another's and makes each an instance of its cause's class too, with the whole
+    remote traceback as its text (``RayTaskError.as_instanceof_cause``); only the innermost keeps its original text.
+    Can go once the wrapping can be turned off: https://github.com/ray-project/ray/issues/48320.
+    """
+    found: E | None = None
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, kind):
+            found = error
+        seen.add(id(error))
+        error = getattr(error, "cause", None) or error.__cause__
+    return found
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Raise what ended a run on purpose, or what took it down, in place of Ray's error.
+
+    Raises:
+        UsageError, StoppedOnRequest: as an actor raised it.
+        TrainingStopped: as an actor raised it; or a checkpoint could not be loaded or, in asynchronous training, where
+            the controller is upstream's, could not be written.
+        Restartable: as an actor raised it; or a process or a node died.
+    """
+    try:
+        yield
+    except ray.exceptions.RayError as error:
+        failed = cause_of(error, (CheckpointError, CheckpointWriteError))
+        if failed is not None:
+            raise TrainingStopped(str(failed)) from None
+        for kind in (UsageError, Restartable, TrainingStopped, StoppedOnRequest):
+            ended = cause_of(error, kind)
+            if ended is not None:
+                raise kind(str(ended)) from None
+        raise_if_lost(error)
+        raise
+
+
+@contextmanager
+def deaths_noticed(ranks: Callable[[], list[Any]], every: float = 2.0) -> Iterator[None]:
+    """Raise the death of a rank in the main thread, whatever the main thread is waiting for.
+
+    While engines sample, nobody asks the ranks for anything, and a death would only show once the rollout is over.
+    Here each rank is asked for a sign of life, which it gives between two tasks; Ray answers for a dead one. The main
+    thread is told by a signal that nobody else uses, not by SIGINT, which a shell has its background jobs ignore.
+
+    Args:
+        ranks: returns the handles of the actors that exist by now.
+        every: seconds between two checks.
+
+    Raises:
+        ActorDiedError, OutOfMemoryError: Ray's error for the dead rank.
+    """
+    lost: list[Exception] = []
+    asked: dict[Any, Any] = {}  # ranks by the requests that they have not answered
+
+    def look() -> None:
+        if lost:
+            return
+        asked.update({rank.__ray_ready__.remote(): rank for rank in ranks() if rank not in asked.values()})
+        ready, _ = ray.wait([*asked], num_returns=len(asked), timeout=0) if asked else ([], [])
+        for answer in ready:
+            del asked[answer]
+            try:
+                ray.get(answer)
+            except (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError) as error:
+                lost.append(error)
+                _thread.interrupt_main(_LOST)
+                return
+            except ray.exceptions.RayError:  # out of reach for a moment: it is asked again
+                pass
+
+    with raised_on(_LOST, lambda: lost[0]), repeated(look, every):
+        yield
+
+
+@contextmanager
+def repeated(look: Callable[[], None], every: float) -> Iterator[None]:
+    """Call ``look``, which asks Ray, every ``every`` seconds in a thread of its own, and never after the block."""
+    over, looking = threading.Event(), threading.Lock()
+
+    def look_on() -> None:
+        while not over.wait(every):
+            with looking:
+                if over.is_set():
+                    return
+                look()
+
+    threading.Thread(target=look_on, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        with looking:  # a call after Ray's shutdown would start another Ray
+            pass
+
+
+@contextmanager
+def raised_on(number: signal.Signals, error: Callable[[], BaseException]) -> Iterator[None]:
+    """Raise ``error()`` in the main thread when it is sent the signal ``number``, whatever it is waiting for.
+
+    The handler itself can raise nothing but KeyboardInterrupt: inside ``ray.get`` of Ray 2.55 (``check_signals`` in
+    its ``_raylet``), SystemExit loses its status and anything else becomes a SystemError.
+    """
+    taken = False
+
+    def interrupt(number: int, frame: Any) -> None:
+        nonlocal taken
+        taken = True
+        raise KeyboardInterrupt
+
+    before = signal.signal(number, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if taken:
+            raise error() from None
+        raise
+    finally:
+        signal.signal(number, before)
+
+
+def answering(actors: list[Any]) -> Callable[[], bool]:
+    """Return a function that tells whether idle actors answer: True if all have since it last returned True."""
+    asked: list[Any] = []
+
+    def answered() -> bool:
+        nonlocal asked
+        if asked and len(ray.wait(asked, num_returns=len(asked), timeout=0)[0]) < len(asked):
+            return False
+        asked = [actor.__ray_ready__.remote() for actor in actors]
+        return True
+
+    return answered
+
+
+def raise_if_lost(error: BaseException) -> None:
+    """If a process or a node of the run died, say so and name the nodes that left the cluster.
+
+    Raises:
+        Restartable: one did.
+    """
+    lost = cause_of(error, (*DIED, EngineDeadError))
+    if lost is None:
+        return
+    try:
+        dead = [f"{node['NodeName']} ({node['NodeManagerAddress']})" for node in ray.nodes() if not node["Alive"]]
+    except Exception:  # the head may be what died
+        dead = []
+    what = f"the node {', '.join(dead)} left the Ray cluster" if dead else "a process of the run died"
+    why = f"the logs of its node say why. Ray says: {last_error(lost):.600}"
+    raise Restartable(f"{what}, and training cannot go on without it; {why}") from None
+
+
+@contextmanager
+def write_errors(ckpt: SimpleNamespace) -> Iterator[None]:
+    """Say what keeps an actor from writing a checkpoint, and how much free space its disk has.
+
+    Args:
+        ckpt: the run's ``--ckpt.*``.
+
+    Raises:
+        CheckpointWriteError: the checkpoint could not be written; replaces Ray's error.
+    """
+    try:
+        yield
+    except ray.exceptions.RayTaskError as error:
+        known = cause_of(error, CheckpointWriteError)
+        if known is None:
+            raise
+        free = free_bytes(ckpt.path)
+        room = "" if free is None else f" The disk of --ckpt.path has {gigabytes(free)} free."
+        raise CheckpointWriteError(f"{known}{room}") from error

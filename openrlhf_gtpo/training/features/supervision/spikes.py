@@ -1,0 +1,53 @@
+"""Finds steps whose numbers stand out from those before them (``--train.spike_zscore``), by a z-score from medians,
+which no spike moves."""
+
+import math
+from collections.abc import Mapping
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+from openrlhf_gtpo.errors import Restartable
+from openrlhf_gtpo.report import names
+from openrlhf_gtpo.training.feature import ControllerFeature
+
+_OF_OWN_ROWS = (
+    "ppo_kl",
+)  # the only one watched in a step that others' rows have joined, which are far from the policy
+_WATCHED = ("policy_loss", "kl", "ppo_kl", "actor_grad_norm")
+_WINDOW, _ENOUGH = 50, 20  # steps to look back at, and steps needed before one is judged
+_RECENT = "recent_metrics"  # in a checkpoint
+
+
+class Spikes(ControllerFeature):
+    """Attributes:
+    recent: the last steps' losses, KLs and gradient norms, by name.
+    """
+
+    def __init__(self, args: SimpleNamespace) -> None:
+        super().__init__(args)
+        self.recent: dict[str, list[float]] = {}
+
+    def on_step(self, step: int, metrics: dict[str, Any]) -> None:
+        """Record a step's metrics. Raises Restartable if one of them is a spike."""
+        limit = self.args.train.spike_zscore
+        for name in _OF_OWN_ROWS if metrics.get(names.RESCUE_ROWS) else _WATCHED:
+            value, before = metrics.get(name), self.recent.setdefault(name, [])
+            if not isinstance(value, float) or not math.isfinite(value):
+                continue
+            middle = median(before or [value])
+            spread = 1.4826 * median([abs(other - middle) for other in before] or [0.0])  # if normal, their deviation
+            if len(before) >= _ENOUGH and value - middle > limit * spread > 0:
+                raise Restartable(
+                    f"{name} of step {step} is {value:.4g}, {(value - middle) / spread:.1f} robust standard deviations"
+                    f" above the {middle:.4g} of the {len(before)} steps before it (--train.spike_zscore "
+                    f"{limit:g}). It is not saved."
+                )
+            before.append(value)
+            del before[:-_WINDOW]
+
+    def state(self) -> dict[str, Any]:
+        return {_RECENT: self.recent}
+
+    def restore(self, state: Mapping[str, Any], step: int) -> None:
+        self.recent = state.get(_RECENT, {})

@@ -1,0 +1,279 @@
+"""Draws prompts and has the engines answer them: rows in the order of their prompts, whatever comes back first.
+
+Each prompt has a number, from which, under full determinism, the seeds of its responses follow. If an engine dies, its
+requests go to those that are left. A group that the filter refuses is replaced by the next prompt's.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+import torch
+from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
+from tqdm import tqdm
+from vllm import SamplingParams
+
+from openrlhf_gtpo.algorithms import success
+from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.training.credit.entropy_credit import entropy_credit
+from openrlhf_gtpo.training.rows import Dropped, Request, Rollout, Row
+
+_TRAINING, _EVALUATION = 0, 1  # streams of seeds
+_AGAIN = 1.0  # seconds until engines are woken, or put to sleep, again
+_LOOK_EVERY = 10.0  # seconds
+_MAY_DROP = 0.1  # of a rollout's prompts, and one in any case
+
+
+class Sampler:
+    """Samples what a step is trained on, and evaluations.
+
+    Args:
+        args: the run's arguments.
+        prompts, held_out: loaders of upstream's prompt data set; None for no evaluation.
+        tokenizer: Ray's reference to it; a copy of one with 49,152 tokens takes 0.2 s to unpickle.
+        engines: rollout actors that serve.
+        recover: called with what an engine's call raised; returns when the engines in the list can be asked again, and
+            raises the error if no engine's failure caused it.
+
+    Attributes:
+        engines: whoever holds the list may change it.
+        drawn: training prompts since the run began; a resumed run sets it to what its checkpoint has consumed.
+        with_log_probs: whether training rows carry their engine's log-probs.
+        exhausted: whether the last rollout drew the episode's last prompt and found none after it.
+    """
+
+    def __init__(
+        self,
+        args: SimpleNamespace,
+        prompts: Iterable[Any],
+        held_out: Iterable[Any] | None,
+        tokenizer: ray.ObjectRef,
+        engines: list[Any],
+        recover: Callable[[Exception], None],
+    ) -> None:
+        self.args, self.engines, self._recover = args, engines, recover
+        self._prompts, self._held_out, self._tokenizer = prompts, held_out, tokenizer
+        self._credit = entropy_credit(args)
+        self._left: Iterator[Any] | None = None  # of the episode's prompts
+        self._load: Counter[int] = Counter()  # responses that an engine has been asked for and not given, by id
+        self.drawn = 0
+        self.exhausted = False
+        self.with_log_probs = args.algo.advantage.is_correction_level != "off"
+
+    def sample(self) -> Rollout:
+        """The next rollout of the episode, or the first of the next one: empty if no prompt is left.
+
+        Raises:
+            TrainingStopped: too many prompts were dropped, responses log different things, or ``recover`` gave up.
+        """
+        args = self.args
+        if self._left is None:
+            self._left = iter(self._prompts)
+        filters = args.algo.dynamic_filtering_enable
+        count = min(args.rollout.batch_size, args.rollout.vllm_generate_batch_size or args.rollout.batch_size)
+        params = self.params(args.rollout.temperature, args.rollout.top_p, self.with_log_probs)
+        before, seen = self.drawn, Rollout([], 0, False)
+        with self.awake():
+            groups = self._groups(self._numbered(self._left), count, params, seen, filters)
+        rows = [row for number in sorted(groups) for row in groups[number]]
+        for row in rows:
+            if differing := row.logs.keys() ^ rows[0].logs.keys():
+                raise TrainingStopped(
+                    "Expected the same names in every response's extra_logs, which are averaged; only some have "
+                    f"{', '.join(sorted(differing))}."
+                )
+        seen.rows, seen.prompts = rows, self.drawn - before
+        if filters and seen.prompts:
+            seen.passed = len(groups) / seen.prompts * 100
+        if seen.exhausted:
+            self._left = None
+        self.exhausted = seen.exhausted
+        return seen
+
+    def evaluate(self, temperature: float, samples: int) -> list[Row]:
+        """All held-out prompts' rows, ``samples`` each; under full determinism every evaluation has the same seeds."""
+        assert self._held_out is not None
+        params = self.params(
+            temperature, self.args.rollout.top_p, self.args.algo.advantage.is_correction_level != "off"
+        )
+        requests = (
+            self._request(prompt, number, _EVALUATION, samples)
+            for number, prompt in enumerate(_prompts(iter(self._held_out)))
+        )
+        rows: list[Row] = []
+        exhausted = False
+        with self.awake():
+            while not exhausted:
+                seen = Rollout([], 0, False)  # of a batch, of which a tenth may be dropped
+                groups = self._groups(requests, self.args.rollout.batch_size, params, seen)
+                exhausted = seen.exhausted
+                rows += [row for number in sorted(groups) for row in groups[number]]
+        return rows
+
+    def ask(self, requests: Sequence[Request], params: SamplingParams) -> dict[ray.ObjectRef, Request]:
+        """Send ``requests`` to their engines, or to those with least to do."""
+        sent = {}
+        for request in requests:
+            engine = request.engine or min(self.engines, key=lambda engine: self._load[id(engine)])
+            ref = engine.sample.remote(
+                request._replace(engine=None), params, self.args.data.max_len, [self._tokenizer]
+            )
+            self._load[id(engine)] += request.samples
+            sent[ref] = request._replace(engine=engine)
+        return sent
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Keep the engines awake within this block, if ``--vllm.enable_sleep`` frees their memory otherwise."""
+        if self.args.vllm.enable_sleep:
+            self._call("wake_up")
+        yield
+        if self.args.vllm.enable_sleep:
+            self._call("sleep")
+
+    def _call(self, method: str) -> None:
+        """Wake the engines or put them to sleep, even if one dies: those that are left, some of which have done it."""
+        while True:
+            try:
+                batch_vllm_engine_call(self.engines, method)
+                return
+            except ray.exceptions.RayError as error:
+                self._recover(error)
+                time.sleep(_AGAIN)
+
+    def params(self, temperature: float, top_p: float, with_log_probs: bool) -> SamplingParams:
+        """What OpenRLHF asks vLLM with (0.11.2, trainer/ppo_utils/samples_generator.py)."""
+        return SamplingParams(
+            temperature=temperature,
+            top_p=top_p,
+            max_tokens=self.args.rollout.max_new_tokens,  # None: what --data.max_len leaves
+            min_tokens=1,
+            skip_special_tokens=False,
+            logprobs=1 if with_log_probs else None,
+        )
+
+    def _numbered(self, loader: Iterator[Any]) -> Iterator[Request]:
+        for prompt in _prompts(loader):
+            number, self.drawn = self.drawn, self.drawn + 1
+            yield self._request(prompt, number, _TRAINING, self.args.rollout.n_samples_per_prompt)
+
+    def _request(self, prompt: tuple[Any, ...], number: int, stream: int, samples: int) -> Request:
+        text, label, images = prompt
+        train = self.args.train
+        seed = (train.seed, stream, number) if train.full_determinism_enable else None
+        return Request(text, label, images, number, samples, seed=seed, is_trained=stream == _TRAINING)
+
+    def _groups(
+        self,
+        requests: Iterator[Request],
+        count: int,
+        params: SamplingParams,
+        seen: Rollout,
+        filters: bool = False,
+    ) -> Mapping[int, list[Row]]:
+        """The groups of the next ``count`` prompts, by number; fewer at the end of ``requests``, which ``seen`` notes
+        beside the tokens that were sampled and the prompts that were dropped.
+        """
+        groups: dict[int, list[Row]] = {}
+        parts: dict[int, tuple[int, dict[int, list[Row] | Dropped]]] = {}  # how many a group has, and which are there
+        waiting: dict[ray.ObjectRef, Request] = {}
+        may_drop = max(1, int(_MAY_DROP * count))
+
+        def draw() -> bool:
+            request = next(requests, None)
+            if request is None:
+                seen.exhausted = True
+                return False
+            asked = self.shares(request) if request.is_trained else [request]
+            parts[request.number] = len(asked), {}
+            waiting.update(self.ask(asked, params))
+            return True
+
+        drawn = sum(draw() for _ in range(count))
+        progress = tqdm(total=drawn, desc="Generate samples")
+        while waiting:
+            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=_LOOK_EVERY)
+            for ref in ready:
+                request = waiting.pop(ref)
+                self._load[id(request.engine)] -= request.samples
+                try:
+                    answer = ray.get(ref)
+                except ray.exceptions.RayError as error:
+                    waiting.update(self.ask([self.in_place_of(request, error)], params))
+                    continue
+                asked, group = parts[request.number]
+                group[request.first] = answer
+                if len(group) < asked:
+                    continue
+                del parts[request.number]
+                rows = self._complete(group, seen, may_drop)
+                kept = bool(rows) and not (filters and self._is_filtered(rows))
+                if rows and not kept:
+                    self.on_filtered(rows)
+                if kept:
+                    groups[request.number] = rows
+                    progress.update()
+                elif filters:
+                    draw()
+        return groups
+
+    def shares(self, request: Request) -> Sequence[Request]:
+        """Who is asked for the responses to a prompt that is trained on, in the order of the group's rows."""
+        return [request]
+
+    def in_place_of(self, request: Request, error: Exception) -> Request:
+        """What to ask in place of a request that has failed; raises ``error`` if no engine's death explains it."""
+        self._recover(error)
+        return request._replace(engine=None)
+
+    def on_filtered(self, rows: Sequence[Row]) -> None:
+        """The filter does not let this group through."""
+
+    def _complete(self, group: Mapping[int, list[Row] | Dropped], seen: Rollout, may_drop: int) -> list[Row]:
+        """A group's rows in their order; none if a part of it was dropped.
+
+        Raises:
+            TrainingStopped: too many prompts of the rollout were dropped.
+        """
+        rows: list[Row] = []
+        for first in sorted(group):
+            part = group[first]
+            if isinstance(part, Dropped):
+                seen.dropped += 1
+                if seen.dropped > may_drop:
+                    raise TrainingStopped(
+                        f"The reward or agent failed for {seen.dropped} prompts of a rollout, more than a tenth of it."
+                        f" The last: {part.reason}"
+                    )
+                print(f"Warning: a prompt is dropped. {part.reason}", flush=True)
+                return []
+            rows += part
+        seen.tokens += sum(row.num_actions for row in rows)
+        return rows
+
+    def _is_filtered(self, rows: Sequence[Row]) -> bool:
+        """True if dynamic sampling replaces the group: its mean score is outside ``--algo.dynamic_filtering_range``,
+        or its responses do not differ in their scores, or in what the estimator compares.
+
+        OpenRLHF's filter sees only the mean score, which lies in its range for eight scores of 0.3 too (0.11.2,
+        trainer/ppo_utils/samples_generator.py, _generate_vllm)."""
+        if any(row.reward is None for row in rows):  # a reward model's come later
+            return False
+        low, high = self.args.algo.dynamic_filtering_range
+        rewards = torch.tensor([row.reward for row in rows])
+        scores = torch.tensor([row.reward if row.score is None else row.score for row in rows])
+        if not low < sum(scores.tolist()) / len(rows) < high:
+            return True
+        if self._credit is not None and self._credit.needs_both:
+            rewards = success(rewards, self._credit.config.success_threshold)
+        return any(bool((values == values[0]).all()) for values in (scores, rewards))
+
+
+def _prompts(loader: Iterator[Any]) -> Iterator[tuple[Any, ...]]:
+    """(prompt, label, images) of each prompt in upstream's batches."""
+    for _, texts, labels, images in loader:
+        yield from zip(texts, labels, images, strict=True)

@@ -1,0 +1,175 @@
+"""A row, from the engine that samples it to the training step; and what an engine is asked for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from openrlhf.trainer.ppo_utils.experience import Experience
+
+from openrlhf_gtpo.errors import TrainingStopped, one_line
+from openrlhf_gtpo.token_values import TokenValues
+
+
+class Request(NamedTuple):
+    """Responses to one prompt, as one engine is asked for them."""
+
+    prompt: str
+    label: Any  # the prompt's own
+    images: Any
+    number: int  # of the prompt, in the order in which prompts are drawn
+    samples: int  # responses
+    first: int = 0  # the place of the first of them in the prompt's group
+    seed: tuple[int, ...] | None = (
+        None  # from which each response's seed is made; None: the engine's generator samples
+    )
+    is_trained: bool = True  # whether the policy learns from the responses, as it does not in an evaluation
+    engine: Any = None  # which is asked; None: the policy's engine that has least to do
+
+
+class Dropped(NamedTuple):
+    """An engine's answer to a request whose reward or agent failed, in a run that may go on without the prompt."""
+
+    reason: str
+
+
+@dataclass
+class Row:
+    """One prompt with one response: n tokens, cut to ``--data.max_len``."""
+
+    prompt: str
+    label: Any
+    number: int  # of the prompt (see ``Request``)
+    tokens: np.ndarray  # (n,) int64, prompt and response
+    mask: np.ndarray  # (n,) bool, True at action tokens
+    log_probs: np.ndarray | None  # (n,) float32, those of the engine that sampled the row; 0 outside the mask
+    reward: float | int | None  # None: a reward model gives it
+    score: float | int | None
+    truncated: bool = False
+    logs: dict[str, Any] = field(default_factory=dict)  # the reward's extra_logs
+    images: Any = None
+    image_inputs: Any = None  # what upstream's image processor made of them
+    values: TokenValues | None = None  # (n,) each, from the policy's sampler; NaN where it has none
+    off_policy: bool = False  # the row's ratio is to the engine's ``log_probs``, not to the old policy
+    weight: float = 1.0  # of its advantages
+    metrics: dict[str, float] = field(default_factory=dict)  # averaged over rows, and logged
+
+    @classmethod
+    def of_response(cls, response: dict[str, Any], number: int, max_len: int, vocab_size: int | None = None) -> "Row":
+        """The row of a response, as OpenRLHF's executors and agents return it.
+
+        Args:
+            number: of the prompt.
+            vocab_size: the model's, if the tokens are an agent's.
+
+        Raises:
+            TrainingStopped: an agent returned something that is not a response.
+        """
+        try:
+            tokens, log_probs = response["observation_tokens"], response["rollout_log_probs"]
+            mask: np.ndarray = np.zeros(len(tokens), dtype=bool)
+            for start, end in response["action_ranges"]:
+                mask[start:end] = True
+            if log_probs is not None and len(log_probs) != len(tokens):  # as of an agent that does not ask for them
+                raise ValueError(f"it has {len(log_probs)} rollout_log_probs for {len(tokens)} observation_tokens")
+            if unknown := [token for token in tokens if vocab_size and not 0 <= token < vocab_size]:
+                raise ValueError(f"token {unknown[0]} is not in the model's vocabulary of {vocab_size}")
+            numbers = {name: _number(name, response.get(name)) for name in ("reward", "scores")}
+            # Upstream ends an agent whose context is full, and counts it as cut off only if its last turn was.
+            ends = [end for _, end in response["action_ranges"]]
+            full = max_len <= len(tokens) > max(ends, default=0)
+            return cls(
+                prompt=response["prompt"],
+                label=response["label"],
+                number=number,
+                tokens=np.asarray(tokens, dtype=np.int64)[:max_len],
+                mask=mask[:max_len],
+                log_probs=None if log_probs is None else np.asarray(log_probs, dtype=np.float32)[:max_len],
+                reward=numbers["reward"],
+                score=numbers["scores"],
+                truncated=bool(response.get("truncated", False)) or full,
+                logs={name: _first(value) for name, value in response.get("extra_logs", {}).items()},
+                images=response.get("images"),
+                image_inputs=response.get("mm_train_inputs"),
+            )
+        except Exception as error:  # a reward's answer has been checked, an agent's comes from the user's code
+            what = f"{type(error).__name__}: {one_line(error):.200}"
+            raise TrainingStopped(
+                "Expected --train.agent_func_path to return a response as OpenRLHF's MultiTurnAgentExecutor.execute "
+                f"does, with numbers as reward, scores and extra_logs, got one that cannot be read ({what}): "
+                f"{response!r:.300}"
+            ) from error
+
+    @property
+    def num_actions(self) -> int:
+        return int(self.mask[1:].sum())
+
+    @property
+    def span(self) -> int:
+        """Tokens from the first action to the last, which upstream calls the response's length."""
+        actions = np.flatnonzero(self.mask[1:])
+        return int(actions[-1] - actions[0]) + 1 if len(actions) else 0
+
+    def experience(self, max_len: int) -> Experience:
+        """The row as upstream's batch of one; what upstream has no field for stays behind."""
+        tokens, mask = torch.from_numpy(self.tokens), torch.from_numpy(self.mask[1:])
+        info = {"response_clip_ratio": torch.tensor([len(tokens) >= max_len])}
+        for name, value in (("reward", self.reward), ("score", self.score), *self.logs.items(), *self.metrics.items()):
+            if value is not None:
+                info[name] = torch.tensor([value])
+        return Experience(
+            sequences=tokens.unsqueeze(0),
+            attention_mask=torch.ones_like(tokens).unsqueeze(0),
+            action_mask=mask.long().unsqueeze(0),
+            rollout_log_probs=None if self.log_probs is None else torch.from_numpy(self.log_probs[None, 1:]),
+            prompts=[self.prompt],
+            labels=[None],  # rewards have read it, and a dump puts the row's number there
+            images=[self.images],
+            mm_train_inputs=[self.image_inputs],
+            rewards=None if self.reward is None else torch.tensor([self.reward]),
+            scores=None if self.score is None else torch.tensor([self.score]),
+            response_length=torch.tensor([self.span]),
+            truncated=torch.tensor([self.truncated]),
+            total_length=torch.tensor([float(len(tokens))]),
+            info=info,
+        )
+
+
+def _number(name: str, value: Any) -> float | int | None:
+    if value is None:
+        return None
+    number = value.item() if hasattr(value, "item") else value
+    if not np.isfinite(number):  # a filter would drop its group without a word
+        raise ValueError(f"its {name} is {number}, which is not finite")
+    return number
+
+
+def _first(value: Any) -> float | int:
+    """A number as Python's, the first of several, as upstream logs it."""
+    return torch.as_tensor(value).flatten()[0].item()
+
+
+@dataclass
+class Rollout:
+    """What one step is trained on.
+
+    Attributes:
+        rows: in the order of their prompts, a prompt's responses side by side.
+        others: rows with groups and statistics of their own, which join the step's training.
+        prompts: drawn from the data, those that a filter dropped included.
+        passed: percentage of them whose groups passed the filter; None without one.
+        exhausted: whether no prompt is left in the episode.
+        tokens: sampled, whatever became of them.
+        dropped: prompts whose reward or agent failed.
+        step: the number of the step, if it is not the next one.
+    """
+
+    rows: Sequence[Row]
+    prompts: int
+    exhausted: bool
+    passed: float | None = None
+    tokens: int = 0
+    dropped: int = 0
+    others: list[Row] = field(default_factory=list)
+    step: int | None = None

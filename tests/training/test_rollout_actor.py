@@ -1,0 +1,337 @@
+"""What an engine's actor makes of a request: its rows, their seeds, what is dropped and what stops the run, and how
+the engine is started."""
+
+import asyncio
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_engines import VOCABULARY, Engine, Executor, respond
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from openrlhf_gtpo.errors import TrainingStopped
+from openrlhf_gtpo.training.rollout import rollout_actor
+from openrlhf_gtpo.training.rollout.rewards import Patience, RewardFailed, StrictRewardExecutor
+from openrlhf_gtpo.training.rollout.rollout_actor import EngineRestarted, StrictRolloutActor
+from openrlhf_gtpo.training.rows import Dropped, Row
+
+
+class Answers(Executor):
+    """The agent's answer but for ``changed``."""
+
+    def __init__(self, **changed: Any) -> None:
+        super().__init__()
+        self.changed = changed
+
+    async def execute(self, **given: Any) -> dict[str, Any]:  # type: ignore[override]
+        return await super().execute(**given) | self.changed
+
+
+def row_of(max_len: int = 64, **changed: Any) -> Row:
+    engine = Engine()
+    engine.executor = Answers(**changed)
+    [row] = asyncio.run(respond(engine, max_len=max_len))
+    return row
+
+
+# ── Requests ──
+
+
+def test_an_agent_that_asks_once_more_gets_another_answer() -> None:
+    """It may ask with the same tokens, to take the best of several; the same sample gets the same answers again."""
+
+    class Twice(Executor):
+        async def execute(self, **given: Any) -> dict[str, Any]:  # type: ignore[override]
+            asked = [await given["llm_engine"].generate([5, 6], given["sampling_params"]) for _ in range(2)]
+            return await super().execute(**given) | {"extra_logs": dict(zip("ab", asked))}
+
+    engine = Engine()
+    engine.executor = Twice()
+    first, other, same = (
+        asyncio.run(respond(engine, seed=(1, 2), first=place))[0].logs.values() for place in (0, 1, 0)
+    )
+    assert len({*first, *other}) == 4 and [*first] == [*same]
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True], ids=["sampler", "asynchronous trainer"])
+def test_samples_of_a_prompt_do_not_share_their_sampling_parameters(is_asynchronous: bool) -> None:
+    """Upstream's agent takes what is left for the first turn of another sample for the least of its own, and would
+    cut the observation that this one begins with."""
+
+    class Growing(AgentInstanceBase):
+        made = 0
+
+        def __init__(self) -> None:
+            Growing.made += 1
+            self.number = Growing.made
+
+        async def reset(self, states: dict[str, Any], **_: Any) -> dict[str, Any]:
+            return {"observation": "x" * 5 * self.number}
+
+        async def step(self, states: dict[str, Any], **_: Any) -> dict[str, Any]:
+            states["sampling_params"].temperature = self.number / 10
+            done = len(states["observation_text"]) > 5 * self.number
+            return {"rewards": torch.tensor(1.0), "environment_feedback": "f", "done": done}
+
+    engine, asked = Engine(), []
+    engine.executor = MultiTurnAgentExecutor(Growing)
+
+    async def answer(prompt: Any, params: Any, request_id: str) -> Any:
+        asked.append((len(prompt["prompt_token_ids"]), params.max_tokens, params.temperature))
+        await asyncio.sleep(0)
+        yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7], logprobs=None, finish_reason="stop", text="a")])
+
+    async def tokenizer() -> Any:
+        return lambda text, **_: {"input_ids": torch.ones(1, len(text), dtype=torch.long)}
+
+    async def lengths() -> list[int]:
+        params = SamplingParams(max_tokens=None)
+        if is_asynchronous:
+            given = {"sampling_params": params, "max_length": 30, "hf_tokenizer": await tokenizer()}
+            responses = await engine.generate_responses("p", "1", num_samples=3, **given)
+            return [len(response["observation_tokens"]) for response in responses]
+        return [len(row.tokens) for row in await respond(engine, params, 3, 30, tokenizer())]
+
+    engine.llm.generate = answer
+    assert asyncio.run(lengths()) == [9, 14, 19]
+    assert sorted(asked) == [(5, 25, 1), (7, 23, 0.1), (10, 20, 1), (12, 18, 0.2), (15, 15, 1), (17, 13, 0.3)]
+
+
+def test_vllm_makes_no_text_and_no_answers_that_nobody_reads() -> None:
+    """An agent reads the text of whole answers; a single turn's reward gets prompt and response decoded together. vLLM
+    finds stop strings in the text."""
+    engine, asked = Engine(), []
+
+    async def answer(prompt: Any, params: Any, request_id: str) -> Any:
+        asked.append((params.output_kind, params.detokenize))
+        yield None
+
+    engine.llm.generate, params = answer, SamplingParams()
+    single_turn = StrictRewardExecutor(None, Patience())
+    for engine.executor, given in (
+        (Executor(), params),
+        (single_turn, params),
+        (single_turn, SamplingParams(stop="e")),
+    ):
+        asyncio.run(engine.generate([1], given))
+    assert asked == [(RequestOutputKind.FINAL_ONLY, with_text) for with_text in (True, False, True)]
+    assert params == SamplingParams(), "upstream's own object"
+
+
+def test_the_asynchronous_trainers_calls_are_answered_as_upstream_answers_them() -> None:
+    """They have no seeds, whatever the actor was asked before."""
+    engine = Engine()
+    given = {"sampling_params": SamplingParams(), "max_length": 8, "hf_tokenizer": None}
+    responses = asyncio.run(engine.generate_responses("p", "1", num_samples=2, **given))
+    assert [response["label"] for response in responses] == ["1", "1"] and engine.seeds == [None] * 4
+
+
+def test_a_call_that_is_cancelled_leaves_the_tokenizer_to_the_others() -> None:
+    engine = Engine()
+
+    async def story() -> Any:
+        coming: Any = asyncio.get_running_loop().create_future()
+        cancelled, other = (asyncio.ensure_future(respond(engine, tokenizer=coming)) for _ in range(2))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.sleep(0)
+        coming.set_result(None)
+        return await other
+
+    assert len(asyncio.run(story())) == 1
+
+
+# ── Rows ──
+
+
+@pytest.mark.parametrize(
+    ("tokens", "actions", "cut"),
+    [(8, [(2, 4), (6, 8)], False), (9, [(2, 4)], True), (8, [(2, 7)], True), (7, [(2, 4)], False), (8, [], True)],
+)
+def test_an_agent_whose_context_is_full_was_cut_off(tokens: int, actions: list[tuple[int, int]], cut: bool) -> None:
+    """A row ends with an action that vLLM did not cut off, or with an observation that leaves no room for the next."""
+    row = row_of(max_len=8, observation_tokens=[1] * tokens, action_ranges=actions)
+    assert row.truncated is cut and len(row.tokens) == len(row.mask) == min(tokens, 8)
+
+
+@pytest.mark.parametrize("left_out", [True, False])
+def test_an_agent_may_return_numpys_and_torchs_numbers_and_leave_out_what_upstream_lets_it(left_out: bool) -> None:
+    """A row's are Python's, which a checkpoint can hold."""
+    changed: dict[str, Any] = {"reward": torch.tensor([0.25]), "scores": np.float64(0.5)}
+    changed |= {"observation_tokens": np.array([1, 2]), "action_ranges": [(np.int64(1), np.int64(2))]}
+    changed |= {"rollout_log_probs": [np.float32(0.0), np.float32(-0.5)]}
+    changed |= {"extra_logs": {} if left_out else {"a": torch.tensor([[3.0]]), "b": np.float32(0.5), "c": [1], "d": 2}}
+    row = row_of(**changed)
+    assert (row.reward, row.score, row.truncated) == (0.25, 0.5, False)
+    assert row.log_probs is not None and [row.tokens.tolist(), row.log_probs.tolist()] == [[1, 2], [0.0, -0.5]]
+    assert row.logs == ({} if left_out else {"a": 3.0, "b": 0.5, "c": 1, "d": 2})
+    assert all(type(value) in (int, float) for value in (row.reward, row.score, *row.logs.values()))
+
+
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"reward": float("nan")}, "its reward is nan, which is not finite"),
+        ({"scores": float("-inf")}, "its scores is -inf, which is not finite"),
+        ({"rollout_log_probs": [-0.5]}, "it has 1 rollout_log_probs for 2 observation_tokens"),
+        ({"reward": "good"}, ".*"),
+        ({"extra_logs": {"a": "good"}}, ".*"),
+        ({"observation_tokens": [1, VOCABULARY]}, "token 1000 is not in the model's vocabulary of 1000"),
+        ({"observation_tokens": [-1, 1]}, "token -1 is not in the model's vocabulary of 1000"),
+    ],
+    ids=str,
+)
+def test_an_agents_response_that_cannot_be_learned_from(changed: dict[str, Any], what: str) -> None:
+    """A filter would take NaN for a group that teaches nothing; log-probs that lack a turn's would be padded."""
+    with pytest.raises(
+        TrainingStopped, match=f"Expected --train.agent_func_path to return .* cannot be read .*Error: {what}"
+    ):
+        row_of(**changed)
+
+
+def test_an_agents_extra_logs_have_names_of_their_own() -> None:
+    with pytest.raises(TrainingStopped, match="in the 'extra_logs' from --train.agent_func_path, got step, which"):
+        row_of(extra_logs={"step": 2.0})
+
+
+# ── What fails ──
+
+
+def failing(failure: type[Exception], patience: Patience) -> Engine:
+    engine = Engine()
+    engine.executor.fails, engine.executor.failure, engine.patience = {"1"}, failure, patience
+    return engine
+
+
+def test_a_dropped_prompt_has_nothing_left_at_the_engine() -> None:
+    """vLLM would go on sampling for nobody, into the transfer of weights, after which it could not empty its cache."""
+    engine, calls = Engine(), Counter[str]()
+    engine.patience = Patience(tries=2, seconds=60)
+
+    async def generate(tokens: Any, params: Any, *_: Any) -> Any:
+        calls["asked"] += 1
+        first = calls["asked"] in (1, 5)  # the first sample, and its second try
+        calls["running"] += 1
+        try:
+            await asyncio.sleep(0 if first else 600)
+            raise ConnectionError("no reward")
+        finally:
+            calls["running"] -= 1
+
+    async def story() -> tuple[Any, int]:
+        answer = await asyncio.wait_for(respond(engine, samples=4), 30)
+        await asyncio.sleep(0.1)
+        return answer, calls["running"]
+
+    engine.generate = generate
+    assert asyncio.run(story()) == (Dropped("ConnectionError: no reward"), 0)
+
+
+@pytest.mark.parametrize("tries", [1, 2])
+def test_a_mistake_drops_nothing_and_an_engine_that_died_neither(tries: int) -> None:
+    for failure, raised in ((TrainingStopped, TrainingStopped), (ConnectionError, EngineDeadError)):
+        engine = failing(failure, Patience(tries))
+
+        async def dead() -> None:
+            raise EngineDeadError
+
+        engine.llm.is_sleeping = dead
+        with pytest.raises(raised):
+            asyncio.run(respond(engine))
+
+
+@pytest.mark.parametrize(
+    ("failure", "sentence"),
+    [
+        (RewardFailed, "no reward for 1"),
+        (
+            ConnectionError,
+            rf"Could not get a response from {__file__}: ConnectionError: no reward for 1 \(.*fake_engines.py, line "
+            r"\d+\). Prompt: '1'",
+        ),
+    ],
+    ids=["reward", "agent"],
+)
+def test_without_restarts_the_first_failed_reward_or_agent_stops_the_run(
+    failure: type[Exception], sentence: str
+) -> None:
+    engine = failing(failure, Patience())
+    engine._agent_path = __file__
+    with pytest.raises(TrainingStopped, match=f"^{sentence}$"):
+        asyncio.run(respond(engine))
+
+
+def test_an_engine_that_was_started_again_does_not_sample_before_it_has_the_weights() -> None:
+    engine = Engine()
+    engine.kwargs = {"enable_prefix_caching": False}
+    engine._has_old_weights = True
+
+    async def story() -> None:
+        for call in (engine.serves(), respond(engine)):
+            with pytest.raises(EngineRestarted):
+                await call
+        await engine.receive_weights([], True)
+        await engine.serves()
+        assert len(await respond(engine)) == 1
+        engine._has_old_weights = True
+        await engine.receive_bucket([], {}, 0, 2, True)
+        with pytest.raises(EngineRestarted):
+            await engine.serves()
+        await engine.receive_bucket([], {}, 1, 2, True)
+        await engine.serves()
+
+    asyncio.run(story())
+
+
+# ── Start ──
+def engine_start(monkeypatch: pytest.MonkeyPatch, platform: str) -> dict[str, Any]:
+    """A dict that gets the arguments with which upstream's actor is started from now on."""
+    started: dict[str, Any] = {}
+
+    async def start(self: Any, *args: Any, **kwargs: Any) -> None:
+        started.update(kwargs)
+        self.executor, self.llm = None, SimpleNamespace(engine_core=None)
+
+    monkeypatch.setattr(rollout_actor._UpstreamRolloutActor, "__init__", start)
+    monkeypatch.setenv("OPENRLHF_GTPO_PLATFORM", platform)
+    return started
+
+
+@pytest.mark.parametrize(("platform", "alone"), [("cpu", True), ("cuda", False)])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_request_has_the_engine_to_itself_on_a_cpu_under_full_determinism(
+    monkeypatch: pytest.MonkeyPatch, platform: str, alone: bool, deterministic: bool
+) -> None:
+    started = engine_start(monkeypatch, platform)
+    actor = object.__new__(StrictRolloutActor)
+    actor.engine_args = {"max_num_seqs": 512, "max_num_batched_tokens": 4096}
+    asyncio.run(actor.__init__(full_determinism=deterministic, enable_prefix_caching=True))  # type: ignore[misc]
+    is_alone = alone and deterministic
+    given = {"max_num_seqs": 1, "max_num_batched_tokens": None} if is_alone else actor.engine_args
+    assert {name: started[name] for name in given} == given
+    assert started["enable_prefix_caching"] is not is_alone
+
+
+@pytest.mark.parametrize(
+    ("platform", "binding", "asked", "given"),
+    [
+        ("cpu", "nobind", "uni", rollout_actor.IN_ENGINE),
+        ("cpu", "auto", "uni", "uni"),
+        ("cpu", "nobind", "ray", "ray"),
+        ("cuda", "nobind", "uni", "uni"),
+    ],
+)
+def test_one_worker_is_in_the_engines_process_where_no_threads_are_bound(
+    monkeypatch: pytest.MonkeyPatch, platform: str, binding: str, asked: str, given: str
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", binding)
+    started = engine_start(monkeypatch, platform)
+    actor = object.__new__(StrictRolloutActor)
+    asyncio.run(actor.__init__(distributed_executor_backend=asked))  # type: ignore[misc]
+    assert started["distributed_executor_backend"] == given
