@@ -93,7 +93,9 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="compare tensorwise and blockwise also with the first N and the last N layers left in BF16",
     )
-    megatron_flags.add_layout_flags(fp8.add_argument_group("layout"))
+    layout = fp8.add_argument_group("layout")
+    for setting in megatron_flags.LAYOUT:
+        setting.add_to(layout)
     fp8.set_defaults(run=_fp8)
 
     mismatch_help = "how far a rollout's log-probs and entropies are from a model's: a table"

@@ -54,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="run the Python code that the checkpoint brings (auto_map in its configuration files); without it such a "
         "checkpoint is refused",
     )
-    megatron_flags.add_flags(parser)
+    megatron_flags.MEGATRON.add_to(parser)
     return parser
 
 
@@ -68,7 +68,7 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _score(args: argparse.Namespace, given: Sequence[str]) -> None:
-    megatron_flags.refuse_stray(args, given)
+    megatron_flags.refuse_stray(vars(args), given)
     platform.choose()
 
     from openrlhf_gtpo.scoring.inputs import ScoreModel, check

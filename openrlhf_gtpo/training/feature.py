@@ -1,4 +1,5 @@
-"""What a feature is: one folder with its check and the hooks that it needs, named once, in ``FEATURES`` of ``run.py``.
+"""What a feature is: one folder with its settings, its check and the hooks that it needs, named once, in ``FEATURES``
+of ``features/__init__.py``.
 
 A run has the features that its arguments ask for. Each process makes those that have something to do in it: the
 driver, the controller, an engine's actor, and a rank that trains.
@@ -6,7 +7,9 @@ driver, the controller, an engine's actor, and a rank that trains.
 
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from openrlhf_gtpo.training.settings.setting import Group
 
 if TYPE_CHECKING:  # the driver refuses a command line before anything heavy is imported
     from openrlhf.trainer.ppo_utils.experience import Experience
@@ -22,7 +25,12 @@ class Feature:
 
     Args:
         args: the run's arguments.
+
+    Attributes:
+        settings: its flags, which every command line has. Their module imports nothing heavy.
     """
+
+    settings: ClassVar[Group]
 
     def __init__(self, args: SimpleNamespace) -> None:
         self.args = args

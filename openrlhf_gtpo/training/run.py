@@ -16,17 +16,11 @@ from openrlhf_gtpo.training.checks.settings import check_every_run, check_inputs
 from openrlhf_gtpo.training.controller import stop
 from openrlhf_gtpo.training.controller.checkpoint_disk import check_room
 from openrlhf_gtpo.training.feature import Feature
-from openrlhf_gtpo.training.features.dumps import Dumps, Replay
-from openrlhf_gtpo.training.features.fp8_audit import FP8Audit
-from openrlhf_gtpo.training.features.guide import GuidingPolicy
-from openrlhf_gtpo.training.features.sampler_entropy import SamplerEntropy
+from openrlhf_gtpo.training.features import FEATURES
+from openrlhf_gtpo.training.features.dumps.settings import leave_out_engines
 from openrlhf_gtpo.training.features.sampler_entropy.source import choose_entropy
-from openrlhf_gtpo.training.features.supervision import SpikeWatch
-from openrlhf_gtpo.training.settings import replay, upstream_parser
+from openrlhf_gtpo.training.settings import upstream_parser
 from openrlhf_gtpo.training.settings.guard import check_openrlhf
-
-# All features, in the order in which their hooks are called: the last one sees what the others have logged.
-FEATURES: tuple[type[Feature], ...] = (SamplerEntropy, FP8Audit, GuidingPolicy, Replay, Dumps, SpikeWatch)
 
 
 def features_of(args: SimpleNamespace) -> list[Feature]:
@@ -61,7 +55,7 @@ def parse(argv: Sequence[str]) -> SimpleNamespace:
     choose_entropy(args)
     check_every_run(args)
     if args.train.replay_rollouts:
-        replay.leave_out_engines(args)
+        leave_out_engines(args)
     if platform.chosen_platform() == "cpu":
         host.adapt(args)
     return args

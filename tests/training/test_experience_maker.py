@@ -33,7 +33,7 @@ from openrlhf_gtpo.algorithms import (
 from openrlhf_gtpo.errors import TrainingStopped
 from openrlhf_gtpo.report import names
 from openrlhf_gtpo.training.credit.experiences import ExperienceMaker
-from openrlhf_gtpo.training.settings.flags import AGGREGATION
+from openrlhf_gtpo.training.settings.algorithms import AGGREGATION
 
 # How micro-batches are cut: in order, or balanced by length over the ranks (rows permuted, widths differ).
 LAYOUTS = {

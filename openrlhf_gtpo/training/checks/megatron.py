@@ -6,15 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from openrlhf_gtpo import platform
-from openrlhf_gtpo.algorithms import ESTIMATORS
 from openrlhf_gtpo.checkpoints.files import CheckpointError
 from openrlhf_gtpo.checkpoints.folder import check_checkpoint, newest_whole
 from openrlhf_gtpo.errors import UsageError
-from openrlhf_gtpo.megatron.fp8.options import Fp8Options, check_fp8
+from openrlhf_gtpo.megatron.fp8.options import check_fp8
 from openrlhf_gtpo.megatron.parallel.layout import Layout, WorldSizeError, check_layout, legal_tensor_parallel_sizes
 from openrlhf_gtpo.platform.files import WEIGHTS
 from openrlhf_gtpo.training.checks.models import check_model
-from openrlhf_gtpo.training.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.training.settings.megatron_flags import fp8_of, layout_of, megatron_flag, refusals_name_flags
 from openrlhf_gtpo.training.settings.megatron_overrides import parse_overrides
 
@@ -39,7 +37,11 @@ def check_megatron(args: SimpleNamespace) -> None:
             _check_world_size(config, layout, args.ref, "ref")
         if fp8 is not None:
             check_fp8(fp8, config, layout, cuda=platform.chosen_platform() == "cuda")
-            _check_fp8_flags(args, fp8)
+            if fp8.primary_weights and not args.megatron.use_distributed_optimizer:
+                raise UsageError(
+                    "--megatron.fp8_param needs Megatron's distributed optimizer, which quantizes its float32 shards; "
+                    "leave --no-megatron.use_distributed_optimizer out."
+                )
         replicas = layout.data_parallel_size(args.actor.num_nodes * args.actor.num_gpus_per_node)
         if args.train.batch_size % replicas:
             raise UsageError(
@@ -74,24 +76,6 @@ def _check_world_size(config: Any, layout: Layout, section: SimpleNamespace, nam
         raise UsageError(
             f"--megatron.tensor_model_parallel_size {size} does not divide --{name}.num_gpus_per_node {on_node}, so "
             f"tensor-parallel groups would cross nodes; sizes that fit: {', '.join(fitting)}."
-        )
-
-
-def _check_fp8_flags(args: SimpleNamespace, fp8: Fp8Options) -> None:
-    if fp8.primary_weights and not args.megatron.use_distributed_optimizer:
-        raise UsageError(
-            "--megatron.fp8_param needs Megatron's distributed optimizer, which quantizes its float32 shards; leave "
-            "--no-megatron.use_distributed_optimizer out."
-        )
-    steps, gate = args.megatron.fp8_audit_steps, args.megatron.fp8_audit_gate
-    if steps and entropy_credit(args) is None:
-        raise UsageError(
-            f"--megatron.fp8_audit_steps {steps} compares entropy credit, which --algo.advantage.estimator "
-            f"{args.algo.advantage.estimator} does not give; choose one of {', '.join(ESTIMATORS)}, or leave it out."
-        )
-    if gate is not None and not steps:
-        raise UsageError(
-            f"--megatron.fp8_audit_gate {gate:g} is read at audits; give --megatron.fp8_audit_steps N too."
         )
 
 

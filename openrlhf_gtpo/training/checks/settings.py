@@ -6,6 +6,7 @@ rows, or such settings, is up to upstream.
 """
 
 import math
+from operator import attrgetter
 from types import SimpleNamespace
 
 from openrlhf_gtpo.algorithms import ESTIMATORS, SURROGATES
@@ -21,6 +22,7 @@ from openrlhf_gtpo.training.checks.models import (
 from openrlhf_gtpo.training.checks.reward import check_reward
 from openrlhf_gtpo.training.credit.entropy_credit import entropy_credit
 from openrlhf_gtpo.training.credit.old_policy import count_rows
+from openrlhf_gtpo.training.settings.flags import SETTINGS
 
 # vLLM 0.29's default for an engine that an actor makes: ENGINE_CONTEXT is not in its table of defaults
 # (engine/arg_utils.py, get_batch_defaults), so the one in config/scheduler.py counts.
@@ -60,11 +62,6 @@ def check_every_run(args: SimpleNamespace) -> None:
     ):
         if args.vllm.sync_checksum and given:
             raise UsageError(f"--vllm.sync_checksum cannot be combined with {flag}, {why}; leave one of them out.")
-    if args.train.max_restarts and args.vllm.sync_with_ray:
-        raise UsageError(
-            "--train.max_restarts cannot be combined with --vllm.sync_with_ray, whose transfer is OpenRLHF's own; "
-            "leave one of them out."
-        )
     refuse_untransferable(args.actor.model_name_or_path, "--actor.model_name_or_path")
     if not args.actor.trust_remote_code:
         roles = {"actor": args.actor, "critic": args.critic, "algo.guide": args.algo.guide}
@@ -220,22 +217,14 @@ def _check_async(args: SimpleNamespace) -> None:
     """Refuse what only this package's controller does: asynchronous training keeps upstream's."""
     loss_type = args.actor.policy_loss_type
     by_outcome = loss_type in SURROGATES and "correct" in SURROGATES[loss_type].reads  # of the experience maker
-    for given, flag, remedy in (
-        (by_outcome, f"--actor.policy_loss_type {loss_type}", "give another"),
-        (args.logger.entropy_enable, "--logger.entropy_enable", "leave it out"),
-        (args.logger.metrics_path, "--logger.metrics_path", "give --logger.tensorboard_dir or --logger.wandb.key"),
-        (args.logger.dump_rollouts, "--logger.dump_rollouts", "leave it out"),
-        (args.train.replay_rollouts, "--train.replay_rollouts", "leave one of them out"),
-        (args.eval.before_training, "--eval.before_training", "leave it out, or give --eval.steps"),
-        (args.ckpt.stop_file, "--ckpt.stop_file", "leave one of them out"),
-        (args.train.spike_zscore, "--train.spike_zscore", "leave one of them out"),
-        (args.train.max_restarts, "--train.max_restarts", "leave one of them out"),
-        (args.train.stall_timeout, "--train.stall_timeout", "leave one of them out"),
-    ):
-        if given:
-            raise UsageError(
-                f"{flag} cannot be combined with --train.async_enable, whose controller is OpenRLHF's; {remedy}."
-            )
+    given = [f"--{flag}" for flag, setting in SETTINGS.items() if setting.synchronous and attrgetter(flag)(args)]
+    if by_outcome:
+        given.append(f"--actor.policy_loss_type {loss_type}")
+    if given:
+        raise UsageError(
+            f"{given[0]} cannot be combined with --train.async_enable, whose controller is OpenRLHF's; leave one of "
+            "them out."
+        )
     rows = count_rows(args)
     if rows % args.train.batch_size:  # a rollout makes whole steps here: see count_all_steps
         raise UsageError(

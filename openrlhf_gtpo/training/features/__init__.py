@@ -1,1 +1,11 @@
-"""What a run may do besides training, a folder each (see ``training/feature.py``)."""
+"""What a run may do besides training, a folder each; see ``feature.py``. Importing this imports nothing heavy."""
+
+from openrlhf_gtpo.training.feature import Feature
+from openrlhf_gtpo.training.features.dumps import Dumps, Replay
+from openrlhf_gtpo.training.features.fp8_audit import FP8Audit
+from openrlhf_gtpo.training.features.guide import GuidingPolicy
+from openrlhf_gtpo.training.features.sampler_entropy import SamplerEntropy
+from openrlhf_gtpo.training.features.supervision import SpikeWatch
+
+# All features, in the order in which their hooks are called: the last one sees what the others have logged.
+FEATURES: tuple[type[Feature], ...] = (SamplerEntropy, FP8Audit, GuidingPolicy, Replay, Dumps, SpikeWatch)

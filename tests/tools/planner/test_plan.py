@@ -458,12 +458,12 @@ def test_a_script_finds_a_local_model_from_anywhere(
 
 
 def test_flags_of_the_script_are_the_trainer_s() -> None:
-    from openrlhf_gtpo.training.settings.megatron_flags import add_flags
+    from openrlhf_gtpo.training.settings.megatron_flags import MEGATRON
 
     asked = Request(SimpleNamespace(**MOE), parse_cluster("h100-80g", 16), WORK, tensor=2, expert=8)
     flags = " ".join(trainer_flags(candidates(replace(asked, distributed_optimizer=False))[0])).split()
     parser = argparse.ArgumentParser()
-    add_flags(parser)
+    MEGATRON.add_to(parser)
     parsed = vars(parser.parse_args(flags))
     assert parsed["megatron.expert_model_parallel_size"] == 8
     assert not parsed["megatron.use_distributed_optimizer"]

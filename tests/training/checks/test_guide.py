@@ -60,7 +60,7 @@ def test_what_a_guide_goes_with(guided: dict[str, Any], changes: dict[str, Any])
             {"--algo.guide.rescue_batch": 4},
             "--algo.guide.rescue_batch 4 takes what dynamic filtering drops; give --algo.dynamic_filtering_enable too",
         ),
-        ({"--algo.guide.rescue_weight": -1}, "Expected a finite --algo.guide.rescue_weight >= 0, got -1."),
+        ({"--algo.guide.rescue_weight": -1}, "Expected --algo.guide.rescue_weight >= 0, got -1."),
         ({"--algo.guide.model_name_or_path": "/nowhere"}, "--algo.guide.model_name_or_path /nowhere does not exist."),
         (
             {"--algo.guide.fraction": 0.8},
@@ -71,7 +71,7 @@ def test_what_a_guide_goes_with(guided: dict[str, Any], changes: dict[str, Any])
             "Expected --rollout.n_samples_per_prompt >= 2, for the guide and the policy, got 1.",
         ),
         ({"--algo.guide.fraction": 1}, "Expected 0 <= --algo.guide.fraction < 1, got 1."),
-        ({"--algo.guide.ratio_cap": 0.5}, "Expected a finite --algo.guide.ratio_cap >= 1, got 0.5."),
+        ({"--algo.guide.ratio_cap": 0.5}, "Expected --algo.guide.ratio_cap >= 1, got 0.5."),
         ({"--algo.guide.ratio_cap": "inf"}, "Expected a finite --algo.guide.ratio_cap >= 1, got inf."),
         ({"--algo.guide.steps": -1}, "Expected --algo.guide.steps >= 0, got -1."),
         ({"--algo.guide.num_engines": 0}, "Expected --algo.guide.num_engines >= 1, got 0."),
@@ -109,7 +109,8 @@ def test_engines_on_the_same_gpus_need_room_together(
 ) -> None:
     """As on a host with GPUs; on CPU, engines get small shares of the host's memory."""
     monkeypatch.setattr("openrlhf_gtpo.training.host.adapt", lambda args: None)
-    shared = guided | {"--train.colocate_all": True, "--algo.guide.gpu_memory_utilization": 0.3}
+    shared = guided | {"--train.colocate_all": True, "--ref.num_gpus_per_node": 1}
+    shared |= {"--algo.guide.gpu_memory_utilization": 0.3}
     alone = shared | RESCUES | {"--algo.guide.fraction": 0}
     for command in (shared, shared | {"--vllm.enable_sleep": True}, alone):
         assert "on the same GPUs (--train.colocate_all) to be at most 1 together, got 1.25." in refused(command)

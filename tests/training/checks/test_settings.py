@@ -66,7 +66,6 @@ def test_upstreams_estimators_are_held_to_what_always_fails(
             "Expected --algo.advantage.is_correction_threshold LOW HIGH with LOW < HIGH, got 2 0.5.",
         ),
         ({"--reward.clip_range": [10, -10]}, "Expected --reward.clip_range LOW HIGH with LOW < HIGH, got 10 -10."),
-        ({"--algo.dynamic_filtering_range": [1, 0]}, "Expected --algo.dynamic_filtering_range LOW HIGH with LOW < HI"),
         ({"--actor.lr_scheduler": "cosin"}, "Expected --actor.lr_scheduler to be one of linear, cosine, "),
         (
             {"--vllm.sync_checksum": True, "--vllm.sync_with_ray": True},
@@ -182,39 +181,25 @@ def test_a_contradiction_in_the_command_line(
             "--vllm.max_num_batched_tokens 8 allows fewer; give it at least 9.",
         ),
         ({"--reward.remote_url": None}, "There is no reward: give --reward.remote_url FILE.py (a reward function)"),
-        ({"--train.num_episodes": 0}, "Expected --train.num_episodes >= 1, got 0."),
         ({"--rollout.micro_batch_size": 0}, "Expected --rollout.micro_batch_size >= 1, got 0."),
-        ({"--data.max_samples": -1}, "Expected --data.max_samples >= 1, got -1."),
-        ({"--actor.num_gpus_per_node": -2}, "Expected --actor.num_gpus_per_node >= 1, got -2."),
-        ({"--ref.num_nodes": 0}, "Expected --ref.num_nodes >= 1, got 0."),
-        ({"--data.max_len": 1}, "Expected --data.max_len >= 2, for a prompt and a response, got 1."),
         ({"--eval.steps": -2}, "Expected --eval.steps >= 1, or -1 for never, got -2."),
         ({"--ckpt.save_steps": 0}, "Expected --ckpt.save_steps >= 1, or -1 for never, got 0."),
         ({"--actor.eps_clip_low_high": [0.5, -0.2]}, "Expected --actor.eps_clip_low_high >= 0, got 0.5 -0.2."),
         ({"--actor.eps_clip": "nan"}, "Expected --actor.eps_clip >= 0, got nan."),
         ({"--algo.kl.init_coef": "inf"}, "Expected a finite --algo.kl.init_coef >= 0, got inf."),
         ({"--actor.adam.lr": -1}, "Expected 0 <= --actor.adam.lr <= 1, got -1."),
-        ({"--actor.adam.lr": "nan"}, "Expected 0 <= --actor.adam.lr <= 1, got nan."),
+        ({"--actor.adam.lr": "nan"}, "Expected a finite 0 <= --actor.adam.lr <= 1, got nan."),
         ({"--actor.adam.lr": "1e30"}, "Expected 0 <= --actor.adam.lr <= 1, got 1e+30."),
-        ({"--actor.adam.betas": [0.9, 1]}, "Expected 0 <= --actor.adam.betas < 1, got 0.9 1."),
-        ({"--vllm.gpu_memory_utilization": 7}, "Expected 0 < --vllm.gpu_memory_utilization <= 1, got 7."),
         ({"--rollout.top_p": 0}, "Expected 0 < --rollout.top_p <= 1, got 0."),
         ({"--eval.temperature": 2.5}, "Expected 0 <= --eval.temperature <= 2, got 2.5."),
-        ({"--ds.zero_stage": 7}, "Expected 0 <= --ds.zero_stage <= 3, got 7."),
-        ({"--train.seed": 2**32}, "Expected 0 <= --train.seed < 2^32, got 4294967296."),
-        (
-            {"--reward.stop_properly_penalty_coef": 2},
-            "Expected --reward.stop_properly_penalty_coef from 0 to 1, or a reward below 0, got 2.",
-        ),
         ({"--train.max_bad_steps": 0}, "Expected --train.max_bad_steps >= 1, got 0."),
-        ({"--train.spike_zscore": -1}, "Expected a finite --train.spike_zscore >= 0, got -1."),
+        ({"--train.spike_zscore": -1}, "Expected --train.spike_zscore >= 0, got -1."),
         ({"--train.max_restarts": -1}, "Expected --train.max_restarts >= 0, got -1."),
         ({"--train.stall_timeout": "inf"}, "Expected a finite --train.stall_timeout >= 0, got inf."),
         (
             {"--train.max_restarts": 1, "--vllm.sync_with_ray": True},
             "--train.max_restarts cannot be combined with --vllm.sync_with_ray, whose transfer is OpenRLHF's own",
         ),
-        ({"--actor.entropy_coef": "inf"}, "Expected a finite --actor.entropy_coef, got inf."),
     ],
     ids=str,
 )
@@ -258,23 +243,23 @@ def test_upstreams_estimators_may_sample_from_a_part_of_the_distribution(command
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "remedy"),
+    ("flag", "value"),
     [
-        ("--actor.policy_loss_type", "htpo", "give another."),
-        ("--logger.entropy_enable", True, "leave it out."),
-        ("--logger.metrics_path", "metrics.jsonl", "give --logger.tensorboard_dir or --logger.wandb.key."),
-        ("--eval.before_training", True, "leave it out, or give --eval.steps."),
-        ("--ckpt.stop_file", "stop", "leave one of them out."),
-        ("--train.spike_zscore", 10, "leave one of them out."),
-        ("--train.max_restarts", 1, "leave one of them out."),
-        ("--train.stall_timeout", 60, "leave one of them out."),
+        ("--actor.policy_loss_type", "htpo"),
+        ("--logger.entropy_enable", True),
+        ("--logger.metrics_path", "metrics.jsonl"),
+        ("--logger.dump_rollouts", 1),
+        ("--train.replay_rollouts", "dumps"),
+        ("--eval.before_training", True),
+        ("--ckpt.stop_file", "stop"),
+        ("--train.spike_zscore", 10),
+        ("--train.max_restarts", 1),
+        ("--train.stall_timeout", 60),
     ],
 )
-def test_what_asynchronous_training_does_not_do(
-    refused: Callable[..., str], flag: str, value: Any, remedy: str
-) -> None:
+def test_what_asynchronous_training_does_not_do(refused: Callable[..., str], flag: str, value: Any) -> None:
     message = refused({"--algo.advantage.estimator": "group_norm", "--train.async_enable": True, flag: value})
-    assert message.startswith(flag) and "--train.async_enable" in message and message.endswith(remedy)
+    assert message.startswith(f"{flag} ") and "cannot be combined with --train.async_enable" in message
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,15 @@
 from typing import TYPE_CHECKING
 
 from openrlhf_gtpo.training.feature import ControllerFeature, Feature
+from openrlhf_gtpo.training.features.dumps.settings import DUMPS, REPLAY
 
 if TYPE_CHECKING:
     from openrlhf_gtpo.training.credit.loss import LossFeature
 
 
 class Dumps(Feature):
+    settings = DUMPS
+
     def is_on(self) -> bool:
         return bool(self.args.logger.dump_rollouts)
 
@@ -24,6 +27,8 @@ class Dumps(Feature):
 
 
 class Replay(Feature):
+    settings = REPLAY
+
     def is_on(self) -> bool:
         return bool(self.args.train.replay_rollouts)
 

@@ -2,9 +2,12 @@
 
 from openrlhf_gtpo.training.credit.entropy_credit import captures_entropy
 from openrlhf_gtpo.training.feature import ControllerFeature, Feature
+from openrlhf_gtpo.training.features.fp8_audit.settings import FP8_AUDIT
 
 
 class FP8Audit(Feature):
+    settings = FP8_AUDIT
+
     def is_on(self) -> bool:
         args = self.args
         in_fp8 = args.actor.backend == "megatron" and args.megatron.fp8 is not None

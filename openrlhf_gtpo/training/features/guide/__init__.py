@@ -3,12 +3,15 @@
 from typing import TYPE_CHECKING, Any
 
 from openrlhf_gtpo.training.feature import ControllerFeature, Feature
+from openrlhf_gtpo.training.features.guide.settings import GUIDE
 
 if TYPE_CHECKING:
     from openrlhf_gtpo.training.credit.loss import LossFeature
 
 
 class GuidingPolicy(Feature):
+    settings = GUIDE
+
     def is_on(self) -> bool:
         # A replay has no guide, but its dumps may have a guide's rows.
         return bool(self.args.algo.guide.model_name_or_path or self.args.train.replay_rollouts)

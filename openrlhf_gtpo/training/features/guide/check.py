@@ -18,7 +18,6 @@ def check_guide(args: SimpleNamespace) -> None:
     if not guide.model_name_or_path:
         return
     for given, other, why in (
-        (args.train.async_enable, "--train.async_enable", "whose controller is OpenRLHF's"),
         (
             args.algo.advantage.estimator == "gae",
             "--algo.advantage.estimator gae",

@@ -1,9 +1,12 @@
 """Entropies and log-probs of the old policy from vLLM's sampler (``--rollout.entropy sampler``)."""
 
 from openrlhf_gtpo.training.feature import ControllerFeature, EngineFeature, Feature
+from openrlhf_gtpo.training.features.sampler_entropy.settings import SAMPLER
 
 
 class SamplerEntropy(Feature):
+    settings = SAMPLER
+
     def is_on(self) -> bool:
         return self.args.rollout.entropy == "sampler"
 

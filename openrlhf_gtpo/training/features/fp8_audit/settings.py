@@ -1,0 +1,37 @@
+"""The settings of audits of FP8."""
+
+from openrlhf_gtpo.algorithms import ESTIMATORS
+from openrlhf_gtpo.training.settings.setting import Bounds, Group, Need, Setting, needs_flag
+
+_CREDIT = Need(
+    lambda values: values["algo.advantage.estimator"] in ESTIMATORS,
+    "--algo.advantage.estimator {0[algo.advantage.estimator]} gives no entropy credit to compare",
+)
+
+FP8_AUDIT = Group(
+    "FP8 audits",
+    "what --megatron.fp8 does to entropies and advantages",
+    (
+        Setting(
+            "megatron.fp8_audit_steps",
+            0,
+            "in every N-th batch, compute the old-policy forward in BF16 too, and log what FP8 does to entropies, "
+            "shares and advantages as fp8/* (with credit that reads entropies; 0: never)",
+            metavar="N",
+            bounds=Bounds(at_least=0),
+        ),
+        Setting(
+            "megatron.fp8_audit_gate",
+            None,
+            "if an audit finds that more than this fraction of the advantages, such as 0.02, changes its sign, take "
+            "entropies from a forward in BF16, beside FP8's for log-probs, until an audit finds fewer (default: "
+            "never)",
+            float,
+            metavar="X",
+            bounds=Bounds(at_least=0, at_most=1),
+            needs=(needs_flag("megatron.fp8_audit_steps"),),
+        ),
+    ),
+    needs=(_CREDIT,),
+    page="fp8.md",
+)

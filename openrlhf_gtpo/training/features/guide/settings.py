@@ -1,0 +1,103 @@
+"""The settings of the guiding policy."""
+
+from typing import Any
+
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.training.settings.setting import Bounds, Group, Need, Setting, needs_flag
+
+# A dump may have a guide's rows.
+_GUIDE = Need(
+    lambda values: values["algo.guide.model_name_or_path"] or values["train.replay_rollouts"],
+    "neither --algo.guide.fraction nor --algo.guide.rescue_batch gives a guide anything to do",
+)
+_ENGINES = Need(lambda values: not values["algo.guide.endpoint"], "--algo.guide.endpoint replaces the guide's engines")
+
+
+def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
+    """Leave out a guide that samples nothing, and refuse one without a name."""
+    if values["algo.guide.endpoint"] == "":
+        raise UsageError("Expected --algo.guide.endpoint to look like http://HOST:PORT/v1, got an empty string.")
+    asked = [name for name in ("fraction", "rescue_batch") if values[f"algo.guide.{name}"] > 0]
+    if asked and not values["algo.guide.model_name_or_path"]:
+        raise UsageError(f"--algo.guide.{asked[0]} needs a guide; give --algo.guide.model_name_or_path.")
+    if not asked:
+        values["algo.guide.model_name_or_path"] = None
+    if values["algo.guide.gpu_memory_utilization"] is None:
+        values["algo.guide.gpu_memory_utilization"] = values["vllm.gpu_memory_utilization"]
+
+
+GUIDE = Group(
+    "guide",
+    "a frozen, stronger policy that samples part of each group, or answers prompts for which no response was right",
+    (
+        Setting(
+            "algo.guide.model_name_or_path",
+            None,
+            "checkpoint of the guide, a frozen policy with the same tokenizer that samples part of each group",
+            synchronous=True,
+        ),
+        Setting(
+            "algo.guide.fraction",
+            0.0,
+            "fraction of each group's rows that the guide samples",
+            bounds=Bounds(at_least=0, below=1),
+        ),
+        Setting(
+            "algo.guide.steps",
+            0,
+            "training steps over which that fraction falls to 0; 0 never",
+            bounds=Bounds(at_least=0),
+            needs=(needs_flag("algo.guide.fraction"),),
+        ),
+        Setting(
+            "algo.guide.ratio_cap",
+            2.0,
+            "largest ratio of the policy to the guide at a token of the guide's rows",
+            bounds=Bounds(at_least=1),
+        ),
+        Setting(
+            "algo.guide.rescue_batch",
+            0,
+            "have the guide answer prompts that dynamic filtering dropped because no response was right, as soon as "
+            "this many are waiting; 0 never",
+            bounds=Bounds(at_least=0),
+        ),
+        Setting(
+            "algo.guide.rescue_weight",
+            1.0,
+            "weight of the loss of such prompts' groups",
+            bounds=Bounds(at_least=0),
+            needs=(needs_flag("algo.guide.rescue_batch"),),
+        ),
+        Setting(
+            "algo.guide.endpoint",
+            None,
+            "OpenAI-compatible endpoint that serves the guide under that name in place of engines, such as the one "
+            "that vllm serve opens at http://HOST:8000/v1",
+            metavar="URL",
+        ),
+        Setting(
+            "algo.guide.num_engines", 1, "vLLM engines of the guide", bounds=Bounds(at_least=1), needs=(_ENGINES,)
+        ),
+        Setting(
+            "algo.guide.tensor_parallel_size", 1, "GPUs of each of them", bounds=Bounds(at_least=1), needs=(_ENGINES,)
+        ),
+        Setting(
+            "algo.guide.gpu_memory_utilization",
+            None,
+            "share of each of their GPUs' memory (default: --vllm.gpu_memory_utilization)",
+            float,
+            bounds=Bounds(above=0, at_most=1),
+            needs=(_ENGINES,),
+        ),
+        Setting(
+            "algo.guide.on_failure",
+            "stop",
+            "if the guide dies: stop the run, or go on without it",
+            choices=("stop", "continue"),
+        ),
+    ),
+    needs=(_GUIDE,),
+    imply=_imply,
+    page="guide.md",
+)

@@ -1,0 +1,59 @@
+"""The settings of what keeps a run going, or ends it."""
+
+from typing import Any
+
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.training.settings.setting import Bounds, Group, Setting
+
+
+def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
+    """Refuse restarts of engines that would get no weights."""
+    if values["train.max_restarts"] and values["vllm.sync_with_ray"]:
+        raise UsageError(
+            "--train.max_restarts cannot be combined with --vllm.sync_with_ray, whose transfer is OpenRLHF's own; "
+            "leave one of them out."
+        )
+
+
+SUPERVISION = Group(
+    "supervision",
+    "what happens if engines, ranks or rewards die or hang, and if a step stands out",
+    (
+        Setting(
+            "train.max_restarts",
+            0,
+            "how often a run may replace engines that died or hang, and retry rewards that fail; and how often it is "
+            "restarted from its last checkpoint if another process died or hangs; 0 stops at the first",
+            bounds=Bounds(at_least=0),
+            synchronous=True,
+            page="reliability.md#supervised-runs",
+        ),
+        Setting(
+            "train.stall_timeout",
+            0.0,
+            "seconds without an answer after which a process or a reward counts as hanging; 0 waits forever. It must "
+            "be longer than the slowest reward, and than each phase of a step except the rollout, including a "
+            "checkpoint",
+            bounds=Bounds(at_least=0),
+            synchronous=True,
+        ),
+        Setting(
+            "train.spike_zscore",
+            0.0,
+            "stop without saving if loss, KL or gradient norm is this many deviations above that of the last 50 "
+            "steps; 0 never",
+            bounds=Bounds(at_least=0),
+            synchronous=True,
+            page="openrlhf.md#what-is-not-finite",
+        ),
+        Setting(
+            "train.max_bad_steps",
+            3,
+            "stop after this many optimizer steps in a row with a non-finite gradient or loss, all of them skipped",
+            bounds=Bounds(at_least=1),
+            page="openrlhf.md#what-is-not-finite",
+        ),
+    ),
+    imply=_imply,
+    page="reliability.md#supervised-runs",
+)

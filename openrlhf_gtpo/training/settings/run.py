@@ -1,0 +1,145 @@
+"""The settings of a run that belong to no algorithm, backend or feature."""
+
+import os
+from typing import Any
+
+from openrlhf_gtpo.algorithms import ESTIMATORS
+from openrlhf_gtpo.errors import UsageError
+from openrlhf_gtpo.training.settings.setting import Bounds, Group, Ignored, Need, Setting, Values, needs_flag
+
+
+class Secret(str):
+    """Text that is hidden when the arguments are printed, to a log or to W&B's configuration."""
+
+    def __repr__(self) -> str:
+        return "'***'"
+
+
+def _imply(values: dict[str, Any], given: frozenset[str]) -> None:
+    """Take W&B's key from this process's environment, which the trackers of a cluster do not have."""
+    if values["logger.wandb.key"]:
+        values["logger.wandb.key"] = Secret(os.environ.get("WANDB_API_KEY") or values["logger.wandb.key"])
+        if values["logger.wandb.key"] == "WANDB_API_KEY":
+            raise UsageError(
+                "--logger.wandb.key WANDB_API_KEY takes the key from that variable, which is not set here; export it "
+                "where the trainer runs (on a Ray cluster, before its head starts)."
+            )
+
+
+def _fills_a_step(values: Values) -> bool:
+    """Whether a rollout has the rows of one step; a guide's rescued rows may join them."""
+    prompts = values["rollout.batch_size"]
+    prompts = min(prompts, values["rollout.vllm_generate_batch_size"] or prompts)  # as in ``count_rows``
+    rows = prompts * values["rollout.n_samples_per_prompt"]
+    return rows >= values["train.batch_size"] or values["algo.guide.rescue_batch"] > 0
+
+
+_ESTIMATORS = ", ".join(ESTIMATORS)
+
+RUN = Group(
+    "run",
+    "what belongs to no algorithm, backend or feature",
+    (
+        Setting(
+            "actor.trust_remote_code",
+            False,
+            "run the Python code that a checkpoint of actor, reward, critic or guide brings (auto_map in its "
+            "configuration files); without this flag such a checkpoint is refused",
+        ),
+        Setting(
+            "reward.overlong_form",
+            "continuous",
+            f"shape of the overlong penalty for {_ESTIMATORS}: DAPO's continuous one, or the paper's as printed, "
+            "which ends at -buffer/limit, and is -1 only beyond the limit, where only an agent's responses can be",
+            choices=("continuous", "as_printed"),
+            needs=(
+                Need(
+                    lambda values: values["algo.advantage.estimator"] in ESTIMATORS,
+                    "OpenRLHF's estimators do not offer this choice",
+                ),
+                needs_flag("reward.overlong_buffer_len"),
+            ),
+        ),
+        Setting(
+            "eval.before_training",
+            False,
+            "evaluate --eval.dataset once before the first step",
+            needs=(needs_flag("eval.dataset"),),
+            synchronous=True,
+        ),
+        Setting(
+            "ckpt.stop_file",
+            None,
+            "when this file appears, save a checkpoint after the step in progress and exit with status 75, as after "
+            "SIGUSR1 (default: 'stop' in --ckpt.path; one left there by an earlier run does not count)",
+            metavar="FILE",
+            synchronous=True,
+            page="slurm.md#stop-requeue-resume",
+        ),
+        Setting(
+            "ckpt.load_tag",
+            None,
+            "with --ckpt.load_enable, go on from this checkpoint, such as global_step40 (default: the newest whole "
+            "one)",
+            lambda tag: tag or None,  # a supervised run gives "" to go on from its own checkpoint
+            metavar="TAG",
+            needs=(needs_flag("ckpt.load_enable"),),
+        ),
+        Setting(
+            "logger.metrics_path",
+            None,
+            "append every step's metrics to this JSON-lines file, beside TensorBoard and W&B",
+            metavar="FILE",
+            synchronous=True,
+            page="metrics.md",
+        ),
+        Setting(
+            "logger.entropy_enable",
+            False,
+            f"log policy entropies with the other estimators too ({_ESTIMATORS} always do)",
+            synchronous=True,
+        ),
+        Setting(
+            "vllm.max_num_seqs",
+            None,
+            "limit on the responses that an engine decodes at once (default: vLLM's for an engine in an actor, 128)",
+            int,
+            bounds=Bounds(at_least=1),
+            page="performance.md#decoding",
+        ),
+        Setting(
+            "vllm.max_num_batched_tokens",
+            None,
+            "limit on the tokens that an engine computes per step, prompts included (default: likewise vLLM's, 2048)",
+            int,
+            bounds=Bounds(at_least=1),
+            page="performance.md#decoding",
+        ),
+        Setting(
+            "vllm.sync_bucket_mb",
+            256,
+            "size of one bucket of the weight transfer, in MiB",
+            bounds=Bounds(at_least=1),
+            needs=(Need(lambda values: not values["vllm.sync_with_ray"], "--vllm.sync_with_ray has no buckets"),),
+            page="openrlhf.md#weights-to-vllm",
+        ),
+        Setting(
+            "vllm.sync_checksum",
+            False,
+            "verify after every transfer that each parameter, as it was sent, reached every engine, and that all of "
+            "the model was written; stop the run otherwise. It does not check how a parameter was made from shards",
+            page="megatron.md#a-weight-in-vllm-looks-wrong",
+        ),
+    ),
+    ignored=(
+        Ignored(
+            ("vllm.sync_backend",),
+            Need(
+                lambda values: values["vllm.sync_with_ray"] or values["vllm.sync_backend"] == "nccl",
+                "GPUs use NCCL, a host without them gloo",
+            ),
+        ),
+        Ignored(("train.batch_size",), Need(_fills_a_step, "a rollout has fewer rows, which make one step")),
+    ),
+    imply=_imply,
+)

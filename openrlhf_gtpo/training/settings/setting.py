@@ -1,0 +1,183 @@
+"""How a flag of this package is declared: once, with its default, help, range, and when a run reads it.
+
+The parser, the check of ranges, the line that names flags without effect and ``docs/flags.md`` are made of these
+declarations. A feature has its own in its folder; ``flags.py`` lists all of them.
+"""
+
+import argparse
+import dataclasses
+import math
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from openrlhf_gtpo.errors import UsageError
+
+Values = Mapping[str, Any]  # a parsed command line by flag, without the two dashes; None is a flag without a value
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a run must have to read a setting.
+
+    Fields:
+        holds: whether the run with these values has it.
+        otherwise: why the setting has no effect in one that has not; {0[a.flag]} stands for the value of --a.flag.
+    """
+
+    holds: Callable[[Values], object]
+    otherwise: str
+
+
+def needs_flag(flag: str) -> Need:
+    """The need for ``flag``, with a value other than None, 0, False and ''."""
+    return Need(lambda values: values[flag], f"there is no --{flag}")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The numbers that a setting may have; NaN is never among them, and infinity only if ``or_infinite``."""
+
+    at_least: float = -math.inf
+    above: float = -math.inf
+    at_most: float = math.inf
+    below: float = math.inf
+    or_infinite: bool = False
+
+    def check(self, flag: str, value: Any) -> None:
+        """Raise UsageError unless ``value``, a number or several, is within the bounds; None always is."""
+        numbers = [] if value is None else value if isinstance(value, list | tuple) else [value]
+        if not all(map(self._allow, numbers)):
+            got = " ".join(f"{number:.10g}" for number in numbers)
+            finite = "" if self.or_infinite or all(map(math.isfinite, numbers)) else "a finite "
+            raise UsageError(f"Expected {finite}{self.of(f'--{flag}')}, got {got}.")
+
+    def of(self, name: str) -> str:
+        """The rule in words, such as ``0 <= NAME < 1``."""
+        low, high = (
+            next(((sign, bound) for sign, bound in pair if math.isfinite(bound)), None)
+            for pair in ((("<=", self.at_least), ("<", self.above)), (("<=", self.at_most), ("<", self.below)))
+        )
+        if low and high:
+            return f"{low[1]:g} {low[0]} {name} {high[0]} {high[1]:g}"
+        if low:
+            return f"{name} {low[0].replace('<', '>')} {low[1]:g}"
+        return f"{name} {high[0]} {high[1]:g}" if high else name
+
+    def _allow(self, number: float) -> bool:
+        if not math.isfinite(number):
+            return self.or_infinite and number == math.inf
+        return self.at_least <= number <= self.at_most and self.above < number < self.below
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One flag of this package.
+
+    Fields:
+        flag: its name without the two dashes.
+        default: its value if it is not given. A bool makes a switch, --FLAG and --no-FLAG; a list, a flag that may be
+            repeated.
+        help: what it does, for --help and docs/flags.md.
+        type: makes its value of a word; None takes the type of the default, or str.
+        bounds: for a number.
+        needs: what a run must have to read it; given without, it is named as having no effect.
+        synchronous: whether it is refused with --train.async_enable, whose controller is OpenRLHF's.
+        page: where there is more about it, from ``docs``.
+    """
+
+    flag: str
+    default: Any
+    help: str
+    type: Callable[[str], Any] | None = None
+    choices: tuple[str, ...] | None = None
+    metavar: str | None = None
+    bounds: Bounds | None = None
+    needs: tuple[Need, ...] = ()
+    synchronous: bool = False
+    page: str | None = None
+
+    def add_to(self, group: argparse._ArgumentGroup) -> None:
+        """Add the flag to a parser's group."""
+        options: dict[str, Any] = {"default": self.default, "help": self.help.replace("%", "%%")}
+        if isinstance(self.default, bool):
+            options |= {"action": argparse.BooleanOptionalAction}
+        elif isinstance(self.default, list):
+            options |= {"action": "append", "metavar": self.metavar}
+        elif self.choices:
+            options |= {"choices": self.choices}
+        else:
+            kind = self.type or (str if self.default is None else type(self.default))
+            options |= {"type": kind, "metavar": self.metavar}
+        group.add_argument(f"--{self.flag}", **options)
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """Flags from elsewhere, mostly OpenRLHF's, that do nothing with these settings: such a run would go on otherwise
+    than it was asked to.
+
+    Fields:
+        flags: names or patterns, such as "vllm.*".
+        need: what a run must have to read them.
+    """
+
+    flags: tuple[str, ...]
+    need: Need
+
+
+def _nothing(values: dict[str, Any], given: frozenset[str]) -> None:
+    """Imply nothing."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Settings under one heading.
+
+    Fields:
+        title: the heading.
+        about: what they are for, in one clause.
+        settings: in the order of --help.
+        needs: what a run must have to read any of them.
+        ignored: flags from elsewhere that a run with these settings does not read.
+        page: where there is more about them, from ``docs``.
+        imply: fills in what the settings imply for each other and for OpenRLHF's flags that are not ``given``, in a
+            parsed command line by flag; raises UsageError for a contradiction.
+    """
+
+    title: str
+    about: str
+    settings: tuple[Setting, ...]
+    needs: tuple[Need, ...] = ()
+    ignored: tuple[Ignored, ...] = ()
+    imply: Callable[[dict[str, Any], frozenset[str]], None] = _nothing
+    page: str | None = None
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Add the settings to a parser, under their heading."""
+        group = parser.add_argument_group(f"openrlhf_gtpo {self.title}", self.about)
+        for setting in self.settings:
+            setting.add_to(group)
+
+
+def settings_of(config: type, prefix: str, without: Iterable[str] = ()) -> tuple[Setting, ...]:
+    """The flags ``--{prefix}FIELD`` of an algorithm's dataclass of settings (``algorithms.config.setting``), which
+    checks their ranges itself; not those of the fields ``without``."""
+    types, settings = typing.get_type_hints(config), []
+    for field in dataclasses.fields(config):
+        if field.name in without:
+            continue
+        kind, help, readers = types[field.name], field.metadata["help"], field.metadata["variants"]
+        of_variant: tuple[Need, ...] = ()
+        if readers:
+            help += f" (read by {', '.join(readers)})"
+            verb = "reads" if len(readers) == 1 else "read"
+            of_variant = (_needs_variant(prefix, readers, f"of the variants only {' and '.join(readers)} {verb} it"),)
+        choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else None
+        settings.append(Setting(prefix + field.name, field.default, help, kind, choices, needs=of_variant))
+    return tuple(settings)
+
+
+def _needs_variant(prefix: str, readers: tuple[str, ...], otherwise: str) -> Need:
+    return Need(lambda values: values[f"{prefix}variant"] in readers, otherwise)
